@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,10 +30,17 @@ SUFFIXES = frozenset(
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """Accepted formats. The file's ending does not matter. Pillow reads more formats, but runs Ghostscript for EPS."""
 _GREY_MODES = frozenset({"1", "L", "LA", "La", "I", "F", "I;16", "I;16B", "I;16L", "I;16N"})
-_FORMAT = "1"  # part of the cache key: increase it whenever decoding changes
+_FORMAT = "2"  # part of the cache key: increase it whenever decoding changes
 _THREADS = 2
 _ORIENTATION = 0x0112
+_BITS_PER_SAMPLE, _PHOTOMETRIC, _SAMPLE_FORMAT = 258, 262, 339  # tags of TIFF
 _UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, Image.DecompressionBombError)
+
+
+Window = tuple[float, float]
+"""Centre and width of the values that become black to white."""
+Values = npt.NDArray[Any]
+Grey = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,42 @@ class ImageFile:
     name: str
     stamp: str
     open: Callable[[], IO[bytes]]
+
+
+class Deep(NamedTuple):
+    """What an image of more than 8 bits held before it got 8.
+
+    Attributes:
+        low: its smallest finite value.
+        high: its largest finite value.
+        white: the value that its format has for white.
+        colour: whether it is in colour, to which no window applies.
+    """
+
+    low: float
+    high: float
+    white: float
+    colour: bool = False
+
+
+class Decoded(NamedTuple):
+    """Images as one array, and what of them the array does not show.
+
+    Attributes:
+        pixels: uint8 (n, channels, height, width), read-only and memory-mapped.
+        deep: of those with more than 8 bits that no window scales, by their number.
+        paged: the numbers of those whose file has further pages or frames, which were not read.
+    """
+
+    pixels: Grey
+    deep: dict[int, Deep]
+    paged: tuple[int, ...]
+
+
+class _One(NamedTuple):
+    pixels: Grey
+    deep: Deep | None
+    paged: bool
 
 
 def is_image(name: str) -> bool:
@@ -88,11 +131,47 @@ def _mode(file: ImageFile) -> str:
         raise _does_not_decode(file) from error
 
 
-def decode(file: ImageFile, channels: int, height: int, width: int, *, mask: bool = False) -> npt.NDArray[np.uint8]:
+def limits(window: Window) -> tuple[float, float]:
+    """The values that become black and white: those of DICOM's LINEAR_EXACT (PS3.3 C.11.2.1.3.2).
+
+    Example:
+        >>> limits((40.0, 400.0))
+        (-160.0, 240.0)
+    """
+    return window[0] - window[1] / 2, window[0] + window[1] / 2
+
+
+def finite_range(values: Values) -> tuple[float, float]:
+    """The smallest and the largest finite value; (inf, -inf) if there is none."""
+    if values.dtype.kind == "f":
+        values = values[np.isfinite(values)]
+    return (float(values.min()), float(values.max())) if values.size else (np.inf, -np.inf)
+
+
+def scaled(values: Values, low: float, high: float) -> Grey:
+    """Values as 0 (``low`` and below) to 255 (``high`` and above); what is not finite is 0."""
+    share = values.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        share = (share - low) / (high - low) if high > low else (share > low).astype(np.float64)
+    return to_grey(share, values)
+
+
+def to_grey(share: npt.NDArray[np.float64], values: Values) -> Grey:
+    """Shares of white as 0 to 255; where ``values`` are not finite it is 0."""
+    if values.dtype.kind == "f":
+        share = np.where(np.isfinite(values), share, 0.0)
+    grey: Grey = np.rint(share.clip(0, 1) * 255).astype(np.uint8)
+    return grey
+
+
+def decode(
+    file: ImageFile, channels: int, height: int, width: int, *, mask: bool = False, window: Window | None = None
+) -> Grey:
     """Decode one image: turn it upright, scale it to cover the size, and keep the centre.
 
-    Grey becomes colour by repeating its channel; colour becomes grey as luma. 16-bit grey is scaled to 8 bits.
-    Transparency is dropped.
+    Grey becomes colour by repeating its channel; colour becomes grey as luma. Transparency is dropped. Of a file with
+    several pages or frames the first is read. Grey with more than 8 bits is scaled by ``window``, else by what its
+    format has for white: 65535 for 16 bits, 4095 for a TIFF of 12.
 
     Args:
         file: the image.
@@ -100,41 +179,106 @@ def decode(file: ImageFile, channels: int, height: int, width: int, *, mask: boo
         height: in pixels.
         width: in pixels.
         mask: whether it is a mask: everything that is not black is 1, with a threshold of one half after scaling.
+        window: centre and width of the values of grey images with more than 8 bits that become black to white.
 
     Returns:
         uint8 (channels, height, width).
 
     Raises:
-        UserError: the file does not decode.
+        UserError: the file does not decode, or holds numbers whose black and white nothing says.
     """
+    return _decode(file, channels, height, width, mask, window).pixels
+
+
+def _decode(file: ImageFile, channels: int, height: int, width: int, mask: bool, window: Window | None) -> _One:
     try:
         with file.open() as stream:
-            image: Image.Image = Image.open(BytesIO(stream.read()), formats=FORMATS)
-        image.draft(None, (2 * width, 2 * height))  # lets JPEG skip detail that scaling would throw away
-        image = ImageOps.exif_transpose(image)
+            opened = Image.open(BytesIO(stream.read()), formats=FORMATS)
+        # The further images of a JPEG are previews.
+        paged = opened.format != "MPO" and bool(getattr(opened, "is_animated", False))
+        opened.draft(None, (2 * width, 2 * height))  # lets JPEG skip detail that scaling would throw away
+        form = _form(opened)
+        image, deep = ImageOps.exif_transpose(opened), None
         if mask:
-            image = Image.fromarray(np.uint8(255) * (np.asarray(image.convert("RGB")).max(axis=2) > 0).astype(np.uint8))
-        image = _eight_bits(image, file).convert("RGB" if channels == 3 else "L")
+            image = _not_black(image)
+        elif form is not None:
+            image, deep = _eight_bits(image, form, file, window)
+        image = image.convert("RGB" if channels == 3 else "L")
         if image.size != (width, height):
             image = ImageOps.fit(image, (width, height), Image.Resampling.BILINEAR)
     except _UNREADABLE as error:
         raise _does_not_decode(file) from error
     pixels = np.asarray(image, dtype=np.uint8)
     if mask:
-        return (pixels[np.newaxis] > 127).astype(np.uint8)
-    return np.ascontiguousarray(pixels.transpose(2, 0, 1)) if channels == 3 else pixels[np.newaxis]
+        pixels = (pixels > 127).astype(np.uint8)
+    return _One(
+        np.ascontiguousarray(pixels.transpose(2, 0, 1)) if pixels.ndim == 3 else pixels[np.newaxis], deep, paged
+    )
 
 
-def _eight_bits(image: Image.Image, file: ImageFile) -> Image.Image:
-    """The image with 8 bits. Scales 16-bit values, which Pillow would cut off at 255."""
-    if image.mode == "F":
-        raise UserError(f"image {file.name} holds real numbers: save it with 8 or 16 bits, or use data set 'arrays'")
-    if not image.mode.startswith("I"):
-        return image
-    values = np.asarray(image).astype(np.int64)
-    if values.size and (values.min() < 0 or values.max() > 65535):
-        raise UserError(f"image {file.name} holds values beyond 16 bits: save it with 8 or 16 bits")
-    return Image.fromarray((values // 257).astype(np.uint8))
+class _Form(NamedTuple):
+    """How an image of more than 8 bits is stored.
+
+    Attributes:
+        white: the value that means white, if the format says it.
+        turned: whether 0 means white.
+        upper: whether only the upper 8 of 16 bits are read, as of colours.
+    """
+
+    white: float | None
+    turned: bool = False
+    upper: bool = False
+
+
+def _form(image: Image.Image) -> _Form | None:
+    """How an image is stored that was opened but not read; None if it has 8 bits.
+
+    Raises:
+        ValueError: Pillow would misread its values.
+    """
+    tags = getattr(image, "tag_v2", {})
+    bits = next(iter(tags.get(_BITS_PER_SAMPLE, ())), 16)
+    if image.mode != "F" and not image.mode.startswith("I"):
+        if 2 in tags.get(_SAMPLE_FORMAT, ()):
+            raise ValueError("numbers of 8 bits with a sign")
+        return _Form(65535, upper=True) if _has_wide_channels(image) else None
+    turned = tags.get(_PHOTOMETRIC) == 0
+    if image.mode.startswith("I;16") or image.format != "TIFF":  # Pillow scales PGM to 16 bits
+        return _Form(2**bits - 1 if bits < 16 else 65535, turned)
+    return _Form(None, turned)
+
+
+def _has_wide_channels(image: Image.Image) -> bool:
+    """Whether the channels of a colour image have 16 bits, which Pillow's mode does not say."""
+    return any(";16" in str(part[-1]) for part in getattr(image, "tile", ()))
+
+
+def _eight_bits(
+    image: Image.Image, form: _Form, file: ImageFile, window: Window | None
+) -> tuple[Image.Image, Deep | None]:
+    """An image of more than 8 bits with 8, and what it held if no window scaled it."""
+    values = np.asarray(image)
+    low, high = finite_range(values)
+    if form.upper:  # Pillow has dropped the lower bits
+        return image, Deep(257 * low, 257 * high, 65535, True)
+    if window is None and form.white is None:
+        if not np.isfinite(low):
+            raise UserError(f"image {file.name} holds no finite number: replace or remove it")
+        kind = "real numbers" if values.dtype.kind == "f" else "whole numbers of 32 bits or with a sign"
+        raise UserError(
+            f"image {file.name} holds {kind} from {low:g} to {high:g}, and nothing says which are black and white: set "
+            f"data.window to centre and width, such as [{(low + high) / 2:g}, {max(high - low, 1):g}]"
+        )
+    grey = scaled(values, *((0.0, form.white or 0.0) if window is None else limits(window)))
+    deep = Deep(low, high, form.white or 0.0) if window is None else None
+    return Image.fromarray(255 - grey if form.turned else grey), deep
+
+
+def _not_black(image: Image.Image) -> Image.Image:
+    """White wherever a mask is not black."""
+    values = np.asarray(image if image.mode == "F" or image.mode.startswith("I") else image.convert("RGB"))
+    lit = np.nan_to_num(values) != 0
+    return Image.fromarray(np.uint8(255) * (lit.any(axis=2) if lit.ndim == 3 else lit).astype(np.uint8))
 
 
 def size_of(file: ImageFile) -> tuple[int, int]:
@@ -174,8 +318,15 @@ def unreadable(files: Sequence[ImageFile]) -> list[str]:
 
 
 def decoded(
-    files: Sequence[ImageFile], channels: int, height: int, width: int, label: str, *, mask: bool = False
-) -> npt.NDArray[np.uint8]:
+    files: Sequence[ImageFile],
+    channels: int,
+    height: int,
+    width: int,
+    label: str,
+    *,
+    mask: bool = False,
+    window: Window | None = None,
+) -> Decoded:
     """All images as one array, decoded now or found in the cache.
 
     The cache file is named after ``label`` and a hash of names, stamps and shape, so any changed, added or removed file
@@ -189,14 +340,12 @@ def decoded(
         width: in pixels.
         label: beginning of the cache file's name.
         mask: whether they are masks, see `decode`.
-
-    Returns:
-        A read-only memory-mapped array (n, channels, height, width).
+        window: see `decode`.
 
     Raises:
         UserError: an image does not decode, or the cache folder is full or cannot be written.
     """
-    digest = hashlib.sha256(f"{_FORMAT} {'mask' if mask else channels} {height} {width}\n".encode())
+    digest = hashlib.sha256(f"{_FORMAT} {'mask' if mask else channels} {height} {width} {window}\n".encode())
     for file in files:
         digest.update(f"{file.name}\t{file.stamp}\n".encode())
     folder = cache_dir()
@@ -213,8 +362,15 @@ def decoded(
             # Not written through a memory map: on a full disk a write raises an error, a map kills the process.
             header = {"descr": "|u1", "fortran_order": False, "shape": shape}
             np.lib.format.write_array_header_1_0(stream, header)
-            for image in _in_order(files, channels, height, width, mask):
-                stream.write(image.tobytes())
+            deep, paged = {}, []
+            for number, image in enumerate(_in_order(files, channels, height, width, mask, window)):
+                stream.write(image.pixels.tobytes())
+                if image.deep is not None:
+                    deep[number] = image.deep
+                if image.paged:
+                    paged.append(number)
+            # Behind the array, where numpy does not look, so that one file holds both.
+            stream.write(json.dumps({"deep": deep, "paged": paged}).encode())
             stream.flush()
             os.replace(aside, target)
     except OSError as error:
@@ -245,21 +401,30 @@ def _alone(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _in_order(
-    files: Sequence[ImageFile], channels: int, height: int, width: int, mask: bool
-) -> Iterator[npt.NDArray[np.uint8]]:
+    files: Sequence[ImageFile], channels: int, height: int, width: int, mask: bool, window: Window | None
+) -> Iterator[_One]:
     with ThreadPoolExecutor(_THREADS) as pool:
         for begin in range(0, len(files), 256):  # in pieces, so that few decoded images wait in memory
             yield from pool.map(
-                lambda file: decode(file, channels, height, width, mask=mask), files[begin : begin + 256]
+                lambda file: _decode(file, channels, height, width, mask, window), files[begin : begin + 256]
             )
 
 
-def _cached(path: Path, shape: tuple[int, ...]) -> npt.NDArray[np.uint8] | None:
+def _cached(path: Path, shape: tuple[int, ...]) -> Decoded | None:
     try:
         found = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError):
+        if found.shape != shape or found.dtype != np.uint8:
+            return None
+        with path.open("rb") as stream:
+            stream.seek(found.offset + found.nbytes)
+            beside = json.loads(stream.read())
+        deep = {
+            int(number): Deep(float(low), float(high), float(white), bool(colour))
+            for number, (low, high, white, colour) in beside["deep"].items()
+        }
+        return Decoded(found, deep, tuple(map(int, beside["paged"])))
+    except (OSError, ValueError, EOFError, TypeError, KeyError, AttributeError):
         return None
-    return found if found.shape == shape and found.dtype == np.uint8 else None
 
 
 def as_channels_first(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:

@@ -45,7 +45,7 @@ def load_for_prediction(path: Path, preprocessing: Preprocessing) -> tuple[list[
         return encode_rows(preprocessing, path)
     if path.is_file() and suffix == ".npz":
         return _arrays(path, preprocessing)
-    if path.is_file() and not is_image(path.name) and not is_medical(path.name):
+    if path.is_file() and not is_image(path.name) and not is_medical(path):
         raise UserError(f"{path} cannot be predicted: give an image, a folder of images, an .npz or a .csv file")
     return _images(path, preprocessing)
 
@@ -137,9 +137,9 @@ def _images(path: Path, preprocessing: Preprocessing) -> tuple[list[str], Stored
         files = sorted(
             found
             for found in path.rglob("*")
-            if (is_image(found.name) or is_medical(found.name))
+            if not any(part.startswith(".") for part in found.relative_to(path).parts)
             and found.is_file()
-            and not any(part.startswith(".") for part in found.relative_to(path).parts)
+            and (is_image(found.name) or is_medical(found))
         )
     if not files:
         raise UserError(f"{path} holds no images: give an image or a folder of images")
@@ -147,13 +147,13 @@ def _images(path: Path, preprocessing: Preprocessing) -> tuple[list[str], Stored
     for file in files:
         name = path.name if path.is_file() else file.relative_to(path).as_posix()
         found = (
-            [one.image for one in slices_of(file, window=preprocessing.window)]
-            if is_medical(file.name)
-            else [on_disk(file)]
+            [one.image for one in slices_of(file, window=preprocessing.window)] if is_medical(file) else [on_disk(file)]
         )
         names += [name if len(found) == 1 else f"{name}[{number}]" for number in range(len(found))]
         entries += found
-    return names, np.stack([decode(entry, channels, height, width) for entry in entries])
+    if not entries:
+        raise UserError(f"{path} holds DICOM without an image: give an image or a folder of images")
+    return names, np.stack([decode(entry, channels, height, width, window=preprocessing.window) for entry in entries])
 
 
 def _image_shape(preprocessing: Preprocessing) -> tuple[int, int, int]:

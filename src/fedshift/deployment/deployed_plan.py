@@ -80,7 +80,11 @@ class DeployedPlan(Plan):
         held_out = {site: rows[site][1] for site in sources}
         for site, chosen in train.items():
             if len(chosen) == 0:
-                raise UserError(f"protocol: site '{site}' has no training samples left; lower protocol.test_fraction")
+                cause = " or see whether its samples are all in one group, such as one patient ID"
+                raise UserError(
+                    f"protocol: site '{site}' has no training samples left; lower protocol.test_fraction"
+                    f"{cause if agreed.grouped.get(site) else ''}"
+                )
         if target == EVERY_SITE:
             return Split(train, held_out, {site: chosen for site, chosen in held_out.items() if len(chosen)})
         if agreed.own is not None and target in self.own:

@@ -121,16 +121,36 @@ def split_of(protocol: Protocol, data: DataSet, target: str, seed: int) -> Split
     held_out = {name: pair[1] for name, pair in rows.items() if name != target}
     for name, chosen in train.items():
         if len(chosen) == 0:
+            _check_groups(data, name)
             raise UserError(f"protocol: site '{name}' has no training samples left; lower protocol.test_fraction")
     if isinstance(protocol, LeaveOneOut):
+        if len(rows[target][1]) == 0 and protocol.base_images != "shared":
+            _check_groups(data, target)
         return Split(train, held_out, {target: unseen_rows(protocol, data.domains[target], rows[target][1])})
     unlabelled, measured = rows[target]
     if len(unlabelled) == 0 or len(measured) == 0:
+        _check_groups(data, target)
         raise UserError(
             f"protocol: '{target}' has {len(unlabelled)} samples to adapt to and {len(measured)} to be measured on; "
             "change protocol.test_fraction"
         )
     return Split(train, held_out, {target: measured}, {target: unlabelled})
+
+
+def _check_groups(data: DataSet, name: str) -> None:
+    """Raise UserError where a site cannot be split because all its samples are in one group, whatever the fraction."""
+    groups = data.domains[name].groups
+    if groups is None or len(groups) < 2 or (groups != groups[0]).any():
+        return
+    if data.name == "image_folder":
+        raise UserError(
+            f"all {len(groups)} images of site '{name}' have the same patient ID, so the site cannot be split: set "
+            "data.patient to study, series or file if the export gave one ID to all, or leave the site out"
+        )
+    raise UserError(
+        f"all {len(groups)} samples of site '{name}' are in one group, so the site cannot be split: give it several "
+        "groups or none, or leave the site out"
+    )
 
 
 def _pair_split(protocol: SourceTarget, data: DataSet, target: str, seed: int) -> Split:
@@ -141,6 +161,7 @@ def _pair_split(protocol: SourceTarget, data: DataSet, target: str, seed: int) -
         domain = data.domains[name]
         train[name], held_out[name] = part_rows(domain, protocol.labelled_test_fraction, seed, "random")
         if len(train[name]) == 0 or len(held_out[name]) == 0:
+            _check_groups(data, name)
             raise UserError(
                 f"protocol: labelled site '{name}' has {len(domain)} sample(s), {len(train[name])} to train on and "
                 f"{len(held_out[name])} to be measured on; change protocol.labelled_test_fraction or leave it out"

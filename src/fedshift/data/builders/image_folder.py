@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -10,13 +12,17 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, PositiveFloat
 
-from fedshift.data.builders.medical import Which, can_read, is_medical, slices_of
+from fedshift.data.builders.medical import Patient, Which, can_read, is_medical, slices_of
 from fedshift.data.checks import agreed_classes, checked
 from fedshift.data.domain import DataSet, DataSource, Domain, Manifest, Preprocessing
-from fedshift.data.images import ImageFile, decoded, has_colour, is_image, on_disk, unreadable
+from fedshift.data.images import Decoded, Deep, ImageFile, decoded, has_colour, is_image, on_disk, unreadable
 from fedshift.errors import UserError
 
-_LAYOUT = "root/<domain>/<class>/<image>: one folder per site, in it one folder per class; other files are ignored"
+_LAYOUT = "root/<domain>/<class>/<image>: one folder per site, in it one folder per class; other files are left out"
+_MOST_NAMED = 3
+_MADE_BY_SYSTEMS = frozenset({"thumbs.db", "desktop.ini", "icon\r"})
+_MOSTLY = 0.9
+"""From this share of a site's images with one patient ID on, it is taken for a placeholder."""
 
 
 class ImageFolder(DataSource):
@@ -33,8 +39,13 @@ class ImageFolder(DataSource):
     )
     window: tuple[float, PositiveFloat] | None = Field(
         None,
-        description="of DICOM and NIfTI files: centre and width of the values that become black to white, such as "
-        "[40, 400]; unset: the file's own window, else the range of its values",
+        description="of DICOM, NIfTI and other grey images of more than 8 bits: centre and width of the values that "
+        "become black to white, such as [40, 400]; unset: as the file says, else the range of its values",
+    )
+    patient: Patient = Field(
+        "id",
+        description="what images of one patient have in common in DICOM files: the patient's ID; or the study, "
+        "series or file, where an export gave one ID to all",
     )
     on_corrupt: Literal["stop", "skip"] = Field(
         "stop", description="an image that does not decode: stop, or leave it out and list it among the warnings"
@@ -61,54 +72,69 @@ class ImageFolder(DataSource):
         Raises:
             UserError: a folder or site is missing or empty, an image does not decode, or classes differ between sites.
         """
-        found = self._images()
+        left_out = LeftOut()
+        found = self._images(left_out)
         warnings: tuple[str, ...] = ()
         if self.on_corrupt == "skip":
             found, warnings = _without_corrupt(found)
         held = {site: [label for label, files in classes.items() if files] for site, classes in found.items()}
         empty = next((site for site, labels in held.items() if not labels), None)
         if empty is not None:
-            raise UserError(f"site '{empty}' is empty: no images in {self.root / empty}/<class>/; expected {_LAYOUT}")
+            others = "".join(f"; {text}" for text in left_out.warnings(self.root / empty))
+            raise UserError(
+                f"site '{empty}' is empty: no images in {self.root / empty}/<class>/{others}; expected {_LAYOUT}"
+            )
         classes = agreed_classes(held, what="class folders", allow_missing=self.missing_classes == "allow")
         files = {site: [(label, file) for label in classes for file in found[site].get(label, [])] for site in found}
         flat = [one for pairs in files.values() for _, one in pairs]
         channels = 3 if (_any_colour(flat) if self.colour is None else self.colour) else 1
-        images = decoded([one.file for one in flat], channels, self.size, self.size, "image_folder")
+        made = decoded([one.file for one in flat], channels, self.size, self.size, "image_folder", window=self.window)
         groups = _groups(flat)
         domains, begin = {}, 0
         for site, pairs in files.items():
             labels = np.array([classes.index(label) for label, _ in pairs], dtype=np.int64)
             own = None if groups is None else groups[begin : begin + len(pairs)]
-            domains[site] = Domain(site, images[begin : begin + len(pairs)], labels, own)
+            domains[site] = Domain(site, made.pixels[begin : begin + len(pairs)], labels, own)
             begin += len(pairs)
         half = (0.5,) * channels
         preprocessing = Preprocessing(
             kind="image", channels=channels, size=self.size, mean=half, std=half, window=self.window
         )
+        by_site = {site: [one.file for _, one in pairs] for site, pairs in files.items()}
+        patients = {site: [one.patient for _, one in pairs] for site, pairs in files.items()}
+        warnings += (*left_out.warnings(self.root), *image_warnings(made, by_site), *_one_patient(patients))
         return checked(DataSet(self.name, domains, classes, preprocessing, self.manifest(), warnings))
 
-    def _images(self) -> Found:
-        """Images by site and class folder, sorted. Ignores hidden folders and other files."""
+    def _images(self, left_out: LeftOut) -> Found:
+        """Images by site and class folder, sorted."""
+        sites = site_folders(self.root, _LAYOUT)
+        left_out.misplaced(self.root)
+        for site in sites:
+            left_out.misplaced(site)
         return {
-            site.name: {
-                label.name: [one for path in sorted(label.iterdir()) if path.is_file() for one in self._in(path, site)]
-                for label in folders(site)
-            }
-            for site in site_folders(self.root, _LAYOUT)
+            site.name: {label.name: self._of_class(label, site, left_out) for label in folders(site)} for site in sites
         }
 
-    def _in(self, path: Path, site: Path) -> list[_Image]:
-        """The images in a file, of which a medical one has several; none if it is another file."""
-        if is_image(path.name):
-            return [_Image(on_disk(path))]
-        if not is_medical(path.name):
-            return []
+    def _of_class(self, label: Path, site: Path, left_out: LeftOut) -> list[_Image]:
+        found = []
+        for path in sorted(label.iterdir()):
+            if is_image(path.name) and path.is_file():
+                found.append(_Image(on_disk(path)))
+            elif path.is_file() and is_medical(path):
+                found += self._slices(path, site, left_out)
+            else:
+                left_out.other(path)
+        return found
+
+    def _slices(self, path: Path, site: Path, left_out: LeftOut) -> list[_Image]:
         try:
-            found = slices_of(path, self.slices, self.window)
+            found = slices_of(path, self.slices, self.window, self.patient)
         except UserError:
             if self.on_corrupt == "stop" or not can_read(path):
                 raise
             return [_Image(on_disk(path))]  # which does not decode, so it is left out and listed
+        if not found:
+            left_out.without_pixels.append(path)
         return [_Image(one.image, f"{site.name}/{one.patient}", one.colour) for one in found]
 
 
@@ -150,6 +176,119 @@ def _without_corrupt(found: Found) -> tuple[Found, tuple[str, ...]]:
     }
     said = "1 image does not decode and was" if len(corrupt) == 1 else f"{len(corrupt)} images do not decode and were"
     return kept, (f"{said} left out: {', '.join(corrupt)}",)
+
+
+def _one_patient(patients: Mapping[str, Sequence[str | None]]) -> Iterator[str]:
+    """A warning for each site of which nearly all images have one patient's ID. It shows no ID."""
+    for site, names in patients.items():
+        most = max((names.count(name) for name in set(names) if name is not None), default=0)
+        if most > 1 and most >= _MOSTLY * len(names):
+            share = f"all {most}" if most == len(names) else f"{most} of {len(names)}"
+            yield (
+                f"{share} images of site '{site}' have the same patient ID, so they all train or are all held out: if "
+                "the export gave one ID to all, set data.patient to study, series or file"
+            )
+
+
+@dataclass
+class LeftOut:
+    """Files below a root that are not read, but for hidden ones and those that operating systems make.
+
+    Attributes:
+        outside: images that do not lie in a folder of images.
+        no_image: other files that do.
+        deeper: files in folders below one of images.
+        without_pixels: DICOM files that hold no image.
+    """
+
+    outside: list[Path] = field(default_factory=list)
+    no_image: list[Path] = field(default_factory=list)
+    deeper: list[Path] = field(default_factory=list)
+    without_pixels: list[Path] = field(default_factory=list)
+
+    def misplaced(self, folder: Path) -> None:
+        """Note the images that lie directly in a folder of folders."""
+        for path in sorted(folder.iterdir()):
+            if not _is_hidden(path.name) and path.is_file() and (is_image(path.name) or is_medical(path)):
+                self.outside.append(path)
+
+    def other(self, path: Path) -> None:
+        """Note what lies in a folder of images and is none: a file, or all files of a folder."""
+        if _is_hidden(path.name):
+            return
+        if not path.is_dir():
+            self.no_image.append(path)
+            return
+        for place, inner, names in os.walk(path):
+            inner[:] = sorted(name for name in inner if not _is_hidden(name))
+            self.deeper += [Path(place) / name for name in sorted(names) if not _is_hidden(name)]
+
+    def warnings(self, root: Path) -> tuple[str, ...]:
+        """One line that counts and names what is left out below ``root``; none if nothing is."""
+        kinds = {
+            "in deeper folders": self.deeper,
+            "that lie outside of a folder of images": self.outside,
+            "that are no images": self.no_image,
+            "of DICOM without an image": self.without_pixels,
+        }
+        below = {kind: [path for path in paths if path.is_relative_to(root)] for kind, paths in kinds.items()}
+        parts = [
+            f"{len(paths)} {kind} ({first_names(path.relative_to(root) for path in paths)})"
+            for kind, paths in below.items()
+            if paths
+        ]
+        total = sum(map(len, below.values()))
+        return (f"{total} {'file is' if total == 1 else 'files are'} left out: {', '.join(parts)}",) if total else ()
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith((".", "__")) or name.lower() in _MADE_BY_SYSTEMS
+
+
+def first_names(names: Iterable[object]) -> str:
+    """The first names, and that there are more."""
+    texts = list(map(str, names))
+    return ", ".join(texts[:_MOST_NAMED]) + (", …" if len(texts) > _MOST_NAMED else "")
+
+
+def image_warnings(made: Decoded, files: Mapping[str, Sequence[ImageFile]]) -> Iterator[str]:
+    """What decoded images do not show: values that fill a small part of their range, and pages that were not read.
+
+    Args:
+        made: the images of all sites, in the order of ``files``.
+        files: the files of each site.
+    """
+    flat = [file.name for of_site in files.values() for file in of_site]
+    begin = 0
+    for site, of_site in files.items():
+        deep = {row: made.deep[row] for row in range(begin, begin + len(of_site)) if row in made.deep}
+        begin += len(of_site)
+        yield from _dark(site, {flat[row]: one for row, one in deep.items() if not one.colour}, colour=False)
+        yield from _dark(site, {flat[row]: one for row, one in deep.items() if one.colour}, colour=True)
+    if made.paged:
+        which = "1 file has" if len(made.paged) == 1 else f"{len(made.paged)} files have"
+        yield (
+            f"{which} more than one page or frame, of which the first is read: "
+            f"{first_names(flat[row] for row in made.paged)}"
+        )
+
+
+def _dark(site: str, deep: Mapping[str, Deep], *, colour: bool) -> Iterator[str]:
+    """A warning if all values of a site's images of more than 8 bits fill less than half of their range."""
+    low, high = min((one.low for one in deep.values()), default=0), max((one.high for one in deep.values()), default=0)
+    white = max((one.white for one in deep.values()), default=0)
+    if 2 * (high - low) >= white:
+        return
+    top = 2 ** max(int(high), 1).bit_length() - 1
+    advice = (
+        "save these colours with 8 bits"
+        if colour
+        else f"set data.window to centre and width of what they hold at all sites, such as [{top / 2:g}, {top:g}]"
+    )
+    yield (
+        f"images of more than 8 bits at site '{site}' have values from {low:g} to {high:g} where white is {white:g}, "
+        f"so they are dark or flat (such as {max(deep, key=lambda name: deep[name].high)}): {advice}"
+    )
 
 
 def site_folders(root: Path, layout: str) -> list[Path]:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, PositiveFloat
 
-from fedshift.data.builders.image_folder import folders, site_folders
+from fedshift.data.builders.image_folder import LeftOut, folders, image_warnings, site_folders
 from fedshift.data.checks import agreed_classes, checked
 from fedshift.data.domain import DataSet, DataSource, Domain, Manifest, Preprocessing
 from fedshift.data.images import ImageFile, decoded, has_colour, is_image, on_disk, size_of
@@ -29,6 +29,11 @@ class MaskFolder(DataSource):
         384, ge=8, le=1024, description="height and width: the shorter side is scaled to it, the centre kept"
     )
     colour: bool | None = Field(None, description="three channels or one; unset: as the images are stored")
+    window: tuple[float, PositiveFloat] | None = Field(
+        None,
+        description="of grey images of more than 8 bits: centre and width of the values that become black to white; "
+        "unset: as the file says",
+    )
 
     @classmethod
     def manifest(cls) -> Manifest:
@@ -49,7 +54,11 @@ class MaskFolder(DataSource):
             UserError: an image lacks a mask, a mask lacks its image, or their sizes differ (names the file). Or sites
                 have different structures, or some have grey and some colour images (names the sites).
         """
-        found = {site.name: _of_site(site) for site in site_folders(self.root, _LAYOUT)}
+        left_out = LeftOut()
+        sites = site_folders(self.root, _LAYOUT)
+        found = {site.name: _of_site(site, left_out) for site in sites}
+        for folder in (self.root, *sites, *(site / "masks" for site in sites)):
+            left_out.misplaced(folder)
         structures = agreed_classes(
             {site: list(masks) for site, (_, masks) in found.items()}, what="folders of masks", allow_missing=False
         )
@@ -60,21 +69,28 @@ class MaskFolder(DataSource):
                     f"site '{site}' has no masks of '{missing}': expected {self.root / site}/masks/{missing}"
                 )
         channels = 3 if self._in_colour({site: list(images.values()) for site, (images, _) in found.items()}) else 1
-        domains = {}
+        domains, warnings = {}, list(left_out.warnings(self.root))
         for site, (images, masks) in found.items():
-            pixels = decoded(list(images.values()), channels, self.size, self.size, "mask_folder")
+            files = list(images.values())
+            made = decoded(files, channels, self.size, self.size, "mask_folder", window=self.window)
+            warnings += image_warnings(made, {site: files})
             flat = [masks[structure][name] for name in images for structure in structures]
-            cut = decoded(flat, 1, self.size, self.size, "mask_folder-masks", mask=True)
+            cut = decoded(flat, 1, self.size, self.size, "mask_folder-masks", mask=True).pixels
             domains[site] = Domain(
                 site,
-                pixels,
+                made.pixels,
                 np.zeros(len(images), dtype=np.int64),
                 masks=cut.reshape(len(images), len(structures), self.size, self.size),
             )
         preprocessing = Preprocessing(
-            kind="image", channels=channels, size=self.size, mean=(0.5,) * channels, std=(0.5,) * channels
+            kind="image",
+            channels=channels,
+            size=self.size,
+            mean=(0.5,) * channels,
+            std=(0.5,) * channels,
+            window=self.window,
         )
-        return checked(DataSet(self.name, domains, structures, preprocessing, self.manifest()))
+        return checked(DataSet(self.name, domains, structures, preprocessing, self.manifest(), tuple(warnings)))
 
     def _in_colour(self, images: dict[str, list[ImageFile]]) -> bool:
         """Whether images are read in colour.
@@ -97,12 +113,12 @@ class MaskFolder(DataSource):
 Files = dict[str, ImageFile]
 
 
-def _of_site(site: Path) -> tuple[Files, dict[str, Files]]:
+def _of_site(site: Path, left_out: LeftOut) -> tuple[Files, dict[str, Files]]:
     """The files of one site: images by name, and masks by structure and name, in the order of the images."""
-    images = _images(site / "images")
+    images = _images(site / "images", left_out)
     if not images:
         raise UserError(f"site '{site.name}' is empty: no images in {site / 'images'}; expected {_LAYOUT}")
-    masks = {folder.name: _images(folder) for folder in folders(site / "masks")}
+    masks = {folder.name: _images(folder, left_out) for folder in folders(site / "masks")}
     if not masks:
         raise UserError(f"site '{site.name}' has no masks: no folder in {site / 'masks'}; expected {_LAYOUT}")
     for structure, files in masks.items():
@@ -124,7 +140,7 @@ def _of_site(site: Path) -> tuple[Files, dict[str, Files]]:
     return images, {structure: {name: files[name] for name in images} for structure, files in masks.items()}
 
 
-def _images(folder: Path) -> Files:
+def _images(folder: Path, left_out: LeftOut) -> Files:
     """Image files by name without ending, sorted.
 
     Raises:
@@ -132,10 +148,12 @@ def _images(folder: Path) -> Files:
     """
     found: Files = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        if is_image(path.name) and path.is_file():
-            if path.stem in found:
-                raise UserError(f"{path} and {found[path.stem].name} have the same name: rename one of them")
-            found[path.stem] = on_disk(path)
+        if not is_image(path.name) or not path.is_file():
+            left_out.other(path)
+            continue
+        if path.stem in found:
+            raise UserError(f"{path} and {found[path.stem].name} have the same name: rename one of them")
+        found[path.stem] = on_disk(path)
     return found
 
 

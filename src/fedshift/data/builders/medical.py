@@ -1,28 +1,37 @@
-"""Slices of DICOM and NIfTI files as grey images, by pydicom and nibabel."""
+"""Slices of DICOM and NIfTI files as images of 8 bits, by pydicom and nibabel.
+
+How the values of a DICOM file become grey is the standard's pipeline (PS3.3 C.11): stored value, modality (rescale or
+table), values of interest (window or table), presentation. Tables, windows and padding are applied here rather than by
+`pydicom.pixels`, whose functions fail or wrap for tables of 8 bits with more than 256 entries, for rows without values,
+and turn the image over where the slope is negative. Tests compare the two where both are right.
+"""
 
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from fedshift.data.images import ImageFile
+from fedshift.data.images import Grey, ImageFile, Values, Window, finite_range, is_image, limits, scaled, to_grey
 from fedshift.errors import UserError
 from fedshift.extras import needed
 
 DICOM, NIFTI = (".dcm", ".dicom"), (".nii", ".nii.gz")
 Which = Literal["all", "middle"]
-Window = tuple[float, float]
-_FORMAT = "1"
+Patient = Literal["id", "study", "series", "file"]
+_FORMAT = "2"
 """Part of a slice's stamp: increase it whenever the pixels change."""
+_PREAMBLE, _MAGIC = 128, b"DICM"
+_PHOTOMETRIC = ("MONOCHROME1", "MONOCHROME2", "PALETTE COLOR", "RGB", "YBR_FULL", "YBR_FULL_422", "YBR_ICT", "YBR_RCT")
 
 
 @dataclass(frozen=True)
@@ -40,9 +49,34 @@ class Slice:
     colour: bool
 
 
-def is_medical(name: str) -> bool:
-    """Whether a file name has the ending of a DICOM or NIfTI file and is not hidden."""
-    return name.lower().endswith(DICOM + NIFTI) and not Path(name).name.startswith(".")
+class _Header(NamedTuple):
+    """What is known of a file before its pixels are read."""
+
+    slices: int
+    patient: str
+    colour: bool
+
+
+def is_medical(path: Path) -> bool:
+    """Whether a file is DICOM or NIfTI and not hidden: NIfTI by its ending, DICOM by its ending or its content.
+
+    A file with the ending of another image is not opened.
+    """
+    name = path.name.lower()
+    if name.startswith("."):
+        return False
+    if name.endswith(DICOM + NIFTI):
+        return True
+    return not is_image(name) and _begins_as_dicom(path)
+
+
+def _begins_as_dicom(path: Path) -> bool:
+    """Whether a file has the preamble of DICOM (PS3.10 7.1): 128 bytes, then DICM."""
+    try:
+        with path.open("rb") as stream:
+            return stream.read(_PREAMBLE + len(_MAGIC))[_PREAMBLE:] == _MAGIC
+    except OSError:
+        return False
 
 
 def can_read(path: Path) -> bool:
@@ -50,36 +84,46 @@ def can_read(path: Path) -> bool:
     return find_spec("nibabel" if path.name.lower().endswith(NIFTI) else "pydicom") is not None
 
 
-def slices_of(path: Path, which: Which = "all", window: Window | None = None) -> list[Slice]:
+def slices_of(path: Path, which: Which = "all", window: Window | None = None, patient: Patient = "id") -> list[Slice]:
     """The slices of a file. Only its header is read; pixels are read when a slice is opened.
 
-    Values become 0 to 255 within ``window``. Without one it is the window that a DICOM file names, else the range of
-    the file's values. NIfTI volumes are turned so that slices are axial, with the front of the body above.
+    Grey values become 0 to 255 within ``window``. Without one it is the window or table that a DICOM file names for the
+    frame, else the range of the file's finite values. NIfTI volumes are turned so that slices are axial, with the front
+    of the body above.
 
     Args:
         path: the file.
         which: all slices, or the middle one.
         window: centre and width, in the file's units (for CT Hounsfield units).
+        patient: what stands for the patient in DICOM files: the patient's ID, the study, the series or the file.
+
+    Returns:
+        The slices; none for a DICOM file without pixels, such as a report.
 
     Raises:
-        UserError: pydicom or nibabel is not installed, or the file is damaged.
+        UserError: pydicom or nibabel is not installed, or the file is damaged or of a kind that is not read.
     """
-    read = _nifti_header if path.name.lower().endswith(NIFTI) else _dicom_header
-    count, patient, colour = read(path)
-    found = path.stat()
-    stamp = f"{found.st_size} {found.st_mtime_ns} {_FORMAT} {window}"
-    chosen = range(count) if which == "all" else [count // 2]
+    header = _nifti_header(path) if path.name.lower().endswith(NIFTI) else _dicom_header(path, patient)
+    if header is None:
+        return []
+    changed = path.stat()
+    stamp = f"{changed.st_size} {changed.st_mtime_ns} {_FORMAT} {window}"
+    chosen = range(header.slices) if which == "all" else [header.slices // 2]
 
     def opener(number: int) -> Callable[[], IO[bytes]]:
-        return lambda: _png(_pixels(path, found.st_mtime_ns, window)[number])
+        return lambda: _png(_pixels(path, changed.st_mtime_ns, window)[number])
 
     return [
-        Slice(ImageFile(str(path) if count == 1 else f"{path}[{row}]", f"{stamp} {row}", opener(row)), patient, colour)
-        for row in chosen
+        Slice(
+            ImageFile(str(path) if header.slices == 1 else f"{path}[{number}]", f"{stamp} {number}", opener(number)),
+            header.patient,
+            header.colour,
+        )
+        for number in chosen
     ]
 
 
-def _png(pixels: npt.NDArray[np.uint8]) -> IO[bytes]:
+def _png(pixels: Grey) -> IO[bytes]:
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG", compress_level=0)
     file.seek(0)
@@ -87,84 +131,335 @@ def _png(pixels: npt.NDArray[np.uint8]) -> IO[bytes]:
 
 
 @lru_cache(maxsize=2)
-def _pixels(path: Path, _changed: int, window: Window | None) -> npt.NDArray[np.uint8]:
+def _pixels(path: Path, _changed: int, window: Window | None) -> Grey:
     """All slices (n, h, w) or (n, h, w, 3). The last files are kept, since their slices are opened one by one."""
     return _nifti(path, window) if path.name.lower().endswith(NIFTI) else _dicom(path, window)
 
 
-def _scaled(values: npt.NDArray[Any], window: Window | None) -> npt.NDArray[np.uint8]:
-    values = np.nan_to_num(values.astype(np.float32), nan=0.0, posinf=0.0, neginf=0.0)
-    low, high = float(values.min()), float(values.max())
-    if window is not None:
-        low, high = window[0] - window[1] / 2, window[0] + window[1] / 2
-    share = (values - low) / (high - low) if high > low else np.zeros_like(values)
-    grey: npt.NDArray[np.uint8] = np.rint(share.clip(0, 1) * 255).astype(np.uint8)
-    return grey
+def _damaged(path: Path, error: Exception) -> UserError:
+    if isinstance(error, UserError):
+        return error
+    reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    return UserError(f"image {path} cannot be read ({reason}): replace or remove it")
 
 
-def _nifti_header(path: Path) -> tuple[int, str, bool]:
+# NIfTI
+
+
+def _nifti_header(path: Path) -> _Header:
+    _, shape, orientation = _volume(path)
+    slices = next(size for size, (axis, _) in zip(shape, orientation, strict=True) if axis == 2)
+    return _Header(slices, str(path), _nifti_colour(path))
+
+
+def _nifti_colour(path: Path) -> bool:
+    return _volume(path)[0].get_data_dtype().names is not None
+
+
+def _volume(path: Path) -> tuple[Any, tuple[int, ...], Values]:
+    """A NIfTI file whose values are not read yet, its three sizes as stored, and how its axes are turned.
+
+    Trailing axes of length one are dropped, and a single plane is a volume of one slice.
+
+    Raises:
+        UserError: it is damaged, holds several volumes, a plane that is not axial, or complex numbers.
+    """
     nibabel = needed("nibabel", extra="medical", what=f"{path.name}, a NIfTI file,")
     try:
-        shape = nibabel.as_closest_canonical(nibabel.load(path)).shape
+        image = nibabel.load(path)
+        shape = tuple(int(size) for size in image.shape)
+        kind = image.get_data_dtype()
+        orientation = nibabel.io_orientation(image.affine)
     except Exception as error:
         raise _damaged(path, error) from error
-    if len(shape) != 3:
-        raise UserError(f"{path} has {len(shape)} axes: split it into volumes of three, one file each")
-    return shape[2], str(path), False
+    while len(shape) > 3 and shape[-1] == 1:
+        shape = shape[:-1]
+    stored, shape = len(shape), shape + (1,) * (3 - len(shape))
+    if stored > 3:
+        sizes = "×".join(map(str, shape))
+        raise UserError(f"{path} has {sizes} values: split its volumes into files of three axes each")
+    if 0 in shape:
+        raise UserError(f"{path} is empty (shape {shape}): replace or remove it")
+    if kind.kind == "c" or (kind.names is not None and kind.names[:3] != ("R", "G", "B")):
+        raise UserError(f"{path} holds values of type {kind}, which are no image: save real numbers or RGB24")
+    if not np.isfinite(orientation).all():
+        raise UserError(f"{path} has an affine that does not say how its axes lie: mend its sform or qform")
+    if stored < 3 and orientation[2][0] != 2:
+        raise UserError(f"{path} is a single plane that is not axial: save it as PNG, or as a volume of three axes")
+    return image, shape, orientation
 
 
-def _nifti(path: Path, window: Window | None) -> npt.NDArray[np.uint8]:
+def _nifti(path: Path, window: Window | None) -> Grey:
     nibabel = needed("nibabel", extra="medical", what=f"{path.name}, a NIfTI file,")
+    image, shape, orientation = _volume(path)
     try:
-        volume = np.asarray(nibabel.as_closest_canonical(nibabel.load(path)).dataobj)
+        volume = nibabel.apply_orientation(np.asarray(image.dataobj).reshape(shape), orientation)
         # From (right, front, head) to slices of rows from the front and columns from the right.
-        return _scaled(np.flip(volume.transpose(2, 1, 0), (1, 2)), window)
+        slices = np.flip(volume.transpose(2, 1, 0), (1, 2))
+        if slices.dtype.names is not None:
+            return np.stack([slices[channel] for channel in "RGB"], axis=-1)
+        low, high = finite_range(slices) if window is None else limits(window)
+        return np.stack([scaled(plane, low, high) for plane in slices])
     except Exception as error:
         raise _damaged(path, error) from error
 
 
-def _dicom_header(path: Path) -> tuple[int, str, bool]:
+# DICOM
+
+
+def _dicom_header(path: Path, patient: Patient) -> _Header | None:
+    """What a DICOM file says before its pixels; None if it holds none.
+
+    Raises:
+        UserError: the file is damaged, or of a kind that is not read.
+    """
     pydicom = needed("pydicom", extra="medical", what=f"{path.name}, a DICOM file,")
     try:
         header = pydicom.dcmread(path, stop_before_pixels=True)
-        patient = str(header.get("PatientID") or header.get("SeriesInstanceUID") or path)
-        return int(header.get("NumberOfFrames") or 1), patient, int(header.get("SamplesPerPixel") or 1) == 3
+        if "Rows" not in header:
+            return None
+        _check_supported(path, header)
+        return _Header(
+            int(header.get("NumberOfFrames") or 1),
+            _patient(path, header, patient),
+            int(header.get("SamplesPerPixel") or 1) == 3 or header.get("PhotometricInterpretation") == "PALETTE COLOR",
+        )
     except Exception as error:
         raise _damaged(path, error) from error
 
 
-def _dicom(path: Path, window: Window | None) -> npt.NDArray[np.uint8]:
+def _patient(path: Path, header: Any, patient: Patient) -> str:
+    fields: dict[Patient, tuple[str, ...]] = {
+        "id": ("PatientID", "SeriesInstanceUID"),
+        "study": ("StudyInstanceUID",),
+        "series": ("SeriesInstanceUID",),
+        "file": (),
+    }
+    texts = (str(header.get(field) or "").strip() for field in fields[patient])
+    return next((text for text in texts if text), str(path))
+
+
+def _check_supported(path: Path, header: Any) -> None:
+    """Raise UserError for a DICOM file whose pixels cannot be read as they are meant."""
+    from pydicom.pixels.decoders.base import get_decoder
+
+    kind, samples = str(header.get("PhotometricInterpretation")), int(header.get("SamplesPerPixel") or 1)
+    syntax = header.file_meta.TransferSyntaxUID
+    if kind not in _PHOTOMETRIC or samples != (1 if kind.startswith(("MONO", "PALETTE")) else 3):
+        raise UserError(f"image {path} is stored as {kind} with {samples} samples a pixel: convert it to grey or RGB")
+    if header.get("PresentationLUTSequence"):
+        raise UserError(f"image {path} has a table for its presentation (2050,0010): convert it without it")
+    if header.get("PixelPresentation") in ("COLOR", "MIXED") and "RedPaletteColorLookupTableDescriptor" in header:
+        raise UserError(f"image {path} lays colours over grey (a supplemental palette): convert it to grey or RGB")
+    try:
+        decoder = get_decoder(syntax)
+    except NotImplementedError:
+        raise UserError(f"image {path} is stored as {syntax.name}, which is not read: convert it") from None
+    if not decoder.is_available:
+        raise UserError(f"image {path} is stored as {syntax.name}, {_packages(decoder)}")
+
+
+def _packages(decoder: Any) -> str:
+    """Which packages read a transfer syntax, as a message's end: those of pylibjpeg where it can, else the first."""
+    choices = [re.findall(r"([A-Za-z][\w-]*)>=", text) for text in decoder.missing_dependencies]
+    names = next((some for some in choices if "pylibjpeg" in some), choices[0] if choices else [])
+    return f"which needs other packages: pip install {' '.join(names)}" if names else "which is not read: convert it"
+
+
+def _dicom(path: Path, window: Window | None) -> Grey:
     pydicom = needed("pydicom", extra="medical", what=f"{path.name}, a DICOM file,")
-    from pydicom.pixels.processing import apply_modality_lut, convert_color_space
+    from pydicom.pixels.decoders.base import get_decoder
 
     try:
         whole = pydicom.dcmread(path)
-        values = whole.pixel_array
+        decoder = get_decoder(whole.file_meta.TransferSyntaxUID)
+        try:
+            # As RGB where the file has colour: pydicom 3 converts YBR itself, and so do decoders of JPEG 2000.
+            values, described = decoder.as_array(whole)
+        except (RuntimeError, NotImplementedError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(
+                f"image {path} is not decoded as {whole.file_meta.TransferSyntaxUID.name} ({reason}), "
+                f"{_packages(decoder)}"
+            ) from error
         frames = int(whole.get("NumberOfFrames") or 1)
         if int(whole.get("SamplesPerPixel") or 1) == 3:
-            kind = str(whole.PhotometricInterpretation)
-            colours = convert_color_space(values, kind, "RGB") if kind.startswith("YBR") else values
-            return np.asarray(colours, dtype=np.uint8).reshape(frames, *values.shape[-3:])
-        values = apply_modality_lut(values, whole).reshape(frames, *values.shape[-2:])
-        centre, width = (_first(whole.get(name)) for name in ("WindowCenter", "WindowWidth"))
-        if window is None and centre is not None and width is not None and width > 0:
-            window = centre, width
-        grey = _scaled(values, window)
-        return 255 - grey if whole.get("PhotometricInterpretation") == "MONOCHROME1" else grey
+            return _colours(values, described, whole, path).reshape(frames, *values.shape[-3:])
+        values = values.reshape(frames, *values.shape[-2:])
+        if whole.PhotometricInterpretation == "PALETTE COLOR":
+            return _through_palette(values, whole, path)
+        return _greys(values, whole, window)
     except Exception as error:
         raise _damaged(path, error) from error
 
 
-def _first(value: Any) -> float | None:
-    """A number of a header, the first one if there are several."""
-    if value is None:
+def _colours(values: Values, described: Any, whole: Any, path: Path) -> Grey:
+    """RGB of 8 bits; more bits are scaled by how many the file says are stored."""
+    kind, bits = str(described["photometric_interpretation"]), int(whole.BitsStored)
+    if kind != "RGB" or (bits > 8 and whole.PhotometricInterpretation in ("YBR_FULL", "YBR_FULL_422")):
+        raise UserError(
+            f"image {path} is stored as {whole.PhotometricInterpretation} with {bits} bits, which is not converted to "
+            "RGB: convert it"
+        )
+    return np.asarray(values, dtype=np.uint8) if bits == 8 else scaled(values, 0, 2**bits - 1)
+
+
+def _through_palette(values: Values, whole: Any, path: Path) -> Grey:
+    """Indices (n, h, w) as the colours of the file's palette (PS3.3 C.7.6.3.1.5 and C.7.6.3.1.6)."""
+    if "RedPaletteColorLookupTableData" in whole:
+        tables = [
+            _table(whole[f"{name}PaletteColorLookupTableDescriptor"].value, data.value, whole)
+            for name in _RGB
+            for data in [whole[f"{name}PaletteColorLookupTableData"]]
+        ]
+        first = [_first_index(whole[f"{name}PaletteColorLookupTableDescriptor"].value, values) for name in _RGB]
+        out = np.stack([_looked_up(values, *pair) for pair in zip(tables, first, strict=True)], axis=-1)
+        bits = 8 if max(int(table.max()) for table in tables) < 256 else 16
+    else:
+        from pydicom.pixels.processing import apply_color_lut
+
+        bits = int(whole.RedPaletteColorLookupTableDescriptor[2])
+        if bits == 8 and (int(whole.RedPaletteColorLookupTableDescriptor[0]) or 1 << 16) > 256:
+            raise UserError(f"image {path} has a segmented palette of 8 bits with over 256 colours: convert it to RGB")
+        out = apply_color_lut(values, whole)[..., :3]
+    return np.asarray(out >> (bits - 8), dtype=np.uint8)
+
+
+_RGB = ("Red", "Green", "Blue")
+
+
+def _greys(stored: Values, whole: Any, window: Window | None) -> Grey:
+    """Stored values (n, h, w) of a grey file as they are to be shown.
+
+    Padding is black and does not count for the range (PS3.3 C.7.5.1.1.2).
+    """
+    padding = _padding(stored, whole)
+    views = [None if window is not None else _view(whole, number) for number in range(len(stored))]
+    frames = [_modality(frame, whole, number) for number, frame in enumerate(stored)]
+    low, high = limits(window) if window is not None else (0.0, 0.0)
+    if window is None and None in views:
+        ranges = [finite_range(frame[~hidden]) for frame, hidden in zip(frames, padding, strict=True)]
+        low, high = min(low for low, _ in ranges), max(high for _, high in ranges)
+    grey = np.stack(
+        [scaled(frame, low, high) if view is None else view(frame) for frame, view in zip(frames, views, strict=True)]
+    )
+    # A file that says INVERSE says with it that it is MONOCHROME1 (PS3.3 C.8.11.3): it is turned over once.
+    if whole.PhotometricInterpretation == "MONOCHROME1" or whole.get("PresentationLUTShape") == "INVERSE":
+        grey = 255 - grey
+    grey[padding] = 0
+    return grey
+
+
+def _padding(stored: Values, whole: Any) -> npt.NDArray[np.bool_]:
+    """Which pixels hold no measurement: those of the padding value, or between it and its limit."""
+    first = whole.get("PixelPaddingValue")
+    if first is None or stored.dtype.kind not in "iu":
+        return np.zeros(stored.shape, dtype=np.bool_)
+    last = whole.get("PixelPaddingRangeLimit")
+    ends = [_as_stored(int(end), stored) for end in (first, first if last is None else last)]
+    inside: npt.NDArray[np.bool_] = (stored >= min(ends)) & (stored <= max(ends))
+    return inside
+
+
+def _as_stored(value: int, stored: Values) -> int:
+    """A value of a header with the sign of the pixels: writers give -2000 as 63536, and the other way round."""
+    span = 1 << (8 * stored.dtype.itemsize)
+    signed = stored.dtype.kind == "i"
+    if signed and value >= span // 2:
+        return value - span
+    return value + span if not signed and value < 0 else value
+
+
+def _of_frame(whole: Any, number: int, group: str) -> Any:
+    """Where a frame's fields of one kind stand: in its own functional group, in the shared one, else in the file."""
+    own, shared = whole.get("PerFrameFunctionalGroupsSequence"), whole.get("SharedFunctionalGroupsSequence")
+    for item in ([own[number]] if own else []) + ([shared[0]] if shared else []):
+        if item.get(group):
+            return item[group].value[0]
+    return whole
+
+
+def _modality(frame: Values, whole: Any, number: int) -> Values:
+    """Stored values in the units of the modality, such as Hounsfield units (PS3.3 C.11.1)."""
+    fields = _of_frame(whole, number, "PixelValueTransformationSequence")
+    if fields.get("ModalityLUTSequence"):
+        item = fields.ModalityLUTSequence[0]
+        table = _table(item.LUTDescriptor, item.LUTData, whole)
+        return _looked_up(frame, table, _first_index(item.LUTDescriptor, frame))
+    slope, intercept = _number(fields.get("RescaleSlope")), _number(fields.get("RescaleIntercept"))
+    if slope is None or intercept is None or (slope, intercept) == (1.0, 0.0):
+        return frame
+    return frame.astype(np.float64) * slope + intercept
+
+
+def _view(whole: Any, number: int) -> Callable[[Values], Grey] | None:
+    """How a file shows a frame's values of interest: by a table, or by a window; the first of several. None: neither.
+
+    A width of 0 or less is no window. LINEAR (PS3.3 C.11.2.1.2) does not allow a width below 1, which floating-point
+    data have nevertheless: then its ends are those of LINEAR_EXACT.
+    """
+    fields = _of_frame(whole, number, "FrameVOILUTSequence")
+    if fields.get("VOILUTSequence"):
+        return _table_view(fields.VOILUTSequence[0], whole)
+    centre, width = _number(fields.get("WindowCenter")), _number(fields.get("WindowWidth"))
+    if centre is None or width is None or not np.isfinite(centre) or not 0 < width < np.inf:
+        return None
+    function = str(fields.get("VOILUTFunction") or "LINEAR").upper()
+    if function == "SIGMOID":
+        return lambda frame: to_grey(1 / (1 + np.exp((-4 * (frame - centre) / width).clip(-700, 700))), frame)
+    if function not in ("LINEAR", "LINEAR_EXACT"):
+        raise ValueError(f"VOI LUT Function {function}")
+    exact = function == "LINEAR_EXACT" or width < 1
+    low, high = limits((centre, width) if exact else (centre - 0.5, width - 1))
+    return lambda frame: scaled(frame, low, high)
+
+
+def _table_view(item: Any, whole: Any) -> Callable[[Values], Grey]:
+    """A table of values of interest, whose entries are scaled by their bits (PS3.3 C.11.2.1.1).
+
+    Some writers declare 16 bits for entries of 12 or 8: where the largest needs four bits less, its own bits count.
+    """
+    table, bits = _table(item.LUTDescriptor, item.LUTData, whole), int(item.LUTDescriptor[2])
+    needed_bits = int(table.max()).bit_length()
+    white = 2 ** (needed_bits if 0 < needed_bits <= bits - 4 else bits) - 1
+    return lambda frame: scaled(_looked_up(np.rint(frame), table, _first_index(item.LUTDescriptor, frame)), 0, white)
+
+
+def _table(descriptor: Any, data: Any, whole: Any) -> Values:
+    """The entries of a lookup table, as numbers or as bytes of one or two an entry.
+
+    Raises:
+        ValueError: there are fewer than the descriptor says.
+    """
+    entries = int(descriptor[0]) or 1 << 16
+    order = "<" if whole.original_encoding[1] is not False else ">"
+    if not isinstance(data, bytes):
+        data = np.atleast_1d(np.asarray(data, dtype=np.int64) & 0xFFFF).astype(f"{order}u2").tobytes()
+    table = np.frombuffer(data, dtype=np.uint8)
+    if len(data) >= 2 * entries:
+        table = np.frombuffer(data[: 2 * entries], dtype=f"{order}u2")
+    if len(table) < entries:
+        raise ValueError(f"a lookup table has {len(table)} of {entries} entries")
+    return table[:entries].astype(np.uint16)
+
+
+def _first_index(descriptor: Any, values: Values) -> int:
+    """The value of a table's first entry. Writers may give a negative one without its sign."""
+    first = int(descriptor[1])
+    return first - (1 << 16) if first >= 1 << 15 and values.min() < 0 else first
+
+
+def _looked_up(values: Values, table: Values, first: int) -> Values:
+    """Entries of a table; values outside of it get the first or the last one."""
+    found: Values = table[(values.astype(np.int64) - first).clip(0, len(table) - 1)]
+    return found
+
+
+def _number(value: Any) -> float | None:
+    """A number of a header, the first one if there are several; None if it is absent or empty."""
+    if value is None or value == "":
         return None
     try:
         return float(value)
     except TypeError:
         return float(value[0]) if len(value) else None
-
-
-def _damaged(path: Path, error: Exception) -> UserError:
-    said = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
-    return UserError(f"image {path} cannot be read ({said}): replace or remove it")

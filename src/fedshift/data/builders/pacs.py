@@ -76,7 +76,7 @@ class Pacs(DataSource):
             raise UserError(f"{place}: no images of {', '.join(set(DOMAINS) - set(names))}. {_HOW}")
         rows = {name: self._chosen(number, len(files[name])) for number, name in enumerate(names)}
         chosen = [files[name][row][1] for name in names for row in rows[name]]
-        images = decoded(chosen, 3, self.size, self.size, "pacs")
+        images = decoded(chosen, 3, self.size, self.size, "pacs").pixels
         domains, warnings, begin = {}, [], 0
         for name in names:
             paths, own = [path for path, _ in files[name]], rows[name]
