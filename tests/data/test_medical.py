@@ -345,7 +345,7 @@ def shown(values: npt.NDArray[Any], function: str, centre: float, width: float) 
 def test_window_functions(tmp_path: Path, function: str) -> None:
     values = np.arange(-12, 13).reshape(5, 5)
     path = ct(tmp_path / "a.dcm", values, WindowCenter=2, WindowWidth=10, VOILUTFunction=function)
-    assert np.array_equal(one_of(path), np.rint(shown(values, function, 2, 10)))
+    assert np.abs(one_of(path) - shown(values, function, 2, 10)).max() <= 0.5 + 1e-9
     whole = pydicom.dcmread(path)
     whole.BitsStored = 16
     theirs = apply_voi_lut(apply_modality_lut(whole.pixel_array, whole), whole)
@@ -947,7 +947,10 @@ def test_volumes_are_turned(tmp_path: Path, order: tuple[int, int, int]) -> None
 
 @pytest.mark.case("NIfTI", "an affine that says nothing is refused in one line")
 def test_no_orientation(tmp_path: Path) -> None:
-    path = nifti(tmp_path / "a.nii", VOLUME, np.diag([1.0, 1.0, 0.0, 1.0]))
+    image = nibabel.Nifti1Image(VOLUME, None)
+    image.header.set_sform(np.diag([1.0, 1.0, 0.0, 1.0]), code=1)
+    path = tmp_path / "a.nii"
+    path.write_bytes(image.to_bytes())
     with pytest.raises(UserError, match=r"a\.nii") as caught:
         slices_of(path)
     assert "\n" not in str(caught.value)

@@ -5,18 +5,23 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import EpsImagePlugin, Image
+from pydantic import TypeAdapter
 
-from fedshift.data.builders.image_folder import ImageFolder
+from fedshift.data.builders.image_folder import ImageFolder, _one_patient
 from fedshift.data.builders.medical import slices_of
+from fedshift.data.domain import DataSet, Domain, Preprocessing
 from fedshift.data.images import FORMATS, SUFFIXES, decode, has_colour, on_disk, size_of
 from fedshift.data.inference import load_for_prediction
 from fedshift.errors import UserError
+from fedshift.experiment.config.sections import Protocol
+from fedshift.experiment.protocol import split_of
 
 
 @pytest.fixture(autouse=True)
@@ -111,7 +116,8 @@ def test_what_a_killed_process_decoded_is_written_over(tmp_path: Path, cache: Pa
     code = (
         "import sys, time\nfrom pathlib import Path\nfrom fedshift.data import images\n"
         "from fedshift.data.builders.image_folder import ImageFolder\n"
-        "def stuck(*_):\n    yield __import__('numpy').ones((3, 99, 99), 'uint8')\n    print('half', flush=True)\n"
+        "def stuck(*_):\n    yield images._One(__import__('numpy').ones((3, 99, 99), 'uint8'), None, False)\n"
+        "    print('half', flush=True)\n"
         "    time.sleep(60)\nimages._in_order = stuck\nImageFolder(root=Path(sys.argv[1])).build()"
     )
     environment = {**os.environ, "FEDSHIFT_CACHE": str(cache)}
@@ -305,7 +311,7 @@ def test_nifti_volumes_give_slices_with_the_front_above(tmp_path: Path) -> None:
     assert np.argwhere(found[2] == 255).tolist() == [[0, 0], [0, 1]]
     (middle,) = pixels_of(tmp_path / "a.nii.gz", which="middle")
     assert np.array_equal(middle, found[2])
-    with pytest.raises(UserError, match="4 axes"):
+    with pytest.raises(UserError, match="2×2×2×2"):
         slices_of(nifti(tmp_path / "b.nii", np.zeros((2, 2, 2, 2))))
 
 
@@ -328,3 +334,142 @@ def test_slices_of_a_patient_stay_together_and_are_predicted_by_name(tmp_path: P
     names, inputs = load_for_prediction(tmp_path / "ct" / "south", data.preprocessing)
     assert names[:3] == ["ill/1.dcm", "ill/2.dcm", "ill/3.nii[0]"]
     assert np.array_equal(inputs, data.domains["south"].inputs)
+
+
+def left_out(data: DataSet) -> str:
+    (text,) = [warning for warning in data.warnings if "left out" in warning]
+    return text
+
+
+@pytest.mark.case("files left out", "other endings are counted and named; hidden files and those of systems are not")
+def test_files_that_are_no_images_are_named(tmp_path: Path) -> None:
+    root = collection(tmp_path / "photos")
+    quiet = (".DS_Store", "Thumbs.db", "desktop.ini", "__MACOSX/x.png", ".ipynb_checkpoints/y.png", ".hidden.png")
+    for name in quiet:
+        path = root / "north" / "cat" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"x")
+    assert not any("left out" in text for text in ImageFolder(root=root, size=8).build().warnings)
+    for name in ("a.svs", "b.txt", "c.jp2", "d.heic"):
+        (root / "north" / "cat" / name).write_bytes(b"x")
+    text = left_out(ImageFolder(root=root, size=8).build())
+    assert "4 " in text
+    assert all(f"north/cat/{name}" in text for name in ("a.svs", "b.txt", "c.jp2"))
+    assert "d.heic" not in text  # three are named
+    assert not any(name in text for name in quiet)
+
+
+@pytest.mark.case("files left out", "images in deeper folders are counted and named")
+def test_deeper_folders_are_named(tmp_path: Path) -> None:
+    root = collection(tmp_path / "photos")
+    picture(root / "north" / "cat" / "old" / "a.png")
+    picture(root / "north" / "cat" / "old" / "older" / "b.png")
+    picture(root / "north" / "cat" / ".trash" / "c.png")
+    text = left_out(ImageFolder(root=root, size=8).build())
+    assert "2 in deeper folders (north/cat/old/a.png, north/cat/old/older/b.png)" in text
+
+
+@pytest.mark.case("files left out", "images outside of a class folder are counted and named, other files there are not")
+def test_images_outside_of_a_class_are_named(tmp_path: Path) -> None:
+    root = collection(tmp_path / "photos")
+    picture(root / "a.png")
+    picture(root / "north" / "b.png")
+    (root / "e.yaml").write_text("x")
+    (root / "north" / "readme.md").write_text("x")
+    text = left_out(ImageFolder(root=root, size=8).build())
+    assert "2 files" in text
+    assert "a.png, north/b.png" in text
+
+
+@pytest.mark.case("files left out", "a site whose images all lie deeper: the error names them")
+def test_a_site_with_deeper_images_only(tmp_path: Path) -> None:
+    root = collection(tmp_path / "photos")
+    picture(root / "west" / "cat" / "patient1" / "a.png")
+    with pytest.raises(UserError, match=r"west.*cat/patient1/a\.png"):
+        ImageFolder(root=root, size=8).build()
+
+
+@pytest.mark.case("files left out", "a folder or a broken link named as an image")
+def test_what_is_only_named_as_an_image(tmp_path: Path) -> None:
+    root = collection(tmp_path / "photos")
+    (root / "north" / "cat" / "x.png").symlink_to(tmp_path / "nowhere")
+    picture(root / "north" / "cat" / "y.png" / "inner.png")
+    text = left_out(ImageFolder(root=root, size=8).build())
+    assert "north/cat/x.png" in text
+    assert "north/cat/y.png/inner.png" in text
+
+
+@pytest.mark.case("files left out", "a named pipe is not opened")
+def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
+    root = collection(tmp_path / "photos")
+    os.mkfifo(root / "north" / "cat" / "pipe")
+    os.mkfifo(root / "north" / "cat" / "pipe.dcm")
+    assert "2 that are no images" in left_out(ImageFolder(root=root, size=8).build())
+
+
+@pytest.mark.case("files left out", "DICOM whatever its ending is read, a report is left out and named")
+def test_dicom_by_content(tmp_path: Path) -> None:
+    pydicom = pytest.importorskip("pydicom")
+    for site in ("north", "south"):
+        for label in ("ill", "well"):
+            for number, ending in enumerate(("", ".IMA", ".dcm", ".001")):
+                dicom(tmp_path / "ct" / site / label / f"{number}{ending}", GREY, PatientID=f"{label}{number}")
+    report = pydicom.dcmread(dicom(tmp_path / "ct" / "north" / "ill" / "SR", GREY))
+    del report.PixelData, report.Rows, report.Columns
+    report.save_as(tmp_path / "ct" / "north" / "ill" / "SR")
+    data = ImageFolder(root=tmp_path / "ct", size=8).build()
+    assert [len(domain) for domain in data.domains.values()] == [8, 8]
+    assert "north/ill/SR" in left_out(data)
+
+
+def scans(root: Path, patient: Callable[[str, int], str]) -> Path:
+    for site in ("a", "b", "c"):
+        for number in range(8):
+            name = root / site / f"k{number % 2}" / f"{number}.dcm"
+            dicom(name, GREY + number, PatientID=patient(site, number), SeriesInstanceUID=f"1.2.{number}")
+    return root
+
+
+def split_often(data: DataSet, target: str, kind: str, fraction: float) -> None:
+    """Split with many seeds: some hold the only group out, others train on it."""
+    fields = {"kind": kind, "test_fraction": fraction, "targets": [target]}
+    protocol: Protocol = TypeAdapter(Protocol).validate_python(fields)
+    for seed in range(20):
+        split_of(protocol, data, target, seed)
+
+
+@pytest.mark.case("patients", "one ID for all images of a site: the message counts them and shows no ID")
+@pytest.mark.parametrize("fraction", [0.05, 0.3, 0.7])
+@pytest.mark.parametrize("kind", ["leave_one_out", "adapt_to_one"])
+def test_one_patient_for_a_whole_site(tmp_path: Path, fraction: float, kind: str) -> None:
+    root = scans(tmp_path / "ct", lambda site, number: "ANONYMOUS" if site == "c" else f"{site}{number}")
+    data = ImageFolder(root=root, size=8).build()
+    (warned,) = [text for text in data.warnings if "patient ID" in text]
+    assert "all 8 images of site 'c'" in warned
+    with pytest.raises(UserError, match="all 8 images of site 'c' have the same patient ID") as caught:
+        split_often(data, "c", kind, fraction)
+    assert "data.patient" in str(caught.value)
+    assert "ANONYMOUS" not in str(caught.value) + warned
+    free = ImageFolder(root=root, size=8, patient="series").build()
+    assert not [text for text in free.warnings if "patient ID" in text]
+    split_often(free, "c", kind, 0.4)
+
+
+@pytest.mark.case("patients", "nearly all images with one ID are warned of, a fair share is not")
+def test_nearly_one_patient(tmp_path: Path) -> None:
+    names = ["X", "P1", "P2"]
+    mostly = list(_one_patient({"a": ["X"] * 19 + ["P1"], "b": ["X"] * 5 + ["P1"] * 5, "c": [None] * 9, "d": names}))
+    assert len(mostly) == 1
+    assert "19 of 20 images of site 'a'" in mostly[0]
+
+
+@pytest.mark.case("patients", "arrays whose groups are all one")
+def test_one_group_in_arrays(tmp_path: Path) -> None:
+    domains = {
+        name: Domain(name, np.zeros((8, 2), np.float32), np.arange(8) % 2, groups=np.full(8, number))
+        for number, name in enumerate("ab")
+    }
+    manifest = ImageFolder.manifest()
+    data = DataSet("arrays", domains, ("0", "1"), Preprocessing(kind="features"), manifest)
+    with pytest.raises(UserError, match=r"all 8 samples of site '.' are in one group"):
+        split_often(data, "b", "leave_one_out", 0.9)

@@ -138,7 +138,8 @@ class Preprocessing(BaseModel):
         shape: shape of one stored sample, (channels, height, width) or (d,); `fedshift.data.checks.checked` sets it.
         table: the encoding of a table (see `fedshift.data.tables`).
         backbone: which frozen network made features from images, and how (see `fedshift.experiment.features`).
-        window: centre and width of the values of medical images that become black to white; None: each file's own.
+        window: centre and width of the values of medical and other deep images that become black to white; None: as
+            each file says.
         objective: what is learned, if labels are no classes (see `fedshift.data.tasks.objective`).
     """
 

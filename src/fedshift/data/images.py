@@ -203,6 +203,8 @@ def _decode(file: ImageFile, channels: int, height: int, width: int, mask: bool,
             image = _not_black(image)
         elif form is not None:
             image, deep = _eight_bits(image, form, file, window)
+        if "transparency" in image.info and image.mode == "P":
+            image = image.convert("RGBA")  # without this step Pillow warns
         image = image.convert("RGB" if channels == 3 else "L")
         if image.size != (width, height):
             image = ImageOps.fit(image, (width, height), Image.Resampling.BILINEAR)

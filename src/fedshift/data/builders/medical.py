@@ -247,6 +247,8 @@ def _check_supported(path: Path, header: Any) -> None:
     syntax = header.file_meta.TransferSyntaxUID
     if kind not in _PHOTOMETRIC or samples != (1 if kind.startswith(("MONO", "PALETTE")) else 3):
         raise UserError(f"image {path} is stored as {kind} with {samples} samples a pixel: convert it to grey or RGB")
+    if kind in ("YBR_FULL", "YBR_FULL_422") and int(header.BitsAllocated) > 8:
+        raise UserError(f"image {path} is stored as {kind} with more than 8 bits: convert it to RGB")
     if header.get("PresentationLUTSequence"):
         raise UserError(f"image {path} has a table for its presentation (2050,0010): convert it without it")
     if header.get("PixelPresentation") in ("COLOR", "MIXED") and "RedPaletteColorLookupTableDescriptor" in header:
@@ -295,12 +297,9 @@ def _dicom(path: Path, window: Window | None) -> Grey:
 
 def _colours(values: Values, described: Any, whole: Any, path: Path) -> Grey:
     """RGB of 8 bits; more bits are scaled by how many the file says are stored."""
-    kind, bits = str(described["photometric_interpretation"]), int(whole.BitsStored)
-    if kind != "RGB" or (bits > 8 and whole.PhotometricInterpretation in ("YBR_FULL", "YBR_FULL_422")):
-        raise UserError(
-            f"image {path} is stored as {whole.PhotometricInterpretation} with {bits} bits, which is not converted to "
-            "RGB: convert it"
-        )
+    bits = int(whole.BitsStored)
+    if described["photometric_interpretation"] != "RGB":
+        raise UserError(f"image {path} is stored as {whole.PhotometricInterpretation} without JPEG: convert it to RGB")
     return np.asarray(values, dtype=np.uint8) if bits == 8 else scaled(values, 0, 2**bits - 1)
 
 
