@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,32 @@ from fedshift.errors import UserError
 def data(kind: Any = "features", table: dict[str, object] | None = None, **inputs: np.ndarray[Any, Any]) -> DataSet:
     domains = {name: Domain(name, values, np.zeros(len(values), dtype=np.int64)) for name, values in inputs.items()}
     return DataSet("x", domains, ("n", "y"), Preprocessing(kind=kind, table=table), Manifest(*[""] * 5))
+
+
+def table(
+    numeric: Mapping[str, Mapping[str, Sequence[str]]] | None = None,
+    categorical: Mapping[str, Mapping[str, Sequence[str]]] | None = None,
+) -> DataSet:
+    """A table of columns that are given as column → site → cells, with inputs that do not repeat."""
+    numeric, categorical = numeric or {}, categorical or {}
+    sites = next(iter((numeric | categorical).values()))
+    cells = {
+        site: {name: dict(Counter(by_site[site])) for name, by_site in (numeric | categorical).items()}
+        for site in sites
+    }
+    inputs = {site: rows(number, len(sites[site])) for number, site in enumerate(sites)}
+    encoding = {
+        "numeric": [{"name": name} for name in numeric],
+        "categorical": [{"name": name} for name in categorical],
+    }
+    return replace(data("table", encoding, **inputs), cells=cells)
+
+
+def warnings_of(
+    numeric: Mapping[str, Mapping[str, Sequence[str]]] | None = None,
+    categorical: Mapping[str, Mapping[str, Sequence[str]]] | None = None,
+) -> tuple[str, ...]:
+    return site_differences(table(numeric, categorical))
 
 
 def rows(seed: int, n: int = 40) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -72,13 +101,13 @@ def test_other_units(factor: float, shift: float) -> None:
 
 
 def test_a_table_names_the_column_as_it_is_in_the_file() -> None:
-    """Encoded as (value − 100) / 50, 0 where missing: 250 ± 50 at one site and 6.5 ± 1.3 at the other."""
+    """250 ± 50 at one site, with missing cells, and 6.5 ± 1.3 at the other."""
     draws = np.random.default_rng(0)
-    here = ((draws.normal(250, 50, (60, 1)) - 100) / 50).astype(np.float32)
-    there = ((draws.normal(6.5, 1.3, (60, 1)) - 100) / 50).astype(np.float32)
-    here[:20] = 0.0
-    column = {"name": "cholesterol", "mean": 100.0, "std": 50.0, "can_be_missing": True}
-    (said,) = site_differences(data("table", {"numeric": [column], "categorical": []}, a=here, b=there))
+    cells = {
+        "a": ["?"] * 20 + [f"{value:.1f}" for value in draws.normal(250, 50, 60)],
+        "b": [f"{value:.2f}" for value in draws.normal(6.5, 1.3, 80)],
+    }
+    (said,) = [text for text in warnings_of(numeric={"cholesterol": cells}) if "scale" in text]
     assert "cholesterol is 2" in said
     assert " at a and 6." in said
 

@@ -7,11 +7,13 @@ from pathlib import Path
 
 from fedshift.cli.console import escape, safe_console
 from fedshift.errors import UserError
-from fedshift.evaluation.stored import is_finished, run_folders
-from fedshift.experiment.check import MethodCheck, check, noise_costs
+from fedshift.experiment.check import Check, MethodCheck, check, noise_costs
 from fedshift.experiment.config.experiment import Experiment, load
 from fedshift.experiment.runs.run_folder import check_place
 from fedshift.report.folding import Folded
+
+_MOST_COLUMNS = 20
+"""Columns whose missing cells are listed."""
 
 
 def check_file(path: Path, overrides: Sequence[str], runs: Path = Path("runs"), *, noise_cost: bool = False) -> None:
@@ -20,7 +22,7 @@ def check_file(path: Path, overrides: Sequence[str], runs: Path = Path("runs"), 
     ``noise_cost``: also train with and without noise, and print the accuracies.
     """
     experiment = load(path, overrides)
-    found = check(experiment)
+    found = check(experiment, runs)
     console = safe_console()
     shape = "×".join(str(size) for size in found.input_shape)
     console.print(
@@ -33,6 +35,8 @@ def check_file(path: Path, overrides: Sequence[str], runs: Path = Path("runs"), 
         [one.name, *map(str, own), ", ".join(one.missing)] for one, own in zip(found.domains, numbers, strict=True)
     ]
     console.print(Folded(head, domains, words=(len(head) - 1,)))
+    for line in _missing(found):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print(
         f"model {escape(found.model)}: {found.parameters:,} parameters, {found.payload:,} bytes; on {found.device}, "
         f"{found.threads} thread(s) per process",
@@ -91,11 +95,11 @@ def check_file(path: Path, overrides: Sequence[str], runs: Path = Path("runs"), 
             highlight=False,
             soft_wrap=True,
         )
-    begun = run_folders(runs / experiment.name)
-    if begun:
-        planned = sum(method.runs for method in found.methods)
+    place, progress = runs / experiment.name, found.progress
+    if progress.finished or progress.others or progress.refused:
+        others = f"; {progress.others} more in this folder are not of this experiment" if progress.others else ""
         console.print(
-            f"{escape(str(runs / experiment.name))}: {sum(map(is_finished, begun))} of {planned} runs are finished",
+            f"{escape(str(place))}: {progress.finished} of {progress.planned} runs are finished{others}",
             highlight=False,
             soft_wrap=True,
         )
@@ -103,8 +107,19 @@ def check_file(path: Path, overrides: Sequence[str], runs: Path = Path("runs"), 
         console.print(
             f"before training, each source sends {kind}, from which all sites get one encoding", highlight=False
         )
-    for warning in (*found.warnings, *_place(experiment, runs / experiment.name)):
+    refused = () if progress.refused is None else (f"fedshift run will refuse to start: {progress.refused}",)
+    for warning in (*found.warnings, *(refused or _place(experiment, place))):
         console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _missing(found: Check) -> Iterator[str]:
+    """How many cells of each column are missing at each site, before they are filled; those with most first."""
+    columns = sorted(found.missing.items(), key=lambda column: -sum(absent for absent, _ in column[1].values()))
+    for name, sites in columns[:_MOST_COLUMNS]:
+        counts = ", ".join(f"{site} {absent} of {rows}" for site, (absent, rows) in sites.items() if absent)
+        yield f"missing in column {name}: {counts}"
+    if len(columns) > _MOST_COLUMNS:
+        yield f"missing in {len(columns) - _MOST_COLUMNS} more columns"
 
 
 def _why_rounds_differ(methods: Sequence[MethodCheck]) -> str | None:

@@ -11,7 +11,10 @@ import numpy as np
 import typer
 
 from fedshift.cli.console import safe_console
-from fedshift.data.domain import SparseRows
+from fedshift.data.codings import missing_cells
+from fedshift.data.domain import DataSet, SparseRows
+from fedshift.data.site_differences import site_differences
+from fedshift.data.table_files import is_missing
 from fedshift.deployment.agreed_terms import AgreedTerms
 from fedshift.deployment.flare import roles
 from fedshift.deployment.privacy.ledger import PrivacyLedger
@@ -47,11 +50,8 @@ def check_site(path: Path) -> None:
         say("classes: " + ", ".join(f"{name} {count}" for name, count in zip(data.classes, counts, strict=True)))
     else:
         say(f"task: {data.task} of {', '.join(data.classes)}")
-    if not isinstance(domain.inputs, SparseRows) and domain.inputs.dtype == np.float32:
-        constant = int((domain.inputs.reshape(len(domain), -1).std(axis=0) == 0).sum())
-        missing = int((~np.isfinite(domain.inputs)).sum())
-        say(f"values: {missing} missing or not finite, {constant} columns that never change")
-    for warning in data.warnings:
+    say(_values(data))
+    for warning in (*data.warnings, *site_differences(data)):
         say(f"warning: {warning}")
     config.memory.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(config.memory).free
@@ -75,6 +75,22 @@ def check_site(path: Path) -> None:
     except FedshiftError as error:
         say(f"warning: {error}")
     _say_kit(config, say)
+
+
+def _values(data: DataSet) -> str:
+    """Which cells are missing in the file, before they are filled, and which columns never change."""
+    if not data.cells:
+        (domain,) = data.domains.values()
+        if isinstance(domain.inputs, SparseRows) or domain.inputs.dtype != np.float32:
+            return "values: all are finite"
+        still = int((domain.inputs.reshape(len(domain), -1).std(axis=0) == 0).sum())
+        return f"values: all are finite, {still} columns that never change"
+    (cells,) = data.cells.values()
+    missing = [
+        f"{name} {absent} of {rows}" for name, at in missing_cells(data.cells).items() for absent, rows in at.values()
+    ]
+    constant = [name for name, cell in cells.items() if sum(not is_missing(one) for one in cell) == 1]
+    return f"missing in the file: {', '.join(missing) or 'none'}; never changes: {', '.join(constant) or 'no column'}"
 
 
 def _say_policy(config: SiteConfig, say: object) -> None:

@@ -5,11 +5,12 @@ A simulation gives the same numbers: it also computes each site's part separatel
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from fedshift.data.codings import category_warnings, sums_warnings
 from fedshift.data.domain import Preprocessing
 from fedshift.data.tables import TableStatistics, agreed_encoding, moments
 from fedshift.data.tasks.fields import scaled
@@ -30,6 +31,30 @@ def table_given(statistics: TableStatistics, numeric: Sequence[str], categorical
         "any_missing": statistics.any_missing.tolist(),
         "categories": [sorted(names) for names in statistics.categories],
     }
+
+
+def differences(given: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Warnings about columns whose sums or categories differ between sites as codes, units and mistakes do.
+
+    Args:
+        given: site → what it sent. Sites that describe different columns are left to `agreed`.
+    """
+    tables = {site: one for site, one in given.items() if one.get("kind") == TABLE}
+    columns = {(*one["numeric"], "", *one["categorical"]) for one in tables.values()}
+    if len(tables) < 2 or len(columns) != 1:
+        return
+    first = next(iter(tables.values()))
+    yield from sums_warnings(
+        {
+            column: {
+                site: (one["count"][place], one["total"][place], one["squares"][place]) for site, one in tables.items()
+            }
+            for place, column in enumerate(first["numeric"])
+        }
+    )
+    for place, column in enumerate(first["categorical"]):
+        known = {site: dict.fromkeys(one["categories"][place]) for site, one in tables.items()}
+        yield from category_warnings(column, known)
 
 
 def agreed(

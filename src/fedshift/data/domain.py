@@ -186,7 +186,8 @@ class Manifest:
 class DataSet:
     """Domains that share classes and input shape. Built by `DataSource.build`, checked by `checked`.
 
-    ``classes`` names what a network has an output for: classes, structures, or for regression the one label.
+    ``classes`` names what a network has an output for: classes, structures, or for regression the one label. ``cells``
+    counts the cells of a table's columns before missing ones are filled: site → column → cell → rows.
     """
 
     name: str
@@ -195,6 +196,7 @@ class DataSet:
     preprocessing: Preprocessing
     manifest: Manifest
     warnings: tuple[str, ...] = ()
+    cells: Mapping[str, Mapping[str, Mapping[str, int]]] = field(default_factory=dict)
 
     @property
     def task(self) -> Task:

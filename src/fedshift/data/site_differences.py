@@ -1,37 +1,86 @@
-"""What looks like a mistake only when sites are compared: the same samples twice, columns in other units."""
+"""What looks like a mistake when samples are compared, within a site and between sites.
+
+The same samples twice, numbers of patients at several sites, columns in other units or coded otherwise.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from itertools import combinations
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedshift.data.domain import DataSet, Domain, SparseRows
+from fedshift.data.codings import (
+    Column,
+    Numbers,
+    missing_warnings,
+    moments_of,
+    named_warnings,
+    number_warnings,
+    numbers_of,
+    scale_warnings,
+)
+from fedshift.data.domain import DataSet, Domain, Rows, SparseRows
 
 _ENOUGH = 30
 """Samples of a site from which its columns are compared with those of others."""
-_RATIO, _GAP = 5.0, 5.0
-"""Standard deviations that differ by this factor, and means that differ by so many of them, are in other units."""
 _MOST_BYTES = 256 << 20
 """Samples of more bytes than this are compared site by site only."""
 _MOST_NAMED = 3
 _MEASURED = 100
 """Most columns without names that can be measurements with units; where there are more, they are computed features."""
+_LOOKED_AT = 20_000
+"""About how many rows of a site columns without names are judged by."""
+_REPEATS, _REPEATED = 3, 0.02
+"""Rows that repeat an earlier one, and their share of a site, from which they are reported."""
+_BY_CHANCE = 0.05
+"""A row that chance would repeat more often than this is no copy."""
+
+Parts = Callable[[str], tuple[Rows, Rows]]
+"""The training and held-out rows of a site."""
 
 
-def site_differences(data: DataSet) -> tuple[str, ...]:
-    """Warnings about samples that two sites share, and about numeric columns whose scale differs between sites."""
-    return (*_shared(data), *_scales(data))
+def site_differences(data: DataSet, parts: Parts | None = None) -> tuple[str, ...]:
+    """Warnings about what only shows when samples and columns are compared.
+
+    Args:
+        data: the sites; one alone is compared with itself.
+        parts: says which rows of a site train and which are held out; None: not known.
+    """
+    numbers = _numbers(data)
+    return (
+        *_shared(data),
+        *_repeated(data, parts),
+        *_shared_ids(data),
+        *_scales(numbers),
+        *_codings(data, numbers),
+    )
+
+
+def shared_groups(data: DataSet) -> dict[tuple[str, str], int]:
+    """The pairs of sites of a user's own data that have numbers of groups in common, and how many.
+
+    Published data sets number base images alike at all sites on purpose, and are left out.
+    """
+    if data.manifest.source != "yours":
+        return {}
+    numbers = {
+        name: set(np.unique(domain.groups).tolist())
+        for name, domain in data.domains.items()
+        if domain.groups is not None
+    }
+    pairs = {(one, other): len(numbers[one] & numbers[other]) for one, other in combinations(numbers, 2)}
+    return {pair: count for pair, count in pairs.items() if count}
 
 
 def _shared(data: DataSet) -> Iterator[str]:
     """The pairs of sites that share samples: one image is enough; of rows, which can be alike by chance, half."""
     domains = {name: domain for name, domain in data.domains.items() if not isinstance(domain.inputs, SparseRows)}
-    small = sum(np.asarray(domain.inputs).nbytes for domain in domains.values()) <= _MOST_BYTES
-    rows = {name: _fingerprints(domain) for name, domain in domains.items()} if small else {}
+    small = _is_small(data)
+    rows = {name: set(_fingerprints(domain)) for name, domain in domains.items()} if small else {}
     for one, other in combinations(domains, 2):
         first, second = domains[one], domains[other]
         if first.groups is not None and second.groups is not None:
@@ -48,62 +97,129 @@ def _shared(data: DataSet) -> Iterator[str]:
                 )
 
 
-def _fingerprints(domain: Domain) -> set[int]:
+def _is_small(data: DataSet) -> bool:
+    domains = [domain for domain in data.domains.values() if not isinstance(domain.inputs, SparseRows)]
+    return sum(np.asarray(domain.inputs).nbytes for domain in domains) <= _MOST_BYTES
+
+
+def _fingerprints(domain: Domain) -> list[int]:
     inputs = np.ascontiguousarray(domain.inputs)
-    return {hash(row.tobytes()) for row in inputs}
+    return [hash(row.tobytes()) for row in inputs]
 
 
-def _scales(data: DataSet) -> Iterator[str]:
-    if data.preprocessing.kind == "image" or data.preprocessing.backbone is not None:
+def _repeated(data: DataSet, parts: Parts | None) -> Iterator[str]:
+    """Sites that hold samples more than once, and whether copies are on both sides of a split."""
+    if not _is_small(data):
         return
-    columns = {
-        name: _numeric(domain.inputs, data.preprocessing.table)
-        for name, domain in data.domains.items()
-        if not isinstance(domain.inputs, SparseRows) and len(domain) >= _ENOUGH and domain.inputs.ndim == 2
-    }
-    if len(columns) < 2:
-        return
-    first = next(iter(columns.values()))
-    if data.preprocessing.table is None and len(first) > _MEASURED:
-        return
-    found = [
-        text for column in first if (text := _differs(column, {site: own[column] for site, own in columns.items()}))
-    ]
+    images, found = data.preprocessing.kind == "image", []
+    for name, domain in data.domains.items():
+        if isinstance(domain.inputs, SparseRows):
+            continue
+        prints = np.array(_fingerprints(domain), dtype=np.int64)
+        kinds, number = np.unique(prints, return_inverse=True)
+        again = len(domain) - len(kinds)
+        if again and not images:
+            again = _copies(domain, number.reshape(-1))
+        if again == 0 or (not images and (again < _REPEATS or again < _REPEATED * len(domain))):
+            continue
+        text = f"{again} of {len(domain)} samples of '{name}' repeat another one"
+        if parts is not None:
+            train, held_out = parts(name)
+            both = int(np.isin(prints[held_out], prints[train]).sum())
+            text += f", and {both} of its {len(held_out)} held-out samples also train" if both else ""
+        found.append(text)
     if found:
-        more = f"; and {len(found) - _MOST_NAMED} more columns" if len(found) > _MOST_NAMED else ""
-        yield f"columns differ in scale between sites, as in other units: {'; '.join(found[:_MOST_NAMED])}{more}"
+        more = f"; and {len(found) - _MOST_NAMED} more sites" if len(found) > _MOST_NAMED else ""
+        yield f"samples repeat within sites: {'; '.join(found[:_MOST_NAMED])}{more}; leave out the copies"
 
 
-def _numeric(inputs: NDArray[Any], table: Mapping[str, Any] | None) -> dict[str, NDArray[np.float64]]:
-    """The numeric columns as they are in the files, without missing values."""
-    if table is None:
-        return {f"column {number}": values for number, values in enumerate(inputs.T.astype(np.float64))}
-    out = {}
-    for number, column in enumerate(table["numeric"]):
-        values = inputs[:, number].astype(np.float64)
-        if column["can_be_missing"]:
-            values = values[values != 0]  # how a missing value is encoded
-        out[str(column["name"])] = values * float(column["std"]) + float(column["mean"])
-    return out
+def _copies(domain: Domain, number: NDArray[np.int64]) -> int:
+    """How many rows repeat an earlier one and a label, of those that chance would hardly repeat.
+
+    Were columns independent, a row would be expected (n - 1) Π p(value) times more. ``number`` tells rows apart.
+    """
+    inputs = np.asarray(domain.inputs)
+    labels = domain.labels.reshape(len(domain), -1)
+    rows = np.flatnonzero(np.bincount(number)[number] > 1)
+    logarithm = np.zeros(len(domain))
+    for column in (*inputs.reshape(len(domain), -1).T, *labels.T):
+        _, place, counts = np.unique(column, return_inverse=True, return_counts=True)
+        logarithm += np.log(counts[place.reshape(-1)] / len(domain))
+    rare = rows[np.log(len(domain) - 1) + logarithm[rows] < np.log(_BY_CHANCE)]
+    whole = Counter((int(number[row]), labels[row].tobytes()) for row in rare)
+    return sum(count - 1 for count in whole.values())
 
 
-def _differs(column: str, by_site: Mapping[str, NDArray[np.float64]]) -> str:
-    """The column and the two sites that differ most in it, if they do."""
-    facts = {
-        site: (float(values.mean()), float(values.std()))
-        for site, values in by_site.items()
-        # Where most values are one, such as 0, the deviation says how many are not, and nothing of units.
-        if len(values) >= _ENOUGH and np.mean(values == np.median(values)) <= 0.5
+def _shared_ids(data: DataSet) -> Iterator[str]:
+    """Sites with a name of a row twice, and pairs of sites that have names in common, unless these only count rows."""
+    named = {
+        name: Counter(domain.ids)
+        for name, domain in data.domains.items()
+        if domain.ids is not None and not _counts_rows(domain.ids)
     }
-    spread = {site: std for site, (mean, std) in facts.items() if std > 1e-6 * abs(mean)}
-    if len(spread) < 2:
-        return ""
-    wide, narrow = max(spread, key=spread.__getitem__), min(spread, key=spread.__getitem__)
-    high, low = max(spread, key=lambda site: facts[site][0]), min(spread, key=lambda site: facts[site][0])
-    if facts[high][0] - facts[low][0] > _GAP * max(spread[high], spread[low]):
-        pair = high, low
-    elif spread[wide] > _RATIO * spread[narrow]:
-        pair = wide, narrow
-    else:
-        return ""
-    return f"{column} is " + " and ".join(f"{facts[site][0]:.4g} ± {facts[site][1]:.3g} at {site}" for site in pair)
+    twice = {name: sum(count for count in ids.values() if count > 1) for name, ids in named.items()}
+    listed = [f"{count} of {len(data.domains[name])} rows of '{name}'" for name, count in twice.items() if count]
+    if listed:
+        yield (
+            f"rows have the id of another row of their site: {', '.join(listed[:_MOST_NAMED])}: if they are of one "
+            "patient, some train while others are measured"
+        )
+    pairs = [(one, other, len(named[one].keys() & named[other].keys())) for one, other in combinations(named, 2)]
+    both = [f"{count} of '{one}' and '{other}'" for one, other, count in pairs if count]
+    if both:
+        yield (
+            f"sites have ids in common: {', '.join(both[:_MOST_NAMED])}: if they are the same patients, what trains at "
+            "one is measured at the other"
+        )
+
+
+def _counts_rows(ids: tuple[str, ...]) -> bool:
+    """Whether ids are numbers from 0 or 1 on, as exports count their rows."""
+    try:
+        return {int(name) for name in ids} <= set(range(len(ids) + 1))
+    except ValueError:
+        return False
+
+
+def _codings(data: DataSet, numbers: Numbers) -> Iterator[str]:
+    """Warnings about missing cells, codes for them, categories and columns that never change."""
+    yield from missing_warnings(data.cells)
+    yield from named_warnings(data.cells, _columns(data, "categorical") if data.cells else ())
+    yield from number_warnings(numbers)
+
+
+def _columns(data: DataSet, what: str) -> list[str]:
+    table: Mapping[str, Any] = data.preprocessing.table or {}
+    return [str(column["name"]) for column in table.get(what, ())]
+
+
+def _numbers(data: DataSet) -> Numbers:
+    """The values of numeric columns, where they are measurements: of a table, or of few columns without names."""
+    if data.cells:
+        return numbers_of(data.cells, _columns(data, "numeric"))
+    dense = {site: domain.inputs for site, domain in data.domains.items() if not isinstance(domain.inputs, SparseRows)}
+    plain = data.preprocessing.kind == "features" and data.preprocessing.backbone is None
+    if not plain or len(data.input_shape) != 1 or data.input_shape[0] > _MEASURED or len(dense) < len(data.domains):
+        return {}
+    some = {site: inputs[:: max(1, len(inputs) // _LOOKED_AT)] for site, inputs in dense.items()}
+    return {
+        f"column {number}": {
+            site: Column(*np.unique(inputs[:, number].astype(np.float64), return_counts=True))
+            for site, inputs in some.items()
+        }
+        for number in range(data.input_shape[0])
+    }
+
+
+def _scales(numbers: Numbers) -> Iterator[str]:
+    # Where most values are one, such as 0, the deviation says how many are not, and nothing of units.
+    yield from scale_warnings(
+        {
+            column: {
+                site: moments_of(values)
+                for site, values in sites.items()
+                if values.count >= _ENOUGH and values.rows.max() <= 0.5 * values.count
+            }
+            for column, sites in numbers.items()
+        }
+    )

@@ -99,9 +99,9 @@ def coordinate(folder: Path, transport: Transport, sites: Sequence[str]) -> None
     dropped = () if isinstance(experiment.protocol, SourceTarget) else experiment.protocol.drop
     with threads_set(engine.thread_count()):
         agreed = agree(experiment, transport, [site for site in sites if site not in dropped], folder, engine, log)
-        for warning in agreed.data.warnings:
-            log.warn(warning)
         plan = DeployedPlan(experiment, agreed)
+        for warning in (*agreed.data.warnings, *plan.site_differences):
+            log.warn(warning)
         check_fit(plan)
         _check_sums(plan)
         _check_measured(plan)

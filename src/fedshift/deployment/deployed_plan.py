@@ -6,6 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
+from fedshift.data import agreement
 from fedshift.data.domain import DataSet, Rows
 from fedshift.deployment.handshake import Agreed, encoded_for
 from fedshift.errors import UserError, nearest
@@ -15,6 +16,7 @@ from fedshift.experiment.environment import data_fingerprint
 from fedshift.experiment.plan import Plan, PlannedRun
 from fedshift.experiment.protocol import Split, domain_rows, unseen_rows
 from fedshift.functional.differential_privacy import NoisySteps, adaptive_epsilon
+from fedshift.text import one_line
 
 EVERY_SITE = "sites"
 """The target that leaves no site out: the model is measured on the held-out samples of all sites."""
@@ -62,8 +64,8 @@ class DeployedPlan(Plan):
 
     @cached_property
     def site_differences(self) -> tuple[str, ...]:
-        """None, since the samples are not here."""
-        return ()
+        """What sums and category sets show, which sites send for a common encoding; the samples are not here."""
+        return tuple(map(one_line, agreement.differences(self.agreed.given or {})))
 
     def in_groups(self, site: str, rows: Rows) -> bool:
         """As in `Plan`, as the site's card says."""

@@ -12,11 +12,13 @@ from pathlib import Path
 import torch
 
 from fedshift.data.checks import absent_classes
+from fedshift.data.codings import missing_cells
 from fedshift.data.domain import DataSet
 from fedshift.data.site_data import SiteData, batches_per_epoch, epoch_batches
 from fedshift.data.tasks.objective import objective_of
 from fedshift.errors import UserError
 from fedshift.evaluation.records import RunResult
+from fedshift.evaluation.stored import run_folders
 from fedshift.experiment.compatibility import check_fit
 from fedshift.experiment.config.experiment import Experiment, method_record
 from fedshift.experiment.config.sections import SourceTarget
@@ -26,6 +28,7 @@ from fedshift.experiment.features import built
 from fedshift.experiment.plan import Plan, PlannedRun
 from fedshift.experiment.protocol import taking_part
 from fedshift.experiment.runs.experiment_loop import run_experiment
+from fedshift.experiment.runs.run_folder import run_folder
 from fedshift.experiment.trial import try_method
 from fedshift.federation.local.allocator import keep_freed_memory
 from fedshift.federation.messages import promised_kinds
@@ -92,8 +95,9 @@ class MethodCheck:
 class Check:
     """The result of `check`.
 
-    ``learned`` is the task in words, ``payload`` the bytes of one model, ``found`` what is known of its parts, and
-    ``privacy`` what private sites pay.
+    ``learned`` is the task in words, ``payload`` the bytes of one model, ``found`` what is known of its parts,
+    ``privacy`` what private sites pay, ``missing`` the missing cells of a table before they are filled (column → site →
+    its missing cells and its rows), and ``progress`` what of the experiment ran already.
     """
 
     data: str
@@ -112,10 +116,52 @@ class Check:
     warnings: tuple[str, ...]
     encoding_shares: tuple[str, ...]
     privacy: Mapping[str, Spent]
+    missing: Mapping[str, Mapping[str, tuple[int, int]]]
+    progress: Progress
 
 
-def check(experiment: Experiment) -> Check:
+@dataclass(frozen=True)
+class Progress:
+    """What of an experiment ran already.
+
+    Attributes:
+        finished: number of its runs that have a result.
+        planned: number of its runs.
+        others: number of runs in the same folder that are none of its own, such as those of other seeds.
+        refused: why a run in the folder is not the planned one; None if all are.
+    """
+
+    finished: int
+    planned: int
+    others: int = 0
+    refused: str | None = None
+
+
+def progress_of(plan: Plan, folder: Path) -> Progress:
+    """What of a plan ran already in the experiment's ``folder``.
+
+    A run of other data or settings is not finished.
+    """
+    planned = {folder.absolute() / one.folder: one for one in plan.runs}
+    there = run_folders(folder)
+    finished, refused = 0, None
+    for path in there:
+        if path in planned:
+            try:
+                own = run_folder(planned[path], folder)
+                own.check_identity()
+                finished += own.result() is not None
+            except UserError as error:
+                refused = refused or str(error)
+    return Progress(finished, len(planned), sum(path not in planned for path in there), refused)
+
+
+def check(experiment: Experiment, runs: Path | None = None) -> Check:
     """Read the data, build the network, check that every method fits, and time a few mini-batches. Nothing is saved.
+
+    Args:
+        experiment: what to check.
+        runs: the folder that holds the experiment's folder, to say what ran already; None: nothing did.
 
     Raises:
         UserError: something would stop the experiment later.
@@ -149,6 +195,8 @@ def check(experiment: Experiment) -> Check:
         warnings=(*data.warnings, *plan.site_differences, *warnings),
         encoding_shares=experiment.data.shares,
         privacy=spent_by_experiment(plan),
+        missing=missing_cells(data.cells),
+        progress=Progress(0, len(plan.runs)) if runs is None else progress_of(plan, runs / experiment.name),
     )
 
 

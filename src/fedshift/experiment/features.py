@@ -98,7 +98,8 @@ def built(experiment: Experiment, source: DataSource | None = None, watcher: Wat
         "images": data.preprocessing.model_dump(mode="json"),
     }
     preprocessing = Preprocessing(kind="features", backbone=record)
-    return checked(DataSet(data.name, domains, data.classes, preprocessing, data.manifest))
+    features = checked(DataSet(data.name, domains, data.classes, preprocessing, data.manifest))
+    return replace(features, warnings=data.warnings)
 
 
 def all_features(experiment: Experiment, data: DataSet, watcher: Watcher) -> Iterator[tuple[str, SiteFeatures]]:

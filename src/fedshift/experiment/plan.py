@@ -6,6 +6,7 @@ Running, checking and deploying an experiment use the same `Plan`.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fedshift.data.domain import DataSet, Rows, SparseRows
-from fedshift.data.site_differences import site_differences
+from fedshift.data.site_differences import shared_groups, site_differences
 from fedshift.data.tasks.objective import objective_of
 from fedshift.evaluation.records import Metric, SitePrivacy
 from fedshift.evaluation.tasks.measuring import measuring_of
@@ -38,6 +39,7 @@ from fedshift.models.network import Network
 
 POOL = "pool"
 """Name of the single site that holds the samples of all sources for a pooled method."""
+_MOST_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -101,8 +103,39 @@ class Plan:
 
     @cached_property
     def site_differences(self) -> tuple[str, ...]:
-        """Warnings about problems that show only when sites are compared."""
-        return site_differences(self.data)
+        """Warnings about problems that show only when samples are compared, within sites and between them."""
+        return (*site_differences(self.data, self._parts), *self._shared_groups())
+
+    def _parts(self, site: str) -> tuple[Rows, Rows]:
+        """The training and held-out rows of a site in the first split in which it is a source, if there is one."""
+        for target in self.targets:
+            if site in self.roles(target)[0]:
+                split = self.split(target, self.experiment.protocol.seeds[0])
+                return split.train[site], split.held_out[site]
+        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+
+    def _shared_groups(self) -> Iterator[str]:
+        """Numbers of patients that several sites use, and targets of which groups leave only some rows to measure."""
+        pairs = [f"{count} of '{one}' and '{other}'" for (one, other), count in shared_groups(self.data).items()]
+        protocol, domains = self.experiment.protocol, self.data.domains
+        fewer = []
+        if isinstance(protocol, LeaveOneOut) and self.data.manifest.source == "yours":
+            measured = {target: self.split(target, protocol.seeds[0]).measured[target] for target in self.targets}
+            fewer = [
+                f"{len(rows)} of {len(domains[target])} of '{target}'"
+                for target, rows in measured.items()
+                if len(rows) < len(domains[target])
+            ]
+        if pairs:
+            yield (
+                f"sites have numbers of groups in common: {_listed(pairs)}; if they are not the same patients, number "
+                "them differently at each site"
+            )
+        if fewer:
+            yield (
+                f"samples are in groups, so only those of held-out groups are measured: {_listed(fewer)}; "
+                "protocol.base_images: shared measures all, which is right where no group is at two sites"
+            )
 
     def roles(self, target: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The sources and the targets of the runs with this target."""
@@ -301,6 +334,11 @@ def model_metadata(planned: PlannedRun) -> dict[str, Any]:
         "experiment": experiment.name,
         "versions": versions(),
     }
+
+
+def _listed(parts: Sequence[str]) -> str:
+    more = f" and {len(parts) - _MOST_NAMED} more" if len(parts) > _MOST_NAMED else ""
+    return f"{', '.join(parts[:_MOST_NAMED])}{more}"
 
 
 def site_plans(method: Method, data: DataSet, split: Split) -> list[SitePlan]:

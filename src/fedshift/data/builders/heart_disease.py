@@ -20,6 +20,7 @@ from typing import Literal
 import numpy as np
 
 from fedshift.data.checks import checked
+from fedshift.data.codings import counted
 from fedshift.data.domain import DataSet, DataSource, Domain, Manifest
 from fedshift.data.locate import require
 from fedshift.data.table_files import Columns, parted, read_table
@@ -99,14 +100,17 @@ class HeartDisease(DataSource):
         tables = (
             _from_csv(path) if path.suffix == ".csv" else {name: _from_data(path.parent, name) for name in HOSPITALS}
         )
-        domains = {}
+        domains, cells = {}, {}
+        columns = [*(column.name for column in ENCODING.numeric), *(column.name for column in ENCODING.categorical)]
+        codes = {column.name: column.missing_values for column in ENCODING.numeric}
         for name, table in tables.items():
             narrowing = numbers(table, "num")
             if np.isnan(narrowing).any():
                 raise UserError(f"{table.path}: '{name}' has a row without num, the diagnosis: get the file again")
             domains[name] = Domain(name, encode(table, ENCODING), (narrowing > 0).astype(np.int64))
+            cells[name] = counted(table.without_codes(codes), columns)
         classes = ("healthy", "disease")
-        return checked(DataSet(self.name, domains, classes, ENCODING.preprocessing(), self.manifest()))
+        return checked(DataSet(self.name, domains, classes, ENCODING.preprocessing(), self.manifest(), cells=cells))
 
 
 def _from_csv(path: Path) -> Mapping[str, Columns]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -82,7 +83,7 @@ class OwnData(DataSource):
         return self._named(self._source().encoded(preprocessing, classes))
 
     def _named(self, data: DataSet) -> DataSet:
-        return DataSet(self.name, data.domains, data.classes, data.preprocessing, self.manifest(), data.warnings)
+        return replace(data, name=self.name, manifest=self.manifest())
 
     def _source(self) -> DataSource:
         if self._samples is None:

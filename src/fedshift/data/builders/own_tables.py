@@ -22,6 +22,7 @@ from fedshift.data.builders.table_labels import (
     quantities_of,
 )
 from fedshift.data.checks import agreed_classes, checked
+from fedshift.data.codings import counted
 from fedshift.data.domain import DataSet, DataSource, Domain, Labels, Manifest, Preprocessing
 from fedshift.data.table_files import PLAIN, Columns, TableFormat, canonical, from_columns, parted, read_table
 from fedshift.data.tables import TableEncoding, TableStatistics, agreed_encoding, encode, site_statistics
@@ -199,7 +200,8 @@ class Table(TaskFields):
         Raises:
             UserError: a file cannot be used; names file, line and column.
         """
-        tables = self._tables()
+        whole = self._whole_tables()
+        tables = self._complete(whole)
         named = {} if not self.has_classes else {site: self._labels(table) for site, table in tables.items()}
         classes = self._classes(named)
         labels = {site: self._numbered(table, named.get(site, ()), classes) for site, table in tables.items()}
@@ -216,7 +218,8 @@ class Table(TaskFields):
         scaling = sites_for_statistics(self.label_statistics_from or self.statistics_from, tables)
         objective = self.objective([label_sums(labels[site]) for site in scaling] if self.scales_labels else [])
         preprocessing = encoding.preprocessing().model_copy(update={"objective": objective})
-        return checked(DataSet(self.name, domains, classes, preprocessing, self.manifest()))
+        cells = {site: counted(table, [*self.numeric, *self.categorical]) for site, table in whole.items()}
+        return checked(DataSet(self.name, domains, classes, preprocessing, self.manifest(), cells=cells))
 
     def _classes(self, labels: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
         """What networks have an output for: the classes of all sites together, or the column of a quantity."""
@@ -307,7 +310,21 @@ class Table(TaskFields):
         return checked(DataSet(self.name, domains, classes, preprocessing, self.manifest()))
 
     def _tables(self) -> dict[str, Columns]:
-        """The table of each site, with its cells as this section describes them.
+        """The table of each site, with its cells and rows as this section describes them."""
+        return self._complete(self._whole_tables())
+
+    def _complete(self, tables: Mapping[str, Columns]) -> dict[str, Columns]:
+        """The tables without the rows that ``impute: drop`` leaves out."""
+        if self.impute != "drop":
+            return dict(tables)
+        fewer = {site: table.complete((*self.numeric, *self.categorical)) for site, table in tables.items()}
+        for site, table in fewer.items():
+            if len(table) == 0:
+                raise UserError(f"{table.path}: impute: drop leaves no row of site '{site}': choose another way")
+        return fewer
+
+    def _whole_tables(self) -> dict[str, Columns]:
+        """The table of each site with all its rows, and with empty cells where a number means "missing".
 
         Raises:
             UserError: a file cannot be read or lacks a column.
@@ -319,12 +336,7 @@ class Table(TaskFields):
         for site, table in tables.items():
             for column in (*self.label_columns, *self.numeric, *self.categorical, *([self.id] if self.id else [])):
                 table.column(column)
-            table = table.without_codes(self.missing_values)
-            if self.impute == "drop":
-                table = table.complete((*self.numeric, *self.categorical))
-                if len(table) == 0:
-                    raise UserError(f"{table.path}: impute: drop leaves no row of site '{site}': choose another way")
-            tables[site] = table
+            tables[site] = table.without_codes(self.missing_values)
         return tables
 
     def _table(self, site: str, held: Path | InMemory) -> Columns:

@@ -1,0 +1,454 @@
+"""What looks wrong in the columns of tables: categories spelt otherwise, codes for missing values, constant columns.
+
+It reads counts of cells as they are in the files, before missing cells are filled. Across machines only sums and sets
+of categories are known, so less is seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import unicodedata
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from fedshift.data.table_files import Columns, canonical, is_missing
+
+Cells = Mapping[str, Mapping[str, Mapping[str, int]]]
+"""Site → column → cell as it is written → the number of rows that have it."""
+
+_FOREIGN = 0.1
+"""The share of a site's rows from which a category that no other site has looks like another coding."""
+_FEW, _ENOUGH = 3, 10
+"""Rows of a category, and values of a column, from which they are compared."""
+_REPEATED = 0.02
+"""The share of a site's rows from which one value can be a code for "missing"."""
+_FREQUENT, _MANY = 0.05, 20
+"""A known code among so many values or more that has this share of the rows is one, also without a gap before it."""
+_ALMOST_ALL = 0.95
+"""The share of missing cells from which a column counts as missing at a site."""
+_CHANCE = 1e-3
+"""A column is constant by chance with this probability or more, or it is reported."""
+_RARE = 0.05
+"""A spelling with a smaller share of a site's rows than this, beside another one, is taken for a slip."""
+_RATIO, _GAP = 5.0, 5.0
+"""Standard deviations that differ by this factor, and means that differ by so many of them, are in other units."""
+_SITE = 30
+"""Values of a site from which its sums are compared in scale with those of others."""
+_MOST_NAMED = 3
+_CODES = frozenset(
+    {0.0} | {sign * float(digit * count) for digit in "789" for count in range(1, 6) for sign in (1, -1)} | {-1.0}
+)
+"""0, -1, and rows of 7, 8 or 9 such as 99 and -999: how "missing" is often written as a number."""
+
+
+def counted(table: Columns, columns: Sequence[str]) -> dict[str, dict[str, int]]:
+    """The cells of columns, and how many rows have each."""
+    return {name: dict(Counter(table.column(name))) for name in columns}
+
+
+@dataclass(frozen=True)
+class Column:
+    """The values that a column has at one site.
+
+    Attributes:
+        values: the numbers, in order.
+        rows: how many rows have each.
+    """
+
+    values: npt.NDArray[np.float64]
+    rows: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, cells: Mapping[str, int]) -> Column:
+        """The numbers among the cells of a column; other cells are errors where it is read."""
+        by_value: Counter[float] = Counter()
+        for cell, count in cells.items():
+            with contextlib.suppress(ValueError):
+                if not is_missing(cell):
+                    by_value[float(cell)] += count
+        order = sorted(by_value)
+        return cls(np.array(order, dtype=np.float64), np.array([by_value[one] for one in order], dtype=np.int64))
+
+    @cached_property
+    def count(self) -> int:
+        """The number of rows with a value."""
+        return int(self.rows.sum())
+
+    def share(self, value: float) -> float:
+        """The share of the rows with a value that have this one."""
+        return float(self.rows[self.values == value].sum()) / self.count if self.count else 0.0
+
+    def without(self, values: Sequence[float]) -> Column:
+        """The other values."""
+        others = ~np.isin(self.values, values)
+        return Column(self.values[others], self.rows[others])
+
+
+Numbers = Mapping[str, Mapping[str, Column]]
+"""Numeric column → site → its values."""
+
+
+def missing_cells(cells: Cells) -> dict[str, dict[str, tuple[int, int]]]:
+    """Column → site → its missing cells and its rows, for each column that misses a value anywhere."""
+    found: dict[str, dict[str, tuple[int, int]]] = {}
+    for site, columns in cells.items():
+        for name, column in columns.items():
+            missing = sum(count for cell, count in column.items() if is_missing(cell))
+            found.setdefault(name, {})[site] = missing, sum(column.values())
+    return {name: sites for name, sites in found.items() if any(missing for missing, _ in sites.values())}
+
+
+def numbers_of(cells: Cells, names: Sequence[str]) -> Numbers:
+    """The numbers in the named columns."""
+    return {name: {site: Column.of(columns[name]) for site, columns in cells.items()} for name in names}
+
+
+def missing_warnings(cells: Cells) -> Iterator[str]:
+    """The columns that have almost no value at some site; one line for each."""
+    for column, sites in missing_cells(cells).items():
+        empty = [
+            f"'{site}' ({rows - missing} of {rows} rows)"
+            for site, (missing, rows) in sites.items()
+            if missing >= _ALMOST_ALL * rows
+        ]
+        if empty:
+            yield f"column '{column}' has no value, or almost none, at {', '.join(empty)}"
+
+
+def number_warnings(numbers: Numbers) -> Iterator[str]:
+    """Codes for "missing", columns that never change at a site, and signs in other digits; one line for a column."""
+    for name, sites in numbers.items():
+        found = list(_codes(name, sites)) or list(_other_digits(name, sites))
+        if not found and any(len(one.values) == 1 for one in sites.values()):
+            named = {
+                site: {f"{value:g}": int(rows) for value, rows in zip(one.values, one.rows, strict=True)}
+                for site, one in sites.items()
+            }
+            found = list(_constant(name, named))
+        yield from found
+
+
+def named_warnings(cells: Cells, names: Sequence[str]) -> Iterator[str]:
+    """Categories that other sites spell otherwise or do not have, and columns with a single one at some site."""
+    for name in names:
+        sites = {site: _categories(columns[name]) for site, columns in cells.items()}
+        yield from category_warnings(name, sites)
+        yield from _slips(name, sites)
+        yield from _constant(name, {site: {_quoted(what): n for what, n in one.items()} for site, one in sites.items()})
+
+
+def _categories(cells: Mapping[str, int]) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for cell, count in cells.items():
+        if not is_missing(cell):
+            found[canonical(cell)] += count
+    return dict(found)
+
+
+# Categories -----------------------------------------------------------------------------------------------------------
+
+
+def spelling(category: str) -> str:
+    """What categories have in common that differ in case, Unicode form, spaces, hyphens or leading zeros only.
+
+    Example:
+        >>> spelling("Ja ") == spelling("ja"), spelling("01") == spelling("1"), spelling("a") == spelling("b")
+        (True, True, False)
+    """
+    text = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", category).casefold())
+    text = "".join(letter for letter in text if not letter.isspace() and letter not in "-_.")
+    return (text.lstrip("0") or "0") if text.isdigit() else text
+
+
+def category_warnings(column: str, sites: Mapping[str, Mapping[str, int | None]]) -> Iterator[str]:
+    """Warnings about categories of a column that other sites spell otherwise, or do not have.
+
+    Args:
+        column: its name.
+        sites: site → category → the number of rows that have it; None where that is not known.
+    """
+    sites = {site: named for site, named in sites.items() if named}
+    if len(sites) < 2:
+        return
+    respelt = list(_respelt(sites))
+    if respelt:
+        yield f"column '{column}' spells a category in more than one way: {_listed(respelt)}; use one spelling"
+        return
+    foreign = {site: _foreign(site, sites) for site in sites}
+    unlike = [text for site, names in foreign.items() if names and (text := _unlike(site, names, sites))]
+    if not unlike:
+        groups = _unconnected(sites)
+        unlike = [f"{_names(group)} {_has(group)} {_listing(known)}" for group, known in groups] if groups else []
+    if unlike:
+        yield f"column '{column}' is coded otherwise at some sites: {'; '.join(unlike[: _MOST_NAMED + 1])}"
+
+
+def _respelt(sites: Mapping[str, Mapping[str, int | None]]) -> Iterator[str]:
+    """The spellings of a category that not all sites use, each with its sites."""
+    spellings: dict[str, dict[str, list[str]]] = {}
+    for site, named in sites.items():
+        for category in named:
+            spellings.setdefault(spelling(category), {}).setdefault(category, []).append(site)
+    for same in spellings.values():
+        if len(same) > 1 and any(len(having) < len(sites) for having in same.values()):
+            usual = max(same, key=lambda category: len(same[category]))
+            for category, having in same.items():
+                if category != usual:
+                    where = ", ".join(f"'{site}'{_of_rows([category], sites[site])}" for site in having)
+                    elsewhere = ", ".join(f"'{site}'" for site in same[usual][:_MOST_NAMED])
+                    yield f"{_quoted(category)} at {where} is {_quoted(usual)} at {elsewhere}"
+
+
+def _foreign(site: str, sites: Mapping[str, Mapping[str, int | None]]) -> list[str]:
+    elsewhere = {category for other, named in sites.items() if other != site for category in named}
+    return [category for category in sites[site] if category not in elsewhere]
+
+
+def _unlike(site: str, names: Sequence[str], sites: Mapping[str, Mapping[str, int | None]]) -> str:
+    """That a site has categories which no other site has; empty where they are few."""
+    rows = [sites[site][name] for name in names]
+    whole = [count for count in sites[site].values() if count is not None]
+    if None in rows:
+        if len(names) < len(sites[site]):
+            return ""  # how many rows have them is not known
+    else:
+        of_them = sum(count for count in rows if count is not None)
+        if of_them < _FEW or of_them <= _FOREIGN * sum(whole):
+            return ""
+    known = sorted({category for other, named in sites.items() if other != site for category in named})
+    shares = _of_rows(names, sites[site])
+    return f"no other site has {_listing(names)} of '{site}'{shares}, elsewhere it is {_listing(known)}"
+
+
+def _of_rows(names: Sequence[str], named: Mapping[str, int | None]) -> str:
+    whole = [count for count in named.values() if count is not None]
+    if len(whole) < len(named):
+        return ""
+    return f" ({100 * sum(named[name] or 0 for name in names) / sum(whole):.3g} % of its rows)"
+
+
+def _unconnected(sites: Mapping[str, Mapping[str, int | None]]) -> list[tuple[list[str], list[str]]]:
+    """Groups of sites, with their categories, such that two groups have none in common; empty where all are linked."""
+    groups: list[tuple[list[str], set[str]]] = []
+    for site, named in sites.items():
+        linked = [group for group in groups if group[1] & set(named)]
+        groups = [group for group in groups if group not in linked]
+        members = [name for group in linked for name in group[0]]
+        groups.append(([*members, site], set(named).union(*(group[1] for group in linked))))
+    return [(members, sorted(known)) for members, known in groups] if len(groups) > 1 else []
+
+
+def _slips(column: str, sites: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
+    """A site that spells a category otherwise in a few of its rows, where it has both spellings."""
+    found = []
+    for site, named in sites.items():
+        by_spelling: dict[str, list[str]] = {}
+        for category in named:
+            by_spelling.setdefault(spelling(category), []).append(category)
+        for same in by_spelling.values():
+            rare = min(same, key=lambda category: named[category])
+            if len(same) > 1 and named[rare] < _RARE * sum(named.values()):
+                usual = max(same, key=lambda category: named[category])
+                found.append(f"{_quoted(rare)} ({named[rare]} rows) and {_quoted(usual)} at '{site}'")
+    if found and not list(_respelt(sites)):
+        yield f"column '{column}' spells a category in more than one way: {_listed(found)}; use one spelling"
+
+
+def _quoted(category: str) -> str:
+    """A category in a message: what differs in its Unicode form only is shown by its code points."""
+    plain = category.isascii() or category == unicodedata.normalize("NFC", category)
+    return f"'{category}'" if plain else f"{category!a}"
+
+
+def _listing(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(map(_quoted, sorted(names)[:_MOST_NAMED])) + more
+
+
+def _listed(parts: Sequence[str]) -> str:
+    more = f"; and {len(parts) - _MOST_NAMED} more" if len(parts) > _MOST_NAMED else ""
+    return "; ".join(parts[:_MOST_NAMED]) + more
+
+
+def _names(sites: Sequence[str]) -> str:
+    more = f" and {len(sites) - _MOST_NAMED} more" if len(sites) > _MOST_NAMED else ""
+    return ", ".join(f"'{site}'" for site in sites[:_MOST_NAMED]) + more
+
+
+def _has(sites: Sequence[str]) -> str:
+    return "has" if len(sites) == 1 else "have"
+
+
+# Numbers --------------------------------------------------------------------------------------------------------------
+
+
+def _codes(column: str, sites: Mapping[str, Column]) -> Iterator[str]:
+    """A number at the end of a column's range that looks like a code for "missing"."""
+    ends = {value for one in sites.values() if one.count for value in (one.values[0], one.values[-1])}
+    suspects = sorted(value for value in ends if any(one.share(value) >= _REPEATED for one in sites.values()))
+    rest = pooled([one.without([value for value in suspects if value in _CODES]) for one in sites.values()])
+    found = [value for value in suspects if _is_code(value, rest.without([value]), sites)]
+    if not found:
+        return
+    others = pooled([one.without(found) for one in sites.values()])
+    where = [
+        f"{value:g} in {_share(one.share(value))} of the rows of '{site}'"
+        for value in found
+        for site, one in sites.items()
+        if one.share(value) > 0
+    ]
+    mean, deviation = moments_of(others)
+    means = "it means" if len(found) == 1 else "they mean"
+    yield (
+        f"column '{column}' has {', '.join(where)}, the other values are {mean:.4g} ± {deviation:.3g}: if {means} "
+        "missing, set data.missing_values, or leave such cells empty"
+    )
+
+
+def pooled(columns: Sequence[Column]) -> Column:
+    """The values of several sites together."""
+    values, place = np.unique(np.concatenate([one.values for one in columns]), return_inverse=True)
+    rows = np.zeros(len(values), dtype=np.int64)
+    np.add.at(rows, place.reshape(-1), np.concatenate([one.rows for one in columns]))
+    return Column(values, rows)
+
+
+def _is_code(value: float, rest: Column, sites: Mapping[str, Column]) -> bool:
+    """Whether a number at an end of the range, which repeats, is a code and no value.
+
+    It is one of the usual codes with a gap before it of a deviation or more and of three steps between values; or any
+    number with a gap of five deviations; or the only negative one; or a usual code far more frequent than all others.
+    """
+    if len(rest.values) < _FEW or rest.values[0] < value < rest.values[-1]:
+        return False
+    if not any(one.share(value) >= _REPEATED and one.share(value) * one.count >= _FEW for one in sites.values()):
+        return False
+    _, deviation = moments_of(rest)
+    gap = float(np.abs(rest.values - value).min())
+    step = float(np.median(np.diff(rest.values)))
+    if value not in _CODES:
+        return gap > 5 * deviation and gap > 10 * step
+    if gap > deviation and gap >= 3 * step:
+        return True
+    if value < 0 <= rest.values[0]:
+        return True
+    return value != 0 and len(rest.values) >= _MANY and any(_is_frequent(value, one) for one in sites.values())
+
+
+def _is_frequent(value: float, column: Column) -> bool:
+    others = column.without([value]).rows
+    share = column.share(value)
+    return share >= _FREQUENT and bool(len(others)) and share * column.count >= 3 * int(others.max())
+
+
+def moments_of(column: Column) -> Moments:
+    """Mean and standard deviation of a column; zeros if it is empty."""
+    if not column.count:
+        return 0.0, 0.0
+    mean = float(np.average(column.values, weights=column.rows))
+    return mean, float(np.sqrt(np.average((column.values - mean) ** 2, weights=column.rows)))
+
+
+def _other_digits(column: str, sites: Mapping[str, Column]) -> Iterator[str]:
+    """A column of two values, such as 0 and 1, that is written with other two at some sites, such as 1 and 2."""
+    pairs = {site: tuple(one.values.tolist()) for site, one in sites.items() if one.count >= _ENOUGH}
+    if len(set(pairs.values())) > 1 and all(len(pair) == 2 for pair in pairs.values()):
+        listed = [f"{low:g} and {high:g} at '{site}'" for site, (low, high) in pairs.items()]
+        yield f"column '{column}' is coded otherwise at some sites: {_listed(listed)}"
+
+
+def _share(share: float) -> str:
+    return "all" if share == 1 else f"{100 * share:.3g} %"
+
+
+def _constant(column: str, sites: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
+    """A column with one value in all rows of a site, where chance would not have it so."""
+    found = []
+    for site, named in sites.items():
+        if len(named) != 1 or (rows := sum(named.values())) < _ENOUGH:
+            continue
+        (value,) = named
+        others = [other for name, other in sites.items() if name != site]
+        elsewhere = sum(sum(other.values()) for other in others)
+        share = sum(other.get(value, 0) for other in others) / elsewhere if elsewhere else 1.0
+        if share**rows < _CHANCE:
+            found.append(f"{value} in all {rows} rows with a value at '{site}' and in {100 * share:.3g} % elsewhere")
+    if found:
+        yield f"column '{column}' never changes at some sites: {_listed(found)}"
+
+
+# Sums -----------------------------------------------------------------------------------------------------------------
+
+Moments = tuple[float, float]
+"""Mean and standard deviation."""
+
+
+def scale_warnings(columns: Mapping[str, Mapping[str, Moments]]) -> Iterator[str]:
+    """A warning about numeric columns whose scale differs between sites; ``columns``: column → site → its moments."""
+    found = [text for column, sites in columns.items() if (text := _differs(column, sites))]
+    if found:
+        more = f"; and {len(found) - _MOST_NAMED} more columns" if len(found) > _MOST_NAMED else ""
+        yield f"columns differ in scale between sites, as in other units: {'; '.join(found[:_MOST_NAMED])}{more}"
+
+
+def _differs(column: str, sites: Mapping[str, Moments]) -> str:
+    """The column and the two sites that differ most in it, if they do."""
+    spread = {site: std for site, (mean, std) in sites.items() if std > 1e-6 * abs(mean)}
+    if len(spread) < 2:
+        return ""
+    wide, narrow = max(spread, key=spread.__getitem__), min(spread, key=spread.__getitem__)
+    high, low = max(spread, key=lambda site: sites[site][0]), min(spread, key=lambda site: sites[site][0])
+    if sites[high][0] - sites[low][0] > _GAP * max(spread[high], spread[low]):
+        pair = high, low
+    elif spread[wide] > _RATIO * spread[narrow]:
+        pair = wide, narrow
+    else:
+        return ""
+    return f"{column} is " + " and ".join(f"{sites[site][0]:.4g} ± {sites[site][1]:.3g} at {site}" for site in pair)
+
+
+def sums_warnings(columns: Mapping[str, Mapping[str, tuple[int, float, float]]]) -> Iterator[str]:
+    """Warnings from the sums that sites of a deployment send: numeric column → site → count, sum, sum of squares.
+
+    No value of a single row is known, and so not which value is frequent.
+    """
+    scaled = {}
+    for column, sums in columns.items():
+        known = {site: of_sums(*one) for site, one in sums.items() if one[0] >= _ENOUGH}
+        constant = {site: mean for site, (mean, deviation) in known.items() if deviation == 0}
+        zero_or_one = all(abs(total - squares) <= 1e-9 * (1 + abs(squares)) for _, total, squares in sums.values())
+        if zero_or_one:
+            continue  # a sign that few patients have may be 0 for all of a site, and says nothing of units
+        if constant and len(constant) < len(known):
+            listed = [
+                f"{mean:g} in all {sums[site][0]} rows with a value at '{site}'" for site, mean in constant.items()
+            ]
+            yield f"column '{column}' never changes at some sites: {_listed(listed)}"
+        scaled[column] = {site: one for site, one in known.items() if sums[site][0] >= _SITE}
+    yield from scale_warnings({column: sites for column, sites in scaled.items() if _in_proportion(sites)})
+
+
+def of_sums(count: int, total: float, squares: float) -> Moments:
+    """Mean and standard deviation of so many values with this sum and sum of squares; 0 for what rounding left of 0."""
+    mean = total / count
+    variance = squares / count - mean**2
+    return mean, 0.0 if variance <= 1e-12 * (1 + mean**2) else variance**0.5
+
+
+def _in_proportion(sites: Mapping[str, Moments]) -> bool:
+    """Whether means differ as much as deviations do, or far more. Other units change both by one factor.
+
+    Where a column is mostly 0, deviations follow from how many rows are not, and means still more.
+    """
+    spread = {site: (mean, deviation) for site, (mean, deviation) in sites.items() if deviation > 0 and mean != 0}
+    if len(spread) < 2:
+        return False
+    variations = [abs(deviation / mean) for mean, deviation in spread.values()]
+    means = [mean for mean, _ in spread.values()]
+    apart = max(means) - min(means) > _GAP * max(deviation for _, deviation in spread.values())
+    return apart or max(variations) <= 2 * min(variations)
