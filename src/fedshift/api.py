@@ -144,14 +144,19 @@ class Results:
         return Model.load(found[seeds.index(min(seeds) if seed is None else seed)].folder)
 
     def predict(
-        self, X: Samples, method: str | None = None, target: str | None = None, seed: int | None = None
+        self,
+        X: Samples,
+        method: str | None = None,
+        target: str | None = None,
+        seed: int | None = None,
+        accept_shift: bool = False,
     ) -> npt.NDArray[Any]:
-        """The class of each sample by the model of one run: see `model` for the choice, `Model.predict` for ``X``.
+        """The class of each sample by the model of one run: see `model` for the choice, `Model.predict` for the rest.
 
         Raises:
             UserError: the choice is not of one run, or the samples are not what the model reads.
         """
-        return self.model(method, target, seed).predict(X)
+        return self.model(method, target, seed).predict(X, accept_shift)
 
     def page(self, samples: Given | None = None) -> Path:
         """Write the page, ``report.html`` in the experiment's folder: tables, figures, warnings and settings.

@@ -150,7 +150,7 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
     def predict_proba(self, X: Any) -> npt.NDArray[np.float32]:
         """The probability of each class (n, classes), in the order of ``classes_``."""
         check_is_fitted(self)
-        return self.model_.predict_proba(validate_data(self, X, reset=False))
+        return self.model_.predict_proba(validate_data(self, X, reset=False), accept_shift=True)
 
     def predict(self, X: Any) -> npt.NDArray[Any]:
         """The class of each sample (n,)."""
@@ -231,7 +231,7 @@ class FederatedRegressor(RegressorMixin, _Federated):  # type: ignore[misc]
     def predict(self, X: Any) -> npt.NDArray[Any]:
         """The quantity of each sample (n,)."""
         check_is_fitted(self)
-        return self.model_.predict(validate_data(self, X, reset=False))
+        return self.model_.predict(validate_data(self, X, reset=False), accept_shift=True)
 
     def _task(self) -> dict[str, Any]:
         return {"task": "regression", "loss": self.loss}
@@ -314,7 +314,7 @@ class FederatedSurvival(_Federated):
     def predict(self, X: Any) -> npt.NDArray[Any]:
         """The risk of each sample (n,), larger where the event is said to be sooner: the log of a relative hazard."""
         check_is_fitted(self)
-        return self.model_.predict(validate_data(self, X, reset=False))
+        return self.model_.predict(validate_data(self, X, reset=False), accept_shift=True)
 
     def score(self, X: Any, y: Any) -> float:
         """Harrell's concordance of the predictions, from 0 to 1; 0.5 is chance.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from fedshift.data.inference import load_for_prediction, samples_in_memory
+from fedshift.data.input_guard import InputShift
 from fedshift.evaluation.records import RunResult
 from fedshift.evaluation.stored import RESULT, stored
 from fedshift.experiment.export import Exported, export
@@ -92,37 +92,50 @@ class Model:
         """A model card in Hugging Face's format: data, sites, method, measures, limits, and what left the sites."""
         return model_card(self.trained, self.result)
 
-    def predict(self, X: Samples) -> npt.NDArray[Any]:
+    def predict(self, X: Samples, accept_shift: bool = False) -> npt.NDArray[Any]:
         """The class of each sample (n,), by name; for segmentation masks (n, structures, height, width) of bool; for
         regression the value (n,) in the label's unit; for time to event the logarithm of the relative hazard (n,); for
         several labels 0 and 1 (n, labels).
 
+        Samples that look unusual give a warning (see `shift`), and with ``accept_shift`` are predicted however unusual.
+
         Raises:
-            UserError: the samples are not what the model reads.
+            UserError: the samples are not what the model reads, or look too unlike its training data.
         """
         if self.trained.segments:
-            return np.stack(list(self.trained.masks(self._stored(X))))
-        return self.trained.objective.said(self.trained.scores(self._stored(X)), self.classes_)
+            return np.stack(list(self.trained.masks(self._stored(X, accept_shift))))
+        return self.trained.objective.said(self.trained.scores(self._stored(X, accept_shift)), self.classes_)
 
-    def predict_proba(self, X: Samples) -> npt.NDArray[np.float32]:
+    def predict_proba(self, X: Samples, accept_shift: bool = False) -> npt.NDArray[np.float32]:
         """The probability of each class (n, classes), or of each label, in the order of ``classes_``.
 
         Raises:
-            UserError: the samples are not what the model reads, or it is a model for segmentation or regression.
+            UserError: the samples are not what the model reads or look too unlike its training data, or it is a model
+                for segmentation or regression.
         """
-        return self.trained.probabilities(self._stored(X))
+        return self.trained.probabilities(self._stored(X, accept_shift))
 
-    def predictions(self, X: Samples) -> pandas.DataFrame:
+    def shift(self, X: Samples) -> InputShift:
+        """How samples differ from the training data: for each column the shares of unknown categories, of values
+        outside the training range and of missing ones, and the overlap of the whole column.
+
+        Raises:
+            UserError: the samples are not what the model reads.
+        """
+        return self.trained.read(Path(X) if isinstance(X, str) else X).shift
+
+    def predictions(self, X: Samples, accept_shift: bool = False) -> pandas.DataFrame:
         """One row per sample: id, label if the samples say it, predicted class, and ``score_<class>`` for each class.
 
         Ids and labels come from the columns of a table that named and labelled the training rows. For files the name
         of an image or the row's number is the id, and the name of an image's folder or ``y`` of an ``.npz`` the label.
 
         Raises:
-            UserError: pandas is not installed, or the samples are not what the model reads.
+            UserError: pandas is not installed, or the samples are not what the model reads or look too unlike its
+                training data.
         """
         frames = needed("pandas", extra="tables", what="predictions")
-        found = self.trained.predict(Path(X) if isinstance(X, str) else X)
+        found = self.trained.predict(Path(X) if isinstance(X, str) else X, accept_shift=accept_shift)
         columns: dict[str, Any] = {"id": [one.name for one in found]}
         if any(one.label is not None for one in found):
             columns["label"] = [one.label for one in found]
@@ -131,10 +144,10 @@ class Model:
             columns[f"score_{name}"] = [one.probabilities[number] for one in found]
         return frames.DataFrame(columns)
 
-    def _stored(self, X: Samples) -> Any:
-        if isinstance(X, str | Path):
-            return load_for_prediction(Path(X), self.trained.stored)[1]
-        return samples_in_memory(X, self.trained.stored)[1]
+    def _stored(self, X: Samples, accept_shift: bool) -> Any:
+        samples = self.trained.read(Path(X) if isinstance(X, str) else X)
+        samples.check(accept_shift)
+        return samples.inputs
 
     def __repr__(self) -> str:
         said = self.metadata

@@ -149,6 +149,24 @@ def test_site_check_says_what_leaves(fedshift: Cli, kits: Path) -> None:
     assert "coordinator: cannot be reached: localhost port 8002" in out
 
 
+@pytest.mark.case("missing in a file", "site check: counted before cells are filled; codes and constants by name")
+def test_site_check_says_what_is_missing_in_a_table(fedshift: Cli, kits: Path) -> None:
+    rows = ["age,chol,ca,sex,y"]
+    for row in range(40):
+        age, chol, ca = 40 + row, 0 if row < 10 else 200 + 3 * row, "" if row else "1"
+        rows.append(f"{age},{chol},{ca},{'MF'[row % 2] if row > 1 else 'm'},{row % 2}")
+    (kits / "sites" / "north" / "t.csv").write_text("\n".join(rows) + "\n")
+    data = {"name": "table", "sites": {"north": "t.csv"}, "label": "y", "numeric": ["age", "chol", "ca"]}
+    code, out, err = fedshift(
+        "site", "check", str(site_file(kits, data={**data, "categorical": ["sex"]}, classes=["0", "1"]))
+    )
+    assert code == 0, err
+    assert "missing in the file: ca 39 of 40; never changes: ca" in out
+    assert "values: 0 missing" not in out
+    assert "column 'chol' has 0 in 25 % of the rows of 'north'" in out
+    assert "column 'ca' has no value, or almost none" in out
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 from calling import Cli
@@ -72,6 +73,63 @@ def test_check_says_what_is_finished_in_the_folder_of_runs(cli: Cli, trained: tu
     assert other.code == 0
     assert "training.lr is 0.05 there" in other.out
     assert "finished" not in cli("check", file, "--runs", runs / "elsewhere").out
+
+
+@pytest.mark.case("counts of finished runs", "the data changed in place; runs of seeds that are no longer asked for")
+def test_check_counts_its_own_runs_only(cli: Cli, tmp_path: Path) -> None:
+    draws = np.random.default_rng(0)
+    for name in "abc":
+        np.savez(tmp_path / f"{name}.npz", x=draws.normal(size=(20, 2)), y=np.tile([0, 1], 10))
+    file = tmp_path / "e.yaml"
+    sites = "{" + ", ".join(f"{name}: {name}.npz" for name in "abc") + "}"
+    file.write_text(
+        f"data: {{name: arrays, sites: {sites}}}\nprotocol: {{seeds: [0, 1]}}\nmodel: linear\n"
+        "training: {rounds: 1}\nmethods: [fedavg]\ndevice: cpu\n"
+    )
+    runs = tmp_path / "runs"
+    assert cli("run", file, "--runs", runs).code == 0
+    assert "6 of 6 runs are finished" in cli("check", file, "--runs", runs).out
+    one = cli("check", file, "protocol.seeds=[1]", "--runs", runs).out
+    assert "3 of 3 runs are finished; 3 more in this folder" in one
+    assert "6 of 9 runs are finished" in cli("check", file, "protocol.seeds=[0,1,2]", "--runs", runs).out
+    np.savez(tmp_path / "a.npz", x=draws.normal(size=(20, 2)), y=np.tile([0, 1], 10))
+    changed = cli("check", file, "--runs", runs)
+    assert "0 of 6 runs are finished" in changed.out
+    assert "refuse to start: the data have changed" in changed.out
+    assert cli("run", file, "--runs", runs).code == 2
+
+
+@pytest.mark.case("units of new data", "on the command line: refused with a line, then predicted when accepted")
+def test_predict_guards_its_input(cli: Cli, tmp_path: Path) -> None:
+    draws = np.random.default_rng(0)
+    for name in "abc":
+        rows = [f"{age:.0f},{'mf'[row % 2]},{row % 2}" for row, age in enumerate(draws.normal(60, 9, 40))]
+        (tmp_path / f"{name}.csv").write_text("age,sex,y\n" + "\n".join(rows) + "\n")
+    file = tmp_path / "e.yaml"
+    sites = "{" + ", ".join(f"{name}: {name}.csv" for name in "abc") + "}"
+    file.write_text(
+        f"data: {{name: table, sites: {sites}, label: y, numeric: [age], categorical: [sex]}}\n"
+        "protocol: {targets: [c], seeds: [0]}\nmodel: linear\ntraining: {rounds: 1}\nmethods: [fedavg]\ndevice: cpu\n"
+    )
+    assert cli("run", file, "--runs", tmp_path / "runs").code == 0
+    run = tmp_path / "runs" / "e" / "fedavg" / "c" / "seed-0"
+    healthy = cli("predict", run, tmp_path / "c.csv", "--format", "csv")
+    assert (healthy.code, healthy.err) == (0, "")
+    other = tmp_path / "months.csv"
+    other.write_text("age,sex\n" + "".join(f"{12 * age},m\n" for age in range(40, 60)))
+    refused = cli("predict", run, other, "--format", "csv")
+    assert (refused.code, refused.out) == (2, "")
+    assert "column 'age': 100 % of the rows" in refused.err
+    assert "--accept-shift" in refused.err
+    accepted = cli("predict", run, other, "--format", "csv", "--accept-shift")
+    assert accepted.code == 0
+    assert len(accepted.out.splitlines()) == 21
+    assert accepted.err.startswith("warning: ")
+    few = tmp_path / "few.csv"
+    few.write_text("age,sex\n" + "50,m\n" * 18 + "50,M\n50,F\n")
+    said = cli("predict", run, few, "--format", "csv")
+    assert (said.code, len(said.out.splitlines())) == (0, 21)
+    assert "10 % of the rows have an unknown category" in said.err
 
 
 def test_run_tells_the_tracker(

@@ -26,16 +26,13 @@ def table(
     categorical: Mapping[str, Mapping[str, Sequence[str]]] | None = None,
 ) -> DataSet:
     """A table of columns that are given as column → site → cells, with inputs that do not repeat."""
-    numeric, categorical = numeric or {}, categorical or {}
-    sites = next(iter((numeric | categorical).values()))
-    cells = {
-        site: {name: dict(Counter(by_site[site])) for name, by_site in (numeric | categorical).items()}
-        for site in sites
-    }
+    columns = {**(numeric or {}), **(categorical or {})}
+    sites = next(iter(columns.values()))
+    cells = {site: {name: dict(Counter(by_site[site])) for name, by_site in columns.items()} for site in sites}
     inputs = {site: rows(number, len(sites[site])) for number, site in enumerate(sites)}
-    encoding = {
-        "numeric": [{"name": name} for name in numeric],
-        "categorical": [{"name": name} for name in categorical],
+    encoding: dict[str, object] = {
+        "numeric": [{"name": name} for name in numeric or ()],
+        "categorical": [{"name": name} for name in categorical or ()],
     }
     return replace(data("table", encoding, **inputs), cells=cells)
 

@@ -20,6 +20,10 @@ from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.federation.remote.transport import PROTOCOL
 from fedshift.federation.remote.wire import body_of, seal, unseal
+from fedshift.model import Model
+from fedshift.report.advice.verdict import verdict
+from fedshift.report.advice.words import first_sentence
+from fedshift.report.collect import collect
 
 TABLE = {"name": "table", "label": "outcome", "numeric": ["age", "pressure"], "categorical": ["sex"]}
 
@@ -73,6 +77,33 @@ def test_tables_agree_on_one_encoding_without_an_unseen_target(target: str, tmp_
     places["north"].write_text(places["north"].read_text().replace("- statistics", "- spectra"))
     with pytest.raises(UserError, match=r"refuses to send statistics for the encoding .*policy.send"):
         coordinate(place, Loopback(places), list(SITES))
+
+
+@pytest.mark.case("deployed predictions", "rows have names at all sites that name any: predictions give them back")
+@pytest.mark.case("categories between sites", "deployed: the coordinator warns while it agrees with the sites")
+def test_names_of_rows_are_kept_and_codings_compared(tmp_path: Path) -> None:
+    files = write_tables(tmp_path / "tables")
+    places = {}
+    for site in SITES:
+        file = Path(files[site])
+        lines = file.read_text().splitlines()
+        lines = [f"{'patient' if row == 0 else f'{site}-{row}'},{line}" for row, line in enumerate(lines)]
+        file.write_text("\n".join(lines).replace(",m,", ",M,") if site == "south" else "\n".join(lines))
+        places[site] = site_file(tmp_path, site, "", send=["weights", "numbers", "accuracy", "statistics"])
+        named = {} if site == "north" else {"id": "patient"}
+        whole = yaml.safe_load(places[site].read_text())
+        whole |= {"data": {**TABLE, **named, "sites": {site: files[site]}}, "classes": ["n", "y"]}
+        places[site].write_text(yaml.safe_dump(whole))
+    options = options_of({"name": "fedavg"}, protocol={"targets": ["sites"], "seeds": [0], "test_fraction": 0.3})
+    place = begin(tmp_path, options, None)
+    coordinate(place, Loopback(places), list(SITES))
+    run = next((place / "runs").rglob("model.safetensors")).parent
+    assert Model.load(run).predictions(files["east"])["id"].tolist()[:2] == ["east-1", "east-2"]
+    said = [event["message"] for event in events(tmp_path) if event["what"] == "warning"]
+    assert [text for text in said if "'sex'" in text and "'M' at 'south' is 'm'" in text]
+    sentence = first_sentence(verdict(collect(place / "runs" / "tiny")))
+    assert "next site" not in sentence
+    assert "at the sites that trained" in sentence or "Take none" in sentence
 
 
 def test_standardised_arrays_agree_on_one_scale(tmp_path: Path) -> None:

@@ -42,6 +42,20 @@ def one_run(method: str, target: str, seed: int, accuracy: float, **more: Any) -
     return RUN.model_copy(update={**given, **more})
 
 
+@pytest.mark.case("words of a verdict", "all sites trained and were measured: nothing is said of the next site")
+def test_sites_that_trained_are_no_next_site() -> None:
+    rows = {"training_samples": {"a": 70, "b": 70}, "measured_samples": {"a": 30, "b": 30}}
+    trained = [one_run("fedavg", "sites", seed, 75.0 + seed, data=rows) for seed in range(3)]
+    found = verdict(gathered(trained))
+    words = " ".join([two_sentences(found), found.question, *(text for _, part in paragraphs(found) for text in part)])
+    assert "at the sites that trained" in first_sentence(found)
+    assert "next site" not in words
+    assert "how it does at a new site" in two_sentences(found)
+    assert found.plain()["at_sites_that_trained"]
+    new = [one_run("fedavg", "c", seed, 75.0, data={**rows, "measured_samples": {"c": 100}}) for seed in range(3)]
+    assert "at the next site" in first_sentence(verdict(gathered(new)))
+
+
 def gathered(results: Sequence[RunResult], missing: int = 0) -> Collected:
     names = [list(dict.fromkeys(getattr(one, what) for one in results)) for what in ("method", "target", "seed")]
     order = Order(methods=names[0], targets=names[1], seeds=names[2])

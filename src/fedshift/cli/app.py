@@ -197,11 +197,14 @@ def predict(
     masks: Annotated[
         Path | None, typer.Option("--masks", help="Segmentation: the folder for the predicted masks.")
     ] = None,
+    accept_shift: Annotated[
+        bool, typer.Option("--accept-shift", help="Predict also data that look nothing like the training data.")
+    ] = False,
 ) -> None:
-    """Predict with a trained model."""
+    """Predict with a trained model. Warns of data that look unlike its training data; refuses what is too far off."""
     from fedshift.cli.predict import print_predictions
 
-    print_predictions(model, data, format, method, masks, network)
+    print_predictions(model, data, format, method, masks, network, accept_shift)
 
 
 @app.command(rich_help_panel=READ)

@@ -14,6 +14,10 @@ from fedshift.text import csv_text, json_text, printable
 _FORMATS = ("terminal", "csv", "json")
 
 
+def _warn(text: str) -> None:
+    print(printable(f"warning: {text}"), file=sys.stderr)
+
+
 def print_predictions(
     model: Path,
     data: Path,
@@ -21,8 +25,11 @@ def print_predictions(
     own_method: str | None,
     masks: Path | None = None,
     own_network: str | None = None,
+    accept_shift: bool = False,
 ) -> None:
     """Print a prediction per sample. With ``masks``, write the predicted masks there and print a line per file.
+
+    What is unusual about the data goes to standard error. With ``accept_shift`` they are predicted however unusual.
 
     Raises:
         UserError: the format, the model or the data cannot be used.
@@ -31,10 +38,10 @@ def print_predictions(
         raise UserError(f"--format: there is no format '{format}'; {nearest(format, _FORMATS)}")
     trained = load_model(model, own_method, own_network)
     if masks is not None:
-        for file, share in trained.write_masks(data, masks):
+        for file, share in trained.write_masks(data, masks, accept_shift=accept_shift, warn=_warn):
             print(printable(f"{file}: {100 * share:.1f} % of the image"))
         return
-    predictions = trained.predict(data)
+    predictions = trained.predict(data, accept_shift=accept_shift, warn=_warn)
     labelled = any(p.label is not None for p in predictions)
     if format == "json":
         described = [

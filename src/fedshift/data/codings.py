@@ -287,22 +287,25 @@ def _has(sites: Sequence[str]) -> str:
 # Numbers --------------------------------------------------------------------------------------------------------------
 
 
-def _codes(column: str, sites: Mapping[str, Column]) -> Iterator[str]:
-    """A number at the end of a column's range that looks like a code for "missing"."""
-    ends = {value for one in sites.values() if one.count for value in (one.values[0], one.values[-1])}
+def codes_of(sites: Mapping[str, Column]) -> list[float]:
+    """The numbers at the ends of a column's range that look like codes for "missing"."""
+    ends = {float(value) for one in sites.values() if one.count for value in (one.values[0], one.values[-1])}
     suspects = sorted(value for value in ends if any(one.share(value) >= _REPEATED for one in sites.values()))
     rest = pooled([one.without([value for value in suspects if value in _CODES]) for one in sites.values()])
-    found = [value for value in suspects if _is_code(value, rest.without([value]), sites)]
+    return [value for value in suspects if _is_code(value, rest.without([value]), sites)]
+
+
+def _codes(column: str, sites: Mapping[str, Column]) -> Iterator[str]:
+    found = codes_of(sites)
     if not found:
         return
-    others = pooled([one.without(found) for one in sites.values()])
+    mean, deviation = moments_of(pooled([one.without(found) for one in sites.values()]))
     where = [
         f"{value:g} in {_share(one.share(value))} of the rows of '{site}'"
         for value in found
         for site, one in sites.items()
         if one.share(value) > 0
     ]
-    mean, deviation = moments_of(others)
     means = "it means" if len(found) == 1 else "they mean"
     yield (
         f"column '{column}' has {', '.join(where)}, the other values are {mean:.4g} ± {deviation:.3g}: if {means} "

@@ -17,7 +17,7 @@ from fedshift.data.domain import Preprocessing
 from fedshift.data.images import ImageFile, decode, is_image, on_disk
 from fedshift.data.locate import load_npz
 from fedshift.data.table_files import PARQUET, Columns, from_columns, read_table
-from fedshift.data.tables import TableEncoding, encode_rows, form_of
+from fedshift.data.tables import encode_rows, encoding_of, form_of
 from fedshift.errors import UserError
 
 _TABLES = (".csv", ".tsv", ".txt", ".data", *PARQUET)
@@ -77,10 +77,28 @@ def _frame(samples: Any) -> Columns:
     return from_columns("X", InMemory(samples).columns(""))
 
 
+def table_to_predict(samples: Path | Any, preprocessing: Preprocessing) -> Columns | None:
+    """The table that ``samples`` are, read once for its rows, labels and checks; None if they are none.
+
+    Args:
+        samples: as for `load_for_prediction` or `samples_in_memory`.
+        preprocessing: the preprocessing saved with the model.
+
+    Raises:
+        UserError: the model reads tables, and the samples cannot be read as one.
+    """
+    if preprocessing.kind != "table":
+        return None
+    if not isinstance(samples, Path):
+        return _frame(samples)
+    if not samples.is_file() or samples.suffix.lower() not in _TABLES:
+        return None
+    return read_table(samples, form_of(samples, encoding_of(preprocessing)))
+
+
 def known_labels(
-    samples: Path | Any,
+    samples: Path | Columns | Any,
     names: Sequence[str],
-    preprocessing: Preprocessing,
     classes: Sequence[str],
     by: Labelling | None,
 ) -> list[str | None] | None:
@@ -89,9 +107,8 @@ def known_labels(
     A table says it in its label column, an ``.npz`` in ``y``, images by folders that are called like the classes.
 
     Args:
-        samples: what `load_for_prediction` or `samples_in_memory` read.
+        samples: what `load_for_prediction` or `samples_in_memory` read, of a table what `table_to_predict` gives.
         names: what they call the samples.
-        preprocessing: the preprocessing saved with the model.
         classes: names of the classes.
         by: how the training tables said the class of a row.
 
@@ -101,12 +118,8 @@ def known_labels(
     Raises:
         UserError: ``y`` has another length than the samples.
     """
-    if preprocessing.kind == "table":
-        if by is None:
-            return None
-        if not isinstance(samples, Path):
-            return by.known(_frame(samples))
-        return by.known(read_table(samples, form_of(samples, TableEncoding.model_validate(preprocessing.table))))
+    if isinstance(samples, Columns):
+        return None if by is None else by.known(samples)
     if not isinstance(samples, Path):
         return None
     if samples.suffix.lower() == ".npz" and samples.is_file():

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from fedshift.data.codings import (
     Column,
     Numbers,
+    codes_of,
     missing_warnings,
     moments_of,
     named_warnings,
@@ -90,6 +91,8 @@ def _shared(data: DataSet) -> Iterator[str]:
         elif small:
             both = len(rows[one] & rows[other])
             fewest = min(len(rows[one]), len(rows[other]))
+            if data.preprocessing.kind != "image" and 2 * both >= fewest:
+                both = len({*_fingerprints(first, _rare(first, len(second)))} & rows[other])
             if 2 * both >= fewest or (both and data.preprocessing.kind == "image"):
                 yield (
                     f"sites '{one}' and '{other}' share {both} equal samples: what trains at one is measured at the "
@@ -102,8 +105,8 @@ def _is_small(data: DataSet) -> bool:
     return sum(np.asarray(domain.inputs).nbytes for domain in domains) <= _MOST_BYTES
 
 
-def _fingerprints(domain: Domain) -> list[int]:
-    inputs = np.ascontiguousarray(domain.inputs)
+def _fingerprints(domain: Domain, chosen: Rows | slice = slice(None)) -> list[int]:
+    inputs = np.ascontiguousarray(np.asarray(domain.inputs)[chosen])
     return [hash(row.tobytes()) for row in inputs]
 
 
@@ -136,18 +139,25 @@ def _repeated(data: DataSet, parts: Parts | None) -> Iterator[str]:
 def _copies(domain: Domain, number: NDArray[np.int64]) -> int:
     """How many rows repeat an earlier one and a label, of those that chance would hardly repeat.
 
-    Were columns independent, a row would be expected (n - 1) Π p(value) times more. ``number`` tells rows apart.
+    ``number`` tells rows apart.
     """
-    inputs = np.asarray(domain.inputs)
     labels = domain.labels.reshape(len(domain), -1)
-    rows = np.flatnonzero(np.bincount(number)[number] > 1)
-    logarithm = np.zeros(len(domain))
+    again = np.bincount(number)[number] > 1
+    whole = Counter((int(number[row]), labels[row].tobytes()) for row in _rare(domain, len(domain) - 1) if again[row])
+    return sum(count - 1 for count in whole.values())
+
+
+def _rare(domain: Domain, others: int) -> Rows:
+    """The rows that chance would hardly have again among so many others.
+
+    Were columns independent, a row with its label would be expected ``others`` Π p(value) times.
+    """
+    inputs, labels = np.asarray(domain.inputs), domain.labels.reshape(len(domain), -1)
+    expected = np.full(len(domain), np.log(max(1, others)))
     for column in (*inputs.reshape(len(domain), -1).T, *labels.T):
         _, place, counts = np.unique(column, return_inverse=True, return_counts=True)
-        logarithm += np.log(counts[place.reshape(-1)] / len(domain))
-    rare = rows[np.log(len(domain) - 1) + logarithm[rows] < np.log(_BY_CHANCE)]
-    whole = Counter((int(number[row]), labels[row].tobytes()) for row in rare)
-    return sum(count - 1 for count in whole.values())
+        expected += np.log(counts[place.reshape(-1)] / len(domain))
+    return np.flatnonzero(expected < np.log(_BY_CHANCE))
 
 
 def _shared_ids(data: DataSet) -> Iterator[str]:
@@ -217,9 +227,15 @@ def _scales(numbers: Numbers) -> Iterator[str]:
         {
             column: {
                 site: moments_of(values)
-                for site, values in sites.items()
+                for site, values in _without_codes(sites).items()
                 if values.count >= _ENOUGH and values.rows.max() <= 0.5 * values.count
             }
             for column, sites in numbers.items()
         }
     )
+
+
+def _without_codes(sites: Mapping[str, Column]) -> dict[str, Column]:
+    """A column without the numbers that stand for missing, which are reported by themselves."""
+    codes = codes_of(sites)
+    return {site: values.without(codes) if codes else values for site, values in sites.items()}

@@ -322,15 +322,24 @@ def encode_rows(preprocessing: Preprocessing, rows: Path | Columns) -> tuple[lis
     """
     if preprocessing.kind != "table" or preprocessing.table is None:
         raise UserError(f"{rows} is a table, but the model reads {preprocessing.kind} inputs: give these")
-    try:
-        encoding = TableEncoding.model_validate(preprocessing.table)
-    except ValidationError as error:
-        raise UserError("the table encoding in the model file is damaged: use a run's model.safetensors") from error
+    encoding = encoding_of(preprocessing)
     table = rows if isinstance(rows, Columns) else read_table(rows, form_of(rows, encoding))
     names = [f"row {row}" for row in range(1, len(table) + 1)]
     if encoding.id is not None and encoding.id in table.cells:
         names = list(table.column(encoding.id))
     return names, encode(table, encoding)
+
+
+def encoding_of(preprocessing: Preprocessing) -> TableEncoding:
+    """The encoding in a model file.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    try:
+        return TableEncoding.model_validate(preprocessing.table)
+    except ValidationError as error:
+        raise UserError("the table encoding in the model file is damaged: use a run's model.safetensors") from error
 
 
 def form_of(path: Path, encoding: TableEncoding) -> TableFormat:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from fedshift.data import agreement
-from fedshift.data.domain import DataSet, Rows
+from fedshift.data.domain import DataSet, Preprocessing, Rows
 from fedshift.deployment.handshake import Agreed, encoded_for
 from fedshift.errors import UserError, nearest
 from fedshift.experiment.config.experiment import Experiment
@@ -66,6 +67,17 @@ class DeployedPlan(Plan):
     def site_differences(self) -> tuple[str, ...]:
         """What sums and category sets show, which sites send for a common encoding; the samples are not here."""
         return tuple(map(one_line, agreement.differences(self.agreed.given or {})))
+
+    def stored_preprocessing(self, data: DataSet) -> Preprocessing:
+        """As in `Plan`, with the column that names rows, which is no part of the encoding that sites agree on."""
+        table = data.preprocessing.table
+        if table is None or self.agreed.id is None:
+            return data.preprocessing
+        return data.preprocessing.model_copy(update={"table": {**table, "id": self.agreed.id}})
+
+    def about_images(self, planned: PlannedRun) -> dict[str, Any]:
+        """Nothing: sites do not say how their images look."""
+        return {}
 
     def in_groups(self, site: str, rows: Rows) -> bool:
         """As in `Plan`, as the site's card says."""

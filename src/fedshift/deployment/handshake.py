@@ -47,6 +47,7 @@ class Agreed:
         smallest_sums: site → the smallest number of sites whose sum it helps to unmask.
         given: the statistics of each site for a common encoding, if the data need one.
         privacy: the budget of each site that has one, and what it has spent, as its card says.
+        id: the column that names a row in the tables of all sites that name one; predictions give it back.
     """
 
     data: DataSet
@@ -57,6 +58,7 @@ class Agreed:
     smallest_sums: Mapping[str, int]
     given: Mapping[str, Mapping[str, Any]] | None
     privacy: Mapping[str, Mapping[str, Any]]
+    id: str | None = None
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -235,7 +237,15 @@ def _agreed(experiment: Experiment, cards: Mapping[str, Mapping[str, Any]]) -> A
         manifest=Manifest("Data at sites", "the sites", "the sites'", "", ""),
         warnings=warnings,
     )
-    return Agreed(data, own, rows, grouped, fingerprints, smallest, given or None, privacy)
+    return Agreed(data, own, rows, grouped, fingerprints, smallest, given or None, privacy, _common_id(cards))
+
+
+def _common_id(cards: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """The column that names rows, if all sites that have one call it the same."""
+    tables = [card["preprocessing"].get("table") or {} for card in cards.values()]
+    names = {table["id"] for table in tables if isinstance(table.get("id"), str)}
+    (name,) = names if len(names) == 1 else (None,)
+    return name
 
 
 def _learned(card: Mapping[str, Any]) -> str:

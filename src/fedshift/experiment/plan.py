@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from fedshift.data.domain import DataSet, Rows, SparseRows
+from fedshift.data.domain import DataSet, Preprocessing, Rows, SparseRows
+from fedshift.data.input_guard import LOOKED_AT, image_statistics
 from fedshift.data.site_differences import shared_groups, site_differences
 from fedshift.data.tasks.objective import objective_of
 from fedshift.evaluation.records import Metric, SitePrivacy
@@ -136,6 +137,23 @@ class Plan:
                 f"samples are in groups, so only those of held-out groups are measured: {_listed(fewer)}; "
                 "protocol.base_images: shared measures all, which is right where no group is at two sites"
             )
+
+    def stored_preprocessing(self, data: DataSet) -> Preprocessing:
+        """What a model file says of how the samples of ``data`` are prepared."""
+        return data.preprocessing
+
+    def about_images(self, planned: PlannedRun) -> dict[str, Any]:
+        """What a model file says of its training images as a whole: nothing in private training, nor of few."""
+        data = planned.data
+        if data.preprocessing.kind != "image" or self.experiment.training.privacy is not None:
+            return {}
+        images = (
+            np.asarray(inputs[rows[:: max(1, len(rows) // LOOKED_AT)]])
+            for name, rows in planned.split.train.items()
+            if not isinstance(inputs := data.domains[name].inputs, SparseRows)
+        )
+        found = image_statistics(images)
+        return {} if found is None else {"training_images": found.model_dump()}
 
     def roles(self, target: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The sources and the targets of the runs with this target."""
@@ -326,8 +344,9 @@ def model_metadata(planned: PlannedRun) -> dict[str, Any]:
         "model": experiment.model.record(),
         "input_shape": list(data.input_shape),
         "classes": list(data.classes),
-        "preprocessing": data.preprocessing.model_dump(mode="json"),
+        "preprocessing": planned.plan.stored_preprocessing(data).model_dump(mode="json"),
         "labelled_by": experiment.data.labelled_by(),
+        **planned.plan.about_images(planned),
         "sources": list(sources),
         "unseen" if isinstance(experiment.protocol, LeaveOneOut) else "adapted_to": "+".join(targets),
         "seed": run.seed,

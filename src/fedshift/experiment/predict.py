@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +22,9 @@ from torch import Tensor
 from fedshift.data.builders.mask_folder import mask_file
 from fedshift.data.builders.table_labels import Labelling
 from fedshift.data.domain import Preprocessing
-from fedshift.data.inference import Stored, known_labels, load_for_prediction, samples_in_memory
+from fedshift.data.inference import Stored, known_labels, load_for_prediction, samples_in_memory, table_to_predict
+from fedshift.data.input_guard import ImageStatistics, InputShift, feature_shift, image_shift, table_shift
+from fedshift.data.tables import encode_rows, encoding_of
 from fedshift.data.tasks.objective import Objective, objective_of
 from fedshift.data.transforms import to_network
 from fedshift.errors import UserError
@@ -62,6 +65,42 @@ class Prediction:
     label: str | None = None
 
 
+Warn = Callable[[str], None]
+"""Is told what is unusual about samples to predict."""
+
+
+def warn_in_python(text: str) -> None:
+    """Warn as Python libraries do."""
+    warnings.warn(text, stacklevel=3)
+
+
+@dataclass(frozen=True)
+class ToPredict:
+    """Samples to predict, as the network's preprocessing reads them.
+
+    Attributes:
+        names: of the samples.
+        inputs: the samples.
+        shift: how they differ from the training data.
+        source: the table, or what they were read from.
+    """
+
+    names: Sequence[str]
+    inputs: Stored
+    shift: InputShift
+    source: Any
+
+    def check(self, accept_shift: bool, warn: Warn = warn_in_python) -> None:
+        """Refuse samples that are too unlike the training data, unless they are accepted; warn of unusual ones.
+
+        Raises:
+            UserError: they are refused.
+        """
+        self.shift.check(accept=accept_shift)
+        if self.shift.warning is not None:
+            warn(self.shift.warning)
+
+
 @dataclass(frozen=True)
 class TrainedModel:
     """The model of a run, ready to predict. ``metadata`` is what the run wrote about it."""
@@ -73,19 +112,46 @@ class TrainedModel:
     metadata: dict[str, Any]
     options: NetworkOptions
 
-    def predict(self, data: Path | Any) -> list[Prediction]:
+    def read(self, data: Path | Any) -> ToPredict:
+        """Read an image, a folder of images, an .npz or a .csv, or samples in memory, and compare them with the
+        training data.
+
+        Raises:
+            UserError: the data do not fit the model.
+        """
+        table = table_to_predict(data, self.stored)
+        if table is not None:
+            named, rows = encode_rows(self.stored, table)
+            return ToPredict(named, rows, table_shift(table, encoding_of(self.stored)), table)
+        names, inputs = (load_for_prediction if isinstance(data, Path) else samples_in_memory)(data, self.stored)
+        return ToPredict(names, inputs, self._shift(inputs), data)
+
+    def _shift(self, inputs: Stored) -> InputShift:
+        if self.stored.kind == "image":
+            return image_shift(inputs.astype(np.uint8, copy=False), self.image_statistics)
+        return feature_shift(inputs, self.stored)
+
+    def predict(self, data: Path | Any, *, accept_shift: bool = False, warn: Warn = warn_in_python) -> list[Prediction]:
         """Predictions for an image, a folder of images, an .npz or a .csv, in order; or for samples in memory.
 
         A network that adapts to a new site takes the samples for those of one such site.
 
+        Args:
+            data: the samples.
+            accept_shift: whether to predict data that do not look like the training data at all.
+            warn: is told in what they look unusual.
+
         Raises:
-            UserError: the data do not fit the model, or it is a model for segmentation (see `write_masks`).
+            UserError: the data do not fit the model, look too unlike its training data, or it is a model for
+                segmentation (see `write_masks`).
         """
-        names, inputs = (load_for_prediction if isinstance(data, Path) else samples_in_memory)(data, self.stored)
+        samples = self.read(data)
+        samples.check(accept_shift, warn)
+        names, inputs = samples.names, samples.inputs
         scores, objective = self.scores(inputs), self.objective
         said = objective.said(scores, np.array(self.classes, dtype=object)).tolist()
         told = scores.tolist() if objective.has_probabilities else [()] * len(names)
-        labels = known_labels(data, names, self.stored, self.classes, self.labelling) or [None] * len(names)
+        labels = known_labels(samples.source, names, self.classes, self.labelling) or [None] * len(names)
         return [
             Prediction(name, objective.in_words(one, self.classes), tuple(row), label)
             for name, one, row, label in zip(names, said, told, labels, strict=True)
@@ -96,6 +162,12 @@ class TrainedModel:
         """How the training tables named the class of a row."""
         said = self.metadata.get("labelled_by")
         return None if said is None else Labelling.model_validate(said)
+
+    @cached_property
+    def image_statistics(self) -> ImageStatistics | None:
+        """What the model file says of its training images as a whole."""
+        said = self.metadata.get("training_images")
+        return None if said is None else ImageStatistics.model_validate(said)
 
     @cached_property
     def objective(self) -> Objective:
@@ -175,23 +247,29 @@ class TrainedModel:
             batch = to_network(torch.from_numpy(inputs[begin : begin + _MASKS]), self.preprocessing, "cpu")
             yield from self.options.masks(self.network(batch))
 
-    def write_masks(self, data: Path, folder: Path) -> list[tuple[Path, float]]:
+    def write_masks(
+        self, data: Path, folder: Path, *, accept_shift: bool = False, warn: Warn = warn_in_python
+    ) -> list[tuple[Path, float]]:
         """Write the predicted masks as ``folder/<structure>/<name>.png``: black and white, in the network's input size.
 
         Args:
             data: an image, a folder of images or an .npz.
             folder: the folder to write to.
+            accept_shift, warn: as for `predict`.
 
         Returns:
             Each file, and the share of its pixels that is white.
 
         Raises:
-            UserError: the data do not fit the model, it is a model for classification, a name leads out of the folder,
+            UserError: the data do not fit the model or look too unlike its training data, it is a model for
+                classification, a name leads out of the folder,
                 or a file cannot be written.
         """
         if not isinstance(self.options, SegmentationOptions):
             raise UserError("this model predicts classes, not masks: leave out --masks")
-        names, inputs = load_for_prediction(data, self.preprocessing)
+        samples = self.read(data)
+        samples.check(accept_shift, warn)
+        names, inputs = samples.names, samples.inputs
         files = {(structure, name): mask_file(folder, structure, name) for name in names for structure in self.classes}
         out: list[tuple[Path, float]] = []
         for name, masks in zip(names, self.masks(inputs), strict=True):
@@ -257,7 +335,7 @@ def load_model(path: Path, own_method: str | None = None, own_network: str | Non
             _, network = _networks(method, chosen, few)
             network.load_state_dict({name: opened.get_tensor(name) for name in shapes})
             trained = TrainedModel(network.eval(), method, classes, preprocessing, metadata, chosen)
-            _ = trained.labelling
+            _ = trained.labelling, trained.image_statistics
     except (SafetensorError, KeyError, ValueError, TypeError, AttributeError, RuntimeError, RecursionError, OSError):
         way = "give the model.safetensors of a run; a model.sealed is opened with fedshift site open"
         raise UserError(f"{file} is damaged or was not written by fedshift: {way}") from None

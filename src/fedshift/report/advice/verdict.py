@@ -33,11 +33,18 @@ _NOT_RUN: Sequence[tuple[Role, str, str]] = (
     ("pooled", "what pooling would reach", "No pooled method: nothing here shows what keeping samples at sites costs."),
 )
 """Baselines that an experiment may lack, in a few words, and as a sentence."""
+_SAME_KIND = " The next site is taken to be one more of the same kind."
 QUESTIONS = {
     "leave_one_out": "Does it work at a new site? Each target in turn took no part in training and was only tested.",
     "adapt_to_one": "Does it work at a site without labels? Each target in turn took part without its labels.",
     "source_target": "Does everybody win? Labelled and unlabelled sites train together and are both tested.",
 }
+
+
+HELD_OUT = (
+    "How well does it work at the sites that trained? Each is measured on samples that it held out; no site is new."
+)
+"""The question of a deployment whose target is all of its sites."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,8 @@ class Verdict:
             those.
         role: whether `method` is federated or pooled.
         setting: the setting of `method`.
-        expected: what it reaches at the next site.
+        expected: what it reaches at the next site, or at the sites that trained.
+        measured_new: whether what it is measured by did not train with labels; else nothing is known of a new site.
         against: it compared with every other row, in the order of the table.
         left: mean bytes that left all sites in a run of it, by kind of content.
         guarantee: its differential privacy; None without any.
@@ -116,6 +124,7 @@ class Verdict:
     guarantee: str | None
     unknown: tuple[Unknown, ...]
     differences: tuple[Difference, ...]
+    measured_new: bool = True
 
     @property
     def looks(self) -> int:
@@ -152,6 +161,7 @@ class Verdict:
             "comparisons": self.looks,
             "left_the_sites": dict(self.left),
             "privacy": self.guarantee,
+            "at_sites_that_trained": not self.measured_new,
             "unknown": [one.why for one in self.unknown],
         }
 
@@ -191,14 +201,26 @@ def verdict(collected: Collected, table: Table | None = None) -> Verdict:
         guarantee=max(private, key=_epsilon).guarantee if runs and len(private) == len(runs) else None,
         unknown=tuple(_unknown(collected, table, means, set(roles.values()))),
         differences=tuple(found),
+        measured_new=not measured_where_trained(results),
     )
 
 
 def question_of(results: Sequence[RunResult]) -> str:
     """The question that these runs ask; "" if they ask several, or none that is known."""
+    if measured_where_trained(results):
+        return HELD_OUT
     protocols = [result.options.get("protocol") for result in results]
     kinds = {str(one.get("kind", "")) if isinstance(one, Mapping) else "" for one in protocols}
     return QUESTIONS.get(kinds.pop(), "") if len(kinds) == 1 else ""
+
+
+def measured_where_trained(results: Sequence[RunResult]) -> bool:
+    """Whether every site that these runs are measured at trained with its labels, so that none is new to them."""
+    parts = [(result.data.get("measured_samples"), result.data.get("training_samples")) for result in results]
+    return bool(parts) and all(
+        isinstance(measured, Mapping) and isinstance(training, Mapping) and measured and set(measured) <= set(training)
+        for measured, training in parts
+    )
 
 
 def _epsilon(result: RunResult) -> float:
@@ -303,6 +325,11 @@ def _unknown(collected: Collected, table: Table, whole: Mapping[str, Row], there
         yield Unknown(f"no result at some targets: {names}", f"Not measured at every target, so not judged: {names}.")
     if table.measure.repeat == "split":
         yield Unknown("no interval", "These pairs share sites, so they give no interval for a pair that was not tried.")
+    elif measured_where_trained(collected.results):
+        yield Unknown(
+            "how it does at a new site",
+            "All sites trained, so nothing here shows what to expect at a new one: leave some out as targets.",
+        )
     elif len(targets) < FEW_SITES:
         count = f"{len(targets)} target{'s' if len(targets) > 1 else ''}"
         yield Unknown(
@@ -319,7 +346,7 @@ def _unknown(collected: Collected, table: Table, whole: Mapping[str, Row], there
     yield Unknown(
         "how settings were chosen",
         "The records do not say how settings were chosen. If it was by looking at these targets, all numbers are too "
-        "good. The next site is taken to be one more of the same kind.",
+        "good." + ("" if measured_where_trained(collected.results) else _SAME_KIND),
     )
 
 

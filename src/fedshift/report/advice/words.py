@@ -78,9 +78,11 @@ def first_sentence(verdict: Verdict) -> str:
 
 
 def _interval(verdict: Verdict) -> str:
-    """What to expect at the next site, after the number."""
+    """Where the number is expected, after it: at the next site, or at the sites that trained."""
     expected = verdict.expected
     assert expected is not None
+    if not verdict.measured_new:
+        return " at the sites that trained, on samples that they held out"
     where = "pair of sites" if verdict.measure.repeat == "split" else "site"
     if expected.low is None or expected.high is None:
         return f" at the next {where}, with no interval" + ("" if expected.sites > 1 else " from a single target")
@@ -179,7 +181,8 @@ def paragraphs(verdict: Verdict) -> Iterator[tuple[str, list[str]]]:
     if verdict.method is not None and verdict.expected is not None:
         number = _measured(verdict.measure, verdict.expected.mean)
         text = f"{verdict.method}: {number}{_interval(verdict)}."
-        yield "What to expect at the next site", [text, "The first number is the average over the targets."]
+        where = "at the next site" if verdict.measured_new else "at the sites that trained"
+        yield f"What to expect {where}", [text, "The first number is the average over the targets."]
         yield "What left the sites", [left_sites(verdict)]
     yield "What is not known", [one.why for one in verdict.unknown]
 

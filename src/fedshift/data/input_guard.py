@@ -1,0 +1,297 @@
+"""Whether samples to predict look like those that a model was trained on, by what the model file says of these.
+
+A model file holds sums over all training samples, as means and deviations, and the known categories. No value of a
+single sample is in it. So the range of a column is its mean ± 5 deviations: by Chebyshev's inequality at most 1 in 25
+training values lies outside, whatever their distribution, which is less than the share that is reported. And columns
+as wholes are compared by the overlap (Bhattacharyya coefficient) of two normal distributions with their means and
+deviations: 1 for the same ones, 0.6 for means that are two deviations apart, less than 0.01 for other units.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+
+from fedshift.data.domain import Preprocessing
+from fedshift.data.table_files import Columns, canonical, is_missing
+from fedshift.data.tables import CategoricalColumn, NumericColumn, TableEncoding, numbers
+from fedshift.errors import UserError
+
+DEVIATIONS = 5.0
+"""A value farther from the mean than so many deviations is outside the range of the training data."""
+REPORTED, REFUSED = 0.05, 0.5
+"""Shares of rows with an unknown category, outside the range, or missing where no training value was, in one column."""
+OVERLAP_REPORTED, OVERLAP_REFUSED = 0.5, 0.1
+"""Overlaps with the training data, of one column."""
+FEWEST, ENOUGH = 10, 20
+"""Rows from which data are refused, and values from which a column as a whole is compared."""
+NO_VALUE = 100
+"""Rows from which a column without any value is unusual, where some training rows had none either."""
+_MOST_COLUMNS = 3
+_MOST_PIXELS = 1
+"""Images whose brightest pixel is no brighter hold numbers from 0 to 1."""
+LOOKED_AT = 64
+"""Images of a site, and to predict, by which colours and brightness are compared."""
+_GREY_LEVELS = 2
+"""Channels of a grey image differ by no more than this: lossy files round."""
+
+
+class ImageStatistics(BaseModel):
+    """What a model file says of its training images as a whole, of values in [0, 1].
+
+    Attributes:
+        mean, std: over all pixels of all images.
+        grey: the share of images whose channels are equal.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    mean: FiniteFloat = Field(ge=0, le=1)
+    std: FiniteFloat = Field(ge=0, le=1)
+    grey: FiniteFloat = Field(ge=0, le=1)
+
+
+@dataclass(frozen=True)
+class ColumnShift:
+    """How a column of samples to predict differs from the training data.
+
+    Attributes:
+        name: the column.
+        rows: number of rows.
+        unknown: share of rows with a category that training did not have.
+        outside: share of rows outside the mean ± 5 deviations of training.
+        missing: share of rows without a value.
+        overlap: with the training data as a whole, from 0 to 1; None for categories or too few values.
+        details: what to say of it: the unknown categories, or the range.
+        expected: whether missing values are expected, since training had some.
+    """
+
+    name: str
+    rows: int
+    unknown: float = 0.0
+    outside: float = 0.0
+    missing: float = 0.0
+    overlap: float | None = None
+    details: Mapping[str, str] = field(default_factory=dict)
+    expected: bool = True
+
+    @property
+    def reasons(self) -> list[str]:
+        """What is unusual, in words; empty if nothing is."""
+        found = []
+        if self.unknown > REPORTED:
+            found.append(f"{_percent(self.unknown)} of the rows have an unknown category ({self.details['unknown']})")
+        if self.outside > REPORTED:
+            found.append(f"{_percent(self.outside)} of the rows are outside {self.details['range']}")
+        if self.overlap is not None and self.overlap < OVERLAP_REPORTED:
+            found.append(f"{self.details['moments']} (overlap {self.overlap:.2g})")
+        if self.missing > REPORTED and not self.expected:
+            found.append(f"{_percent(self.missing)} of the rows have no value, in training all had one")
+        elif self.missing == 1 and self.rows >= NO_VALUE:
+            found.append("no row has a value, in training some had")
+        return found
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether it differs so much that predictions would be of little use."""
+        share = max(self.unknown, self.outside, 0.0 if self.expected else self.missing)
+        far = self.overlap is not None and self.overlap < OVERLAP_REFUSED
+        return self.rows >= FEWEST and (share > REFUSED or far)
+
+
+@dataclass(frozen=True)
+class InputShift:
+    """How samples to predict differ from the training data.
+
+    Attributes:
+        columns: every column of which the model file says something.
+        images: what is unusual about images, in words.
+        refused_images: those of them that make predictions useless.
+    """
+
+    columns: tuple[ColumnShift, ...] = ()
+    images: tuple[str, ...] = ()
+    refused_images: tuple[str, ...] = ()
+
+    @property
+    def warning(self) -> str | None:
+        """What is unusual, in one line; None if nothing is."""
+        return self._described([one for one in self.columns if one.reasons], self.images)
+
+    @property
+    def refusal(self) -> str | None:
+        """What is too unusual to be predicted, in one line; None if nothing is."""
+        return self._described([one for one in self.columns if one.is_refused], self.refused_images)
+
+    def _described(self, columns: Sequence[ColumnShift], images: Sequence[str]) -> str | None:
+        if not columns and not images:
+            return None
+        parts = [*images, *(f"column '{one.name}': {', '.join(one.reasons)}" for one in columns[:_MOST_COLUMNS])]
+        more = f"; and {len(columns) - _MOST_COLUMNS} more columns" if len(columns) > _MOST_COLUMNS else ""
+        return f"the data look unlike those that the model was trained on: {'; '.join(parts)}{more}"
+
+    def check(self, *, accept: bool) -> None:
+        """Raise UserError where the data are too unlike the training data, unless that is accepted."""
+        if self.refusal is not None and not accept:
+            raise UserError(
+                f"{self.refusal}. Mend the data, or predict all the same: --accept-shift, in Python accept_shift=True"
+            )
+
+
+def overlap(mean: float, std: float, other: float, deviation: float) -> float:
+    """The Bhattacharyya coefficient of two normal distributions, from 0 to 1.
+
+    Source: Bhattacharyya, Bulletin of the Calcutta Mathematical Society 1943.
+
+    Args:
+        mean, std: of the one.
+        other, deviation: of the other.
+
+    Example:
+        >>> overlap(0, 1, 0, 1), round(overlap(0, 1, 2, 1), 3), round(overlap(0, 1, 0, 10), 3)
+        (1.0, 0.607, 0.445)
+    """
+    squares = std**2 + deviation**2
+    if squares == 0:
+        return float(mean == other)
+    return math.sqrt(2 * std * deviation / squares) * math.exp(-((mean - other) ** 2) / (4 * squares))
+
+
+def table_shift(table: Columns, encoding: TableEncoding) -> InputShift:
+    """How the rows of a table differ from those that an encoding was made of.
+
+    Raises:
+        UserError: the table lacks a column, or a numeric cell is not a number.
+    """
+    numeric = [_of_numbers(column, numbers(table, column.name, column.missing_values)) for column in encoding.numeric]
+    return InputShift(
+        (*numeric, *(_of_categories(column, table.column(column.name)) for column in encoding.categorical))
+    )
+
+
+def feature_shift(inputs: npt.NDArray[Any], preprocessing: Preprocessing) -> InputShift:
+    """How features (n, d) differ from those whose means and deviations the preprocessing has, if it has any."""
+    mean, std = preprocessing.mean, preprocessing.std
+    if mean is None or std is None or inputs.ndim != 2 or inputs.shape[1] != len(mean):
+        return InputShift()
+    columns = (
+        NumericColumn(name=str(number), mean=mean[number], std=std[number], can_be_missing=False)
+        for number in range(len(mean))
+    )
+    return InputShift(tuple(_of_numbers(column, inputs[:, int(column.name)].astype(np.float64)) for column in columns))
+
+
+def _of_numbers(column: NumericColumn, values: npt.NDArray[np.float64]) -> ColumnShift:
+    rows, there = len(values), values[~np.isnan(values)]
+    distances = np.abs(there - column.mean) / column.std
+    low, high = column.mean - DEVIATIONS * column.std, column.mean + DEVIATIONS * column.std
+    details = {"range": f"{low:.4g} to {high:.4g} (mean ± {DEVIATIONS:g} deviations of the training data)"}
+    common = None
+    if len(there) >= ENOUGH:
+        mean, std = float(there.mean()), float(there.std())
+        details["moments"] = f"{mean:.4g} ± {std:.3g}, in training {column.mean:.4g} ± {column.std:.3g}"
+        # Where most values are one, such as 0, the deviation says how many are not, and nothing of units.
+        mostly_one = np.mean(there == np.median(there)) > 0.5
+        common = overlap(column.mean, column.std, mean, max(std, column.std) if mostly_one else std)
+    return ColumnShift(
+        column.name,
+        rows,
+        outside=float(np.count_nonzero(distances > DEVIATIONS)) / rows if rows else 0.0,
+        missing=1 - len(there) / rows if rows else 0.0,
+        overlap=common,
+        details=details,
+        expected=column.can_be_missing,
+    )
+
+
+def _of_categories(column: CategoricalColumn, cells: Sequence[str]) -> ColumnShift:
+    there = [canonical(cell) for cell in cells if not is_missing(cell)]
+    known = set(column.categories)
+    unknown = [cell for cell in there if cell not in known]
+    details = {"unknown": f"{_listing(sorted(set(unknown)))}; known: {_listing(column.categories)}"}
+    rows = len(cells)
+    return ColumnShift(
+        column.name,
+        rows,
+        unknown=len(unknown) / rows if rows else 0.0,
+        missing=1 - len(there) / rows if rows else 0.0,
+        details=details,
+    )
+
+
+def _listing(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_COLUMNS} more" if len(names) > _MOST_COLUMNS else ""
+    return ", ".join(f"'{name}'" for name in names[:_MOST_COLUMNS]) + more
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"
+
+
+# Images ---------------------------------------------------------------------------------------------------------------
+
+
+def image_statistics(sites: Iterable[npt.NDArray[Any]]) -> ImageStatistics | None:
+    """What a model file says of its training images; None of so few that single ones would show.
+
+    Args:
+        sites: of each site, uint8 images (n, c, h, w).
+    """
+    looked_at = [_some(images) for images in sites]
+    number = sum(map(len, looked_at))
+    if number < ENOUGH:
+        return None
+    counts = sum(np.bincount(images.ravel(), minlength=256) for images in looked_at)
+    mean, std = _brightness(np.asarray(counts))
+    grey = sum(int(_is_grey(images).sum()) for images in looked_at)
+    return ImageStatistics(mean=mean, std=std, grey=grey / number)
+
+
+def image_shift(images: npt.NDArray[np.uint8], trained: ImageStatistics | None) -> InputShift:
+    """How images (n, c, h, w) differ from those that a model was trained on."""
+    if len(images) == 0:
+        return InputShift()
+    if int(images.max()) <= _MOST_PIXELS and (trained is None or trained.mean > 2 / 255):
+        dark = f"no pixel is above {int(images.max())} of 255: multiply images with values from 0 to 1 by 255"
+        return InputShift(images=(dark,), refused_images=(dark,) if int(images.max()) and len(images) >= FEWEST else ())
+    if trained is None:
+        return InputShift()
+    some, found, refused = _some(images), [], []
+    mean, std = _brightness(np.bincount(some.ravel(), minlength=256))
+    common = overlap(trained.mean, trained.std, mean, std)
+    if len(some) >= FEWEST and common < OVERLAP_REPORTED:
+        found.append(
+            f"pixels are {255 * mean:.0f} ± {255 * std:.0f}, in training {255 * trained.mean:.0f} ± "
+            f"{255 * trained.std:.0f} (overlap {common:.2g})"
+        )
+    grey = float(_is_grey(some).mean())
+    if images.shape[1] == 3 and grey - trained.grey > REPORTED:
+        text = f"{_percent(grey)} of the images are grey, in training {_percent(trained.grey)}"
+        found.append(text)
+        refused += [text] if grey - trained.grey > REFUSED and len(some) >= FEWEST else []
+    return InputShift(images=tuple(found), refused_images=tuple(refused))
+
+
+def _some(images: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    return np.asarray(images[:: max(1, math.ceil(len(images) / LOOKED_AT))])
+
+
+def _brightness(counts: npt.NDArray[np.int64]) -> tuple[float, float]:
+    """Mean and deviation of pixels in [0, 1], from how many have each of 256 values."""
+    level = np.arange(256) / 255
+    whole = counts.sum()
+    mean = float((counts * level).sum() / whole)
+    return mean, float(np.sqrt(max(0.0, (counts * level**2).sum() / whole - mean**2)))
+
+
+def _is_grey(images: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
+    """Whether all channels of each image are equal; True for images of one channel."""
+    first = images[:, :1].astype(np.int16)
+    apart = np.abs(images.astype(np.int16) - first)
+    return np.asarray(apart.reshape(len(images), -1).max(axis=1) <= _GREY_LEVELS)

@@ -1,0 +1,275 @@
+"""Samples to predict are compared with what a model file says of its training data."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedshift.data.domain import Preprocessing
+from fedshift.data.input_guard import (
+    ImageStatistics,
+    InputShift,
+    feature_shift,
+    image_shift,
+    image_statistics,
+    overlap,
+    table_shift,
+)
+from fedshift.data.table_files import from_columns
+from fedshift.data.tables import CategoricalColumn, NumericColumn, TableEncoding
+from fedshift.errors import UserError
+
+ENCODING = TableEncoding(
+    numeric=(
+        NumericColumn(name="age", mean=54.0, std=9.0, can_be_missing=False),
+        NumericColumn(name="chol", mean=247.0, std=52.0, can_be_missing=True),
+    ),
+    categorical=(CategoricalColumn(name="sex", categories=("female", "male")),),
+)
+
+
+def patients(rows: int = 60, **changed: Any) -> dict[str, list[Any]]:
+    draws = np.random.default_rng(0)
+    return {
+        "age": draws.normal(54, 9, rows).round().tolist(),
+        "chol": draws.normal(247, 52, rows).round().tolist(),
+        "sex": ["female", "male"] * (rows // 2) + ["male"] * (rows % 2),
+        **changed,
+    }
+
+
+def shift_of(cells: dict[str, list[Any]]) -> InputShift:
+    return table_shift(from_columns("t", cells), ENCODING)
+
+
+def test_patients_of_the_same_kind_pass_without_a_word() -> None:
+    found = shift_of(patients())
+    assert (found.warning, found.refusal) == (None, None)
+    assert {one.name: one.unknown + one.outside + one.missing for one in found.columns} == dict.fromkeys(
+        ("age", "chol", "sex"), 0.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("column", "change", "share"),
+    [
+        pytest.param(
+            "age",
+            lambda value: value * 12,
+            "100 %",
+            marks=pytest.mark.case("units of new data", "age in months, the model read years"),
+        ),
+        pytest.param(
+            "chol",
+            lambda value: value / 38.67,
+            "overlap 0.00",
+            marks=pytest.mark.case("units of new data", "cholesterol in mmol/L, all within five deviations of mg/dL"),
+        ),
+        pytest.param(
+            "sex",
+            lambda value: value[0].upper(),
+            "'F', 'M'",
+            marks=pytest.mark.case("categories of new data", "M and F, the model knows male and female"),
+        ),
+        pytest.param(
+            "sex",
+            str.upper,
+            "'FEMALE', 'MALE'",
+            marks=pytest.mark.case("categories of new data", "all categories in upper case"),
+        ),
+        pytest.param(
+            "sex",
+            lambda value: "12"[value == "male"],
+            "'1', '2'",
+            marks=pytest.mark.case("categories of new data", "1 and 2 in place of names"),
+        ),
+        pytest.param(
+            "age",
+            lambda value: 2026 - value,
+            "100 %",
+            marks=pytest.mark.case("units of new data", "the year of birth in place of the age"),
+        ),
+        pytest.param(
+            "chol",
+            lambda value: value * 1000,
+            "100 %",
+            marks=pytest.mark.case("units of new data", "a decimal sign read as a sign of thousands"),
+        ),
+        pytest.param(
+            "age",
+            lambda value: "",
+            "no value",
+            marks=pytest.mark.case("missing in new data", "a column that every training row had"),
+        ),
+        pytest.param(
+            "age", lambda value: -999, "100 %", marks=pytest.mark.case("missing in new data", "a code for missing")
+        ),
+    ],
+)
+def test_usual_mistakes_are_refused_by_column(column: str, change: Any, share: str) -> None:
+    cells = patients()
+    cells[column] = [change(value) for value in cells[column]]
+    found = shift_of(cells)
+    assert found.refusal is not None
+    assert f"column '{column}'" in found.refusal
+    assert share in found.refusal
+    assert sum(f"'{name}':" in found.refusal for name in ("age", "chol", "sex")) == 1
+    with pytest.raises(UserError, match="accept_shift"):
+        found.check(accept=False)
+    found.check(accept=True)
+
+
+@pytest.mark.case("shares of new data", "a tenth of the rows in another coding: said, and not refused")
+def test_a_few_rows_are_a_warning() -> None:
+    found = shift_of(patients(sex=["M"] * 6 + ["male"] * 54))
+    assert found.refusal is None
+    assert found.warning is not None
+    assert "10 % of the rows" in found.warning
+
+
+@pytest.mark.case("shares of new data", "3 of 100 rows are unusual, as in any hospital: not a word")
+def test_single_unusual_rows_are_none() -> None:
+    cells = patients(100)
+    cells["age"][:3], cells["sex"][3] = [105, 0, 110], "unknown"
+    assert shift_of(cells).warning is None
+
+
+@pytest.mark.case("shares of new data", "one patient, in months: said, and not refused")
+def test_one_patient_is_never_refused() -> None:
+    found = shift_of({"age": [650], "chol": [250], "sex": ["M"]})
+    assert found.refusal is None
+    assert found.warning is not None
+    assert "'age'" in found.warning
+    assert "'sex'" in found.warning
+
+
+@pytest.mark.case("missing in new data", "a code for missing at five of the deviations: 0 in all rows")
+def test_a_constant_code_within_the_range_is_a_warning() -> None:
+    found = shift_of(patients(chol=[0] * 60))
+    assert found.warning is not None
+    assert "0 ± 0, in training 247 ± 52" in found.warning
+    assert shift_of(patients(chol=[250] * 60)).warning is None  # constant, and plausible
+
+
+@pytest.mark.case("missing in new data", "a column without any value, of which training missed some")
+def test_a_column_without_a_value_is_told_of_a_hundred_rows() -> None:
+    assert shift_of(patients(60, chol=[""] * 60)).warning is None
+    assert "no row has a value" in (shift_of(patients(100, chol=["?"] * 100)).warning or "")
+
+
+@pytest.mark.case("groups of new data", "a ward of women: one known category, and a sign that is 0 for all")
+def test_a_ward_of_one_kind_passes() -> None:
+    encoding = TableEncoding(
+        numeric=(NumericColumn(name="woman", mean=0.3, std=0.458, can_be_missing=False),), categorical=()
+    )
+    assert shift_of(patients(sex=["female"] * 60)).warning is None
+    assert table_shift(from_columns("t", {"woman": [1] * 50}), encoding).warning is None
+
+
+def test_no_training_data_lie_outside_their_own_range() -> None:
+    """Chebyshev: at most 1 in 25 values is more than five deviations from the mean, here exactly so many."""
+    values = np.array([0.0] * 48 + [1.0, -1.0])
+    mean, std = float(values.mean()), float(values.std())  # deviation 0.2: both ends are five of it away
+    encoding = TableEncoding(
+        numeric=(NumericColumn(name="x", mean=mean, std=std * 0.999, can_be_missing=False),), categorical=()
+    )
+    found = table_shift(from_columns("t", {"x": values.tolist()}), encoding)
+    assert found.columns[0].outside == pytest.approx(0.04)
+    assert found.warning is None
+
+
+def test_overlap_is_the_integral_of_the_root_of_both_densities() -> None:
+    grid = np.linspace(-60, 60, 400_001)
+
+    def density(mean: float, std: float) -> Any:
+        return np.exp(-((grid - mean) ** 2) / (2 * std**2)) / (std * math.sqrt(2 * math.pi))
+
+    for mean, std, other, deviation in ((0.0, 1.0, 2.0, 3.0), (5.0, 0.5, -4.0, 6.0), (1.0, 2.0, 1.0, 2.0)):
+        integral = float(np.sqrt(density(mean, std) * density(other, deviation)).sum() * (grid[1] - grid[0]))
+        assert overlap(mean, std, other, deviation) == pytest.approx(integral, abs=1e-6)
+    assert overlap(3, 0, 3, 0) == 1.0
+    assert overlap(3, 0, 4, 0) == 0.0
+
+
+@pytest.mark.case("units of new data", "a column of an array without names, times a thousand")
+def test_columns_of_arrays_are_compared_where_their_scale_is_known() -> None:
+    rows = np.random.default_rng(0).normal([5, 1], [2, 1], (40, 2)).astype(np.float32)
+    known = Preprocessing(kind="features", mean=(5.0, 1.0), std=(2.0, 1.0))
+    assert feature_shift(rows, known).warning is None
+    other = rows * np.array([1, 1000], dtype=np.float32)
+    assert "'1'" in (feature_shift(other, known).refusal or "")
+    assert feature_shift(other, Preprocessing(kind="features")).warning is None
+
+
+# Images ---------------------------------------------------------------------------------------------------------------
+
+
+def colour(number: int = 30, seed: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.random.default_rng(seed).integers(0, 256, (number, 3, 8, 8), dtype=np.uint8)
+
+
+TRAINED = image_statistics([colour(40, 1), colour(40, 2)])
+
+
+def test_statistics_are_of_all_images_and_of_no_few() -> None:
+    images = colour(30)
+    found = image_statistics([images[:10], images[10:]])
+    assert found is not None
+    assert found.mean == pytest.approx(images.mean() / 255)
+    assert found.std == pytest.approx(images.std() / 255)
+    assert found.grey == 0.0
+    assert image_statistics([images[:10]]) is None
+
+
+@pytest.mark.parametrize(
+    ("images", "word", "refused"),
+    [
+        pytest.param(colour(), "", False, marks=pytest.mark.case("images to predict", "images of the same kind")),
+        pytest.param(
+            np.repeat(colour()[:, :1], 3, axis=1),
+            "grey",
+            True,
+            marks=pytest.mark.case("images to predict", "grey ones, training had colour"),
+        ),
+        pytest.param(
+            (colour() / 255).round().astype(np.uint8),
+            "multiply",
+            True,
+            marks=pytest.mark.case("images to predict", "numbers from 0 to 1 as whole numbers"),
+        ),
+        pytest.param(
+            (colour() // 20).astype(np.uint8),
+            "overlap",
+            False,
+            marks=pytest.mark.case("images to predict", "nearly black, as of 12 bits in 16"),
+        ),
+        pytest.param(
+            np.zeros((12, 3, 8, 8), dtype=np.uint8),
+            "no pixel",
+            False,
+            marks=pytest.mark.case("images to predict", "black ones"),
+        ),
+    ],
+)
+def test_images_are_compared(images: Any, word: str, refused: bool) -> None:
+    found = image_shift(images, TRAINED)
+    assert (found.refusal is not None) == refused
+    assert word in (found.warning or "")
+    assert (found.warning is None) == (word == "")
+
+
+@pytest.mark.case("images to predict", "grey ones, where some training images were grey, or it is not known")
+def test_grey_images_pass_where_training_had_some() -> None:
+    grey = np.repeat(colour()[:, :1], 3, axis=1)
+    assert image_shift(grey, ImageStatistics(mean=0.5, std=0.29, grey=0.97)).warning is None
+    assert image_shift(grey, None).warning is None
+
+
+@pytest.mark.case("images to predict", "grey ones of a lossy file, whose channels differ by rounding")
+def test_rounding_is_no_colour() -> None:
+    grey = np.repeat(np.clip(colour()[:, :1], 2, 250), 3, axis=1)
+    grey[:, 1] += 1
+    assert "grey" in (image_shift(grey, TRAINED).refusal or "")
