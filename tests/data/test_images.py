@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import warnings
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -403,3 +404,13 @@ def test_quiet(tmp_path: Path) -> None:
             options = {"transparency": bytes([0, 128])} if mode == "P" else {}
             Image.new(mode, (4, 4)).save(tmp_path / "a.png", **options)
             assert decode(on_disk(tmp_path / "a.png"), 3, 2, 2).shape == (3, 2, 2)
+
+
+@pytest.mark.case("files left out", "a GIF whose second frame is cut off is refused in one line")
+def test_a_cut_second_frame(tmp_path: Path) -> None:
+    whole = two(tmp_path / "a.gif").read_bytes()
+    begin = whole.rindex(b"\x2c")  # the second frame's descriptor
+    for end in range(begin - 12, begin + 12):
+        (tmp_path / "b.gif").write_bytes(whole[:end])
+        with suppress(UserError):  # and no other error
+            assert decode(on_disk(tmp_path / "b.gif"), 3, 2, 2).shape == (3, 2, 2)

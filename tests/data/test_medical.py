@@ -967,3 +967,19 @@ def test_prediction_reads_by_content(tmp_path: Path) -> None:
     )
     assert names == ["IM1"]
     assert np.asarray(inputs).tolist() == [[[[0, 85], [170, 255]]]]
+
+
+@pytest.mark.case("DICOM frames", "a negative number of frames")
+def test_a_negative_number_of_frames(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="-2 frames"):
+        slices_of(dicom(tmp_path / "a.dcm", INDICES, NumberOfFrames=-2))
+
+
+@pytest.mark.case("DICOM encodings", "a transfer syntax with a line break and an escape in its name")
+def test_a_strange_transfer_syntax(tmp_path: Path) -> None:
+    path = dicom(tmp_path / "a.dcm", INDICES)
+    raw = path.read_bytes().replace(b"1.2.840.10008.1.2.1", b"1.2.840\n\x1b[31m\r8.1.2.1"[:19].ljust(19, b"1"), 1)
+    path.write_bytes(raw)
+    with pytest.raises(UserError) as caught:
+        pixels(path)
+    assert str(caught.value).isprintable()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import EpsImagePlugin, Image
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from fedshift.data.builders.image_folder import ImageFolder, _one_patient
 from fedshift.data.builders.medical import slices_of
@@ -404,7 +404,7 @@ def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
     root = collection(tmp_path / "photos")
     os.mkfifo(root / "north" / "cat" / "pipe")
     os.mkfifo(root / "north" / "cat" / "pipe.dcm")
-    assert "2 that are no images" in left_out(ImageFolder(root=root, size=8).build())
+    assert "2 of other kinds" in left_out(ImageFolder(root=root, size=8).build())
 
 
 @pytest.mark.case("files left out", "DICOM whatever its ending is read, a report is left out and named")
@@ -473,3 +473,41 @@ def test_one_group_in_arrays(tmp_path: Path) -> None:
     data = DataSet("arrays", domains, ("0", "1"), Preprocessing(kind="features"), manifest)
     with pytest.raises(UserError, match=r"all 8 samples of site '.' are in one group"):
         split_often(data, "b", "leave_one_out", 0.9)
+
+
+@pytest.mark.case("deep images", "a missing window is no corrupt image: it is asked for, and then all are read")
+def test_a_missing_window_is_not_skipped(tmp_path: Path) -> None:
+    root = collection(tmp_path / "photos")
+    values = np.linspace(0, 4095, 64, dtype=np.float32).reshape(8, 8)
+    Image.fromarray(values).save(root / "north" / "cat" / "deep.tif")
+    (root / "north" / "cat" / "bad.png").write_bytes(b"no image")
+    with pytest.raises(UserError, match=r"deep\.tif.*data\.window"):
+        ImageFolder(root=root, size=8, on_corrupt="skip").build()
+    data = ImageFolder(root=root, size=8, on_corrupt="skip", window=(2047.5, 4095)).build()
+    assert len(data.domains["north"]) == 7
+    (text,) = [warning for warning in data.warnings if "left out" in warning]
+    assert "bad.png" in text
+    assert "deep.tif" not in text
+
+
+@pytest.mark.case("DICOM encodings", "a missing package is no corrupt image")
+def test_a_missing_package_is_not_skipped(tmp_path: Path) -> None:
+    pydicom = pytest.importorskip("pydicom")
+    if pydicom.pixels.get_decoder(pydicom.uid.JPEGLosslessSV1).is_available:
+        pytest.skip("a package for it is installed")
+    root = collection(tmp_path / "photos")
+    path = dicom(root / "north" / "cat" / "a.dcm", GREY)
+    whole = pydicom.dcmread(path)
+    whole.PixelData = pydicom.encaps.encapsulate([b"\0\0"])
+    whole["PixelData"].is_undefined_length = True
+    whole.file_meta.TransferSyntaxUID = pydicom.uid.JPEGLosslessSV1
+    whole.save_as(path)
+    with pytest.raises(UserError, match="pip install"):
+        ImageFolder(root=root, size=8, on_corrupt="skip").build()
+
+
+@pytest.mark.case("deep images", "a window that is not finite, or not positive")
+@pytest.mark.parametrize("window", [(float("nan"), 5), (5, float("inf")), (5, float("nan")), (5, 0), (5, -1)])
+def test_a_window_that_is_none(tmp_path: Path, window: tuple[float, float]) -> None:
+    with pytest.raises(ValidationError):
+        ImageFolder(root=tmp_path, window=window)

@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import json
 import os
+import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +35,20 @@ _FORMAT = "2"  # part of the cache key: increase it whenever decoding changes
 _THREADS = 2
 _ORIENTATION = 0x0112
 _BITS_PER_SAMPLE, _PHOTOMETRIC, _SAMPLE_FORMAT = 258, 262, 339  # tags of TIFF
-_UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, Image.DecompressionBombError)
+_UNREADABLE = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    EOFError,
+    LookupError,
+    ArithmeticError,
+    TypeError,
+    AttributeError,
+    struct.error,
+    zipfile.BadZipFile,
+    zlib.error,
+    Image.DecompressionBombError,
+)
 
 
 Window = tuple[float, float]
@@ -56,6 +70,10 @@ class ImageFile:
     name: str
     stamp: str
     open: Callable[[], IO[bytes]]
+
+
+class NotYetReadable(UserError):
+    """An image is whole, but reading it needs a setting or a package. So it is not left out as a corrupt one."""
 
 
 class Deep(NamedTuple):
@@ -267,7 +285,7 @@ def _eight_bits(
         if not np.isfinite(low):
             raise UserError(f"image {file.name} holds no finite number: replace or remove it")
         kind = "real numbers" if values.dtype.kind == "f" else "whole numbers of 32 bits or with a sign"
-        raise UserError(
+        raise NotYetReadable(
             f"image {file.name} holds {kind} from {low:g} to {high:g}, and nothing says which are black and white: set "
             f"data.window to centre and width, such as [{(low + high) / 2:g}, {max(high - low, 1):g}]"
         )
@@ -293,9 +311,13 @@ def size_of(file: ImageFile) -> tuple[int, int]:
         raise _does_not_decode(file) from error
 
 
-def unreadable(files: Sequence[ImageFile]) -> list[str]:
-    """The names of the images that do not decode. What is found is kept in the cache."""
-    digest = hashlib.sha256(f"{_FORMAT} unreadable\n".encode())
+def unreadable(files: Sequence[ImageFile], window: Window | None = None) -> list[str]:
+    """The names of the images that do not decode. What is found is kept in the cache.
+
+    Raises:
+        NotYetReadable: one is whole, but needs a setting or a package.
+    """
+    digest = hashlib.sha256(f"{_FORMAT} unreadable {window}\n".encode())
     for file in files:
         digest.update(f"{file.name}\t{file.stamp}\n".encode())
     target = cache_dir() / f"unreadable-{digest.hexdigest()[:24]}.json"
@@ -308,7 +330,9 @@ def unreadable(files: Sequence[ImageFile]) -> list[str]:
 
     def fails(file: ImageFile) -> bool:
         try:
-            decode(file, 1, 8, 8)
+            decode(file, 1, 8, 8, window=window)
+        except NotYetReadable:
+            raise
         except UserError:
             return True
         return False

@@ -6,19 +6,31 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, PositiveFloat
+from pydantic import Field, FiniteFloat
 
 from fedshift.data.builders.medical import Patient, Which, can_read, is_medical, slices_of
 from fedshift.data.checks import agreed_classes, checked
 from fedshift.data.domain import DataSet, DataSource, Domain, Manifest, Preprocessing
-from fedshift.data.images import Decoded, Deep, ImageFile, decoded, has_colour, is_image, on_disk, unreadable
+from fedshift.data.images import (
+    Decoded,
+    Deep,
+    ImageFile,
+    NotYetReadable,
+    Window,
+    decoded,
+    has_colour,
+    is_image,
+    on_disk,
+    unreadable,
+)
 from fedshift.errors import UserError
 
 _LAYOUT = "root/<domain>/<class>/<image>: one folder per site, in it one folder per class; other files are left out"
+Width = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _MOST_NAMED = 3
 _MADE_BY_SYSTEMS = frozenset({"thumbs.db", "desktop.ini", "icon\r"})
 _MOSTLY = 0.9
@@ -37,7 +49,7 @@ class ImageFolder(DataSource):
     slices: Which = Field(
         "all", description="of DICOM and NIfTI files: all slices, or the middle one (needs fedshift[medical])"
     )
-    window: tuple[float, PositiveFloat] | None = Field(
+    window: tuple[FiniteFloat, Width] | None = Field(
         None,
         description="of DICOM, NIfTI and other grey images of more than 8 bits: centre and width of the values that "
         "become black to white, such as [40, 400]; unset: as the file says, else the range of its values",
@@ -76,7 +88,7 @@ class ImageFolder(DataSource):
         found = self._images(left_out)
         warnings: tuple[str, ...] = ()
         if self.on_corrupt == "skip":
-            found, warnings = _without_corrupt(found)
+            found, warnings = _without_corrupt(found, self.window)
         held = {site: [label for label, files in classes.items() if files] for site, classes in found.items()}
         empty = next((site for site, labels in held.items() if not labels), None)
         if empty is not None:
@@ -129,6 +141,8 @@ class ImageFolder(DataSource):
     def _slices(self, path: Path, site: Path, left_out: LeftOut) -> list[_Image]:
         try:
             found = slices_of(path, self.slices, self.window, self.patient)
+        except NotYetReadable:
+            raise
         except UserError:
             if self.on_corrupt == "stop" or not can_read(path):
                 raise
@@ -165,9 +179,11 @@ def _groups(images: Sequence[_Image]) -> npt.NDArray[np.int64] | None:
     return np.array([numbers.setdefault(name, len(numbers)) for name in names], dtype=np.int64)
 
 
-def _without_corrupt(found: Found) -> tuple[Found, tuple[str, ...]]:
+def _without_corrupt(found: Found, window: Window | None) -> tuple[Found, tuple[str, ...]]:
     """The images that decode, and a warning that lists the others."""
-    corrupt = unreadable([one.file for classes in found.values() for images in classes.values() for one in images])
+    corrupt = unreadable(
+        [one.file for classes in found.values() for images in classes.values() for one in images], window
+    )
     if not corrupt:
         return found, ()
     kept = {
@@ -196,13 +212,13 @@ class LeftOut:
 
     Attributes:
         outside: images that do not lie in a folder of images.
-        no_image: other files that do.
+        other_kinds: other files that do.
         deeper: files in folders below one of images.
         without_pixels: DICOM files that hold no image.
     """
 
     outside: list[Path] = field(default_factory=list)
-    no_image: list[Path] = field(default_factory=list)
+    other_kinds: list[Path] = field(default_factory=list)
     deeper: list[Path] = field(default_factory=list)
     without_pixels: list[Path] = field(default_factory=list)
 
@@ -217,7 +233,7 @@ class LeftOut:
         if _is_hidden(path.name):
             return
         if not path.is_dir():
-            self.no_image.append(path)
+            self.other_kinds.append(path)
             return
         for place, inner, names in os.walk(path):
             inner[:] = sorted(name for name in inner if not _is_hidden(name))
@@ -228,7 +244,7 @@ class LeftOut:
         kinds = {
             "in deeper folders": self.deeper,
             "that lie outside of a folder of images": self.outside,
-            "that are no images": self.no_image,
+            "of other kinds": self.other_kinds,
             "of DICOM without an image": self.without_pixels,
         }
         below = {kind: [path for path in paths if path.is_relative_to(root)] for kind, paths in kinds.items()}

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from pydantic import Field, PositiveFloat
+from pydantic import Field, FiniteFloat
 
-from fedshift.data.builders.image_folder import LeftOut, folders, image_warnings, site_folders
+from fedshift.data.builders.image_folder import LeftOut, Width, folders, image_warnings, site_folders
 from fedshift.data.checks import agreed_classes, checked
 from fedshift.data.domain import DataSet, DataSource, Domain, Manifest, Preprocessing
 from fedshift.data.images import ImageFile, decoded, has_colour, is_image, on_disk, size_of
@@ -29,7 +29,7 @@ class MaskFolder(DataSource):
         384, ge=8, le=1024, description="height and width: the shorter side is scaled to it, the centre kept"
     )
     colour: bool | None = Field(None, description="three channels or one; unset: as the images are stored")
-    window: tuple[float, PositiveFloat] | None = Field(
+    window: tuple[FiniteFloat, Width] | None = Field(
         None,
         description="of grey images of more than 8 bits: centre and width of the values that become black to white; "
         "unset: as the file says",

@@ -21,7 +21,18 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from fedshift.data.images import Grey, ImageFile, Values, Window, finite_range, is_image, limits, scaled, to_grey
+from fedshift.data.images import (
+    Grey,
+    ImageFile,
+    NotYetReadable,
+    Values,
+    Window,
+    finite_range,
+    is_image,
+    limits,
+    scaled,
+    to_grey,
+)
 from fedshift.errors import UserError
 from fedshift.extras import needed
 
@@ -139,8 +150,14 @@ def _pixels(path: Path, _changed: int, window: Window | None) -> Grey:
 def _damaged(path: Path, error: Exception) -> UserError:
     if isinstance(error, UserError):
         return error
-    reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-    return UserError(f"image {path} cannot be read ({reason}): replace or remove it")
+    return UserError(
+        f"image {path} cannot be read ({_one_line(f'{type(error).__name__}: {error}')}): replace or remove it"
+    )
+
+
+def _one_line(text: object) -> str:
+    """What a file or a package says, fit for a message."""
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in str(text)).split())[:200]
 
 
 # NIfTI
@@ -219,8 +236,11 @@ def _dicom_header(path: Path, patient: Patient) -> _Header | None:
         if "Rows" not in header:
             return None
         _check_supported(path, header)
+        frames = int(header.get("NumberOfFrames") or 1)
+        if frames < 1:
+            raise ValueError(f"{frames} frames")
         return _Header(
-            int(header.get("NumberOfFrames") or 1),
+            frames,
             _patient(path, header, patient),
             int(header.get("SamplesPerPixel") or 1) == 3 or header.get("PhotometricInterpretation") == "PALETTE COLOR",
         )
@@ -243,8 +263,9 @@ def _check_supported(path: Path, header: Any) -> None:
     """Raise UserError for a DICOM file whose pixels cannot be read as they are meant."""
     from pydicom.pixels.decoders.base import get_decoder
 
-    kind, samples = str(header.get("PhotometricInterpretation")), int(header.get("SamplesPerPixel") or 1)
+    kind, samples = _one_line(header.get("PhotometricInterpretation")), int(header.get("SamplesPerPixel") or 1)
     syntax = header.file_meta.TransferSyntaxUID
+    name = _one_line(syntax.name)
     if kind not in _PHOTOMETRIC or samples != (1 if kind.startswith(("MONO", "PALETTE")) else 3):
         raise UserError(f"image {path} is stored as {kind} with {samples} samples a pixel: convert it to grey or RGB")
     if kind in ("YBR_FULL", "YBR_FULL_422") and int(header.BitsAllocated) > 8:
@@ -256,16 +277,19 @@ def _check_supported(path: Path, header: Any) -> None:
     try:
         decoder = get_decoder(syntax)
     except NotImplementedError:
-        raise UserError(f"image {path} is stored as {syntax.name}, which is not read: convert it") from None
+        raise UserError(f"image {path} is stored as {name}, which is not read: convert it") from None
     if not decoder.is_available:
-        raise UserError(f"image {path} is stored as {syntax.name}, {_packages(decoder)}")
+        packages = _packages(decoder)
+        if not packages:
+            raise UserError(f"image {path} is stored as {name}, which is not read: convert it")
+        raise NotYetReadable(f"image {path} is stored as {name}, which needs other packages: {packages}")
 
 
 def _packages(decoder: Any) -> str:
-    """Which packages read a transfer syntax, as a message's end: those of pylibjpeg where it can, else the first."""
+    """How to install what reads a transfer syntax: pylibjpeg where it can, else the first package; empty if none."""
     choices = [re.findall(r"([A-Za-z][\w-]*)>=", text) for text in decoder.missing_dependencies]
     names = next((some for some in choices if "pylibjpeg" in some), choices[0] if choices else [])
-    return f"which needs other packages: pip install {' '.join(names)}" if names else "which is not read: convert it"
+    return f"pip install {' '.join(names)}" if names else ""
 
 
 def _dicom(path: Path, window: Window | None) -> Grey:
@@ -279,10 +303,11 @@ def _dicom(path: Path, window: Window | None) -> Grey:
             # As RGB where the file has colour: pydicom 3 converts YBR itself, and so do decoders of JPEG 2000.
             values, described = decoder.as_array(whole)
         except (RuntimeError, NotImplementedError) as error:
-            reason = " ".join(str(error).split())[:200]
+            reason = _one_line(str(error).rpartition("plugins:")[2])
+            packages = _packages(decoder)
             raise UserError(
-                f"image {path} is not decoded as {whole.file_meta.TransferSyntaxUID.name} ({reason}), "
-                f"{_packages(decoder)}"
+                f"image {path} is not decoded as {whole.file_meta.TransferSyntaxUID.name} ({reason}): replace or "
+                f"remove it{', or try ' + packages if packages else ''}"
             ) from error
         frames = int(whole.get("NumberOfFrames") or 1)
         if int(whole.get("SamplesPerPixel") or 1) == 3:
