@@ -983,3 +983,31 @@ def test_a_strange_transfer_syntax(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         pixels(path)
     assert str(caught.value).isprintable()
+
+
+@pytest.mark.case("bit flips", "300 damaged files of DICOM and NIfTI: pixels or one line")
+def test_damaged_files(tmp_path: Path) -> None:
+    kinds = [
+        ct(tmp_path / "window.dcm", WindowCenter=40, WindowWidth=400, PixelPaddingValue=3),
+        dicom(tmp_path / "palette.dcm", INDICES, **palette("2", 16)),
+        dicom(tmp_path / "segmented.dcm", INDICES, **palette("segmented", 8)),
+        dicom(tmp_path / "tables.dcm", INDICES, VOILUTSequence=table([255, 10, 20, 30], 0, 8)),
+        enhanced(tmp_path / "frames.dcm", [item(), item(**window(40, 400))], item(**rescale(1, -1000))),
+        nifti(tmp_path / "volume.nii", VOLUME),
+    ]
+    generator, messages = np.random.default_rng(0), []
+    for path in kinds:
+        whole = path.read_bytes()
+        for number in range(50):
+            damaged = bytearray(whole)
+            for place in generator.integers(0 if path.suffix == ".nii" else 132, len(whole), 1 + number % 4):
+                damaged[place] = int(generator.integers(256))
+            copy = tmp_path / f"{number}-{path.name}"
+            copy.write_bytes(damaged[: len(whole) - (number % 10 == 9) * int(generator.integers(len(whole)))])
+            try:
+                for one in slices_of(copy)[:3]:
+                    one.image.open()
+            except UserError as error:
+                messages.append(str(error))
+    assert messages
+    assert all(message.isprintable() for message in messages)

@@ -2,8 +2,8 @@
 
 How the values of a DICOM file become grey is the standard's pipeline (PS3.3 C.11): stored value, modality (rescale or
 table), values of interest (window or table), presentation. Tables, windows and padding are applied here rather than by
-`pydicom.pixels`, whose functions fail or wrap for tables of 8 bits with more than 256 entries, for rows without values,
-and turn the image over where the slope is negative. Tests compare the two where both are right.
+`pydicom.pixels`, whose functions wrap in tables of 8 bits with more than 256 entries, fail at empty fields, and turn
+the image over where the slope is negative. Tests compare the two where both are right.
 """
 
 from __future__ import annotations
