@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import yaml
 from calling import Cli as Command
+from PIL import Image
 
 from fedshift.cli.project import spread
 from fedshift.deployment.flare import roles
@@ -165,6 +166,24 @@ def test_site_check_says_what_is_missing_in_a_table(fedshift: Cli, kits: Path) -
     assert "values: 0 missing" not in out
     assert "column 'chol' has 0 in 25 % of the rows of 'north'" in out
     assert "column 'ca' has no value, or almost none" in out
+
+
+@pytest.mark.case("files left out", "site check names them and what makes images dark, before anything leaves")
+def test_site_check_says_what_is_left_out_of_images(fedshift: Cli, kits: Path) -> None:
+    folder = kits / "sites" / "north" / "photos" / "north"
+    for label in ("well", "ill"):
+        (folder / label / "old").mkdir(parents=True)
+        for number in range(12):
+            values = np.random.default_rng(number).integers(0, 4096, (8, 8), dtype=np.uint16)
+            Image.fromarray(values).save(folder / label / f"{number}.png")
+        (folder / label / "slide.svs").write_bytes(b"x")
+        (folder / label / "old" / "a.png").write_bytes(b"x")
+    data = {"name": "image_folder", "root": "photos", "size": 8}
+    code, out, err = fedshift("site", "check", str(site_file(kits, data=data, classes=["ill", "well"])))
+    assert code == 0, err
+    assert "2 in deeper folders (north/ill/old/a.png, north/well/old/a.png)" in out
+    assert "2 of other kinds (north/ill/slide.svs, north/well/slide.svs)" in out
+    assert "data.window" in out
 
 
 @pytest.mark.parametrize(
