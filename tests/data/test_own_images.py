@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -511,3 +512,19 @@ def test_a_missing_package_is_not_skipped(tmp_path: Path) -> None:
 def test_a_window_that_is_none(tmp_path: Path, window: tuple[float, float]) -> None:
     with pytest.raises(ValidationError):
         ImageFolder(root=tmp_path, window=window)
+
+
+@pytest.mark.case("files left out", "DICOM that is named .png: the message says so")
+def test_dicom_named_as_another_image(tmp_path: Path) -> None:
+    root = collection(tmp_path / "photos")
+    dicom(root / "north" / "cat" / "a.png", GREY)
+    with pytest.raises(UserError, match=r"a\.png.*DICOM.*\.dcm"):
+        ImageFolder(root=root, size=8).build()
+
+
+@pytest.mark.case("patients", "many patients are counted in a moment")
+def test_many_patients() -> None:
+    names = [f"P{number}" for number in range(100_000)]
+    begin = time.perf_counter()
+    assert list(_one_patient({"a": names})) == []
+    assert time.perf_counter() - begin < 2

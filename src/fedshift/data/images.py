@@ -130,10 +130,25 @@ def in_zip(archive: zipfile.ZipFile, name: str) -> ImageFile:
 
 
 def _does_not_decode(file: ImageFile) -> UserError:
+    if _is_dicom(file):
+        return UserError(f"image {file.name} holds DICOM: give it the ending .dcm")
     return UserError(
         f"image {file.name} does not decode (truncated, not an image, or none of {', '.join(FORMATS)}): replace or "
         "remove it"
     )
+
+
+def _is_dicom(file: ImageFile) -> bool:
+    try:
+        with file.open() as stream:
+            return begins_as_dicom(stream)
+    except OSError:
+        return False
+
+
+def begins_as_dicom(stream: IO[bytes]) -> bool:
+    """Whether a stream begins with the preamble of DICOM (PS3.10 7.1): 128 bytes, then DICM."""
+    return stream.read(132)[128:] == b"DICM"
 
 
 def has_colour(files: Sequence[ImageFile]) -> bool:

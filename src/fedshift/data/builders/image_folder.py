@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -197,7 +198,7 @@ def _without_corrupt(found: Found, window: Window | None) -> tuple[Found, tuple[
 def _one_patient(patients: Mapping[str, Sequence[str | None]]) -> Iterator[str]:
     """A warning for each site of which nearly all images have one patient's ID. It shows no ID."""
     for site, names in patients.items():
-        most = max((names.count(name) for name in set(names) if name is not None), default=0)
+        most = max(Counter(name for name in names if name is not None).values(), default=0)
         if most > 1 and most >= _MOSTLY * len(names):
             share = f"all {most}" if most == len(names) else f"{most} of {len(names)}"
             yield (

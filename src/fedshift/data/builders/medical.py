@@ -27,6 +27,7 @@ from fedshift.data.images import (
     NotYetReadable,
     Values,
     Window,
+    begins_as_dicom,
     finite_range,
     is_image,
     limits,
@@ -41,7 +42,6 @@ Which = Literal["all", "middle"]
 Patient = Literal["id", "study", "series", "file"]
 _FORMAT = "2"
 """Part of a slice's stamp: increase it whenever the pixels change."""
-_PREAMBLE, _MAGIC = 128, b"DICM"
 _PHOTOMETRIC = ("MONOCHROME1", "MONOCHROME2", "PALETTE COLOR", "RGB", "YBR_FULL", "YBR_FULL_422", "YBR_ICT", "YBR_RCT")
 
 
@@ -82,10 +82,9 @@ def is_medical(path: Path) -> bool:
 
 
 def _begins_as_dicom(path: Path) -> bool:
-    """Whether a file has the preamble of DICOM (PS3.10 7.1): 128 bytes, then DICM."""
     try:
         with path.open("rb") as stream:
-            return stream.read(_PREAMBLE + len(_MAGIC))[_PREAMBLE:] == _MAGIC
+            return begins_as_dicom(stream)
     except OSError:
         return False
 
