@@ -156,6 +156,35 @@ def test_a_sign_in_other_digits(tmp_path: Path) -> None:
     assert "1 and 2 at 'c'" in said
 
 
+@case("data frames: the same columns as in files")
+def test_frames_are_compared_as_files_are() -> None:
+    pandas = pytest.importorskip("pandas")
+    sites = three(patients(3, sex=respelt(str.upper)))
+    sites["c"]["bp"][:6] = ["-99"] * 6
+    frames = {name: pandas.DataFrame(cells) for name, cells in sites.items()}
+    for frame in frames.values():
+        for column in ("age", "bp", "smoker"):
+            frame[column] = frame[column].astype(float)
+    options = {"numeric": ["age", "bp", "smoker"], "categorical": ["sex"], "label": "y"}
+    data = parse({"data": {"sites": frames, **options}, "model": "linear", "methods": ["fedavg"]}).data.build()
+    categories, codes = site_differences(data)
+    assert "'M' at 'c'" in categories
+    assert "column 'bp' has -99 in 10 %" in codes
+
+
+@case("arrays without names of columns: -999 in a column of one site")
+def test_arrays_are_compared(tmp_path: Path) -> None:
+    files = {}
+    for number, name in enumerate("ab"):
+        x = np.random.default_rng(number).normal(5, 1, (60, 3))
+        x[: 10 * number, 1] = -999
+        files[name] = str(tmp_path / f"{name}.npz")
+        np.savez(files[name], x=x, y=np.tile([0, 1], 30))
+    data = parse({"data": {"name": "arrays", "sites": files}, "model": "linear", "methods": ["fedavg"]}).data.build()
+    (said,) = site_differences(data)
+    assert "column 1 has -999 in 16.7 % of the rows of 'b'" in said
+
+
 # Codes for missing values ---------------------------------------------------------------------------------------------
 
 
@@ -381,7 +410,7 @@ def given(folder: Path, sites: dict[str, dict[str, list[object]]]) -> dict[str, 
         pytest.param(
             "age",
             [float(str(value)) * 12 for value in patients(3)["age"]],
-            "in other units: age",
+            "in other units: column 'age'",
             marks=case("deployed: age in months"),
         ),
     ],
@@ -401,3 +430,19 @@ def test_the_coordinator_says_nothing_of_healthy_sites(tmp_path: Path) -> None:
     sparse = {name: patients(number, bp=["0"] * 55 + ["1", "2", "1", "3", "1"]) for number, name in enumerate("ab")}
     many = patients(3, bp=[str(number % 5) for number in range(ROWS)])
     assert list(differences(given(tmp_path, {**sparse, "c": many}))) == []
+
+
+@pytest.mark.case("sites that lie", "a hundred thousand categories, or a constant in each of many columns")
+def test_what_a_hostile_site_sends_takes_no_time_and_few_lines(tmp_path: Path) -> None:
+    honest = given(tmp_path, three(patients(3)))
+    many = {**honest, "c": {**honest["c"], "categories": [[f"c{number}" for number in range(100_000)]]}}
+    assert list(differences(many)) == []
+    wide = 500
+    sums = {"kind": "table", "numeric": [f"n{number}" for number in range(wide)], "categorical": [], "categories": []}
+    sites = {
+        "a": {**sums, "count": [50] * wide, "total": [50.0] * wide, "squares": [90.0] * wide},
+        "b": {**sums, "count": [50] * wide, "total": [100.0] * wide, "squares": [-1e150] * wide},
+    }
+    said = list(differences(sites))
+    assert len(said) == 11
+    assert "490 more columns" in said[-1]

@@ -204,6 +204,16 @@ def test_columns_of_arrays_are_compared_where_their_scale_is_known() -> None:
     assert feature_shift(other, Preprocessing(kind="features")).warning is None
 
 
+@pytest.mark.case("units of new data", "numbers near the largest one: said, without an error")
+def test_extreme_numbers() -> None:
+    found = shift_of(patients(age=[1e300] * 30 + [-1e300] * 30))
+    assert "'age'" in (found.refusal or "")
+    assert overlap(1e308, 1e308, -1e308, 1e308) < 0.9
+    assert overlap(math.inf, 1, 0, 1) == 0.0
+    wrong = Preprocessing(kind="features", mean=(0.0, math.nan), std=(0.0, 1.0))  # a stranger's file
+    assert feature_shift(np.ones((40, 2), dtype=np.float32), wrong).warning is None
+
+
 # Images ---------------------------------------------------------------------------------------------------------------
 
 
@@ -273,3 +283,18 @@ def test_rounding_is_no_colour() -> None:
     grey = np.repeat(np.clip(colour()[:, :1], 2, 250), 3, axis=1)
     grey[:, 1] += 1
     assert "grey" in (image_shift(grey, TRAINED).refusal or "")
+
+
+@pytest.mark.case("images to predict", "files of another size: 8 times smaller said, half not")
+def test_sizes_of_files_are_compared() -> None:
+    trained = image_statistics([colour(40)], [1000, 1024] * 20)
+    assert trained is not None
+    assert trained.side == pytest.approx(math.sqrt(1000 * 1024))
+    assert "about 128 pixels on their shorter side, in training 1012" in (
+        image_shift(colour(), trained, [128] * 12).warning or ""
+    )
+    assert image_shift(colour(), trained, [500] * 12).warning is None
+    assert image_shift(colour(), trained).warning is None
+    few = image_statistics([colour(40)], [1000] * 3)
+    assert few is not None
+    assert few.side is None

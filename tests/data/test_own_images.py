@@ -408,6 +408,20 @@ def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
     assert "2 of other kinds" in left_out(ImageFolder(root=root, size=8).build())
 
 
+@pytest.mark.case("numbers of patients", "DICOM of two sites with IDs in common")
+def test_patients_at_two_sites(tmp_path: Path) -> None:
+    pytest.importorskip("pydicom")
+    for site, first in (("a", 0), ("b", 3), ("c", 100)):
+        for number in range(8):
+            (tmp_path / "ct" / site / "xy"[number % 2]).mkdir(parents=True, exist_ok=True)
+            file = tmp_path / "ct" / site / "xy"[number % 2] / f"{number}.dcm"
+            dicom(file, GREY, PatientID=f"secret{first + number}")
+    said = [text for text in ImageFolder(root=tmp_path / "ct", size=8).build().warnings if "common" in text]
+    assert len(said) == 1
+    assert "5 of 'a' and 'b'" in said[0]
+    assert "secret" not in said[0]
+
+
 @pytest.mark.case("files left out", "DICOM whatever its ending is read, a report is left out and named")
 def test_dicom_by_content(tmp_path: Path) -> None:
     pydicom = pytest.importorskip("pydicom")

@@ -105,7 +105,7 @@ def test_a_table_names_the_column_as_it_is_in_the_file() -> None:
         "b": [f"{value:.2f}" for value in draws.normal(6.5, 1.3, 80)],
     }
     (said,) = [text for text in warnings_of(numeric={"cholesterol": cells}) if "scale" in text]
-    assert "cholesterol is 2" in said
+    assert "'cholesterol' is 2" in said
     assert " at a and 6." in said
 
 

@@ -5,12 +5,13 @@ A simulation gives the same numbers: it also computes each site's part separatel
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from fedshift.data.codings import category_warnings, sums_warnings
+from fedshift.data.codings import category_warnings, fewer, in_quotes, sums_warnings
 from fedshift.data.domain import Preprocessing
 from fedshift.data.tables import TableStatistics, agreed_encoding, moments
 from fedshift.data.tasks.fields import scaled
@@ -39,22 +40,23 @@ def differences(given: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     Args:
         given: site → what it sent. Sites that describe different columns are left to `agreed`.
     """
-    tables = {site: one for site, one in given.items() if one.get("kind") == TABLE}
-    columns = {(*one["numeric"], "", *one["categorical"]) for one in tables.values()}
-    if len(tables) < 2 or len(columns) != 1:
+    if len(given) < 2 or any(one.get("kind") != TABLE for one in given.values()):
         return
-    first = next(iter(tables.values()))
-    yield from sums_warnings(
-        {
-            column: {
-                site: (one["count"][place], one["total"][place], one["squares"][place]) for site, one in tables.items()
-            }
-            for place, column in enumerate(first["numeric"])
+    first = next(iter(given.values()))
+    if any(one[what] != first[what] for one in given.values() for what in ("numeric", "categorical")):
+        return
+    numeric = {
+        in_quotes(column): {
+            site: (one["count"][place], one["total"][place], one["squares"][place]) for site, one in given.items()
         }
+        for place, column in enumerate(first["numeric"])
+    }
+    yield from fewer(sums_warnings(numeric))
+    categorical = (
+        category_warnings(column, {site: dict.fromkeys(one["categories"][place]) for site, one in given.items()})
+        for place, column in enumerate(first["categorical"])
     )
-    for place, column in enumerate(first["categorical"]):
-        known = {site: dict.fromkeys(one["categories"][place]) for site, one in tables.items()}
-        yield from category_warnings(column, known)
+    yield from fewer(itertools.chain.from_iterable(categorical))
 
 
 def agreed(

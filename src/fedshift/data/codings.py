@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -39,6 +39,8 @@ _RATIO, _GAP = 5.0, 5.0
 """Standard deviations that differ by this factor, and means that differ by so many of them, are in other units."""
 _SITE = 30
 """Values of a site from which its sums are compared in scale with those of others."""
+_MOST_CATEGORIES = 10_000
+"""A column of more categories at all sites together is not compared: it takes long, and is no column of categories."""
 _MOST_NAMED = 3
 _CODES = frozenset(
     {0.0} | {sign * float(digit * count) for digit in "789" for count in range(1, 6) for sign in (1, -1)} | {-1.0}
@@ -90,7 +92,7 @@ class Column:
 
 
 Numbers = Mapping[str, Mapping[str, Column]]
-"""Numeric column → site → its values."""
+"""Numeric column, in the words of messages → site → its values."""
 
 
 def missing_cells(cells: Cells) -> dict[str, dict[str, tuple[int, int]]]:
@@ -105,7 +107,12 @@ def missing_cells(cells: Cells) -> dict[str, dict[str, tuple[int, int]]]:
 
 def numbers_of(cells: Cells, names: Sequence[str]) -> Numbers:
     """The numbers in the named columns."""
-    return {name: {site: Column.of(columns[name]) for site, columns in cells.items()} for name in names}
+    return {in_quotes(name): {site: Column.of(columns[name]) for site, columns in cells.items()} for name in names}
+
+
+def in_quotes(column: str) -> str:
+    """A column with a name, in messages."""
+    return f"column '{column}'"
 
 
 def missing_warnings(cells: Cells) -> Iterator[str]:
@@ -139,7 +146,9 @@ def named_warnings(cells: Cells, names: Sequence[str]) -> Iterator[str]:
         sites = {site: _categories(columns[name]) for site, columns in cells.items()}
         yield from category_warnings(name, sites)
         yield from _slips(name, sites)
-        yield from _constant(name, {site: {_quoted(what): n for what, n in one.items()} for site, one in sites.items()})
+        yield from _constant(
+            in_quotes(name), {site: {_quoted(what): n for what, n in one.items()} for site, one in sites.items()}
+        )
 
 
 def _categories(cells: Mapping[str, int]) -> dict[str, int]:
@@ -173,7 +182,7 @@ def category_warnings(column: str, sites: Mapping[str, Mapping[str, int | None]]
         sites: site → category → the number of rows that have it; None where that is not known.
     """
     sites = {site: named for site, named in sites.items() if named}
-    if len(sites) < 2:
+    if len(sites) < 2 or sum(map(len, sites.values())) > _MOST_CATEGORIES:
         return
     respelt = list(_respelt(sites))
     if respelt:
@@ -308,7 +317,7 @@ def _codes(column: str, sites: Mapping[str, Column]) -> Iterator[str]:
     ]
     means = "it means" if len(found) == 1 else "they mean"
     yield (
-        f"column '{column}' has {', '.join(where)}, the other values are {mean:.4g} ± {deviation:.3g}: if {means} "
+        f"{column} has {', '.join(where)}, the other values are {mean:.4g} ± {deviation:.3g}: if {means} "
         "missing, set data.missing_values, or leave such cells empty"
     )
 
@@ -362,7 +371,7 @@ def _other_digits(column: str, sites: Mapping[str, Column]) -> Iterator[str]:
     pairs = {site: tuple(one.values.tolist()) for site, one in sites.items() if one.count >= _ENOUGH}
     if len(set(pairs.values())) > 1 and all(len(pair) == 2 for pair in pairs.values()):
         listed = [f"{low:g} and {high:g} at '{site}'" for site, (low, high) in pairs.items()]
-        yield f"column '{column}' is coded otherwise at some sites: {_listed(listed)}"
+        yield f"{column} is coded otherwise at some sites: {_listed(listed)}"
 
 
 def _share(share: float) -> str:
@@ -382,7 +391,15 @@ def _constant(column: str, sites: Mapping[str, Mapping[str, int]]) -> Iterator[s
         if share**rows < _CHANCE:
             found.append(f"{value} in all {rows} rows with a value at '{site}' and in {100 * share:.3g} % elsewhere")
     if found:
-        yield f"column '{column}' never changes at some sites: {_listed(found)}"
+        yield f"{column} never changes at some sites: {_listed(found)}"
+
+
+def fewer(warnings: Iterable[str], most: int = 10) -> Iterator[str]:
+    """The first warnings, and how many more there are."""
+    found = list(warnings)
+    yield from found[:most]
+    if len(found) > most:
+        yield f"{len(found) - most} more columns look wrong in one of these ways"
 
 
 # Sums -----------------------------------------------------------------------------------------------------------------
@@ -431,7 +448,7 @@ def sums_warnings(columns: Mapping[str, Mapping[str, tuple[int, float, float]]])
             listed = [
                 f"{mean:g} in all {sums[site][0]} rows with a value at '{site}'" for site, mean in constant.items()
             ]
-            yield f"column '{column}' never changes at some sites: {_listed(listed)}"
+            yield f"{column} never changes at some sites: {_listed(listed)}"
         scaled[column] = {site: one for site, one in known.items() if sums[site][0] >= _SITE}
     yield from scale_warnings({column: sites for column, sites in scaled.items() if _in_proportion(sites)})
 

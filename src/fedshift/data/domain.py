@@ -187,7 +187,8 @@ class DataSet:
     """Domains that share classes and input shape. Built by `DataSource.build`, checked by `checked`.
 
     ``classes`` names what a network has an output for: classes, structures, or for regression the one label. ``cells``
-    counts the cells of a table's columns before missing ones are filled: site → column → cell → rows.
+    counts the cells of a table's columns before missing ones are filled: site → column → cell → rows. ``sides`` has the
+    shorter sides, in pixels, of some image files of each site as they are stored.
     """
 
     name: str
@@ -197,6 +198,7 @@ class DataSet:
     manifest: Manifest
     warnings: tuple[str, ...] = ()
     cells: Mapping[str, Mapping[str, Mapping[str, int]]] = field(default_factory=dict)
+    sides: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def task(self) -> Task:

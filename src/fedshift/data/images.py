@@ -326,6 +326,11 @@ def size_of(file: ImageFile) -> tuple[int, int]:
         raise _does_not_decode(file) from error
 
 
+def some_sides(files: Sequence[ImageFile], most: int = 16) -> tuple[int, ...]:
+    """The shorter sides of some of the images, evenly spaced, in pixels."""
+    return tuple(min(size_of(file)) for file in files[:: max(1, -(-len(files) // most))])
+
+
 def unreadable(files: Sequence[ImageFile], window: Window | None = None) -> list[str]:
     """The names of the images that do not decode. What is found is kept in the cache.
 

@@ -14,7 +14,7 @@ from fedshift.data.builders.in_memory import InMemory
 from fedshift.data.builders.medical import is_medical, slices_of
 from fedshift.data.builders.table_labels import Labelling
 from fedshift.data.domain import Preprocessing
-from fedshift.data.images import ImageFile, decode, is_image, on_disk
+from fedshift.data.images import ImageFile, decode, is_image, on_disk, some_sides
 from fedshift.data.locate import load_npz
 from fedshift.data.table_files import PARQUET, Columns, from_columns, read_table
 from fedshift.data.tables import encode_rows, encoding_of, form_of
@@ -144,16 +144,7 @@ def _images(path: Path, preprocessing: Preprocessing) -> tuple[list[str], Stored
         wanted = "a .csv table" if preprocessing.kind == "table" else "features in an .npz file"
         raise UserError(f"the model reads {wanted}: give that in place of {path}")
     channels, height, width = _image_shape(preprocessing)
-    if path.is_file():
-        files = [path]
-    else:
-        files = sorted(
-            found
-            for found in path.rglob("*")
-            if not any(part.startswith(".") for part in found.relative_to(path).parts)
-            and found.is_file()
-            and (is_image(found.name) or is_medical(found))
-        )
+    files = _image_files(path)
     if not files:
         raise UserError(f"{path} holds no images: give an image or a folder of images")
     names, entries = [], list[ImageFile]()
@@ -167,6 +158,23 @@ def _images(path: Path, preprocessing: Preprocessing) -> tuple[list[str], Stored
     if not entries:
         raise UserError(f"{path} holds DICOM without an image: give an image or a folder of images")
     return names, np.stack([decode(entry, channels, height, width, window=preprocessing.window) for entry in entries])
+
+
+def _image_files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    return sorted(
+        found
+        for found in path.rglob("*")
+        if not any(part.startswith(".") for part in found.relative_to(path).parts)
+        and found.is_file()
+        and (is_image(found.name) or is_medical(found))
+    )
+
+
+def stored_sides(path: Path) -> tuple[int, ...]:
+    """The shorter sides of some image files in or at a path, in pixels; none of other files."""
+    return some_sides([on_disk(file) for file in _image_files(path) if is_image(file.name)])
 
 
 def _image_shape(preprocessing: Preprocessing) -> tuple[int, int, int]:

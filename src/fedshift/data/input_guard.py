@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 from fedshift.data.domain import Preprocessing
 from fedshift.data.table_files import Columns, canonical, is_missing
-from fedshift.data.tables import CategoricalColumn, NumericColumn, TableEncoding, numbers
+from fedshift.data.tables import CategoricalColumn, TableEncoding, numbers
 from fedshift.errors import UserError
 
 DEVIATIONS = 5.0
@@ -38,6 +38,8 @@ _MOST_PIXELS = 1
 """Images whose brightest pixel is no brighter hold numbers from 0 to 1."""
 LOOKED_AT = 64
 """Images of a site, and to predict, by which colours and brightness are compared."""
+_SIDES = 4.0
+"""The factor from which sizes of image files differ from those in training."""
 _GREY_LEVELS = 2
 """Channels of a grey image differ by no more than this: lossy files round."""
 
@@ -48,6 +50,7 @@ class ImageStatistics(BaseModel):
     Attributes:
         mean, std: over all pixels of all images.
         grey: the share of images whose channels are equal.
+        side: the geometric mean of the shorter sides of image files, in pixels; None where there were no files.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -55,6 +58,7 @@ class ImageStatistics(BaseModel):
     mean: FiniteFloat = Field(ge=0, le=1)
     std: FiniteFloat = Field(ge=0, le=1)
     grey: FiniteFloat = Field(ge=0, le=1)
+    side: FiniteFloat | None = Field(None, gt=0)
 
 
 @dataclass(frozen=True)
@@ -145,7 +149,7 @@ class InputShift:
 
 
 def overlap(mean: float, std: float, other: float, deviation: float) -> float:
-    """The Bhattacharyya coefficient of two normal distributions, from 0 to 1.
+    """The Bhattacharyya coefficient of two normal distributions, from 0 to 1; 0 if a number is not finite.
 
     Source: Bhattacharyya, Bulletin of the Calcutta Mathematical Society 1943.
 
@@ -157,10 +161,13 @@ def overlap(mean: float, std: float, other: float, deviation: float) -> float:
         >>> overlap(0, 1, 0, 1), round(overlap(0, 1, 2, 1), 3), round(overlap(0, 1, 0, 10), 3)
         (1.0, 0.607, 0.445)
     """
-    squares = std**2 + deviation**2
-    if squares == 0:
+    size = math.hypot(std, deviation)
+    if not all(map(math.isfinite, (mean, size, other))):
+        return 0.0
+    if size == 0:
         return float(mean == other)
-    return math.sqrt(2 * std * deviation / squares) * math.exp(-((mean - other) ** 2) / (4 * squares))
+    apart = min(abs(mean - other) / size, 1e3)  # divided and cut off first: squares of large numbers overflow
+    return math.sqrt(2 * (std / size) * (deviation / size)) * math.exp(-(apart**2) / 4)
 
 
 def table_shift(table: Columns, encoding: TableEncoding) -> InputShift:
@@ -169,7 +176,10 @@ def table_shift(table: Columns, encoding: TableEncoding) -> InputShift:
     Raises:
         UserError: the table lacks a column, or a numeric cell is not a number.
     """
-    numeric = [_of_numbers(column, numbers(table, column.name, column.missing_values)) for column in encoding.numeric]
+    numeric = [
+        _of_numbers(one.name, one.mean, one.std, one.can_be_missing, numbers(table, one.name, one.missing_values))
+        for one in encoding.numeric
+    ]
     return InputShift(
         (*numeric, *(_of_categories(column, table.column(column.name)) for column in encoding.categorical))
     )
@@ -180,33 +190,36 @@ def feature_shift(inputs: npt.NDArray[Any], preprocessing: Preprocessing) -> Inp
     mean, std = preprocessing.mean, preprocessing.std
     if mean is None or std is None or inputs.ndim != 2 or inputs.shape[1] != len(mean):
         return InputShift()
-    columns = (
-        NumericColumn(name=str(number), mean=mean[number], std=std[number], can_be_missing=False)
-        for number in range(len(mean))
+    return InputShift(
+        tuple(
+            _of_numbers(str(number), mean[number], std[number], False, inputs[:, number].astype(np.float64))
+            for number in range(len(mean))
+            if std[number] > 0 and math.isfinite(mean[number])
+        )
     )
-    return InputShift(tuple(_of_numbers(column, inputs[:, int(column.name)].astype(np.float64)) for column in columns))
 
 
-def _of_numbers(column: NumericColumn, values: npt.NDArray[np.float64]) -> ColumnShift:
+def _of_numbers(name: str, mean: float, std: float, may_miss: bool, values: npt.NDArray[np.float64]) -> ColumnShift:
+    """A numeric column with NaN where values are missing; ``mean`` and ``std`` are those of the training data."""
     rows, there = len(values), values[~np.isnan(values)]
-    distances = np.abs(there - column.mean) / column.std
-    low, high = column.mean - DEVIATIONS * column.std, column.mean + DEVIATIONS * column.std
+    low, high = mean - DEVIATIONS * std, mean + DEVIATIONS * std
     details = {"range": f"{low:.4g} to {high:.4g} (mean ± {DEVIATIONS:g} deviations of the training data)"}
     common = None
     if len(there) >= ENOUGH:
-        mean, std = float(there.mean()), float(there.std())
-        details["moments"] = f"{mean:.4g} ± {std:.3g}, in training {column.mean:.4g} ± {column.std:.3g}"
+        with np.errstate(over="ignore", invalid="ignore"):
+            own, deviation = float(there.mean()), float(there.std())
+        details["moments"] = f"{own:.4g} ± {deviation:.3g}, in training {mean:.4g} ± {std:.3g}"
         # Where most values are one, such as 0, the deviation says how many are not, and nothing of units.
         mostly_one = np.mean(there == np.median(there)) > 0.5
-        common = overlap(column.mean, column.std, mean, max(std, column.std) if mostly_one else std)
+        common = overlap(mean, std, own, max(deviation, std) if mostly_one else deviation)
     return ColumnShift(
-        column.name,
+        name,
         rows,
-        outside=float(np.count_nonzero(distances > DEVIATIONS)) / rows if rows else 0.0,
+        outside=float(np.count_nonzero((there < low) | (there > high))) / rows if rows else 0.0,
         missing=1 - len(there) / rows if rows else 0.0,
         overlap=common,
         details=details,
-        expected=column.can_be_missing,
+        expected=may_miss,
     )
 
 
@@ -237,11 +250,12 @@ def _percent(share: float) -> str:
 # Images ---------------------------------------------------------------------------------------------------------------
 
 
-def image_statistics(sites: Iterable[npt.NDArray[Any]]) -> ImageStatistics | None:
+def image_statistics(sites: Iterable[npt.NDArray[Any]], sides: Sequence[int] = ()) -> ImageStatistics | None:
     """What a model file says of its training images; None of so few that single ones would show.
 
     Args:
         sites: of each site, uint8 images (n, c, h, w).
+        sides: the shorter sides of some image files.
     """
     looked_at = [_some(images) for images in sites]
     number = sum(map(len, looked_at))
@@ -250,11 +264,18 @@ def image_statistics(sites: Iterable[npt.NDArray[Any]]) -> ImageStatistics | Non
     counts = sum(np.bincount(images.ravel(), minlength=256) for images in looked_at)
     mean, std = _brightness(np.asarray(counts))
     grey = sum(int(_is_grey(images).sum()) for images in looked_at)
-    return ImageStatistics(mean=mean, std=std, grey=grey / number)
+    side = _geometric_mean(sides) if len(sides) >= ENOUGH else None
+    return ImageStatistics(mean=mean, std=std, grey=grey / number, side=side)
 
 
-def image_shift(images: npt.NDArray[np.uint8], trained: ImageStatistics | None) -> InputShift:
-    """How images (n, c, h, w) differ from those that a model was trained on."""
+def _geometric_mean(sides: Sequence[int]) -> float:
+    return float(np.exp(np.log(np.maximum(1, sides)).mean()))
+
+
+def image_shift(
+    images: npt.NDArray[np.uint8], trained: ImageStatistics | None, sides: Sequence[int] = ()
+) -> InputShift:
+    """How images (n, c, h, w) differ from those that a model was trained on; ``sides``: the shorter ones of files."""
     if len(images) == 0:
         return InputShift()
     if int(images.max()) <= _MOST_PIXELS and (trained is None or trained.mean > 2 / 255):
@@ -275,6 +296,12 @@ def image_shift(images: npt.NDArray[np.uint8], trained: ImageStatistics | None) 
         text = f"{_percent(grey)} of the images are grey, in training {_percent(trained.grey)}"
         found.append(text)
         refused += [text] if grey - trained.grey > REFUSED and len(some) >= FEWEST else []
+    if trained.side is not None and sides:
+        side = _geometric_mean(sides)
+        if max(side / trained.side, trained.side / side) > _SIDES:
+            found.append(
+                f"image files have about {side:.0f} pixels on their shorter side, in training {trained.side:.0f}"
+            )
     return InputShift(images=tuple(found), refused_images=tuple(refused))
 
 

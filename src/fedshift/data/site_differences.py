@@ -17,6 +17,7 @@ from fedshift.data.codings import (
     Column,
     Numbers,
     codes_of,
+    fewer,
     missing_warnings,
     moments_of,
     named_warnings,
@@ -40,6 +41,8 @@ _REPEATS, _REPEATED = 3, 0.02
 _BY_CHANCE = 0.05
 """A row that chance would repeat more often than this is no copy."""
 
+Prints = Mapping[str, NDArray[np.int64]]
+"""Site → a number for each of its samples, equal for equal ones."""
 Parts = Callable[[str], tuple[Rows, Rows]]
 """The training and held-out rows of a site."""
 
@@ -51,10 +54,10 @@ def site_differences(data: DataSet, parts: Parts | None = None) -> tuple[str, ..
         data: the sites; one alone is compared with itself.
         parts: says which rows of a site train and which are held out; None: not known.
     """
-    numbers = _numbers(data)
+    numbers, prints = _numbers(data), _prints(data)
     return (
-        *_shared(data),
-        *_repeated(data, parts),
+        *_shared(data, prints),
+        *_repeated(data, prints, parts),
         *_shared_ids(data),
         *_scales(numbers),
         *_codings(data, numbers),
@@ -77,11 +80,11 @@ def shared_groups(data: DataSet) -> dict[tuple[str, str], int]:
     return {pair: count for pair, count in pairs.items() if count}
 
 
-def _shared(data: DataSet) -> Iterator[str]:
+def _shared(data: DataSet, prints: Prints) -> Iterator[str]:
     """The pairs of sites that share samples: one image is enough; of rows, which can be alike by chance, half."""
     domains = {name: domain for name, domain in data.domains.items() if not isinstance(domain.inputs, SparseRows)}
-    small = _is_small(data)
-    rows = {name: set(_fingerprints(domain)) for name, domain in domains.items()} if small else {}
+    small = bool(prints)
+    rows = {name: set(kinds.tolist()) for name, kinds in prints.items()}
     for one, other in combinations(domains, 2):
         first, second = domains[one], domains[other]
         if first.groups is not None and second.groups is not None:
@@ -100,9 +103,12 @@ def _shared(data: DataSet) -> Iterator[str]:
                 )
 
 
-def _is_small(data: DataSet) -> bool:
-    domains = [domain for domain in data.domains.values() if not isinstance(domain.inputs, SparseRows)]
-    return sum(np.asarray(domain.inputs).nbytes for domain in domains) <= _MOST_BYTES
+def _prints(data: DataSet) -> dict[str, NDArray[np.int64]]:
+    """A number for each sample of each site, equal for equal ones; of none where samples take too many bytes."""
+    domains = {name: domain for name, domain in data.domains.items() if not isinstance(domain.inputs, SparseRows)}
+    if sum(np.asarray(domain.inputs).nbytes for domain in domains.values()) > _MOST_BYTES:
+        return {}
+    return {name: np.array(_fingerprints(domain), dtype=np.int64) for name, domain in domains.items()}
 
 
 def _fingerprints(domain: Domain, chosen: Rows | slice = slice(None)) -> list[int]:
@@ -110,15 +116,13 @@ def _fingerprints(domain: Domain, chosen: Rows | slice = slice(None)) -> list[in
     return [hash(row.tobytes()) for row in inputs]
 
 
-def _repeated(data: DataSet, parts: Parts | None) -> Iterator[str]:
-    """Sites that hold samples more than once, and whether copies are on both sides of a split."""
-    if not _is_small(data):
+def _repeated(data: DataSet, all_prints: Prints, parts: Parts | None) -> Iterator[str]:
+    """Sites that hold samples more than once, and whether copies are on both sides of a split; of a user's own data."""
+    if data.manifest.source != "yours":
         return
     images, found = data.preprocessing.kind == "image", []
-    for name, domain in data.domains.items():
-        if isinstance(domain.inputs, SparseRows):
-            continue
-        prints = np.array(_fingerprints(domain), dtype=np.int64)
+    for name, prints in all_prints.items():
+        domain = data.domains[name]
         kinds, number = np.unique(prints, return_inverse=True)
         again = len(domain) - len(kinds)
         if again and not images:
@@ -193,9 +197,9 @@ def _counts_rows(ids: tuple[str, ...]) -> bool:
 
 def _codings(data: DataSet, numbers: Numbers) -> Iterator[str]:
     """Warnings about missing cells, codes for them, categories and columns that never change."""
-    yield from missing_warnings(data.cells)
-    yield from named_warnings(data.cells, _columns(data, "categorical") if data.cells else ())
-    yield from number_warnings(numbers)
+    yield from fewer(missing_warnings(data.cells))
+    yield from fewer(named_warnings(data.cells, _columns(data, "categorical") if data.cells else ()))
+    yield from fewer(number_warnings(numbers))
 
 
 def _columns(data: DataSet, what: str) -> list[str]:

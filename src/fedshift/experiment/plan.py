@@ -152,7 +152,8 @@ class Plan:
             for name, rows in planned.split.train.items()
             if not isinstance(inputs := data.domains[name].inputs, SparseRows)
         )
-        found = image_statistics(images)
+        sides = [side for name in planned.split.train for side in data.sides.get(name, ())]
+        found = image_statistics(images, sides)
         return {} if found is None else {"training_images": found.model_dump()}
 
     def roles(self, target: str) -> tuple[tuple[str, ...], tuple[str, ...]]:

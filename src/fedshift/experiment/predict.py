@@ -22,7 +22,14 @@ from torch import Tensor
 from fedshift.data.builders.mask_folder import mask_file
 from fedshift.data.builders.table_labels import Labelling
 from fedshift.data.domain import Preprocessing
-from fedshift.data.inference import Stored, known_labels, load_for_prediction, samples_in_memory, table_to_predict
+from fedshift.data.inference import (
+    Stored,
+    known_labels,
+    load_for_prediction,
+    samples_in_memory,
+    stored_sides,
+    table_to_predict,
+)
 from fedshift.data.input_guard import ImageStatistics, InputShift, feature_shift, image_shift, table_shift
 from fedshift.data.tables import encode_rows, encoding_of
 from fedshift.data.tasks.objective import Objective, objective_of
@@ -124,12 +131,14 @@ class TrainedModel:
             named, rows = encode_rows(self.stored, table)
             return ToPredict(named, rows, table_shift(table, encoding_of(self.stored)), table)
         names, inputs = (load_for_prediction if isinstance(data, Path) else samples_in_memory)(data, self.stored)
-        return ToPredict(names, inputs, self._shift(inputs), data)
+        return ToPredict(names, inputs, self._shift(inputs, data), data)
 
-    def _shift(self, inputs: Stored) -> InputShift:
-        if self.stored.kind == "image":
-            return image_shift(inputs.astype(np.uint8, copy=False), self.image_statistics)
-        return feature_shift(inputs, self.stored)
+    def _shift(self, inputs: Stored, data: Path | Any) -> InputShift:
+        if self.stored.kind != "image":
+            return feature_shift(inputs, self.stored)
+        known = self.image_statistics
+        sides = stored_sides(data) if isinstance(data, Path) and known is not None and known.side is not None else ()
+        return image_shift(inputs.astype(np.uint8, copy=False), known, sides)
 
     def predict(self, data: Path | Any, *, accept_shift: bool = False, warn: Warn = warn_in_python) -> list[Prediction]:
         """Predictions for an image, a folder of images, an .npz or a .csv, in order; or for samples in memory.

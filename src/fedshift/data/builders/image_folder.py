@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -26,6 +27,7 @@ from fedshift.data.images import (
     has_colour,
     is_image,
     on_disk,
+    some_sides,
     unreadable,
 )
 from fedshift.errors import UserError
@@ -116,7 +118,9 @@ class ImageFolder(DataSource):
         by_site = {site: [one.file for _, one in pairs] for site, pairs in files.items()}
         patients = {site: [one.patient for _, one in pairs] for site, pairs in files.items()}
         warnings += (*left_out.warnings(self.root), *image_warnings(made, by_site), *_one_patient(patients))
-        return checked(DataSet(self.name, domains, classes, preprocessing, self.manifest(), warnings))
+        warnings += tuple(_patients_at_two_sites(patients)) if self.patient == "id" else ()
+        sides = {site: some_sides([one for one in images if is_image(one.name)]) for site, images in by_site.items()}
+        return checked(DataSet(self.name, domains, classes, preprocessing, self.manifest(), warnings, sides=sides))
 
     def _images(self, left_out: LeftOut) -> Found:
         """Images by site and class folder, sorted."""
@@ -205,6 +209,20 @@ def _one_patient(patients: Mapping[str, Sequence[str | None]]) -> Iterator[str]:
                 f"{share} images of site '{site}' have the same patient ID, so they all train or are all held out: if "
                 "the export gave one ID to all, set data.patient to study, series or file"
             )
+
+
+def _patients_at_two_sites(patients: Mapping[str, Sequence[str | None]]) -> Iterator[str]:
+    """A warning where images of different sites have the same patients' IDs. It shows no ID."""
+    ids = {
+        site: {name.removeprefix(f"{site}/") for name in names if name is not None} for site, names in patients.items()
+    }
+    pairs = [(one, other, len(ids[one] & ids[other])) for one, other in combinations(ids, 2)]
+    shared = [f"{count} of '{one}' and '{other}'" for one, other, count in pairs if count]
+    if shared:
+        more = f" and {len(shared) - _MOST_NAMED} more" if len(shared) > _MOST_NAMED else ""
+        listed = f"{', '.join(shared[:_MOST_NAMED])}{more}"
+        why = "if they are the same patients, what trains at one is measured at the other"
+        yield f"sites have patient IDs in common: {listed}: {why}"
 
 
 @dataclass
