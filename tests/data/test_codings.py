@@ -251,7 +251,7 @@ def test_missing_cells_are_counted_before_they_are_filled(tmp_path: Path) -> Non
     other["bp"][:7], other["sex"][:2], other["age"][:3] = ["?"] * 7, [""] * 2, ["-1"] * 3
     for impute in ("mean", "drop", {"bp": 120.0, "sex": "m"}):
         data = table(tmp_path, three(other), missing_values={"age": -1}, impute=impute)
-        assert {name: at["c"] for name, at in missing_cells(data.cells).items()} == {
+        assert {name: at["c"] for name, at in missing_cells(data.columns).items()} == {
             "age": (3, ROWS),
             "bp": (7, ROWS),
             "sex": (2, ROWS),
@@ -289,7 +289,7 @@ def test_real_hospitals() -> None:
         missing, codes = site_differences(data)
         assert "column 'ca' has no value, or almost none, at 'hungarian' (3 of 294 rows)" in missing
         assert "column 'chol' has 0 in all of the rows of 'switzerland', 0 in 25" in codes
-        assert missing_cells(data.cells)["ca"]["switzerland"] == (118, 123)
+        assert missing_cells(data.columns)["ca"]["switzerland"] == (118, 123)
 
 
 # Copies ---------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,8 +10,10 @@ import numpy as np
 import pytest
 
 from fedshift.data.checks import agreed_classes
+from fedshift.data.codings import counted
 from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing
 from fedshift.data.site_differences import site_differences
+from fedshift.data.table_files import from_columns
 from fedshift.errors import UserError
 
 
@@ -26,15 +27,18 @@ def table(
     categorical: Mapping[str, Mapping[str, Sequence[str]]] | None = None,
 ) -> DataSet:
     """A table of columns that are given as column → site → cells, with inputs that do not repeat."""
-    columns = {**(numeric or {}), **(categorical or {})}
-    sites = next(iter(columns.values()))
-    cells = {site: {name: dict(Counter(by_site[site])) for name, by_site in columns.items()} for site in sites}
-    inputs = {site: rows(number, len(sites[site])) for number, site in enumerate(sites)}
-    encoding: dict[str, object] = {
-        "numeric": [{"name": name} for name in numeric or ()],
-        "categorical": [{"name": name} for name in categorical or ()],
+    numeric, categorical = numeric or {}, categorical or {}
+    sites = next(iter([*numeric.values(), *categorical.values()]))
+    columns = {
+        site: counted(
+            from_columns(site, {name: by_site[site] for name, by_site in [*numeric.items(), *categorical.items()]}),
+            list(numeric),
+            list(categorical),
+        )
+        for site in sites
     }
-    return replace(data("table", encoding, **inputs), cells=cells)
+    inputs = {site: rows(number, len(sites[site])) for number, site in enumerate(sites)}
+    return replace(data("table", {}, **inputs), columns=columns)
 
 
 def warnings_of(

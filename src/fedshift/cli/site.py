@@ -11,10 +11,9 @@ import numpy as np
 import typer
 
 from fedshift.cli.console import safe_console
-from fedshift.data.codings import missing_cells
+from fedshift.data.codings import Categories, missing_cells
 from fedshift.data.domain import DataSet, SparseRows
 from fedshift.data.site_differences import site_differences
-from fedshift.data.table_files import is_missing
 from fedshift.deployment.agreed_terms import AgreedTerms
 from fedshift.deployment.flare import roles
 from fedshift.deployment.privacy.ledger import PrivacyLedger
@@ -79,17 +78,19 @@ def check_site(path: Path) -> None:
 
 def _values(data: DataSet) -> str:
     """Which cells are missing in the file, before they are filled, and which columns never change."""
-    if not data.cells:
+    if not data.columns:
         (domain,) = data.domains.values()
         if isinstance(domain.inputs, SparseRows) or domain.inputs.dtype != np.float32:
             return "values: all are finite"
         still = int((domain.inputs.reshape(len(domain), -1).std(axis=0) == 0).sum())
         return f"values: all are finite, {still} columns that never change"
-    (cells,) = data.cells.values()
+    (columns,) = data.columns.values()
     missing = [
-        f"{name} {absent} of {rows}" for name, at in missing_cells(data.cells).items() for absent, rows in at.values()
+        f"{name} {absent} of {rows}" for name, at in missing_cells(data.columns).items() for absent, rows in at.values()
     ]
-    constant = [name for name, cell in cells.items() if sum(not is_missing(one) for one in cell) == 1]
+    constant = [
+        name for name, one in columns.items() if len(one.names if isinstance(one, Categories) else one.values) == 1
+    ]
     return f"missing in the file: {', '.join(missing) or 'none'}; never changes: {', '.join(constant) or 'no column'}"
 
 

@@ -18,9 +18,6 @@ import numpy.typing as npt
 
 from fedshift.data.table_files import Columns, canonical, is_missing
 
-Cells = Mapping[str, Mapping[str, Mapping[str, int]]]
-"""Site → column → cell as it is written → the number of rows that have it."""
-
 _FOREIGN = 0.1
 """The share of a site's rows from which a category that no other site has looks like another coding."""
 _FEW, _ENOUGH = 3, 10
@@ -48,33 +45,34 @@ _CODES = frozenset(
 """0, -1, and rows of 7, 8 or 9 such as 99 and -999: how "missing" is often written as a number."""
 
 
-def counted(table: Columns, columns: Sequence[str]) -> dict[str, dict[str, int]]:
-    """The cells of columns, and how many rows have each."""
-    return {name: dict(Counter(table.column(name))) for name in columns}
-
-
 @dataclass(frozen=True)
 class Column:
-    """The values that a column has at one site.
+    """The values that a numeric column has at one site.
 
     Attributes:
         values: the numbers, in order.
         rows: how many rows have each.
+        missing: how many rows have none.
     """
 
     values: npt.NDArray[np.float64]
     rows: npt.NDArray[np.int64]
+    missing: int = 0
 
     @classmethod
     def of(cls, cells: Mapping[str, int]) -> Column:
         """The numbers among the cells of a column; other cells are errors where it is read."""
         by_value: Counter[float] = Counter()
+        missing = 0
         for cell, count in cells.items():
+            if is_missing(cell):
+                missing += count
+                continue
             with contextlib.suppress(ValueError):
-                if not is_missing(cell):
-                    by_value[float(cell)] += count
+                by_value[float(cell)] += count
         order = sorted(by_value)
-        return cls(np.array(order, dtype=np.float64), np.array([by_value[one] for one in order], dtype=np.int64))
+        rows = np.array([by_value[one] for one in order], dtype=np.int64)
+        return cls(np.array(order, dtype=np.float64), rows, missing)
 
     @cached_property
     def count(self) -> int:
@@ -88,26 +86,67 @@ class Column:
     def without(self, values: Sequence[float]) -> Column:
         """The other values."""
         others = ~np.isin(self.values, values)
-        return Column(self.values[others], self.rows[others])
+        return Column(self.values[others], self.rows[others], self.missing)
 
 
+@dataclass(frozen=True)
+class Categories:
+    """The categories that a column has at one site.
+
+    Attributes:
+        names: each category, and how many rows have it.
+        missing: how many rows have none.
+    """
+
+    names: Mapping[str, int]
+    missing: int = 0
+
+    @classmethod
+    def of(cls, cells: Mapping[str, int]) -> Categories:
+        """The categories of the cells of a column."""
+        names: Counter[str] = Counter()
+        for cell, count in cells.items():
+            names["" if is_missing(cell) else canonical(cell)] += count
+        missing = names.pop("", 0)
+        return cls(dict(names), missing)
+
+    @property
+    def count(self) -> int:
+        """The number of rows with a value."""
+        return sum(self.names.values())
+
+
+Counted = Mapping[str, Mapping[str, Column | Categories]]
+"""Site → column of its table → the values that rows have in it, before missing ones are filled."""
 Numbers = Mapping[str, Mapping[str, Column]]
 """Numeric column, in the words of messages → site → its values."""
 
 
-def missing_cells(cells: Cells) -> dict[str, dict[str, tuple[int, int]]]:
+def counted(table: Columns, numeric: Sequence[str], categorical: Sequence[str]) -> dict[str, Column | Categories]:
+    """The values of the columns of a table, and how many rows have each."""
+    return {
+        **{name: Column.of(Counter(table.column(name))) for name in numeric},
+        **{name: Categories.of(Counter(table.column(name))) for name in categorical},
+    }
+
+
+def missing_cells(columns: Counted) -> dict[str, dict[str, tuple[int, int]]]:
     """Column → site → its missing cells and its rows, for each column that misses a value anywhere."""
     found: dict[str, dict[str, tuple[int, int]]] = {}
-    for site, columns in cells.items():
-        for name, column in columns.items():
-            missing = sum(count for cell, count in column.items() if is_missing(cell))
-            found.setdefault(name, {})[site] = missing, sum(column.values())
+    for site, of_site in columns.items():
+        for name, column in of_site.items():
+            found.setdefault(name, {})[site] = column.missing, column.missing + column.count
     return {name: sites for name, sites in found.items() if any(missing for missing, _ in sites.values())}
 
 
-def numbers_of(cells: Cells, names: Sequence[str]) -> Numbers:
-    """The numbers in the named columns."""
-    return {in_quotes(name): {site: Column.of(columns[name]) for site, columns in cells.items()} for name in names}
+def numbers_of(columns: Counted) -> Numbers:
+    """The numeric columns."""
+    found: dict[str, dict[str, Column]] = {}
+    for site, of_site in columns.items():
+        for name, column in of_site.items():
+            if isinstance(column, Column):
+                found.setdefault(in_quotes(name), {})[site] = column
+    return found
 
 
 def in_quotes(column: str) -> str:
@@ -115,9 +154,9 @@ def in_quotes(column: str) -> str:
     return f"column '{column}'"
 
 
-def missing_warnings(cells: Cells) -> Iterator[str]:
+def missing_warnings(columns: Counted) -> Iterator[str]:
     """The columns that have almost no value at some site; one line for each."""
-    for column, sites in missing_cells(cells).items():
+    for column, sites in missing_cells(columns).items():
         empty = [
             f"'{site}' ({rows - missing} of {rows} rows)"
             for site, (missing, rows) in sites.items()
@@ -140,23 +179,19 @@ def number_warnings(numbers: Numbers) -> Iterator[str]:
         yield from found
 
 
-def named_warnings(cells: Cells, names: Sequence[str]) -> Iterator[str]:
+def named_warnings(columns: Counted) -> Iterator[str]:
     """Categories that other sites spell otherwise or do not have, and columns with a single one at some site."""
-    for name in names:
-        sites = {site: _categories(columns[name]) for site, columns in cells.items()}
+    found: dict[str, dict[str, Mapping[str, int]]] = {}
+    for site, of_site in columns.items():
+        for name, column in of_site.items():
+            if isinstance(column, Categories):
+                found.setdefault(name, {})[site] = column.names
+    for name, sites in found.items():
         yield from category_warnings(name, sites)
         yield from _slips(name, sites)
         yield from _constant(
             in_quotes(name), {site: {_quoted(what): n for what, n in one.items()} for site, one in sites.items()}
         )
-
-
-def _categories(cells: Mapping[str, int]) -> dict[str, int]:
-    found: Counter[str] = Counter()
-    for cell, count in cells.items():
-        if not is_missing(cell):
-            found[canonical(cell)] += count
-    return dict(found)
 
 
 # Categories -----------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
 
+from fedshift.data.codings import Counted
 from fedshift.errors import UserError
 
 Rows = npt.NDArray[np.int64]
@@ -186,9 +187,9 @@ class Manifest:
 class DataSet:
     """Domains that share classes and input shape. Built by `DataSource.build`, checked by `checked`.
 
-    ``classes`` names what a network has an output for: classes, structures, or for regression the one label. ``cells``
-    counts the cells of a table's columns before missing ones are filled: site → column → cell → rows. ``sides`` has the
-    shorter sides, in pixels, of some image files of each site as they are stored.
+    ``classes`` names what a network has an output for: classes, structures, or for regression the one label.
+    ``columns`` are those of tables before missing cells are filled. ``sides`` has the shorter sides, in pixels, of some
+    image files of each site as they are stored.
     """
 
     name: str
@@ -197,7 +198,7 @@ class DataSet:
     preprocessing: Preprocessing
     manifest: Manifest
     warnings: tuple[str, ...] = ()
-    cells: Mapping[str, Mapping[str, Mapping[str, int]]] = field(default_factory=dict)
+    columns: Counted = field(default_factory=dict)
     sides: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -197,20 +196,15 @@ def _counts_rows(ids: tuple[str, ...]) -> bool:
 
 def _codings(data: DataSet, numbers: Numbers) -> Iterator[str]:
     """Warnings about missing cells, codes for them, categories and columns that never change."""
-    yield from fewer(missing_warnings(data.cells))
-    yield from fewer(named_warnings(data.cells, _columns(data, "categorical") if data.cells else ()))
+    yield from fewer(missing_warnings(data.columns))
+    yield from fewer(named_warnings(data.columns))
     yield from fewer(number_warnings(numbers))
-
-
-def _columns(data: DataSet, what: str) -> list[str]:
-    table: Mapping[str, Any] = data.preprocessing.table or {}
-    return [str(column["name"]) for column in table.get(what, ())]
 
 
 def _numbers(data: DataSet) -> Numbers:
     """The values of numeric columns, where they are measurements: of a table, or of few columns without names."""
-    if data.cells:
-        return numbers_of(data.cells, _columns(data, "numeric"))
+    if data.columns:
+        return numbers_of(data.columns)
     dense = {site: domain.inputs for site, domain in data.domains.items() if not isinstance(domain.inputs, SparseRows)}
     plain = data.preprocessing.kind == "features" and data.preprocessing.backbone is None
     if not plain or len(data.input_shape) != 1 or data.input_shape[0] > _MEASURED or len(dense) < len(data.domains):

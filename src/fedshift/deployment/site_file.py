@@ -158,8 +158,8 @@ def read_holding(config: SiteConfig) -> Holding:
         raise UserError(f"{config.path}: classes: the data are for {data.task}: leave it out")
     if config.file.classes is not None and data.classes != config.file.classes:
         domain, data = _renumbered(config, data, domain)
-    cells = {config.file.site: data.cells[name]} if name in data.cells else {}
-    own = replace(data, domains={config.file.site: domain}, cells=cells)
+    columns = {config.file.site: data.columns[name]} if name in data.columns else {}
+    own = replace(data, domains={config.file.site: domain}, columns=columns)
     return Holding(source, own, domain, data_fingerprint(own), source.gives())
 
 

@@ -195,7 +195,7 @@ def check(experiment: Experiment, runs: Path | None = None) -> Check:
         warnings=(*data.warnings, *plan.site_differences, *warnings),
         encoding_shares=experiment.data.shares,
         privacy=spent_by_experiment(plan),
-        missing=missing_cells(data.cells),
+        missing=missing_cells(data.columns),
         progress=Progress(0, len(plan.runs)) if runs is None else progress_of(plan, runs / experiment.name),
     )
 

@@ -234,9 +234,9 @@ def taking_part(protocol: Protocol, data: DataSet) -> DataSet:
         raise UserError("protocol.wrong_labels: names whole sources, which protocol.sites_each cuts; leave one out")
     kept = {name: domain for name, domain in data.domains.items() if name not in protocol.drop}
     if protocol.sites_each > 1:
-        return replace(data, domains=_cut(protocol, kept), cells={})
-    cells = {name: columns for name, columns in data.cells.items() if name in kept}
-    return replace(data, domains=kept, cells=cells) if protocol.drop else data
+        return replace(data, domains=_cut(protocol, kept), columns={})
+    columns = {name: own for name, own in data.columns.items() if name in kept}
+    return replace(data, domains=kept, columns=columns) if protocol.drop else data
 
 
 def _cut(protocol: LeaveOneOut | AdaptToOne, domains: Mapping[str, Domain]) -> dict[str, Domain]:

@@ -100,17 +100,18 @@ class HeartDisease(DataSource):
         tables = (
             _from_csv(path) if path.suffix == ".csv" else {name: _from_data(path.parent, name) for name in HOSPITALS}
         )
-        domains, cells = {}, {}
-        columns = [*(column.name for column in ENCODING.numeric), *(column.name for column in ENCODING.categorical)]
+        domains, columns = {}, {}
+        numeric = [column.name for column in ENCODING.numeric]
+        categorical = [column.name for column in ENCODING.categorical]
         codes = {column.name: column.missing_values for column in ENCODING.numeric}
         for name, table in tables.items():
             narrowing = numbers(table, "num")
             if np.isnan(narrowing).any():
                 raise UserError(f"{table.path}: '{name}' has a row without num, the diagnosis: get the file again")
             domains[name] = Domain(name, encode(table, ENCODING), (narrowing > 0).astype(np.int64))
-            cells[name] = counted(table.without_codes(codes), columns)
+            columns[name] = counted(table.without_codes(codes), numeric, categorical)
         classes = ("healthy", "disease")
-        return checked(DataSet(self.name, domains, classes, ENCODING.preprocessing(), self.manifest(), cells=cells))
+        return checked(DataSet(self.name, domains, classes, ENCODING.preprocessing(), self.manifest(), columns=columns))
 
 
 def _from_csv(path: Path) -> Mapping[str, Columns]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, model_validator
 
 from fedshift.data.agreement import table_given
 from fedshift.data.builders.arrays import sites_for_statistics
@@ -79,6 +79,8 @@ class Table(TaskFields):
     statistics_from: tuple[str, ...] | None = Field(
         None, description="the sites whose sums and category sets define the encoding; unset: all"
     )
+
+    _further: bool = PrivateAttr(False)
 
     @model_validator(mode="after")
     def _one_form(self) -> Self:
@@ -183,6 +185,7 @@ class Table(TaskFields):
     def without(self, unseen: str) -> DataSource:
         chosen = tuple(site for site in self._giving(self.statistics_from) if site != unseen)
         fewer = self.model_copy(update={"statistics_from": chosen})
+        fewer._further = fewer != self
         return fewer if self.label_statistics_from is None else fewer.without_labels(unseen)
 
     def without_labels(self, site: str) -> DataSource:
@@ -218,8 +221,12 @@ class Table(TaskFields):
         scaling = sites_for_statistics(self.label_statistics_from or self.statistics_from, tables)
         objective = self.objective([label_sums(labels[site]) for site in scaling] if self.scales_labels else [])
         preprocessing = encoding.preprocessing().model_copy(update={"objective": objective})
-        cells = {site: counted(table, [*self.numeric, *self.categorical]) for site, table in whole.items()}
-        return checked(DataSet(self.name, domains, classes, preprocessing, self.manifest(), cells=cells))
+        columns = {site: counted(table, self.numeric, self.categorical) for site, table in self._compared(whole)}
+        return checked(DataSet(self.name, domains, classes, preprocessing, self.manifest(), columns=columns))
+
+    def _compared(self, tables: Mapping[str, Columns]) -> Iterable[tuple[str, Columns]]:
+        """The tables whose columns are compared between sites: none in a further encoding of the same tables."""
+        return () if self._further else tables.items()
 
     def _classes(self, labels: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
         """What networks have an output for: the classes of all sites together, or the column of a quantity."""
