@@ -65,7 +65,7 @@ def test_patients_of_the_same_kind_pass_without_a_word() -> None:
         pytest.param(
             "chol",
             lambda value: value / 38.67,
-            "overlap 0.00",
+            "overlap 0.0",
             marks=pytest.mark.case("units of new data", "cholesterol in mmol/L, all within five deviations of mg/dL"),
         ),
         pytest.param(
@@ -192,6 +192,29 @@ def test_overlap_is_the_integral_of_the_root_of_both_densities() -> None:
         assert overlap(mean, std, other, deviation) == pytest.approx(integral, abs=1e-6)
     assert overlap(3, 0, 3, 0) == 1.0
     assert overlap(3, 0, 4, 0) == 0.0
+
+
+@pytest.mark.case("shares of new data", "healthy: a sign that 1 of 50 training patients had, 3 of 25 here")
+def test_a_rare_sign_is_within_its_range() -> None:
+    rare = NumericColumn(name="rare", mean=0.02, std=math.sqrt(0.02 * 0.98), can_be_missing=False)
+    encoding = TableEncoding(numeric=(rare,), categorical=())
+    assert table_shift(from_columns("t", {"rare": [1] * 3 + [0] * 22}), encoding).warning is None
+    assert table_shift(from_columns("t", {"rare": [2] * 3 + [1] * 22}), encoding).warning is not None
+
+
+@pytest.mark.case("shares of new data", "healthy: 25 patients without the few high values of a skewed column")
+def test_few_rows_of_a_skewed_column() -> None:
+    skewed = NumericColumn(name="troponin", mean=300.0, std=1300.0, can_be_missing=False)
+    encoding = TableEncoding(numeric=(skewed,), categorical=())
+    low = np.random.default_rng(0).exponential(5, 200).tolist()
+    assert table_shift(from_columns("t", {"troponin": low[:25]}), encoding).warning is None
+    assert table_shift(from_columns("t", {"troponin": low}), encoding).warning is not None
+
+
+@pytest.mark.case("shares of new data", "healthy: one patient six deviations from the mean")
+def test_one_patient_far_from_the_mean() -> None:
+    assert shift_of({"age": [54], "chol": [247 + 6 * 52], "sex": ["male"]}).warning is None
+    assert "'chol'" in (shift_of({"age": [54], "chol": [247 + 11 * 52], "sex": ["male"]}).warning or "")
 
 
 @pytest.mark.case("units of new data", "a column of an array without names, times a thousand")

@@ -2,7 +2,8 @@
 
 A model file holds sums over all training samples, as means and deviations, and the known categories. No value of a
 single sample is in it. So the range of a column is its mean ± 5 deviations: by Chebyshev's inequality at most 1 in 25
-training values lies outside, whatever their distribution, which is less than the share that is reported. And columns
+training values lies outside, whatever their distribution, which is less than the share that is reported. For less than
+20 rows it is the mean ± 10 deviations. And columns
 as wholes are compared by the overlap (Bhattacharyya coefficient) of two normal distributions with their means and
 deviations: 1 for the same ones, 0.6 for means that are two deviations apart, less than 0.01 for other units.
 """
@@ -23,16 +24,18 @@ from fedshift.data.table_files import Columns, canonical, is_missing
 from fedshift.data.tables import CategoricalColumn, TableEncoding, numbers
 from fedshift.errors import UserError
 
-DEVIATIONS = 5.0
-"""A value farther from the mean than so many deviations is outside the range of the training data."""
+DEVIATIONS, OF_FEW = 5.0, 10.0
+"""A value farther from the mean than so many deviations is outside the range of the training data; the second of less
+than 20 rows, of which a single one would be reported."""
 REPORTED, REFUSED = 0.05, 0.5
 """Shares of rows with an unknown category, outside the range, or missing where no training value was, in one column."""
 OVERLAP_REPORTED, OVERLAP_REFUSED = 0.5, 0.1
 """Overlaps with the training data, of one column."""
 FEWEST, ENOUGH = 10, 20
 """Rows from which data are refused, and values from which a column as a whole is compared."""
-NO_VALUE = 100
-"""Rows from which a column without any value is unusual, where some training rows had none either."""
+MANY = 100
+"""Rows from which a column is unusual if it has no value, where some training rows had none either, or if its values
+are less spread than in training: the few far ones of a skewed column can be absent from fewer rows."""
 _MOST_COLUMNS = 3
 _MOST_PIXELS = 1
 """Images whose brightest pixel is no brighter hold numbers from 0 to 1."""
@@ -97,7 +100,7 @@ class ColumnShift:
             found.append(f"{self.details['moments']} (overlap {self.overlap:.2g})")
         if self.missing > REPORTED and not self.expected:
             found.append(f"{_percent(self.missing)} of the rows have no value, in training all had one")
-        elif self.missing == 1 and self.rows >= NO_VALUE:
+        elif self.missing == 1 and self.rows >= MANY:
             found.append("no row has a value, in training some had")
         return found
 
@@ -177,7 +180,13 @@ def table_shift(table: Columns, encoding: TableEncoding) -> InputShift:
         UserError: the table lacks a column, or a numeric cell is not a number.
     """
     numeric = [
-        _of_numbers(one.name, one.mean, one.std, one.can_be_missing, numbers(table, one.name, one.missing_values))
+        _of_numbers(
+            one.name,
+            one.mean,
+            one.std,
+            one.can_be_missing or one.fill is not None,
+            numbers(table, one.name, one.missing_values),
+        )
         for one in encoding.numeric
     ]
     return InputShift(
@@ -202,16 +211,19 @@ def feature_shift(inputs: npt.NDArray[Any], preprocessing: Preprocessing) -> Inp
 def _of_numbers(name: str, mean: float, std: float, may_miss: bool, values: npt.NDArray[np.float64]) -> ColumnShift:
     """A numeric column with NaN where values are missing; ``mean`` and ``std`` are those of the training data."""
     rows, there = len(values), values[~np.isnan(values)]
-    low, high = mean - DEVIATIONS * std, mean + DEVIATIONS * std
-    details = {"range": f"{low:.4g} to {high:.4g} (mean ± {DEVIATIONS:g} deviations of the training data)"}
+    deviations = DEVIATIONS if rows >= ENOUGH else OF_FEW
+    low, high = mean - deviations * std, mean + deviations * std
+    details = {"range": f"{low:.4g} to {high:.4g} (mean ± {deviations:g} deviations of the training data)"}
+    if abs(std**2 - mean * (1 - mean)) <= 1e-9:  # as of a column of 0 and 1, where a rare 1 is far from the mean
+        low, high = min(low, 0.0), max(high, 1.0)
     common = None
     if len(there) >= ENOUGH:
         with np.errstate(over="ignore", invalid="ignore"):
             own, deviation = float(there.mean()), float(there.std())
         details["moments"] = f"{own:.4g} ± {deviation:.3g}, in training {mean:.4g} ± {std:.3g}"
         # Where most values are one, such as 0, the deviation says how many are not, and nothing of units.
-        mostly_one = np.mean(there == np.median(there)) > 0.5
-        common = overlap(mean, std, own, max(deviation, std) if mostly_one else deviation)
+        spread = len(there) >= MANY and np.mean(there == np.median(there)) <= 0.5
+        common = overlap(mean, std, own, deviation if spread else max(deviation, std))
     return ColumnShift(
         name,
         rows,

@@ -185,7 +185,7 @@ class Table(TaskFields):
     def without(self, unseen: str) -> DataSource:
         chosen = tuple(site for site in self._giving(self.statistics_from) if site != unseen)
         fewer = self.model_copy(update={"statistics_from": chosen})
-        fewer._further = fewer != self
+        fewer._further = self._further or fewer != self
         return fewer if self.label_statistics_from is None else fewer.without_labels(unseen)
 
     def without_labels(self, site: str) -> DataSource:
