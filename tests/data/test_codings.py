@@ -432,6 +432,19 @@ def test_the_coordinator_says_nothing_of_healthy_sites(tmp_path: Path) -> None:
     assert list(differences(given(tmp_path, {**sparse, "c": many}))) == []
 
 
+@case("deployed: a column of arrays in other units, and one that never changes")
+def test_the_coordinator_compares_arrays() -> None:
+    def sums(seed: int, factor: float) -> dict[str, Any]:
+        x = np.random.default_rng(seed).normal([5, 50, 1], [1, 10, 1], (60, 3)) * [1, factor, 1]
+        x[:, 2] = 7 if seed == 2 else x[:, 2]
+        return {"kind": "moments", "count": 60, "total": x.sum(0).tolist(), "squares": (x**2).sum(0).tolist()}
+
+    constant, scale = differences({"a": sums(0, 1), "b": sums(1, 12), "c": sums(2, 1)})
+    assert "column 2 never changes at some sites: 7 in all 60 rows" in constant
+    assert "in other units: column 1 is 6" in scale
+    assert list(differences({"a": sums(0, 1), "b": sums(1, 1)})) == []
+
+
 @pytest.mark.case("sites that lie", "a hundred thousand categories, or a constant in each of many columns")
 def test_what_a_hostile_site_sends_takes_no_time_and_few_lines(tmp_path: Path) -> None:
     honest = given(tmp_path, three(patients(3)))

@@ -18,6 +18,8 @@ from fedshift.data.tasks.fields import scaled
 from fedshift.errors import UserError
 
 MOMENTS, TABLE = "moments", "table"
+_MEASURED = 100
+"""Most columns without names that can be measurements with units."""
 
 
 def table_given(statistics: TableStatistics, numeric: Sequence[str], categorical: Sequence[str]) -> dict[str, Any]:
@@ -40,9 +42,12 @@ def differences(given: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     Args:
         given: site → what it sent. Sites that describe different columns are left to `agreed`.
     """
-    if len(given) < 2 or any(one.get("kind") != TABLE for one in given.values()):
+    if len(given) < 2:
         return
     first = next(iter(given.values()))
+    if any(one.get("kind") != TABLE for one in given.values()):
+        yield from _moments_differ(given)
+        return
     if any(one[what] != first[what] for one in given.values() for what in ("numeric", "categorical")):
         return
     numeric = {
@@ -57,6 +62,22 @@ def differences(given: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         for place, column in enumerate(first["categorical"])
     )
     yield from fewer(itertools.chain.from_iterable(categorical))
+
+
+def _moments_differ(given: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """The same of features without names, if they are few enough to be measurements; of images nothing."""
+    widths = {len(one["total"]) for one in given.values()}
+    if len(widths) == 1 and 1 <= (width := widths.pop()) <= _MEASURED:
+        yield from fewer(
+            sums_warnings(
+                {
+                    f"column {place}": {
+                        site: (one["count"], one["total"][place], one["squares"][place]) for site, one in given.items()
+                    }
+                    for place in range(width)
+                }
+            )
+        )
 
 
 def agreed(

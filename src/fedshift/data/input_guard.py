@@ -23,6 +23,7 @@ from fedshift.data.domain import Preprocessing
 from fedshift.data.table_files import Columns, canonical, is_missing
 from fedshift.data.tables import CategoricalColumn, TableEncoding, numbers
 from fedshift.errors import UserError
+from fedshift.text import one_line
 
 DEVIATIONS, OF_FEW = 5.0, 10.0
 """A value farther from the mean than so many deviations is outside the range of the training data; the second of less
@@ -139,7 +140,8 @@ class InputShift:
     def _described(self, columns: Sequence[ColumnShift], images: Sequence[str]) -> str | None:
         if not columns and not images:
             return None
-        parts = [*images, *(f"column '{one.name}': {', '.join(one.reasons)}" for one in columns[:_MOST_COLUMNS])]
+        named = (f"column '{one_line(one.name)}': {', '.join(one.reasons)}" for one in columns[:_MOST_COLUMNS])
+        parts = [*images, *named]
         more = f"; and {len(columns) - _MOST_COLUMNS} more columns" if len(columns) > _MOST_COLUMNS else ""
         return f"the data look unlike those that the model was trained on: {'; '.join(parts)}{more}"
 
@@ -252,7 +254,7 @@ def _of_categories(column: CategoricalColumn, cells: Sequence[str]) -> ColumnShi
 
 def _listing(names: Sequence[str]) -> str:
     more = f" and {len(names) - _MOST_COLUMNS} more" if len(names) > _MOST_COLUMNS else ""
-    return ", ".join(f"'{name}'" for name in names[:_MOST_COLUMNS]) + more
+    return ", ".join(f"'{one_line(name, 60)}'" for name in names[:_MOST_COLUMNS]) + more
 
 
 def _percent(share: float) -> str:

@@ -77,8 +77,8 @@ Warn = Callable[[str], None]
 
 
 def warn_in_python(text: str) -> None:
-    """Warn as Python libraries do."""
-    warnings.warn(text, stacklevel=3)
+    """Warn as Python libraries do, at the line that calls a method of `fedshift.Model`."""
+    warnings.warn(text, stacklevel=5)
 
 
 @dataclass(frozen=True)

@@ -277,6 +277,7 @@ def _limits(trained: TrainedModel, result: RunResult | None) -> Iterator[str]:
     yield "* One run with one seed: the experiment's table has the means and standard errors over seeds."
     if result is None or result.guarantee is None:
         yield "* A model is not anonymous: something about single samples may be learned from its weights."
+    yield "* fedshift compares its input with the training data; other programs that run an exported file do not."
     yield "* It was not examined as a medical device or for any other regulated use."
     for warning in result.warnings if result is not None else ():
         yield f"* Warning of the run: {text(warning)}."
