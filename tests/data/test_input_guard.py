@@ -281,7 +281,7 @@ def test_statistics_are_of_all_images_and_of_no_few() -> None:
         ),
         pytest.param(
             np.zeros((12, 3, 8, 8), dtype=np.uint8),
-            "no pixel",
+            "black",
             False,
             marks=pytest.mark.case("images to predict", "black ones"),
         ),

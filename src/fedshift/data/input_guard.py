@@ -172,7 +172,8 @@ def overlap(mean: float, std: float, other: float, deviation: float) -> float:
     if size == 0:
         return float(mean == other)
     apart = min(abs(mean - other) / size, 1e3)  # divided and cut off first: squares of large numbers overflow
-    return math.sqrt(2 * (std / size) * (deviation / size)) * math.exp(-(apart**2) / 4)
+    ratio = min(std, deviation) / max(std, deviation)
+    return math.sqrt(2 * ratio / (1 + ratio**2)) * math.exp(-(apart**2) / 4)
 
 
 def table_shift(table: Columns, encoding: TableEncoding) -> InputShift:
@@ -293,8 +294,10 @@ def image_shift(
     if len(images) == 0:
         return InputShift()
     if int(images.max()) <= _MOST_PIXELS and (trained is None or trained.mean > 2 / 255):
-        dark = f"no pixel is above {int(images.max())} of 255: multiply images with values from 0 to 1 by 255"
-        return InputShift(images=(dark,), refused_images=(dark,) if int(images.max()) and len(images) >= FEWEST else ())
+        if int(images.max()) == 0:
+            return InputShift(images=("every pixel is black",))
+        dark = "no pixel is above 1 of 255: multiply images with values from 0 to 1 by 255"
+        return InputShift(images=(dark,), refused_images=(dark,) if len(images) >= FEWEST else ())
     if trained is None:
         return InputShift()
     some, found, refused = _some(images), [], []
