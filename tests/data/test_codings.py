@@ -154,6 +154,9 @@ def test_a_sign_in_other_digits(tmp_path: Path) -> None:
     (said,) = warnings_of(tmp_path, three(other))
     assert "column 'smoker' is coded otherwise" in said
     assert "1 and 2 at 'c'" in said
+    sites = {**three(other), "d": patients(4, smoker=["0"] * ROWS)}
+    (said,) = warnings_of(tmp_path, sites)
+    assert "1 and 2 at 'c'" in said
 
 
 @case("data frames: the same columns as in files")
@@ -456,6 +459,8 @@ def test_what_a_hostile_site_sends_takes_no_time_and_few_lines(tmp_path: Path) -
         "a": {**sums, "count": [50] * wide, "total": [50.0] * wide, "squares": [90.0] * wide},
         "b": {**sums, "count": [50] * wide, "total": [100.0] * wide, "squares": [-1e150] * wide},
     }
+    names = [f"n{number}" for number in range(10_001)]
+    assert list(differences({site: {**one, "numeric": names} for site, one in sites.items()})) == []
     said = list(differences(sites))
     assert len(said) == 11
     assert "490 more columns" in said[-1]

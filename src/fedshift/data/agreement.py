@@ -20,6 +20,8 @@ from fedshift.errors import UserError
 MOMENTS, TABLE = "moments", "table"
 _MEASURED = 100
 """Most columns without names that can be measurements with units."""
+_COMPARED = 10_000
+"""Tables of more columns are not compared, which would take long."""
 
 
 def table_given(statistics: TableStatistics, numeric: Sequence[str], categorical: Sequence[str]) -> dict[str, Any]:
@@ -49,6 +51,8 @@ def differences(given: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         yield from _moments_differ(given)
         return
     if any(one[what] != first[what] for one in given.values() for what in ("numeric", "categorical")):
+        return
+    if len(first["numeric"]) + len(first["categorical"]) > _COMPARED:
         return
     numeric = {
         in_quotes(column): {

@@ -187,10 +187,11 @@ def named_warnings(columns: Counted) -> Iterator[str]:
             if isinstance(column, Categories):
                 found.setdefault(name, {})[site] = column.names
     for name, sites in found.items():
-        yield from category_warnings(name, sites)
-        yield from _slips(name, sites)
-        yield from _constant(
-            in_quotes(name), {site: {_quoted(what): n for what, n in one.items()} for site, one in sites.items()}
+        quoted = {site: {_quoted(what): count for what, count in one.items()} for site, one in sites.items()}
+        yield from (
+            list(category_warnings(name, sites))
+            or list(_slips(name, sites))
+            or list(_constant(in_quotes(name), quoted))
         )
 
 
@@ -299,7 +300,7 @@ def _slips(column: str, sites: Mapping[str, Mapping[str, int]]) -> Iterator[str]
             if len(same) > 1 and named[rare] < _RARE * sum(named.values()):
                 usual = max(same, key=lambda category: named[category])
                 found.append(f"{_quoted(rare)} ({named[rare]} rows) and {_quoted(usual)} at '{site}'")
-    if found and not list(_respelt(sites)):
+    if found:
         yield f"column '{column}' spells a category in more than one way: {_listed(found)}; use one spelling"
 
 
@@ -404,8 +405,9 @@ def moments_of(column: Column) -> Moments:
 def _other_digits(column: str, sites: Mapping[str, Column]) -> Iterator[str]:
     """A column of two values, such as 0 and 1, that is written with other two at some sites, such as 1 and 2."""
     pairs = {site: tuple(one.values.tolist()) for site, one in sites.items() if one.count >= _ENOUGH}
-    if len(set(pairs.values())) > 1 and all(len(pair) == 2 for pair in pairs.values()):
-        listed = [f"{low:g} and {high:g} at '{site}'" for site, (low, high) in pairs.items()]
+    known = {site: pair for site, pair in pairs.items() if len(pair) == 2}
+    if len(set(known.values())) > 1 and all(len(pair) <= 2 for pair in pairs.values()):
+        listed = [f"{low:g} and {high:g} at '{site}'" for site, (low, high) in known.items()]
         yield f"{column} is coded otherwise at some sites: {_listed(listed)}"
 
 
