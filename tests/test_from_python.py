@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any, get_args
 
@@ -316,3 +317,44 @@ def test_a_card_without_a_run_has_no_measures(run: Path) -> None:
     assert "model-index" not in card
     assert "## Measures" not in card
     assert "not measured" in card
+
+
+@pytest.mark.case(
+    "images to predict", "from Python: inverted colours said, grey refused; private training tells nothing"
+)
+def test_a_model_compares_images_with_those_of_its_training(tmp_path: Path) -> None:
+    def model(**training: Any) -> fedshift.Model:
+        draws = np.random.default_rng(0)
+        sites = {name: ((draws.integers(0, 80, (40, 6, 6, 3))).astype(np.uint8), np.tile([0, 1], 20)) for name in "abc"}
+        experiment = {
+            "name": "private" if training else "plain",
+            "data": {"sites": sites},
+            "protocol": {"targets": ["c"], "seeds": [0]},
+            "model": "linear",
+            "training": {"rounds": 1, **training},
+            "methods": ["fedavg"],
+            "engine": {"threads": 1},
+            "device": "cpu",
+        }
+        return fedshift.run(experiment, tmp_path).model()
+
+    trained = model()
+    images = np.random.default_rng(1).integers(0, 80, (20, 3, 6, 6)).astype(np.uint8)
+    known = trained.metadata["training_images"]
+    assert set(known) == {"mean", "std", "grey", "side"}  # of all images together; of no single one
+    assert known["mean"] == pytest.approx(39.5 / 255, abs=0.005)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained.predict(images)
+    with pytest.warns(UserWarning, match="pixels are 2[01]"):
+        trained.predict(255 - images)
+    grey = np.repeat(images[:, :1], 3, axis=1)
+    with pytest.raises(UserError, match="100 % of the images are grey, in training 0 %"):
+        trained.predict(grey)
+    with pytest.warns(UserWarning, match="grey"):
+        assert len(trained.predict(grey, accept_shift=True)) == 20
+    pytest.importorskip("opacus")
+    private = model(batch_size=8, privacy={"noise_multiplier": 4.0, "delta": 0.01})
+    assert "training_images" not in private.metadata
+    with pytest.raises(UserError, match="multiply images"):
+        private.predict(images // 79)
