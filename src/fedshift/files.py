@@ -48,7 +48,7 @@ def write_bytes(path: Path, data: bytes, *, private: bool = False, flush: bool =
                 os.fsync(file.fileno())
         os.replace(side, path)
         if flush:
-            _flush_folder(path.parent)
+            flush_folder(path.parent)
     except OSError as error:
         with contextlib.suppress(OSError):
             side.unlink()
@@ -61,7 +61,7 @@ def _way_out(error: OSError) -> str:
     return "free some space or choose another folder"
 
 
-def _flush_folder(folder: Path) -> None:
+def flush_folder(folder: Path) -> None:
     """Wait until the names in a folder are on the disk: a file that was renamed could be gone after a power cut."""
     handle = os.open(folder, os.O_RDONLY)
     try:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from fedshift.deployment.flare import roles
 from fedshift.deployment.privacy.ledger import PrivacyLedger
 from fedshift.deployment.privacy.noisy_statistics import lacking
 from fedshift.deployment.secure.identity import Identity
+from fedshift.deployment.secure.rosters import Rosters
 from fedshift.deployment.secure.site_sums import SiteSums
 from fedshift.deployment.site_file import SiteConfig, load_site, read_holding
 from fedshift.deployment.site_requests import seals_all
@@ -94,8 +96,7 @@ def _values(data: DataSet) -> str:
     return f"missing in the file: {', '.join(missing) or 'none'}; never changes: {', '.join(constant) or 'no column'}"
 
 
-def _say_policy(config: SiteConfig, say: object) -> None:
-    assert callable(say)
+def _say_policy(config: SiteConfig, say: Callable[[str], None]) -> None:
     policy = config.file.policy
     every = (*known_kinds(), ACCURACY, METRICS)
     leaves = [kind for kind in dict.fromkeys((*policy.send, MASKED, SEALED)) if policy.lets_out(kind)]
@@ -113,7 +114,7 @@ def _say_policy(config: SiteConfig, say: object) -> None:
     rate = "".join(f"; at most {most} {what} a day" for most, what in limits if most)
     say(f"methods that can run: {', '.join(allowed) or 'none'}{rate}")
     terms = AgreedTerms(config.memory, config.file.site, policy)
-    say(f"secure aggregation: {policy.secure}; sums of at least {policy.smallest_sum} sites")
+    _say_sums(config, say)
     listed = f"{len(policy.peers)} listed" if policy.peers else "required" if policy.secure == "required" else "first"
     rules = {"models": policy.models, "splits": policy.splits, "peers": listed}
     for what, agreed in terms.agreed().items():
@@ -121,6 +122,25 @@ def _say_policy(config: SiteConfig, say: object) -> None:
         say(f"{what} agreed to: {listed} (rule policy.{what}: {_rule(rules[what])})")
     if any(terms.asked().values()):
         say("asked and refused: see fedshift site agree")
+
+
+def _say_sums(config: SiteConfig, say: Callable[[str], None]) -> None:
+    """Which sums the site takes part in, and of whom its sums were so far."""
+    policy = config.file.policy
+    say(f"secure aggregation: {policy.secure}; sums of at least {policy.smallest_sum} sites")
+    with contextlib.suppress(FedshiftError):  # a damaged log is said elsewhere
+        rosters = Rosters(config.memory, config.file.site, policy, AuditLog(config.audit_log))
+        try:
+            known = "; then ".join(", ".join(roster) for roster in rosters.known()) or "none yet"
+            say(f"its sums were of: {known} (rule policy.roster: {_rule(policy.roster)})")
+        except Refused as error:
+            say(f"warning: {error}")
+    if policy.colluders == 0 and (policy.roster == "any" or config.file.privacy is not None):
+        say(
+            "warning: policy.colluders is 0: in a sum of an odd number of sites, one that works with a coordinator "
+            "that lies about who answered is enough to unmask others; the usual coordinator is itself a hospital: "
+            "write 1"
+        )
 
 
 def _term(term: Mapping[str, Any]) -> str:
@@ -169,8 +189,7 @@ def open_model(model: Path, path: Path, out: Path) -> None:
     safe_console().print(said, highlight=False, markup=False, soft_wrap=True)
 
 
-def _say_kit(config: SiteConfig, say: object) -> None:
-    assert callable(say)
+def _say_kit(config: SiteConfig, say: Callable[[str], None]) -> None:
     if not (config.kit / "kit.json").exists():
         say(f"kit: none at {config.kit} yet")
         return

@@ -40,9 +40,10 @@ from fedshift.federation.remote.remote_federation import RemoteFederation
 from fedshift.federation.remote.sealed_federation import SealedFederation
 from fedshift.federation.remote.secure_federation import SecureFederation
 from fedshift.federation.remote.transport import Transport, ask_plain
+from fedshift.federation.secure.sums import threshold
 from fedshift.federation.setting_json import setting_recipe
 from fedshift.federation.site import Role
-from fedshift.federation.site_runner import Setting, about_sites
+from fedshift.federation.site_runner import Setting, SitePlan, about_sites
 from fedshift.methods.base import Method
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -103,7 +104,8 @@ def coordinate(folder: Path, transport: Transport, sites: Sequence[str]) -> None
         for warning in (*agreed.data.warnings, *plan.site_differences):
             log.warn(warning)
         check_fit(plan)
-        _check_sums(plan)
+        for warning in _check_sums(plan):
+            log.warn(warning)
         _check_measured(plan)
         check_budgets(plan, begun=begun)
         context = Context(resolve_device(experiment.device), torch.get_num_threads(), log)
@@ -139,7 +141,10 @@ def _carry_out(
         name = f"{experiment.name}-{run.method.display}-{run.target}-seed-{run.seed}"
         numbers = {site.name: (site.role, site.parts[0][2]) for site in plans}
         plain = SealedFederation if engine.routing == "sealed" else RemoteFederation
-        kind = partial(SecureFederation, memory=folder.memory) if engine.sums_only else plain
+        colluders = max(plan.agreed.colluders.get(one.name, 0) for one in plans)
+        whole = bool(_strict(plan, plans))
+        secure = partial(SecureFederation, memory=folder.memory, whole=whole, colluders=colluders)
+        kind = secure if engine.sums_only else plain
         federation = kind(
             run.method,
             transport,
@@ -180,12 +185,52 @@ def _check_measured(plan: DeployedPlan) -> None:
             )
 
 
-def _check_sums(plan: DeployedPlan) -> None:
-    """Raise UserError where a site takes part only in sums of more sites than a run has."""
-    for planned in plan.runs if plan.experiment.engine.sums_only else ():
+def _strict(plan: DeployedPlan, sites: Sequence[SitePlan]) -> list[str]:
+    """Those of the sites that take part in sums of one set of sites only: no noise of theirs hides differences."""
+    private = plan.experiment.training.privacy is not None
+    noisy = plan.agreed.privacy if private else ()
+    return [site.name for site in sites if site.name in plan.agreed.one_roster and site.name not in noisy]
+
+
+def _check_rosters(plan: DeployedPlan) -> None:
+    """Raise UserError where a site would be in sums of two sets of sites, of which it refuses the second."""
+    before: dict[str, tuple[set[str], str]] = {}
+    for planned in plan.runs:
+        sites = planned.sites(planned.data)
+        for role in ("source", "target"):
+            group = [site for site in sites if site.role == role]
+            names = {site.name for site in group}
+            for site in _strict(plan, group):
+                known, target = before.setdefault(site, (names, planned.run.target))
+                if known != names:
+                    differ = ", ".join(f"'{one}'" for one in sorted(known ^ names))
+                    raise UserError(
+                        f"site '{site}' would be in sums with and without {differ} (targets '{target}' and "
+                        f"'{planned.run.target}'), whose difference shows single models, and refuses the second (rule "
+                        "policy.roster): name one target, or write training.privacy for sites with a budget"
+                    )
+                if planned.drawn:
+                    raise UserError(
+                        f"protocol.sites_per_round: site '{site}' has no budget of privacy, and takes part in sums of "
+                        "one set of sites only (rule policy.roster): leave it out"
+                    )
+
+
+def _check_sums(plan: DeployedPlan) -> tuple[str, ...]:
+    """Raise UserError where sites refuse the sums of a run; return warnings."""
+    if not plan.experiment.engine.sums_only:
+        return ()
+    _check_rosters(plan)
+    weak: dict[str, None] = {}
+    for planned in plan.runs:
         sources = [site.name for site in planned.sites(planned.data) if site.role == "source"]
         number = planned.drawn or len(sources)
         for site in sources:
+            if threshold(number, plan.agreed.colluders[site]) > number:
+                raise UserError(
+                    f"site '{site}' expects {plan.agreed.colluders[site]} colluding sites (rule policy.colluders) of "
+                    f"the {number} that train: lower it there"
+                )
             if plan.agreed.smallest_sums[site] > number:
                 raise UserError(
                     f"site '{site}' takes part in sums of at least {plan.agreed.smallest_sums[site]} sites (rule "
@@ -193,6 +238,15 @@ def _check_sums(plan: DeployedPlan) -> None:
                     + ("in a round " if planned.drawn else "")
                     + f"when '{planned.run.target}' is the target"
                 )
+        colluders = max(plan.agreed.colluders[site] for site in sources)
+        needed = threshold(number, colluders)
+        if 2 * needed - number < 2 and not _strict(plan, planned.sites(planned.data)):
+            weak[
+                f"{needed} of {number} sites unmask a sum: one that works with a coordinator that lies about who "
+                "answered is enough to unmask others; where the coordinator is one of the hospitals, write "
+                "policy.colluders: 1 at each site"
+            ] = None
+    return (*weak,)
 
 
 def _wait_for(folder: RunFolder) -> None:

@@ -45,6 +45,8 @@ class Agreed:
         grouped: whether a site keeps samples of one person together when it splits them.
         fingerprints: a checksum of each site's data.
         smallest_sums: site → the smallest number of sites whose sum it helps to unmask.
+        colluders: site → how many sites may work with a coordinator that lies about who answered.
+        one_roster: the sites that take part in sums of one set of sites only, unless they train with noise.
         given: the statistics of each site for a common encoding, if the data need one.
         privacy: the budget of each site that has one, and what it has spent, as its card says.
         id: the column that names a row in the tables of all sites that name one; predictions give it back.
@@ -56,6 +58,8 @@ class Agreed:
     grouped: Mapping[str, bool]
     fingerprints: Mapping[str, str]
     smallest_sums: Mapping[str, int]
+    colluders: Mapping[str, int]
+    one_roster: tuple[str, ...]
     given: Mapping[str, Mapping[str, Any]] | None
     privacy: Mapping[str, Mapping[str, Any]]
     id: str | None = None
@@ -221,6 +225,8 @@ def _agreed(experiment: Experiment, cards: Mapping[str, Mapping[str, Any]]) -> A
             )
         fingerprints = {site: str(card["fingerprint"]) for site, card in cards.items()}
         smallest = {site: int(card["smallest_sum"]) for site, card in cards.items()}
+        colluders = {site: int(card["colluders"]) for site, card in cards.items()}
+        one_roster = tuple(site for site, card in cards.items() if card["one_roster"])
         grouped = {site: bool(card["grouped"]) for site, card in cards.items()}
         privacy = {site: card["privacy"] for site, card in cards.items() if card["privacy"] is not None}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -237,7 +243,8 @@ def _agreed(experiment: Experiment, cards: Mapping[str, Mapping[str, Any]]) -> A
         manifest=Manifest("Data at sites", "the sites", "the sites'", "", ""),
         warnings=warnings,
     )
-    return Agreed(data, own, rows, grouped, fingerprints, smallest, given or None, privacy, _common_id(cards))
+    sums = smallest, colluders, one_roster
+    return Agreed(data, own, rows, grouped, fingerprints, *sums, given or None, privacy, _common_id(cards))
 
 
 def _common_id(cards: Mapping[str, Mapping[str, Any]]) -> str | None:

@@ -125,6 +125,8 @@ class Card(_Part):
     send: Annotated[tuple[Word, ...], Field(max_length=50)]
     secure: Literal["allowed", "required"] = "allowed"
     smallest_sum: Annotated[int, Field(ge=3, le=2**20)] = 3
+    one_roster: bool = False
+    colluders: Annotated[int, Field(ge=0, le=1000)] = 0
     device: Word
     threads: Annotated[int, Field(ge=1, le=2**20)]
     privacy: GivenPrivacy | None = None
@@ -191,6 +193,8 @@ def card_of(holding: Holding, rows: Mapping[str, Sequence[int]], policy: Policy,
         "send": list(policy.send),
         "secure": policy.secure,
         "smallest_sum": policy.smallest_sum,
+        "one_roster": policy.roster != "any",
+        "colluders": policy.colluders,
         "device": device,
         "threads": torch.get_num_threads(),
     }

@@ -76,9 +76,9 @@ class SiteProgram:
         self.name = config.file.site
         self.policy = config.file.policy
         self.terms = AgreedTerms(config.memory, self.name, self.policy)
-        self.sums = SiteSums(config, self.terms)
-        self.seals = SiteSeals(config, self.terms, self.sums)
         self.log = AuditLog(config.audit_log)
+        self.sums = SiteSums(config, self.terms, self.log)
+        self.seals = SiteSeals(config, self.terms, self.sums)
         self.rules = SiteRules(config)
         self.device = resolve_device(config.file.device)
         if config.file.threads is not None:
@@ -236,7 +236,9 @@ class SiteProgram:
         self._check_terms(header, method, agree=False)
         runner = self._runner_for(header, method)
         drop_covered(folder, header)
-        summing = self.sums.begun(header, body, method)
+        # Of noise that the coordinator alone decides on, a site without a budget cannot say that it is enough.
+        noise = runner.site.training.privacy is not None and self.rules.budget is not None
+        summing = self.sums.begun(header, body, method, noise=noise)
         before = kept_answer(folder, header)
         if before is not None and summing is not None:
             before = summing.again(before[0])
@@ -264,8 +266,7 @@ class SiteProgram:
         self._check_terms(header, method, agree=True)
         told = {"answers": header["key"], "mini_batches": mini_batches}
         if summing is not None:
-            sent, told["layout"] = summing.masked(), summing.layout
-            entry |= {"sent": described(sent), "roster": list(summing.order.roster)}
+            sent, told["layout"] = summing.masked(entry), summing.layout
         written = narrowed(memory, header, sent)
         told["memory"] = memory.save(folder, envelope.exchange)
         self._runner = (digest_of(header), runner, dict(told["memory"]))

@@ -45,15 +45,31 @@ def budgets(method: Method, methods: Sequence[Method], training: Training, split
     return {site: -(-need * total // whole) for site, need in own.items()}
 
 
-def rounds_needed(method: Method, training: Training, split: Split, budget: Mapping[str, int]) -> int:
+def rounds_needed(
+    method: Method, training: Training, split: Split, budget: Mapping[str, int], *, whole: bool = False
+) -> int:
     """Rounds until every site has used its budget: ``training.rounds``, or more if the method uses less per round.
 
     It is 0 if the budget is used before the first round.
 
+    Args:
+        method: of the run.
+        training: the experiment's training section.
+        split: the rows of the run.
+        budget: of `budgets`.
+        whole: only those rounds for which every site has enough left, as sums need: in the last round, of which each
+            site trains on what is left, some would do a larger part than others.
+
     Raises:
-        UserError: the backbone would be frozen in all of them, or the method does not go with a frozen one.
+        UserError: the backbone would be frozen in all of them, or the method does not go with a frozen one; or the
+            budget is less than a whole round.
     """
-    rounds = _rounds(method, training, split, budget)
+    rounds = _rounds(method, training, split, budget, whole)
+    if whole and rounds < 1 <= _rounds(method, training, split, budget, whole=False):
+        raise UserError(
+            f"training.mini_batches: with aggregation: secure sites train in whole rounds, and this is less than one "
+            f"of {method.display}: raise it"
+        )
     if training.thaw_after and not method.thaws:
         raise UserError(
             f"training.thaw_after: {method.display} needs gradients of the features in every round: leave it out, or "
@@ -67,18 +83,19 @@ def rounds_needed(method: Method, training: Training, split: Split, budget: Mapp
     return rounds
 
 
-def _rounds(method: Method, training: Training, split: Split, budget: Mapping[str, int]) -> int:
+def _rounds(method: Method, training: Training, split: Split, budget: Mapping[str, int], whole: bool) -> int:
     if method.pooled or method.target == "labelled":
         total = sum(budget.values())
         return math.ceil(total / math.ceil(total / training.rounds))
-    needed: list[int] = []
+    needed: list[float] = []
     for trained, chosen in zip(work_of(method), (split.train, split.unlabelled), strict=True):
         for site, rows in chosen.items():
             before, each = _rounds_work(trained, len(rows), training, method.exchanges_per_epoch)
             if each > 0:
-                needed.append(math.ceil((budget[site] - before) / each))
-    # A method that trains nothing in its rounds runs training.rounds of them.
-    return max(0, *needed) if needed else training.rounds
+                needed.append((budget[site] - before) / each)
+    if not needed:  # a method that trains nothing in its rounds runs training.rounds of them
+        return training.rounds
+    return max(0, math.floor(min(needed)) if whole else math.ceil(max(needed)))
 
 
 def trained_by_all(

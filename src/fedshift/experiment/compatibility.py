@@ -79,6 +79,11 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
     fewest = min(len(sources) for sources, _ in roles)
     if (drawn := experiment.protocol.drawn(fewest)) is not None:
         check_drawn(experiment.methods, engine.quorum, drawn, fewest)
+        if engine.sums_only and not private:
+            raise UserError(
+                "protocol.sites_per_round: sums of drawn sites differ by a few, and these differences show single "
+                "models, which aggregation: secure hides: leave it out, or write training.privacy"
+            )
     start = _start(experiment, data)
     fewest_unlabelled = 0 if unseen else min(len(others) for _, others in roles)
     for method in experiment.methods:

@@ -250,7 +250,8 @@ class PlannedRun:
     @cached_property
     def rounds(self) -> int:
         """Rounds until the budget is used; 0 if it is used before the first round."""
-        return rounds_needed(self.run.method, self.experiment.training, self.split, self.budget)
+        whole = self.experiment.engine.sums_only
+        return rounds_needed(self.run.method, self.experiment.training, self.split, self.budget, whole=whole)
 
     @property
     def mini_batches(self) -> int:

@@ -250,18 +250,16 @@ class Federation(ABC):
         content: Mapping[str, Content | PerSite],
         weighing: Weighing | None = None,
     ) -> Generator[tuple[str, Any], None, None]:
-        number = self.progress.exchange
+        number, shares = self.progress.exchange, {site: self._spent(site) for site in to}
+        if weighing is not None and to:  # what enters a sum depends on nothing that one site alone is told
+            shares = dict.fromkeys(to, sum(shares.values()) / len(to))
         own = {site: {name: self._content_for(site, name, value) for name, value in content.items()} for site in to}
 
         def requests() -> Iterator[Request]:
             for site in to:
                 self.ledger.record(number, call, site, "down", self.crossing(call, site, own[site]))
-                used, budget = self.progress.used[site], self.budget.get(site, 0)
-                yield Request(
-                    site,
-                    Envelope(number, self.round, min(1.0, used / budget) if budget else 0.0, budget - used),
-                    own[site],
-                )
+                left = self.budget.get(site, 0) - self.progress.used[site]
+                yield Request(site, Envelope(number, self.round, shares[site], left), own[site])
 
         missing: list[str] = []
         spent: list[float] = []
@@ -284,6 +282,11 @@ class Federation(ABC):
             del answer  # before the next is read
         for site in (*missing, *self._undrawn):
             self.forfeit(site, spent)
+
+    def _spent(self, site: str) -> float:
+        """The share of its budget that a site has used, 0 to 1."""
+        budget = self.budget.get(site, 0)
+        return min(1.0, self.progress.used[site] / budget) if budget else 0.0
 
     def _checked(
         self, call: str, answer: Answer[Any], sent: Mapping[str, Content], weighing: Weighing | None

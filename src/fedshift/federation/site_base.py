@@ -80,6 +80,8 @@ class SiteBase:
     objective: Objective = CLASSES
     draws: Draws | None = None
     mini_batches: int = 0
+    worked: float = 1.0
+    """The share of the training that this exchange's call wanted and its budget let it do, the least of its parts."""
     _orders: int = 0
     _done: int = 0
     _rates: list[float] = field(default_factory=list, repr=False)
@@ -93,6 +95,7 @@ class SiteBase:
         if self.training.thaw_after:  # sites of one process share the network, and are all in this round
             freeze_backbone(self.network, envelope.round <= self.training.thaw_after)
         self.mini_batches = self._orders = self._done = 0
+        self.worked = 1.0
         self._rates, self._scheduled = [], []
         # Another word would draw other numbers.
         self.generator = generator(self.seed, self.name, envelope.exchange, "step")
@@ -179,7 +182,11 @@ class SiteBase:
         done, epoch = 0, 0
         while epoch < passes and done < wanted:
             for rows in next(orders):
-                if done >= wanted or self.mini_batches >= self.envelope.mini_batches_left:
+                if done >= wanted:
+                    return
+                if self.mini_batches >= self.envelope.mini_batches_left:
+                    whole = steps if steps is not None else epochs * self.batches_per_epoch
+                    self.worked = min(self.worked, done / whole)
                     return
                 inputs, labels, domains = self.data.batch(rows, augmentation if len(rows) else None)
                 done += 1

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 from fedshift.deployment.secure.identity import Identity, signing
-from fedshift.errors import Refused
+from fedshift.deployment.secure.rosters import ROSTERS
+from fedshift.deployment.site_server import SiteProgram
+from fedshift.errors import Refused, UserError
 from fedshift.federation.messages import Content, Masked
 from fedshift.federation.remote.policy import AuditLog
 from fedshift.federation.remote.transport import PROTOCOL, Lost, request_key
@@ -35,7 +37,7 @@ from fedshift.federation.secure.orders import (
 from fedshift.federation.secure.sums import Layout
 from fedshift.playground.in_process import answer_to, caught_requests, folder_of, forged, rehearse
 from fedshift.playground.played import FOUR, Played, of_four
-from fedshift.playground.promise import Promise, expect
+from fedshift.playground.promise import Broken, Promise, expect
 from fedshift.weights import Weights
 
 Answer = tuple[dict[str, Any], Mapping[str, Content]]
@@ -43,19 +45,19 @@ SECURE: dict[str, Any] = {"engine": {"aggregation": "secure"}}
 FIRST, LIAR = FOUR[0], FOUR[-1]
 
 
-def required(played: Played) -> Callable[[str], dict[str, Any]]:
+def required(played: Played, **policy: Any) -> Callable[[str], dict[str, Any]]:
     """SITE.yaml of sites whose models leave masked or not at all, and that know each other's certificates."""
     peers = {site: Identity.of_kit(kit, site).fingerprint for site, kit in played.sites.items()}
     send = ["masked", "numbers", "accuracy", "metrics"]
-    return lambda site: {"policy": {"secure": "required", "peers": peers, "send": send}}
+    return lambda site: {"policy": {"secure": "required", "peers": peers, "send": send, **policy}}
 
 
 class Sum:
     """One sum of the four sites, of which a coordinator has what it sends in its hands."""
 
-    def __init__(self, played: Played, name: str) -> None:
+    def __init__(self, played: Played, name: str, **policy: Any) -> None:
         four = of_four(played)
-        self.programs, self.requests = caught_requests(four, name, experiment=SECURE, differs=required(four))
+        self.programs, self.requests = caught_requests(four, name, experiment=SECURE, differs=required(four, **policy))
         self.header = json.loads(self.requests[FIRST].header)
         self.order = order_in(self.header, body_of(self.content(FIRST)).sha256)[0]
 
@@ -142,20 +144,86 @@ def _upload(played: Played) -> str:
 
 
 def _roster(played: Played) -> str:
-    one = Sum(played, "roster")
+    one = Sum(played, "roster", roster="any")
     expect("error" not in one.asked(FIRST), "the site does not mask")
-    whole = one.header["sum"]
-    fewer = {
-        part: {site: what for site, what in whole[part].items() if site != LIAR} for part in ("cards", "envelopes")
-    }
-    return one.refused("masks it only once", sum={**whole, **fewer})
+    return one.refused("masks it only once", **_later(one, one.order.exchange, FOUR[:3]))
+
+
+def _later(one: Sum, exchange: int, names: Sequence[str] = FOUR) -> dict[str, Any]:
+    """What a request to mask in another exchange says otherwise, for a sum of these sites."""
+    envelope, whole = {**one.header["envelope"], "exchange": exchange}, one.header["sum"]
+    cards = {site: whole["cards"][site] for site in names}
+    asked = {**whole, "cards": cards, "envelopes": dict.fromkeys(names, envelope), "threshold": len(names) // 2 + 1}
+    return {"envelope": envelope, "sum": asked}
+
+
+def _difference(played: Played) -> str:
+    """The same request, to all and then to all but one: the difference of the sums is the model of that one."""
+    one = Sum(played, "difference")
+    for site in FOUR:
+        expect("error" not in one.asked(site), "a site does not mask")
+    said = ""
+    for number, names in enumerate([FOUR[:3], (*FOUR[:2], LIAR)], 2):
+        for site in names:
+            said = str(one.asked(site, **_later(one, number, names)).get("message"))
+            expect("policy.roster" in said, f"the site answers {said}")
+    return said
+
+
+def _restored(played: Played) -> str:
+    """The record of earlier sums is gone, as after a restore of an older copy."""
+    one = Sum(played, "restored")
+    expect("error" not in one.asked(FIRST), "the site does not mask")
+    memory = one.programs[FIRST].config.memory
+    (memory / ROSTERS).unlink()
+    program = SiteProgram(one.programs[FIRST].config)
+    said = str(answer_to(program, forged(one.requests[FIRST], **_later(one, 2))).get("message"))
+    expect("put the file back" in said, f"the site answers {said}")
+    return said
+
+
+def _drawn(played: Played) -> str:
+    """Other sites in each round, as many sums as there are sites: least squares would solve them."""
+    four, options = of_four(played), {"protocol": {"targets": ["sites"], "seeds": [0], "test_fraction": 0.4}}
+    options["protocol"]["sites_per_round"] = 3
+    try:
+        rehearse(four, "drawn", experiment={**SECURE, **options}, differs=required(four))
+    except UserError as error:
+        return str(error)
+    raise Broken("a run draws sites for sums")
+
+
+def _unequal(played: Played) -> str:
+    """All sites are told the same: that the others may train on one mini-batch, and the first on all."""
+    one = Sum(played, "unequal")
+    little = {**one.header["envelope"], "mini_batches_left": 1}
+    envelopes = {site: one.header["envelope"] if site == FIRST else little for site in FOUR}
+    whole, said = one.header["sum"], ""
+    for site in FOUR[1:]:
+        said = str(one.asked(site, envelope=little, sum={**whole, "envelopes": envelopes}).get("message"))
+        expect("twice that of the others" in said, f"the site answers {said}")
+    return said
+
+
+def _falling(played: Played) -> str:
+    """All sites are told the same: that the run is nearly over for the others, whose learning rate is then about 0."""
+    one = Sum(played, "falling")
+    whole, late = one.header["sum"], {**one.header["envelope"], "progress": 0.999999}
+    envelopes = {site: one.header["envelope"] if site == FIRST else late for site in FOUR}
+    return one.refused("not asked for the same", sum={**whole, "envelopes": envelopes})
+
+
+def _threshold(played: Played) -> str:
+    """Fewer sites are to unmask than the site asks for, so that a site that colludes would be enough."""
+    one = Sum(played, "threshold", colluders=2)
+    return one.refused("policy.colluders", sum={**one.header["sum"], "threshold": 3})
 
 
 def _small_sum(played: Played) -> str:
     one = Sum(played, "small")
     whole = one.header["sum"]
     two = {part: {site: whole[part][site] for site in FOUR[:2]} for part in ("cards", "envelopes")}
-    return one.refused("at least 3 sites", sum={**whole, **two})
+    return one.refused("at least 3 sites", sum={**whole, **two, "threshold": 2})
 
 
 def _idle(played: Played) -> str:
@@ -167,7 +235,7 @@ def _idle(played: Played) -> str:
 
 def _survivors(played: Played) -> str:
     """The last site is called lost to the first, then not."""
-    one = Sum(played, "survivors")
+    one = Sum(played, "survivors", roster="any")
     total, three = one.masked(), sorted(FOUR[:3])
     header, content = one.unmasked_by(FIRST, total, three)
     expect("error" not in header, f"the site does not unmask: {header}")
@@ -183,7 +251,7 @@ def _survivors(played: Played) -> str:
 
 def _different_survivors(played: Played) -> str:
     """Each site answers for one set only, so a coordinator that wants shares for two asks different sites."""
-    one, three = Sum(played, "different-survivors"), sorted(FOUR[:3])
+    one, three = Sum(played, "different-survivors", roster="any"), sorted(FOUR[:3])
     total = one.masked()
     one.second("confirm", FIRST, three)
     codes = {site: one.second("confirm", site, total.answered)[1] for site in FOUR[1:]}
@@ -288,10 +356,8 @@ def _at_the_same_time(played: Played) -> str:
 
 def _too_large(played: Played) -> str:
     one = Sum(played, "large")
-    whole, nothing = one.header["sum"], {**one.header["envelope"], "mini_batches_left": 0}
-    idle = {"envelope": nothing, "sum": {**whole, "envelopes": dict.fromkeys(FOUR, nothing)}}
-    content = {**one.content(FIRST), "weights": _moved(one.content(FIRST)["weights"], 1e10)}
-    return one.refused("too large for a sum", content, **idle)
+    content = {**one.content(FIRST), "weights": _moved(one.content(FIRST)["weights"], 1e12)}
+    return one.refused("too large for a sum", content)
 
 
 # Sites that lie -------------------------------------------------------------------------------------------------------
@@ -305,7 +371,7 @@ def _spoiled(played: Played, name: str, do: str, spoil: Callable[[Masked], Maske
         return seal(told, body_of({name: spoil(found) for name, found in content.items() if isinstance(found, Masked)}))
 
     four, engine = of_four(played), {"aggregation": "secure", "quorum": 3}
-    events = rehearse(four, name, change, experiment={"engine": engine}, differs=required(four))
+    events = rehearse(four, name, change, experiment={"engine": engine}, differs=required(four, roster="any"))
     expect(sum(event.get("what") == "round" for event in events) >= 2, "the run does not go on")
     return events
 
@@ -330,6 +396,12 @@ PROMISES = (
     Promise(COORDINATOR, "asks a site that requires masks for its model alone", _alone),
     Promise(COORDINATOR, "looks at a masked upload, and at two of one update", _upload),
     Promise(COORDINATOR, "has an update masked for two rosters", _roster),
+    Promise(COORDINATOR, "has a like update masked for all sites, then for all but one", _difference),
+    Promise(COORDINATOR, "asks for such a sum once a site's record of earlier sums is gone", _restored),
+    Promise(COORDINATOR, "draws other sites of a sum in each round", _drawn),
+    Promise(COORDINATOR, "lets one site of a sum work more than the others", _unequal),
+    Promise(COORDINATOR, "lets the learning rate of the other sites of a sum fall to nothing", _falling),
+    Promise(COORDINATOR, "has fewer sites unmask than a site asks for", _threshold),
     Promise(COORDINATOR, "asks two processes of a site for two rosters at once", _at_the_same_time),
     Promise(COORDINATOR, "asks for the sum of two sites", _small_sum),
     Promise(COORDINATOR, "lets the other sites of a sum do no work", _idle),

@@ -59,22 +59,13 @@ def test_same_bits_as_the_local_engine_and_nothing_single_leaves(method: dict[st
     assert not list((there / name / "west" / "seed-0").glob("memory/**/*"))
 
 
-def test_a_sum_is_of_the_sites_that_are_drawn(tmp_path: Path) -> None:
-    """Also of sites that were not drawn for the run's first sum. A rule of larger sums refuses them."""
-    options = secure_options(training={"rounds": 4})
+def test_sums_of_drawn_sites_are_refused_before_training(tmp_path: Path) -> None:
+    """Their differences show single models. With noise of a site's own budget they may; without a budget it refuses."""
+    options = secure_options()
     options["protocol"] |= {"sites_per_round": 3}
-    there, transport = deploy_secure(tmp_path, options, FIVE)
-    here = simulate_secure(tmp_path, options, FIVE)
-    assert same(model(here, "fedavg", "west"), model(there, "fedavg", "west"))
-    rosters = []
-    for program in transport.programs.values():
-        lines, _ = AuditLog.check(program.config.audit_log)
-        rosters += [tuple(line["roster"]) for line in lines if line["do"] == "call"]
-    assert {len(roster) for roster in rosters} == {3}
-    assert len(rosters) == 3 * 4
-    assert len(set(rosters)) > 1
-    with pytest.raises(UserError, match=r"policy\.smallest_sum.* only 3 train in a round"):
-        deploy_secure(tmp_path / "more", options, FIVE, smallest_sum=4)
+    for carry_out in (deploy_secure, simulate_secure):
+        with pytest.raises(UserError, match=r"sites_per_round.*leave it out, or write training\.privacy"):
+            carry_out(tmp_path, options, FIVE)
 
 
 def losing(*lost: tuple[str, str, int]) -> Change:
@@ -88,9 +79,10 @@ def losing(*lost: tuple[str, str, int]) -> Change:
 
 
 def between(folder: Path, change: Change, sites: dict[str, int] = FIVE, **policy: Any) -> Loopback:
-    """Sites in this process, with somebody between them and the coordinator."""
+    """Sites in this process, which also take part in sums of some of them, and somebody between them and the
+    coordinator."""
     write_kits(folder, list(sites))
-    files = write_data(folder / "data", sites)
+    files, policy = write_data(folder / "data", sites), {"roster": "any", **policy}
     return Loopback({name: site_file(folder, name, files[name], **policy) for name in sites}, change)
 
 
@@ -142,7 +134,9 @@ def test_killed_between_the_exchanges_a_run_ends_in_the_same_bits(tmp_path: Path
     change, deaths = killed_at(*moments), 0
     while True:
         try:
-            there, transport = deploy_secure(tmp_path, options, transport=between(tmp_path, change, FOUR))
+            there, transport = deploy_secure(
+                tmp_path, options, transport=between(tmp_path, change, FOUR, roster="first")
+            )
             break
         except Killed:
             deaths += 1

@@ -44,6 +44,8 @@ policy:
   smallest_group: 10
   secure: allowed   # required: a model leaves only masked, as a part of a sum (docs/privacy.md)
   smallest_sum: 3   # fewest sites of such a sum
+  roster: first   # sums are of all sites of the first one; or a list of names; any: differences can show single models
+  colluders: 0   # sites of a sum that may work with a coordinator that lies; 1 where the coordinator is a hospital
   peers: {{}}   # site: SHA-256 of its certificate, as `fedshift site check` shows it there; else the first one seen
   methods: all   # or a list, such as [fedavg, csac]
   models: first   # networks: the first one asked for; or a list, such as [{{name: mlp, hidden: [64, 32]}}]; or all

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from fedshift.deployment.agreed_terms import AgreedTerms
 from fedshift.deployment.secure.identity import Identity
+from fedshift.deployment.secure.rosters import Rosters
 from fedshift.deployment.site_file import SiteConfig
 from fedshift.deployment.site_requests import run_name
 from fedshift.errors import FedshiftError, Refused, TrainingDiverged
 from fedshift.federation.messages import NUMBERS, Content, Reply, reply_content
-from fedshift.federation.remote.policy import MASKED, described
+from fedshift.federation.remote.policy import MASKED, AuditLog, described
 from fedshift.federation.remote.wire import Message, body_of, seal, unseal
 from fedshift.federation.replies.checks import ReplyCheck
 from fedshift.federation.reply_bounds import About
@@ -48,10 +49,12 @@ class SiteSums:
     Args:
         config: the site's file.
         terms: what the site has agreed to, such as the certificates of other sites.
+        log: the site's audit log, with which the record of earlier sums is compared.
     """
 
-    def __init__(self, config: SiteConfig, terms: AgreedTerms) -> None:
+    def __init__(self, config: SiteConfig, terms: AgreedTerms, log: AuditLog | None = None) -> None:
         self.name, self.policy = config.file.site, config.file.policy
+        self.rosters = Rosters(config.memory, self.name, self.policy, log)
         self._config, self._terms = config, terms
         self.requests = {"key": self.key, "confirm": self.confirm, "unmask": self.unmask}
 
@@ -74,6 +77,7 @@ class SiteSums:
             lambda card, text: card.site in (self.name, *verified),  # its own key it knows
             self.policy.smallest_sum,
             self.identity.certificate,
+            self.policy.colluders,
         )
 
     # Requests ---------------------------------------------------------------------------------------------------------
@@ -85,8 +89,16 @@ class SiteSums:
         entry["key"] = card.public.hex()
         return seal({"answers": header["key"], "card": card_entry(card)}, body_of({}))
 
-    def begun(self, header: Mapping[str, Any], body_sha256: str, method: Method) -> Summing | None:
+    def begun(
+        self, header: Mapping[str, Any], body_sha256: str, method: Method, *, noise: bool = False
+    ) -> Summing | None:
         """The sum that a request to run a call asks for; None if it asks for the reply itself.
+
+        Args:
+            header: of the request.
+            body_sha256: of its content.
+            method: of the run.
+            noise: whether the site trains with noise, which holds whatever sums the coordinator gets.
 
         Raises:
             Refused: the sum is not one that this site takes part in.
@@ -97,6 +109,8 @@ class SiteSums:
             raise Refused(f"site '{self.name}': {method.name} with these options is not made of sums alone")
         order, weighing = order_in(header, body_sha256)
         self._check_work(header, order)
+        if not noise:
+            self.rosters.check(order.roster)
         found = {
             card.site: self.identity.check(
                 card.site, card.certificate, signed_text(order.run, card.site, card.public), card.signature
@@ -108,7 +122,8 @@ class SiteSums:
         site = self.site(order.run, found)
         site.forget_uploads(int(header["checkpoint"]))
         question = hashlib.sha256(f"{body_sha256} {json.dumps(header['setting'], sort_keys=True)}".encode()).hexdigest()
-        return Summing(site, order, weighing, tuple(header["setting"]["input_shape"]), question)
+        rosters = None if noise else self.rosters
+        return Summing(site, order, weighing, tuple(header["setting"]["input_shape"]), question, rosters)
 
     def _check_work(self, header: Mapping[str, Any], order: Order) -> None:
         """Check what the others of the roster are asked for, which is the same for all or the masks do not cancel.
@@ -122,7 +137,8 @@ class SiteSums:
         try:
             asked = {site: dict(envelope) for site, envelope in envelopes.items()}
             working = [site for site, one in asked.items() if one["mini_batches_left"] > 0 and one["progress"] < 1]
-            alike = {(one["exchange"], one["round"]) for one in asked.values()} == {(own["exchange"], own["round"])}
+            when = ("exchange", "round", "progress")  # learning rates follow from the progress
+            alike = {tuple(one[name] for name in when) for one in asked.values()} == {tuple(own[name] for name in when)}
         except (TypeError, ValueError, KeyError, AttributeError):
             raise Refused(f"site '{self.name}': a request to mask does not say what each site is asked for") from None
         if not alike or asked.get(self.name) != own or set(asked) != set(order.roster):
@@ -173,15 +189,22 @@ class Summing:
         weighing: how contributions are weighted.
         input_shape: of a sample.
         question: a digest of what is asked.
+        rosters: the record of the sites of earlier sums; None where noise hides what their differences show.
 
     Raises:
         Refused: the roster is too small, has another key than before, or this exchange was masked for another one.
     """
 
     def __init__(
-        self, site: SecureSite, order: Order, weighing: Weighing, input_shape: tuple[int, ...], question: str
+        self,
+        site: SecureSite,
+        order: Order,
+        weighing: Weighing,
+        input_shape: tuple[int, ...],
+        question: str,
+        rosters: Rosters | None,
     ) -> None:
-        self.order, self._question = order, question
+        self.order, self._question, self._rosters = order, question, rosters
         self._site, self._weighing, self._input_shape = site, weighing, input_shape
         self._kept = site.kept(order)
         self._numbers: Tensor | None = None
@@ -199,6 +222,7 @@ class Summing:
             Refused: the call is about a model about which something else was asked before.
         """
         site, method = runner.site, runner.method
+        self._check_worked(site.worked)
         owner = method.call_owner(call)
         kept = owner.asked_once.get(call) if isinstance(owner, Method) else None
         if kept is not None:
@@ -216,10 +240,32 @@ class Summing:
         self.layout = [list(found.layout.numbers), [list(one) for one in found.layout.tensors]]
         return {"sum": found.numbers}
 
-    def masked(self) -> dict[str, Content]:
-        """What leaves in place of the contribution. It is on the disk before this returns."""
+    def _check_worked(self, share: float) -> None:
+        """Raise Refused if the coordinator let this site do less work than the method wants of every site alike.
+
+        Then another site would outweigh it in the sum; and a sum with some of its work less one with all would show
+        the rest. Of sets of any sites, whose budgets can differ by those rounds in which one was lost, half is enough.
+        """
+        if self._rosters is not None and share < (1.0 if self._rosters.one else 0.5):
+            raise Refused(
+                f"site '{self._site.site}' takes part in sums in which no site's work is more than twice that of the "
+                "others, and was let do a part of it only (mini_batches_left)"
+            )
+
+    def masked(self, entry: dict[str, Any]) -> dict[str, Content]:
+        """What leaves in place of the contribution. It is on the disk before this returns, and its roster as well.
+
+        Args:
+            entry: of the audit log, which says of whom the sum is.
+        """
         assert self._numbers is not None  # made by `contribution`
-        return {"sum": upload_content(self._kept or self._site.mask(self.order, self._numbers), self.order)}
+        entry["roster"], whole = list(self.order.roster), False
+        if self._rosters is not None:
+            entry["rosters"], whole = self._rosters.note(self.order.roster, self.order.run), self._rosters.one
+        upload = self._kept or self._site.mask(self.order, self._numbers, whole=whole)
+        sent: dict[str, Content] = {"sum": upload_content(upload, self.order)}
+        entry["sent"] = described(sent)
+        return sent
 
     def again(self, answer: Message) -> tuple[Message, Mapping[str, Content]] | None:
         """The answer to a request that comes again, from its kept header and upload; None if it was not kept."""

@@ -52,6 +52,17 @@ class Policy(BaseModel):
     smallest_sum: Annotated[int, Field(ge=3)] = Field(
         3, description="fewest sites whose sum this site helps to unmask, and that train in the same exchange"
     )
+    roster: Literal["first", "any"] | tuple[str, ...] = Field(
+        "first",
+        description="sites of the sums that this site takes part in, unless it trains with noise: those of its first "
+        "sum, for the life of the project, and all of them (first); a list of names, this site's too; any = also "
+        "sums that differ by a few sites, which show the models of these",
+    )
+    colluders: Annotated[int, Field(ge=0, le=1000)] = Field(
+        0,
+        description="sites of a sum that may work with a coordinator that lies about who answered; of H sites "
+        "⌈(H + colluders + 1) / 2⌉ must then answer and unmask",
+    )
     peers: dict[str, str] = Field(
         default_factory=dict,
         description="site → SHA-256 of its certificate, as fedshift site check shows it there; a site that is not "
@@ -97,6 +108,15 @@ class Policy(BaseModel):
             if len(text) != 64 or not set(text) <= set("0123456789abcdef"):
                 raise ValueError(f"'{site}' is not given the SHA-256 of a certificate, 64 hexadecimal digits")
         return plain
+
+    @field_validator("roster")
+    @classmethod
+    def _named(cls, roster: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        if isinstance(roster, tuple):
+            if len(set(roster)) != len(roster) or len(roster) < 3:
+                raise ValueError("list three sites or more, each once, or write first or any")
+            return tuple(sorted(roster))
+        return roster
 
     @field_validator("send")
     @classmethod
@@ -241,6 +261,8 @@ class AuditLog:
         """(run, round) → time of its first request, and number of its requests."""
         self._measured: list[float] = []
         """Times of measurements."""
+        self.rosters = 0
+        """How many sets of sites the site had recorded (`deployment.secure.rosters`) when it last masked."""
         lines, self._last = self.check(path)
         self._size = path.read_bytes().rfind(b"\n") + 1 if lines else 0
         for line in lines:
@@ -293,6 +315,7 @@ class AuditLog:
         return self._last
 
     def _count(self, line: Mapping[str, Any]) -> None:
+        self.rosters = max(self.rosters, whole_number(line.get("rosters")))
         if line.get("do") in _COUNTED and not line.get("refused") and not line.get("again"):
             key = str(line.get("run")), whole_number(line.get("round"))
             when, requests = self._rounds.get(key, (float(line["time"]), 0))

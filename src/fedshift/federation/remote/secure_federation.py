@@ -63,10 +63,13 @@ class SecureFederation(RemoteFederation):
     Args:
         memory: the folder of the run's memory, where the keys and the sums under way are written down.
         arguments: as for `RemoteFederation`.
+        whole: whether the sites unmask only sums of all that have a key.
+        colluders: how many of them may work with a server that lies; decides how many have to answer.
     """
 
-    def __init__(self, *arguments: Any, memory: Path, **options: Any) -> None:
+    def __init__(self, *arguments: Any, memory: Path, whole: bool = False, colluders: int = 0, **options: Any) -> None:
         super().__init__(*arguments, sums_only=True, **options)
+        self._whole, self._colluders = whole, colluders
         self._shared = self._outbox = _SharedOutbox(self.wire)
         self._file = memory / HERE / RECORD
         self._cards: dict[str, KeyCard] = {}
@@ -110,6 +113,7 @@ class SecureFederation(RemoteFederation):
             error = ReplyRefused(f"the reply of site '{site}' in round {self.round}: {reason}")
             self.go_on_without(Missing(site, error), len(to), len(to) - len(answered))
         self.check_number(answered, to)
+        self._check_whole(call, answered, to)
         assert layout is not None
         if self._said is not None and self._said != answered:
             gone = next(site for site in self._said if site not in answered)
@@ -121,6 +125,24 @@ class SecureFederation(RemoteFederation):
         self._write()
         return self._unmasked(call, sums[layout], layout)
 
+    def check_number(self, answered: Sequence[str], asked: Sequence[str]) -> None:
+        needed = threshold(len(asked), self._colluders)
+        if len(answered) < needed:
+            raise FedshiftError(
+                f"round {self.round}: {len(answered)} of {len(asked)} sites answered; secure aggregation needs {needed}"
+            )
+
+    def _check_whole(self, call: str, answered: Sequence[str], asked: Sequence[str]) -> None:
+        """Raise FedshiftError if the sites would refuse to unmask, before any is told who answered."""
+        lost = [site for site in asked if site in self._cards and site not in answered]
+        if self._whole and lost:
+            reason = self.missing.get(lost[0], "")
+            raise FedshiftError(
+                f"round {self.round}, call {call}: site '{lost[0]}' is not in the sum, and without it the others "
+                f"unmask none (rule policy.roster){': ' if reason else ''}{reason}; when that is put right, continue "
+                "with fedshift deploy resume"
+            )
+
     def deliver(self, call: str, requests: Iterator[Request]) -> Generator[Answer[Any] | Missing, None, None]:
         if self._weighing is None:
             yield from super().deliver(call, requests)
@@ -131,7 +153,7 @@ class SecureFederation(RemoteFederation):
             raise FedshiftError(f"call {call} sends sites different things, so a sum of its replies cannot be masked")
         envelopes = {request.site: vars(request.envelope) for request in asked if request.site in self._cards}
         cards = {site: self._cards[site] for site in envelopes}
-        self._sum = sum_entry(self._weighing, cards, envelopes)
+        self._sum = sum_entry(self._weighing, cards, envelopes, self._colluders)
         header = {"call": call, "envelope": vars(asked[0].envelope), **self._common(asked[0].site)}
         self._order, _ = order_in(header, self._outbox.write(call, ALL, first).body.sha256)
         told = [site for site in envelopes if self._said is None or site in self._said]
@@ -162,7 +184,7 @@ class SecureFederation(RemoteFederation):
         """
         codes, reasons = self._confirmed(masked)
         told: dict[str, Revealed] = {}
-        if len(codes) >= threshold(len(masked.order.roster)):  # otherwise the sites would refuse
+        if len(codes) >= masked.order.needed:  # otherwise the sites would refuse
             told, more_reasons = self._shares(masked, codes)
             reasons += more_reasons
         total = Total()
@@ -226,7 +248,7 @@ class SecureFederation(RemoteFederation):
         reasons: list[str] = []
         # Once enough sites answered, wait a little for others: what some sent may be wrong.
         seconds = self.patience if self.grace is None else self.grace
-        grace, missing = Grace(seconds, threshold(len(order.roster)), len(content), ()), set(content)
+        grace, missing = Grace(seconds, order.needed, len(content), ()), set(content)
         for site, message in self._arrivals(do, outgoing):
             if isinstance(message, Sign):
                 if message is Sign.QUIET and grace.over(missing):
@@ -273,6 +295,12 @@ class SecureFederation(RemoteFederation):
                 without[site] = [ReplyRefused.__name__, str(error)]
         for number, site in enumerate(without, 1):
             self._record("key", site, "lost", without[site][1])
+            if self._whole and without[site][0] != KindRefused.__name__:  # or no sum could ever be with it
+                raise FedshiftError(
+                    f"site '{site}' gives no key for secure aggregation: {without[site][1]}; a run without it would "
+                    "keep the others to sums without it (rule policy.roster): when that is put right, continue with "
+                    "fedshift deploy resume"
+                )
             self._without[site] = without[site]
             self.go_on_without(self._not_asked(site), len(sites), number)
         if len(cards) < SMALLEST_ROSTER:

@@ -11,7 +11,6 @@ from torch import Tensor
 from fedshift.errors import FedshiftError
 from fedshift.federation.secure.at_site import Revealed, Upload
 from fedshift.federation.secure.keys import Order, commitment
-from fedshift.federation.secure.sums import threshold
 from fedshift.functional.pairwise_masks import unmask
 from fedshift.functional.secret_sharing import join_shares
 
@@ -70,7 +69,7 @@ class SecureSum:
         Raises:
             FedshiftError: too few sites answered, or too many of them with wrong shares.
         """
-        needed = threshold(len(self.order.roster))
+        needed = self.order.needed
         if self.total is None or len(self._sealed) < needed or len(revealed) < needed:
             raise FedshiftError(
                 f"secure aggregation needs {needed} of {len(self.order.roster)} sites in both exchanges; "
@@ -94,7 +93,7 @@ class SecureSum:
 
     def _seed(self, site: str, of: str, shares: Mapping[str, bytes]) -> bytes:
         """The seed of ``site`` that its commitment ``of`` belongs to."""
-        needed = threshold(len(self.order.roster))
+        needed = self.order.needed
         places = {self.order.roster.index(by) + 1: share for by, share in shares.items() if by in self.order.roster}
         ordered = sorted(places, key=lambda place: (place in self._wrong, place))
         for chosen, dropped in itertools.islice(_choices(ordered, needed), _TRIES):

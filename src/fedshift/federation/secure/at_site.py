@@ -65,6 +65,7 @@ class SecureSite:
         sign: makes a signature that the site's certificate verifies.
         verify: checks the signature on the card of a site.
         smallest_sum: the fewest sites whose sum it helps to unmask.
+        colluders: how many sites may work with a server that lies, without a sum of too few being unmasked.
         certificate: of the key that ``sign`` uses.
     """
 
@@ -77,8 +78,9 @@ class SecureSite:
         verify: Verify,
         smallest_sum: int = 3,
         certificate: bytes = b"",
+        colluders: int = 0,
     ) -> None:
-        self.site, self.run, self.smallest_sum = site, run, smallest_sum
+        self.site, self.run, self.smallest_sum, self.colluders = site, run, smallest_sum, colluders
         self._folder, self._sign, self._verify, self._certificate = folder, sign, verify, certificate
         folder.mkdir(parents=True, exist_ok=True)
         self._key = PrivateKey.of(folder / "key")
@@ -107,20 +109,21 @@ class SecureSite:
             raise Refused(f"site '{self.site}' has answered exchange {order.exchange}, which is over")
         return _read(read_private(upload))
 
-    def mask(self, order: Order, numbers: Tensor) -> Upload:
+    def mask(self, order: Order, numbers: Tensor, *, whole: bool = False) -> Upload:
         """The first exchange.
 
         Args:
             order: what the sum is of; ``content`` is the digest of what this site itself was sent.
             numbers: its contribution, int64 (n,).
+            whole: whether this site helps to unmask only the sum of the whole roster.
 
         Raises:
             Refused: the roster is too small, a key is not its site's, or this exchange was masked for another order.
         """
         with self._alone():
-            return self._mask(order, numbers)
+            return self._mask(order, numbers, whole)
 
-    def _mask(self, order: Order, numbers: Tensor) -> Upload:
+    def _mask(self, order: Order, numbers: Tensor, whole: bool) -> Upload:
         before = self.kept(order)
         if before is not None:
             return before
@@ -128,7 +131,7 @@ class SecureSite:
         others = [card for card in order.cards if card.site != self.site]
         seeds = {card.site: self._key.mask_seed(order, self.site, card) for card in others}
         shares = {name: self._shares(order, secret) for name, secret in {self.site: own, **seeds}.items()}
-        whole = Upload(
+        upload = Upload(
             masked(numbers, self.site, own, seeds),
             {
                 card.site: self._key.seal(
@@ -138,9 +141,11 @@ class SecureSite:
             },
             {name: commitment(order.binding, secret) for name, secret in {self.site: own, **seeds}.items()},
         )
-        write_private(self._file(order, "upload"), _written(whole))
+        write_private(self._file(order, "upload"), _written(upload))
+        if whole:
+            write_bytes(self._file(order, "whole"), b"", private=True)
         write_bytes(self._file(order, "masked.json"), order.binding.hex().encode(), private=True)
-        return whole
+        return upload
 
     def confirm(self, order: Order, answered: Sequence[str]) -> dict[str, bytes]:
         """The second exchange begins: confirm who answered, for one set of sites only.
@@ -185,9 +190,15 @@ class SecureSite:
         survivors = sorted(set(answered))
         if len(survivors) != len(answered) or not set(survivors) <= set(order.roster) or self.site not in survivors:
             raise Refused(f"site '{self.site}': those who answered are not sites of the roster, each once")
-        needed = max(threshold(len(order.roster)), self.smallest_sum)
+        needed = max(order.needed, self.smallest_sum)
         if len(survivors) < needed:
             raise Refused(f"site '{self.site}' unmasks sums of at least {needed} sites, not {len(survivors)}")
+        if self._file(order, "whole").exists() and survivors != list(order.roster):
+            lost = next(site for site in order.roster if site not in survivors)
+            raise Refused(
+                f"site '{self.site}' unmasks no sum without site '{lost}', which it masked for: two sums that differ "
+                "by a few sites show these (rule policy.roster); wait for it, or write training.privacy"
+            )
         if not done.exists():
             write_bytes(done, json.dumps(survivors).encode(), private=True)
         elif json.loads(done.read_text()) != survivors:
@@ -208,7 +219,7 @@ class SecureSite:
             )
         }
         # Two sets cannot both have a majority, since each site confirms one.
-        if len(agreed) < threshold(len(order.roster)):
+        if len(agreed) < order.needed:
             raise Refused(
                 f"site '{self.site}': {len(agreed)} of {len(order.roster)} sites confirm who answered exchange "
                 f"{order.exchange}, which is no majority"
@@ -265,6 +276,12 @@ class SecureSite:
             raise Refused(f"site '{self.site}': the roster is not a list of names in order with its own")
         if len(order.roster) < self.smallest_sum:
             raise Refused(f"site '{self.site}' takes part in sums of at least {self.smallest_sum} sites")
+        least = threshold(len(order.roster), self.colluders)
+        if not least <= order.needed <= len(order.roster):
+            raise Refused(
+                f"site '{self.site}' takes part in a sum of {len(order.roster)} sites if at least {least} of them have "
+                f"to unmask it, not {order.needed} (rule policy.colluders: {self.colluders})"
+            )
         for card in order.cards:
             if not self._verify(card, signed_text(self.run, card.site, card.public)):
                 raise Refused(f"site '{self.site}': the key of '{card.site}' is not signed by its certificate")
@@ -275,7 +292,7 @@ class SecureSite:
             write_bytes(pins, json.dumps(found).encode(), private=True)
 
     def _shares(self, order: Order, secret: bytes) -> list[bytes]:
-        return split_secret(secret, len(order.roster), threshold(len(order.roster)))
+        return split_secret(secret, len(order.roster), order.needed)
 
     def _file(self, order: Order, what: str) -> Path:
         return self._folder / f"{int(order.exchange)}-{re.sub(r'[^A-Za-z0-9_]', '-', order.call)}-{what}"

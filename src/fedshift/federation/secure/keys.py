@@ -18,6 +18,7 @@ from pathlib import Path
 
 from fedshift.encryption import read_private, write_private
 from fedshift.errors import Refused, UserError
+from fedshift.federation.secure.sums import threshold
 
 try:
     from cryptography.exceptions import InvalidTag
@@ -54,6 +55,7 @@ class Order:
         call: the call whose replies are summed.
         content: SHA-256 of the content that was sent, in hexadecimal; each site computes it from what it got.
         cards: the key cards of the roster, by name in order.
+        threshold: how many sites must tell shares; 0: more than half.
     """
 
     run: str
@@ -61,6 +63,12 @@ class Order:
     call: str
     content: str
     cards: tuple[KeyCard, ...]
+    threshold: int = 0
+
+    @property
+    def needed(self) -> int:
+        """How many sites must answer both exchanges."""
+        return self.threshold or threshold(len(self.cards))
 
     @property
     def roster(self) -> tuple[str, ...]:
@@ -71,7 +79,7 @@ class Order:
     def binding(self) -> bytes:
         """The digest that all keys of the sum are bound to."""
         keys = [[card.site, card.public.hex()] for card in self.cards]
-        whole = ["fedshift secure sum 1", self.run, self.exchange, self.call, self.content, keys]
+        whole = ["fedshift secure sum 2", self.run, self.exchange, self.call, self.content, keys, self.needed]
         return hashlib.sha256(json.dumps(whole).encode()).digest()
 
 

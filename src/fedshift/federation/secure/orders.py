@@ -20,7 +20,7 @@ from fedshift.errors import FedshiftError, Refused
 from fedshift.federation.messages import Content, Masked
 from fedshift.federation.secure.at_site import Revealed, Upload
 from fedshift.federation.secure.keys import KeyCard, Order
-from fedshift.federation.secure.sums import Weighing
+from fedshift.federation.secure.sums import Weighing, threshold
 from fedshift.functional.secret_sharing import SHARE_BYTES
 
 _MOST_SITES = 1000
@@ -49,10 +49,14 @@ def card_of(site: str, entry: Any) -> KeyCard:
 
 
 def sum_entry(
-    weighing: Weighing, cards: Mapping[str, KeyCard], envelopes: Mapping[str, Mapping[str, Any]]
+    weighing: Weighing,
+    cards: Mapping[str, KeyCard],
+    envelopes: Mapping[str, Mapping[str, Any]],
+    colluders: int = 0,
 ) -> dict[str, Any]:
     """What a request to mask says of the sum, the same to all sites."""
     return {
+        "threshold": threshold(len(cards), colluders),
         "weighing": [weighing.by, weighing.exponent, weighing.terms],
         "cards": {site: card_entry(card) for site, card in sorted(cards.items())},
         "envelopes": {site: dict(envelope) for site, envelope in sorted(envelopes.items())},
@@ -69,14 +73,17 @@ def order_in(header: Mapping[str, Any], body_sha256: str) -> tuple[Order, Weighi
         whole = header["sum"]
         by, exponent, terms = whole["weighing"]
         cards = tuple(card_of(site, entry) for site, entry in sorted(whole["cards"].items()))
-        fits = by in ("samples", "uniform") and type(exponent) is int and type(terms) is int
+        needed = whole["threshold"]
+        fits = by in ("samples", "uniform") and all(type(number) is int for number in (exponent, terms, needed))
         if not fits or not 0 <= exponent <= _LARGEST_EXPONENT or not len(cards) <= terms <= _MOST_SITES:
+            raise ValueError
+        if not threshold(len(cards)) <= needed <= len(cards):
             raise ValueError
         rows = [header["part"][name] for name in ("role", "split")]
         content = [body_sha256, header["setting"], whole["weighing"], whole["envelopes"], rows]
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
         exchange = header["envelope"]["exchange"]
-        return Order(header["run"], exchange, header["call"], digest, cards), Weighing(by, exponent, terms)
+        return Order(header["run"], exchange, header["call"], digest, cards, needed), Weighing(by, exponent, terms)
     except (KeyError, TypeError, ValueError, AttributeError, FedshiftError):
         raise Refused("a request to mask does not say what the sum is of") from None
 
@@ -84,7 +91,13 @@ def order_in(header: Mapping[str, Any], body_sha256: str) -> tuple[Order, Weighi
 def order_entry(order: Order) -> dict[str, Any]:
     """An order in the header of a request to unmask. A site knows from its record whether it masked for this one."""
     keys = {card.site: _text(card.public) for card in order.cards}
-    return {"exchange": order.exchange, "call": order.call, "content": order.content, "keys": keys}
+    return {
+        "exchange": order.exchange,
+        "call": order.call,
+        "content": order.content,
+        "keys": keys,
+        "threshold": order.needed,
+    }
 
 
 def order_of(run: str, entry: Any) -> Order:
@@ -95,7 +108,8 @@ def order_of(run: str, entry: Any) -> Order:
     """
     try:
         cards = tuple(card_of(site, [key, "", ""]) for site, key in sorted(entry["keys"].items()))
-        return Order(run, int(entry["exchange"]), str(entry["call"]), str(entry["content"]), cards)
+        exchange, needed = int(entry["exchange"]), int(entry["threshold"])
+        return Order(run, exchange, str(entry["call"]), str(entry["content"]), cards, needed)
     except (KeyError, TypeError, ValueError, AttributeError, FedshiftError):
         raise Refused("a request to unmask does not say what the sum is of") from None
 

@@ -31,9 +31,12 @@ _SMALLEST_WEIGHT = 2.0**-20
 """The smallest weight of a site. With a smaller one its numbers would be rounded off, and a sum be of the others."""
 
 
-def threshold(roster: int) -> int:
-    """How many sites of a roster must answer: more than half, so that no two sets of as many are disjoint."""
-    return roster // 2 + 1
+def threshold(roster: int, colluders: int = 0) -> int:
+    """t = ⌈(H + c + 1) / 2⌉: how many of H sites must answer, and tell shares, so that a sum can be unmasked.
+
+    Two sets of t sites share 2t − H ≥ c + 1 of them. So one of these is honest if at most c work with the server.
+    """
+    return (roster + colluders + 2) // 2
 
 
 @dataclass(frozen=True)
