@@ -29,6 +29,8 @@ from fedshift.federation.secure.sums import Layout, threshold
 from fedshift.functional.fixed_point import from_fixed
 
 NAMES = sorted(FOUR)
+TRAIN = {"north": 29, "south": 11, "east": 18, "up": 16}
+"""Training samples of each site."""
 WHOLE = {**SETTING, "training": {"batch_size": 4096}}
 """Every site trains on one mini-batch: all its samples."""
 
@@ -79,15 +81,53 @@ def test_the_difference_of_two_sums_is_a_model_where_the_sites_allow_it(roster: 
             lines, _ = AuditLog.check(asking.sites[site].config.audit_log)
             assert site != "east" or "policy.roster" in lines[-1]["refused"]
         return
-    alone = Coordinator(tmp_path / "alone", send=["weights", "numbers"])
-    header, _ = alone.to_mask("north", setting=WHOLE)
-    del header["sum"]
-    _, content = alone.ask("north", header, {"weights": START})
-    weights: Any = content["weights"]
-    plain = torch.cat([weights[name].double().flatten() for name in ("classifier.weight", "classifier.bias")])
     gap = whole - three
     found = gap[2:] / gap[0]  # after the weight and the loss
-    assert np.allclose(sorted(found.tolist()), sorted(plain.tolist()), atol=4e-8)
+    assert np.allclose(found, plain(tmp_path, "north", WHOLE), rtol=0, atol=4e-8)
+
+
+def plain(folder: Path, site: str, setting: Mapping[str, Any], exchange: int = 1) -> Any:
+    """The numbers of a site's model, which it sends in clear to this coordinator."""
+    alone = Coordinator(folder / f"{site} alone {exchange}")
+    one = {**ENVELOPE, "exchange": exchange}
+    header, _ = alone.to_mask(site, setting=setting, envelope=one)
+    del header["sum"]
+    _, content = alone.ask(site, header, {"weights": START})
+    weights: Any = content["weights"]
+    return torch.cat([tensor.double().flatten() for tensor in weights.values()]).numpy()
+
+
+@pytest.mark.case("differences of sums", "sums of all triples of four sites are solved by least squares")
+@pytest.mark.parametrize("roster", ["any", "first"])
+def test_sums_of_drawn_sites_are_equations_for_each_model(roster: str, tmp_path: Path) -> None:
+    """As `protocol.sites_per_round` draws them; here the model does not change between rounds."""
+    asking = Subtracting(tmp_path, roster=roster)
+    triples = list(itertools.combinations(NAMES, 3))
+    sums = [asking.sum_of(names, number) for number, names in enumerate(triples, 1)]
+    if roster == "first":
+        assert [isinstance(one, str) for one in sums] == [False, True, True, True]
+        return
+    matrix = np.array([[float(name in names) for name in NAMES] for names in triples])
+    solved = np.linalg.lstsq(matrix, torch.stack(sums).numpy(), rcond=None)[0]
+    for name, row in zip(NAMES, solved, strict=True):
+        assert np.allclose(row[2:] / row[0], plain(tmp_path, name, WHOLE), rtol=0, atol=1e-7)
+
+
+def test_what_remains_settings_that_fit_one_site(tmp_path: Path) -> None:
+    """With one set of sites, the coordinator still chooses how all of them train. Of 11, 16, 18 and 29 samples only the
+    29 are two mini-batches of 20, so the sums with 20 and with 4096 differ by that site's second step, exactly. And two
+    weightings of like models are two equations. Only noise, or a site's own rules on settings, end this.
+    """
+    asking, twenty = Subtracting(tmp_path), {**SETTING, "training": {"batch_size": 20}}
+    one, two = asking.sum_of(NAMES, 1, setting=WHOLE), asking.sum_of(NAMES, 2, setting=twenty)
+    first, second = plain(tmp_path, "north", WHOLE, 1), plain(tmp_path, "north", twenty, 2)
+    step = (two - one)[2:] * 2**8 / 29
+    assert np.allclose(step, second - first, rtol=0, atol=1e-7)
+    assert step.abs().max() > 1e-3
+    alike = asking.sum_of(NAMES, 3, setting=WHOLE, weighing=["uniform", 0, 4])
+    without = (one * 2**8 - 11 * alike)[2:]  # the site of 11 samples is in it no more
+    others = [(samples - 11) * plain(tmp_path, name, WHOLE, 3) for name, samples in TRAIN.items()]
+    assert np.allclose(without, sum(others), rtol=0, atol=1e-5)
 
 
 PAIRS = [

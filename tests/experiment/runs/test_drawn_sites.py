@@ -129,7 +129,11 @@ ADAPT = {"kind": "adapt_to_one"}
             "robust.faulty",
         ),  # enough sites, too few drawn
         ({"name": "fedavg"}, {"engine": {"name": "local", "quorum": 3}}, "engine.quorum: 3"),
-        ({"name": "fedavg"}, {"engine": {"name": "local", "aggregation": "secure"}}, "sums of drawn sites differ by a few"),
+        (
+            {"name": "fedavg"},
+            {"engine": {"name": "local", "aggregation": "secure"}},
+            "sums of drawn sites differ by a few",
+        ),
     ],
 )
 def test_what_cannot_do_without_the_others_is_refused(

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from scipy.optimize import fsolve
+from scipy.optimize import fsolve, least_squares
 from test_secure_protocol import Federation, seeds_of
 from torch import Tensor
 
@@ -142,6 +142,45 @@ def test_what_remains_one_of_three_sites_takes_csac_apart() -> None:
     assert len(candidates) <= 4  # two, each also with both sites in the other order
     for other in models[1:]:
         assert min((found - other).abs().max().item() for found in candidates.values()) < 1e-6
+
+
+@pytest.mark.parametrize(("sites", "answers", "shown"), [(3, 1, False), (3, 2, True), (4, 3, True), (5, 4, True)])
+def test_what_remains_a_coordinator_that_chooses_the_mean_takes_csac_apart(
+    sites: int, answers: int, shown: bool
+) -> None:
+    """Like models that are trained again round after round, and another A for `weigh` in each: H − 1 answers do.
+
+    An honest coordinator has one answer for each model, with A the mean: it fits infinitely many models.
+    """
+    draw = np.random.default_rng(0)
+    models, numbers = draw.normal(size=(sites, 10)), 10
+    mean = models.mean(0)
+    chosen = [mean, *(mean + 0.5 * draw.normal(size=numbers) for _ in range(answers - 1))]
+
+    def answer(of: npt.NDArray[np.float64], to: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        parts = [distance_weighted(Weights({"w": torch.tensor(one)}), Weights({"w": torch.tensor(to)})) for one in of]
+        weighted, distances = (sum(part[side]["w"].double().numpy() for part in parts) for side in (0, 1))
+        return np.append(weighted, distances)
+
+    seen = [np.round(answer(models, to) * 2**32) / 2**32 for to in chosen]
+
+    def whole(guess: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        others = guess.reshape(sites - 1, numbers)
+        return np.vstack([others, sites * mean - others.sum(0)])
+
+    def gaps(guess: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        apart = [whole(guess) - to for to in chosen]
+        lengths = [np.linalg.norm(one, axis=1) for one in apart]
+        said = [np.append(d @ one, d.sum()) for d, one in zip(lengths, apart, strict=True)]
+        return np.concatenate(said) - np.concatenate(seen)
+
+    tries = (
+        least_squares(gaps, (mean + draw.normal(size=(sites - 1, numbers))).ravel(), xtol=1e-15, ftol=1e-15, gtol=1e-15)
+        for _ in range(10)
+    )
+    best = next(one for one in tries if one.cost < 1e-12)
+    error = max(min(np.abs(found - model).max() for found in whole(best.x)) for model in models)
+    assert (error < 1e-7) == shown
 
 
 def test_what_remains_one_of_three_sites_takes_scaffold_apart() -> None:

@@ -46,15 +46,15 @@ class EngineSection(Section):
 
     aggregation: Literal["plain", "secure"] = Field(
         "plain",
-        description="secure: the server reads sums of the sites' models and nothing of a single one (docs/privacy.md); "
-        "for methods of which it reads sums only",
+        description="secure: the server reads sums of the sites' models; docs/privacy.md says from whom "
+        "these hide a model; for methods of which it reads sums only",
     )
 
     routing: Literal["plain", "sealed"] = Field(
         "plain",
         description="sealed: models that the server hands on or keeps and does not read itself (kd3a, fada, shot, "
-        "copa) are sealed for the sites that do, and the coordinator cannot read them (docs/privacy.md); a simulation "
-        "has the same bits",
+        "copa) are sealed for the sites that do, and the coordinator cannot read them (docs/sealed_models.md); a "
+        "simulation has the same bits",
     )
 
     @property
