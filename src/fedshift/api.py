@@ -42,10 +42,12 @@ class Results:
     Attributes:
         folder: holds the runs.
         collected: what was read from it.
+        experiment: what was run, where it is known. Networks and methods of your own that it names are trusted.
     """
 
     folder: Path
     collected: Collected
+    experiment: Experiment | None = None
 
     @property
     def runs(self) -> list[RunResult]:
@@ -128,7 +130,8 @@ class Results:
             seed: by default the lowest.
 
         Raises:
-            UserError: no run has these names, or a name is needed.
+            UserError: no run has these names, a name is needed, or the run is of a network or method of your own and
+                the experiment is not known: see `results`.
         """
         found = self.collected.runs
         for what, name in (("method", method), ("target", target)):
@@ -141,7 +144,11 @@ class Results:
         seeds = [run.result.seed for run in found]
         if seed is not None and seed not in seeds:
             raise UserError(f"there is no finished run with seed {seed}; known: {', '.join(map(str, seeds))}")
-        return Model.load(found[seeds.index(min(seeds) if seed is None else seed)].folder)
+        run = found[seeds.index(min(seeds) if seed is None else seed)]
+        if self.experiment is None:
+            return Model.load(run.folder)
+        methods = {one.display: one for one in self.experiment.methods}
+        return Model.load(run.folder, methods.get(run.result.method), self.experiment.model.code)
 
     def predict(
         self,
@@ -228,22 +235,28 @@ def run(
             "under if __name__ == '__main__', or move the method to a file of its own"
         )
     heard = [tracker(callback) if isinstance(callback, str) else callback for callback in callbacks]
-    folder = run_experiment(_resolved(experiment), Path(runs), reporter or notebook_reporter(), callbacks=heard)
-    return results(folder)
+    resolved = _resolved(experiment)
+    folder = run_experiment(resolved, Path(runs), reporter or notebook_reporter(), callbacks=heard)
+    return results(folder, resolved)
 
 
-def results(folder: str | Path) -> Results:
+def results(folder: str | Path, experiment: Given | None = None) -> Results:
     """The finished runs in or below an experiment's folder.
 
+    Args:
+        folder: the folder.
+        experiment: what was run there, if its network or its methods are your own and `Results.model` is to find them.
+            Their code is run.
+
     Raises:
-        UserError: there are none.
+        UserError: there are none, or there is a mistake in the experiment.
 
     Example:
         >>> results("no-such-folder")  # doctest: +IGNORE_EXCEPTION_DETAIL
         Traceback (most recent call last):
         fedshift.errors.UserError: there is no such folder
     """
-    return Results(Path(folder), collect(Path(folder)))
+    return Results(Path(folder), collect(Path(folder)), None if experiment is None else _resolved(experiment))
 
 
 def load(path: str | Path, *overrides: str) -> Experiment:

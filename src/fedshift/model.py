@@ -22,6 +22,8 @@ from fedshift.report.other_tools.model_card import model_card
 if TYPE_CHECKING:
     import pandas
 
+    from fedshift.methods.base import Method
+
 Samples = Any
 """Samples to predict: an array, tensor, list or pandas data frame, or the path of an image, a folder of images, an .npz
 or a .csv. A model of tables reads a data frame with the columns of its table, or a .csv."""
@@ -50,13 +52,14 @@ class Model:
         self.metadata = trained.metadata
 
     @classmethod
-    def load(cls, path: str | Path, method: str | None = None, network: str | None = None) -> Self:
+    def load(cls, path: str | Path, method: str | Method | None = None, network: Any = None) -> Self:
         """Load the model of a run.
 
         Args:
             path: a run's folder or a ``model.safetensors``.
             method: ``file.py:Class``, if a method of your own trained the model. Its code is run.
-            network: ``file.py:Class``, if the model is of a network of your own. Its code is run.
+            network: ``file.py:Class``, or the class, function or module itself, if the model is of a network of your
+                own. Its code is run; a module is copied, and its weights do not matter.
 
         Raises:
             UserError: there is no model, it is damaged, or it was not written by fedshift.

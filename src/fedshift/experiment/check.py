@@ -25,6 +25,7 @@ from fedshift.experiment.config.sections import SourceTarget
 from fedshift.experiment.costs import DryRun, Spent, dry_run_of, spent_by_experiment, traffic, trained_of
 from fedshift.experiment.environment import resolve_device
 from fedshift.experiment.features import built
+from fedshift.experiment.loading_trial import try_loading
 from fedshift.experiment.plan import Plan, PlannedRun
 from fedshift.experiment.protocol import taking_part
 from fedshift.experiment.runs.experiment_loop import run_experiment
@@ -36,6 +37,7 @@ from fedshift.methods import registry as method_registry
 from fedshift.methods.base import Method, Traffic, calls_of, cost_of, in_order
 from fedshift.methods.catalogue import ROUTED
 from fedshift.models.network import Network, freeze_backbone
+from fedshift.models.own.trial import told_of
 from fedshift.models.payload import payload
 
 _TIMED_BATCHES = 8
@@ -170,10 +172,13 @@ def check(experiment: Experiment, runs: Path | None = None) -> Check:
     data = plan.data
     device, threads = resolve_device(experiment.device), experiment.engine.thread_count()
     warnings = list(check_fit(plan))
-    per_batch = {
-        frozen: _seconds_per_batch(experiment, data, device, threads, frozen=frozen) for frozen in (True, False)
-    }
-    needs = _needs(plan, per_batch, warnings)
+    if experiment.model.code is not None:
+        warnings += try_loading(plan.runs[0])
+    with told_of(experiment.model, "training with it"):
+        per_batch = {
+            frozen: _seconds_per_batch(experiment, data, device, threads, frozen=frozen) for frozen in (True, False)
+        }
+        needs = _needs(plan, per_batch, warnings)
     plain = payload(experiment.training.network(experiment.model, data.input_shape, len(data.classes), 0))
     return Check(
         data=data.name,

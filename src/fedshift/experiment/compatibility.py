@@ -17,6 +17,7 @@ from fedshift.experiment.environment import resolve_device
 from fedshift.experiment.plan import Plan
 from fedshift.experiment.privacy import check_private, check_private_task, check_routed, check_sums
 from fedshift.experiment.protocol import check_compared, check_drawn, shortest_epochs
+from fedshift.experiment.trial import try_training
 from fedshift.federation.local.stacked import check_side_by_side
 from fedshift.methods import registry
 from fedshift.methods.base import Method, Samples
@@ -85,6 +86,8 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
                 "models, which aggregation: secure hides: leave it out, or write training.privacy"
             )
     start = _start(experiment, data)
+    if experiment.model.code is not None:
+        try_training(start, experiment.model, experiment.training, data.input_shape)
     fewest_unlabelled = 0 if unseen else min(len(others) for _, others in roles)
     for method in experiment.methods:
         if engine.routing == "sealed":

@@ -27,6 +27,7 @@ from fedshift.experiment.predict import TrainedModel, from_weights
 from fedshift.experiment.runs.run_folder import model_file
 from fedshift.extras import needed
 from fedshift.files import write_bytes
+from fedshift.models.own.trial import one_line
 from fedshift.weights import Weights
 
 Floats = npt.NDArray[np.float32]
@@ -85,9 +86,10 @@ def export(trained: TrainedModel, to: str, folder: Path) -> Exported:
     whole = _Whole(trained).eval().requires_grad_(False)
     try:
         data, run = write(trained, whole)
-    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise UserError(f"this network cannot be written as {to}: {reason}") from error
+    except FedshiftError:
+        raise
+    except Exception as error:  # of the network's own code, or of torch's
+        raise UserError(f"this network cannot be written as {to}: {one_line(error)}") from error
     difference = 0.0
     for number in (1, 5):  # the number of samples is not fixed
         samples = _samples(trained, number)

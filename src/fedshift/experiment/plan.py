@@ -341,9 +341,11 @@ def model_metadata(planned: PlannedRun) -> dict[str, Any]:
     """The metadata of a model file: all that is needed to predict with it."""
     experiment, data, run = planned.experiment, planned.data, planned.run
     sources, targets = planned.plan.roles(run.target)
+    parts = experiment.model.structure(data.input_shape, len(data.classes))
     return {
         "method": method_record(run.method),
         "model": experiment.model.record(),
+        **({} if parts is None else {"parts": parts}),
         "input_shape": list(data.input_shape),
         "classes": list(data.classes),
         "preprocessing": planned.plan.stored_preprocessing(data).model_dump(mode="json"),

@@ -44,9 +44,12 @@ from fedshift.models.network import Network
 from fedshift.models.networks.frozen import Extractor
 from fedshift.models.networks.unet import SegmentationOptions
 from fedshift.models.options import NetworkOptions
+from fedshift.models.own.bounded import Bounded
+from fedshift.models.own.trial import one_line, told_of
 from fedshift.weights import Weights
 
-_BATCH = 256
+_BATCH = 500
+"""Samples in a batch, as where a run measures: the last bits of a product may depend on it."""
 _MASKS = 16
 """Images in a batch for segmentation, where every pixel has a score."""
 _LARGEST_SAMPLE = 2**25
@@ -237,11 +240,13 @@ class TrainedModel:
                 yield to_network(rows, self.preprocessing, "cpu")
 
         network = self.network
-        if adapted and len(inputs) and self.metadata.get("unseen"):
-            new_site = self.method.new_site_for(tuple(self.metadata["input_shape"]))
-            network = new_site.adapted(network, lambda: batches(new_site.order(len(inputs))))
         none = np.zeros((0, len(self.classes)), dtype=np.float32)
-        return np.concatenate([none, *(self.objective.scores(network(batch)).numpy() for batch in batches())])
+        with told_of(self.options, "predicting with it"):
+            if adapted and len(inputs) and self.metadata.get("unseen"):
+                new_site = self.method.new_site_for(tuple(self.metadata["input_shape"]))
+                network = new_site.adapted(network, lambda: batches(new_site.order(len(inputs))))
+            outputs = [network(batch).double() for batch in batches()]  # as a run computes what it notes of a sample
+        return np.concatenate([none, *(self.objective.scores(batch).float().numpy() for batch in outputs)])
 
     @torch.no_grad()
     def masks(self, inputs: Stored) -> Iterator[npt.NDArray[np.bool_]]:
@@ -293,7 +298,7 @@ class TrainedModel:
         return out
 
 
-def load_model(path: Path, own_method: str | None = None, own_network: str | None = None) -> TrainedModel:
+def load_model(path: Path, own_method: str | Method | None = None, own_network: Any = None) -> TrainedModel:
     """Load a trained model.
 
     A model file never decides which code runs: it may name a method that comes with fedshift, and no other. Nor does it
@@ -301,9 +306,9 @@ def load_model(path: Path, own_method: str | None = None, own_network: str | Non
 
     Args:
         path: a run's folder or a ``model.safetensors``.
-        own_method: ``file.py:Class`` of a method that the caller trusts, if the model is of a user's own method.
-        own_network: the name of a network that the caller trusts, if the model is of one that does not come with
-            fedshift.
+        own_method: a method that the caller trusts, if the model is of a user's own: ``file.py:Class``, or the method.
+        own_network: a network that the caller trusts, if the model is of one that does not come with fedshift: its
+            name, or the class, function or module itself.
 
     Raises:
         UserError: there is no model, it is damaged, or it was not written by fedshift.
@@ -331,24 +336,45 @@ def load_model(path: Path, own_method: str | None = None, own_network: str | Non
             classes = tuple(str(name) for name in metadata["classes"])
             _check_sizes(metadata, preprocessing, shapes)
             few = {**metadata, "sources": metadata["sources"][: len(shapes)]}  # a part for a source has tensors
-            with torch.device("meta"):  # takes no memory, whatever the file says
-                whole = _networks(method, chosen, few)
-            try:
-                _check_fit(shapes, *whole)
-            except ValueError:
-                if own_network is None:
-                    raise
-                raise UserError(
-                    f"{file} does not fit the network {own_network}: give the one it was trained with"
-                ) from None
-            _, network = _networks(method, chosen, few)
+            network = _fitting(method, chosen, few, shapes)
             network.load_state_dict({name: opened.get_tensor(name) for name in shapes})
             trained = TrainedModel(network.eval(), method, classes, preprocessing, metadata, chosen)
             _ = trained.labelling, trained.image_statistics
+    except _Unfit as error:
+        name = chosen.display
+        raise UserError(f"{file} does not fit the network {name}: give the one it was trained with{error}") from None
     except (SafetensorError, KeyError, ValueError, TypeError, AttributeError, RuntimeError, RecursionError, OSError):
         way = "give the model.safetensors of a run; a model.sealed is opened with fedshift site open"
         raise UserError(f"{file} is damaged or was not written by fedshift: {way}") from None
     return trained
+
+
+class _Unfit(Exception):
+    """A file does not fit a network of the caller's. As text, why, as the end of a sentence."""
+
+
+def _fitting(
+    method: Method, options: NetworkOptions, metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> Network:
+    """The network that predicts, which holds tensors of the ``shapes`` in a file; its weights are arbitrary.
+
+    Raises:
+        ValueError: the file does not hold the tensors of the network, or one of ours is much larger than the file.
+        _Unfit: the same of a network that does not come with fedshift.
+    """
+    largest = _PARTS * sum(map(math.prod, shapes.values())) + _SMALL
+    if not any(":" in network.name for network in options.networks()):
+        with torch.device("meta"):  # takes no memory, whatever the file says
+            _check_fit(shapes, largest, *_networks(method, options, metadata))
+        return _networks(method, options, metadata)[1]
+    # Code of others may read the tensors that it makes, so it makes them, but not more of them than the file warrants.
+    try:
+        with Bounded(largest):
+            trained, evaluated = _networks(method, options, metadata)
+        _check_fit(shapes, largest, trained, evaluated)
+    except (ValueError, TypeError, AttributeError, KeyError, RuntimeError) as error:
+        raise _Unfit(f" ({one_line(error)})") from error
+    return evaluated
 
 
 def from_weights(
@@ -371,7 +397,10 @@ def from_weights(
 def _networks(method: Method, options: NetworkOptions, metadata: Mapping[str, Any]) -> tuple[Network, Network]:
     """The network that the sites of the run trained, and the one that predicts."""
     sources = len(metadata["sources"])
-    built = models.build(options, tuple(metadata["input_shape"]), len(metadata["classes"]), 0)
+    shape, classes = tuple(metadata["input_shape"]), len(metadata["classes"])
+    if metadata.get("parts") is not None:
+        options.take_structure(shape, classes, metadata["parts"])
+    built = models.build(options, shape, classes, 0)
     built.objective = objective_of(Preprocessing.model_validate(metadata["preprocessing"]))
     trained = method.adapt_network(built, sources)
     return trained, method.evaluated_network(trained, sources)
@@ -390,15 +419,14 @@ def _check_sizes(metadata: Mapping[str, Any], preprocessing: Preprocessing, shap
         raise ValueError("too many classes")
 
 
-def _check_fit(shapes: Mapping[str, tuple[int, ...]], trained: Network, evaluated: Network) -> None:
-    """Raise ValueError unless a file holds the tensors of the network that predicts, and the other is of similar size.
+def _check_fit(shapes: Mapping[str, tuple[int, ...]], largest: int, trained: Network, evaluated: Network) -> None:
+    """Raise ValueError unless a file holds the tensors of the network that predicts, and neither is ``largest``.
 
-    Neither network is allocated here. What sites train may have a part that the file lacks, such as a generator.
+    What sites train may have a part that the file lacks, such as a generator.
     """
     if shapes != {name: tuple(tensor.shape) for name, tensor in evaluated.state_dict().items()}:
         raise ValueError("the tensors are not those of the network")
-    numbers = sum(map(math.prod, shapes.values()))
     for network in (trained, evaluated):
         size = sum(tensor.numel() for tensor in itertools.chain(network.parameters(), network.buffers()))
-        if size > _PARTS * numbers + _SMALL:
+        if size > largest:
             raise ValueError("the network is much larger than the file")

@@ -1,19 +1,23 @@
-"""A user's own method tried on made-up samples, so that a mistake in its file shows before training."""
+"""A user's own method or network tried on made-up samples, so that a mistake in its file shows before training."""
 
 from __future__ import annotations
 
-import traceback
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from fedshift.data.domain import Domain, Inputs, Labels, Rows, SparseRows
 from fedshift.errors import FedshiftError, TrainingDiverged, UserError
 from fedshift.experiment.costs import dry_run
 from fedshift.experiment.plan import PlannedRun
+from fedshift.federation.training import Training
 from fedshift.models.network import Network
+from fedshift.models.options import NetworkOptions
+from fedshift.models.own.trial import SAMPLES, line_of, told_of
 
 _SAMPLES = 8
 """Made-up samples of each domain."""
@@ -59,16 +63,7 @@ def try_method(planned: PlannedRun, network: Network) -> None:
     except Exception as error:
         kind = "" if isinstance(error, FedshiftError) else f"{type(error).__name__}: "
         said = f"{kind}{error}".partition("\n")[0]
-        raise UserError(f"methods: {method.display} fails on made-up samples{_place(error)}: {said}") from error
-
-
-def _place(error: Exception) -> str:
-    """File and line of the user's code at which an error was raised."""
-    package = str(Path(__file__).parents[1])
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith(package) and "site-packages" not in frame.filename:
-            return f" ({Path(frame.filename).name}, line {frame.lineno})"
-    return ""
+        raise UserError(f"methods: {method.display} fails on made-up samples{line_of(error)}: {said}") from error
 
 
 def _made_up(domain: Domain, classes: int) -> Domain:
@@ -86,3 +81,54 @@ def _made_up(domain: Domain, classes: int) -> Domain:
     if domain.labels.dtype.kind == "f":  # 0 and 1 by turns are labels of every task
         labels = np.resize(np.array([0, 1], dtype=np.float32), (*domain.labels.shape[1:], _SAMPLES)).T.copy()
     return Domain(domain.name, inputs, labels, masks=masks)
+
+
+def try_training(network: Network, options: NetworkOptions, training: Training, input_shape: tuple[int, ...]) -> None:
+    """Take one step with made-up samples in [0, 1]. The network does not change.
+
+    Args:
+        network: what a run starts from.
+        options: of this network.
+        training: says how the step is taken.
+        input_shape: shape of one sample.
+
+    Raises:
+        UserError: the network cannot train.
+    """
+    what = f"model '{options.display}'"
+    for name, parameter in network.named_parameters():
+        if not parameter.is_floating_point():
+            raise UserError(
+                f"{what} has a weight of type {parameter.dtype} ('{_plain(name)}'), which sites cannot average: keep "
+                "its real and imaginary part as one real weight (torch.view_as_real)"
+            )
+    tried = training.prepared(copy.deepcopy(network)).train()
+    samples = torch.rand(SAMPLES, *input_shape, generator=torch.Generator().manual_seed(0))
+    if len(input_shape) == 3 and network.channels_last:
+        samples = samples.contiguous(memory_format=torch.channels_last)
+    with told_of(options, "a step of training"), torch.random.fork_rng(devices=[]):
+        for part in (tried.features, tried):
+            scores: object = part(samples)
+            if not isinstance(scores, Tensor) or scores.shape[:1] != (SAMPLES,):
+                raise UserError(
+                    f"{what} returns {_shape(scores)} while it trains: it must return the scores alone then, too; "
+                    "switch off what else it gives, such as auxiliary classifiers (aux_logits: false in torchvision)"
+                )
+        assert isinstance(scores, Tensor)
+        scores.float().square().mean().backward()  # type: ignore[no-untyped-call]
+        for name, parameter in tried.named_parameters():
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                raise UserError(
+                    f"{what} has sparse gradients ('{_plain(name)}'), which no optimiser here takes: make the layer "
+                    "with sparse=False"
+                )
+        training.build_optimizer(tried.parameters(), training.lr).step()
+
+
+def _shape(scores: object) -> str:
+    return f"a tensor of shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
+
+
+def _plain(name: str) -> str:
+    """The user's path of a parameter: without the part of a `Network` that holds it."""
+    return name.removeprefix("features.")

@@ -47,13 +47,15 @@ def linear_term(parameters: Parameters, direction: Parameters) -> Tensor:
 
     Args:
         parameters: θ.
-        direction: v, with the names of θ.
+        direction: v, with the names of θ. Others, such as those of a network's buffers, have no gradient and do not
+            count.
 
     Example:
         >>> linear_term({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([3.0, 1.0])})
         tensor(5.)
     """
-    return torch.stack([(parameters[name] * value).sum() for name, value in direction.items()]).sum()
+    terms = [(parameters[name] * value).sum() for name, value in direction.items() if name in parameters]
+    return torch.stack(terms).sum()
 
 
 def normalising_factor(

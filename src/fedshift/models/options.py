@@ -56,6 +56,11 @@ class NetworkOptions(BaseModel):
             if isinstance(value, NetworkOptions):
                 yield from value.networks()
 
+    @property
+    def code(self) -> Any:
+        """Of a network that does not come with fedshift, its name or the object that it was given as; else None."""
+        return None
+
     def record(self) -> dict[str, Any]:
         """The options for results and model files. They hold no path of code; a user's file is named by its checksum.
 
@@ -72,6 +77,17 @@ class NetworkOptions(BaseModel):
             classes: number of classes.
         """
         return ()
+
+    def structure(self, input_shape: tuple[int, ...], classes: int) -> dict[str, Any] | None:
+        """What was found out about a network that does not come with fedshift, for its model file; None of others."""
+        return None
+
+    def take_structure(self, input_shape: tuple[int, ...], classes: int, known: Any) -> None:
+        """Build such a network as `structure` said of it, and do not find it out again.
+
+        Raises:
+            ValueError: ``known`` is not what `structure` gives.
+        """
 
 
 def image_shape(model: str, input_shape: tuple[int, ...]) -> tuple[int, int, int]:

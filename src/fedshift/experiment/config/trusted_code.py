@@ -12,10 +12,11 @@ from fedshift.methods import registry as methods
 from fedshift.methods.base import Method
 from fedshift.models import registry as models
 from fedshift.models.options import NetworkOptions
+from fedshift.models.own.own_network import given, is_object
 
 
-def trusted_network(record: Mapping[str, Any], own_network: str | None, file: Path) -> NetworkOptions:
-    """The network that a model file names, whose code is ours or ``own_network``.
+def trusted_network(record: Mapping[str, Any], own_network: Any, file: Path) -> NetworkOptions:
+    """The network that a model file names, whose code is ours or ``own_network``: a name, or an object of Python.
 
     Raises:
         UserError: it needs other code, or names a network of ours and ``own_network`` is given.
@@ -28,7 +29,8 @@ def trusted_network(record: Mapping[str, Any], own_network: str | None, file: Pa
             if own_network is None:
                 raise UserError(
                     f"{file} is the model of a network that does not come with fedshift ('{options['name']}'): if you "
-                    "trust its code, name it with --network, such as --network FILE.py:Class"
+                    "trust its code, name it with --network FILE.py:Class, or from Python give it to "
+                    "Model.load(path, network=…)"
                 )
             trained.add((str(options["name"]).rpartition(":")[2], str(options.pop("sha256", None))))
             options["name"] = own_network
@@ -44,24 +46,26 @@ def trusted_network(record: Mapping[str, Any], own_network: str | None, file: Pa
     options = own({key: value for key, value in record.items() if key != "pretrained"})
     if own_network is not None and not trained:
         raise UserError(f"{file} is the model of '{record['name']}', which comes with fedshift: leave out --network")
-    found = models.parse(options, permit=permit)
+    found = given(options) if is_object(options) else models.parse(options, permit=permit)
     now = {
         (one.name.rpartition(":")[2], str(one.record().get("sha256"))) for one in found.networks() if ":" in one.name
     }
     if trained != now:
         warnings.warn(
-            f"{own_network} is not, or no longer, the code that {file} was trained with: predictions may differ",
+            f"{found.display} is not, or no longer, the code that {file} was trained with: predictions may differ",
             stacklevel=4,
         )
     return found
 
 
-def trusted_method(record: Mapping[str, Any], own_method: str | None, file: Path) -> Method:
-    """The method that a model file names, whose code is ours or ``own_method``.
+def trusted_method(record: Mapping[str, Any], own_method: str | Method | None, file: Path) -> Method:
+    """The method that a model file names, whose code is ours or ``own_method``: a name, or the method itself.
 
     Raises:
         UserError: it needs other code.
     """
+    if isinstance(own_method, Method):
+        return own_method
     options = {key: value for key, value in record.items() if key != "sha256"}
     if options["name"] not in methods.METHODS:
         if own_method is None:

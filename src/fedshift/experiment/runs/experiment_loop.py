@@ -18,6 +18,7 @@ from fedshift.experiment.runs.context import Callback, Context, Reporter, Worker
 from fedshift.experiment.runs.one_run import carry_out
 from fedshift.experiment.runs.parallel import parallel_workers
 from fedshift.experiment.runs.run_folder import RunFolder, run_folder, write_order
+from fedshift.models.own.trial import told_of
 
 
 def run_experiment(
@@ -144,7 +145,8 @@ def _carry_out_all(
                 continue
             elsewhere.pop(folder, None)
             try:
-                result = carry_out(context, workers, planned, folder)
+                with told_of(plan.experiment.model, "training with it"):
+                    result = carry_out(context, workers, planned, folder)
             except TrainingDiverged as error:
                 diverged.append(error)
                 reporter.diverged(planned.run)

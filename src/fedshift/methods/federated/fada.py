@@ -68,7 +68,7 @@ from fedshift.federation.messages import Features, PerSite, Reply, Update
 from fedshift.federation.randomness import derive_seed
 from fedshift.federation.reply_bounds import About, Bounds, Share, Tensors
 from fedshift.federation.site import Batch, Site
-from fedshift.functional.averaging import is_buffer, weighted_average
+from fedshift.functional.averaging import parameters_of, weighted_average
 from fedshift.functional.clustering import dispersion
 from fedshift.functional.source_weights import gain_weights, relative_gains
 from fedshift.methods.base import Method, RunPlan, State, Target, Traffic
@@ -305,6 +305,7 @@ class _Turn:
 
 def shifted(own: Weights, start: Weights, model: Weights) -> Weights:
     """``own`` with the update ``model − start`` added to its parameters. Its buffers do not change."""
+    moved = parameters_of(own)
     return Weights(
-        {name: tensor if is_buffer(name) else tensor + (model[name] - start[name]) for name, tensor in own.items()}
+        {name: tensor + (model[name] - start[name]) if name in moved else tensor for name, tensor in own.items()}
     )

@@ -107,7 +107,8 @@ class FedDyn(LocalTraining):
     def loss_at(self, site: Site, model: Network, weights: Weights) -> Callable[[Batch], Tensor]:
         plain = super().loss_at(site, model, weights)
         alpha = site.scratch.get("alpha", self.alpha)
-        gradient = site.memory.weights("gradient").to(site.device)
+        trained = {name for name, _ in model.named_parameters()}  # a network's own buffers have no gradient
+        gradient = site.memory.weights("gradient").select(lambda name: name in trained).to(site.device)
         reference = weights.to(site.device)
         sent = {name: reference[name] for name in gradient}
 
@@ -130,7 +131,7 @@ def clipped_but_decay(whole: Tensor, parameters: Mapping[str, Tensor], alpha: fl
     """
     trained = [value for value in parameters.values() if value.requires_grad]
     decay = alpha / 2 * torch.stack([value.square().sum() for value in trained]).sum()
-    gradients = torch.autograd.grad(whole - decay, trained, retain_graph=True)
+    gradients = torch.autograd.grad(whole - decay, trained, retain_graph=True, materialize_grads=True)
     norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt()
     factor = (largest / (norm + 1e-6)).clamp(max=1)
     along = torch.stack([(v * (factor * g)).sum() for v, g in zip(trained, gradients, strict=True)]).sum()

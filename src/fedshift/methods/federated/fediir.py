@@ -114,7 +114,8 @@ class FedIIR(FedAvg):
                 features = model.features(batch.inputs)
             share = len(batch.inputs) / site.samples
             loss = share * site.objective.loss(model.classifier(features), batch.targets)
-            for name, part in zip(total, torch.autograd.grad(loss, list(parameters.values())), strict=True):
+            gradients = torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)
+            for name, part in zip(total, gradients, strict=True):
                 total[name] += part
         return Gradient(Weights({name: value.cpu() for name, value in total.items()}), batches)
 
@@ -139,7 +140,7 @@ class FedIIR(FedAvg):
             plain = site.objective.loss(model(batch.inputs), batch.targets)
             if self.penalty_weight == 0:
                 return plain
-            gradients = torch.autograd.grad(plain, parameters, create_graph=True)
+            gradients = torch.autograd.grad(plain, parameters, create_graph=True, materialize_grads=True)
             return plain + self.penalty_weight * gradient_gap(gradients, references)
 
         return loss

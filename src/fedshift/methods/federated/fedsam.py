@@ -63,7 +63,7 @@ class FedSAM(FedAvg):
             here = site.objective.loss(model(batch.inputs), batch.targets)
             if self.radius == 0:
                 return here
-            gradients = torch.autograd.grad(here, list(parameters.values()))
+            gradients = torch.autograd.grad(here, list(parameters.values()), materialize_grads=True)
             there = worst_nearby(
                 parameters, gradients, self.radius, adaptive=self.adaptive, eta=self.eta, biases=self.scaled_biases
             )

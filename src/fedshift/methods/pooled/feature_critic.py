@@ -88,8 +88,8 @@ class FeatureCritic(PooledTraining):
         names, parameters = zip(*model.features.named_parameters(), strict=True)
         judged = self.critic_weight * critic(features)
         whole = (*parameters, *model.classifier.parameters())
-        plain = torch.autograd.grad(loss, whole, retain_graph=True)
-        critical = torch.autograd.grad(judged, parameters, create_graph=True)
+        plain = torch.autograd.grad(loss, whole, retain_graph=True, materialize_grads=True)
+        critical = torch.autograd.grad(judged, parameters, create_graph=True, materialize_grads=True)
         old = [p.detach() - rate * g.detach() for p, g in zip(parameters, plain[: len(parameters)], strict=True)]
         new = [p - rate * g for p, g in zip(old, critical, strict=True)]
         with torch.no_grad():

@@ -74,7 +74,7 @@ class MASF(PooledTraining):
                 return tested
             train = torch.stack(losses).sum()
             parameters = dict(model.named_parameters())
-            gradients = torch.autograd.grad(train, list(parameters.values()), retain_graph=True)
+            gradients = torch.autograd.grad(train, list(parameters.values()), retain_graph=True, materialize_grads=True)
             means = [gradient / len(losses) for gradient in gradients]
             ahead = inner_step(parameters, clipped_by_norm(means, self.inner_clip), rate)
             # The inner step has differentiated all losses but one; what it found serves the outer step, too.

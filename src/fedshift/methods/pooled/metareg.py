@@ -164,6 +164,6 @@ def episode_loss(
     for _ in range(steps):
         loss = loss_of(functional_call(task, ahead, (near[0],)), near[1])
         loss = loss + weighted_l1(regularised(ahead), penalties)
-        gradients = torch.autograd.grad(loss, list(ahead.values()), create_graph=True)
+        gradients = torch.autograd.grad(loss, list(ahead.values()), create_graph=True, materialize_grads=True)
         ahead = inner_step(ahead, gradients, rate, second_order=True)
     return loss_of(functional_call(task, ahead, (far[0],)), far[1])

@@ -65,6 +65,19 @@ class Frozen(NetworkOptions):
             raise UserError("model 'frozen' trains on features: run it through an experiment, which computes them")
         return self.head.build(input_shape, classes)
 
+    @property
+    def code(self) -> Any:
+        return self.head.code
+
+    def report(self, input_shape: tuple[int, ...], classes: int) -> tuple[str, ...]:
+        return self.head.report(input_shape, classes)
+
+    def structure(self, input_shape: tuple[int, ...], classes: int) -> dict[str, Any] | None:
+        return self.head.structure(input_shape, classes)
+
+    def take_structure(self, input_shape: tuple[int, ...], classes: int, known: Any) -> None:
+        self.head.take_structure(input_shape, classes, known)
+
     def transform(self) -> dict[str, Any]:
         """How stored images are prepared for the backbone, as plain data."""
         mean, std = _SCALES[self.scale]

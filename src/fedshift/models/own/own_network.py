@@ -48,6 +48,7 @@ class OwnNetwork(NetworkOptions):
     )
 
     _make: Maker = PrivateAttr()
+    _object: Any = PrivateAttr(None)
     _sha256: str | None = PrivateAttr(None)
     _structures: dict[tuple[tuple[int, ...], int], Structure] = PrivateAttr(default_factory=dict)
 
@@ -60,6 +61,10 @@ class OwnNetwork(NetworkOptions):
     def options(self) -> dict[str, Any]:
         """What the network is called with beside shape and classes."""
         return dict(self.__pydantic_extra__ or {})
+
+    @property
+    def code(self) -> Any:
+        return self.name if self._object is None else self._object
 
     def record(self) -> dict[str, Any]:
         checksum = {} if self._sha256 is None else {"sha256": self._sha256}
@@ -82,6 +87,13 @@ class OwnNetwork(NetworkOptions):
     def report(self, input_shape: tuple[int, ...], classes: int) -> tuple[str, ...]:
         structure = self._structures.get((tuple(input_shape), classes))
         return structure.sentences if structure is not None else ()
+
+    def structure(self, input_shape: tuple[int, ...], classes: int) -> dict[str, Any] | None:
+        found = self._structures.get((tuple(input_shape), classes))
+        return None if found is None else found.model_dump(mode="json")
+
+    def take_structure(self, input_shape: tuple[int, ...], classes: int, known: Any) -> None:
+        self._structures[tuple(input_shape), classes] = Structure.model_validate(known)
 
     def _made(self, input_shape: tuple[int, ...], classes: int) -> nn.Module:
         what = f"model '{self.display}'"
@@ -168,7 +180,12 @@ def given(section: Any) -> OwnNetwork:
         UserError: it is none of these, or does not take these options.
     """
     fields = section if isinstance(section, Mapping) else {"name": section}
-    thing: Any = fields["name"]
+    own = _given(fields["name"], fields)
+    own._object = fields["name"]
+    return own
+
+
+def _given(thing: Any, fields: Mapping[str, Any]) -> OwnNetwork:
     if isinstance(thing, nn.Module):
         return _options(fields, f"{GIVEN}{type(thing).__name__}", _Copies(thing), _checksum(thing))
     if not callable(thing):

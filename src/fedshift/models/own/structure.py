@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from torch import Tensor, nn
 
 from fedshift.errors import UserError, nearest
@@ -31,9 +30,8 @@ class Parts(BaseModel):
     )
 
 
-@dataclass(frozen=True)
-class Structure:
-    """How a module is made.
+class Structure(BaseModel):
+    """How a module is made. A model file holds it, so that whoever loads the model takes the module apart alike.
 
     Attributes:
         classifier: path of the last layer; None if there is none that reads vectors and gives the scores.
@@ -44,9 +42,11 @@ class Structure:
         remark: why there is no classifier.
     """
 
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
     classifier: str | None
-    embedding_size: int
-    stages: Mapping[str, str]
+    embedding_size: PositiveInt
+    stages: dict[str, str]
     aligned: tuple[str, ...]
     contiguous: bool
     remark: str = ""
@@ -76,6 +76,10 @@ class WholeNetwork(Network):
         """Scores (n, classes)."""
         scores: Tensor = self.features(inputs)
         return scores
+
+    def __dir__(self) -> list[str]:
+        listed: list[str] = super().__dir__()  # type: ignore[no-untyped-call]
+        return [name for name in listed if name != "classifier"]  # TorchScript asks for all that is listed
 
     @property
     def classifier(self) -> nn.Module:  # type: ignore[override]
@@ -126,11 +130,26 @@ def structure_of(module: nn.Module, input_shape: tuple[int, ...], classes: int, 
             if stage not in stages:
                 raise UserError(f"model.parts.aligned: there is no stage '{stage}'; {nearest(stage, stages)}")
         aligned = parts.aligned
-    return Structure(classifier, width or classes, stages, aligned, trial.contiguous, remark)
+    return Structure(
+        classifier=classifier,
+        embedding_size=width or classes,
+        stages=stages,
+        aligned=aligned,
+        contiguous=trial.contiguous,
+        remark=remark,
+    )
 
 
 def assembled(module: nn.Module, structure: Structure, classes: int) -> Network:
-    """The module as a `Network`. Its modules are used, not copied."""
+    """The module as a `Network`. Its modules are used, not copied.
+
+    Raises:
+        ValueError: it has no such parts, as where a model file describes another module.
+    """
+    paths = {path for path, _ in module.named_modules() if path}
+    missing = {*structure.stages.values(), *filter(None, (structure.classifier,))} - paths
+    if missing or structure.classifier == "" or not set(structure.aligned) <= set(structure.stages):
+        raise ValueError("the module has not the parts that are said of it")
     if structure.contiguous:
         module.register_forward_pre_hook(_as_contiguous)
     keywords: dict[str, Any] = {
@@ -142,7 +161,7 @@ def assembled(module: nn.Module, structure: Structure, classes: int) -> Network:
     if structure.classifier is None:
         network: Network = WholeNetwork(module, **keywords)
     else:
-        network = Network(module, _taken_out(module, structure.classifier), **keywords)
+        network = Network(module, _replaced(module, structure.classifier, nn.Identity()), **keywords)
         network.backbone = "features"
     network.channels_last = not structure.contiguous
     return network
@@ -155,13 +174,13 @@ def _as_contiguous(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ..
     )
 
 
-def _taken_out(module: nn.Module, path: str) -> nn.Module:
-    """The module at ``path``, in whose place stands an identity now."""
+def _replaced(module: nn.Module, path: str, new: nn.Module) -> nn.Module:
+    """The module at ``path``, in whose place stands ``new`` now."""
     parent, _, child = path.rpartition(".")
-    place = module.get_submodule(parent)
-    found = place.get_submodule(child)
-    setattr(place, child, nn.Identity())
-    return found
+    outer = module.get_submodule(parent)
+    old = outer.get_submodule(child)
+    setattr(outer, child, new)
+    return old
 
 
 def _check_scores(scores: object, classes: int, name: str) -> None:
@@ -175,7 +194,7 @@ def _check_scores(scores: object, classes: int, name: str) -> None:
         )
     if not scores.is_floating_point():
         raise UserError(f"model '{name}' returns {scores.dtype}; {wanted}, before any argmax")
-    if scores.device.type != "meta" and not bool(torch.isfinite(scores).all()):
+    if not bool(torch.isfinite(scores).all()):
         raise UserError(f"model '{name}' returns NaN or infinite scores for samples in [0, 1]: check its layers")
 
 
@@ -222,10 +241,10 @@ def _unfit(module: nn.Module, event: Event, trial: Trial) -> str:
     if event.read is None or event.read.dim() != 2:
         shape = "several values" if event.read is None else f"an array of shape {tuple(event.read.shape)}"
         return f"reads {shape}, not vectors (n, d)"
-    if not _same(event.gave, trial.scores):
+    if not _gives_the_scores(module, event, trial):
         return "does not give the scores"
     divided = copy.deepcopy(module)
-    head = _taken_out(divided, event.path)
+    head = _replaced(divided, event.path, nn.Identity())
     if {id(tensor) for tensor in head.parameters()} & {id(tensor) for tensor in divided.parameters()}:
         return "shares its parameters with other layers"
     try:
@@ -235,7 +254,41 @@ def _unfit(module: nn.Module, event: Event, trial: Trial) -> str:
     return "" if _same(features, event.read) else "is not the last thing that is computed"
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    if a.device.type == "meta":  # no values to compare, as for the size of a model file
-        return a.shape == b.shape
-    return a.shape == b.shape and bool(torch.equal(a, b))
+class _Answer(nn.Module):
+    """Gives the same scores whatever it reads."""
+
+    def __init__(self, scores: Tensor) -> None:
+        super().__init__()
+        self.scores = scores
+
+    def forward(self, *_: object) -> Tensor:
+        return self.scores.clone()
+
+
+def _gives_the_scores(module: nn.Module, event: Event, trial: Trial) -> bool:
+    """Whether what a layer gives are the scores, whatever it gives.
+
+    Other scores take the place of its own: large and small ones of both signs. A ReLU, a scale or a softmax behind the
+    layer changes them, though it may leave those of some weights as they are; so does dropout, which only trains.
+    """
+    scores = trial.scores
+    if event.gave.shape != scores.shape:
+        return False
+    other = torch.linspace(-50, 50, scores.numel()).flip(0).reshape(scores.shape).to(scores)
+    replaced = copy.deepcopy(module)
+    _replaced(replaced, event.path, _Answer(other))
+    try:
+        given, _ = forward(replaced, trial.samples)
+    except Exception:  # what reads the layer's own values, such as its weights
+        return False
+    if not _same(given, other):
+        return False
+    try:
+        given, _ = forward(replaced, trial.samples, training=True)
+    except Exception:  # it cannot train, which is said elsewhere
+        return True
+    return not isinstance(given, Tensor) or _same(given, other)
+
+
+def _same(a: object, b: Tensor) -> bool:
+    return isinstance(a, Tensor) and a.shape == b.shape and bool(torch.equal(a, b))

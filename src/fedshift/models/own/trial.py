@@ -1,18 +1,21 @@
-"""A forward pass of made-up samples through any module, in which every call of its modules is seen."""
+"""A forward pass of made-up samples through any module, in which every call of its modules is seen; its errors."""
 
 from __future__ import annotations
 
 import copy
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fedshift.errors import UserError
+from fedshift.errors import FedshiftError, UserError
+from fedshift.models.options import NetworkOptions
 
 SAMPLES = 2
 
@@ -74,8 +77,11 @@ def tried(module: nn.Module, input_shape: tuple[int, ...], name: str) -> Trial:
 
 
 @torch.no_grad()
-def forward(module: nn.Module, samples: Tensor) -> tuple[Tensor, list[Event]]:
-    """What a module gives in evaluation mode, and every call of a module in it that gave a tensor."""
+def forward(module: nn.Module, samples: Tensor, *, training: bool = False) -> tuple[Tensor, list[Event]]:
+    """What a module gives, and every call of a module in it that gave a tensor.
+
+    In evaluation mode, unless ``training``, which changes statistics that the module keeps.
+    """
     events: list[Event] = []
 
     def watcher(path: str) -> Callable[[nn.Module, tuple[Any, ...], object], None]:
@@ -88,7 +94,7 @@ def forward(module: nn.Module, samples: Tensor) -> tuple[Tensor, list[Event]]:
 
     handles = [part.register_forward_hook(watcher(path)) for path, part in module.named_modules()]
     try:
-        with evaluating(module), torch.random.fork_rng(devices=[]):
+        with in_mode(module, training), torch.random.fork_rng(devices=[]):
             scores = module(samples)
     finally:
         for handle in handles:
@@ -97,10 +103,10 @@ def forward(module: nn.Module, samples: Tensor) -> tuple[Tensor, list[Event]]:
 
 
 @contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Put a module into evaluation mode, and each of its parts back into its own mode afterwards."""
+def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
+    """Put a module into training or evaluation mode, and each of its parts back into its own mode afterwards."""
     modes = [(part, part.training) for part in module.modules()]
-    module.eval()
+    module.train(training)
     try:
         yield
     finally:
@@ -112,3 +118,36 @@ def one_line(error: BaseException) -> str:
     """What an error of a user's own code says, in one line."""
     said = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {said}"[:300] if said else type(error).__name__
+
+
+@contextmanager
+def told_of(options: NetworkOptions, when: str) -> Iterator[None]:
+    """What fails in the block with a network that does not come with fedshift is its user's mistake, in one line.
+
+    Errors with a network of ours pass: they are faults of fedshift, and their traceback is wanted. The error that is
+    raised has the other as its cause, which Python shows with ``fedshift.run`` or ``fedshift.check``.
+
+    Args:
+        options: the network.
+        when: what is done in the block and fails, such as "training with it".
+
+    Raises:
+        UserError: something failed. The message names the network and the line of its file.
+    """
+    try:
+        yield
+    except (FedshiftError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        if options.code is None:
+            raise
+        raise UserError(f"model '{options.display}': {when} fails{line_of(error)}: {one_line(error)}") from error
+
+
+def line_of(error: Exception) -> str:
+    """File and line of the user's code at which an error was raised."""
+    package = str(Path(__file__).parents[2])
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(package) and "site-packages" not in frame.filename:
+            return f" ({Path(frame.filename).name}, line {frame.lineno})"
+    return ""

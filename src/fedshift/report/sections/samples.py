@@ -66,9 +66,8 @@ class ShownSamples:
         planned = next((one for one in self._plan.runs if _is(one, run)), None)
         if planned is None:
             return None
-        own = str(self._experiment.model.record().get("name"))
         try:
-            trained = load_model(run.folder, planned.run.method.name, own if ":" in own else None)
+            trained = load_model(run.folder, planned.run.method, self._experiment.model.code)
         except UserError:
             return None
         found: list[tuple[str, NDArray[np.int64], NDArray[np.float32]]] = []
