@@ -29,14 +29,14 @@ def partial_likelihood(risks: Tensor, times: Tensor, events: Tensor) -> Tensor:
     count = happened.sum()
     if count == 0:
         return risks.sum() * 0.0  # a loss of every sample, so that there is a gradient, and it is 0
-    largest = risks.detach().max()
-    hazards = (risks - largest).exp()
     at = times[happened]
-    still = (times[None, :] >= at[:, None]).to(risks.dtype) @ hazards  # of each event: who may still have one
     same = at[:, None] == at[None, :]
-    tied = same.to(risks.dtype) @ hazards[happened]
     # The events of one time in any order: the first leaves out none of the others, the last all but itself.
     before = torch.ones_like(same).tril(-1) & same
     share = before.sum(1).to(risks.dtype) / same.sum(1)
-    terms = risks[happened] - largest - (still - share * tied).log()
+    # Each sum has positive terms alone, 1 of a sample in R and 1 − l/d of one in D. So its logarithm is taken with the
+    # largest term of its own; that of the batch may have left long before.
+    weights = (times[None, :] >= at[:, None]).to(risks.dtype)
+    weights = weights - share[:, None] * ((times[None, :] == at[:, None]) & happened[None, :])
+    terms = risks[happened] - (risks[None, :] + weights.log()).logsumexp(1)
     return -terms.sum() / count
