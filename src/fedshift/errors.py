@@ -46,6 +46,14 @@ class ReplyRefused(FedshiftError):
     """A site's reply is not what its call promises. The message names the site."""
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there is not enough memory: Python's, NumPy's, torch's, on any device."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    return bool(kinds & {"MemoryError", "OutOfMemoryError"}) or (
+        isinstance(error, RuntimeError) and "allocate memory" in str(error)
+    )
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint for a mistyped ``name``: the nearest of ``known``, and the list of all. Messages append it.
 

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps
 
+from fedshift.data import sizes
 from fedshift.data.locate import cache_dir
 from fedshift.errors import UserError
 from fedshift.files import write_bytes
@@ -227,6 +228,7 @@ def _decode(file: ImageFile, channels: int, height: int, width: int, mask: bool,
     try:
         with file.open() as stream:
             opened = Image.open(BytesIO(stream.read()), formats=FORMATS)
+        sizes.check_image(file.name, opened.width, opened.height)
         # The further images of a JPEG are previews.
         paged = opened.format != "MPO" and bool(getattr(opened, "is_animated", False))
         opened.draft(None, (2 * width, 2 * height))  # lets JPEG skip detail that scaling would throw away
@@ -243,6 +245,8 @@ def _decode(file: ImageFile, channels: int, height: int, width: int, mask: bool,
             image = ImageOps.fit(image, (width, height), Image.Resampling.BILINEAR)
     except _UNREADABLE as error:
         raise _does_not_decode(file) from error
+    except MemoryError as error:
+        raise sizes.no_memory(file.name) from error
     pixels = np.asarray(image, dtype=np.uint8)
     if mask:
         pixels = (pixels > 127).astype(np.uint8)

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from fedshift.data import sizes
 from fedshift.data.domain import Manifest
 from fedshift.errors import UserError
 from fedshift.files import write_bytes
@@ -106,13 +107,14 @@ def load_npz(
         Name → array.
 
     Raises:
-        UserError: the file is missing, truncated or not an npz, lacks an array, or holds Python objects.
+        UserError: the file is missing, truncated or not an npz, lacks an array, holds Python objects, or declares
+            more numbers than fit.
     """
     if not path.is_file():
         raise UserError(f"data file {path} does not exist: copy it there, or correct the path")
     try:
         # Opened here: np.load leaves a damaged archive open when it gives up.
-        with path.open("rb") as opened:
+        with path.open("rb") as opened, sizes.reading(path):
             archive = np.load(opened, allow_pickle=False)
             if not isinstance(archive, np.lib.npyio.NpzFile):
                 raise UserError(f"data file {path} is not an .npz archive: save it with numpy.savez")
@@ -123,6 +125,8 @@ def load_npz(
                     held = ", ".join(archive.files) or "nothing"
                     raise UserError(f"data file {path} has no array '{lacking[0]}'; it holds: {held}")
                 wanted += [key for key in optional if key in archive.files and key not in wanted]
+                assert archive.zip is not None  # it is open
+                sizes.check_arrays(path, archive.zip, wanted)
                 return {key: archive[key] for key in wanted}
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
         if "Object arrays" in str(error):

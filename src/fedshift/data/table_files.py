@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from fedshift.data import sizes
 from fedshift.errors import UserError, nearest
 
 MISSING = frozenset({"", "?", "na", "n/a", "nan", "null"})
@@ -186,13 +187,31 @@ def _read_parquet(path: Path) -> Columns:
     if not path.is_file():
         raise UserError(f"data file {path} does not exist: correct the path")
     from pyarrow import ArrowException
-    from pyarrow.parquet import read_table as read
+    from pyarrow.parquet import ParquetFile
 
     try:
-        table = read(path)
+        with sizes.reading(path), ParquetFile(path) as file:
+            sizes.check_table(path, file.metadata.num_rows, file.metadata.num_columns)
+            texts = [field.name for field in file.schema_arrow if str(field.type).endswith("string")]
+        # Each text once: a file says how many rows it has, and not how long their texts are.
+        with sizes.reading(path), ParquetFile(path, read_dictionary=texts) as file:
+            table = file.read()
     except (ArrowException, OSError, ValueError) as error:
         raise UserError(f"data file {path} is damaged or not a Parquet file: copy or make it again") from error
-    return from_columns(str(path), {name: table[name].to_pylist() for name in table.column_names})
+    with sizes.reading(path):
+        return from_columns(str(path), {name: _values(table[name]) for name in table.column_names})
+
+
+def _values(column: Any) -> list[Any]:
+    """The values of a column of Arrow's; equal texts are one object."""
+    if not hasattr(column.type, "index_type"):
+        values: list[Any] = column.to_pylist()
+        return values
+    found: list[Any] = []
+    for chunk in column.chunks:
+        known = [*chunk.dictionary.to_pylist(), None]
+        found += [known[-1 if place is None else place] for place in chunk.indices.to_pylist()]
+    return found
 
 
 def from_columns(where: str, columns: Mapping[Any, Sequence[Any]]) -> Columns:

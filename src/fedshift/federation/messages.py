@@ -235,19 +235,23 @@ def _laid_out(path: str, value: Any, tensors: dict[str, Tensor]) -> object:
     return {"number": value}
 
 
-def decode(data: bytes, most_tensors: int = MOST_TENSORS) -> tuple[dict[str, Content], dict[str, Any]]:
+def decode(
+    data: bytes, most_tensors: int = MOST_TENSORS, largest_layout: int | None = None
+) -> tuple[dict[str, Content], dict[str, Any]]:
     """Read the content and header that `encode` wrote.
 
     Args:
         data: the bytes.
         most_tensors: messages with more tensors are refused before any is read.
+        largest_layout: messages that describe their tensors in more bytes are refused before these are read.
 
     Raises:
         FedshiftError: ``data`` is not such a message.
     """
     try:
         length = int.from_bytes(data[:8], "little")
-        if length > min(len(data), _BYTES_OF_NAME * max(1000, most_tensors)):
+        most = min(len(data), _BYTES_OF_NAME * max(1000, most_tensors))
+        if length > (most if largest_layout is None else min(most, largest_layout)):
             raise ValueError("the header is too long")
         described = json.loads(data[8 : 8 + length])
         metadata = described.pop("__metadata__")

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from fedshift.class_registry import ClassRegistry
 from fedshift.data.domain import Task
-from fedshift.errors import UserError, in_words, nearest
+from fedshift.errors import UserError, in_words, is_out_of_memory, nearest
 from fedshift.models.options import NetworkOptions
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def build(options: NetworkOptions, input_shape: tuple[int, ...], classes: int, s
         try:
             network = options.build(input_shape, classes)
         except (RuntimeError, MemoryError) as error:
-            if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
+            if not is_out_of_memory(error):
                 raise
             raise UserError(f"model '{options.display}': there is not enough memory for its weights") from None
     network.seed = seed

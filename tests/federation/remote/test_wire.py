@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
+import time
 from typing import Any
 
 import pytest
@@ -13,7 +15,20 @@ from hypothesis import strategies as st
 
 from fedshift.errors import FedshiftError
 from fedshift.federation.messages import Content, Statistics, Update
-from fedshift.federation.remote.wire import BLOCK, Message, Wire, body_of, narrowed, seal, unseal, widened
+from fedshift.federation.remote.transport import opened
+from fedshift.federation.remote.wire import (
+    BLOCK,
+    LARGEST_CARD,
+    LARGEST_HEADER,
+    Message,
+    Wire,
+    body_of,
+    error_answer,
+    narrowed,
+    seal,
+    unseal,
+    widened,
+)
 from fedshift.federation.replies.checks import checked_reply
 from fedshift.weights import Weights
 
@@ -149,8 +164,6 @@ def spoiled(message: Message, draws: random.Random, *, sealed: bool) -> Message:
         header = header[:place] + draws.choice(["", "[" * 3000, "1e999", "NaN", "null", "{}"]) + header[place + 1 :]
     if not sealed:
         return Message(header, bytes(body), message.digest)
-    import hashlib
-
     inner = hashlib.sha256(bytes(body)).hexdigest()
     return Message(header, bytes(body), hashlib.sha256(f"{inner}\n{header}".encode(errors="replace")).hexdigest())
 
@@ -208,3 +221,79 @@ def test_a_manifest_that_does_not_fit_is_refused() -> None:
         change(other["w"])
         with pytest.raises(FedshiftError, match="manifest"):
             widened(content, other)
+
+
+# What costs time to read ----------------------------------------------------------------------------------------------
+
+
+def sealed_as(header: str, body: bytes) -> Message:
+    """A message whose digest fits, as a malicious peer would write it."""
+    inner = hashlib.sha256(body).hexdigest()
+    return Message(header, body, hashlib.sha256(f"{inner}\n{header}".encode()).hexdigest())
+
+
+def described(layout: bytes) -> bytes:
+    """A body that describes its tensors so, and has none."""
+    return len(layout).to_bytes(8, "little") + layout
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pytest.param(
+            sealed_as("[" + "1," * 30_000_000 + "1]", b""),
+            marks=pytest.mark.case("large headers", "a header of 60 MB, one list"),
+            id="list of 60 MB",
+        ),
+        pytest.param(
+            sealed_as('{"answers": "k", "a": "' + "x" * (1 << 20) + '"}', body_of({}).data),
+            marks=pytest.mark.case("large headers", "an answer's header just above 1 MiB"),
+            id="text above 1 MiB",
+        ),
+        pytest.param(
+            sealed_as('{"answers": "k"}', described(b'{"__metadata__":{"message":"' + b"0," * 20_000_000 + b'"}}')),
+            marks=pytest.mark.case("large headers", "a body that describes no tensor in 40 MB"),
+            id="layout of 40 MB",
+        ),
+        pytest.param(
+            sealed_as(
+                '{"answers": "k"}',
+                described(
+                    b'{"__metadata__":{"message":"{}"},'
+                    + b",".join(
+                        b'"%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}' % number for number in range(200_000)
+                    )
+                    + b"}"
+                ),
+            ),
+            marks=pytest.mark.case("large headers", "200,000 empty tensors"),
+            id="200,000 empty tensors",
+        ),
+    ],
+)
+def test_what_takes_long_to_read_is_not_read(message: Message, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer of a site, as the coordinator opens it."""
+    begun = time.process_time()
+    with pytest.raises(FedshiftError):
+        opened(message, "k")
+    assert time.process_time() - begun < 0.3
+
+
+@pytest.mark.case("large headers", "an answer of just 1 MiB, a card of 60,000 columns: read")
+def test_headers_that_honest_sites_need_are_read() -> None:
+    header = {"answers": "k", "a": ""}
+    header["a"] = "x" * (LARGEST_HEADER - len(json.dumps(header)))
+    assert opened(seal(header, body_of({})), "k")[0] == header
+    card = {"answers": "k", "card": {"numeric": [f"ENSG{n:011}" for n in range(60_000)], "total": [1 / 3] * 60_000}}
+    assert opened(seal(card, body_of({})), "k", largest_header=LARGEST_CARD)[0] == card
+    with pytest.raises(FedshiftError, match="characters"):
+        opened(seal(card, body_of({})), "k")
+
+
+@pytest.mark.case("large headers", "the error that answers a request whose header is too large")
+def test_the_answer_to_a_large_request_does_not_read_it() -> None:
+    request = sealed_as('{"key": "k", "a": [' + "1," * 20_000_000 + "1]}", b"")
+    begun = time.process_time()
+    header, _, _ = unseal(error_answer(request, FedshiftError("too large")))
+    assert header["answers"] is None
+    assert time.process_time() - begun < 0.3

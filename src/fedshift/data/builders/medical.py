@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from fedshift.data import sizes
 from fedshift.data.images import (
     Grey,
     ImageFile,
@@ -146,9 +147,28 @@ def _pixels(path: Path, _changed: int, window: Window | None) -> Grey:
     return _nifti(path, window) if path.name.lower().endswith(NIFTI) else _dicom(path, window)
 
 
+def _check_deflated(path: Path) -> None:
+    """Refuse a deflated file that expands to more than fits: pydicom expands it before it reads the header.
+
+    Files of any other kind are told apart by a few bytes.
+    """
+    from pydicom.filereader import read_file_meta_info
+    from pydicom.uid import DeflatedExplicitVRLittleEndian
+
+    with path.open("rb") as stream:
+        if DeflatedExplicitVRLittleEndian.encode() not in stream.read(1024):
+            return
+    group = read_file_meta_info(path)
+    if group.get("TransferSyntaxUID") == DeflatedExplicitVRLittleEndian:
+        # 128 bytes, DICM, and an element of 12 bytes that says how long the others of its group are.
+        sizes.check_deflated(path, 128 + 4 + 12 + int(group.FileMetaInformationGroupLength))
+
+
 def _damaged(path: Path, error: Exception) -> UserError:
     if isinstance(error, UserError):
         return error
+    if isinstance(error, MemoryError):
+        return sizes.no_memory(path)
     return UserError(
         f"image {path} cannot be read ({_one_line(f'{type(error).__name__}: {error}')}): replace or remove it"
     )
@@ -184,6 +204,7 @@ def _volume(path: Path) -> tuple[Any, tuple[int, ...], Values]:
     try:
         image = nibabel.load(path)
         shape = tuple(int(size) for size in image.shape)
+        sizes.check_volume(path, shape)
         kind = image.get_data_dtype()
         orientation = nibabel.io_orientation(image.affine)
     except Exception as error:
@@ -192,8 +213,8 @@ def _volume(path: Path) -> tuple[Any, tuple[int, ...], Values]:
         shape = shape[:-1]
     stored, shape = len(shape), shape + (1,) * (3 - len(shape))
     if stored > 3:
-        sizes = "×".join(map(str, shape))
-        raise UserError(f"{path} has {sizes} values: split its volumes into files of three axes each")
+        stated = "×".join(map(str, shape))
+        raise UserError(f"{path} has {stated} values: split its volumes into files of three axes each")
     if 0 in shape:
         raise UserError(f"{path} is empty (shape {shape}): replace or remove it")
     if kind.kind == "c" or (kind.names is not None and kind.names[:3] != ("R", "G", "B")):
@@ -231,9 +252,11 @@ def _dicom_header(path: Path, patient: Patient) -> _Header | None:
     """
     pydicom = needed("pydicom", extra="medical", what=f"{path.name}, a DICOM file,")
     try:
+        _check_deflated(path)
         header = pydicom.dcmread(path, stop_before_pixels=True)
         if "Rows" not in header:
             return None
+        sizes.check_dicom(path, header)
         _check_supported(path, header)
         frames = int(header.get("NumberOfFrames") or 1)
         if frames < 1:
@@ -296,7 +319,9 @@ def _dicom(path: Path, window: Window | None) -> Grey:
     from pydicom.pixels.decoders.base import get_decoder
 
     try:
+        _check_deflated(path)
         whole = pydicom.dcmread(path)
+        sizes.check_dicom(path, whole)
         decoder = get_decoder(whole.file_meta.TransferSyntaxUID)
         try:
             # As RGB where the file has colour: pydicom 3 converts YBR itself, and so do decoders of JPEG 2000.

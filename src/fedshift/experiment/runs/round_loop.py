@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fedshift.errors import FedshiftError, TrainingDiverged, UserError
+from fedshift.errors import TrainingDiverged, UserError, is_out_of_memory
 from fedshift.evaluation.predictions import as_parquet
 from fedshift.evaluation.records import ERRORS, RoundRecord, RunResult
 from fedshift.evaluation.selection import selected_rounds
@@ -64,7 +64,8 @@ def train_and_evaluate(
 
     Raises:
         TrainingDiverged: weights or losses are no longer finite.
-        FedshiftError: the device has too little memory, or the method breaks its contract.
+        UserError: the device has too little memory.
+        FedshiftError: the method breaks its contract.
     """
     run, training = planned.run, planned.experiment.training
     loop = _RunLoop(context, planned, folder, federation, evaluator)
@@ -77,10 +78,14 @@ def train_and_evaluate(
         diverged = TrainingDiverged(f"{where}: {error}{more}")
         folder.note_failure(diverged)
         raise diverged from error
-    except torch.OutOfMemoryError as error:
-        raise FedshiftError(
-            f"out of memory on {context.device}: lower training.batch_size or engine.workers"
-        ) from error
+    except (MemoryError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise UserError(
+                f"out of memory on {context.device}: lower training.batch_size or engine.workers, or take a smaller "
+                "model"
+            ) from error
+        folder.note_failure(error)
+        raise
     except Exception as error:
         folder.note_failure(error)
         raise

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from fedshift.errors import FedshiftError, KindRefused, TrainingDiverged
 from fedshift.federation.messages import Content
-from fedshift.federation.remote.wire import Message, body_of, seal, unseal
+from fedshift.federation.remote.wire import LARGEST_CARD, LARGEST_HEADER, Message, body_of, seal, unseal
 
 PROTOCOL = 3
 """The version of requests and replies. A site refuses any other. Requests of version 1 named a call ``step``."""
@@ -78,7 +78,7 @@ class Transport(Protocol):
 
 
 def opened(
-    message: Message, key: str, most_tensors: int = 0
+    message: Message, key: str, most_tensors: int = 0, largest_header: int = LARGEST_HEADER
 ) -> tuple[dict[str, Any], dict[str, Content], dict[str, Content]]:
     """Open the answer to the request ``key``. The answer may be an ``error``.
 
@@ -86,6 +86,7 @@ def opened(
         message: the answer.
         key: of the request.
         most_tensors: an answer with more tensors is refused before they are read.
+        largest_header: an answer whose header has more characters is refused before it is read.
 
     Returns:
         Header, content, and the content as it crossed the network.
@@ -93,7 +94,7 @@ def opened(
     Raises:
         FedshiftError: the message cannot be read, or answers another request.
     """
-    header, content, crossed = unseal(message, most_tensors)
+    header, content, crossed = unseal(message, most_tensors, largest_header)
     if "error" not in header and header.get("answers") != key:
         raise FedshiftError("it answers another request")
     return header, content, crossed
@@ -140,11 +141,12 @@ def ask_plain(
         whole = {"do": what, "protocol": PROTOCOL, "run": run, **header}
         keys[site] = whole["key"] = request_key(whole, body.sha256)
         outgoing.append((site, seal(whole, body)))
-    return _plain(transport.exchange(iter(outgoing), deadline, {}), keys)
+    largest = LARGEST_CARD if what == "hello" else LARGEST_HEADER
+    return _plain(transport.exchange(iter(outgoing), deadline, {}), keys, largest)
 
 
 def _plain(
-    arrivals: Iterator[tuple[str, Message | Lost | Sign]], keys: Mapping[str, str]
+    arrivals: Iterator[tuple[str, Message | Lost | Sign]], keys: Mapping[str, str], largest_header: int
 ) -> dict[str, dict[str, Any] | Lost]:
     found: dict[str, dict[str, Any] | Lost] = {}
     for site, message in arrivals:
@@ -154,7 +156,7 @@ def _plain(
             found[site] = message
             continue
         try:
-            header, _, _ = opened(message, keys.get(site, ""))
+            header, _, _ = opened(message, keys.get(site, ""), largest_header=largest_header)
         except FedshiftError as error:
             found[site] = Lost(str(error))
             continue

@@ -27,6 +27,12 @@ Wire = Literal["float32", "bf16", "int8"]
 Residuals = dict[str, Tensor]
 """The rounding residual of each field that was sent, flat bfloat16 (n,)."""
 
+LARGEST_HEADER = 1 << 20
+"""Characters of an answer's header. Reading JSON takes time, and a site may send any."""
+LARGEST_CARD = 16 << 20
+"""Characters of the header of a site's card, and of a request: they name the columns of a table."""
+LARGEST_LAYOUT = 32 << 20
+"""Bytes in which a message's body describes its tensors."""
 BLOCK = 256
 """Numbers that share one scale in 8-bit weights."""
 _PIECE = 1024 * BLOCK
@@ -73,19 +79,22 @@ def seal(header: Mapping[str, Any], body: Body) -> Message:
 
 
 def unseal(
-    message: Message, most_tensors: int = MOST_TENSORS
+    message: Message, most_tensors: int = MOST_TENSORS, largest_header: int = LARGEST_CARD
 ) -> tuple[dict[str, Any], dict[str, Content], dict[str, Content]]:
     """Read a message: header, content, and the content as it crossed the network.
 
     Args:
         message: the message.
         most_tensors: a message with more tensors is refused before they are read.
+        largest_header: a message whose header has more characters is refused before it is read.
 
     Raises:
         FedshiftError: `seal` did not write this message.
     """
     if not (isinstance(message.header, str) and isinstance(message.body, bytes) and isinstance(message.digest, str)):
         raise FedshiftError("a message is not a header of text, a body of bytes and a digest")
+    if len(message.header) > largest_header:
+        raise FedshiftError(f"a message's header has {len(message.header):,} characters, of at most {largest_header:,}")
     if _digest(message.header, hashlib.sha256(message.body).hexdigest()) != message.digest:
         raise FedshiftError("a message was changed on its way: its digest is wrong")
     try:
@@ -94,7 +103,7 @@ def unseal(
         raise FedshiftError("a message's header cannot be read") from error
     if not isinstance(header, dict):
         raise FedshiftError("a message's header is not a mapping")
-    content, packed = decode(message.body, most_tensors)
+    content, packed = decode(message.body, most_tensors, LARGEST_LAYOUT)
     list(pieces(content))  # nothing but what may travel
     return header, widened(content, packed.get("packed"), most_tensors), content
 
@@ -109,7 +118,7 @@ def error_answer(request: Message | None, error: Exception) -> Message:
     if isinstance(error, FedshiftError):
         kind, text = type(error).__name__, error.public
     try:
-        key = json.loads(request.header).get("key") if request else None
+        key = json.loads(request.header).get("key") if request and len(request.header) <= LARGEST_CARD else None
     except (ValueError, AttributeError, TypeError, RecursionError):
         key = None
     return seal({"error": kind, "message": text, "answers": key if isinstance(key, str) else None}, body_of({}))
