@@ -65,9 +65,9 @@ def rounds_needed(
             budget is less than a whole round.
     """
     rounds = _rounds(method, training, split, budget, whole)
-    if whole and rounds < 1 <= _rounds(method, training, split, budget, whole=False):
+    if rounds is None:
         raise UserError(
-            f"training.mini_batches: with aggregation: secure sites train in whole rounds, and this is less than one "
+            "training.mini_batches: with aggregation: secure sites train in whole rounds, and this is less than one "
             f"of {method.display}: raise it"
         )
     if training.thaw_after and not method.thaws:
@@ -83,7 +83,8 @@ def rounds_needed(
     return rounds
 
 
-def _rounds(method: Method, training: Training, split: Split, budget: Mapping[str, int], whole: bool) -> int:
+def _rounds(method: Method, training: Training, split: Split, budget: Mapping[str, int], whole: bool) -> int | None:
+    """As `rounds_needed`; None if the budget is less than what comes before the rounds, or than a whole round."""
     if method.pooled or method.target == "labelled":
         total = sum(budget.values())
         return math.ceil(total / math.ceil(total / training.rounds))
@@ -95,7 +96,10 @@ def _rounds(method: Method, training: Training, split: Split, budget: Mapping[st
                 needed.append((budget[site] - before) / each)
     if not needed:  # a method that trains nothing in its rounds runs training.rounds of them
         return training.rounds
-    return max(0, math.floor(min(needed)) if whole else math.ceil(max(needed)))
+    most, least = math.ceil(max(needed)), math.floor(min(needed))
+    if not whole:
+        return max(0, most)
+    return None if least < min(1, max(0, most)) else least
 
 
 def trained_by_all(

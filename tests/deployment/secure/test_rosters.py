@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from loopback import SETTING, events
 pytest.importorskip("cryptography")
 from federations import FOUR, deploy_secure, secure_options, simulate_secure
 from loopback import model, same
+from test_private_sums import PRIVATE, budgeted
 from test_secure_deployments import FIVE, between, losing
 from test_secure_site import ENVELOPE, START, Coordinator
 
@@ -292,6 +294,7 @@ def test_a_site_that_is_told_less_than_the_others_refuses(tmp_path: Path) -> Non
         {"methods": [{"name": "csac", "acquisition_steps": 3, "calibration_epochs": 1}, {"name": "scaffold"}]},
         {"methods": [{"name": "fedadg", "task_epochs": 1, "adversarial_epochs": 1}, {"name": "fedavg"}]},
         {"training": {"rounds": 3, "mini_batches": 17, "batch_size": 4, "lr": 0.1, "lr_schedule": "cosine"}},
+        {"methods": [{"name": "fedavg", "exchanges_per_epoch": 2}], "training": {"rounds": 3, "batch_size": 8}},
         {"training": {"rounds": 2, "batch_size": 29, "lr": 0.1, "lr_step": "mini_batch", "lr_schedule": "linear"}},
     ],
 )
@@ -302,11 +305,19 @@ def test_an_honest_run_with_unequal_sites_is_never_refused(changes: dict[str, An
     there, transport = deploy_secure(tmp_path, options, sites)
     here = simulate_secure(tmp_path, options, sites)
     for method in options["methods"]:
-        name = method["name"]
+        (name,) = (found.name for found in there.iterdir() if found.name.startswith(method["name"]))
         assert same(model(here, name, "west"), model(there, name, "west"))
     for program in transport.programs.values():
         lines, _ = AuditLog.check(program.config.audit_log)
         assert not [line for line in lines if "refused" in line or "failed" in line]
+
+
+@pytest.mark.case("unequal work", "a budget of less than a whole round, or than what comes before the first")
+@pytest.mark.parametrize("method", [{"name": "fedavg", "local_epochs": 5}, {"name": "csac"}])
+def test_less_than_a_whole_round_is_refused_before_training(method: dict[str, Any], tmp_path: Path) -> None:
+    options = secure_options(method, training={"rounds": 2, "mini_batches": 9, "batch_size": 4})
+    with pytest.raises(UserError, match=r"training\.mini_batches.*less than one"):
+        simulate_secure(tmp_path, options)
 
 
 def test_a_run_waits_for_a_site_that_is_lost_and_ends_in_the_same_bits(tmp_path: Path) -> None:
@@ -331,6 +342,23 @@ def test_a_run_that_begins_without_a_site_is_not_begun(tmp_path: Path) -> None:
     with pytest.raises(FedshiftError, match=r"'up' gives no key.*policy\.roster"):
         deploy_secure(tmp_path, secure_options(), FIVE, transport=transport, engine={"quorum": 3})
     assert not list(tmp_path.rglob(ROSTERS))
+
+
+@pytest.mark.skipif(find_spec("opacus") is None, reason="opacus is not installed")
+def test_sites_that_train_with_noise_may_be_drawn_and_others_not(tmp_path: Path) -> None:
+    """Noise of which the coordinator alone decides is no reason: a site needs a budget, which says how much it is."""
+    options = secure_options(training={**PRIVATE, "rounds": 2})
+    options["protocol"] |= {"sites_per_round": 3}
+    with pytest.raises(UserError, match=r"sites_per_round: site '\w+' has no budget"):
+        deploy_secure(tmp_path / "without", options, FOUR)
+    _, transport = deploy_secure(tmp_path, options, FOUR, transport=budgeted(tmp_path))
+    rosters = set()
+    for program in transport.programs.values():
+        lines, _ = AuditLog.check(program.config.audit_log)
+        rosters |= {tuple(line["roster"]) for line in lines if "roster" in line}
+        assert not (program.config.memory / ROSTERS).exists()
+    assert {len(roster) for roster in rosters} == {3}
+    assert len(rosters) == 2
 
 
 def test_survivors_are_the_whole_roster(tmp_path: Path) -> None:
