@@ -132,6 +132,19 @@ def test_what_remains_settings_that_fit_one_site(tmp_path: Path) -> None:
     assert np.allclose(without, sum(others), rtol=0, atol=1e-5)
 
 
+@pytest.mark.case("differences of sums", "the second sum is asked for with as little noise as the coordinator likes")
+def test_noise_that_the_coordinator_chooses_is_no_reason_for_other_sums(tmp_path: Path) -> None:
+    asking = Subtracting(tmp_path)
+    assert isinstance(asking.sum_of(NAMES, 1), torch.Tensor)
+    privacy = {"clip_norm": 1.0, "noise_multiplier": 0.05}
+    setting = {
+        **SETTING,
+        "training": {"privacy": privacy},
+        "draws": {"south": {"stream": "", "noise_multiplier": 0.05}},
+    }
+    assert "policy.roster" in asking.sum_of(NAMES[1:], 2, setting=setting)
+
+
 PAIRS = [
     ("one site more", NAMES, [*NAMES, "west"]),
     ("one site less", NAMES, NAMES[1:]),
