@@ -61,6 +61,40 @@ def _way_out(error: OSError) -> str:
     return "free some space or choose another folder"
 
 
+LONGEST_NAME = 255
+"""Bytes of the longest name that common file systems take."""
+
+
+def names_a_folder(name: str) -> bool:
+    """Whether a name is that of one folder, and of none above, beside or hidden.
+
+    Example:
+        >>> [names_a_folder(name) for name in ("D0", "..", "a/b", ".git", "")]
+        [True, False, False, False, False]
+    """
+    plain = bool(name) and not name.startswith(".") and "/" not in name and "\\" not in name and name.isprintable()
+    return plain and len(name.encode(errors="replace")) <= LONGEST_NAME
+
+
+def below(root: Path, *names: str) -> Path:
+    """The path of these names below a folder, for names that come from a file and may be anybody's.
+
+    Args:
+        root: the folder.
+        names: of folders, and last of a folder or file.
+
+    Raises:
+        UserError: a name is not one of a folder, or a link on the way leads out of ``root``.
+    """
+    for name in names:
+        if not names_a_folder(name):
+            raise UserError(f"{root}: {name[:80]!r} cannot name a folder below it: the file that says so is not sound")
+    path = root.joinpath(*names)
+    if not path.resolve().is_relative_to(root.resolve()):
+        raise UserError(f"{path} leads out of {root} by a link: remove the link")
+    return path
+
+
 def flush_folder(folder: Path) -> None:
     """Wait until the names in a folder are on the disk: a file that was renamed could be gone after a power cut."""
     handle = os.open(folder, os.O_RDONLY)

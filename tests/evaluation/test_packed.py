@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from fedshift.errors import UserError
 from fedshift.evaluation.packs.packed import ROUNDS, RUNS, SETTINGS, PackedRun, decode, encode, with_details
 from fedshift.evaluation.packs.packed_rounds import decode_rounds
+from fedshift.files import names_a_folder
 
 COMPRESS = lzma.compress
 
@@ -27,7 +28,7 @@ def light() -> Iterator[None]:
         yield
 
 
-NAMES = st.text(st.characters(codec="utf-8", exclude_characters="/\r\n"), min_size=1, max_size=6)
+NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=6).filter(names_a_folder)
 LEAVES = (
     st.none()
     | st.booleans()

@@ -28,7 +28,7 @@ from fedshift.evaluation.stored import (
     run_folders,
     stored,
 )
-from fedshift.files import plain_yaml, write_bytes
+from fedshift.files import below, plain_yaml, write_bytes
 
 _LOCK = ".lock"
 
@@ -150,15 +150,16 @@ def unpack(experiment: Path) -> Change:
     if there is None:
         return Change(experiment, 0, 0)
     runs = _whole(there)
+    folders = {run.name: below(experiment, *run.place) for run in runs}  # all of them, before anything is written
     for run in runs:
-        folder = experiment / run.name
+        folder = folders[run.name]
         if (folder / RESULT).exists() and _content(_of_folder(folder, experiment)) != _content(run):
             raise UserError(
                 f"{folder} and {experiment / packed.RUNS} line {run.line} hold the same run with other results: "
                 "remove one of the two"
             )
     for run in runs:
-        folder = experiment / run.name
+        folder = folders[run.name]
         write_bytes(folder / SETTINGS, packed.yaml_bytes(run.identity))
         if run.rounds is not None:
             write_bytes(folder / ROUNDS, run.rounds)

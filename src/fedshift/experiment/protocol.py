@@ -17,6 +17,7 @@ from fedshift.evaluation.summary import AVERAGE
 from fedshift.evaluation.tasks.measuring import measuring_of
 from fedshift.experiment.config.sections import AdaptToOne, LeaveOneOut, Protocol, SourceTarget
 from fedshift.federation.training import Training
+from fedshift.files import names_a_folder
 from fedshift.functional.poisoning import wrong_labels
 from fedshift.methods.base import Method
 from fedshift.methods.composition.new_site import NewSite
@@ -52,9 +53,10 @@ def targets_of(protocol: Protocol, data: DataSet) -> tuple[str, ...]:
             f"data: {protocol.kind} needs at least 2 domains, but there is only '{next(iter(data.domains))}'"
         )
     for name in data.domains:
-        if not name or name.startswith(".") or "/" in name or "\\" in name or not name.isprintable():
+        if not names_a_folder(name):
             raise UserError(
-                f"data: site '{name}' cannot name a folder (no '/', no '\\' and no '.' at the beginning); rename it"
+                f"data: site '{name[:80]}' cannot name a folder (no '/', no '\\', no '.' at the beginning, at most 255 "
+                "bytes); rename it"
             )
         if name == AVERAGE:
             raise UserError(f"data: a site cannot be called '{AVERAGE}', the name of a column in tables; rename it")

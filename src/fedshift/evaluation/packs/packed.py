@@ -38,7 +38,7 @@ from fedshift.evaluation.packs.packed_rounds import (
     value_of,
 )
 from fedshift.evaluation.records import RunResult
-from fedshift.files import plain_yaml
+from fedshift.files import names_a_folder, plain_yaml
 from fedshift.text import csv_cell, from_csv_cell
 
 SETTINGS, RUNS = "experiment.yaml", "runs.csv"
@@ -71,6 +71,11 @@ class PackedRun:
     def name(self) -> str:
         """`<method>/<target>/seed-<n>`: the run's folder below its experiment's."""
         return name_of(self.result)
+
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """The names of that folder and of those above it."""
+        return str(self.result["method"]), str(self.result["target"]), f"seed-{self.result['seed']}"
 
 
 def kept(result: Mapping[str, Any]) -> dict[str, Any]:
@@ -249,8 +254,10 @@ def _run(
     """
     if not isinstance(own.get("method"), str) or not isinstance(own.get("target"), str):
         raise ValueError("method and target must be names")
-    if type(own.get("seed")) is not int:
-        raise ValueError("seed must be a whole number")
+    if not names_a_folder(own["method"]) or not names_a_folder(own["target"]):
+        raise ValueError("method and target must be names of folders")
+    if type(own.get("seed")) is not int or not -(2**63) <= own["seed"] < 2**63:
+        raise ValueError("seed must be a whole number of at most 64 bits")
     of_method = by_method.get(own["method"], {})
     values = {**shared, **of_method, **own}
     if len(values) < len(shared) + len(of_method) + len(own):
