@@ -28,7 +28,10 @@ def light() -> Iterator[None]:
         yield
 
 
-NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=6).filter(names_a_folder)
+NAMES = st.text(st.characters(codec="utf-8", exclude_characters="/\r\n"), min_size=1, max_size=6)
+TARGETS = st.text(st.characters(codec="utf-8", exclude_categories=("C", "Z")), min_size=1, max_size=6).filter(
+    names_a_folder
+)
 LEAVES = (
     st.none()
     | st.booleans()
@@ -49,7 +52,7 @@ FIELDS = st.dictionaries(st.sampled_from(["selected", "options", "data", "classe
 def runs(draw: st.DrawFn) -> list[PackedRun]:
     keys = draw(
         st.lists(
-            st.tuples(st.sampled_from(["fedavg", "kd3a", "1"]), NAMES, st.integers(0, 3)),
+            st.tuples(st.sampled_from(["fedavg", "kd3a", "1"]), TARGETS, st.integers(0, 3)),
             min_size=1,
             max_size=5,
             unique=True,
