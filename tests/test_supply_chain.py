@@ -64,7 +64,7 @@ def test_the_workflow_runs_what_make_offers() -> None:
     assert "make sbom" in steps
     assert any("--require-hashes --requirement requirements.lock" in step for step in steps)
     assert "bandit" in recipe
-    assert "pip-audit --requirement requirements.lock" in recipe
+    assert "pip-audit --strict --requirement requirements.lock" in recipe, "what could not be looked up is a failure"
     for step in steps:
         for file in re.findall(r"tests/\S+\.py", step):
             assert (ROOT / file).is_file(), file
