@@ -186,5 +186,22 @@ def _logs(kit: Path, name: str | None) -> None:
     for event in Deployment.named(kit, name).events():
         moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.pop("time", 0)))
         event.pop("previous", None)
+        severity, advice = _severity(event)
         words = " ".join(f"{key}={value}" for key, value in event.items() if value not in (None, ""))
-        console.print(f"{moment} {words}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"{moment} {severity} {words}{advice}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _severity(event: dict[str, Any]) -> tuple[str, str]:
+    """How severe an event is, as the service's log has it, and what to do."""
+    what, state, site = event.get("what"), event.get("is"), event.get("site", "")
+    if state == "lost":
+        return "WARNING", f" | ask site {site} for fedshift site status; it goes on where it was when it is back"
+    if state == "refused":
+        return "WARNING", f" | the reason names the rule; site {site} decides: fedshift site status shows it there"
+    if what == "warning":
+        return "WARNING", ""
+    if (what, state) == ("job", "died"):
+        return "WARNING", " | it goes on from the last round by itself; if that happens again, see flare.log"
+    if (what, state) == ("job", "failed"):
+        return "ERROR", " | see flare.log in the kit; then fedshift deploy resume"
+    return "INFO", ""

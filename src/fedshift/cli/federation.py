@@ -128,8 +128,8 @@ def coordinator_start(kit: KitFolder = Path("coordinator"), foreground: Foregrou
 
 @coordinator.command("status")
 def coordinator_status(kit: KitFolder = Path("coordinator")) -> None:
-    """Show whether the coordinator's service runs, and until when its kit is valid."""
-    from fedshift.cli.site import show_coordinator
+    """Show how the coordinator is: whether it runs, connected sites, run and round, refusals, disk, kit, versions."""
+    from fedshift.cli.status import show_coordinator
 
     show_coordinator(kit)
 
@@ -186,6 +186,14 @@ def site_start(path: SiteFile = Path("SITE.yaml"), foreground: Foreground = Fals
     from fedshift.cli.site import start_site
 
     start_site(path, foreground)
+
+
+@site.command("status")
+def site_status(path: SiteFile = Path("SITE.yaml")) -> None:
+    """Show how the site is: whether it runs, the last request and refusal, ε spent, disk, kit, versions."""
+    from fedshift.cli.status import show_site
+
+    show_site(path)
 
 
 @site.command("stop")

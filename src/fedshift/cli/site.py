@@ -1,4 +1,4 @@
-"""``fedshift site`` and ``fedshift coordinator``: check, start and stop the service of a role, and show its state."""
+"""``fedshift site`` and ``fedshift coordinator``: check, start and stop the service of a role."""
 
 from __future__ import annotations
 
@@ -229,15 +229,6 @@ def start_coordinator(folder: Path, foreground: bool) -> None:
     """Start the coordinator's service."""
     kit = roles.load_kit(folder, "coordinator")
     _print_status("coordinator", roles.start(kit, foreground=foreground))
-
-
-def show_coordinator(folder: Path) -> None:
-    """Print the state of the coordinator's service."""
-    kit = roles.load_kit(folder, "coordinator")
-    _print_status("coordinator", roles.status(kit))
-    safe_console().print(f"kit valid until {roles.expiry(kit)}", highlight=False)
-    if revoked := roles.revoked_sites(kit):
-        safe_console().print(f"revoked: {', '.join(revoked)}", highlight=False, markup=False)
 
 
 def stop_coordinator(folder: Path) -> None:

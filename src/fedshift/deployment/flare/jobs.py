@@ -37,6 +37,8 @@ _REFUSED = re.compile(rf"'([\w.-]+)' {REFUSED_FOR} (\d{{1,3}}) minutes")
 """A line of our listener when it refuses a site for some time."""
 _EVICTIONS, _WINDOW = 3, 60.0
 """Evictions, and the seconds within which so many mean that two machines use one kit."""
+_ROLL_CALL = 5.0
+"""Seconds between looks at who is registered, for the status."""
 _LOOK_AGAIN = 0.25
 """Seconds between looks at FLARE's list of sites."""
 
@@ -52,6 +54,8 @@ class Attendance:
         """Ids of the jobs in which a site's process has ended."""
         self.refused: dict[str, float] = {}
         """Site → until when the listener refuses it (seconds since 1970): it read no answers."""
+        self.connected: tuple[str, ...] = ()
+        """The sites that are registered, as FLARE's server said when it was last asked."""
         self._evicted: dict[str, list[float]] = {}
         """Site → times of its last evictions."""
 
@@ -93,13 +97,16 @@ class Attendance:
 
 
 class Deployments:
-    """Runs the deployments of a coordinator one after the other. ``say`` is called with the state and a message."""
+    """Runs the deployments of a coordinator one after the other.
 
-    def __init__(self, kit: Kit, attendance: Attendance, say: Callable[[str, str], None]) -> None:
+    ``say`` is called with the state, a message and its severity.
+    """
+
+    def __init__(self, kit: Kit, attendance: Attendance, say: Callable[[str, str, int], None]) -> None:
         self._kit, self._attendance, self._say = kit, attendance, say
         self._session: Any = None
         self._present: RunningDeployment | None = None
-        self._next_look = 0.0
+        self._next_look = self._next_roll_call = 0.0
         self._disabled: frozenset[str] | None = None
         """The sites that FLARE was told to refuse; None: not known."""
 
@@ -115,8 +122,10 @@ class Deployments:
             if self._session is None:
                 self._session = self._connect()
             port, attendance = self._kit.project.port, self._attendance
-            said = [f"listening on port {port}", attendance.kit_used_twice(), attendance.refused_now()]
-            self._say("connected", "; ".join(filter(None, said)))
+            self._look_who_is_there()
+            troubles = [text for text in (attendance.kit_used_twice(), attendance.refused_now()) if text]
+            level = logging.WARNING if troubles else logging.INFO
+            self._say("connected", "; ".join([f"listening on port {port}", *troubles]), level)
             self._tell_flare_who_is_revoked()
             if self._present is None:
                 self._present = self._next()
@@ -125,9 +134,16 @@ class Deployments:
         except FedshiftError:
             raise
         except Exception as error:  # FLARE raises many kinds when its server is not there yet
-            logging.getLogger("fedshift.service").info(f"the server does not answer yet: {error!r}")
+            logging.getLogger("fedshift.service").debug(f"the server does not answer yet: {error!r}")
             self._forget_session()
             self._next_look = time.monotonic() + 0.3
+
+    def _look_who_is_there(self) -> None:
+        """Ask FLARE's server now and then which sites are registered."""
+        if time.monotonic() >= self._next_roll_call:
+            self._next_roll_call = time.monotonic() + _ROLL_CALL
+            present = {client.name for client in self._session.get_system_info().client_info}
+            self._attendance.connected = tuple(site for site in self._kit.project.sites if site in present)
 
     def _tell_flare_who_is_revoked(self) -> None:
         """Have FLARE forget sites whose kit is revoked, and accept again those whose kit is not."""

@@ -125,11 +125,21 @@ _SERVICE = "fedshift.deployment.flare.service"
 
 @dataclass(frozen=True)
 class Status:
-    """Status of a role's service. ``state``: stopped, starting, connected, retrying, restarting or failed."""
+    """Status of a role's service.
+
+    Attributes:
+        state: stopped, starting, connected, retrying, restarting or failed.
+        message: what happened and what to do.
+        pid: the service's process; None if none runs.
+        begun: when it was started, in seconds since 1970; None if none runs.
+        sites: at the coordinator, the sites that are registered.
+    """
 
     state: str
     message: str
     pid: int | None
+    begun: float | None = None
+    sites: tuple[str, ...] = ()
 
 
 def status(kit: Kit) -> Status:
@@ -144,7 +154,14 @@ def status(kit: Kit) -> Status:
         return Status(state, message, None)
     if pid is None:
         return Status("stopped", "it ended without a message: it was killed, or the machine stopped", None)
-    return Status(state, message, pid)
+    begun, sites = found.get("begun"), found.get("sites")
+    return Status(
+        state,
+        message,
+        pid,
+        float(begun) if isinstance(begun, int | float) else None,
+        tuple(map(str, sites)) if isinstance(sites, list) else (),
+    )
 
 
 def start(kit: Kit, site_file: Path | None = None, *, foreground: bool = False, wait: float = _START_SECONDS) -> Status:

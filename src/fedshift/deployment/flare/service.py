@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import logging.handlers
 import os
 import signal
 import subprocess
@@ -26,9 +25,9 @@ from fedshift.deployment.flare import kit_checks, lockdown
 from fedshift.deployment.flare.jobs import Attendance, Deployments
 from fedshift.deployment.flare.kits import Kit, empty_channel, load_kit
 from fedshift.deployment.flare.service_lock import only_service
+from fedshift.deployment.flare.service_log import RAW, ServiceLog
 from fedshift.errors import FedshiftError, UserError
 from fedshift.files import write_bytes
-from fedshift.text import printable
 
 _BACKOFF = (1.0, 60.0)
 """Shortest and longest wait before another try, in seconds."""
@@ -51,10 +50,15 @@ class Service:
     tick: float = 0.25
     stopping: threading.Event = field(default_factory=threading.Event)
     child: subprocess.Popen[str] | None = None
-    _log: logging.Logger = field(default_factory=lambda: logging.getLogger("fedshift.service"))
+    _log: ServiceLog = field(init=False)
+    _begun: float = field(default_factory=time.time)
     _attendance: Attendance = field(default_factory=Attendance)
     _connected: bool = False
     _starts: int = 0
+    _line: str = ""
+
+    def __post_init__(self) -> None:
+        self._log = ServiceLog(self.kit.folder)
 
     def run(self) -> None:
         """Run until told to stop.
@@ -66,12 +70,11 @@ class Service:
             try:
                 self._run()
             except UserError as error:
-                self.say("failed", str(error))
+                self.say("failed", str(error), logging.ERROR)
                 raise
 
     def _run(self) -> None:
         kit_checks.check_certificates(self.kit)
-        self._open_log()
         self.say("starting", "")  # what one with the same number said last, as in a container, holds no more
         self._end_strays()
         forwarding = self._forward_logs()
@@ -84,11 +87,19 @@ class Service:
                     if time.monotonic() - begun > _BACKOFF[1]:
                         wait = _BACKOFF[0]
                 except _Unreachable as error:
-                    self.say("retrying", f"cannot reach the coordinator at {error}; trying again in {wait:g} s")
+                    self.say(
+                        "retrying",
+                        f"cannot reach the coordinator at {error}; trying again in {wait:g} s",
+                        logging.WARNING,
+                    )
                     wait = self._pause(wait)
                     continue
                 if not self.stopping.is_set():
-                    self.say("restarting", f"FLARE's process ended; starting it again in {wait:g} s")
+                    self.say(
+                        "restarting",
+                        f"FLARE's process ended; starting it again in {wait:g} s; if that happens again, see {RAW}",
+                        logging.WARNING,
+                    )
                     wait = self._pause(wait)
         finally:
             self._end_child()
@@ -112,7 +123,9 @@ class Service:
             return {path.parent.name: path for path in (self.kit.folder / "deployments").glob("*/progress.jsonl")}
 
         place = self.kit.folder / "sent.json"
-        forwarder = sinks.Forwarder(self.kit.name, sink, logs, place, lambda text: self._log.info(printable(text)))
+        forwarder = sinks.Forwarder(
+            self.kit.name, sink, logs, place, lambda text: self._log.event(text, logging.WARNING)
+        )
         thread = threading.Thread(target=forwarder.run, args=(self.stopping,), daemon=True)
         thread.start()
         return thread
@@ -143,7 +156,7 @@ class Service:
                     self.say("connected", f"to {self.kit.project.server} port {self.kit.project.port}")
                 self.stopping.wait(self.tick)
             if deployments is None and self.child.poll() == lockdown.UNLOCKABLE:
-                raise UserError(f"FLARE cannot be locked down here; see the end of {self.kit.folder / 'service.log'}")
+                raise UserError(f"FLARE cannot be locked down here; see the end of {self.kit.folder / RAW}")
         finally:
             if deployments is not None:
                 deployments.close()
@@ -188,7 +201,7 @@ class Service:
         for line in child.stdout:
             self._connected = self._connected or _REGISTERED in line
             self._attendance.read_line(line)
-            self._log.info(printable(line.rstrip()))
+            self._log.output(line)
 
     def _end_child(self) -> None:
         if self.child is None:
@@ -205,36 +218,36 @@ class Service:
     def _end_strays(self) -> None:
         """End processes of this kit that an earlier service left behind when it was killed."""
         for process in _processes_of(self.kit):
-            self._log.info(f"ending process {process.pid}, which was left behind")
+            self._log.event(f"ending process {process.pid}, which was left behind")
             with contextlib.suppress(Exception):
                 process.kill()
 
     # Status -----------------------------------------------------------------------------------------------------------
 
-    def say(self, state: str, message: str) -> None:
-        """Write the status to ``service.json``, and the message to the log, unless nothing has changed."""
+    def say(self, state: str, message: str, level: int = logging.INFO) -> None:
+        """Write the status to ``service.json``, and the message to the log, unless nothing has changed.
+
+        Args:
+            state: see `roles.Status`.
+            message: what happened and what to do; empty if the state says all.
+            level: how severe it is, as `logging` has it.
+        """
         whole = {
             "pid": os.getpid(),
             "child": self.child.pid if self.child else None,
             "state": state,
             "message": message,
             "starts": self._starts,
+            "begun": self._begun,
+            "sites": list(self._attendance.connected),
         }
         if whole == getattr(self, "_said", None):
             return
         self._said = whole
-        if message:
-            self._log.info(f"{state}: {message}")
+        if (line := f"{state}: {message}".removesuffix(": ")) != self._line:
+            self._log.event(line, level)
+        self._line = line
         write_bytes(self.kit.folder / "service.json", json.dumps({**whole, "time": time.time()}).encode())
-
-    def _open_log(self) -> None:
-        handler = logging.handlers.RotatingFileHandler(
-            self.kit.folder / "service.log", maxBytes=20 << 20, backupCount=3, encoding="utf-8"
-        )
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        self._log.handlers = [handler]
-        self._log.setLevel(logging.INFO)
-        self._log.propagate = False
 
 
 class _Unreachable(FedshiftError):
