@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -246,6 +247,46 @@ def test_the_record_is_on_the_disk_before_anything_masked_leaves(tmp_path: Path)
     asking.restart("north")
     answer, _ = asking.mask("north", names=NAMES[:3], run="another")
     assert "differs by up" in answer["message"]
+
+
+@pytest.mark.case(
+    "kills", "a site dies after its record, its upload or its mark is written, and before its answer left"
+)
+@pytest.mark.parametrize(
+    "dies_in",
+    [
+        ("fedshift.deployment.secure.rosters", "flush_folder"),
+        ("fedshift.federation.secure.at_site", "write_private"),
+        ("fedshift.federation.secure.at_site", "write_bytes"),
+        ("fedshift.deployment.site_server", "keep_answer"),
+        ("fedshift.deployment.site_server", "AuditLog.append"),
+    ],
+)
+def test_a_site_that_is_killed_at_any_moment_goes_on(
+    dies_in: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before and after the write: the request comes again, the sum is whole, and the record has one line."""
+    for number, after in enumerate((False, True), 1):
+        asking = Subtracting(tmp_path / str(number))
+        module, name = dies_in
+        target = ".".join((module, name))
+        genuine: Any = importlib.import_module(module)
+        for part in name.split("."):
+            genuine = getattr(genuine, part)
+
+        def dying(*arguments: Any, after: bool = after, genuine: Any = genuine, **options: Any) -> None:
+            if after:
+                genuine(*arguments, **options)
+            raise KeyboardInterrupt  # as a kill, nothing catches it
+
+        with monkeypatch.context() as patch:
+            patch.setattr(target, dying)
+            with pytest.raises(KeyboardInterrupt):
+                asking.mask("north", setting=WHOLE, weights=START)
+        asking.restart("north")
+        total = asking.sum_of(NAMES, 1)
+        assert isinstance(total, torch.Tensor), total
+        assert len((asking.sites["north"].config.memory / ROSTERS).read_text().splitlines()) == 1
 
 
 @pytest.mark.case("records that are lost", "rosters.jsonl deleted, cut, changed; also under a running site")
