@@ -250,9 +250,7 @@ class Federation(ABC):
         content: Mapping[str, Content | PerSite],
         weighing: Weighing | None = None,
     ) -> Generator[tuple[str, Any], None, None]:
-        number, shares = self.progress.exchange, {site: self._spent(site) for site in to}
-        if weighing is not None and to:  # what enters a sum depends on nothing that one site alone is told
-            shares = dict.fromkeys(to, sum(shares.values()) / len(to))
+        number, shares = self.progress.exchange, self._spent(to, alike=weighing is not None)
         own = {site: {name: self._content_for(site, name, value) for name, value in content.items()} for site in to}
 
         def requests() -> Iterator[Request]:
@@ -283,10 +281,14 @@ class Federation(ABC):
         for site in (*missing, *self._undrawn):
             self.forfeit(site, spent)
 
-    def _spent(self, site: str) -> float:
-        """The share of its budget that a site has used, 0 to 1."""
-        budget = self.budget.get(site, 0)
-        return min(1.0, self.progress.used[site] / budget) if budget else 0.0
+    def _spent(self, sites: Sequence[str], *, alike: bool) -> dict[str, float]:
+        """The share of its budget that each site has used, 0 to 1; ``alike``: the mean of these for all.
+
+        What enters a sum depends on nothing that one site alone is told.
+        """
+        used, budget = self.progress.used, self.budget
+        shares = {site: min(1.0, used[site] / budget[site]) if budget.get(site) else 0.0 for site in sites}
+        return dict.fromkeys(sites, sum(shares.values()) / len(sites)) if alike and sites else shares
 
     def _checked(
         self, call: str, answer: Answer[Any], sent: Mapping[str, Content], weighing: Weighing | None
