@@ -358,3 +358,16 @@ def test_a_model_compares_images_with_those_of_its_training(tmp_path: Path) -> N
     assert "training_images" not in private.metadata
     with pytest.raises(UserError, match="multiply images"):
         private.predict(images // 79)
+
+
+@pytest.mark.case("files left out", "predict says which files have pages that it does not read")
+def test_pages_that_are_not_predicted_are_named(tmp_path: Path) -> None:
+    model = fedshift.Model(untrained({"name": "linear"}, (1, 4, 4)))
+    page = Image.new("L", (4, 4), 7)
+    page.save(tmp_path / "a.png")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(model.predict(tmp_path)) == 1
+    page.save(tmp_path / "b.tif", save_all=True, append_images=[page, page])
+    with pytest.warns(UserWarning, match=r"1 file has more than one page.*b\.tif"):
+        assert len(model.predict(tmp_path)) == 2

@@ -9,7 +9,7 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +34,7 @@ FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 _GREY_MODES = frozenset({"1", "L", "LA", "La", "I", "F", "I;16", "I;16B", "I;16L", "I;16N"})
 _FORMAT = "2"  # part of the cache key: increase it whenever decoding changes
 _THREADS = 2
+_MOST_NAMED = 3
 _ORIENTATION = 0x0112
 _BITS_PER_SAMPLE, _PHOTOMETRIC, _SAMPLE_FORMAT = 258, 262, 339  # tags of TIFF
 _UNREADABLE = (
@@ -229,8 +230,7 @@ def _decode(file: ImageFile, channels: int, height: int, width: int, mask: bool,
         with file.open() as stream:
             opened = Image.open(BytesIO(stream.read()), formats=FORMATS)
         sizes.check_image(file.name, opened.width, opened.height)
-        # The further images of a JPEG are previews.
-        paged = opened.format != "MPO" and bool(getattr(opened, "is_animated", False))
+        paged = _has_pages(opened)
         opened.draft(None, (2 * width, 2 * height))  # lets JPEG skip detail that scaling would throw away
         form = _form(opened)
         image, deep = ImageOps.exif_transpose(opened), None
@@ -328,6 +328,36 @@ def size_of(file: ImageFile) -> tuple[int, int]:
             return (image.height, image.width) if turned else (image.width, image.height)
     except _UNREADABLE as error:
         raise _does_not_decode(file) from error
+
+
+def _has_pages(image: Image.Image) -> bool:
+    """Whether an open file has further pages or frames. The further images of a JPEG are previews."""
+    return image.format != "MPO" and bool(getattr(image, "is_animated", False))
+
+
+def paged(files: Sequence[ImageFile]) -> list[int]:
+    """The numbers of the files that have further pages or frames, without decoding pixels."""
+    return [number for number, file in enumerate(files) if _opens_with_pages(file)]
+
+
+def _opens_with_pages(file: ImageFile) -> bool:
+    try:
+        with file.open() as stream, Image.open(stream, formats=FORMATS) as image:
+            return _has_pages(image)
+    except _UNREADABLE as error:
+        raise _does_not_decode(file) from error
+
+
+def pages_warning(names: Sequence[str]) -> str:
+    """That files have further pages or frames, with the first names."""
+    which = "1 file has" if len(names) == 1 else f"{len(names)} files have"
+    return f"{which} more than one page or frame, of which the first is read: {first_names(names)}"
+
+
+def first_names(names: Iterable[object]) -> str:
+    """The first names, and that there are more."""
+    texts = list(map(str, names))
+    return ", ".join(texts[:_MOST_NAMED]) + (", …" if len(texts) > _MOST_NAMED else "")
 
 
 def some_sides(files: Sequence[ImageFile], most: int = 16) -> tuple[int, ...]:

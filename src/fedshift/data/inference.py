@@ -14,7 +14,7 @@ from fedshift.data.builders.in_memory import InMemory
 from fedshift.data.builders.medical import is_medical, slices_of
 from fedshift.data.builders.table_labels import Labelling
 from fedshift.data.domain import Preprocessing
-from fedshift.data.images import ImageFile, decode, is_image, on_disk, some_sides
+from fedshift.data.images import ImageFile, decode, is_image, on_disk, paged, pages_warning, some_sides
 from fedshift.data.locate import load_npz
 from fedshift.data.table_files import PARQUET, Columns, from_columns, read_table
 from fedshift.data.tables import encode_rows, encoding_of, form_of
@@ -175,6 +175,13 @@ def _image_files(path: Path) -> list[Path]:
 def stored_sides(path: Path) -> tuple[int, ...]:
     """The shorter sides of some image files in or at a path, in pixels; none of other files."""
     return some_sides([on_disk(file) for file in _image_files(path) if is_image(file.name)])
+
+
+def further_pages(path: Path) -> str | None:
+    """A warning if image files in or at a path have pages or frames after the first, which are not predicted."""
+    files = [on_disk(file) for file in _image_files(path) if is_image(file.name)]
+    more = paged(files)
+    return pages_warning([files[number].name for number in more]) if more else None
 
 
 def _image_shape(preprocessing: Preprocessing) -> tuple[int, int, int]:

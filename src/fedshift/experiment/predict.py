@@ -24,6 +24,7 @@ from fedshift.data.builders.table_labels import Labelling
 from fedshift.data.domain import Preprocessing
 from fedshift.data.inference import (
     Stored,
+    further_pages,
     known_labels,
     load_for_prediction,
     samples_in_memory,
@@ -93,12 +94,14 @@ class ToPredict:
         inputs: the samples.
         shift: how they differ from the training data.
         source: the table, or what they were read from.
+        left_out: a warning of pages and frames that are not among them; None: there are none.
     """
 
     names: Sequence[str]
     inputs: Stored
     shift: InputShift
     source: Any
+    left_out: str | None = None
 
     def check(self, accept_shift: bool, warn: Warn = warn_in_python) -> None:
         """Refuse samples that are too unlike the training data, unless they are accepted; warn of unusual ones.
@@ -107,8 +110,9 @@ class ToPredict:
             UserError: they are refused.
         """
         self.shift.check(accept=accept_shift)
-        if self.shift.warning is not None:
-            warn(self.shift.warning)
+        for warning in (self.shift.warning, self.left_out):
+            if warning is not None:
+                warn(warning)
 
 
 @dataclass(frozen=True)
@@ -134,7 +138,8 @@ class TrainedModel:
             named, rows = encode_rows(self.stored, table)
             return ToPredict(named, rows, table_shift(table, encoding_of(self.stored)), table)
         names, inputs = (load_for_prediction if isinstance(data, Path) else samples_in_memory)(data, self.stored)
-        return ToPredict(names, inputs, self._shift(inputs, data), data)
+        left_out = further_pages(data) if isinstance(data, Path) and self.stored.kind == "image" else None
+        return ToPredict(names, inputs, self._shift(inputs, data), data, left_out)
 
     def _shift(self, inputs: Stored, data: Path | Any) -> InputShift:
         if self.stored.kind != "image":

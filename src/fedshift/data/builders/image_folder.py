@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -24,9 +24,11 @@ from fedshift.data.images import (
     NotYetReadable,
     Window,
     decoded,
+    first_names,
     has_colour,
     is_image,
     on_disk,
+    pages_warning,
     some_sides,
     unreadable,
 )
@@ -280,12 +282,6 @@ def _is_hidden(name: str) -> bool:
     return name.startswith((".", "__")) or name.lower() in _MADE_BY_SYSTEMS
 
 
-def first_names(names: Iterable[object]) -> str:
-    """The first names, and that there are more."""
-    texts = list(map(str, names))
-    return ", ".join(texts[:_MOST_NAMED]) + (", …" if len(texts) > _MOST_NAMED else "")
-
-
 def image_warnings(made: Decoded, files: Mapping[str, Sequence[ImageFile]]) -> Iterator[str]:
     """What decoded images do not show: values that fill a small part of their range, and pages that were not read.
 
@@ -301,11 +297,7 @@ def image_warnings(made: Decoded, files: Mapping[str, Sequence[ImageFile]]) -> I
         yield from _dark(site, {flat[row]: one for row, one in deep.items() if not one.colour}, colour=False)
         yield from _dark(site, {flat[row]: one for row, one in deep.items() if one.colour}, colour=True)
     if made.paged:
-        which = "1 file has" if len(made.paged) == 1 else f"{len(made.paged)} files have"
-        yield (
-            f"{which} more than one page or frame, of which the first is read: "
-            f"{first_names(flat[row] for row in made.paged)}"
-        )
+        yield pages_warning([flat[row] for row in made.paged])
 
 
 def _dark(site: str, deep: Mapping[str, Deep], *, colour: bool) -> Iterator[str]:
