@@ -114,6 +114,7 @@ def test_a_file_that_says_nothing_of_its_parts_loads(kind: str, tmp_path: Path) 
         metadata = json.loads(opened.metadata()["fedshift"])
     assert metadata.pop("parts")["classifier"] is None
     save_file(load_file(file), file, {"fedshift": json.dumps(metadata)})
+    (folder / "SHA256SUMS").unlink()
     check_predictions(fedshift.Model.load(folder, network=f"{FILE}:End"), folder)
 
 
@@ -197,6 +198,7 @@ def test_options_in_a_file_do_not_take_the_memory(options: dict[str, Any], tmp_p
         metadata = json.loads(opened.metadata()["fedshift"])
     metadata["model"] |= options
     save_file(load_file(file), file, {"fedshift": json.dumps(metadata)})
+    (folder / "SHA256SUMS").unlink()
     with pytest.raises(UserError, match="much larger than the file"):
         load_model(folder, own_network=f"{tmp_path}/own.py:Net")
 
@@ -221,6 +223,7 @@ def test_wrong_parts_in_a_file_are_told_in_one_line(parts: Any, tmp_path: Path) 
         metadata = json.loads(opened.metadata()["fedshift"])
     metadata["parts"] = metadata["parts"] | parts if isinstance(parts, dict) else parts
     save_file(load_file(file), file, {"fedshift": json.dumps(metadata)})
+    (folder / "SHA256SUMS").unlink()
     with pytest.raises(UserError, match="does not fit the network") as told:
         load_model(folder, own_network=f"{FILE}:End")
     assert "\n" not in str(told.value)

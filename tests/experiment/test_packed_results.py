@@ -20,7 +20,7 @@ from fedshift.errors import UserError
 from fedshift.evaluation import packing
 from fedshift.evaluation.packs.packed import kept
 from fedshift.evaluation.packs.packed_rounds import rows_of
-from fedshift.evaluation.stored import is_finished, stored
+from fedshift.evaluation.stored import SUMS, is_finished, stored
 from fedshift.report.collect import collect, read_rounds
 from fedshift.report.page import page
 from fedshift.report.table import table_of
@@ -57,6 +57,8 @@ def with_the_digits_that_are_kept(folder: Path) -> Path:
     """The unpacked runs below ``folder``, rewritten as packing keeps them."""
     for path in folder.rglob("result.json"):
         path.write_text(json.dumps(kept(json.loads(path.read_text()))))
+    for path in folder.rglob(SUMS):
+        path.unlink()
     for path in folder.rglob("rounds.jsonl"):
         path.write_text("".join(json.dumps(row) + "\n" for row in rows_of(path.read_bytes()) or ()))
     return folder
@@ -163,6 +165,7 @@ def test_the_same_run_twice(ran: tuple[dict[str, Any], Path], tmp_path: Path, cl
     assert names(twin) == {"model.safetensors", "predictions.parquet"}
     shutil.copytree(tmp_path / "whole" / "small" / "fedavg" / "a" / "seed-0", twin, dirs_exist_ok=True)
     result = json.loads((twin / "result.json").read_text())
+    (twin / SUMS).unlink(missing_ok=True)
     (twin / "result.json").write_text(json.dumps({**result, "seconds": 1.25}))
     before = {name: (folder / name).read_bytes() for name in PACKED}
     for command in (("table", folder), ("results", "pack", folder), ("results", "unpack", folder)):

@@ -45,10 +45,11 @@ def test_two_steps_by_hand() -> None:
     ("rule", "second"), [("adagrad", 0.25 + 4), ("adam", 0.99 * 0.25 + 0.04), ("yogi", 0.25 + 0.04)]
 )
 def test_the_second_moment_begins_at_tau_squared(rule: Any, second: float) -> None:
-    """τ = 0.5, Δ = 2, m = 0.2, θ = 1 + 0.1 · 0.2/(√v + 0.5)."""
+    """τ = 0.5, Δ = 2, m = 0.2, or 2 where β₁ is 0 (adagrad, as in the paper), θ = 1 + 0.1 · m/(√v + 0.5)."""
+    first = 2.0 if rule == "adagrad" else 0.2
     moved, kept = after_round(Adaptive(optimizer=rule, tau=0.5, rate=0.1), model(1.0), model(3.0), {})
     assert kept["second"]["w"].item() == pytest.approx(second)
-    assert moved["w"].item() == pytest.approx(1 + 0.1 * 0.2 / (second**0.5 + 0.5))
+    assert moved["w"].item() == pytest.approx(1 + 0.1 * first / (second**0.5 + 0.5))
 
 
 def test_what_is_personal_does_not_move() -> None:

@@ -21,6 +21,7 @@ from fedshift.evaluation.stored import (
     RESULT,
     ROUNDS,
     SETTINGS,
+    SUMS,
     Pack,
     Stored,
     is_finished,
@@ -233,7 +234,7 @@ def _check(files: dict[str, bytes], runs: dict[str, PackedRun], order: dict[str,
 
 def _remove(folder: Path, experiment: Path) -> None:
     """Remove the files that were packed, and folders that are empty after that."""
-    for name in (RESULT, ROUNDS, SETTINGS, _LOCK):
+    for name in (RESULT, ROUNDS, SETTINGS, SUMS, _LOCK):
         (folder / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # the folder holds something else, such as a model
         while folder != experiment:

@@ -7,10 +7,11 @@ read from its folder if it is finished there, else from the experiment's packed 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from fedshift.errors import UserError
 from fedshift.evaluation.packs import packed, packed_rounds
 from fedshift.evaluation.packs.packed import PackedRun
 from fedshift.evaluation.packs.packed_rounds import Rounds, decode_rounds, malformed
+from fedshift.files import write_bytes
 
 FAILURE = "failure.txt"
 """Why an unfinished run stopped, in one line."""
@@ -128,6 +130,58 @@ def stored(path: Path) -> Stored | None:
     return Stored(data, pack.folder / packed.RUNS, pack.runs[name].line)
 
 
+SUMS = "SHA256SUMS"
+"""The digests of a finished run's files, as ``sha256sum --check SHA256SUMS`` reads them."""
+
+
+def write_sums(folder: Path, data: Mapping[str, bytes], names: Iterable[str]) -> None:
+    """Write the digests of a finished run's files.
+
+    Args:
+        folder: the run's.
+        data: name → content of files that are about to be written.
+        names: of files that may be there.
+    """
+    digests = {name: hashlib.sha256(content).hexdigest() for name, content in data.items()}
+    for name in names:
+        if name not in data and (folder / name).exists():
+            digests[name] = _digest(folder / name)
+    write_bytes(folder / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items())).encode())
+
+
+def check_sum(path: Path, data: bytes | None = None) -> None:
+    """Compare a run's file with its digest, if the run has one of it; runs of an older version have none.
+
+    Args:
+        path: the file.
+        data: its content; None: it is read.
+
+    Raises:
+        UserError: it is not what was written.
+    """
+    sums = path.parent / SUMS
+    if not sums.is_file():
+        return
+    lines = [line.rpartition(b"  ") for line in _read(sums).splitlines()]
+    known = {name: digest for digest, _, name in lines}.get(path.name.encode())
+    if known is None:
+        return
+    digest = _digest(path) if data is None else hashlib.sha256(data).hexdigest()
+    if digest.encode() != known:
+        raise UserError(
+            f"{path} is damaged: it is not what was written ({sums.name} beside it has its SHA-256); restore it, or "
+            f"delete {path.parent} and run again"
+        )
+
+
+def _digest(path: Path) -> str:
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+
+
 def run_folders(root: Path) -> list[Path]:
     """The folders of all runs in or below ``root``, finished or not, packed or not.
 
@@ -233,7 +287,11 @@ def _stamp(file: Path) -> tuple[int, int, int] | None:
 
 
 def _on_disk(path: Path) -> Stored | None:
-    return Stored(_read(path), path) if path.exists() else None
+    if not path.exists():
+        return None
+    data = _read(path)
+    check_sum(path, data)
+    return Stored(data, path)
 
 
 def _read(path: Path) -> bytes:

@@ -36,6 +36,7 @@ from fedshift.data.tables import encode_rows, encoding_of
 from fedshift.data.tasks.objective import Objective, objective_of
 from fedshift.data.transforms import to_network
 from fedshift.errors import UserError
+from fedshift.evaluation.stored import check_sum
 from fedshift.experiment.config.trusted_code import trusted_method, trusted_network
 from fedshift.experiment.features import backbone_of
 from fedshift.experiment.runs.run_folder import MODEL, SEALED_MODEL
@@ -331,6 +332,7 @@ def load_model(path: Path, own_method: str | Method | None = None, own_network: 
             if path.is_dir()
             else f"there is no file {path}: give a run's folder or a {MODEL}"
         )
+    check_sum(file)
     try:
         with safe_open(str(file), framework="pt") as opened:
             metadata = json.loads((opened.metadata() or {})["fedshift"])

@@ -38,7 +38,14 @@ def test_what_a_run_leaves(cli: Cli, tmp_path: Path) -> None:
     assert "Not known: one seed" in " ".join(done.out.split()), "a verdict ends the run"
     part = tmp_path / "runs" / PART
     whole = {path.name for path in part.iterdir() if not path.name.startswith(".")}
-    assert whole == {"experiment.yaml", "rounds.jsonl", "result.json", "model.safetensors", "predictions.parquet"}
+    assert whole == {
+        "experiment.yaml",
+        "rounds.jsonl",
+        "result.json",
+        "model.safetensors",
+        "predictions.parquet",
+        "SHA256SUMS",
+    }
     assert json.loads((tmp_path / "runs" / "small" / "order.json").read_text()) == {
         "methods": ["fedavg"], "targets": ["a"], "seeds": [0],
     }  # fmt: skip

@@ -166,7 +166,7 @@ class _RunLoop:
             self.federation.load_memory(self.folder.memory, header["memory"])
         except UserError as error:
             raise UserError(f"{error}; to start this run again, delete {self.folder.path}") from None
-        self.records = self.folder.records(state.round)
+        self.records = self.folder.records(state.round, header.get("rounds_sha256"))
         return state
 
     def _record_pooling(self) -> None:

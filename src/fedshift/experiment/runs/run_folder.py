@@ -6,6 +6,7 @@ Every file is written atomically.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -22,7 +23,17 @@ from fedshift.evaluation.predictions import PREDICTIONS
 from fedshift.evaluation.records import RoundRecord, RunResult
 from fedshift.evaluation.site_bytes import FILE as BYTES
 from fedshift.evaluation.site_bytes import write_site_bytes
-from fedshift.evaluation.stored import FAILURE, ORDER, RESULT, ROUNDS, SETTINGS, pack_of, run_folders, stored
+from fedshift.evaluation.stored import (
+    FAILURE,
+    ORDER,
+    RESULT,
+    ROUNDS,
+    SETTINGS,
+    pack_of,
+    run_folders,
+    stored,
+    write_sums,
+)
 from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.plan import Plan, PlannedRun, common_settings
 from fedshift.experiment.runs.identity import comparable, first_difference
@@ -46,6 +57,7 @@ class RunFolder:
         self.path = path
         self.identity = json.loads(json.dumps(identity))
         self._lock: int | None = None
+        self._rounds = hashlib.sha256()  # of the lines of rounds.jsonl
 
     # Lock and identity ----------------------------------------------------------------------------------------------
 
@@ -168,7 +180,9 @@ class RunFolder:
 
     def finish(self, result: RunResult) -> None:
         """Write the result, which marks the run as finished, and delete its checkpoint."""
-        write_bytes(self.path / RESULT, (result.model_dump_json(indent=2) + "\n").encode())
+        data = (result.model_dump_json(indent=2) + "\n").encode()
+        write_sums(self.path, {RESULT: data}, (SETTINGS, ROUNDS, MODEL, SEALED_MODEL, PREDICTIONS))
+        write_bytes(self.path / RESULT, data)
         self._forget_checkpoint()
 
     def save_model(self, weights: Weights, metadata: Mapping[str, Any]) -> None:
@@ -190,10 +204,12 @@ class RunFolder:
         """Add one line to ``rounds.jsonl`` and flush it to the disk."""
         file = self.path / ROUNDS
         try:
-            with open(file, "a", encoding="utf-8") as lines:
-                lines.write(record.model_dump_json() + "\n")
+            line = f"{record.model_dump_json()}\n".encode()
+            with open(file, "ab") as lines:
+                lines.write(line)
                 lines.flush()
                 os.fsync(lines.fileno())
+            self._rounds.update(line)
         except OSError as error:
             raise UserError(f"cannot write {file}: {error.strerror}; free some space and run again") from None
 
@@ -218,6 +234,7 @@ class RunFolder:
             "averaged": {"count": averaged.count, "losses": list(averaged.losses)},
             "memory": memory,
             "identity": comparable(self.identity),
+            "rounds_sha256": self._rounds.hexdigest(),
             **header,
         }
         write_message(self.path / _CHECKPOINT, content, whole)
@@ -253,14 +270,19 @@ class RunFolder:
         numbers = header["numbers"]
         return State(weights, header["round"], parts, numbers, averaged=averaged, server=server), header
 
-    def records(self, last_round: int) -> list[RoundRecord]:
+    def records(self, last_round: int, digest: str | None = None) -> list[RoundRecord]:
         """Read the rounds up to ``last_round``, and remove later ones from the file, because they will be run again.
+
+        Args:
+            last_round: of the checkpoint.
+            digest: SHA-256 of the lines up to that round, as the checkpoint has it; None: of an older version.
 
         Raises:
             UserError: one of the rounds is missing or damaged. The selection rules would choose among fewer rounds.
         """
         file = self.path / ROUNDS
         records: list[RoundRecord] = []
+        lines = hashlib.sha256()
         for line in file.read_bytes().splitlines() if file.exists() else []:
             try:
                 record = RoundRecord.model_validate_json(line)
@@ -269,17 +291,26 @@ class RunFolder:
             if record.round > last_round:
                 break
             records.append(record)
+            lines.update(line + b"\n")
         rounds = [record.round for record in records]
         if rounds not in (list(range(last_round + 1)), list(range(1, last_round + 1))):
             raise UserError(
                 f"{file} is damaged: not every round up to {last_round} is there; delete {self.path} and run again"
             )
-        write_bytes(file, "".join(record.model_dump_json() + "\n" for record in records).encode())
+        if digest is not None and lines.hexdigest() != digest:
+            raise UserError(
+                f"{file} is damaged: its rounds are not those that were written; restore it, or delete {self.path} and "
+                "run again"
+            )
+        whole = "".join(record.model_dump_json() + "\n" for record in records).encode()
+        write_bytes(file, whole)
+        self._rounds = hashlib.sha256(whole)
         return records
 
     def restart(self) -> None:
         """Delete `rounds.jsonl`. Called if there is no checkpoint."""
         (self.path / ROUNDS).unlink(missing_ok=True)
+        self._rounds = hashlib.sha256()
 
     def _tidy(self, memory: Mapping[str, Mapping[str, str]]) -> None:
         wanted = {self.memory / site / file for site, files in memory.items() for file in files.values()}

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedshift.evaluation.predictions import PREDICTIONS
+from fedshift.evaluation.stored import check_sum
 from fedshift.report import plots
 from fedshift.report.advice.roles import role_of
 from fedshift.report.collect import FinishedRun
@@ -89,6 +90,7 @@ def _read(run: FinishedRun, classes: Sequence[str]) -> Predicted | None:
     path = run.folder / PREDICTIONS
     if not path.exists():
         return None
+    check_sum(path)
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -1,0 +1,112 @@
+"""A flipped bit in any stored file of a run is noticed, or changes nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from small import Stop, StopAfter, experiment, outcome, sites
+
+import fedshift
+from fedshift.errors import UserError
+from fedshift.evaluation.stored import SUMS, check_sum, stored
+from fedshift.experiment.predict import load_model
+
+FLIPS = 20
+CSAC = {"name": "csac", "acquisition_epochs": 1, "calibration_epochs": 1}
+
+
+def options_in(folder: Path) -> dict[str, object]:
+    made = experiment(sites(folder), methods=[CSAC], model={"name": "mlp", "hidden": [4]})
+    made["training"] |= {"rounds": 3, "momentum": 0.9, "reset_optimizer_each_round": False}
+    return made
+
+
+def flip(path: Path, draws: random.Random) -> None:
+    """Turn one bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[draws.randrange(len(data))] ^= 1 << draws.randrange(8)
+    path.write_bytes(data)
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, object]]:
+    """The folder of a run that was interrupted after its second round, and its options."""
+    folder = tmp_path_factory.mktemp("interrupted")
+    options = options_in(folder)
+    with pytest.raises(Stop):
+        fedshift.run(options, folder / "runs", reporter=StopAfter(2))
+    return folder / "runs", options
+
+
+def kinds(runs: Path) -> dict[str, Path]:
+    """One file of each kind that an interrupted run has."""
+    run = runs / "small" / "csac" / "a" / "seed-0"
+    memory = {path.name.partition("-")[0]: path for path in sorted(run.glob("memory/*/*"))}
+    return {**memory, "checkpoint": run / "checkpoint.safetensors", "rounds": run / "rounds.jsonl"}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("checkpoint", marks=pytest.mark.case("bit flips", "checkpoint of a run, 20 flips")),
+        pytest.param("local_model", marks=pytest.mark.case("bit flips", "a site's model in its memory, 20 flips")),
+        pytest.param("optimizer", marks=pytest.mark.case("bit flips", "momentum in a site's memory, 20 flips")),
+        pytest.param("projections", marks=pytest.mark.case("bit flips", "projections in a site's memory, 20 flips")),
+        pytest.param("rounds", marks=pytest.mark.case("bit flips", "rounds of an interrupted run, 20 flips")),
+    ],
+)
+def test_a_run_does_not_go_on_from_a_damaged_file(
+    tmp_path: Path, interrupted: tuple[Path, dict[str, object]], kind: str
+) -> None:
+    runs, options = interrupted
+    draws = random.Random(kind)
+    for _ in range(FLIPS):
+        shutil.copytree(runs, tmp_path / "runs")
+        path = kinds(tmp_path / "runs")[kind]
+        flip(path, draws)
+        with pytest.raises(UserError, match=path.name.partition("-")[0]):
+            fedshift.run(options, tmp_path / "runs")
+        shutil.rmtree(tmp_path / "runs")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("result.json", marks=pytest.mark.case("bit flips", "result of a finished run, 20 flips")),
+        pytest.param("rounds.jsonl", marks=pytest.mark.case("bit flips", "rounds of a finished run, 20 flips")),
+        pytest.param("experiment.yaml", marks=pytest.mark.case("bit flips", "settings of a finished run, 20 flips")),
+        pytest.param("model.safetensors", marks=pytest.mark.case("bit flips", "model of a finished run, 20 flips")),
+    ],
+)
+def test_a_damaged_file_of_a_finished_run_is_not_read(
+    tmp_path: Path, interrupted: tuple[Path, dict[str, object]], name: str
+) -> None:
+    runs, options = interrupted
+    shutil.copytree(runs, tmp_path / "runs")
+    fedshift.run(options, tmp_path / "runs")
+    path = tmp_path / "runs" / "small" / "csac" / "a" / "seed-0" / name
+    whole, draws = path.read_bytes(), random.Random(name)
+    for _ in range(FLIPS):
+        flip(path, draws)
+        with pytest.raises(UserError, match=f"{name} is damaged"):
+            load_model(path) if name == "model.safetensors" else stored(path)
+        path.write_bytes(whole)
+    check_sum(path)
+    for line in (path.parent / SUMS).read_text(encoding="ascii").splitlines():
+        digest, listed = line.split("  ")  # as sha256sum --check reads it
+        assert hashlib.sha256((path.parent / listed).read_bytes()).hexdigest() == digest
+
+
+def test_a_run_of_an_older_version_goes_on(tmp_path: Path, interrupted: tuple[Path, dict[str, object]]) -> None:
+    """Its files have no digests."""
+    runs, options = interrupted
+    shutil.copytree(runs, tmp_path / "runs")
+    for path in (tmp_path / "runs").rglob("*.safetensors"):
+        path.write_bytes(path.read_bytes()[len(b"fedshift sha256 1\n") + 32 :])
+    fedshift.run(options, tmp_path / "runs")
+    fedshift.run(options, tmp_path / "whole")
+    assert outcome(tmp_path / "runs") == outcome(tmp_path / "whole")
