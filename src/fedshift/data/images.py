@@ -116,8 +116,8 @@ class _One(NamedTuple):
 
 def is_image(name: str) -> bool:
     """Whether a file name has the ending of an image and is not hidden."""
-    path = Path(name)
-    return path.suffix.lower() in SUFFIXES and not path.name.startswith(".")
+    base = os.path.basename(name)
+    return os.path.splitext(base)[1].lower() in SUFFIXES and not base.startswith(".")
 
 
 def on_disk(path: Path) -> ImageFile:
@@ -228,12 +228,12 @@ def decode(
 def _decode(file: ImageFile, channels: int, height: int, width: int, mask: bool, window: Window | None) -> _One:
     try:
         with file.open() as stream:
-            opened = Image.open(BytesIO(stream.read()), formats=FORMATS)
-        sizes.check_image(file.name, opened.width, opened.height)
-        paged = _has_pages(opened)
-        opened.draft(None, (2 * width, 2 * height))  # lets JPEG skip detail that scaling would throw away
-        form = _form(opened)
-        image, deep = ImageOps.exif_transpose(opened), None
+            image: Image.Image = Image.open(BytesIO(stream.read()), formats=FORMATS)
+        sizes.check_image(file.name, image.width, image.height)
+        paged = _has_pages(image)
+        image.draft(None, (2 * width, 2 * height))  # lets JPEG skip detail that scaling would throw away
+        form, deep = _form(image), None
+        image = ImageOps.exif_transpose(image)
         if mask:
             image = _not_black(image)
         elif form is not None:
@@ -362,7 +362,16 @@ def first_names(names: Iterable[object]) -> str:
 
 def some_sides(files: Sequence[ImageFile], most: int = 16) -> tuple[int, ...]:
     """The shorter sides of some of the images, evenly spaced, in pixels."""
-    return tuple(min(size_of(file)) for file in files[:: max(1, -(-len(files) // most))])
+    return tuple(_shorter_side(file) for file in files[:: max(1, -(-len(files) // most))])
+
+
+def _shorter_side(file: ImageFile) -> int:
+    """The shorter side, which no orientation changes: reading that of a PNG would decode its pixels."""
+    try:
+        with file.open() as stream, Image.open(stream, formats=FORMATS) as image:
+            return min(image.size)
+    except _UNREADABLE as error:
+        raise _does_not_decode(file) from error
 
 
 def unreadable(files: Sequence[ImageFile], window: Window | None = None) -> list[str]:
