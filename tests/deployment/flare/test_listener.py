@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import random
 import shutil
 import socket
 import ssl
@@ -91,6 +93,12 @@ class Listening:
         """Whether a frame that a kit sends is answered."""
         with contextlib.suppress(OSError), self.peer(startup) as one:
             return speaks(one)
+        return False
+
+    def is_heard_by_flare(self, startup: Path, name: str) -> bool:
+        """Whether FLARE answers a kit's greeting."""
+        with contextlib.suppress(OSError):
+            return seconds_to_greet(startup, self.port, name, SOON) < SOON
         return False
 
 
@@ -416,13 +424,14 @@ def test_a_slow_peer_is_not_ended_while_it_takes_something(door: Listening, kits
     with deaf(door, startup(kits, "north")) as one:
         mine = only(door)
         one.settimeout(SOON)
-        frames = [frame_of(100_000, bytes([number]) * 50_000) for number in range(20)]
+        frames = [frame_of(100_000, bytes([number]) * 50_000) for number in range(200)]
         for frame in frames:
             mine.send_frame(bytearray(frame))
         read = bytearray()
         while len(read) < 100_000 * len(frames):
-            read += one.recv(1 << 14)
-            time.sleep(0.005)
+            read += (piece := one.recv(1 << 14))
+            assert piece, "the connection was ended"
+            time.sleep(0.0005)
         assert bytes(read) == b"".join(frames)
         assert speaks(one)
 
@@ -449,6 +458,8 @@ def test_few_frames_of_one_certificate_are_handled_at_once(
         assert eventually(lambda: len(held) == guarded_tcp.MOST_FRAMES)
         time.sleep(0.3)
         assert len(held) == guarded_tcp.MOST_FRAMES
+        peer = next(link.peer for link in door.driver._listener._admitted if link.peer.name == "north")
+        assert peer._workers._work_queue.qsize() == 0, "nothing waits here: it waits at the peer"
         begun = time.monotonic()
         assert door.is_heard(startup(kits, "south"))
         assert time.monotonic() - begun < 0.5
@@ -571,10 +582,9 @@ def test_what_a_revoked_peer_held_is_given_back(door: Listening, kits: Provision
     assert door.is_heard(startup(kits, "north"))
 
 
-@pytest.mark.case("floods", "through FLARE's own handling of frames: PINGs, nothing read")
-def test_flares_threads_are_not_taken_by_a_peer_that_reads_nothing(
-    kits: Provisioned, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def flares(kits: Provisioned, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Listening, Any]]:
+    """A listener in this process whose frames FLARE's own manager handles, and that manager."""
     from nvflare.fuel.f3.endpoint import Endpoint
     from nvflare.fuel.f3.sfm.conn_manager import ConnManager
 
@@ -583,20 +593,89 @@ def test_flares_threads_are_not_taken_by_a_peer_that_reads_nothing(
     driver = guarded_tcp.GuardedTcpDriver()
     driver.register_conn_monitor(manager)
     listening = Listening(kits.coordinator, driver, manager)
-    north, south = startup(kits, "north"), startup(kits, "south")
     try:
-        assert eventually(lambda: _greeted(south, listening.port))
-        with Flood(north, listening.port, "north.", connections=2).flowing() as flood:
-            waits = []
-            for _ in range(10):
-                time.sleep(0.2)
-                waits.append(seconds_to_greet(south, listening.port, "south"))
-            assert flood.sent > 20_000
-            assert max(waits) < 0.5
-            assert not manager.frame_mgr_executor._threads, "no frame of a peer takes a thread of FLARE's"
+        assert eventually(lambda: _greeted(startup(kits, "south"), listening.port))
+        yield listening, manager
     finally:
         driver.shutdown()
         listening.thread.join(SOON)
+
+
+@pytest.mark.case("floods", "through FLARE's own handling of frames: PINGs, nothing read")
+def test_flares_threads_are_not_taken_by_a_peer_that_reads_nothing(
+    flares: tuple[Listening, Any], kits: Provisioned
+) -> None:
+    (listening, manager), south = flares, startup(kits, "south")
+    with Flood(startup(kits, "north"), listening.port, "north.", connections=2).flowing() as flood:
+        waits = []
+        for _ in range(10):
+            time.sleep(0.2)
+            waits.append(seconds_to_greet(south, listening.port, "south"))
+        assert flood.sent > 20_000
+        assert max(waits) < 0.5
+        assert not manager.frame_mgr_executor._threads, "no frame of a peer takes a thread of FLARE's"
+
+
+FRAMES = int(os.environ.get("FEDSHIFT_FUZZED_FRAMES", "1500"))
+
+
+def strange_frame(draws: random.Random) -> bytes:
+    """A frame of random kind, lengths and content; now and then a greeting or headers that are almost right."""
+    choices = (b"", draws.randbytes(draws.randrange(200)), b"\x81" * 500, b"\x91" * 3000, b"\xdf\xff\xff\xff\xff")
+    names = ("north", "north.job", "south", "server", "a" * 300, "", "north..x", "../north", "north\x1b[2J")
+    named = msgpack_of({draws.choice(["endpoint_name", "x"]): draws.choice(names), "timestamp": 0.0})
+    payload = draws.choice([*choices, named, named[: draws.randrange(len(named))]])
+    whole = bytearray(16 + len(payload))
+    prefix = Prefix(
+        length=len(whole),
+        header_len=draws.choice([0, 0, len(payload), draws.randrange(65536)]),
+        type=draws.choice([1, 1, 2, 3, 4, 4, 5, 6, 7, draws.randrange(256)]),
+        flags=draws.randrange(65536),
+        app_id=draws.choice([0, 1, 2, draws.randrange(65536)]),
+        stream_id=draws.randrange(65536),
+    )
+    prefix.to_buffer(whole, 0)
+    whole[16:] = payload
+    return bytes(whole)
+
+
+def msgpack_of(value: Any) -> bytes:
+    import msgpack
+
+    packed: bytes = msgpack.packb(value)
+    return packed
+
+
+@pytest.mark.case("fuzz", "frames of random kind, length, headers and payload")
+def test_frames_of_any_kind_harm_nobody(
+    flares: tuple[Listening, Any], kits: Provisioned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever sends them loses a connection now and then; the other site is greeted within a moment all the time."""
+    monkeypatch.setattr(guarded_tcp, "FRAMES_PER_SECOND", 10**6)
+    (listening, manager), draws = flares, random.Random(0)
+    north, south = startup(kits, "north"), startup(kits, "south")
+    sent, ends, waits = 0, 0, []
+    while sent < FRAMES:
+        with listening.peer(north) as one:
+            one.settimeout(0.001)
+            for _ in range(min(500, FRAMES - sent)):
+                try:
+                    one.sendall(strange_frame(draws))
+                    sent += 1
+                    with contextlib.suppress(TimeoutError, ssl.SSLWantReadError):
+                        if draws.random() < 0.05 and one.recv(1 << 16) == b"":
+                            ends += 1
+                            break
+                except (OSError, ssl.SSLError):
+                    ends += 1
+                    break
+        waits.append(seconds_to_greet(south, listening.port, "south"))
+    print(f"{sent} frames, {ends} connections ended, slowest greeting {max(waits):.3f} s")
+    assert max(waits) < 0.5
+    assert listening.is_heard_by_flare(north, "north")
+    peers = listening.driver._listener._peers.values()
+    assert eventually(lambda: all(peer._frames == peer._bytes == 0 for peer in peers)), "all room is given back"
+    assert not manager.stopped
 
 
 def _greeted(kit: Path, port: int) -> bool:

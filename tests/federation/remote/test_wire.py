@@ -290,6 +290,15 @@ def test_headers_that_honest_sites_need_are_read() -> None:
         opened(seal(card, body_of({})), "k")
 
 
+@pytest.mark.case("large headers", "a request whose body describes no tensor in 40 MB, at a site")
+def test_a_site_reads_no_description_of_any_length() -> None:
+    message = sealed_as("{}", described(b'{"__metadata__":{"message":"{}"},"a":[' + b"0," * 20_000_000 + b"0]}"))
+    begun = time.process_time()
+    with pytest.raises(FedshiftError):
+        unseal(message)
+    assert time.process_time() - begun < 0.2
+
+
 @pytest.mark.case("large headers", "the error that answers a request whose header is too large")
 def test_the_answer_to_a_large_request_does_not_read_it() -> None:
     request = sealed_as('{"key": "k", "a": [' + "1," * 20_000_000 + "1]}", b"")
