@@ -186,3 +186,22 @@ def test_survival_has_scikit_survivals_convention() -> None:
             estimator.fit(x, wrong, sites=SITES)
     with pytest.raises(ValueError, match="compared"):
         estimator.score(x, late)
+
+
+@pytest.mark.case("identifiers", "the estimators: a column of names, labels of one value per row")
+def test_no_value_of_a_column_of_text_is_shown_or_kept() -> None:
+    names = [f"Doe {row}" for row in range(40)]
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"x": np.arange(40.0), "who": names})
+    y = np.arange(40) % 2
+    event = np.array([(True, 1.0)] * 40, dtype=[("event", bool), ("time", float)])
+    for X, column in ((frame, "'who'"), (frame.to_numpy(), "1"), (np.array([names, names]).T, "0")):
+        for estimator, labels in ((FederatedClassifier(), y), (FederatedRegressor(), y), (FederatedSurvival(), event)):
+            with pytest.raises(
+                ValueError, match=f"column {column} holds text, 40 different values in 40 rows"
+            ) as caught:
+                estimator.fit(X, labels)
+            assert "Doe" not in str(caught.value)
+    with pytest.raises(ValueError, match="y has 40 different values in 40 samples") as caught:
+        FederatedClassifier().fit(np.zeros((40, 2)), np.array(names))
+    assert "Doe" not in str(caught.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -14,7 +15,9 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_consistent_length, check_is_fitted, validate_data
 
 from fedshift.data.builders.arrays import Arrays
-from fedshift.data.builders.in_memory import InMemory
+from fedshift.data.builders.in_memory import InMemory, listed
+from fedshift.data.identifiers import names_rows
+from fedshift.data.table_files import is_number
 from fedshift.evaluation.tasks.survival import concordance
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.predict import from_weights
@@ -138,8 +141,14 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
             UserError: an option, the method or the network does not fit.
             TrainingDiverged: weights or losses are no longer finite.
         """
+        _check_no_text(X)
         X, y = validate_data(self, X, y)
         check_classification_targets(y)
+        if names_rows(Counter(map(str, y.tolist()))):
+            raise ValueError(
+                f"y has {len(np.unique(y))} different values in {len(y)} samples: it names samples and does not class "
+                "them, and its values would be written into the model: give classes"
+            )
         self.classes_, numbers = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
             raise ValueError("y holds one class only: a classifier needs samples of at least two classes")
@@ -224,6 +233,7 @@ class FederatedRegressor(RegressorMixin, _Federated):  # type: ignore[misc]
             UserError: an option, the method or the network does not fit.
             TrainingDiverged: weights or losses are no longer finite.
         """
+        _check_no_text(X)
         X, y = validate_data(self, X, y, y_numeric=True)
         self._train(X, y.astype(np.float32), sites, ("y",))
         return self
@@ -303,6 +313,7 @@ class FederatedSurvival(_Federated):
             UserError: an option, the method or the network does not fit.
             TrainingDiverged: weights or losses are no longer finite.
         """
+        _check_no_text(X)
         X = validate_data(self, X)
         labels = _times_and_events(y)
         check_consistent_length(X, labels)
@@ -329,6 +340,23 @@ class FederatedSurvival(_Federated):
 
     def _task(self) -> dict[str, Any]:
         return {"task": "time_to_event"}
+
+
+def _check_no_text(X: Any) -> None:
+    """Raise ValueError for a column of text, naming no value of it; numpy's own message would show one."""
+    columns: dict[str, Any] = {}
+    if hasattr(X, "columns"):
+        columns = {f"column '{name}'": X[name] for name in X.columns}
+    elif isinstance(X, np.ndarray) and X.ndim == 2 and X.dtype.kind in "OUS":
+        columns = {f"column {place}": column for place, column in enumerate(X.T)}
+    for name, column in columns.items():
+        values = listed(column) if np.asarray(column).dtype.kind in "OUST" else []
+        words = [value for value in values if isinstance(value, str | bytes) and not is_number(str(value))]
+        if words:
+            raise ValueError(
+                f"X: {name} holds text, {len(set(words))} different values in {len(values)} rows, and the estimator "
+                "takes numbers: drop it if it names rows, else encode it, with sklearn's OneHotEncoder for example"
+            )
 
 
 def _times_and_events(y: Any) -> npt.NDArray[np.float64]:

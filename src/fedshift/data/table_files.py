@@ -18,6 +18,7 @@ from fedshift.errors import UserError, nearest
 MISSING = frozenset({"", "?", "na", "n/a", "nan", "null"})
 _WHOLE = re.compile(r"(-?\d+)\.0+")
 _DECIMAL_COMMA = re.compile(r"[+-]?\d*,\d+(?:[eE][+-]?\d+)?")
+_DATE = re.compile(r"\d{4}-\d\d?-\d\d?([T ].*)?|\d\d?[./]\d\d?[./]\d{2,4}( .*)?")
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _ABSENT = frozenset({"None", "<NA>", "NaT"})
 """How Python libraries write a cell without a value, beside those in `MISSING`."""
@@ -183,6 +184,11 @@ def has_decimal_comma(cell: str) -> bool:
     return _DECIMAL_COMMA.fullmatch(cell) is not None
 
 
+def is_date(cell: str) -> bool:
+    """Whether a cell is a date, as ISO 8601, days first or months first."""
+    return _DATE.fullmatch(cell) is not None
+
+
 def _read_parquet(path: Path) -> Columns:
     if not path.is_file():
         raise UserError(f"data file {path} does not exist: correct the path")
@@ -235,6 +241,8 @@ def from_columns(where: str, columns: Mapping[Any, Sequence[Any]]) -> Columns:
 
 
 def _cell(value: Any) -> str:
+    if isinstance(value, str):  # also the word None, as in a CSV file
+        return value.strip()
     text = str(int(value) if isinstance(value, bool) else value).strip()
     return "" if text in _ABSENT else text
 
@@ -267,6 +275,11 @@ def canonical(cell: str) -> str:
 def is_missing(cell: str) -> bool:
     """Whether a cell holds no value: empty, ?, NA, N/A, NaN or null, in any case."""
     return cell.strip().lower() in MISSING
+
+
+def is_number(cell: str) -> bool:
+    """Whether a cell is a number."""
+    return _number(cell) is not None
 
 
 def _number(cell: str) -> float | None:

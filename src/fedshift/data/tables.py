@@ -32,6 +32,7 @@ from fedshift.data.table_files import (
     TableFormat,
     canonical,
     has_decimal_comma,
+    is_date,
     is_missing,
     read_table,
 )
@@ -162,6 +163,8 @@ def numbers(table: Columns, name: str, missing_values: Sequence[float] = ()) -> 
         if not math.isfinite(out[row]):
             where = f"{table.place(row)}, column '{name}'"
             advice = "leave it empty if missing, or list the column under categorical"
+            if is_date(cell):
+                advice = "write dates as days since one date that all sites share, or drop the column"
             if has_decimal_comma(cell):
                 advice = "for decimal commas, set data.decimal: ','"
             raise UserError(

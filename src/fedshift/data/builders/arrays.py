@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from fedshift.data.agreement import MOMENTS
 from fedshift.data.builders.in_memory import Array, InMemory, SiteSamples
 from fedshift.data.checks import check_finite, checked, natural_order
 from fedshift.data.domain import DataSet, DataSource, Domain, Inputs, Manifest, Preprocessing, SparseRows
+from fedshift.data.identifiers import check_values
 from fedshift.data.images import as_channels_first
 from fedshift.data.locate import load_npz
 from fedshift.data.tables import moments
@@ -239,6 +241,15 @@ def _named(labels: Mapping[str, Array]) -> tuple[str, ...] | None:
     """The classes of labels that are text; None unless all sites have such labels."""
     if not all(map(_is_text, labels.values())):
         return None
+    for site, y in labels.items():
+        rows = Counter(map(str, y.tolist()))
+        check_values(
+            f"data of site '{site}'",
+            "the array of labels",
+            rows,
+            "give classes, or write task: regression",
+            "data.classes",
+        )
     return natural_order({str(label) for y in labels.values() for label in y.tolist()})
 
 

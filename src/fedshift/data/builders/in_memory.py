@@ -54,8 +54,8 @@ class InMemory:
                 "name: arrays"
             )
         names = self.samples.columns if self.is_frame else self.samples.column_names
-        found: dict[str, Sequence[Any]] = {str(name): _listed(self.samples[name]) for name in names}
-        return found if self.labels is None else {**found, label: _listed(self.labels)}
+        found: dict[str, Sequence[Any]] = {str(name): listed(self.samples[name]) for name in names}
+        return found if self.labels is None else {**found, label: listed(self.labels)}
 
     def arrays(self, where: str) -> tuple[Array, Array]:
         """Inputs and labels as arrays, with a row for each sample.
@@ -91,7 +91,7 @@ class InMemory:
                     f"{where}: the data set has no column of {what}; rename one to '{usual[0]}'; "
                     f"{nearest(usual[0], self.samples.column_names)}"
                 )
-            values = _listed(self.samples[names[0]])
+            values = listed(self.samples[names[0]])
             classes = getattr(self.samples.features[names[0]], "names", None)
             found.append(_array(f"{where}: {what}", [classes[value] for value in values] if classes else values))
         return found[0], found[1]
@@ -122,7 +122,7 @@ SiteSamples = Annotated[Path | InMemory, PlainValidator(samples_in), PlainSerial
 """A site's entry under ``data.sites``. Written down, objects in memory are named by their type only."""
 
 
-def _listed(values: Any) -> list[Any]:
+def listed(values: Any) -> list[Any]:
     """A column as a list of Python values."""
     for method in ("tolist", "to_list"):
         if hasattr(values, method):

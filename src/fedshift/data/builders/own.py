@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -10,10 +10,12 @@ import numpy as np
 from pydantic import Field, PrivateAttr, ValidationError
 
 from fedshift.data.builders.arrays import Arrays
-from fedshift.data.builders.in_memory import InMemory, samples_in
+from fedshift.data.builders.in_memory import InMemory, listed, samples_in
 from fedshift.data.builders.own_tables import Table
 from fedshift.data.builders.table_labels import Condition
 from fedshift.data.domain import DataSet, DataSource, Manifest, Preprocessing
+from fedshift.data.identifiers import MOST_UNASKED
+from fedshift.data.table_files import from_columns, is_missing, is_number
 from fedshift.errors import UserError, in_words
 
 
@@ -138,12 +140,60 @@ def described(sites: Mapping[str, Any], **options: Any) -> dict[str, Any]:
     if "numeric" not in fields and "categorical" not in fields:
         taken = {condition.column if condition is not None else fields.get("label"), fields.get("id")}
         taken |= {fields.get("time"), fields.get("event")}
-        first = frames[0].samples
-        names = [name for name in first.columns if str(name) not in taken]
-        fields["numeric"] = [str(name) for name in names if _is_numeric(first[name])]
-        fields["categorical"] = [str(name) for name in names if not _is_numeric(first[name])]
+        tables = {name: one.samples for name, one in held.items() if isinstance(one, InMemory)}
+        fields["numeric"], fields["categorical"] = _kinds_of_columns(tables, taken)
     return fields
 
 
-def _is_numeric(column: Any) -> bool:
-    return np.asarray(column).dtype.kind in "biuf"
+def _kinds_of_columns(frames: Mapping[str, Any], taken: Collection[Any]) -> tuple[list[str], list[str]]:
+    """The numeric and the categorical columns of data frames, by what all sites hold.
+
+    Args:
+        frames: site → its data frame.
+        taken: columns that are no features.
+
+    Raises:
+        UserError: a site lacks a column that another one has.
+    """
+    names = list(dict.fromkeys(name for frame in frames.values() for name in frame.columns))
+    numeric, categorical = list[str](), list[str]()
+    for name in names:
+        if str(name) in taken:
+            continue
+        has = [site for site, frame in frames.items() if name in frame.columns]
+        lacking = next((site for site in frames if site not in has), None)
+        if lacking is not None:
+            raise UserError(
+                f"data: the table of site '{lacking}' has no column '{name}', which '{has[0]}' has: add it, drop it "
+                "at all sites, or list the columns to use under numeric and categorical"
+            )
+        columns = [frame[name] for frame in frames.values()]
+        (numeric if _is_numeric(columns) else categorical).append(str(name))
+    return numeric, categorical
+
+
+def _is_numeric(columns: Sequence[Any]) -> bool:
+    """Whether a column is read as numbers, so that a cell that is none is an error with its site and row.
+
+    Numbers and dates at any site make it so, and text of which most is numbers, unless it has a few values only, as
+    codes have. A column of pandas' type ``category`` is none.
+    """
+    kinds = {_kind(column) for column in columns}
+    if "category" in kinds:
+        return False
+    if "number" in kinds:
+        return True
+    cells = [cell for column in columns for cell in from_columns("", {"": listed(column)}).column("") if cell]
+    read = [cell for cell in cells if not is_missing(cell)]
+    return 2 * sum(map(is_number, read)) > len(read) and len(set(read)) > MOST_UNASKED
+
+
+def _kind(column: Any) -> str:
+    """Whether a column of one site holds numbers (or dates), text, or pandas' categories, by its type and cells."""
+    if str(getattr(column, "dtype", "")).lower().startswith(("category", "categorical", "enum")):
+        return "category"
+    if np.asarray(column).dtype.kind in "biufmM":
+        return "number"
+    values = [value for value in listed(column) if value is not None and value == value]
+    real = sum(not isinstance(value, str) for value in values)
+    return "number" if 2 * real > len(values) else "text"

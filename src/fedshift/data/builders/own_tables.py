@@ -24,6 +24,7 @@ from fedshift.data.builders.table_labels import (
 from fedshift.data.checks import agreed_classes, checked
 from fedshift.data.codings import counted
 from fedshift.data.domain import DataSet, DataSource, Domain, Labels, Manifest, Preprocessing
+from fedshift.data.identifiers import check_categories
 from fedshift.data.table_files import PLAIN, Columns, TableFormat, canonical, from_columns, parted, read_table
 from fedshift.data.tables import TableEncoding, TableStatistics, agreed_encoding, encode, site_statistics
 from fedshift.data.tasks.fields import TaskFields, label_sums
@@ -59,6 +60,11 @@ class Table(TaskFields):
     )
     numeric: tuple[str, ...] = Field((), description="columns of numbers, standardised over the sites")
     categorical: tuple[str, ...] = Field((), description="columns of categories, one 0/1 column per category")
+    many_categories: tuple[str, ...] = Field(
+        (),
+        description="columns of categories or classes that may have about as many values as rows; their values leave "
+        "the site and are written into the model file",
+    )
     id: str | None = Field(None, description="the column that names each row; predictions give it back")
     missing_values: Annotated[dict[str, tuple[float, ...]], BeforeValidator(as_numbers)] = Field(
         default_factory=dict, description="numeric column: numbers that mean missing, such as {cholesterol: 0}"
@@ -116,6 +122,14 @@ class Table(TaskFields):
             raise ValueError(f"column '{twice}' is listed more than once among label, numeric and categorical")
         if len(columns) == len(self.label_columns):
             raise ValueError("name at least one column under numeric or categorical")
+        return self
+
+    @model_validator(mode="after")
+    def _columns_listed(self) -> Self:
+        columns = [*self.label_columns, *self.numeric, *self.categorical]
+        for name in self.many_categories:
+            if name not in (*self.categorical, *self.label_columns):
+                raise ValueError(f"many_categories: '{name}' is neither listed under categorical nor the label")
         for name in self.missing_values:
             if name not in self.numeric:
                 raise ValueError(f"missing_values: '{name}' is not listed under numeric")
@@ -205,6 +219,7 @@ class Table(TaskFields):
         """
         whole = self._whole_tables()
         tables = self._complete(whole)
+        self._check_identifiers(tables)
         named = {} if not self.has_classes else {site: self._labels(table) for site, table in tables.items()}
         classes = self._classes(named)
         labels = {site: self._numbered(table, named.get(site, ()), classes) for site, table in tables.items()}
@@ -223,6 +238,15 @@ class Table(TaskFields):
         preprocessing = encoding.preprocessing().model_copy(update={"objective": objective})
         columns = {site: counted(table, self.numeric, self.categorical) for site, table in self._compared(whole)}
         return checked(DataSet(self.name, domains, classes, preprocessing, self.manifest(), columns=columns))
+
+    def _check_identifiers(self, tables: Mapping[str, Columns]) -> None:
+        """Raise UserError if a column of categories or classes names rows, unless ``many_categories`` lists it."""
+        as_written = self.has_classes and self.positive is None and self.labels is None
+        check_categories(
+            tables,
+            [name for name in self.categorical if name not in self.many_categories],
+            [name for name in self.label_columns if as_written and name not in self.many_categories],
+        )
 
     def _compared(self, tables: Mapping[str, Columns]) -> Iterable[tuple[str, Columns]]:
         """The tables whose columns are compared between sites: none in a further encoding of the same tables."""
