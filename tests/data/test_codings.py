@@ -60,10 +60,6 @@ def respelt(how: Any) -> list[object]:
     return [how(cell) for cell in patients(3)["sex"]]
 
 
-def case(what: str) -> pytest.MarkDecorator:
-    return pytest.mark.case("categories between sites", what)
-
-
 def test_sites_of_equal_coding_give_no_warning(tmp_path: Path) -> None:
     assert warnings_of(tmp_path, three(patients(3))) == ()
 
@@ -71,25 +67,37 @@ def test_sites_of_equal_coding_give_no_warning(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("cells", "words"),
     [
-        pytest.param(respelt(str.upper), ["'M' at 'c'", "is 'm' at 'a', 'b'"], marks=case("M and F for m and f")),
+        pytest.param(
+            respelt(str.upper),
+            ["'M' at 'c'", "is 'm' at 'a', 'b'"],
+            marks=pytest.mark.case("categories between sites", "M and F for m and f"),
+        ),
         pytest.param(
             respelt(lambda cell: "12"[cell == "f"]),
             ["'1', '2' of 'c' (100 % of its rows)", "'f', 'm'"],
-            marks=case("1 and 2 for m and f"),
+            marks=pytest.mark.case("categories between sites", "1 and 2 for m and f"),
         ),
         pytest.param(
             respelt(lambda cell: {"m": "male", "f": "female"}[cell]),
             ["'female', 'male' of 'c' (100 %"],
-            marks=case("male and female for m and f"),
+            marks=pytest.mark.case("categories between sites", "male and female for m and f"),
         ),
-        pytest.param(respelt(lambda cell: f"{cell}."), ["'m.'", "is 'm'"], marks=case("a full stop behind")),
         pytest.param(
-            ["M", *patients(3)["sex"][1:]], ["'M' at 'c' (1.67 % of its rows)"], marks=case("one row in capitals")
+            respelt(lambda cell: f"{cell}."),
+            ["'m.'", "is 'm'"],
+            marks=pytest.mark.case("categories between sites", "a full stop behind"),
+        ),
+        pytest.param(
+            ["M", *patients(3)["sex"][1:]],
+            ["'M' at 'c' (1.67 % of its rows)"],
+            marks=pytest.mark.case("categories between sites", "one row in capitals"),
         ),
         pytest.param(
             [*["divers"] * 12, *patients(3)["sex"][12:]],
             ["'divers' of 'c' (20 % of its rows)"],
-            marks=case("a category that only one site has, in a fifth of its rows"),
+            marks=pytest.mark.case(
+                "categories between sites", "a category that only one site has, in a fifth of its rows"
+            ),
         ),
     ],
 )
@@ -102,12 +110,16 @@ def test_categories_that_no_other_site_has(tmp_path: Path, cells: list[object], 
 @pytest.mark.parametrize(
     ("here", "there"),
     [
-        pytest.param("1", "01", marks=case("a leading zero")),
-        pytest.param("ärztin", unicodedata.normalize("NFD", "ärztin"), marks=case("a decomposed umlaut")),
-        pytest.param("type 2", "type-2", marks=case("a hyphen for a space")),
-        pytest.param("ﬁne", "fine", marks=case("a ligature")),
-        pytest.param("STRASSE", "straße", marks=case("ß and SS")),
-        pytest.param("A", "Ａ", marks=case("a full-width letter")),
+        pytest.param("1", "01", marks=pytest.mark.case("categories between sites", "a leading zero")),
+        pytest.param(
+            "ärztin",
+            unicodedata.normalize("NFD", "ärztin"),
+            marks=pytest.mark.case("categories between sites", "a decomposed umlaut"),
+        ),
+        pytest.param("type 2", "type-2", marks=pytest.mark.case("categories between sites", "a hyphen for a space")),
+        pytest.param("ﬁne", "fine", marks=pytest.mark.case("categories between sites", "a ligature")),
+        pytest.param("STRASSE", "straße", marks=pytest.mark.case("categories between sites", "ß and SS")),
+        pytest.param("A", "Ａ", marks=pytest.mark.case("categories between sites", "a full-width letter")),
     ],
 )
 def test_spellings_that_look_alike(tmp_path: Path, here: str, there: str) -> None:
@@ -118,7 +130,7 @@ def test_spellings_that_look_alike(tmp_path: Path, here: str, there: str) -> Non
     assert "at 'c' (50 % of its rows)" in said
 
 
-@case("two sites of four each way: every category is known elsewhere")
+@pytest.mark.case("categories between sites", "two sites of four each way: every category is known elsewhere")
 def test_two_groups_of_sites(tmp_path: Path) -> None:
     sites = {name: patients(number) for number, name in enumerate("abcd")}
     for name in "cd":
@@ -131,7 +143,9 @@ def test_two_groups_of_sites(tmp_path: Path) -> None:
     assert "spells" in said
 
 
-@case("genotypes AA, Aa, aa, which all sites have, and a rare category of one site")
+@pytest.mark.case(
+    "categories between sites", "genotypes AA, Aa, aa, which all sites have, and a rare category of one site"
+)
 def test_categories_that_may_differ_in_case(tmp_path: Path) -> None:
     draws = np.random.default_rng(0)
     sites = {
@@ -141,13 +155,13 @@ def test_categories_that_may_differ_in_case(tmp_path: Path) -> None:
     assert warnings_of(tmp_path, sites) == ()
 
 
-@case("one site, site check: a slip in 2 of 60 rows")
+@pytest.mark.case("categories between sites", "one site, site check: a slip in 2 of 60 rows")
 def test_a_slip_within_one_site(tmp_path: Path) -> None:
     (said,) = warnings_of(tmp_path, {"a": patients(1, sex=["M", "M", *patients(1)["sex"][2:]])})
     assert "'M' (2 rows) and 'm' at 'a'" in said
 
 
-@case("a sign of 1 and 2 at one site, 0 and 1 at the others")
+@pytest.mark.case("categories between sites", "a sign of 1 and 2 at one site, 0 and 1 at the others")
 def test_a_sign_in_other_digits(tmp_path: Path) -> None:
     other = patients(3)
     other["smoker"] = [str(int(str(cell)) + 1) for cell in other["smoker"]]
@@ -159,7 +173,7 @@ def test_a_sign_in_other_digits(tmp_path: Path) -> None:
     assert "1 and 2 at 'c'" in said
 
 
-@case("data frames: the same columns as in files")
+@pytest.mark.case("categories between sites", "data frames: the same columns as in files")
 def test_frames_are_compared_as_files_are() -> None:
     pandas = pytest.importorskip("pandas")
     sites = three(patients(3, sex=respelt(str.upper)))
@@ -175,7 +189,7 @@ def test_frames_are_compared_as_files_are() -> None:
     assert "column 'bp' has -99 in 10 %" in codes
 
 
-@case("arrays without names of columns: -999 in a column of one site")
+@pytest.mark.case("categories between sites", "arrays without names of columns: -999 in a column of one site")
 def test_arrays_are_compared(tmp_path: Path) -> None:
     files = {}
     for number, name in enumerate("ab"):
@@ -194,14 +208,54 @@ def test_arrays_are_compared(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("column", "value", "rows", "share"),
     [
-        pytest.param("age", "999", ROWS, "999 in all of the rows of 'c'", marks=case("age 999 in all rows")),
-        pytest.param("bp", "0", ROWS, "0 in all of the rows of 'c'", marks=case("pressure 0 in all rows")),
-        pytest.param("bp", "0", 6, "0 in 10 % of the rows of 'c'", marks=case("pressure 0 in a tenth")),
-        pytest.param("age", "-1", 4, "-1 in 6.67 %", marks=case("age -1 in four rows")),
-        pytest.param("age", "-9", 4, "-9 in 6.67 %", marks=case("age -9 in four rows")),
-        pytest.param("bp", "9999", 3, "9999 in 5 %", marks=case("pressure 9999 in three rows")),
-        pytest.param("age", "99", 12, "99 in 20 %", marks=case("age 99, just above the oldest patient")),
-        pytest.param("bp", "5000", 5, "5000 in 8.33 %", marks=case("a number of no usual code, far beyond the range")),
+        pytest.param(
+            "age",
+            "999",
+            ROWS,
+            "999 in all of the rows of 'c'",
+            marks=pytest.mark.case("categories between sites", "age 999 in all rows"),
+        ),
+        pytest.param(
+            "bp",
+            "0",
+            ROWS,
+            "0 in all of the rows of 'c'",
+            marks=pytest.mark.case("categories between sites", "pressure 0 in all rows"),
+        ),
+        pytest.param(
+            "bp",
+            "0",
+            6,
+            "0 in 10 % of the rows of 'c'",
+            marks=pytest.mark.case("categories between sites", "pressure 0 in a tenth"),
+        ),
+        pytest.param(
+            "age", "-1", 4, "-1 in 6.67 %", marks=pytest.mark.case("categories between sites", "age -1 in four rows")
+        ),
+        pytest.param(
+            "age", "-9", 4, "-9 in 6.67 %", marks=pytest.mark.case("categories between sites", "age -9 in four rows")
+        ),
+        pytest.param(
+            "bp",
+            "9999",
+            3,
+            "9999 in 5 %",
+            marks=pytest.mark.case("categories between sites", "pressure 9999 in three rows"),
+        ),
+        pytest.param(
+            "age",
+            "99",
+            12,
+            "99 in 20 %",
+            marks=pytest.mark.case("categories between sites", "age 99, just above the oldest patient"),
+        ),
+        pytest.param(
+            "bp",
+            "5000",
+            5,
+            "5000 in 8.33 %",
+            marks=pytest.mark.case("categories between sites", "a number of no usual code, far beyond the range"),
+        ),
     ],
 )
 def test_codes_for_missing(tmp_path: Path, column: str, value: str, rows: int, share: str) -> None:
@@ -212,7 +266,7 @@ def test_codes_for_missing(tmp_path: Path, column: str, value: str, rows: int, s
     assert "missing_values" in said
 
 
-@case("one site, site check: -999 in three rows, without any other site")
+@pytest.mark.case("categories between sites", "one site, site check: -999 in three rows, without any other site")
 def test_codes_within_one_site(tmp_path: Path) -> None:
     other = patients(3)
     other["bp"][:3] = ["-999"] * 3
@@ -224,20 +278,46 @@ def test_codes_within_one_site(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "draw",
     [
-        pytest.param(lambda rng, n: rng.poisson(1.0, n), marks=case("healthy: a count with many zeros")),
-        pytest.param(lambda rng, n: rng.choice([0, 0, *np.arange(1, 41)], n), marks=case("healthy: cigarettes a day")),
         pytest.param(
-            lambda rng, n: np.maximum(0, rng.normal(0.5, 1, n)).round(1), marks=case("healthy: ST depression, half 0")
+            lambda rng, n: rng.poisson(1.0, n),
+            marks=pytest.mark.case("categories between sites", "healthy: a count with many zeros"),
         ),
-        pytest.param(lambda rng, n: rng.choice([0, 1, 2, 3], n), marks=case("healthy: vessels 0 to 3")),
-        pytest.param(lambda rng, n: rng.choice([3, 6, 7], n), marks=case("healthy: codes 3, 6, 7")),
-        pytest.param(lambda rng, n: rng.normal(0, 2, n).round(), marks=case("healthy: base excess, with -1")),
-        pytest.param(lambda rng, n: rng.choice([7, 8, 9, 10], n, p=[0.1, 0.2, 0.6, 0.1]), marks=case("healthy: Apgar")),
         pytest.param(
-            lambda rng, n: rng.lognormal(1, 1.2, n).round(1), marks=case("healthy: a skewed laboratory value")
+            lambda rng, n: rng.choice([0, 0, *np.arange(1, 41)], n),
+            marks=pytest.mark.case("categories between sites", "healthy: cigarettes a day"),
         ),
-        pytest.param(lambda rng, n: np.minimum(100, rng.normal(97, 2, n)).round(), marks=case("healthy: saturation")),
-        pytest.param(lambda rng, n: (rng.random(n) < 0.01).astype(int), marks=case("healthy: a sign that is rare")),
+        pytest.param(
+            lambda rng, n: np.maximum(0, rng.normal(0.5, 1, n)).round(1),
+            marks=pytest.mark.case("categories between sites", "healthy: ST depression, half 0"),
+        ),
+        pytest.param(
+            lambda rng, n: rng.choice([0, 1, 2, 3], n),
+            marks=pytest.mark.case("categories between sites", "healthy: vessels 0 to 3"),
+        ),
+        pytest.param(
+            lambda rng, n: rng.choice([3, 6, 7], n),
+            marks=pytest.mark.case("categories between sites", "healthy: codes 3, 6, 7"),
+        ),
+        pytest.param(
+            lambda rng, n: rng.normal(0, 2, n).round(),
+            marks=pytest.mark.case("categories between sites", "healthy: base excess, with -1"),
+        ),
+        pytest.param(
+            lambda rng, n: rng.choice([7, 8, 9, 10], n, p=[0.1, 0.2, 0.6, 0.1]),
+            marks=pytest.mark.case("categories between sites", "healthy: Apgar"),
+        ),
+        pytest.param(
+            lambda rng, n: rng.lognormal(1, 1.2, n).round(1),
+            marks=pytest.mark.case("categories between sites", "healthy: a skewed laboratory value"),
+        ),
+        pytest.param(
+            lambda rng, n: np.minimum(100, rng.normal(97, 2, n)).round(),
+            marks=pytest.mark.case("categories between sites", "healthy: saturation"),
+        ),
+        pytest.param(
+            lambda rng, n: (rng.random(n) < 0.01).astype(int),
+            marks=pytest.mark.case("categories between sites", "healthy: a sign that is rare"),
+        ),
     ],
 )
 def test_healthy_columns_give_no_warning(tmp_path: Path, draw: Any) -> None:
@@ -261,13 +341,13 @@ def test_missing_cells_are_counted_before_they_are_filled(tmp_path: Path) -> Non
         }
 
 
-@case("a column without a value at one site")
+@pytest.mark.case("categories between sites", "a column without a value at one site")
 def test_a_column_that_a_site_does_not_have(tmp_path: Path) -> None:
     (said,) = warnings_of(tmp_path, three(patients(3, bp=[""] * 58 + ["120", "130"])))
     assert "'bp' has no value, or almost none, at 'c' (2 of 60 rows)" in said
 
 
-@case("a column with one value at one site, and by chance with a rare sign")
+@pytest.mark.case("categories between sites", "a column with one value at one site, and by chance with a rare sign")
 def test_a_column_that_never_changes(tmp_path: Path) -> None:
     (said,) = warnings_of(tmp_path, three(patients(3, bp=["120.5"] * ROWS)))
     assert "'bp' never changes at some sites: 120.5 in all 60 rows" in said
@@ -405,16 +485,29 @@ def given(folder: Path, sites: dict[str, dict[str, list[object]]]) -> dict[str, 
 @pytest.mark.parametrize(
     ("column", "cells", "word"),
     [
-        pytest.param("sex", respelt(str.upper), "'M' at 'c' is 'm'", marks=case("deployed: M and F")),
         pytest.param(
-            "sex", respelt(lambda cell: "12"[cell == "f"]), "'1', '2' of 'c',", marks=case("deployed: 1 and 2")
+            "sex",
+            respelt(str.upper),
+            "'M' at 'c' is 'm'",
+            marks=pytest.mark.case("categories between sites", "deployed: M and F"),
         ),
-        pytest.param("bp", ["0"] * ROWS, "0 in all 60 rows", marks=case("deployed: pressure 0 in all rows")),
+        pytest.param(
+            "sex",
+            respelt(lambda cell: "12"[cell == "f"]),
+            "'1', '2' of 'c',",
+            marks=pytest.mark.case("categories between sites", "deployed: 1 and 2"),
+        ),
+        pytest.param(
+            "bp",
+            ["0"] * ROWS,
+            "0 in all 60 rows",
+            marks=pytest.mark.case("categories between sites", "deployed: pressure 0 in all rows"),
+        ),
         pytest.param(
             "age",
             [float(str(value)) * 12 for value in patients(3)["age"]],
             "in other units: column 'age'",
-            marks=case("deployed: age in months"),
+            marks=pytest.mark.case("categories between sites", "deployed: age in months"),
         ),
     ],
 )
@@ -424,7 +517,10 @@ def test_the_coordinator_compares_what_sites_send(tmp_path: Path, column: str, c
     assert "%" not in said  # how many rows have a category is not known here
 
 
-@case("deployed, healthy: equal coding, a rare category at one site, a sign that nobody has at one site")
+@pytest.mark.case(
+    "categories between sites",
+    "deployed, healthy: equal coding, a rare category at one site, a sign that nobody has at one site",
+)
 def test_the_coordinator_says_nothing_of_healthy_sites(tmp_path: Path) -> None:
     assert list(differences(given(tmp_path, three(patients(3))))) == []
     other = patients(3, smoker=["0"] * ROWS)
@@ -435,7 +531,7 @@ def test_the_coordinator_says_nothing_of_healthy_sites(tmp_path: Path) -> None:
     assert list(differences(given(tmp_path, {**sparse, "c": many}))) == []
 
 
-@case("deployed: a column of arrays in other units, and one that never changes")
+@pytest.mark.case("categories between sites", "deployed: a column of arrays in other units, and one that never changes")
 def test_the_coordinator_compares_arrays() -> None:
     def sums(seed: int, factor: float) -> dict[str, Any]:
         x = np.random.default_rng(seed).normal([5, 50, 1], [1, 10, 1], (60, 3)) * [1, factor, 1]
