@@ -17,6 +17,7 @@ from fedshift.data.domain import DataSet, SparseRows
 from fedshift.data.site_differences import site_differences
 from fedshift.deployment.agreed_terms import AgreedTerms
 from fedshift.deployment.flare import roles
+from fedshift.deployment.privacy.few_rows import leaving, of_many_rows
 from fedshift.deployment.privacy.ledger import PrivacyLedger
 from fedshift.deployment.privacy.noisy_statistics import lacking
 from fedshift.deployment.secure.identity import Identity
@@ -52,6 +53,9 @@ def check_site(path: Path) -> None:
     else:
         say(f"task: {data.task} of {', '.join(data.classes)}")
     say(_values(data))
+    if config.file.privacy is None:
+        for line in leaving(of_many_rows(holding, config.file.policy), config.file.policy):
+            say(line)
     for warning in (*data.warnings, *site_differences(data)):
         say(f"warning: {warning}")
     config.memory.mkdir(parents=True, exist_ok=True)

@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from fedshift.data.checks import natural_order
 from fedshift.data.domain import Preprocessing
+from fedshift.data.identifiers import counted_cells
 from fedshift.data.table_files import (
     PARQUET,
     PLAIN,
@@ -186,6 +187,7 @@ class TableStatistics:
         squares: the sum of their squares.
         any_missing: whether any value of the column is missing.
         categories: the set of values of each categorical column.
+        rows: how many rows have each of these values; it stays at the site.
     """
 
     count: npt.NDArray[np.int64]
@@ -193,6 +195,7 @@ class TableStatistics:
     squares: npt.NDArray[np.float64]
     any_missing: npt.NDArray[np.bool_]
     categories: tuple[frozenset[str], ...]
+    rows: tuple[Mapping[str, int], ...] = ()
 
 
 def site_statistics(
@@ -210,6 +213,7 @@ def site_statistics(
     """
     values = [within(numbers(table, name), None if ranges is None else ranges[name]) for name in numeric]
     there = [column[~np.isnan(column)] for column in values]
+    rows = tuple(counted_cells(table.column(name)) for name in categorical)
     with np.errstate(over="ignore"):  # `agreed_encoding` reports the column
         total = np.array([column.sum() for column in there])
         squares = np.array([(column**2).sum() for column in there])
@@ -218,9 +222,8 @@ def site_statistics(
         total=total,
         squares=squares,
         any_missing=np.array([len(column) < len(table) for column in there], dtype=np.bool_),
-        categories=tuple(
-            frozenset(canonical(cell) for cell in table.column(name) if not is_missing(cell)) for name in categorical
-        ),
+        categories=tuple(map(frozenset, rows)),
+        rows=rows,
     )
 
 

@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
 from fedshift.data.domain import DataSet, DataSource, Domain, Preprocessing
+from fedshift.data.few_rows import Few
 from fedshift.deployment.sinks import Sink
 from fedshift.errors import UserError, nearest
 from fedshift.experiment.config.data_section import data_source
@@ -109,13 +110,17 @@ def load_site(path: Path) -> SiteConfig:
 
 @dataclass(frozen=True)
 class Holding:
-    """A site's data: its data set, its own domain, and the statistics it gives for the common encoding."""
+    """A site's data: its data set, its own domain, and the statistics it gives for the common encoding.
+
+    ``few`` are the parts of a table's columns that are in few rows, of which ``given`` tells nothing.
+    """
 
     source: DataSource
     data: DataSet
     domain: Domain
     fingerprint: str
     given: dict[str, Any] | None
+    few: tuple[Few, ...] = ()
 
     def encoded(self, preprocessing: Preprocessing, shape: Sequence[int]) -> Domain:
         """The domain in an encoding that all sites share, where there is one.

@@ -25,6 +25,7 @@ from fedshift.data.domain import Rows
 from fedshift.data.site_data import SiteData
 from fedshift.data.tasks.objective import objective_of
 from fedshift.deployment.agreed_terms import AgreedTerms
+from fedshift.deployment.privacy.few_rows import check_few
 from fedshift.deployment.privacy.site_rules import SiteRules
 from fedshift.deployment.secure.site_seals import SiteSeals
 from fedshift.deployment.secure.site_sums import SiteSums, promised_masked, without_body
@@ -159,6 +160,7 @@ class SiteProgram:
                 self.policy.check_group(self.name, ACCURACY, held_out, "the count of its held-out samples")
         if self.holding.given is not None:
             self.policy.check_kind(self.name, "statistics", "the encoding of its data")
+            check_few(self.name, self.holding, self.policy)
             # A column may have values for only a few of the samples.
             counts = self.holding.given["count"]
             for filled in [len(self.holding.domain), *(counts if isinstance(counts, list) else [counts])]:

@@ -81,6 +81,9 @@ class OwnData(DataSource):
     def gives(self) -> dict[str, Any] | None:
         return self._source().gives()
 
+    def statistics(self, ranges: Mapping[str, tuple[float, float]] | None = None) -> Any:
+        return self._source().statistics(ranges)
+
     def encoded(self, preprocessing: Preprocessing, classes: tuple[str, ...]) -> DataSet:
         return self._named(self._source().encoded(preprocessing, classes))
 

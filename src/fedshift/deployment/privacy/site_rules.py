@@ -25,6 +25,7 @@ from fedshift.data.domain import Domain, Rows
 from fedshift.data.site_data import SiteData
 from fedshift.data.splits import part_rows, random_split
 from fedshift.data.tasks.objective import Objective
+from fedshift.deployment.privacy.few_rows import of_many_rows
 from fedshift.deployment.privacy.ledger import PrivacyLedger
 from fedshift.deployment.privacy.noisy_statistics import lacking, with_noise
 from fedshift.deployment.site_file import Holding, SiteConfig
@@ -61,9 +62,12 @@ class SiteRules:
     # What is told of the data -----------------------------------------------------------------------------------------
 
     def shown(self, holding: Holding) -> Holding:
-        """The data as the site tells of them if it has a budget: statistics with noise, a fingerprint of its own."""
+        """The data as the site tells of them: nothing of few rows of a table.
+
+        With a budget, statistics have noise, and the fingerprint is one of its own.
+        """
         if self.budget is None:
-            return holding
+            return of_many_rows(holding, self._policy)
         shown = replace(holding, fingerprint=self.ledger.mark(data=holding.fingerprint)[:32])
         if holding.given is None or lacking(holding.given, self.budget) is not None:
             return shown

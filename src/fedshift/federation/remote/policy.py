@@ -71,6 +71,11 @@ class Policy(BaseModel):
     smallest_group: PositiveInt = Field(
         10, description="fewest samples that an exchange looks at before a model, statistic, count or accuracy leaves"
     )
+    rare_categories: Literal["other", "refuse"] = Field(
+        "other",
+        description="a table's categories, and the missing cells of a column, in fewer rows than smallest_group: not "
+        "told, and read as unknown ones together (other); or the site takes no part (refuse)",
+    )
     methods: Literal["all"] | tuple[str, ...] = Field(
         "all", description="methods that may run, by name; `package.module:Class` for one you installed yourself"
     )
