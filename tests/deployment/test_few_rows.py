@@ -16,8 +16,8 @@ from fedshift.deployment.privacy.few_rows import leaving, of_many_rows
 from fedshift.deployment.site_file import load_site, read_holding
 from fedshift.deployment.site_server import open_site
 from fedshift.errors import UserError
-from fedshift.federation.remote.transport import PROTOCOL
-from fedshift.federation.remote.wire import body_of, request_key, seal, unseal
+from fedshift.federation.remote.transport import PROTOCOL, request_key
+from fedshift.federation.remote.wire import body_of, seal, unseal
 
 ROWS = 60
 FIELDS = {"label": "ill", "numeric": ["age"], "categorical": ["ward"]}

@@ -42,6 +42,7 @@ device: auto
 policy:
   send: [weights, numbers, accuracy, metrics]   # also: statistics, spectra, features
   smallest_group: 10
+  rare_categories: other   # categories of fewer rows of a table are not told, and read as unknown; or refuse
   secure: allowed   # required: a model leaves only masked, as a part of a sum (docs/privacy.md)
   smallest_sum: 3   # fewest sites of such a sum
   roster: first   # sums are of all sites of the first one; or a list of names; any: differences can show single models
