@@ -178,7 +178,7 @@ class GuardedConnection(SharedConnection):
         if offset == 0 and length == PREFIX_LEN:
             size = Prefix.from_bytes(buffer).length
             if size > LARGEST_FRAME:
-                _log.warning(f"{self.get_conn_properties()}: a frame of {size} bytes is refused")
+                _log.warning(f"a frame of {size} bytes from '{self.peer.name}' is refused, and its connection is ended")
                 raise CommError(CommError.BAD_DATA, f"a frame of {size} bytes, of at most {LARGEST_FRAME}")
 
     def process_frame(self, frame: Any) -> None:
