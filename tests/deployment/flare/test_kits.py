@@ -311,7 +311,7 @@ def test_a_site_that_cannot_reach_the_coordinator_says_so_and_tries_again(tmp_pa
         return False
 
     said: list[str] = []
-    service.say = lambda state, message: said.append(f"{state} {message}")  # type: ignore[method-assign]
+    service.say = lambda state, message, severity=0: said.append(f"{state} {message}")  # type: ignore[method-assign, misc]
     service.stopping.wait = wait  # type: ignore[assignment, method-assign]
     service.run()
     assert waits == [1.0, 2.0, 4.0, 8.0]
