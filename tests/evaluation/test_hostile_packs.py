@@ -12,6 +12,7 @@ import pytest
 from fedshift.errors import UserError
 from fedshift.evaluation import packing
 from fedshift.evaluation.packs import packed
+from fedshift.evaluation.stored import pack_of
 from fedshift.files import LONGEST_NAME, below, names_a_folder, write_bytes
 
 HONEST = {"method": "fedavg", "target": "D0", "seed": 0}
@@ -61,6 +62,8 @@ def test_nothing_is_written_for_a_run_that_would_leave_its_experiment(tmp_path: 
     before = everything_in(tmp_path)
     with pytest.raises(UserError):
         packing.unpack(experiment)
+    with pytest.raises(UserError, match="malformed"):  # nor is it read under that name
+        pack_of(experiment)
     assert everything_in(tmp_path) == before, "and the pack is still there"
     assert not Path("/tmp/fedshift-stranger").exists()
 
