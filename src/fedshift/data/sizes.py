@@ -125,11 +125,6 @@ def check_dicom(path: object, header: Any) -> None:
     check_volume(path, [int(header.get(name) or 1) for name in names])
 
 
-def check_archive(path: object, archive: ZipFile) -> None:
-    """Refuse a zip file whose members declare more bytes than fit, as `check_size` does."""
-    check_size(path, sum(member.file_size for member in archive.infolist()))
-
-
 def check_arrays(path: object, archive: ZipFile, names: Iterable[str]) -> None:
     """Refuse an ``.npz`` file whose arrays declare more numbers than fit, as `check_size` does.
 
