@@ -21,7 +21,12 @@ START = "0" * 64
 _TAIL = 1 << 16
 
 
-def append_line(path: Path, entry: Mapping[str, Any], *, known: int = 0, flush: bool = False) -> tuple[str, int]:
+_REMEDY = "keep it, and start a new one"
+
+
+def append_line(
+    path: Path, entry: Mapping[str, Any], *, known: int = 0, flush: bool = False, remedy: str = _REMEDY
+) -> tuple[str, int]:
     """Add an entry to a log. Processes that write the same log wait for each other.
 
     Args:
@@ -29,6 +34,7 @@ def append_line(path: Path, entry: Mapping[str, Any], *, known: int = 0, flush: 
         entry: plain values.
         known: bytes that the log had when this process last looked.
         flush: wait until the line is on the disk.
+        remedy: what to do about a log that is shorter, for the message.
 
     Returns:
         The line, and the log's size afterwards.
@@ -41,7 +47,7 @@ def append_line(path: Path, entry: Mapping[str, Any], *, known: int = 0, flush: 
         fcntl.flock(file, fcntl.LOCK_EX)
         last, size = _last_line(file)
         if size < known:
-            raise FedshiftError(f"{path}: lines were cut off the end of the log; keep it, and start a new one")
+            raise FedshiftError(f"{path}: lines were cut off the end of the log; {remedy}")
         file.truncate(size)  # half a line, of a process that was killed while it wrote
         previous = digest_of(last) if size else START
         line = json.dumps({**entry, "previous": previous})  # ASCII: any text can be written
@@ -52,8 +58,12 @@ def append_line(path: Path, entry: Mapping[str, Any], *, known: int = 0, flush: 
         return line, size + len(line) + 1
 
 
-def checked_lines(path: Path) -> list[str]:
+def checked_lines(path: Path, remedy: str = f"{_REMEDY} in its place") -> list[str]:
     """The whole lines of a log; none if it does not exist.
+
+    Args:
+        path: the log.
+        remedy: what to do about a log that was changed, for the message.
 
     Raises:
         FedshiftError: the chain is broken. The message names the first line that does not fit.
@@ -65,9 +75,7 @@ def checked_lines(path: Path) -> list[str]:
         except (ValueError, KeyError, TypeError):
             chained = False
         if not chained:
-            raise FedshiftError(
-                f"{path}, line {number}: the log was changed here; keep it, and start a new one in its place"
-            )
+            raise FedshiftError(f"{path}, line {number}: the log was changed here; {remedy}")
         last = digest_of(line)
     return lines
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import shutil
 import tempfile
@@ -93,6 +94,33 @@ def below(root: Path, *names: str) -> Path:
     if not path.resolve().is_relative_to(root.resolve()):
         raise UserError(f"{path} leads out of {root} by a link: remove the link")
     return path
+
+
+def set_aside(path: Path) -> Path | None:
+    """Give a file another name beside it, the first of ``name-1.ext``, ``name-2.ext`` … that is free.
+
+    Returns:
+        The new name; None if the file does not exist.
+
+    Raises:
+        UserError: it cannot be renamed.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     (Path(folder) / "log.jsonl").touch()
+        ...     set_aside(Path(folder) / "log.jsonl").name
+        'log-1.jsonl'
+    """
+    if not path.exists():
+        return None
+    names = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in itertools.count(1))
+    aside = next(name for name in names if not name.exists())
+    try:
+        path.rename(aside)
+    except OSError as error:
+        raise UserError(f"cannot rename {path}: {error.strerror or error}") from None
+    return aside
 
 
 def flush_folder(folder: Path) -> None:

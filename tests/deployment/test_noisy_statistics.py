@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ import torch
 import yaml
 from loopback import SETTING, SITES, Loopback, answered, model, options_of, site_file
 from test_agreement import TABLE, begin, write_tables
+from test_site_budget import draw_secret
 
 from fedshift.data.builders.own_tables import Table
 from fedshift.deployment.coordinator import coordinate
-from fedshift.deployment.privacy.ledger import LEDGER, SECRET
+from fedshift.deployment.privacy.ledger import LEDGER
 from fedshift.deployment.site_file import load_site, read_holding
 from fedshift.deployment.site_server import SiteProgram
 from fedshift.errors import UserError
@@ -55,13 +57,14 @@ def card(program: SiteProgram) -> dict[str, Any]:
 
 def lines(program: SiteProgram) -> list[dict[str, Any]]:
     file = program.config.memory / LEDGER
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    whole = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [line for line in whole if line["steps"]]  # the first line is the secret's
 
 
 def with_secret(place: Path, secret: bytes) -> SiteProgram:
     config = load_site(place)
-    config.memory.mkdir(parents=True, exist_ok=True)
-    (config.memory / SECRET).write_bytes(secret)
+    shutil.rmtree(config.memory, ignore_errors=True)
+    draw_secret(config.memory, secret, config.file.site)
     return SiteProgram(config)
 
 

@@ -14,6 +14,7 @@ import yaml
 from loopback import SETTING, Loopback, deploy, model, options_of, request, result, same, site_file, write_data
 
 from fedshift.deployment.privacy.ledger import LEDGER, SECRET, PrivacyLedger
+from fedshift.deployment.privacy.recovery import recover_records
 from fedshift.deployment.site_file import load_site
 from fedshift.deployment.site_server import SiteProgram
 from fedshift.errors import FedshiftError, Refused, UserError
@@ -50,14 +51,21 @@ def budgeted(folder: Path, name: str = "north", **privacy: Any) -> Path:
 def program(folder: Path, **privacy: Any) -> SiteProgram:
     """The site, with a secret that is always the same."""
     config = load_site(budgeted(folder, **privacy))
-    config.memory.mkdir(parents=True, exist_ok=True)
-    (config.memory / SECRET).write_bytes(bytes(range(32)))
+    draw_secret(config.memory, bytes(range(32)))
     return SiteProgram(config)
+
+
+def draw_secret(memory: Path, secret: bytes, site: str = "north") -> None:
+    """Begin a site's ledger with this secret, in place of one that the system draws."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fedshift.deployment.privacy.ledger.os.urandom", lambda size: secret)
+        PrivacyLedger(memory, site, None).secret()
 
 
 def lines(site: SiteProgram) -> list[dict[str, Any]]:
     file = site.config.memory / LEDGER
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    whole = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [line for line in whole if line["steps"]]  # the first line is the secret's
 
 
 def weights_of(site: SiteProgram, header: dict[str, Any]) -> torch.Tensor:
@@ -103,8 +111,7 @@ def test_noise_is_of_the_secret_and_a_run_that_was_killed_repeats_it(tmp_path: P
     assert not same(whole, other)
     for name in SITES:
         secret = (tmp_path / "a" / name / "memory" / SECRET).read_bytes()
-        (tmp_path / "c" / name / "memory").mkdir(parents=True)
-        (tmp_path / "c" / name / "memory" / SECRET).write_bytes(secret)
+        draw_secret(tmp_path / "c" / name / "memory", secret, name)
 
     def killed(site: str, header: dict[str, Any], answer: Any) -> Any:
         if header["do"] == "call" and header["envelope"]["round"] == 2 and site == "south":
@@ -119,7 +126,7 @@ def test_noise_is_of_the_secret_and_a_run_that_was_killed_repeats_it(tmp_path: P
     counts = {
         folder: len((tmp_path / folder / "north" / "memory" / LEDGER).read_text().splitlines()) for folder in "ac"
     }
-    assert counts["a"] == counts["c"] == 3
+    assert counts["a"] == counts["c"] == 1 + 3
 
 
 def test_a_repeated_request_repeats_its_answer_and_is_counted_once(tmp_path: Path) -> None:
@@ -133,7 +140,10 @@ def test_a_repeated_request_repeats_its_answer_and_is_counted_once(tmp_path: Pat
     again = SiteProgram(site.config)
     assert torch.equal(weights_of(again, request(again, setting=ASKED)), before)
     assert len(lines(site)) == 1
-    (site.config.memory / SECRET).unlink()  # another secret: other noise, which counts
+    (site.config.memory / SECRET).unlink()
+    with pytest.raises(Refused, match="site recover"):
+        SiteProgram(site.config)
+    recover_records(site.config)  # another secret: other noise, which counts
     for file in (site.config.memory / "r").glob("answer-*"):
         file.unlink()
     other = SiteProgram(site.config)
@@ -281,7 +291,7 @@ def test_measurements_have_noise_and_are_counted(tmp_path: Path) -> None:
 def test_the_coordinator_foresees_what_sites_cannot_pay(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"'north' has spent ε = 0 of 1 .* it would be"):
         deployed(tmp_path / "a", {}, epsilon=1.0)
-    assert not (tmp_path / "a" / "north" / "memory" / LEDGER).exists()
+    assert not PrivacyLedger(tmp_path / "a" / "north" / "memory", "north", None).spent()
     with pytest.raises(UserError, match=r"measured at site 'north'"):
         deployed(tmp_path / "b", {}, {"targets": ["north"], "seeds": [0], "test_fraction": 0.3})
     with pytest.raises(UserError, match=r"write training\.privacy"):
@@ -316,7 +326,7 @@ def test_a_changed_ledger_is_noticed(tmp_path: Path) -> None:
         half.write('{"mark": "x')  # of a process that was killed
     assert ledger.spent() == [NoisySteps(2.0, 0.1, 10)]
     file.write_text(file.read_text().replace('"steps": 5', '"steps": 1', 1))
-    with pytest.raises(FedshiftError, match="line 2"):
+    with pytest.raises(FedshiftError, match="line 3"):
         ledger.pay(ledger.mark(number=2), NoisySteps(2.0, 0.1, 5))
     with pytest.raises(Refused):
         PrivacyLedger(tmp_path / "new", "north", PrivacyBudget(epsilon=0.1)).pay("m", NoisySteps(2.0, 0.1, 5))

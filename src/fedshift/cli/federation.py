@@ -168,6 +168,20 @@ def site_agree(
     agree_site(path, yes)
 
 
+@site.command("recover")
+def site_recover(
+    path: SiteFile = Path("SITE.yaml"),
+    yes: Annotated[bool, typer.Option("--yes", help="Give it up without a question.")] = False,
+) -> None:
+    """Give up what is lost of the audit log, the ledger of privacy or its secret: what is not known counts as spent.
+
+    Rather put the files back, from the newest copy that there is. The site refuses to answer until one of both is done.
+    """
+    from fedshift.cli.site import recover_site
+
+    recover_site(path, yes)
+
+
 @site.command("open")
 def site_open(
     model: Annotated[Path, typer.Argument(help="A run's folder or a model.sealed.", metavar="RUN_OR_MODEL")],

@@ -20,10 +20,11 @@ from fedshift.deployment.flare import roles
 from fedshift.deployment.privacy.few_rows import leaving, of_many_rows
 from fedshift.deployment.privacy.ledger import PrivacyLedger
 from fedshift.deployment.privacy.noisy_statistics import lacking
+from fedshift.deployment.privacy.recovery import lost_records, recover_records
 from fedshift.deployment.secure.identity import Identity
 from fedshift.deployment.secure.rosters import Rosters
 from fedshift.deployment.secure.site_sums import SiteSums
-from fedshift.deployment.site_file import SiteConfig, load_site, read_holding
+from fedshift.deployment.site_file import Holding, SiteConfig, load_site, read_holding
 from fedshift.deployment.site_requests import seals_all
 from fedshift.encryption import KEY_FILE, present_key
 from fedshift.errors import FedshiftError, Refused, UserError
@@ -64,22 +65,47 @@ def check_site(path: Path) -> None:
     say(f"at rest: {'encrypted' if present_key() else f'not encrypted ({KEY_FILE} is not set)'}")
     say(f"device: {resolve_device(config.file.device)}; " + ", ".join(f"{k} {v}" for k, v in versions().items()))
     _say_policy(config, say)
-    if config.file.privacy is not None:
-        budget, ledger = config.file.privacy, PrivacyLedger(config.memory, config.file.site, config.file.privacy)
-        measures = budget.measurement_noise
-        say(
-            f"privacy: ε = {ledger.epsilon():.3g} of {budget.epsilon:g} spent at δ = {budget.delta:g}; trains with "
-            f"noise only, {'measures no model' if measures is None else f'measures with noise of {measures:g} samples'}"
-        )
-        if holding.given is not None and (reason := lacking(holding.given, budget)) is not None:
-            say(f"warning: it refuses to send statistics for a common encoding of its data without noise: {reason}")
-    try:
-        lines, last = AuditLog.check(config.audit_log)
-        sink = f"; a copy goes to a sink ({config.file.sink.kind})" if config.file.sink else ""
-        say(f"audit log: {len(lines)} lines, unbroken, last digest {last}{sink}")
-    except FedshiftError as error:
-        say(f"warning: {error}")
+    lost = lost_records(config)
+    if not lost:
+        _say_records(config, say)
+    _say_privacy(config, holding, say)
     _say_kit(config, say)
+    if lost:
+        raise UserError(lost[0])
+
+
+def _say_privacy(config: SiteConfig, holding: Holding, say: Callable[[str], None]) -> None:
+    if (budget := config.file.privacy) is None:
+        return
+    measures = budget.measurement_noise
+    says = "measures no model" if measures is None else f"measures with noise of {measures:g} samples"
+    say(f"privacy: a budget of ε = {budget.epsilon:g} at δ = {budget.delta:g}; trains with noise only, {says}")
+    if holding.given is not None and (reason := lacking(holding.given, budget)) is not None:
+        say(f"warning: it refuses to send statistics for a common encoding of its data without noise: {reason}")
+
+
+def _say_records(config: SiteConfig, say: Callable[[str], None]) -> None:
+    """What the site wrote down of earlier exchanges, which fits."""
+    lines, last = AuditLog.check(config.audit_log)
+    sink = f"; a copy goes to a sink ({config.file.sink.kind})" if config.file.sink else ""
+    say(f"audit log: {len(lines)} lines, unbroken, last digest {last}{sink}")
+    if (budget := config.file.privacy) is not None:
+        spent = PrivacyLedger(config.memory, config.file.site, budget, AuditLog(config.audit_log)).epsilon()
+        say(f"spent: ε = {spent:.3g} of {budget.epsilon:g} at δ = {budget.delta:g}")
+
+
+def recover_site(path: Path, yes: bool) -> None:
+    """Show what a site lacks of its own records, and begin them anew after a question, or at once."""
+    console, config = safe_console(), load_site(path)
+    lost = lost_records(config)
+    if not lost:
+        console.print(f"site {config.file.site}: audit log, ledger and secret are whole", highlight=False)
+        return
+    for fault in lost:
+        console.print(fault, highlight=False, markup=False, soft_wrap=True)
+    if yes or typer.confirm("Give up what is lost? What is not known of the budget of privacy counts as spent."):
+        for line in recover_records(config):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _values(data: DataSet) -> str:
@@ -218,7 +244,8 @@ def start_site(path: Path, foreground: bool) -> None:
     config = load_site(path)
     kit = roles.load_kit(config.kit, "site")
     _same_name(config, kit.name)
-    AuditLog.check(config.audit_log)
+    if lost := lost_records(config):
+        raise UserError(lost[0])
     read_holding(config)
     _print_status(kit.name, roles.start(kit, config.path, foreground=foreground))
 

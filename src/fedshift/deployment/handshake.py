@@ -17,6 +17,7 @@ from fedshift.data.builders.at_sites import AtSites
 from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing
 from fedshift.deployment.event_log import EventLog
 from fedshift.deployment.site_cards import checked_card
+from fedshift.deployment.spent_before import SPENT, noted_spending
 from fedshift.errors import FedshiftError, UserError
 from fedshift.experiment.config.engine_section import FlareEngine
 from fedshift.experiment.config.experiment import Experiment, method_name
@@ -113,6 +114,8 @@ def agree(
             log.warn(f"the run goes on without an answer of site '{site}': {error}")
             cards[site] = checked_card(site, before[site], experiment.protocol.seeds)
     agreed = _agreed(experiment, cards)
+    for warning in noted_spending(folder.parent / SPENT, cards):
+        log.warn(warning)
     write_bytes(stored, (json.dumps(cards, indent=2) + "\n").encode())
     return agreed
 

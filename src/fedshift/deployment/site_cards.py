@@ -95,13 +95,17 @@ class GivenTable(_Part):
         return self
 
 
+Spent = Annotated[tuple[tuple[PositiveFloat, Share, Count], ...], Field(max_length=10_000)]
+"""What a site has spent: (noise multiplier, sample rate, steps) by kind of step."""
+
+
 class GivenPrivacy(_Part):
-    """A site's budget of privacy, and what it has spent: (noise multiplier, sample rate, steps) by kind of step."""
+    """A site's budget of privacy, and what it has spent."""
 
     epsilon: PositiveFloat
     delta: Annotated[float, Field(gt=0, lt=1)]
     measurement_noise: PositiveFloat | None
-    spent: Annotated[tuple[tuple[PositiveFloat, Share, Count], ...], Field(max_length=10_000)]
+    spent: Spent
 
 
 class Card(_Part):

@@ -80,7 +80,7 @@ class SiteProgram:
         self.log = AuditLog(config.audit_log)
         self.sums = SiteSums(config, self.terms, self.log)
         self.seals = SiteSeals(config, self.terms, self.sums)
-        self.rules = SiteRules(config)
+        self.rules = SiteRules(config, self.log)
         self.device = resolve_device(config.file.device)
         if config.file.threads is not None:
             torch.set_num_threads(config.file.threads)
@@ -166,6 +166,7 @@ class SiteProgram:
             for filled in [len(self.holding.domain), *(counts if isinstance(counts, list) else [counts])]:
                 self.policy.check_group(self.name, "statistics", filled, "the encoding of its data")
         self.terms.check_splits(header["split"], header["seeds"])
+        self.rules.pay_statistics(self.holding, entry)
         card = card_of(self.holding, rows, self.policy, self.device) | self.rules.told(rows)
         given = {} if self.holding.given is None else {"encoding": {"kind": "statistics"}}
         entry["sent"] = {"card": {"kind": "numbers"}, **given}
@@ -254,7 +255,7 @@ class SiteProgram:
         self._remember(runner, folder, header["memory"])
         self._runner = None  # a call that fails may leave its memory half written
         content = self.seals.opened(header, runner, method, content, entry)
-        with self.rules.paid(header, method, runner.site), ExposureWatch(runner.site) as watch:
+        with self.rules.paid(header, method, runner.site, entry), ExposureWatch(runner.site) as watch:
             reply, mini_batches = runner.run(header["call"], envelope, content)
         sent = reply_content(reply) if summing is None else summing.contribution(reply, header["call"], runner, content)
         sent = sent if sealing is None else sealing.sealed(reply, header, runner, content)
@@ -342,7 +343,7 @@ class SiteProgram:
         network.eval().load_state_dict(dict(weights))
         new_site, groups = method.new_site_for(view.input_shape) if unseen else None, self.holding.domain.groups
         groups, objective = None if groups is None else groups[held_out], objective_of(view.preprocessing)
-        measures, entry["sent"] = self.rules.measured(header, network, view, objective, groups, new_site)
+        measures = self.rules.measured(header, network, view, objective, groups, new_site, entry)
         return seal({"answers": header["key"], "measures": measures}, body_of({}))
 
     def _end(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:

@@ -39,7 +39,8 @@ def _asked(played: Played, name: str, call: str = "fit") -> tuple[SiteProgram, M
 
 def _lines(program: SiteProgram) -> list[dict[str, Any]]:
     file = program.config.memory / LEDGER
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+    whole = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+    return [line for line in whole if line["steps"]]  # the first line is the secret's
 
 
 def _without_noise(played: Played) -> str:

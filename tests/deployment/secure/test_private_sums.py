@@ -48,7 +48,7 @@ def budgeted(folder: Path, change: Change | None = None, **privacy: Any) -> Loop
 def paid(transport: Loopback, site: str) -> list[str]:
     """What a site's ledger has lines for."""
     file = transport.programs[site].config.memory / LEDGER
-    return [json.loads(line)["call"] for line in file.read_text().splitlines()]
+    return [call for line in file.read_text().splitlines() if (call := json.loads(line)["call"]) != "begin"]
 
 
 def rounds(runs: Path, target: str = "west") -> list[dict[str, Any]]:

@@ -36,7 +36,7 @@ from fedshift.experiment.environment import versions
 from fedshift.experiment.privacy import check_private
 from fedshift.experiment.runs.evaluator import answering, predictions
 from fedshift.federation.randomness import SecretDraws
-from fedshift.federation.remote.policy import ACCURACY
+from fedshift.federation.remote.policy import ACCURACY, AuditLog
 from fedshift.federation.remote.wire import body_of
 from fedshift.federation.site import Site
 from fedshift.functional.differential_privacy import NoisySteps, gaussian, sample_rate
@@ -53,9 +53,10 @@ _LEAST_NORM, _MOST_NORM = 1e-6, 1e6
 class SiteRules:
     """The rules of one site, over all jobs of its project."""
 
-    def __init__(self, config: SiteConfig) -> None:
+    def __init__(self, config: SiteConfig, log: AuditLog | None = None) -> None:
+        """``log``: the site's audit log, with which the ledger of privacy is compared."""
         self.site, self.budget = config.file.site, config.file.privacy
-        self.ledger = PrivacyLedger(config.memory, self.site, self.budget)
+        self.ledger = PrivacyLedger(config.memory, self.site, self.budget, log)
         self._policy = config.file.policy
         self._fit: tuple[Method, Network] | None = None
 
@@ -81,10 +82,7 @@ class SiteRules:
         return self.ledger.mark(statistics=shown.fingerprint, options=options, versions=versions())
 
     def check_hello(self, private: object, holding: Holding) -> None:
-        """Raise Refused unless the site can take part in an experiment that trains privately, or that does not.
-
-        Statistics of a table are counted here, before a card tells them.
-        """
+        """Raise Refused unless the site can take part in an experiment that trains privately, or that does not."""
         if private is not True:
             self._refuse_without_noise()
         if self.budget is None or holding.given is None:
@@ -94,10 +92,20 @@ class SiteRules:
                 f"site '{self.site}' refuses to send statistics for the encoding of its data without noise (rule "
                 f"privacy.epsilon): {reason}"
             )
-        self._policy.check_kind(self.site, "statistics", "the encoding of its data")  # before it is paid for
-        if holding.given["numeric"]:
+
+    def pay_statistics(self, holding: Holding, entry: dict[str, Any]) -> None:
+        """Count the statistics of a table before a card tells them.
+
+        Args:
+            holding: the data as they are shown.
+            entry: of the audit log.
+
+        Raises:
+            Refused: the budget is too small.
+        """
+        if self.budget is not None and holding.given is not None and holding.given["numeric"]:
             cost = NoisySteps(float(self.budget.statistics_noise or 0), 1.0, 1)
-            self.ledger.pay(self._statistics_mark(holding), cost, call="statistics")
+            entry["ledger"] = self.ledger.pay(self._statistics_mark(holding), cost, call="statistics")
 
     def _refuse_without_noise(self) -> None:
         if self.budget is not None:
@@ -132,13 +140,14 @@ class SiteRules:
     # Training ---------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def paid(self, header: Mapping[str, Any], method: Method, site: Site) -> Iterator[None]:
+    def paid(self, header: Mapping[str, Any], method: Method, site: Site, entry: dict[str, Any]) -> Iterator[None]:
         """Let a call train inside the block with noise that only this site knows, and count it, even if it fails.
 
         Args:
             header: the request.
             method: its method.
             site: the site of the run, with its memory loaded.
+            entry: of the audit log, which says what it cost.
 
         Raises:
             Refused: the request trains without noise, or the budget is too small.
@@ -172,7 +181,7 @@ class SiteRules:
         finally:
             if site.mini_batches:
                 place = {"run": header["run"], "round": header["envelope"]["round"], "call": header["call"]}
-                self.ledger.pay(mark, cost(site.mini_batches), **place)
+                entry["ledger"] = self.ledger.pay(mark, cost(site.mini_batches), **place)
 
     def _mark(self, header: Mapping[str, Any], device: torch.device, **of: str) -> str:
         """The mark of an exchange. The request's key covers run, round, call, content and the data's fingerprint."""
@@ -221,8 +230,9 @@ class SiteRules:
         objective: Objective,
         groups: NDArray[np.int64] | None,
         new_site: NewSite | None,
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What the site reports of a model, and what its audit log says of it; with a budget an accuracy with noise.
+        entry: dict[str, Any],
+    ) -> dict[str, Any]:
+        """What the site reports of a model; with a budget an accuracy with noise.
 
         With a budget each group has one vote, the share of its samples that the model gets right; without groups each
         sample has. The network is then not adapted to them, so that no sample changes the prediction of another.
@@ -234,11 +244,14 @@ class SiteRules:
             objective: what the run learns.
             groups: which of them belong together; None if all are apart.
             new_site: as of `answering`.
+            entry: of the audit log, which says what is sent and what it cost.
         """
         classes = int(header["setting"]["classes"])
         if self.budget is None:
             network = answering(network, view, new_site)
-            return measured(network, view, classes, objective, self._policy, groups, header.get("whole"))
+            whole = header.get("whole")
+            measures, entry["sent"] = measured(network, view, classes, objective, self._policy, groups, whole)
+            return measures
         self.check_measures()
         if not measuring_of(objective).counts_classes:
             raise Refused(
@@ -254,14 +267,14 @@ class SiteRules:
         noise = float(gaussian((1,), SecretStream(self.ledger.secret(), f"{mark}\x1fmeasurement")))
         share = (float(right.sum()) + deviation * noise) / len(right)
         cost = NoisySteps(deviation, 1.0, 1)
-        self.ledger.pay(mark, cost, run=header["run"], round=header["round"], call="measure")
-        measures = {
+        entry["ledger"] = self.ledger.pay(mark, cost, run=header["run"], round=header["round"], call="measure")
+        entry["sent"] = {"measures": {"kind": ACCURACY}}
+        return {
             "accuracy": 100.0 * min(1.0, max(0.0, share)),
             "samples": view.samples,
             "classes": [None] * classes,
             "metrics": None,
         }
-        return measures, {"measures": {"kind": ACCURACY}}
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, f
 from fedshift.chained_log import START, append_line, checked_lines, digest_of
 from fedshift.errors import FedshiftError, KindRefused, Refused, UserError, nearest
 from fedshift.federation.messages import NUMBERS, Content, Masked, Sealed, known_kinds, leaves
+from fedshift.files import set_aside, write_bytes
 from fedshift.models import registry as networks
 from fedshift.weights import NamedTensors, Weights
 
@@ -252,11 +253,18 @@ def _installed(name: str) -> None:
         raise UserError(f"model '{name}' is a file; install it as a package and name it package.module:Class")
 
 
+RECOVER = "put the file back as it was, or give the loss up with fedshift site recover"
+"""The ways out for a person whose site lacks what it wrote down."""
+RECOVERED = "recover"
+"""What a line of the audit log calls a loss that a person gave up: the ledger of privacy was counted anew."""
+
+
 class AuditLog:
     """A site's own log: one line of JSON per exchange, each with the digest of the line before it.
 
-    A changed or removed line breaks the chain, and `check` reports its number. Lines cut off the end do not show in the
-    file itself, but in a signed export (`fedshift security export`), and in the copy that a sink has.
+    A changed or removed line breaks the chain, and `check` reports its number. Where the log ended is written down
+    beside it, so lines cut off its end are noticed unless that file was changed as well. Then they show in the site's
+    ledger of privacy, in a signed export (`fedshift security export`), and in the copy that a sink has.
     """
 
     def __init__(self, path: Path) -> None:
@@ -268,6 +276,8 @@ class AuditLog:
         """Times of measurements."""
         self.rosters = 0
         """How many sets of sites the site had recorded (`deployment.secure.rosters`) when it last masked."""
+        self.ledger = 0
+        """How many lines the ledger of privacy had when the site last answered with noise."""
         lines, self._last = self.check(path)
         self._size = path.read_bytes().rfind(b"\n") + 1 if lines else 0
         for line in lines:
@@ -280,13 +290,16 @@ class AuditLog:
             UserError: the line cannot be written. Then nothing may leave the site.
         """
         try:
-            line, self._size = append_line(self.path, {"time": time.time(), **entry}, known=self._size, flush=True)
+            whole = {"time": time.time(), **entry}
+            line, self._size = append_line(self.path, whole, known=self._size, flush=True, remedy=RECOVER)
         except OSError as error:
             raise UserError(f"cannot write the audit log {self.path}: {error.strerror}; nothing was sent") from None
         except FedshiftError as error:
             raise UserError(f"{error}; nothing was sent") from None
         self._last = digest_of(line)
         self._count(json.loads(line))
+        end = _End(size=self._size, last=self._last, ledger=self.ledger).model_dump_json()
+        write_bytes(_end_file(self.path), end.encode(), private=True, flush=False)  # one that is behind is no harm
 
     def check_rate(self, site: str, policy: Policy, run: str, round_number: int, *, measures: bool = False) -> None:
         """Check that one more request is within the policy's limits per round and per day.
@@ -319,8 +332,16 @@ class AuditLog:
         """The digest of the last line."""
         return self._last
 
+    @property
+    def size(self) -> int:
+        """The bytes of the file, which other processes of the site may write, too."""
+        return self.path.stat().st_size if self.path.exists() else 0
+
     def _count(self, line: Mapping[str, Any]) -> None:
         self.rosters = max(self.rosters, whole_number(line.get("rosters")))
+        if isinstance(paid := line.get("ledger"), Mapping):
+            lines = whole_number(paid.get("lines"))
+            self.ledger = lines if line.get("do") == RECOVERED else max(self.ledger, lines)
         if line.get("do") in _COUNTED and not line.get("refused") and not line.get("again"):
             key = str(line.get("run")), whole_number(line.get("round"))
             when, requests = self._rounds.get(key, (float(line["time"]), 0))
@@ -329,17 +350,73 @@ class AuditLog:
                 self._measured.append(float(line["time"]))
 
     @staticmethod
+    def set_aside(path: Path) -> tuple[Path | None, int]:
+        """Give a log that lacks lines, or was changed, another name; the next one begins anew.
+
+        Returns:
+            The new name, None if there is no log; and how many lines the ledger had when the log was whole.
+        """
+        try:
+            end = _end_of(path)
+        except FedshiftError:
+            end = None
+        _end_file(path).unlink(missing_ok=True)
+        return set_aside(path), 0 if end is None else end.ledger
+
+    @staticmethod
     def check(path: Path) -> tuple[list[dict[str, Any]], str]:
-        """Read a log and check its chain of digests.
+        """Read a log and check its chain of digests, and that it is not shorter than it was.
 
         Returns:
             The lines, and the digest of the last one.
 
         Raises:
-            FedshiftError: the chain is broken; names the first line that does not fit.
+            FedshiftError: the chain is broken; names the first line that does not fit. Or lines were cut off its end.
         """
-        lines = checked_lines(path)
+        end = _end_of(path)  # before the lines, of which another process may add some meanwhile
+        lines = checked_lines(path, RECOVER)
+        if end is not None:
+            end.check(path, lines)
         return [json.loads(line) for line in lines], digest_of(lines[-1]) if lines else START
+
+
+class _End(BaseModel):
+    """Where a log ended when its site last wrote to it: its bytes, the digest of its last line, lines of the ledger."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    size: Annotated[int, Field(ge=0)]
+    last: Annotated[str, Field(max_length=64)]
+    ledger: Annotated[int, Field(ge=0)] = 0
+
+    def check(self, log: Path, lines: Sequence[str]) -> None:
+        """Raise FedshiftError if a log's lines do not go on from here."""
+        size, last = 0, START
+        for line in lines if self.size else ():
+            size, last = size + len(line) + 1, digest_of(line)
+            if size >= self.size:
+                break
+        if size != self.size or (size and last != self.last):
+            raise FedshiftError(f"{log}: lines were cut off the end of the log, or it is an older one; {RECOVER}")
+
+
+def _end_file(log: Path) -> Path:
+    return log.with_name(f"{log.stem}-end.json")
+
+
+def _end_of(log: Path) -> _End | None:
+    """Where a log ended; None if nobody wrote that down: an earlier fedshift wrote the log, or it is a copy alone.
+
+    Raises:
+        FedshiftError: what was written down cannot be read.
+    """
+    file = _end_file(log)
+    try:
+        return _End.model_validate_json(file.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError):
+        raise FedshiftError(f"{file}, which says where the audit log ended, cannot be read; {RECOVER}") from None
 
 
 def whole_number(value: object) -> int:
