@@ -214,10 +214,10 @@ def test_a_broken_audit_log_is_said_and_stops_the_start(fedshift: Cli, kits: Pat
     log.append(do="call", run="r", round=2)
     text = log.path.read_text()
     log.path.write_text(text.replace('"round": 1', '"round": 7'))
-    code, out, _ = fedshift("site", "check", str(file))
-    assert (code, "the log was changed here" in out) == (0, True)
+    code, _, err = fedshift("site", "check", str(file))
+    assert (code, "the log was changed here" in err) == (2, True)
     code, _, err = fedshift("site", "start", str(file))
-    assert code == 1
+    assert code == 2
     assert "line 2: the log was changed here" in err
 
 

@@ -137,7 +137,8 @@ def _ledger(config: SiteConfig) -> str:
     if budget is None:
         return "no budget (SITE.yaml has no privacy)"
     try:
-        spent = PrivacyLedger(config.memory, config.file.site, budget).epsilon()
+        log = AuditLog(config.audit_log) if config.audit_log.exists() else None
+        spent = PrivacyLedger(config.memory, config.file.site, budget, log).epsilon()
     except FedshiftError as error:
         return f"not known: {error}"
     return f"ε = {spent:.3g} of {budget.epsilon:g} spent at δ = {budget.delta:g}"
