@@ -37,7 +37,7 @@ def file(folder: Path, name: str) -> Path:
 WITHOUT: list[tuple[str, str, Callable[[Path], object]]] = [
     ("pandas", "tables", lambda _: Results.to_frame(object.__new__(Results))),
     ("peft", "networks", lambda _: with_adapters(small(), Adapters(), (3,), 0)),
-    ("pydicom", "medical", lambda folder: medical._dicom_header(file(folder, "a.dcm"))),
+    ("pydicom", "medical", lambda folder: medical._dicom_header(file(folder, "a.dcm"), "id")),
     ("nibabel", "medical", lambda folder: medical._nifti_header(file(folder, "a.nii"))),
     ("onnx", "export", lambda _: _onnx(small(), small())),
     ("opacus.accountants", "privacy", lambda _: epsilon([NoisySteps(1.0, 0.1, 1000)], 1e-5)),

@@ -47,7 +47,12 @@ class ReplyRefused(FedshiftError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there is not enough memory: Python's, NumPy's, torch's, on any device."""
+    """Whether an error says that there is not enough memory: Python's, NumPy's, torch's, on any device.
+
+    Example:
+        >>> is_out_of_memory(MemoryError()), is_out_of_memory(ValueError())
+        (True, False)
+    """
     kinds = {kind.__name__ for kind in type(error).__mro__}
     return bool(kinds & {"MemoryError", "OutOfMemoryError"}) or (
         isinstance(error, RuntimeError) and "allocate memory" in str(error)

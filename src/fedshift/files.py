@@ -86,6 +86,10 @@ def below(root: Path, *names: str) -> Path:
 
     Raises:
         UserError: a name is not one of a folder, or a link on the way leads out of ``root``.
+
+    Example:
+        >>> below(Path("runs"), "fedavg", "D0").as_posix()
+        'runs/fedavg/D0'
     """
     for name in names:
         if not names_a_folder(name):
@@ -124,7 +128,12 @@ def set_aside(path: Path) -> Path | None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk: a file that was renamed could be gone after a power cut."""
+    """Wait until the names in a folder are on the disk: a file that was renamed could be gone after a power cut.
+
+    Example:
+        >>> import tempfile
+        >>> flush_folder(Path(tempfile.mkdtemp()))
+    """
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

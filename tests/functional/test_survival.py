@@ -68,7 +68,9 @@ def test_it_is_efrons_sum_at_every_scale(samples: list[tuple[float, int, int]], 
         assert loss.item() == pytest.approx(expected, rel=rel, abs=rel * max(1.0, scale))
         assert values.grad is not None
         assert bool(values.grad.isfinite().all())
-        assert float(values.grad.sum()) == pytest.approx(0, abs=1e-5), "equal shifts of all change nothing"
+        assert float(values.grad.sum()) == pytest.approx(0, abs=1e-3 if dtype == torch.float32 else 1e-9), (
+            "equal shifts of all change nothing"
+        )
 
 
 def test_its_gradient_is_that_of_differences() -> None:

@@ -141,6 +141,13 @@ def write_sums(folder: Path, data: Mapping[str, bytes], names: Iterable[str]) ->
         folder: the run's.
         data: name → content of files that are about to be written.
         names: of files that may be there.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> write_sums(folder, {"result.json": b"{}"}, [])
+        >>> (folder / SUMS).read_text().split()
+        ['44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a', 'result.json']
     """
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in data.items()}
     for name in names:
@@ -158,6 +165,12 @@ def check_sum(path: Path, data: bytes | None = None) -> None:
 
     Raises:
         UserError: it is not what was written.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> write_sums(folder, {"result.json": b"{}"}, [])
+        >>> check_sum(folder / "result.json", b"{}")
     """
     sums = path.parent / SUMS
     if not sums.is_file():

@@ -224,6 +224,7 @@ def test_a_finished_run_predicts_and_a_file_brings_no_code(tmp_path: Path) -> No
     metadata["method"]["method"]["name"] = f"{tmp_path}/evil.py:Evil"
     (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
     save_file(tensors, file, {"fedshift": json.dumps(metadata)})
+    (folder / "SHA256SUMS").unlink()
     with pytest.raises(UserError, match="does not come with fedshift"):
         load_model(folder)
 
