@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import references
+from authors_numbers import references
 from torch import Tensor, nn
 
 from fedshift.functional.attention import cross_layer_attention

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reference import Reference, references
+from authors_numbers import Reference, references
 from tiny import LINEAR, federation, step_on
 
 from fedshift.data.domain import Domain
