@@ -14,6 +14,7 @@ import pytest
 
 from fedshift.api import Results
 from fedshift.data.builders import medical
+from fedshift.data.table_files import read_table
 from fedshift.deployment.flare.roles import installed
 from fedshift.errors import UserError
 from fedshift.experiment.export import _onnx
@@ -36,6 +37,7 @@ def file(folder: Path, name: str) -> Path:
 
 WITHOUT: list[tuple[str, str, Callable[[Path], object]]] = [
     ("pandas", "tables", lambda _: Results.to_frame(object.__new__(Results))),
+    ("openpyxl", "tables", lambda folder: read_table(file(folder, "a.xlsx"))),
     ("peft", "networks", lambda _: with_adapters(small(), Adapters(), (3,), 0)),
     ("pydicom", "medical", lambda folder: medical._dicom_header(file(folder, "a.dcm"), "id")),
     ("nibabel", "medical", lambda folder: medical._nifti_header(file(folder, "a.nii"))),

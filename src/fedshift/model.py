@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -12,7 +13,7 @@ from fedshift.data.input_guard import InputShift
 from fedshift.evaluation.records import RunResult
 from fedshift.evaluation.stored import RESULT, stored
 from fedshift.experiment.export import Exported, export
-from fedshift.experiment.predict import TrainedModel, load_model
+from fedshift.experiment.predict import TrainedModel, how_written, load_model
 from fedshift.experiment.runs.run_folder import model_file
 from fedshift.extras import needed
 from fedshift.files import write_bytes
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
 
 Samples = Any
 """Samples to predict: an array, tensor, list or pandas data frame, or the path of an image, a folder of images, an .npz
-or a .csv. A model of tables reads a data frame with the columns of its table, or a .csv."""
+or a table. A model of tables reads a data frame with the columns of its table, or a CSV, Excel or Parquet file."""
+Written = Mapping[str, Any] | None
+"""How a table is written, as fields of a data section such as ``{"decimal": ","}``; None: as those of the training."""
 
 
 class Model:
@@ -95,7 +98,7 @@ class Model:
         """A model card in Hugging Face's format: data, sites, method, measures, limits, and what left the sites."""
         return model_card(self.trained, self.result)
 
-    def predict(self, X: Samples, accept_shift: bool = False) -> npt.NDArray[Any]:
+    def predict(self, X: Samples, accept_shift: bool = False, written: Written = None) -> npt.NDArray[Any]:
         """The class of each sample (n,), by name; for segmentation masks (n, structures, height, width) of bool; for
         regression the value (n,) in the label's unit; for time to event the logarithm of the relative hazard (n,); for
         several labels 0 and 1 (n, labels).
@@ -106,28 +109,28 @@ class Model:
             UserError: the samples are not what the model reads, or look too unlike its training data.
         """
         if self.trained.segments:
-            return np.stack(list(self.trained.masks(self._stored(X, accept_shift))))
-        return self.trained.objective.said(self.trained.scores(self._stored(X, accept_shift)), self.classes_)
+            return np.stack(list(self.trained.masks(self._stored(X, accept_shift, written))))
+        return self.trained.objective.said(self.trained.scores(self._stored(X, accept_shift, written)), self.classes_)
 
-    def predict_proba(self, X: Samples, accept_shift: bool = False) -> npt.NDArray[np.float32]:
+    def predict_proba(self, X: Samples, accept_shift: bool = False, written: Written = None) -> npt.NDArray[np.float32]:
         """The probability of each class (n, classes), or of each label, in the order of ``classes_``.
 
         Raises:
             UserError: the samples are not what the model reads or look too unlike its training data, or it is a model
                 for segmentation or regression.
         """
-        return self.trained.probabilities(self._stored(X, accept_shift))
+        return self.trained.probabilities(self._stored(X, accept_shift, written))
 
-    def shift(self, X: Samples) -> InputShift:
+    def shift(self, X: Samples, written: Written = None) -> InputShift:
         """How samples differ from the training data: for each column the shares of unknown categories, of values
         outside the training range and of missing ones, and the overlap of the whole column.
 
         Raises:
             UserError: the samples are not what the model reads.
         """
-        return self.trained.read(Path(X) if isinstance(X, str) else X).shift
+        return self.trained.read(Path(X) if isinstance(X, str) else X, how_written(written or {})).shift
 
-    def predictions(self, X: Samples, accept_shift: bool = False) -> pandas.DataFrame:
+    def predictions(self, X: Samples, accept_shift: bool = False, written: Written = None) -> pandas.DataFrame:
         """One row per sample: id, label if the samples say it, predicted class, and ``score_<class>`` for each class.
 
         Ids and labels come from the columns of a table that named and labelled the training rows. For files the name
@@ -138,7 +141,8 @@ class Model:
                 training data.
         """
         frames = needed("pandas", extra="tables", what="predictions")
-        found = self.trained.predict(Path(X) if isinstance(X, str) else X, accept_shift=accept_shift)
+        path = Path(X) if isinstance(X, str) else X
+        found = self.trained.predict(path, accept_shift=accept_shift, written=how_written(written or {}))
         columns: dict[str, Any] = {"id": [one.name for one in found]}
         if any(one.label is not None for one in found):
             columns["label"] = [one.label for one in found]
@@ -147,8 +151,8 @@ class Model:
             columns[f"score_{name}"] = [one.probabilities[number] for one in found]
         return frames.DataFrame(columns)
 
-    def _stored(self, X: Samples, accept_shift: bool) -> Any:
-        samples = self.trained.read(Path(X) if isinstance(X, str) else X)
+    def _stored(self, X: Samples, accept_shift: bool, written: Written) -> Any:
+        samples = self.trained.read(Path(X) if isinstance(X, str) else X, how_written(written or {}))
         samples.check(accept_shift)
         return samples.inputs
 

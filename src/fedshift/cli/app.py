@@ -190,7 +190,11 @@ for listing in (listings.methods, listings.datasets, listings.models, listings.f
 @app.command(rich_help_panel=READ)
 def predict(
     model: Annotated[Path, typer.Argument(help="A run's folder or a model.safetensors.", metavar="RUN_OR_MODEL")],
-    data: Annotated[Path, typer.Argument(help="An image, a folder of images, an .npz or a .csv.", metavar="DATA")],
+    data: Annotated[Path, typer.Argument(help="An image, a folder of images, an .npz or a table.", metavar="DATA")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="How a table is written, such as data.decimal=,", metavar="[data.FIELD=VALUE]..."),
+    ] = None,
     format: Annotated[str, typer.Option("--format", help="terminal, csv or json.")] = "terminal",
     method: OwnMethod = None,
     network: OwnNetwork = None,
@@ -204,7 +208,7 @@ def predict(
     """Predict with a trained model. Warns of data that look unlike its training data; refuses what is too far off."""
     from fedshift.cli.predict import print_predictions
 
-    print_predictions(model, data, format, method, masks, network, accept_shift)
+    print_predictions(model, data, format, method, masks, network, accept_shift, overrides or [])
 
 
 @app.command(rich_help_panel=READ)

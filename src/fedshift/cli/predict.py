@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fedshift.cli.console import safe_console
+from fedshift.data.table_files import SiteFormat
 from fedshift.errors import UserError, nearest
-from fedshift.experiment.predict import load_model
+from fedshift.experiment.config.experiment import override_field
+from fedshift.experiment.predict import how_written, load_model
 from fedshift.report.folding import Folded
 from fedshift.text import csv_text, json_text, printable
 
@@ -18,6 +22,15 @@ def _warn(text: str) -> None:
     print(printable(f"warning: {text}"), file=sys.stderr)
 
 
+def _written(overrides: Sequence[str]) -> SiteFormat | None:
+    options: dict[str, Any] = {}
+    for override in overrides:
+        if not override.startswith("data."):
+            raise UserError(f"'{override}': predict takes data.FIELD=VALUE, how a table is written: data.decimal=,")
+        override_field(options, override)
+    return how_written(options.get("data", {}))
+
+
 def print_predictions(
     model: Path,
     data: Path,
@@ -26,22 +39,27 @@ def print_predictions(
     masks: Path | None = None,
     own_network: str | None = None,
     accept_shift: bool = False,
+    overrides: Sequence[str] = (),
 ) -> None:
     """Print a prediction per sample. With ``masks``, write the predicted masks there and print a line per file.
 
     What is unusual about the data goes to standard error. With ``accept_shift`` they are predicted however unusual.
+    ``overrides`` say how a table is written, such as ``data.decimal=,``.
 
     Raises:
         UserError: the format, the model or the data cannot be used.
     """
     if format not in _FORMATS:
         raise UserError(f"--format: there is no format '{format}'; {nearest(format, _FORMATS)}")
+    written = _written(overrides)
     trained = load_model(model, own_method, own_network)
     if masks is not None:
+        if written is not None:
+            raise UserError("data.… says how tables are written, and --masks needs images")
         for file, share in trained.write_masks(data, masks, accept_shift=accept_shift, warn=_warn):
             print(printable(f"{file}: {100 * share:.1f} % of the image"))
         return
-    predictions = trained.predict(data, accept_shift=accept_shift, warn=_warn)
+    predictions = trained.predict(data, accept_shift=accept_shift, warn=_warn, written=written)
     labelled = any(p.label is not None for p in predictions)
     if format == "json":
         described = [

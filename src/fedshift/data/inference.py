@@ -16,11 +16,11 @@ from fedshift.data.builders.table_labels import Labelling
 from fedshift.data.domain import Preprocessing
 from fedshift.data.images import ImageFile, decode, is_image, on_disk, paged, pages_warning, some_sides
 from fedshift.data.locate import load_npz
-from fedshift.data.table_files import PARQUET, Columns, from_columns, read_table
-from fedshift.data.tables import encode_rows, encoding_of, form_of
+from fedshift.data.table_files import EXCEL, PARQUET, Columns, SiteFormat, from_columns
+from fedshift.data.tables import TableEncoding, encode_rows, encoding_of, rows_of
 from fedshift.errors import UserError
 
-_TABLES = (".csv", ".tsv", ".txt", ".data", *PARQUET)
+_TABLES = (".csv", ".tsv", ".txt", ".data", *PARQUET, *EXCEL)
 Stored = npt.NDArray[np.uint8] | npt.NDArray[np.float32]
 
 
@@ -62,7 +62,7 @@ def samples_in_memory(samples: Any, preprocessing: Preprocessing) -> tuple[list[
         UserError: the samples are not what the model reads.
     """
     if preprocessing.kind == "table":
-        return encode_rows(preprocessing, _frame(samples))
+        return encode_rows(preprocessing, _frame(samples, encoding_of(preprocessing)))
     array = np.asarray(samples)
     if array.ndim == 2 and array.dtype.kind in "iub":
         array = array.astype(np.float64)
@@ -71,29 +71,36 @@ def samples_in_memory(samples: Any, preprocessing: Preprocessing) -> tuple[list[
     return [str(row) for row in range(len(inputs))], inputs
 
 
-def _frame(samples: Any) -> Columns:
+def _frame(samples: Any, encoding: TableEncoding, own: SiteFormat | None = None) -> Columns:
     if not hasattr(samples, "columns"):
         raise UserError("X: the model reads tables: give a data frame with their columns, or the path of a .csv")
-    return from_columns("X", InMemory(samples).columns(""))
+    numeric = frozenset(column.name for column in encoding.numeric)
+    return rows_of(lambda form: from_columns("X", InMemory(samples).columns(""), form, numeric), encoding, own)
 
 
-def table_to_predict(samples: Path | Any, preprocessing: Preprocessing) -> Columns | None:
+def table_to_predict(
+    samples: Path | Any, preprocessing: Preprocessing, own: SiteFormat | None = None
+) -> Columns | None:
     """The table that ``samples`` are, read once for its rows, labels and checks; None if they are none.
 
     Args:
         samples: as for `load_for_prediction` or `samples_in_memory`.
         preprocessing: the preprocessing saved with the model.
+        own: how the table is written, where it differs from those of the training; None: as these.
 
     Raises:
-        UserError: the model reads tables, and the samples cannot be read as one.
+        UserError: the model reads tables, and the samples cannot be read as one; or they are none, and ``own`` says how
+            they are written.
     """
     if preprocessing.kind != "table":
+        if own is not None:
+            raise UserError(f"data.… says how tables are written, but the model reads {preprocessing.kind} inputs")
         return None
     if not isinstance(samples, Path):
-        return _frame(samples)
+        return _frame(samples, encoding_of(preprocessing), own)
     if not samples.is_file() or samples.suffix.lower() not in _TABLES:
         return None
-    return read_table(samples, form_of(samples, encoding_of(preprocessing)))
+    return rows_of(samples, encoding_of(preprocessing), own)
 
 
 def known_labels(

@@ -15,7 +15,7 @@ The encoded columns, in order:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,14 +30,16 @@ from fedshift.data.table_files import (
     PARQUET,
     PLAIN,
     Columns,
+    SiteFormat,
     TableFormat,
+    advice_on,
     canonical,
-    has_decimal_comma,
-    is_date,
+    changed,
     is_missing,
+    number_of,
     read_table,
 )
-from fedshift.errors import UserError
+from fedshift.errors import UserError, in_words
 from fedshift.functional.noisy_moments import Ranges, within
 
 
@@ -157,23 +159,15 @@ def numbers(table: Columns, name: str, missing_values: Sequence[float] = ()) -> 
         if is_missing(cell):
             out[row] = math.nan
             continue
-        try:
-            out[row] = float(cell)
-        except ValueError:
-            out[row] = math.inf
-        if not math.isfinite(out[row]):
+        number = number_of(cell)
+        if number is None:
             where = f"{table.place(row)}, column '{name}'"
-            advice = "leave it empty if missing, or list the column under categorical"
-            if is_date(cell):
-                advice = "write dates as days since one date that all sites share, or drop the column"
-            if has_decimal_comma(cell):
-                advice = "for decimal commas, set data.decimal: ','"
+            advice = advice_on(cell, "leave it empty if missing, or list the column under categorical")
             raise UserError(
                 f"{where}: '{cell}' is not a number ({advice})",
                 public=f"{where}: the cell is not a number",
             )
-        if out[row] in missing_values:
-            out[row] = math.nan
+        out[row] = math.nan if number in missing_values else number
     return out
 
 
@@ -329,7 +323,7 @@ def encode_rows(preprocessing: Preprocessing, rows: Path | Columns) -> tuple[lis
     if preprocessing.kind != "table" or preprocessing.table is None:
         raise UserError(f"{rows} is a table, but the model reads {preprocessing.kind} inputs: give these")
     encoding = encoding_of(preprocessing)
-    table = rows if isinstance(rows, Columns) else read_table(rows, form_of(rows, encoding))
+    table = rows if isinstance(rows, Columns) else rows_of(rows, encoding)
     names = [f"row {row}" for row in range(1, len(table) + 1)]
     if encoding.id is not None and encoding.id in table.cells:
         names = list(table.column(encoding.id))
@@ -348,6 +342,46 @@ def encoding_of(preprocessing: Preprocessing) -> TableEncoding:
         raise UserError("the table encoding in the model file is damaged: use a run's model.safetensors") from error
 
 
+def rows_of(
+    source: Path | Callable[[TableFormat], Columns], encoding: TableEncoding, own: SiteFormat | None = None
+) -> Columns:
+    """The rows to predict, with the names and in the units that the model was trained on.
+
+    Args:
+        source: a file, or what reads the rows in a format.
+        encoding: the encoding saved with the model.
+        own: how the rows are written, where they differ from the training data; None: as these.
+
+    Raises:
+        UserError: the rows cannot be read.
+    """
+    form = form_of(source, encoding) if isinstance(source, Path) else encoding.form or PLAIN
+    if own is not None:
+        form = with_changes(form, own)
+    numeric = frozenset(column.name for column in encoding.numeric)
+    table = read_table(source, form, numeric) if isinstance(source, Path) else source(form)
+    # New rows often lack columns that are no features, such as the label.
+    table = table.renamed({old: new for old, new in form.rename.items() if old in table.cells})
+    table = table.in_units({name: factor for name, factor in form.units.items() if name in table.cells})
+    if own is None:
+        return table
+    return table.without_codes(
+        {name: [code * form.units.get(name, 1.0) for code in codes] for name, codes in own.missing_values.items()}
+    )
+
+
+def with_changes(form: TableFormat, own: TableFormat) -> TableFormat:
+    """A format with what a user says of new rows.
+
+    Raises:
+        UserError: the two do not go together.
+    """
+    try:
+        return changed(form, own)
+    except ValidationError as error:
+        raise UserError(f"data: {in_words(error.errors()[0])}") from None
+
+
 def form_of(path: Path, encoding: TableEncoding) -> TableFormat:
     """How a file to predict is written: as the training files were, or with a line of column names where they had none.
 
@@ -362,4 +396,4 @@ def form_of(path: Path, encoding: TableEncoding) -> TableFormat:
     except UserError:  # a repeated cell in a first line of values, for example
         return form
     wanted = {column.name for column in encoding.numeric} | {column.name for column in encoding.categorical}
-    return named if wanted <= set(columns) else form
+    return named if wanted <= {form.rename.get(name, name) for name in columns} else form

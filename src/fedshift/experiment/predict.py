@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from PIL import Image
+from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -32,11 +33,13 @@ from fedshift.data.inference import (
     table_to_predict,
 )
 from fedshift.data.input_guard import ImageStatistics, InputShift, feature_shift, image_shift, table_shift
+from fedshift.data.table_files import SiteFormat
 from fedshift.data.tables import encode_rows, encoding_of
 from fedshift.data.tasks.objective import Objective, objective_of
 from fedshift.data.transforms import to_network
 from fedshift.errors import UserError
 from fedshift.evaluation.stored import check_sum
+from fedshift.experiment.config.error_messages import describe
 from fedshift.experiment.config.trusted_code import trusted_method, trusted_network
 from fedshift.experiment.features import backbone_of
 from fedshift.experiment.runs.run_folder import MODEL, SEALED_MODEL
@@ -127,14 +130,18 @@ class TrainedModel:
     metadata: dict[str, Any]
     options: NetworkOptions
 
-    def read(self, data: Path | Any) -> ToPredict:
-        """Read an image, a folder of images, an .npz or a .csv, or samples in memory, and compare them with the
+    def read(self, data: Path | Any, written: SiteFormat | None = None) -> ToPredict:
+        """Read an image, a folder of images, an .npz or a table, or samples in memory, and compare them with the
         training data.
+
+        Args:
+            data: the samples.
+            written: how a table is written, where it differs from those of the training; None: as these.
 
         Raises:
             UserError: the data do not fit the model.
         """
-        table = table_to_predict(data, self.stored)
+        table = table_to_predict(data, self.stored, written)
         if table is not None:
             named, rows = encode_rows(self.stored, table)
             return ToPredict(named, rows, table_shift(table, encoding_of(self.stored)), table)
@@ -149,7 +156,14 @@ class TrainedModel:
         sides = stored_sides(data) if isinstance(data, Path) and known is not None and known.side is not None else ()
         return image_shift(inputs.astype(np.uint8, copy=False), known, sides)
 
-    def predict(self, data: Path | Any, *, accept_shift: bool = False, warn: Warn = warn_in_python) -> list[Prediction]:
+    def predict(
+        self,
+        data: Path | Any,
+        *,
+        accept_shift: bool = False,
+        warn: Warn = warn_in_python,
+        written: SiteFormat | None = None,
+    ) -> list[Prediction]:
         """Predictions for an image, a folder of images, an .npz or a .csv, in order; or for samples in memory.
 
         A network that adapts to a new site takes the samples for those of one such site.
@@ -158,12 +172,13 @@ class TrainedModel:
             data: the samples.
             accept_shift: whether to predict data that do not look like the training data at all.
             warn: is told in what they look unusual.
+            written: as for `read`.
 
         Raises:
             UserError: the data do not fit the model, look too unlike its training data, or it is a model for
                 segmentation (see `write_masks`).
         """
-        samples = self.read(data)
+        samples = self.read(data, written)
         samples.check(accept_shift, warn)
         names, inputs = samples.names, samples.inputs
         scores, objective = self.scores(inputs), self.objective
@@ -302,6 +317,20 @@ class TrainedModel:
                     raise UserError(f"cannot write the mask {file}: {error.strerror or error}") from None
                 out.append((file, float(mask.mean())))
         return out
+
+
+def how_written(fields: Mapping[str, Any]) -> SiteFormat | None:
+    """How a table to predict is written, by fields of a data section; None if there are no fields.
+
+    Raises:
+        UserError: there is no such field, or its value does not fit.
+    """
+    if not fields:
+        return None
+    try:
+        return SiteFormat.model_validate(dict(fields))
+    except ValidationError as error:
+        raise UserError(describe(error, "data", SiteFormat)) from None
 
 
 def load_model(path: Path, own_method: str | Method | None = None, own_network: Any = None) -> TrainedModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -15,7 +16,6 @@ from fedshift.data.builders.in_memory import InMemory, SiteSamples
 from fedshift.data.builders.table_labels import (
     CLASSES,
     Condition,
-    as_numbers,
     as_written,
     classes_of,
     labels_of,
@@ -25,19 +25,32 @@ from fedshift.data.checks import agreed_classes, checked
 from fedshift.data.codings import counted
 from fedshift.data.domain import DataSet, DataSource, Domain, Labels, Manifest, Preprocessing
 from fedshift.data.identifiers import check_categories
-from fedshift.data.table_files import PLAIN, Columns, TableFormat, canonical, from_columns, parted, read_table
+from fedshift.data.table_files import (
+    PLAIN,
+    Codes,
+    Columns,
+    SiteFormat,
+    TableFormat,
+    canonical,
+    changed,
+    from_columns,
+    parted,
+    read_table,
+)
 from fedshift.data.tables import TableEncoding, TableStatistics, agreed_encoding, encode, site_statistics
 from fedshift.data.tasks.fields import TaskFields, label_sums
 from fedshift.errors import UserError, nearest
 from fedshift.functional.noisy_moments import Ranges
 
 
-class Table(TaskFields):
-    """CSV or Parquet files with a label column, numeric columns and categorical columns."""
+class Table(TableFormat, TaskFields):
+    """CSV, Excel or Parquet files with a label column, numeric columns and categorical columns."""
 
     name: Literal["table"] = "table"
-    sites: dict[str, SiteSamples] | None = Field(None, min_length=1, description="site name: its CSV or Parquet file")
-    file: Path | None = Field(None, description="one CSV or Parquet file of all sites, instead of sites")
+    sites: dict[str, SiteSamples] | None = Field(
+        None, min_length=1, description="site name: its CSV, Excel or Parquet file"
+    )
+    file: Path | None = Field(None, description="one such file of all sites, instead of sites")
     site_column: str | None = Field(None, description="with file: the column that holds the name of each row's site")
     label: str | tuple[str, ...] | None = Field(
         None,
@@ -66,19 +79,20 @@ class Table(TaskFields):
         "the site and are written into the model file",
     )
     id: str | None = Field(None, description="the column that names each row; predictions give it back")
-    missing_values: Annotated[dict[str, tuple[float, ...]], BeforeValidator(as_numbers)] = Field(
-        default_factory=dict, description="numeric column: numbers that mean missing, such as {cholesterol: 0}"
+    missing_values: Codes = Field(
+        default_factory=dict,
+        description="numeric column: numbers that mean missing, such as {cholesterol: 0}, in the file's own unit",
+    )
+    per_site: dict[str, SiteFormat] = Field(
+        default_factory=dict,
+        description="site: how its file is written (any of header, columns, decimal, thousands, encoding, separator, "
+        "sheet, rename, units, missing_values), where it differs from the others; mappings add to those of all",
     )
     impute: Literal["mean", "drop"] | dict[str, float | str] = Field(
         "mean",
         description="mean: a missing number is read as the mean of the sites that give statistics; {column: value}: as "
         "this number or category; drop: rows with a missing cell in a listed column are left out",
     )
-    header: Literal["first_line", "none"] = Field(
-        "first_line", description="whether the first line of CSV files has the names of columns"
-    )
-    columns: tuple[str, ...] = Field((), description="header none: the names of all columns in order; unset: 1, 2, …")
-    decimal: Literal[".", ","] = Field(".", description="decimal sign of numbers in CSV files")
     missing_classes: Literal["check", "allow"] = Field(
         "check", description="check: refuse when two sites each have a label that the other lacks; allow: warn only"
     )
@@ -108,8 +122,6 @@ class Table(TaskFields):
             raise ValueError(f"positive and labels make classes, and task is {self.task}: leave them out")
         if self.labels is not None and self.label is None:
             raise ValueError("labels needs label, the column whose values it maps to classes")
-        if self.columns and self.header != "none":
-            raise ValueError("columns is for files without a line of names: set header: none, too")
         return self
 
     @model_validator(mode="after")
@@ -117,7 +129,7 @@ class Table(TaskFields):
         columns = [*self.label_columns, *self.numeric, *self.categorical]
         if self.site_column in columns:
             raise ValueError(f"column '{self.site_column}' names the site: it may be neither label nor feature")
-        twice = next((name for name in columns if columns.count(name) > 1), None)
+        twice = next((name for name, count in Counter(columns).items() if count > 1), None)
         if twice is not None:
             raise ValueError(f"column '{twice}' is listed more than once among label, numeric and categorical")
         if len(columns) == len(self.label_columns):
@@ -126,18 +138,32 @@ class Table(TaskFields):
 
     @model_validator(mode="after")
     def _columns_listed(self) -> Self:
-        columns = [*self.label_columns, *self.numeric, *self.categorical]
+        numeric, categorical = set(self.numeric), set(self.categorical)
         for name in self.many_categories:
-            if name not in (*self.categorical, *self.label_columns):
+            if name not in categorical and name not in self.label_columns:
                 raise ValueError(f"many_categories: '{name}' is neither listed under categorical nor the label")
-        for name in self.missing_values:
-            if name not in self.numeric:
-                raise ValueError(f"missing_values: '{name}' is not listed under numeric")
         for name, value in self._fills.items():
-            if name not in columns[len(self.label_columns) :]:
+            if name not in numeric and name not in categorical:
                 raise ValueError(f"impute: '{name}' is not listed under numeric or categorical")
-            if name in self.numeric and not isinstance(value, float):
+            if name in numeric and not isinstance(value, float):
                 raise ValueError(f"impute: '{name}' is numeric, and '{value}' is not a number")
+        return self
+
+    @model_validator(mode="after")
+    def _formats_fit(self) -> Self:
+        scalable = {*self.numeric, *(() if self.task in ("classification", "multi_label") else self.label_columns[:1])}
+        numeric = set(self.numeric)
+        for site in ("", *self.per_site):
+            codes, factors = self._codes(site), self._form_of(site).units
+            if (name := next((name for name in codes if name not in numeric), None)) is not None:
+                raise ValueError(f"missing_values: '{name}' is not listed under numeric")
+            if (name := next((name for name in factors if name not in scalable), None)) is not None:
+                raise ValueError(f"units: '{name}' is no column of numbers of this section")
+        for site, form in self.per_site.items():
+            if self.sites is not None and site not in self.sites:
+                raise ValueError(f"per_site: there is no site '{site}'; {nearest(site, self.sites)}")
+            if self.file is not None and (fields := form.model_fields_set - {"units", "missing_values"}):
+                raise ValueError(f"per_site: one file of all sites is written in one way: set {min(fields)} for all")
         return self
 
     @property
@@ -169,7 +195,27 @@ class Table(TaskFields):
 
     @property
     def _form(self) -> TableFormat:
-        return TableFormat(header=self.header, columns=self.columns, decimal=self.decimal)
+        return TableFormat(**{name: getattr(self, name) for name in TableFormat.model_fields})
+
+    def _form_of(self, site: str) -> TableFormat:
+        """How a site's file is written."""
+        form = self.per_site.get(site)
+        return self._form if form is None else changed(self._form, form)
+
+    def _codes(self, site: str) -> dict[str, tuple[float, ...]]:
+        """Numeric column → the numbers that mean missing at a site, in the common unit."""
+        own = self.per_site[site].missing_values if site in self.per_site else {}
+        factors = self._form_of(site).units
+        return {
+            name: tuple(number * factors.get(name, 1.0) for number in numbers)
+            for name, numbers in {**self.missing_values, **own}.items()
+        }
+
+    @property
+    def _numbers(self) -> frozenset[str]:
+        """The columns whose cells are read as numbers."""
+        labels = () if self.has_classes and self._condition is None else self.label_columns
+        return frozenset((*self.numeric, *labels))
 
     @classmethod
     def manifest(cls) -> Manifest:
@@ -177,9 +223,9 @@ class Table(TaskFields):
             title="Your own tables",
             source="yours",
             licence="yours",
-            how_to_get="save one CSV or Parquet file per site, with the same column names, and give data.sites; or one "
-            "file with a column of the sites' names, and give data.file and data.site_column",
-            layout="CSV (comma, semicolon or tab; first line: column names, unless header is none) or Parquet",
+            how_to_get="save one CSV, Excel or Parquet file per site, and give data.sites; or one file with a column "
+            "of the sites' names, and give data.file and data.site_column",
+            layout="CSV (comma, semicolon or tab; first line: column names, unless header is none), .xlsx or Parquet",
             notes="Each site gives counts, sums and sums of squares of its numeric columns and the sets of its "
             "categories and labels, never rows. Missing cells (empty, ?, NA, NaN): the mean unless impute says other, "
             "and a 0/1 column for each number that is missing anywhere; categories: all zeros. A site that is unseen "
@@ -228,7 +274,7 @@ class Table(TaskFields):
         encoding = agreed_encoding(statistics, self.numeric, self.categorical)
         self._check_fills(encoding)
         form = None if self._form == PLAIN else self._form
-        encoding = encoding.with_choices(self.missing_values, self._fills, form, self.id)
+        encoding = encoding.with_choices(self._codes(""), self._fills, form, self.id)
         domains = {
             site: Domain(site, encode(table, encoding), labels[site], ids=self._ids(table))
             for site, table in tables.items()
@@ -271,10 +317,10 @@ class Table(TaskFields):
         return np.array([number_of[name] for name in labels], dtype=np.int64)
 
     def gives(self) -> dict[str, Any] | None:
-        if self.missing_values or self._fills:
+        if self._fills:
             raise UserError(
-                "data: sites of a deployment cannot agree on missing_values or impute: leave such cells empty in the "
-                "file, or write the values there"
+                "data: sites of a deployment cannot agree on values of impute: write the values into the file, or "
+                "leave such cells empty"
             )
         given = table_given(self.statistics(), self.numeric, self.categorical)
         if self.scales_labels:
@@ -361,19 +407,28 @@ class Table(TaskFields):
             UserError: a file cannot be read or lacks a column.
         """
         if self.file is not None:
-            tables = dict(parted(read_table(self.file, self._form), str(self.site_column)))
+            whole = read_table(self.file, self._form, self._numbers).renamed(self.rename)
+            tables = dict(parted(whole, str(self.site_column)))
+            unknown = next((site for site in self.per_site if site not in tables), None)
+            if unknown is not None:
+                raise UserError(f"data.per_site: there is no site '{unknown}'; {nearest(unknown, tables)}")
         else:
-            tables = {site: self._table(site, held) for site, held in (self.sites or {}).items()}
+            tables = {
+                site: self._table(site, held).renamed(self._form_of(site).rename)
+                for site, held in (self.sites or {}).items()
+            }
         for site, table in tables.items():
             for column in (*self.label_columns, *self.numeric, *self.categorical, *([self.id] if self.id else [])):
                 table.column(column)
-            tables[site] = table.without_codes(self.missing_values)
+            tables[site] = table.in_units(self._form_of(site).units).without_codes(self._codes(site))
         return tables
 
     def _table(self, site: str, held: Path | InMemory) -> Columns:
+        form = self._form_of(site)
         if isinstance(held, Path):
-            return read_table(held, self._form)
-        return from_columns(f"the table of site '{site}'", held.columns(self.label_column))
+            return read_table(held, form, self._numbers)
+        where = f"the table of site '{site}'"
+        return from_columns(where, held.columns(self.label_column), form, self._numbers)
 
     def _ids(self, table: Columns) -> tuple[str, ...] | None:
         return None if self.id is None else tuple(table.column(self.id))

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, field_validator
 
-from fedshift.data.table_files import Columns, canonical, has_decimal_comma, is_missing
+from fedshift.data.table_files import Columns, advice_on, canonical, is_missing, number_of
 from fedshift.errors import UserError, nearest
 
 CLASSES = NEGATIVE, POSITIVE = ("negative", "positive")
@@ -50,7 +50,7 @@ class Condition:
         if found is None:
             raise ValueError(f"positive: '{text}' is no condition; write a column, a sign and a value: num > 0")
         column, sign, value = found.groups()
-        if sign in _COMPARED and _number(value) is None:
+        if sign in _COMPARED and number_of(value) is None:
             raise ValueError(f"positive: '{value}' is not a number, which {sign} needs")
         return cls(column, sign, canonical(value))
 
@@ -63,7 +63,7 @@ class Condition:
         cell = canonical(table.column(self.column)[row])
         if self.sign not in _COMPARED:
             return (cell == self.value) == (self.sign != "!=")
-        number, limit = _number(cell), _number(self.value)
+        number, limit = number_of(cell), number_of(self.value)
         if number is None or limit is None:
             where = f"{table.place(row)}, column '{self.column}'"
             raise UserError(
@@ -174,12 +174,12 @@ def quantities_of(table: Columns, column: str) -> npt.NDArray[np.float32]:
     out = np.empty(len(table), dtype=np.float32)
     for row, cell in enumerate(table.column(column)):
         where = f"{table.place(row)}, column '{column}'"
-        number = None if is_missing(cell) else _number(cell)
+        number = None if is_missing(cell) else number_of(cell)
         with np.errstate(over="ignore"):
             out[row] = np.nan if number is None else number
         if not np.isfinite(out[row]):
             what = "is missing" if is_missing(cell) else f"'{cell}' is not a finite number, which this task needs"
-            advice = "for decimal commas, set data.decimal: ','" if has_decimal_comma(cell) else "fill or drop the row"
+            advice = advice_on(cell, "fill or drop the row")
             raise UserError(
                 f"{where}: the label {what}: {advice}",
                 public=f"{table.place(row)}: the label is missing or no number: fill or drop the row",
@@ -245,18 +245,3 @@ def as_written(mapping: object) -> object:
     if any(isinstance(part, bool) for pair in mapping.items() for part in pair):
         raise ValueError("YAML reads yes, no, on and off as true or false: write such words in quotes")
     return {canonical(str(key)): canonical(str(value)) for key, value in mapping.items()}
-
-
-def as_numbers(mapping: object) -> object:
-    """A mapping to lists of numbers, where a single number is a list of one."""
-    if not isinstance(mapping, Mapping):
-        return mapping
-    return {key: (value,) if isinstance(value, int | float) else value for key, value in mapping.items()}
-
-
-def _number(text: str) -> float | None:
-    try:
-        number = float(text)
-    except ValueError:
-        return None
-    return number if number == number else None

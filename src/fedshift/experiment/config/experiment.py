@@ -276,7 +276,9 @@ def override_field(options: dict[str, Any], override: str) -> None:
     try:
         value = edited_yaml(text, f"override '{override}'")
     except yaml.YAMLError:
-        raise UserError(f"override '{override}': the value is not YAML") from None
+        if len(text) != 1:  # a sign such as a comma is what it is
+            raise UserError(f"override '{override}': the value is not YAML") from None
+        value = text
     keys = path.split(".")
     if keys[0] not in Experiment.model_fields:
         raise UserError(f"override '{path}': there is no such field; {nearest(keys[0], Experiment.model_fields)}")
