@@ -125,6 +125,18 @@ def test_predict_guards_its_input(cli: Cli, tmp_path: Path) -> None:
     assert accepted.code == 0
     assert len(accepted.out.splitlines()) == 21
     assert accepted.err.startswith("warning: ")
+    # How new rows are written is said as for training rows.
+    german = tmp_path / "german.csv"
+    german.write_text("Alter;sex;y\n" + "".join(f"{1000 * age:,};m;1\n".replace(",", ".") for age in range(40, 60)))
+    options = ["data.rename={Alter: age}", "data.decimal=,", "data.thousands=.", "data.units={age: 0.001}"]
+    said = cli("predict", run, german, *options, "--format", "csv")
+    assert (said.code, len(said.out.splitlines())) == (0, 21)
+    assert "column 'age'" not in said.err
+    assert "no column 'age'" in cli("predict", run, german, *options[1:3]).err
+    wrong = cli("predict", run, german, "data.decimals=,")
+    assert (wrong.code, wrong.out) == (2, "")
+    assert "did you mean 'decimal'" in wrong.err
+    assert "how a table is written" in cli("predict", run, german, "training.rounds=3").err
     few = tmp_path / "few.csv"
     few.write_text("age,sex\n" + "50,m\n" * 18 + "50,M\n50,F\n")
     said = cli("predict", run, few, "--format", "csv")
