@@ -143,3 +143,24 @@ def test_what_a_table_needs_is_foretold(tmp_path: Path) -> None:
     said = lines(site(tmp_path, ["red"] * ROWS, AGES, send=["weights", "numbers", "accuracy"]))
     assert "statistics under policy.send" in said
     assert "mean, deviation and number of values of age" in said
+
+
+@pytest.mark.case("exports per site", "a site's card tells nothing of how its file is written")
+def test_the_layout_of_a_file_does_not_leave(tmp_path: Path) -> None:
+    fields = {
+        **FIELDS,
+        "id": "who",
+        "rename": {"whom": "who", "years": "age"},
+        "units": {"age": 0.5},
+        "missing_values": {"age": 53},
+        "encoding": "cp1252",
+    }
+    file = site(tmp_path, ["red"] * 30 + ["blue"] * 30, AGES, fields)
+    (tmp_path / "t.csv").write_text((tmp_path / "t.csv").read_text().replace("age,ward,ill,who", "years,ward,ill,whom"))
+    card = answer(file)[0]["card"]
+    # The ages are 50 to 56 in turns; 53 means missing in 8 of 60 rows, fewer than the limit, which is not told.
+    values = [age / 2 for age in AGES if age != 53]
+    assert card["given"]["total"][0] / card["given"]["count"][0] == pytest.approx(np.mean(values))
+    assert card["preprocessing"]["table"]["id"] == "who"
+    told = json.dumps(card)
+    assert not [word for word in ("years", "whom", "cp1252", "units", "rename", "26.5") if word in told]

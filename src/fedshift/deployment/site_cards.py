@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 from fedshift.data.domain import Preprocessing, SparseRows
+from fedshift.data.tables import TableEncoding
 from fedshift.data.tasks.objective import objective_of
 from fedshift.deployment.site_file import Holding
 from fedshift.errors import UserError
@@ -187,7 +188,7 @@ def card_of(holding: Holding, rows: Mapping[str, Sequence[int]], policy: Policy,
         "versions": versions(),
         "shape": list(domain.inputs.shape[1:]),
         "type": "sparse" if isinstance(domain.inputs, SparseRows) else str(domain.inputs.dtype),
-        "preprocessing": data.preprocessing.model_dump(mode="json"),
+        "preprocessing": _without_layout(data.preprocessing).model_dump(mode="json"),
         "classes": list(data.classes),
         "samples": len(domain),
         "rows": dict(rows),
@@ -202,6 +203,15 @@ def card_of(holding: Holding, rows: Mapping[str, Sequence[int]], policy: Policy,
         "device": device,
         "threads": torch.get_num_threads(),
     }
+
+
+def _without_layout(preprocessing: Preprocessing) -> Preprocessing:
+    """A preprocessing that tells nothing of how the site's file is written: names of its columns, units, codes."""
+    if preprocessing.table is None:
+        return preprocessing
+    encoding = TableEncoding.model_validate(preprocessing.table)
+    plain = encoding.with_choices({}, {}, None, encoding.id)
+    return preprocessing.model_copy(update={"table": plain.preprocessing().table})
 
 
 def checked_card(site: str, card: Any, seeds: Sequence[int]) -> dict[str, Any]:
