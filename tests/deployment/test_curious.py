@@ -118,7 +118,7 @@ def test_what_a_refused_call_made_is_not_kept(tmp_path: Path) -> None:
     assert "policy.exposure" in first
     assert "policy.exposure" in again
     assert not list(program.config.memory.glob("r/answer-*"))
-    assert program.terms.agreed()["models"] == []
+    assert program.terms.agreed().models == ()
     assert "exposure" not in first.partition("policy.exposure")[0]
     line = json.loads(program.config.audit_log.read_text().splitlines()[-1])
     assert line["exposure"] > program.policy.exposure  # for the site's eyes
@@ -163,11 +163,13 @@ def test_another_network_is_refused_until_the_site_agrees(tmp_path: Path) -> Non
     other = {**SETTING, "network": HEADS[1]}
     for do in ("call", "measure"):
         assert "policy.models" in request(program, do=do, round=1, setting=other)["message"]
-    assert [term["hidden"] for term in program.terms.asked()["models"]] == [[4]]
+    (waiting,) = program.terms.asked()
+    assert ([term["hidden"] for term in waiting.lacks.models], waiting.times) == ([[4]], 2)
+    assert (waiting.coordinator, waiting.run) == ("someone", "r")
     assert "error" not in request(program)  # the first one still works
     agree_site(program.config.path, yes=True)
     assert "policy.models" not in request(program, setting=other)["message"]  # its weights are those of another network
-    assert program.terms.asked()["models"] == []
+    assert program.terms.asked() == ()
     assert "policy.models" not in request(open_site(program.config.path), setting=other)["message"]
 
 
@@ -180,14 +182,14 @@ def test_a_person_agrees_to_what_was_shown_and_to_nothing_that_came_since(
     wide = {"name": "mlp", "hidden": [999]}
     request(program, setting={**SETTING, "network": HEADS[1]})
 
-    def while_asked(question: str) -> bool:
+    def while_asked(question: str, **_: Any) -> str:
         assert "policy.models" in request(program, setting={**SETTING, "network": wide})["message"]
-        return True
+        return "a"
 
-    monkeypatch.setattr("typer.confirm", while_asked)
-    agree_site(program.config.path, yes=False)
-    assert [term.get("hidden") for term in program.terms.agreed()["models"]][1:] == [[4]]
-    assert [term["hidden"] for term in program.terms.asked()["models"]] == [[999]]
+    monkeypatch.setattr("typer.prompt", while_asked)
+    agree_site(program.config.path)
+    assert [term.get("hidden") for term in program.terms.agreed().models][1:] == [[4]]
+    assert [term["hidden"] for one in program.terms.asked() for term in one.lacks.models] == [[999]]
 
 
 def test_terms_that_several_processes_write_are_all_kept(tmp_path: Path) -> None:
@@ -198,17 +200,19 @@ def test_terms_that_several_processes_write_are_all_kept(tmp_path: Path) -> None
         terms = AgreedTerms(program.config.memory, program.name, program.policy)
         for width in range(part, 20, 4):
             with contextlib.suppress(Refused):
-                terms.check_network(models.parse({"name": "mlp", "hidden": [width + 1]}), agree=False)
+                terms.check(network=models.parse({"name": "mlp", "hidden": [width + 1]}), agree=False)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(ask, range(4)))
-    assert sorted(term["hidden"] for term in program.terms.asked()["models"]) == [[width + 1] for width in range(20)]
+    waiting = program.terms.asked()
+    assert sorted(one.lacks.models[0]["hidden"] for one in waiting) == [[width + 1] for width in range(20)]
+    assert len({one.number for one in waiting}) == 20
 
 
 def test_networks_that_the_site_file_lists(tmp_path: Path) -> None:
     program = program_of(tmp_path, models=[HEADS[1]])
     assert "policy.models" in request(program)["message"]
-    assert program.terms.asked()["models"] == []  # the file decides
+    assert program.terms.asked() == ()  # the file decides
     assert "error" not in request(program_of(tmp_path, models=list(HEADS)))
     assert "error" not in request(program_of(tmp_path, models="all"))
     with pytest.raises(UserError, match="policy"):
@@ -219,7 +223,7 @@ def test_other_splits_are_refused_until_the_site_agrees(tmp_path: Path) -> None:
     program = program_of(tmp_path)
     many = request(program, do="hello", **hello(seeds=list(range(6))))
     assert "policy.splits: 5" in many["message"]
-    assert program.terms.agreed()["splits"] == []
+    assert program.terms.agreed().splits == ()
     program = program_of(tmp_path / "fresh")
     assert "error" not in request(program, do="hello", **hello(seeds=[0, 1]))
     part = request_part(program)

@@ -161,11 +161,18 @@ def site_check(path: SiteFile = Path("SITE.yaml")) -> None:
 def site_agree(
     path: SiteFile = Path("SITE.yaml"),
     yes: Annotated[bool, typer.Option("--yes", help="Agree without a question.")] = False,
+    refuse: Annotated[bool, typer.Option("--refuse", help="Refuse without a question, and be asked no more.")] = False,
+    only: Annotated[
+        list[int] | None, typer.Option("--only", help="The number of a request; repeat it for others.", metavar="N")
+    ] = None,
 ) -> None:
-    """Show the networks and splits that were asked for and refused, and agree to them."""
+    """Show one refused request after another (who asked, when, for what), the newest first; agree to each or refuse it.
+
+    Example: fedshift site agree SITE.yaml --only 3 --refuse
+    """
     from fedshift.cli.site import agree_site
 
-    agree_site(path, yes)
+    agree_site(path, yes, refuse, only or ())
 
 
 @site.command("recover")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from fedshift.cli.console import safe_console
 from fedshift.data.codings import Categories, missing_cells
 from fedshift.data.domain import DataSet, SparseRows
 from fedshift.data.site_differences import site_differences
-from fedshift.deployment.agreed_terms import AgreedTerms
+from fedshift.deployment.agreed_terms import AgreedTerms, AskedTerms
 from fedshift.deployment.flare import roles
 from fedshift.deployment.privacy.few_rows import leaving, of_many_rows
 from fedshift.deployment.privacy.ledger import PrivacyLedger
@@ -27,11 +28,11 @@ from fedshift.deployment.secure.site_sums import SiteSums
 from fedshift.deployment.site_file import Holding, SiteConfig, load_site, read_holding
 from fedshift.deployment.site_requests import seals_all
 from fedshift.encryption import KEY_FILE, present_key
-from fedshift.errors import FedshiftError, Refused, UserError
+from fedshift.errors import FedshiftError, Refused, UserError, nearest
 from fedshift.experiment.environment import resolve_device, versions
 from fedshift.experiment.runs.run_folder import SEALED_MODEL, model_file
 from fedshift.federation.messages import decode, known_kinds
-from fedshift.federation.remote.policy import ACCURACY, MASKED, METRICS, SEALED, WEIGHTS, AuditLog
+from fedshift.federation.remote.policy import ACCURACY, MASKED, METRICS, SEALED, WEIGHTS, AuditLog, TrainingBounds
 from fedshift.files import write_bytes
 from fedshift.methods import registry as methods
 
@@ -146,12 +147,13 @@ def _say_policy(config: SiteConfig, say: Callable[[str], None]) -> None:
     terms = AgreedTerms(config.memory, config.file.site, policy)
     _say_sums(config, say)
     listed = f"{len(policy.peers)} listed" if policy.peers else "required" if policy.secure == "required" else "first"
-    rules = {"models": policy.models, "splits": policy.splits, "peers": listed}
-    for what, agreed in terms.agreed().items():
+    rules = {"models": policy.models, "splits": policy.splits, "training": policy.training, "peers": listed}
+    for what, agreed in terms.agreed().model_dump().items():
         listed = "; ".join(map(_term, agreed)) or "none yet"
         say(f"{what} agreed to: {listed} (rule policy.{what}: {_rule(rules[what])})")
-    if any(terms.asked().values()):
-        say("asked and refused: see fedshift site agree")
+    if waiting := terms.asked():
+        requests = "1 request waits" if len(waiting) == 1 else f"{len(waiting)} requests wait"
+        say(f"asked: {requests} for a person: fedshift site agree {config.path.name}")
 
 
 def _say_sums(config: SiteConfig, say: Callable[[str], None]) -> None:
@@ -174,28 +176,83 @@ def _say_sums(config: SiteConfig, say: Callable[[str], None]) -> None:
 
 
 def _term(term: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in term.items())
+    return ", ".join(f"{name} {value}" for name, value in term.items() if value is not None)
 
 
 def _rule(rule: object) -> str:
+    if isinstance(rule, TrainingBounds):
+        return _term(rule.model_dump())
     return f"a list of {len(rule)}" if isinstance(rule, tuple) else str(rule)
 
 
-def agree_site(path: Path, yes: bool) -> None:
-    """Show what was asked of a site and refused (networks, splits), and agree to it after a question, or at once."""
-    console = safe_console()
-    config = load_site(path)
+def agree_site(path: Path, yes: bool = False, refuse: bool = False, only: Sequence[int] = ()) -> None:
+    """Show one refused request after another, and agree to each or refuse it.
+
+    Args:
+        path: the SITE.yaml.
+        yes: agree without a question.
+        refuse: refuse without a question.
+        only: numbers of requests; none: all that wait. A request that was refused can be chosen, too.
+
+    Raises:
+        UserError: both are chosen, or no request has such a number.
+    """
+    if yes and refuse:
+        raise UserError("choose one of --yes and --refuse")
+    console, config = safe_console(), load_site(path)
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
     terms = AgreedTerms(config.memory, config.file.site, config.file.policy)
-    asked = terms.asked()
-    if not any(asked.values()):
-        console.print(f"site {config.file.site}: nothing was asked that it has not agreed to", highlight=False)
-        return
-    for what, found in asked.items():
-        for term in found:
-            console.print(f"{what}: {_term(term)}", highlight=False, markup=False, soft_wrap=True)
-    if yes or typer.confirm("Agree to all of this?"):
-        terms.agree(asked)
-        console.print(f"site {config.file.site}: agreed", highlight=False)
+    waiting, refused = terms.asked(), terms.refused()
+    known = {str(one.number): one for one in (*waiting, *refused)}
+    for number in only:
+        if str(number) not in known:
+            raise UserError(f"--only {number}: site '{config.file.site}' has no such request; {nearest('', known)}")
+    chosen = [known[str(number)] for number in only] if only else waiting
+    if not chosen:
+        say(f"site {config.file.site}: nothing was asked that it has not agreed to")
+    for request in chosen:
+        _show_request(request, say)
+        answer = "a" if yes else "r" if refuse else _asked_person()
+        if answer == "a":
+            terms.agree([request])
+        elif answer == "r":
+            terms.refuse([request])
+        say(f"request {request.number}: {_ANSWERS[answer]}")
+    if refused and not only:
+        say(f"refused before: {', '.join(str(one.number) for one in refused)} (--only NUMBER shows one of them)")
+
+
+_ANSWERS = {"a": "agreed to", "r": "refused", "l": "left for later"}
+
+
+def _asked_person() -> str:
+    answer = str(typer.prompt("agree (a), refuse (r), or decide later (l)?", default="l", show_default=False))
+    return answer if answer in _ANSWERS else "l"
+
+
+def _show_request(request: AskedTerms, say: Callable[[str], None]) -> None:
+    """Who asked, when and for which run, and for what."""
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(request.when)) if request.when else "before"
+    times = f", {request.times} times" if request.times > 1 else ""
+    who = f" by {request.coordinator} for {request.run}" if request.coordinator else ""
+    refused = "; it was refused" if request.refused else ""
+    say(f"request {request.number}, last asked {when}{who}{times}{refused}:")
+    lacks = request.lacks
+    for network in lacks.models:
+        say(f"  network: {_term(network)}")
+    for split in lacks.splits:
+        say(f"  split: {_term(split.model_dump())}")
+    for bounds in lacks.training:
+        least = {"batch_size": "at least"}
+        told = {name: value for name, value in bounds.model_dump().items() if value is not None}
+        say(
+            "  training: " + ", ".join(f"{name} {least.get(name, 'at most')} {value:g}" for name, value in told.items())
+        )
+    for peer in lacks.peers:
+        say(f"  certificate of {peer.site}: {peer.certificate}; compare it with what site check shows there")
 
 
 def open_model(model: Path, path: Path, out: Path) -> None:

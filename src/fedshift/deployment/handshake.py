@@ -90,6 +90,8 @@ def agree(
         "methods": [
             {"name": method_name(method), "options": method.model_dump(mode="json")} for method in experiment.methods
         ],
+        "network": experiment.model.model_dump(mode="json"),
+        "training": experiment.training.model_dump(mode="json"),
         "split": split_rule(experiment),
         "seeds": list(experiment.protocol.seeds),
         "on_refusal": engine.on_refusal,

@@ -12,7 +12,7 @@ import hashlib
 import shutil
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from fedshift.data.domain import Rows
 from fedshift.data.site_data import SiteData
 from fedshift.data.tasks.objective import objective_of
-from fedshift.deployment.agreed_terms import AgreedTerms
+from fedshift.deployment.agreed_terms import AgreedTerms, asked_bounds, split_terms
 from fedshift.deployment.privacy.few_rows import check_few
 from fedshift.deployment.privacy.site_rules import SiteRules
 from fedshift.deployment.secure.site_seals import SiteSeals
@@ -57,8 +57,10 @@ from fedshift.federation.remote.wire import Message, body_of, error_answer, seal
 from fedshift.federation.replies.checks import reply_type
 from fedshift.federation.setting_json import setting_from
 from fedshift.federation.site_runner import Setting, SitePlan, SiteRunner
+from fedshift.federation.training import Training
 from fedshift.methods import registry as methods
 from fedshift.methods.base import Method
+from fedshift.models import registry as networks
 from fedshift.models.network import Network
 from fedshift.text import printable
 from fedshift.version import installed_version
@@ -115,7 +117,8 @@ class SiteProgram:
             do = header.get("do")
             if not isinstance(do, str) or do not in work:
                 raise UserError(f"site '{self.name}' does not know the request '{do}'")
-            answer = work[do](header, content, entry)
+            with self.terms.asked_by(coordinator, str(header.get("run"))):
+                answer = work[do](header, content, entry)
             entry |= {"sent_bytes": answer.size, "sent_digest": answer.digest}
             self.log.append(**entry)
             return answer
@@ -142,35 +145,79 @@ class SiteProgram:
                 f"site '{self.name}' has fedshift {installed_version()}, the coordinator {header['version']}: "
                 "install the same version at both"
             )
-        for wanted in header["methods"]:
-            shares = shared_kinds(self._method(wanted), header, header["on_refusal"])
-            self.policy.check_method(self.name, wanted["name"], shares)
         if header.get("aggregation") == "secure":
             entry["certificate"] = self.sums.identity.fingerprint
         self._check_unchanged()
-        self.rules.check_hello(header.get("private"), self.holding)
-        self.policy.check_kind(self.name, "numbers", "how many samples it has")
-        self.policy.check_group(self.name, "numbers", len(self.holding.domain), "the count of its samples")
         rows = {
             str(seed): [len(part) for part in self._rows({**header["split"], "seed": seed})] for seed in header["seeds"]
         }
-        for train, held_out in rows.values():
-            self.policy.check_group(self.name, "numbers", train, "the count of its training samples")
-            if held_out:
-                self.policy.check_group(self.name, ACCURACY, held_out, "the count of its held-out samples")
-        if self.holding.given is not None:
-            self.policy.check_kind(self.name, "statistics", "the encoding of its data")
-            check_few(self.name, self.holding, self.policy)
-            # A column may have values for only a few of the samples.
-            counts = self.holding.given["count"]
-            for filled in [len(self.holding.domain), *(counts if isinstance(counts, list) else [counts])]:
-                self.policy.check_group(self.name, "statistics", filled, "the encoding of its data")
-        self.terms.check_splits(header["split"], header["seeds"])
+        self._check_all(
+            lambda: self.rules.check_hello(header.get("private"), self.holding),
+            *(partial(self._check_method, wanted, header) for wanted in header["methods"]),
+            partial(self._check_counts, rows),
+            self._check_statistics,
+            partial(self._check_asked, header),
+        )
         self.rules.pay_statistics(self.holding, entry)
         card = card_of(self.holding, rows, self.policy, self.device) | self.rules.told(rows)
         given = {} if self.holding.given is None else {"encoding": {"kind": "statistics"}}
         entry["sent"] = {"card": {"kind": "numbers"}, **given}
         return seal({"answers": header["key"], "card": card, "time": time.time()}, body_of({}))
+
+    @staticmethod
+    def _check_all(*checks: Callable[[], object]) -> None:
+        """Make all checks, so that one answer names all that the site refuses.
+
+        Raises:
+            Refused: of one check as it says; of several in one line.
+        """
+        refusals: list[Refused] = []
+        for check in checks:
+            try:
+                check()
+            except Refused as error:
+                refusals.append(error)
+        if len(refusals) == 1:
+            raise refusals[0]
+        if refusals:
+            raise Refused("; ".join(dict.fromkeys(map(str, refusals))))
+
+    def _check_method(self, wanted: Mapping[str, Any], header: Mapping[str, Any]) -> None:
+        shares = shared_kinds(self._method(wanted), header, header["on_refusal"])
+        self.policy.check_method(self.name, wanted["name"], shares)
+
+    def _check_counts(self, rows: Mapping[str, Sequence[int]]) -> None:
+        """Raise Refused unless the numbers of training and held-out samples, by seed, may leave."""
+        self.policy.check_kind(self.name, "numbers", "how many samples it has")
+        self.policy.check_group(self.name, "numbers", len(self.holding.domain), "the count of its samples")
+        for train, held_out in rows.values():
+            self.policy.check_group(self.name, "numbers", train, "the count of its training samples")
+            if held_out:
+                self.policy.check_group(self.name, ACCURACY, held_out, "the count of its held-out samples")
+
+    def _check_statistics(self) -> None:
+        """Raise Refused unless the statistics for a common encoding may leave, where the data have some."""
+        if self.holding.given is None:
+            return
+        self.policy.check_kind(self.name, "statistics", "the encoding of its data")
+        check_few(self.name, self.holding, self.policy)
+        # A column may have values for only a few of the samples.
+        counts = self.holding.given["count"]
+        for filled in [len(self.holding.domain), *(counts if isinstance(counts, list) else [counts])]:
+            self.policy.check_group(self.name, "statistics", filled, "the encoding of its data")
+
+    def _check_asked(self, header: Mapping[str, Any]) -> None:
+        """Raise Refused unless the site has agreed to what an experiment will ask for, as far as its hello says."""
+        network = header.get("network")
+        permit = partial(self.policy.permit_network, self.name)
+        training = Training.model_validate(header["training"]) if "training" in header else None
+        kinds = [self._method(wanted) for wanted in header["methods"]] if training is not None else []
+        self.terms.check(
+            agree=False,
+            network=None if network is None else networks.parse(network, permit=permit),
+            splits=split_terms(header["split"], header["seeds"]),
+            training=None if training is None else asked_bounds(training, kinds),
+        )
 
     def _rows(self, split: Mapping[str, Any]) -> tuple[Rows, Rows]:
         return self.rules.rows(self.holding.domain, split)
@@ -282,9 +329,14 @@ class SiteProgram:
         setting = self._setting(header["setting"], method)
         if setting.classes != len(self.holding.data.classes):
             raise Refused(f"site '{self.name}' refuses a network of {setting.classes} classes; its data have others")
-        self.terms.check_network(setting.network, agree=agree)
-        split = header["part"]["split"]
-        self.terms.check_splits(split, [split["seed"]])
+        split, training = header["part"]["split"], None
+        if "envelope" in header:  # the request trains
+            envelope = envelope_of(header["envelope"])
+            training = asked_bounds(
+                setting.training, [method], round_number=envelope.round, mini_batches=envelope.mini_batches_left
+            )
+        splits = split_terms(split, [split["seed"]])
+        self.terms.check(agree=agree, network=setting.network, splits=splits, training=training)
 
     def _runner_for(self, header: Mapping[str, Any], method: Method) -> SiteRunner:
         digest = digest_of(header)

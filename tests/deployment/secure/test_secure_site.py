@@ -292,7 +292,7 @@ def test_a_key_that_its_site_did_not_sign_is_refused(asking: Coordinator) -> Non
     ):
         asking.cards["south"] = card
         assert "the key of 'south' is not signed" in asking.mask("north")[0]["message"]
-    assert asking.sites["north"].terms.agreed()["peers"] == []
+    assert asking.sites["north"].terms.agreed().peers == ()
     asking.cards["south"] = honest
     assert "error" not in asking.mask("north")[0]
 
@@ -311,17 +311,17 @@ def test_whoever_holds_the_authority_cannot_be_the_others(rule: str, tmp_path: P
     (program.config.memory / "agreed.json").write_text(json.dumps(before))
     if rule == "agreed":
         assert "has not agreed to the certificate" in asking.mask("north")[0]["message"]
-        assert len(program.terms.asked()["peers"]) == len(FOUR) - 1
+        assert [len(one.lacks.peers) for one in program.terms.asked()] == [len(FOUR) - 1]
         program.terms.agree(program.terms.asked())
     assert "error" not in asking.mask("north")[0]
     asking.cards["south"] = forged(asking)
     answer, _ = asking.mask("north")
     assert ("policy.peers lists" if rule == "listed" else "has not agreed to the certificate") in answer["message"]
     if rule != "listed":
-        assert [term["site"] for term in program.terms.asked()["peers"]] == ["south"]
+        assert [peer.site for one in program.terms.asked() for peer in one.lacks.peers] == ["south"]
         program.terms.agree(program.terms.asked())  # the kit was issued anew
         assert "another key than before" in asking.mask("north")[0]["message"]  # in this run, all the same
-        assert [term["site"] for term in program.terms.agreed()["peers"]].count("south") == 1
+        assert [peer.site for peer in program.terms.agreed().peers].count("south") == 1
 
 
 def test_a_site_without_a_kit_says_so(tmp_path: Path) -> None:

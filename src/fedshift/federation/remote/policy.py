@@ -35,6 +35,30 @@ _AGGREGATES = ("statistics", WEIGHTS, MASKED, SEALED, NUMBERS, ACCURACY, METRICS
 """Kinds that summarise many samples: at least `Policy.smallest_group` of them."""
 
 
+class TrainingBounds(BaseModel):
+    """Bounds of how a site trains. What is None is not bound."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    lr: PositiveFloat | None = Field(None, description="highest learning rate, times the largest of layer_rates")
+    batch_size: PositiveInt | None = Field(None, description="fewest samples of a mini-batch")
+    rounds: PositiveInt | None = Field(None, description="most rounds of a run")
+    mini_batches: Annotated[int, Field(ge=0)] | None = Field(None, description="most mini-batches of a run")
+    local_epochs: PositiveInt | None = Field(None, description="most passes over the site's data in a round")
+
+    def beyond(self, bounds: TrainingBounds) -> list[str]:
+        """What these options ask for beyond ``bounds``, in words. What they do not say is not beyond."""
+        asked: list[str] = []
+        for name, least in (("lr", False), ("batch_size", True), *((one, False) for one in _AT_MOST)):
+            value, bound = getattr(self, name), getattr(bounds, name)
+            if value is not None and bound is not None and (value < bound if least else value > bound):
+                asked.append(f"{name} {value:g}, not {'at least' if least else 'at most'} {bound:g}")
+        return asked
+
+
+_AT_MOST = ("rounds", "mini_batches", "local_epochs")
+
+
 class Policy(BaseModel):
     """What a site allows. It refuses everything else."""
 
@@ -90,6 +114,11 @@ class Policy(BaseModel):
         5,
         description="most splits (share held out, seed) of the first experiment; others need fedshift site agree; "
         "all = any number",
+    )
+    training: Literal["any", "first"] | TrainingBounds = Field(
+        "any",
+        description="how the site trains: bounds such as {lr: 0.1, batch_size: 8, rounds: 100, mini_batches: 2000, "
+        "local_epochs: 5}; those of the first experiment, and others that fedshift site agree allows (first); any",
     )
     exposure: float = Field(
         0.4,
