@@ -42,6 +42,7 @@ EXTREMES: dict[str, tuple[list[Domain], dict[str, Any]]] = {
     ),
     "one class in all": ([one_class(vectors("a", 9), 2), one_class(vectors("b", 12), 2)], {}),
     "huge features": ([features(f"huge-{n}", vectors("x", 9 + n).inputs * 1e4) for n in range(3)], {"lr": 1e-7}),  # type: ignore[operator]
+    "tiny features": ([features(f"tiny-{n}", vectors("x", 9 + n).inputs * 1e-6) for n in range(3)], {}),  # type: ignore[operator]
     "single samples": ([vectors("a", 1), vectors("b", 1)], {}),
     "one source": ([images("alone", 9)], {}),
     "equal sites": ([vectors("same", 9), Domain("twin", vectors("same", 9).inputs, vectors("same", 9).labels)], {}),

@@ -40,7 +40,7 @@ def straight_through_mask(logits: Tensor, draws: Tensor) -> Tensor:
 def soft_interaction(specific: Tensor, invariant: Tensor, smoothing: float = 0.0) -> Tensor:
     """Soft intersection over union, ``⟨g^s, g^I⟩ / Σ(g^s + g^I − g^s ⊗ g^I)``, along the last axis (MDFNet).
 
-    It lies in [0, 1] for arguments in [0, 1]. For other arguments it has no lower bound.
+    It lies in [0, 1] for arguments in [0, 1], and is 0 where both are empty. For other arguments it has no lower bound.
 
     Args:
         specific: g^s, (…, d).
@@ -63,7 +63,8 @@ def soft_interaction(specific: Tensor, invariant: Tensor, smoothing: float = 0.0
             f"{tuple(invariant.shape)}"
         )
     both = specific * invariant
-    return (both.sum(-1) + smoothing) / ((specific + invariant - both).sum(-1) + smoothing)
+    union = (specific + invariant - both).sum(-1) + smoothing
+    return (both.sum(-1) + smoothing) / torch.where(union == 0, 1.0, union)
 
 
 def draws_like(features: Tensor) -> Tensor:

@@ -123,7 +123,8 @@ def class_confusion(logits: Tensor, labels: Tensor, classes: int, temperature: f
 def confusion_divergence(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> Tensor:
     """``1/C Σ_c ½[KL(s_c ‖ s'_c) + KL(s'_c ‖ s_c)]`` over the classes that both domains have.
 
-    Source: MASF (Dou et al., NeurIPS 2019, equation 4).
+    Source: MASF (Dou et al., NeurIPS 2019, equation 4). A probability that is rounded to 0 counts in a logarithm as the
+    smallest number above 0.
 
     Args:
         first: What `class_confusion` says of one domain.
@@ -136,5 +137,6 @@ def confusion_divergence(first: tuple[Tensor, Tensor], second: tuple[Tensor, Ten
     """
     (left, in_left), (right, in_right) = first, second
     both = in_left & in_right
-    symmetric = ((left - right) * (left.log() - right.log())).sum(1) / 2
+    least = torch.finfo(left.dtype).tiny
+    symmetric = ((left - right) * (left.clamp_min(least).log() - right.clamp_min(least).log())).sum(1) / 2
     return torch.where(both, symmetric, 0.0).sum() / len(both)
