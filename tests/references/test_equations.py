@@ -13,8 +13,10 @@ from authors_numbers import references
 from torch import Tensor, nn
 
 from fedshift.functional.attention import cross_layer_attention
+from fedshift.functional.control_variates import dynamic_penalty, moved_gradient
 from fedshift.functional.gradient_matching import matching_shares
 from fedshift.functional.sharpness import worst_nearby
+from fedshift.methods.federated.feddyn import clipped_but_decay
 from fedshift.methods.server import OPTIMIZERS
 from fedshift.models.normalisation import AssembledNorm2d
 from fedshift.weights import Weights
@@ -115,3 +117,40 @@ def test_the_server_s_steps(entry: str) -> None:
         theirs: Tensor = torch.tensor(reference.outputs["models"][number - 1], dtype=torch.float64)
         torch.testing.assert_close(weight["x"], theirs, atol=reference.tolerance, rtol=0)
     assert copy.deepcopy(made) == made
+
+
+@pytest.mark.parametrize("entry", ["feddyn_1", "feddyn_2", "feddyn_3"])
+def test_feddyn_s_rounds_with_clipped_gradients_and_alphas_by_samples(entry: str) -> None:
+    """A site's steps down CE − ⟨h_i, θ⟩ + α_i/2·‖θ − θ_t‖², clipped at 10 but for the decay; two rounds of three sites.
+
+    The third entry has gradients far above 10.
+    """
+    reference = REFERENCES[entry]
+    options = reference.parameters
+    samples = torch.tensor(options["samples"], dtype=torch.float64)
+    alphas = (options["alpha"] * samples.mean() / samples).tolist()
+    common = {name: reference.tensors[name].clone() for name in ("weight", "bias")}
+    own = [{name: torch.zeros_like(value) for name, value in common.items()} for _ in alphas]
+    for number in range(options["rounds"]):
+        models = []
+        for k, alpha in enumerate(alphas):
+            model = {name: value.clone().requires_grad_(True) for name, value in common.items()}
+            labels = torch.tensor(reference.inputs[f"labels{k}"])
+            for _ in range(options["epochs"]):
+                scores = F.linear(reference.tensors[f"x{k}"], model["weight"], model["bias"])
+                whole = F.cross_entropy(scores, labels) + dynamic_penalty(model, own[k], common, alpha)
+                clipped_but_decay(whole, model, alpha, options["max_norm"]).backward()  # type: ignore[no-untyped-call]
+                with torch.no_grad():
+                    for value in model.values():
+                        value -= options["lr"] * value.grad  # type: ignore[operator]
+                        value.grad = None
+            models.append({name: value.detach() for name, value in model.items()})
+            own[k] = moved_gradient(own[k], common, models[k], alpha)
+        drifts = [{name: -own[k][name] / alpha for name in common} for k, alpha in enumerate(alphas)]
+        common = {
+            name: torch.stack([models[k][name] + drifts[k][name] for k in range(len(alphas))]).mean(0)
+            for name in common
+        }
+        for name, theirs in reference.outputs["models"][number].items():
+            expected = torch.tensor(theirs, dtype=torch.float64)
+            torch.testing.assert_close(common[name], expected, atol=reference.tolerance, rtol=0)
