@@ -10,7 +10,9 @@ by itself, or after one ``fedshift deploy resume`` where docs/deploy.md says tha
 
 * it ends (`HANG` seconds without a round is a hang),
 * its weights are bit for bit those of the local engine, without the sites that were lost, where there is a quorum,
-* no line of a round is missing or doubled.
+* no line of a round is missing or doubled, and the audit log of every site is unbroken.
+
+Every second study sums the sites' models under masks, unless a fault of it needs a quorum.
 
 Recovery is the time from a fault to the end of the next round, without the time that the fault itself lasts. Writes
 benchmarks/results/network/campaign.json after every study. Started again, it goes on until its studies took so many
@@ -45,8 +47,10 @@ from network import Network, rounds
 from campaign_faults import SECONDS, Fault, Faults
 from campaign_site import Played
 from fedshift.deployment.flare.deployment_folder import ENDS, Deployment
+from fedshift.errors import UserError
 from fedshift.experiment.environment import versions
 from fedshift.experiment.runs import one_run
+from fedshift.federation.remote.policy import AuditLog
 from fedshift.files import write_bytes
 
 RESULTS = Path(__file__).parent / "results" / "network" / "campaign.json"
@@ -71,19 +75,27 @@ class Campaign:
         quorum = any(fault.quorum for fault in faults)
         if quorum:
             faults = [fault for fault in faults if fault.quorum]  # others may lose a second site, by right
+        secure = not quorum and number % 2 == 0  # a sum of one set of sites waits for a site that is lost
+        aggregation = "secure" if secure else "plain"
         method = {"name": Played.name, "label": "played", "seconds": SECONDS}
         options = options_of(method, name=f"study-{number}")
         options["training"] = {**options["training"], "rounds": ROUNDS}
         begun = time.monotonic()
-        deployment = self.network.deploy(options, **(QUORUM if quorum else {}))
-        said: dict[str, Any] = {"study": number, "quorum": quorum, "faults": [], "resumed": 0}
+        deployment = self.network.deploy(options, aggregation=aggregation, **(QUORUM if quorum else {}))
+        said: dict[str, Any] = {
+            "study": number,
+            "quorum": quorum,
+            "aggregation": aggregation,
+            "faults": [],
+            "resumed": 0,
+        }
         try:
             for fault in faults:
                 self._until(deployment, said, rounds(deployment) + chance.randint(1, 2))
                 time.sleep(chance.uniform(0, 2 * SECONDS))
                 said["faults"].append(self._suffer(deployment, said, fault))
             self._until(deployment, said, None)
-            said["wrong"] = self._compare(deployment, options, quorum)
+            said["wrong"] = self._compare(deployment, options, quorum, aggregation)
         except Hang as error:
             said["hang"] = str(error)
             deployment.want("abort")
@@ -127,7 +139,7 @@ class Campaign:
                 raise Hang(f"no round for {HANG:g} s after round {done}: {state} {list(deployment.events())[-3:]}")
             time.sleep(0.05)
 
-    def _compare(self, deployment: Deployment, options: dict[str, Any], quorum: bool) -> list[str]:
+    def _compare(self, deployment: Deployment, options: dict[str, Any], quorum: bool, aggregation: str) -> list[str]:
         """What is wrong with the results of a finished study."""
         there = self.network.finish(deployment)
         played = {**options, "methods": [{**options["methods"][0], "seconds": 0.0}]}
@@ -137,7 +149,7 @@ class Campaign:
         engine = vars(one_run)["LocalFederation"]
         vars(one_run)["LocalFederation"] = Without
         try:
-            here = simulate(self.folder / options["name"], played)
+            here = simulate(self.folder / options["name"], played, aggregation=aggregation)
         finally:
             vars(one_run)["LocalFederation"] = engine
             os.environ["FEDSHIFT_CAMPAIGN"] = orders
@@ -145,12 +157,21 @@ class Campaign:
         lines = (there / "played/west/seed-0/rounds.jsonl").read_text().splitlines()
         if [json.loads(line)["round"] for line in lines] != list(range(1, ROUNDS + 1)):
             wrong.append("rounds are missing or doubled")
+        wrong += [f"the audit log of {site}: {error}" for site in self.network.names if (error := self._broken(site))]
         shutil.rmtree(self.folder / options["name"], ignore_errors=True)
         # The disk is small. The coordinator would start a folder anew that it finds half deleted: rename it first.
         gone = deployment.folder.with_name("gone") / "it"
         gone.parent.mkdir()
         shutil.rmtree(deployment.folder.rename(gone).parent, ignore_errors=True)
         return wrong
+
+    def _broken(self, site: str) -> str:
+        """What is wrong with a site's audit log; empty if nothing is."""
+        try:
+            AuditLog.check(self.network.made.sites[site] / "memory" / "audit.jsonl")
+        except UserError as error:
+            return str(error)
+        return ""
 
     @property
     def minutes(self) -> float:
@@ -171,6 +192,7 @@ class Campaign:
             "minutes": round(self.minutes, 1),
             "namespaces": self.faults.apart,
             "studies": len(self.studies),
+            "of them with secure sums": sum(study["aggregation"] == "secure" for study in self.studies),
             "faults": len(suffered),
             "hangs": sum("hang" in study for study in self.studies),
             "wrong": [[study["study"], *study["wrong"]] for study in self.studies if study.get("wrong")],
