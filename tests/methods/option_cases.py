@@ -137,6 +137,7 @@ FEDERATED_METHODS: dict[str, dict[str, tuple[Try, ...]]] = {
         "clip": of(1e-3),
         "meta_gradient": of("first", "none"),
         "boundary_weight": of(0.0, 1.0, where="masks"),
+        "boundary": of("released", where="masks"),
         "temperature": of(0.5, where="masks"),
         "weighting": of("rounded", "uniform"),
     },

@@ -5,4 +5,5 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "federation"))
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS / "federation"), str(TESTS / "methods" / "federated"), str(TESTS / "methods" / "pooled")]

@@ -48,8 +48,9 @@ def pseudo_labels(features: Tensor, probabilities: Tensor) -> Tensor:
 
     4. Centroids become the means of the samples so labelled, and the samples are labelled again.
 
-    A class that loses all its samples in step 3 takes no part in step 4. In the released code its undefined distance
-    would win every sample.
+    A class that loses all its samples in step 3 takes no part in step 4, as in the released code for objects
+    (object/image_target.py, `obtain_label`). In that for digits (digit/uda_digit.py) its undefined distance wins every
+    sample.
 
     Args:
         features: (n, d), of all target samples in evaluation mode.

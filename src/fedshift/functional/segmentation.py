@@ -140,13 +140,14 @@ def contrastive_loss(embeddings: Tensor, labels: Tensor, temperature: float = 0.
     return (losses * pairs).sum() / pairs.sum().clamp(min=1)
 
 
-def boundary_loss(maps: Tensor, masks: Tensor, temperature: float = 0.05) -> Tensor:
+def boundary_loss(maps: Tensor, masks: Tensor, temperature: float = 0.05, *, added: bool = False) -> Tensor:
     """ELCFS's L_boundary: contrast contours with surroundings, over images and their copies; mean over structures.
 
     Args:
         maps: features of images and copies, (n, F, h, w), at the resolution of the masks.
         masks: (n, C, h, w). A structure that an image lacks gives no embedding.
         temperature: τ.
+        added: the sum over structures in place of the mean (released code).
 
     Example:
         >>> mask = torch.zeros(2, 1, 6, 6)
@@ -160,4 +161,5 @@ def boundary_loss(maps: Tensor, masks: Tensor, temperature: float = 0.05) -> Ten
         inner, outer = edges[:, structure][has_edge[:, structure]], rings[:, structure][has_ring[:, structure]]
         labels = torch.cat([torch.ones(len(inner)), torch.zeros(len(outer))]).to(maps.device)
         losses.append(contrastive_loss(torch.cat([inner, outer]), labels, temperature))
-    return torch.stack(losses).mean()
+    whole = torch.stack(losses)
+    return whole.sum() if added else whole.mean()

@@ -32,6 +32,8 @@ Where the paper and its code differ. The defaults are the paper's; ``setting: re
     {0.1, …, 0.9}; the code's demonstration from {0.2, 0.4, …, 1} (``rates``).
  5. The code rounds shares to two decimals; the port has equal shares (``weighting``). The code shares the spectra of an
     eighth of a site's images (``bank_share``).
+    It adds the boundary terms of the structures, here their mean is taken; and it takes the features of the own images
+    at θ, where the paper takes all of them at θ̂ (train_ELCFS.py, main loop; ``boundary``).
 No setting changes these:
  6. The printed formula would drop the low band at λ = 0. Here, as in every implementation: the form above.
  7. The code averages no buffers (its network has none). Here BatchNorm statistics, which both passes update, are
@@ -107,6 +109,7 @@ class ELCFS(Method):
             "bank_share": 0.125,
             "clip": 100.0,
             "meta_gradient": "first",
+            "boundary": "released",
             "weighting": "rounded",
         },
         "ccst_port": {
@@ -140,6 +143,10 @@ class ELCFS(Method):
         "second", description="of L(t; θ̂) by θ: through the inner step, first order (code), or none (CCST's port)"
     )
     boundary_weight: NonNegativeFloat = Field(0.1, description="γ: weight of the boundary term (segmentation)")
+    boundary: Literal["paper", "released"] = Field(
+        "paper",
+        description="all features at θ̂ and the mean over structures, or own images' at θ and the sum (segmentation)",
+    )
     temperature: PositiveFloat = Field(0.05, description="τ of the boundary term's contrast (segmentation)")
     weighting: Literal["samples", "rounded", "uniform"] = Field(
         "samples", description="shares N_k/ΣN (paper), rounded to two decimals (code), or 1/K"
@@ -248,12 +255,18 @@ class ELCFS(Method):
         second = self.meta_gradient == "second"
 
         def loss_of(batch: Batch) -> Tensor:
-            loss = site.objective.loss(model(batch.inputs), batch.targets)
+            own = model.features(batch.inputs) if self._contrasts_own(batch) else None
+            logits = model(batch.inputs) if own is None else model.classifier(own)
+            loss = site.objective.loss(logits, batch.targets)
             gradients = torch.autograd.grad(
-                loss, list(parameters.values()), create_graph=second, materialize_grads=True
+                loss,
+                list(parameters.values()),
+                create_graph=second,
+                retain_graph=second or own is not None,
+                materialize_grads=True,
             )
             ahead = inner_step(parameters, gradients, self.inner_rate, self.clip, second_order=second)
-            meta = self._meta_loss(site, model, ahead, batch, foreign.copies(batch.inputs))
+            meta = self._meta_loss(site, model, ahead, batch, foreign.copies(batch.inputs), own)
             if self.meta_gradient == "none":
                 meta = meta.detach()
             # At first order, the gradient that made θ̂ is the whole gradient of this loss, so it is used again.
@@ -262,17 +275,30 @@ class ELCFS(Method):
         loss = site.minimise(loss_of, model, epochs=self.local_epochs, remember="optimizer")
         return Update(site.weights_of(model), site.samples, loss)
 
+    def _contrasts_own(self, batch: Batch) -> bool:
+        """Whether the boundary term needs the own images' features at θ."""
+        return self.boundary == "released" and batch.targets.dim() == 4 and self.boundary_weight > 0
+
     def _meta_loss(
-        self, site: Site, model: Network, ahead: Mapping[str, Tensor], batch: Batch, copies: Tensor
+        self,
+        site: Site,
+        model: Network,
+        ahead: Mapping[str, Tensor],
+        batch: Batch,
+        copies: Tensor,
+        own_maps: Tensor | None = None,
     ) -> Tensor:
-        """L(t; θ̂), and for segmentation γ·L_boundary(x, t; θ̂)."""
+        """L(t; θ̂), and for segmentation γ·L_boundary(x, t; θ̂); ``own_maps``: features of x at θ, if those are used."""
         targets = batch.targets.repeat(len(copies) // len(batch.inputs), *[1] * (batch.targets.dim() - 1))
         if targets.dim() < 4 or self.boundary_weight == 0:
             return site.objective.loss(functional_call(model, dict(ahead), (copies,)), targets)
         own = len(batch.inputs)
-        maps = functional_call(model.features, _below("features", ahead), (torch.cat([batch.inputs, copies]),))
+        inputs = copies if own_maps is not None else torch.cat([batch.inputs, copies])
+        maps = functional_call(model.features, _below("features", ahead), (inputs,))
+        maps = maps if own_maps is None else torch.cat([own_maps, maps])
         scores = functional_call(model.classifier, _below("classifier", ahead), (maps[own:],))
-        boundary = boundary_loss(maps, torch.cat([batch.targets, targets]), self.temperature)
+        masks, added = torch.cat([batch.targets, targets]), own_maps is not None
+        boundary = boundary_loss(maps, masks, self.temperature, added=added)
         return site.objective.loss(scores, targets) + self.boundary_weight * boundary
 
 
