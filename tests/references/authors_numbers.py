@@ -92,7 +92,7 @@ def distance(theirs: Any, ours: Any) -> float:
         return max((distance(value, ours[name]) for name, value in theirs.items()), default=0.0) if same else math.inf
     if isinstance(theirs, str):
         return 0.0 if theirs == ours else math.inf
-    if isinstance(theirs, list) and any(isinstance(value, (Mapping, str)) for value in theirs):
+    if isinstance(theirs, list) and not (isinstance(ours, Tensor) or all(isinstance(x, int | float) for x in theirs)):
         same = len(theirs) == len(ours)
         return max(map(distance, theirs, ours), default=0.0) if same else math.inf
     expected = torch.as_tensor(theirs, dtype=torch.float64)

@@ -206,7 +206,7 @@ def test_kd3a_s_distillation(reference: Reference) -> None:
     reference.agree("loss", loss)
     reference.agree("gradient", torch.autograd.grad(loss, logits)[0])
     entropy = (weights * torch.special.entr(mixed).sum(1)).mean()
-    assert float(loss + entropy) == pytest.approx(reference.outputs["loss"], abs=reference.tolerance)
+    assert (loss + entropy).item() == pytest.approx(reference.outputs["loss"], abs=reference.tolerance)
 
 
 @compares("federated", "kd3a_7")

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
+import pytest
+import tiny
+import torch
 from authors_numbers import Reference, compares
+from lost import kept, lose, site_of
 from tiny import LINEAR, federation, step_on
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedshift.data.domain import Domain
+from fedshift.federation.federation import Federation
+from fedshift.federation.site import Site
 from fedshift.methods import registry
-from fedshift.methods.base import State
+from fedshift.methods.base import Method, State
+from fedshift.methods.federated import fediir
+from fedshift.methods.federated.feddg_ga import GeneralizationAdjustment, Judged
+from fedshift.methods.federated.fediir import FedIIR
+from fedshift.methods.federated.scaffold import Scaffold
+from fedshift.methods.heads import with_block
+from fedshift.models.network import Network
 from fedshift.weights import Weights
 
 AS_RELEASED: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -90,3 +102,173 @@ def test_generalization_adjustment_s_models_and_weights(reference: Reference) ->
     reference.agree("weights_used_in_round", used)
     earlier = states_of(reference, {**released, "late_step": False}, {})
     reference.agree("models_of_the_code_with_fedshifts_steps", numbers_of(earlier))
+
+
+# Methods whose mini-batches an entry names one by one ----------------------------------------------------------------
+
+STILL = 1e-12
+"""A learning rate at which no number of a model moves."""
+
+
+@pytest.fixture
+def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A site's mini-batches in the order of its samples, of two classes."""
+    monkeypatch.setattr(tiny, "CLASSES", 2)
+    monkeypatch.setattr(torch, "randperm", lambda number, **_: torch.arange(number))
+
+
+def batched_sites(reference: Reference) -> list[Domain]:
+    """Sites with the mini-batches of the entry, one after the other."""
+    sites = []
+    for k in range(3):
+        names = [name for name in reference.tensors if name.startswith(f"x{k}_batch")]
+        inputs = torch.cat([reference.tensors[name] for name in names]).float().numpy()
+        labels = np.concatenate([reference.inputs[name.replace("x", "labels", 1)] for name in names])
+        sites.append(Domain(f"site{k}", inputs, labels))
+    return sites
+
+
+def listed(model: Mapping[str, Tensor]) -> list[list[Any]]:
+    """[weight, bias] of a classifier, as lists."""
+    weight, bias = (
+        next(value for name, value in model.items() if name.endswith(end)).tolist() for end in ("weight", "bias")
+    )
+    return [weight, bias]
+
+
+def played(
+    method: Method, found: Sequence[Domain], start: Weights, rounds: int, **training: Any
+) -> tuple[list[State], Federation]:
+    """What the server knows after each round, and the sites."""
+    where = federation(method, found, LINEAR, rounds=rounds, **{"momentum": 0.0, **training})
+    state, states = method.start(where, start), []
+    where.settle()
+    for _ in range(rounds):
+        state = step_on(method, where, state)
+        states.append(state)
+    return states, where
+
+
+@pytest.mark.usefixtures("in_order")
+@compares("federated", "scaffold_1", "scaffold_2")
+def test_scaffold_s_rounds_of_which_one_lacks_a_site(reference: Reference) -> None:
+    rate = reference.parameters["server_learning_rate"]
+    method = Scaffold(local_epochs=1, server={"optimizer": "momentum", "beta": 0.0, "rate": rate})  # type: ignore[arg-type]
+    where = federation(method, batched_sites(reference), LINEAR, rounds=2, lr=0.1, momentum=0.0, batch_size=4)
+    start = Weights({f"classifier.{name}": reference.tensors[name].float() for name in ("weight", "bias")})
+    state, rounds = method.start(where, start), []
+    where.settle()
+    for number in range(2):
+        if number == 1:
+            lose(where, "site1")
+        state = step_on(method, where, state)
+        control: Any = state.parts["control"]
+        sites = [listed(kept(where, f"site{k}", "control")) for k in range(3)]
+        rounds.append({"x": listed(state.weights), "c": listed(control), "site_controls": sites})
+    reference.agree("rounds", rounds)
+
+
+class WithFeaturizer(FedIIR):
+    """FedIIR on a linear feature extractor before the linear classifier."""
+
+    name: ClassVar[str] = "with_featurizer"
+
+    def adapt_network(self, network: Network, sources: int) -> Network:
+        return with_block(network, lambda width: nn.Linear(width, 3), size=3, classifier=nn.Linear)
+
+
+@pytest.mark.usefixtures("in_order")
+@compares("federated", "fediir_1")
+def test_fediir_s_rounds_with_unequal_sites(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    options, found = reference.parameters, batched_sites(reference)
+    names = {"featurizer": "features.block", "classifier": "classifier"}
+    start = Weights(
+        {
+            f"{ours}.{kind}": reference.tensors[f"{theirs}.{kind}"].float()
+            for theirs, ours in names.items()
+            for kind in ("weight", "bias")
+        }
+    )
+    method = WithFeaturizer(setting="released", penalty_weight=options["penalty"], ema=options["ema"], local_epochs=1)
+    training = {"batch_size": 4, "momentum": options["momentum"]}
+    gaps: list[float] = []
+    plain = fediir.gradient_gap
+
+    def watched(gradients: Sequence[Tensor], references: Sequence[Tensor]) -> Tensor:
+        gap = plain(gradients, references)
+        gaps.append(float(gap))
+        return gap
+
+    monkeypatch.setattr(fediir, "gradient_gap", watched)
+    states, _ = played(method, found, start, options["rounds"], lr=options["lr"], **training)
+    gradients: list[Any] = [state.parts["gradient"] for state in states]
+    reference.agree("gradient_mean", [listed(gradient) for gradient in gradients])
+    reference.agree("classifier_weight", [state.weights["classifier.weight"].tolist() for state in states])
+    reference.agree("featurizer_bias", [state.weights["features.block.bias"].tolist() for state in states])
+    reference.agree("penalty_of_last_batch", gaps[5::6])
+    fixed: list[Any] = [state.parts["gradient"] for state in played(method, found, start, 3, lr=STILL, **training)[0]]
+    reference.agree("gradient_means_at_the_fixed_start_model", [listed(gradient) for gradient in fixed])
+
+
+@pytest.mark.usefixtures("in_order")
+@compares("federated", "fediir_3")
+def test_fediir_s_moving_mean(reference: Reference) -> None:
+    found = [
+        Domain(f"site{k}", reference.tensors[f"features{k}"].float().numpy(), np.array(reference.inputs[f"labels{k}"]))
+        for k in range(3)
+    ]
+    start = Weights({f"classifier.{name}": reference.tensors[name].float() for name in ("weight", "bias")})
+    without = FedIIR(setting="released", ema=0.0, penalty_weight=0.0, local_epochs=1)
+    mean: Any = played(without, found, start, 1, lr=STILL)[0][0].parts["gradient"]
+    method = FedIIR(setting="released", penalty_weight=1.0, local_epochs=1)
+    states, where = played(method, found, start, 40, lr=STILL, budget=1000)
+    moving: dict[str, Any] = {f"round_{number}": states[number - 1].parts["gradient"] for number in (1, 2, 3, 40)}
+    reference.agree("mean_gradient", listed(mean))
+    reference.agree("moving_mean", {name: listed(value) for name, value in moving.items()})
+    shares = {name: float(value["bias"][0] / mean["bias"][0]) for name, value in moving.items()}
+    reference.agree("share_of_a_constant_gradient", shares)
+    site = site_of(where, "site0")
+    model, batch = site.model(start), next(site.all_batches())
+    whole = method.loss_towards(site, model, moving["round_1"])(batch)
+    penalty = whole - site.objective.loss(model(batch.inputs), batch.targets)
+    reference.agree("penalty_site0_towards_round_1", penalty)
+    reference.agree("penalty_gradient_weight", torch.autograd.grad(penalty, model.classifier.weight)[0])
+
+
+class Scripted(GeneralizationAdjustment):
+    """Generalization adjustment whose sites say what a script has."""
+
+    name: ClassVar[str] = "scripted"
+    common: tuple[tuple[float, ...], ...]
+    own: tuple[tuple[float, ...], ...]
+
+    def train(self, site: Site, weights: Weights) -> Judged:
+        known, number = site.envelope.round - 2, int(site.name.removeprefix("site"))
+        common, own = ((rows[known][number] if known >= 0 else 0.0) for rows in (self.common, self.own))
+        return Judged(weights, site.samples, 0.0, common, own)
+
+
+@compares("federated", "feddg-ga_1", "feddg-ga_2", "feddg-ga_3")
+def test_generalization_adjustment_s_weights(reference: Reference) -> None:
+    """An accuracy counts as one minus it. The code's step is a third, whatever the number of sites is."""
+    common, own = (
+        tuple(tuple(1 - x if reference.id == "feddg-ga_1" else x for x in row) for row in reference.inputs[name])
+        for name in ("common model by round and site", "own model by round and site")
+    )
+    count, planned = reference.parameters["K"], reference.parameters["rounds_R"]
+    found = [Domain(f"site{k}", np.ones((2, 3), np.float32), np.array([0, 1])) for k in range(count)]
+    start = Weights({"classifier.weight": torch.zeros(3, 3), "classifier.bias": torch.zeros(3)})
+
+    def weights(step: float) -> list[list[float]]:
+        method = Scripted(setting="released", step=step, common=common, own=own)
+        where = federation(method, found, LINEAR, rounds=planned)
+        state, used = method.start(where, start), []
+        where.settle()
+        for _ in range(4):
+            state = step_on(method, where, state)
+            used.append(list(state.report["aggregation_weights"].values()))
+        return used[1:]
+
+    reference.agree("weights", weights(reference.parameters["step_size"]))
+    as_if_three = torch.tensor(weights(reference.parameters["step_size"] * count / 3))
+    torch.testing.assert_close(as_if_three, torch.tensor(reference.outputs["weights"]), atol=1e-7, rtol=0)
