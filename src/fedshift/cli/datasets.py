@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich.console import Console
 from rich.table import Table
 
 from fedshift.cli.console import escape, safe_console
@@ -19,23 +20,34 @@ def show_datasets(name: str | None, fetch: bool = False) -> None:
     """
     console = safe_console()
     if fetch:
-        if name is None:
-            raise UserError("--fetch needs the name of a data set: fedshift datasets heart_disease --fetch")
-        written = locate.fetch(name, registry.source_class(name).manifest())
-        for path in written:
-            console.print(escape(f"written: {path}"))
-        if not written:
-            console.print("all its files are here already")
-        return
+        _fetch(console, name)
+    elif name is None:
+        _list_all(console)
+    else:
+        _describe(console, name)
+
+
+def _fetch(console: Console, name: str | None) -> None:
     if name is None:
-        table = Table(box=None, pad_edge=False)
-        for column in ("name", "data set", "licence"):
-            table.add_column(column, overflow="fold")
-        for known in registry.names():
-            manifest = registry.source_class(known).manifest()
-            table.add_row(known, escape(manifest.title), escape(manifest.licence))
-        console.print(table)
-        return
+        raise UserError("--fetch needs the name of a data set: fedshift datasets heart_disease --fetch")
+    written = locate.fetch(name, registry.source_class(name).manifest())
+    for path in written:
+        console.print(escape(f"written: {path}"))
+    if not written:
+        console.print("all its files are here already")
+
+
+def _list_all(console: Console) -> None:
+    table = Table(box=None, pad_edge=False)
+    for column in ("name", "data set", "licence"):
+        table.add_column(column, overflow="fold")
+    for known in registry.names():
+        manifest = registry.source_class(known).manifest()
+        table.add_row(known, escape(manifest.title), escape(manifest.licence))
+    console.print(table)
+
+
+def _describe(console: Console, name: str) -> None:
     source = registry.source_class(name)
     manifest = source.manifest()
     table = Table(box=None, pad_edge=False, show_header=False)

@@ -247,9 +247,10 @@ def _show_request(request: AskedTerms, say: Callable[[str], None]) -> None:
         say(f"  split: {_term(split.model_dump())}")
     for bounds in lacks.training:
         least = {"batch_size": "at least"}
-        told = {name: value for name, value in bounds.model_dump().items() if value is not None}
+        limits = {name: value for name, value in bounds.model_dump().items() if value is not None}
         say(
-            "  training: " + ", ".join(f"{name} {least.get(name, 'at most')} {value:g}" for name, value in told.items())
+            "  training: "
+            + ", ".join(f"{name} {least.get(name, 'at most')} {value:g}" for name, value in limits.items())
         )
     for peer in lacks.peers:
         say(f"  certificate of {peer.site}: {peer.certificate}; compare it with what site check shows there")

@@ -77,6 +77,13 @@ def _dtype(domain: Domain) -> str:
 
 
 def _check_domain(where: str, domain: Domain, classes: int) -> None:
+    _check_lengths(where, domain)
+    _check_masks(where, domain, classes)
+    _check_split(where, domain)
+    _check_inputs(where, domain)
+
+
+def _check_lengths(where: str, domain: Domain) -> None:
     samples = len(domain.inputs)
     if samples == 0:
         raise UserError(f"{where} is empty: give it samples or leave it out")
@@ -86,15 +93,26 @@ def _check_domain(where: str, domain: Domain, classes: int) -> None:
         raise UserError(f"{where}: {samples} samples but {len(domain.groups)} groups")
     if domain.ids is not None and len(domain.ids) != samples:
         raise UserError(f"{where}: {samples} samples but {len(domain.ids)} ids")
-    if domain.masks is not None:
-        expected = (samples, classes, *domain.inputs.shape[2:])
-        if domain.masks.shape != expected or domain.masks.dtype != np.uint8 or domain.masks.max() > 1:
-            raise UserError(
-                f"{where}: masks are {domain.masks.dtype} {domain.masks.shape}, expected uint8 {expected} of 0 and 1"
-            )
+
+
+def _check_masks(where: str, domain: Domain, classes: int) -> None:
+    if domain.masks is None:
+        return
+    expected = (len(domain.inputs), classes, *domain.inputs.shape[2:])
+    if domain.masks.shape != expected or domain.masks.dtype != np.uint8 or domain.masks.max() > 1:
+        raise UserError(
+            f"{where}: masks are {domain.masks.dtype} {domain.masks.shape}, expected uint8 {expected} of 0 and 1"
+        )
+
+
+def _check_split(where: str, domain: Domain) -> None:
+    samples = len(domain.inputs)
     for title, rows in (("training", domain.train_rows), ("test", domain.test_rows)):
         if rows is not None and len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= samples):
             raise UserError(f"{where}: the {title} rows go beyond its {samples} samples")
+
+
+def _check_inputs(where: str, domain: Domain) -> None:
     if isinstance(domain.inputs, SparseRows):
         if not np.isfinite(domain.inputs.data).all():
             raise UserError(f"{where}: features hold NaN or infinite values")

@@ -179,32 +179,9 @@ def clock_difference(site: str, said: Any, asked: float, arrived: float) -> floa
 
 def _agreed(experiment: Experiment, cards: Mapping[str, Mapping[str, Any]]) -> Agreed:
     try:
-        first_name, first = next(iter(cards.items()))
+        first = next(iter(cards.values()))
         given = {site: card["given"] for site, card in cards.items() if card["given"] is not None}
-        tables = bool(given) and all(card["preprocessing"]["kind"] == "table" for card in cards.values())
-        if given and len(given) < len(cards):
-            lacking = next(site for site in cards if site not in given)
-            raise UserError(
-                f"sites differ in how inputs are prepared: '{lacking}' gives no sums to standardise with, "
-                f"'{next(iter(given))}' does"
-            )
-        for site, card in cards.items():
-            for what, key in (("classes", "classes"), ("a sample's type", "type"), ("a sample's shape", "shape")):
-                if card[key] != first[key] and not (key == "shape" and tables):
-                    raise UserError(
-                        f"sites differ in {what}: '{first_name}' has {_short(first[key])}, '{site}' has "
-                        f"{_short(card[key])}; agree on them in each SITE.yaml (classes: lists all of the federation)"
-                    )
-            if _learned(card) != _learned(first):
-                raise UserError(
-                    f"sites differ in what is learned: '{first_name}' has {_learned(first)}, '{site}' has "
-                    f"{_learned(card)}; agree on data.task and data.loss in each SITE.yaml"
-                )
-            if card["preprocessing"] != first["preprocessing"] and not given:
-                raise UserError(
-                    f"sites differ in how inputs are prepared: '{first_name}' has {_short(first['preprocessing'])}, "
-                    f"'{site}' has {_short(card['preprocessing'])}"
-                )
+        _check_alike(cards, given)
         shape, classes = tuple(int(size) for size in first["shape"]), tuple(str(name) for name in first["classes"])
         preprocessing = Preprocessing.model_validate(first["preprocessing"])
         if given:
@@ -214,20 +191,7 @@ def _agreed(experiment: Experiment, cards: Mapping[str, Mapping[str, Any]]) -> A
         rows = {
             site: {seed: [int(n) for n in pair] for seed, pair in card["rows"].items()} for site, card in cards.items()
         }
-        warnings = tuple(
-            f"site '{site}' has {name} {card['versions'].get(name)}, this coordinator {version}: last bits may differ "
-            "from a simulation"
-            for site, card in cards.items()
-            for name, version in versions().items()
-            if name in ("torch", "numpy") and card["versions"].get(name) != version
-        )
-        if not experiment.engine.sums_only:  # such a site refuses to begin, unless engine.on_refusal leaves it out
-            warnings += tuple(
-                f"site '{site}' sends models only masked (rule policy.secure) and is left out: write "
-                "engine.aggregation: secure"
-                for site, card in cards.items()
-                if card["secure"] == "required"
-            )
+        warnings = _warnings_of(experiment, cards)
         fingerprints = {site: str(card["fingerprint"]) for site, card in cards.items()}
         smallest = {site: int(card["smallest_sum"]) for site, card in cards.items()}
         colluders = {site: int(card["colluders"]) for site, card in cards.items()}
@@ -250,6 +214,54 @@ def _agreed(experiment: Experiment, cards: Mapping[str, Mapping[str, Any]]) -> A
     )
     sums = smallest, colluders, one_roster
     return Agreed(data, own, rows, grouped, fingerprints, *sums, given or None, privacy, _common_id(cards))
+
+
+def _check_alike(cards: Mapping[str, Mapping[str, Any]], given: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse sites whose data cannot be learned from together; ``given``: the sums of those that give any."""
+    first_name, first = next(iter(cards.items()))
+    tables = bool(given) and all(card["preprocessing"]["kind"] == "table" for card in cards.values())
+    if given and len(given) < len(cards):
+        lacking = next(site for site in cards if site not in given)
+        raise UserError(
+            f"sites differ in how inputs are prepared: '{lacking}' gives no sums to standardise with, "
+            f"'{next(iter(given))}' does"
+        )
+    for site, card in cards.items():
+        for what, key in (("classes", "classes"), ("a sample's type", "type"), ("a sample's shape", "shape")):
+            if card[key] != first[key] and not (key == "shape" and tables):
+                raise UserError(
+                    f"sites differ in {what}: '{first_name}' has {_short(first[key])}, '{site}' has "
+                    f"{_short(card[key])}; agree on them in each SITE.yaml (classes: lists all of the federation)"
+                )
+        if _learned(card) != _learned(first):
+            raise UserError(
+                f"sites differ in what is learned: '{first_name}' has {_learned(first)}, '{site}' has "
+                f"{_learned(card)}; agree on data.task and data.loss in each SITE.yaml"
+            )
+        if card["preprocessing"] != first["preprocessing"] and not given:
+            raise UserError(
+                f"sites differ in how inputs are prepared: '{first_name}' has {_short(first['preprocessing'])}, "
+                f"'{site}' has {_short(card['preprocessing'])}"
+            )
+
+
+def _warnings_of(experiment: Experiment, cards: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
+    """What a person should know before the run begins."""
+    warnings = tuple(
+        f"site '{site}' has {name} {card['versions'].get(name)}, this coordinator {version}: last bits may differ "
+        "from a simulation"
+        for site, card in cards.items()
+        for name, version in versions().items()
+        if name in ("torch", "numpy") and card["versions"].get(name) != version
+    )
+    if not experiment.engine.sums_only:  # such a site refuses to begin, unless engine.on_refusal leaves it out
+        warnings += tuple(
+            f"site '{site}' sends models only masked (rule policy.secure) and is left out: write "
+            "engine.aggregation: secure"
+            for site, card in cards.items()
+            if card["secure"] == "required"
+        )
+    return warnings
 
 
 def _common_id(cards: Mapping[str, Mapping[str, Any]]) -> str | None:

@@ -163,6 +163,11 @@ class Card(_Part):
                 objective_of(self.preprocessing)
             except UserError as error:
                 raise ValueError(str(error)) from None
+        self._check_counts()
+        return self
+
+    def _check_counts(self) -> None:
+        """Raise ValueError unless what is given can be of this many samples of this shape."""
         if isinstance(self.given, GivenTable) and any(count > self.samples for count in self.given.count):
             raise ValueError(f"given counts more values than there are samples ({self.samples})")
         if isinstance(self.given, GivenMoments):
@@ -171,7 +176,6 @@ class Card(_Part):
             columns = len(self.given.total), len(self.given.squares)
             if columns != (self.shape[0],) * 2 and (columns != (0, 0) or self.given.label is None):
                 raise ValueError(f"given has not one sum for each of {self.shape[0]} columns or channels")
-        return self
 
 
 def card_of(holding: Holding, rows: Mapping[str, Sequence[int]], policy: Policy, device: str) -> dict[str, Any]:

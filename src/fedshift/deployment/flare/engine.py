@@ -150,15 +150,10 @@ class FlareTransport:
                     site, held = arrived.get(timeout=_LOOK_AGAIN)
                 except queue.Empty:
                     self._check_job()
-                    passed, revoked = time.monotonic() - begun, revoked_sites(self._kit)
-                    for site in sorted(waiting):
-                        until_fetched = None if site in fetched else patience.get(site)
-                        reason = self._lost(tasks[site], passed, deadline, until_fetched)
-                        if site in revoked:
-                            reason = "its kit was revoked"
-                        if reason:
-                            waiting.discard(site)
-                            yield site, Lost(reason)
+                    limits = {site: None if site in fetched else patience.get(site) for site in sorted(waiting)}
+                    for site, lost in self._lost_sites(tasks, limits, time.monotonic() - begun, deadline):
+                        waiting.discard(site)
+                        yield site, lost
                     continue
                 if isinstance(held, Sign):
                     fetched.add(site)
@@ -171,6 +166,25 @@ class FlareTransport:
                 self.parcels.close(ticket)
             for task in tasks.values():
                 self._controller.cancel_task(task)
+
+    def _lost_sites(
+        self, tasks: Mapping[str, Task], limits: Mapping[str, float | None], passed: float, deadline: float
+    ) -> Iterator[tuple[str, Lost]]:
+        """The sites that are given up, and why.
+
+        Args:
+            tasks: of all sites.
+            limits: of each site that is waited for, the seconds in which it has to fetch its task; None: it has.
+            passed: seconds since the tasks were sent.
+            deadline: seconds that a site has to answer.
+        """
+        revoked = revoked_sites(self._kit)
+        for site, until_fetched in limits.items():
+            reason = self._lost(tasks[site], passed, deadline, until_fetched)
+            if site in revoked:
+                reason = "its kit was revoked"
+            if reason:
+                yield site, Lost(reason)
 
     def _packed(self, messages: list[tuple[str, Message]], spool: Spool) -> list[tuple[str, str, Shareable, Arriving]]:
         """What FLARE carries to each site: name, ticket, task, and where the body of the answer goes if it is large.

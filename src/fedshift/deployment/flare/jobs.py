@@ -216,8 +216,13 @@ class RunningDeployment:
         self._tell_who_is_refused()
         if self._job is None:
             return self._begin(session)
-        killed = deployment.process_gone(self._job)  # before the outcome, which a process writes before it ends
-        outcome = deployment.outcome(self._job)
+        return self._look_at_job(session, self._job)
+
+    def _look_at_job(self, session: Any, job: str) -> bool:
+        """Check once how the job goes; return whether the deployment has ended."""
+        deployment = self.deployment
+        killed = deployment.process_gone(job)  # before the outcome, which a process writes before it ends
+        outcome = deployment.outcome(job)
         if outcome.get("outcome") == "finished":
             self._end("finished", message="")
             return True
@@ -225,19 +230,19 @@ class RunningDeployment:
             self._end("failed", message=outcome["message"], exit_code=outcome.get("exit_code", 1))
             return True
         if outcome.get("outcome") == "again":  # the old job ends while the next one starts
-            return self._ended("SITE_FAILED" if self._job in self._attendance.failed else "")
+            return self._ended("SITE_FAILED" if job in self._attendance.failed else "")
         if outcome.get("outcome") == "aborted":
             return self._ended("ABORTED")
         if killed:
             return self._ended("KILLED")
-        if self._job in self._attendance.failed and deployment.new_job_requested() is None:
+        if job in self._attendance.failed and deployment.new_job_requested() is None:
             deployment.request_new_job("the process of a site has ended")
         if self._runs:
             self._look_for_returned_sites()
         if time.monotonic() < self._next_status:
             return False
         self._next_status = time.monotonic() + 1.0
-        status = str(session.get_job_meta(self._job).get("status", ""))
+        status = str(session.get_job_meta(job).get("status", ""))
         if status.startswith("FINISHED"):
             return self._ended(status)
         self._runs = status == "RUNNING"

@@ -255,18 +255,18 @@ class ELCFS(Method):
         second = self.meta_gradient == "second"
 
         def loss_of(batch: Batch) -> Tensor:
-            own = model.features(batch.inputs) if self._contrasts_own(batch) else None
-            logits = model(batch.inputs) if own is None else model.classifier(own)
+            maps = model.features(batch.inputs) if self._contrasts_maps_at_start(batch) else None
+            logits = model(batch.inputs) if maps is None else model.classifier(maps)
             loss = site.objective.loss(logits, batch.targets)
             gradients = torch.autograd.grad(
                 loss,
                 list(parameters.values()),
                 create_graph=second,
-                retain_graph=second or own is not None,
+                retain_graph=second or maps is not None,
                 materialize_grads=True,
             )
             ahead = inner_step(parameters, gradients, self.inner_rate, self.clip, second_order=second)
-            meta = self._meta_loss(site, model, ahead, batch, foreign.copies(batch.inputs), own)
+            meta = self._meta_loss(site, model, ahead, batch, foreign.copies(batch.inputs), maps)
             if self.meta_gradient == "none":
                 meta = meta.detach()
             # At first order, the gradient that made θ̂ is the whole gradient of this loss, so it is used again.
@@ -275,8 +275,8 @@ class ELCFS(Method):
         loss = site.minimise(loss_of, model, epochs=self.local_epochs, remember="optimizer")
         return Update(site.weights_of(model), site.samples, loss)
 
-    def _contrasts_own(self, batch: Batch) -> bool:
-        """Whether the boundary term needs the own images' features at θ."""
+    def _contrasts_maps_at_start(self, batch: Batch) -> bool:
+        """Whether the boundary term takes the features of the site's own images at θ."""
         return self.boundary == "released" and batch.targets.dim() == 4 and self.boundary_weight > 0
 
     def _meta_loss(
@@ -286,18 +286,21 @@ class ELCFS(Method):
         ahead: Mapping[str, Tensor],
         batch: Batch,
         copies: Tensor,
-        own_maps: Tensor | None = None,
+        maps_at_start: Tensor | None = None,
     ) -> Tensor:
-        """L(t; θ̂), and for segmentation γ·L_boundary(x, t; θ̂); ``own_maps``: features of x at θ, if those are used."""
+        """L(t; θ̂), and for segmentation γ·L_boundary(x, t; θ̂).
+
+        ``maps_at_start``: features of x at θ, (b, F, h, w), if the boundary term takes them instead of those at θ̂.
+        """
         targets = batch.targets.repeat(len(copies) // len(batch.inputs), *[1] * (batch.targets.dim() - 1))
         if targets.dim() < 4 or self.boundary_weight == 0:
             return site.objective.loss(functional_call(model, dict(ahead), (copies,)), targets)
         own = len(batch.inputs)
-        inputs = copies if own_maps is not None else torch.cat([batch.inputs, copies])
+        inputs = torch.cat([batch.inputs, copies]) if maps_at_start is None else copies
         maps = functional_call(model.features, _below("features", ahead), (inputs,))
-        maps = maps if own_maps is None else torch.cat([own_maps, maps])
+        maps = maps if maps_at_start is None else torch.cat([maps_at_start, maps])
         scores = functional_call(model.classifier, _below("classifier", ahead), (maps[own:],))
-        masks, added = torch.cat([batch.targets, targets]), own_maps is not None
+        masks, added = torch.cat([batch.targets, targets]), maps_at_start is not None
         boundary = boundary_loss(maps, masks, self.temperature, added=added)
         return site.objective.loss(scores, targets) + self.boundary_weight * boundary
 
