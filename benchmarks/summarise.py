@@ -3,8 +3,7 @@
 A marker ``<!-- table NAME [SELECT] -->`` … ``<!-- end -->`` is filled with the table of ``benchmarks/results/NAME``,
 its facts (runs, seconds, versions, threads), on benchmarks/*.md the tests of its differences, and the published rows
 where ``published.json`` has them. SELECT is a selection rule, ``cost`` for bytes and seconds a round, ``weights``
-for what a source with wrong labels counts, ``protocols`` for averages under three ways to choose the round, or
-``pairs`` for differences over (target, seed).
+for what a source with wrong labels counts, or ``protocols`` for averages under three ways to choose the round.
 ``<!-- attacks METHOD SITES -->`` … ``<!-- end -->`` is filled with what bad sites do under each rule.
 """
 
@@ -20,7 +19,7 @@ from statistics import median
 
 import robust_aggregation
 from fedshift.evaluation.records import RunResult, Selection
-from fedshift.evaluation.significance import compare, t_test
+from fedshift.evaluation.significance import compare
 from fedshift.evaluation.stored import ROUNDS
 from fedshift.evaluation.summary import AVERAGE, Value, rows
 from fedshift.report import differences
@@ -86,15 +85,17 @@ def facts(found: Collected) -> str:
 
 
 def compared(name: str, found: Collected, select: Selection) -> str:
-    """How the methods of a table differ from its baseline, and as `PAIRS` says, tested over seeds; "" for one seed."""
+    """How the methods of a table differ from its baseline, and as `PAIRS` says, tested; "" for one seed."""
     baseline = BASELINES.get(name, "fedavg")
     others = [method for method in found.order.methods if method not in (baseline, "oracle")]
     pairs = dict.fromkeys([*((method, baseline) for method in others), *PAIRS])
     lines = differences.differences(found.results, pairs, select)
-    if not any(line.comparison.average and line.comparison.average.n > 1 for line in lines):
+    if not any(line.comparison.seeds and line.comparison.seeds.n > 1 for line in lines):
         return ""
     measure = headline(found.results)
-    remark = f"Differences in points, tested over {measure.repeat}s; \\* p < 0.05 in that column alone (Holm)."
+    clusters = "pairs of sites are no clusters" if measure.repeat == "split" else "p: targets as clusters"
+    remark = f"Differences in points; {clusters}; p here: over {measure.repeat}s, of these columns only; "
+    remark += f"\\* p < 0.05 over {measure.repeat}s in that column alone (Holm)."
     return differences.markdown(lines, found.order.targets, measure) + f"\n{remark}\n"
 
 
@@ -183,31 +184,11 @@ def by_protocol(found: Collected) -> str:
             error = "" if average.standard_error is None else f" ± {average.standard_error:.2f}"
             base = [result for result in found.results if result.method == "fedavg"]
             test = compare(own, base, value=value)
-            gain = test.average if method != "fedavg" and test is not None else None
+            gain = test.test if method != "fedavg" and test is not None else None
             more = f" ({gain.mean:+.2f}, p {_p(gain.p)})" if gain and gain.p is not None else ""
             cells.append(f"{average.mean:.2f}{error}{more}")
         lines.append(f"| {method} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", "In parentheses: over FedAvg by the same rule, Student's paired t-test over seeds."])
-
-
-def over_pairs(found: Collected) -> str:
-    """What each method adds to FedAvg, tested over (target, seed): smaller errors than over seeds, where targets differ
-    less than seeds, but pairs of one target are not independent."""
-    scores: dict[str, dict[tuple[str, int], float]] = {}
-    for result in found.results:
-        if (score := result.score()) is not None:
-            scores.setdefault(result.method, {})[result.target, result.seed] = score
-    lines = ["| difference | mean | pairs | pairs above | t | p |", "|---|" + "---:|" * 5]
-    for method in [method for method in found.order.methods if method in scores and method != "fedavg"]:
-        both = scores[method].keys() & scores["fedavg"].keys()
-        gains = [scores[method][pair] - scores["fedavg"][pair] for pair in sorted(both)]
-        if len(gains) < 2:
-            continue
-        test, above = t_test(gains), sum(gain > 0 for gain in gains)
-        cells = f"{test.mean:+.2f} ± {test.standard_error or 0:.2f}", str(test.n), str(above)
-        tested = ("–", "–") if test.p is None else (f"{test.t:+.2f}", differences.p_value(test.p))
-        lines.append(f"| {method} − fedavg | " + " | ".join((*cells, *tested)).replace("-", "−") + " |")
-    return "\n".join([*lines, "", "Points, mean ± standard error over (target, seed), Student's paired t-test."])
+    return "\n".join([*lines, "", "In parentheses: over FedAvg by the same rule, p with targets as clusters."])
 
 
 def _p(p: float) -> str:
@@ -228,7 +209,7 @@ def section(match: re.Match[str], tests: bool) -> str:
         return match.group(0)
     found = collect(folder)
     head = match.group(0).split("-->")[0] + "-->"
-    others = {"cost": costs, "weights": bad_weights, "protocols": by_protocol, "pairs": over_pairs}
+    others = {"cost": costs, "weights": bad_weights, "protocols": by_protocol}
     if select in others:
         return "\n".join([head, others[select](found), "<!-- end -->"])
     rule: Selection = select  # type: ignore[assignment]

@@ -1,16 +1,17 @@
-"""Tests over seeds: of the average over targets, at each target, and corrected for how many there are."""
+"""The test of every row with targets as clusters, the seeds' view beside it, and the correction of both."""
 
 from __future__ import annotations
 
 from statistics import fmean
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
+from scipy import optimize, stats
 
 from fedshift.evaluation.records import RunResult, SelectedRound
-from fedshift.evaluation.significance import TTest, compare, holm, t_test
+from fedshift.evaluation.significance import TTest, cluster_test, compare, holm, t_test
 
 Drawn = dict[tuple[str, int], float]
 
@@ -49,6 +50,132 @@ def test_without_a_spread_there_is_no_test() -> None:
         t_test([])
 
 
+PENICILLIN = """
+27 23 26 23 23 21  27 23 26 23 23 21  25 21 25 24 24 20  26 23 25 23 23 20  25 22 26 22 23 20  24 22 25 23 22 19
+24 20 23 21 22 19  26 22 26 24 24 21  24 21 24 22 22 20  24 21 24 23 22 19  26 23 26 24 24 21  25 22 26 24 24 20
+26 24 26 24 25 22  26 23 26 23 23 20  26 23 25 24 24 22  25 22 25 23 23 20  25 21 24 23 23 20  25 22 24 23 23 19
+24 21 23 21 21 19  26 23 26 24 24 21  25 21 24 22 22 18  25 22 25 22 22 20  24 21 24 22 24 19  24 21 24 22 21 18
+"""
+"""Diameters on 24 plates of 6 samples (Davies and Goldsmith, Statistical Methods in Research and Production, 1972;
+lme4, data set Penicillin; numbers from vincentarelbundock/Rdatasets, csv/lme4/Penicillin.csv)."""
+
+
+def test_the_mixed_model_of_lme4_has_these_numbers() -> None:
+    """lme4, lmer(diameter ~ 1 + (1 | plate) + (1 | sample)), REML: intercept 22.9722, standard error 0.8086."""
+    numbers = list(map(float, PENICILLIN.split()))
+    plates = [numbers[start : start + 6] for start in range(0, len(numbers), 6)]
+    found = cluster_test(plates)
+    assert (round(found.mean, 4), round(found.standard_error or 0, 4), found.n) == (22.9722, 0.8086, 24)
+    turned = cluster_test(list(zip(*plates, strict=True)))
+    assert (turned.n, turned.p, turned.freedom) == (6, pytest.approx(found.p), pytest.approx(found.freedom))
+    assert turned.freedom == pytest.approx(reml(np.array(plates))[1], rel=1e-3)
+
+
+def test_statsmodels_has_these_numbers() -> None:
+    """statsmodels 0.15.0, MixedLM with the variance components of targets and seeds, REML: 3.3 with 1.3489."""
+    table = [[7.1, 5.9, 6.4], [2.2, 1.0, 2.1], [4.9, 3.5, 4.6], [1.3, 0.4, 0.2]]
+    found = cluster_test(table)
+    assert (found.mean, found.standard_error) == (pytest.approx(3.3), pytest.approx(1.3489, abs=1e-4))
+
+
+def reml(table: np.ndarray) -> tuple[float, float]:
+    """Standard error and Satterthwaite's degrees of freedom of the crossed mixed model, from its likelihood alone.
+
+    The restricted likelihood of the dense covariance is maximised numerically; the degrees of freedom are 2 SE⁴ over
+    the variance of SE² that its curvature gives (Kuznetsova et al., Journal of Statistical Software 82, 2017).
+    """
+    of_target, of_seed = np.divmod(np.arange(table.size), table.shape[1])
+    same = [np.equal.outer(one, one).astype(float) for one in (of_target, of_seed)] + [np.eye(table.size)]
+    y, ones = table.ravel() - table.mean(), np.ones(table.size)
+
+    def square_error(logs: np.ndarray) -> float:
+        inverse = np.linalg.inv(np.einsum("i,ijk->jk", np.exp(logs), np.array(same)))
+        return float(1 / (ones @ inverse @ ones))
+
+    def deviance(logs: np.ndarray) -> float:
+        covariance = np.einsum("i,ijk->jk", np.exp(logs), np.array(same))
+        inverse = np.linalg.inv(covariance)
+        weight = ones @ inverse @ ones
+        residual = y - (ones @ inverse @ y) / weight
+        return float(np.linalg.slogdet(covariance)[1] + np.log(weight) + residual @ inverse @ residual)
+
+    start = np.log(np.full(3, table.var() / 3))
+    best = optimize.minimize(deviance, start, method="Nelder-Mead", options={"xatol": 1e-9, "fatol": 1e-12}).x
+    step = np.eye(3) * 1e-3
+    curvature = np.array(
+        [
+            [
+                sum(a * b * deviance(best + a * one + b * other) for a in (1, -1) for b in (1, -1)) / 4e-6
+                for other in step
+            ]
+            for one in step
+        ]
+    )
+    slope = np.array([(square_error(best + one) - square_error(best - one)) / 2e-3 for one in step])
+    squared = square_error(best)
+    return squared**0.5, float(2 * squared**2 / (slope @ np.linalg.inv(curvature / 2) @ slope))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_it_is_the_mixed_model_by_restricted_likelihood(seed: int) -> None:
+    """Where both variances are above 0, as lmerTest has it: the same standard error and degrees of freedom."""
+    draw = np.random.default_rng(seed)
+    table = 1 + draw.normal(0, 2, (5, 1)) + draw.normal(0, 2, (1, 4)) + draw.normal(0, 0.7, (5, 4))
+    found = cluster_test(table.tolist())
+    error, freedom = reml(table)
+    assert found.standard_error == pytest.approx(error, rel=1e-4)
+    assert found.freedom == pytest.approx(max(freedom, 3), rel=1e-2)
+    assert found.p == pytest.approx(2 * stats.t.sf(abs(found.mean / error), max(freedom, 3)), rel=2e-2)
+
+
+def test_degrees_of_freedom_stay_within_those_of_its_parts() -> None:
+    """Satterthwaite's can fall to nearly 0 where differences of mean squares cancel."""
+    draw = np.random.default_rng(1)
+    for _ in range(200):
+        freedom = cluster_test(draw.normal(0, 1, (4, 3)).tolist()).freedom
+        assert freedom is not None
+        assert 2 <= freedom <= 6
+
+
+def test_without_a_common_shift_it_is_students_t_on_the_means_of_targets() -> None:
+    table = [[7.0, 5.0, 6.0], [1.0, 2.0, 3.0], [4.0, 4.5, 3.5], [9.0, 8.0, 7.0]]
+    reference = stats.ttest_1samp([fmean(line) for line in table], 0)
+    found = cluster_test(table)
+    assert (found.freedom, found.p, found.t) == (3, pytest.approx(reference.pvalue), pytest.approx(reference.statistic))
+    # Where targets differ by no more than chance, and seeds shift all of them, it is the test over seeds.
+    turned = cluster_test(list(zip(*table, strict=True)))
+    assert (turned.freedom, turned.p) == (found.freedom, pytest.approx(found.p))
+
+
+@pytest.mark.parametrize("sd", [(1.0, 0.0, 1.0), (0.0, 0.0, 1.0), (1.0, 1.0, 1.0), (0.0, 1.0, 1.0), (2.0, 0.3, 0.5)])
+def test_chance_is_called_more_than_chance_in_at_most_one_of_twenty(sd: tuple[float, float, float]) -> None:
+    """Four targets and three seeds, with spreads of targets, seeds and the rest: also where seeds shift all targets."""
+    draw, draws = np.random.default_rng(0), 1500
+    wrong = 0
+    for _ in range(draws):
+        table = draw.normal(0, sd[0], (4, 1)) + draw.normal(0, sd[1], (1, 3)) + draw.normal(0, sd[2], (4, 3))
+        p = cluster_test(table.tolist()).p
+        wrong += p is not None and p < 0.05
+    assert wrong / draws < 0.05 + 2.5 * (0.05 * 0.95 / draws) ** 0.5
+
+
+def test_what_has_no_clusters() -> None:
+    for table in ([], [[1.0, 2.0]], [[1.0], [2.0]], [[1.0, 2.0], [3.0]]):
+        with pytest.raises(ValueError, match="two targets"):
+            cluster_test(table)
+    assert cluster_test([[1.0, 1.0], [1.0, 1.0]]) == TTest(2, 1.0, 0.0, None)
+    one = compare(results({("a", 0): 60.0, ("a", 1): 62.0}), results({("a", 0): 50.0, ("a", 1): 50.0}))
+    assert one is not None
+    assert (one.clustered, one.test) == (None, t_test([10.0, 12.0])), "one target: of that target only"
+    both = {("a-b", 0): 60.0, ("a-b", 1): 61.0, ("b-a", 0): 50.0, ("b-a", 1): 53.0}
+    pairs = [result.model_copy(update={"labelled": ["a"]}) for result in results(both)]
+    sides = [one.model_copy(update={"selected": {"last": SelectedRound(round=1, accuracy=40.0)}}) for one in pairs]
+    value = lambda result, select: result.accuracy(select)  # noqa: E731
+    found = compare(pairs, sides, value=value)
+    assert found is not None
+    assert (found.clustered, found.test) == (None, found.seeds), "pairs of sites share sites"
+
+
 def test_targets_are_no_repeats() -> None:
     """Two targets that differ the same way in each of two seeds: the spread between targets is not chance."""
     first = {("a", 0): 60.0, ("a", 1): 61.0, ("b", 0): 50.0, ("b", 1): 53.0}
@@ -58,9 +185,13 @@ def test_targets_are_no_repeats() -> None:
     # a: 10 and 11; b: −10 and −7; averages of the seeds: 0 and 2.
     assert found.targets["a"] == t_test([10.0, 11.0])
     assert found.targets["b"] == t_test([-10.0, -7.0])
-    assert found.average == t_test([0.0, 2.0])
-    assert found.average is not None
-    assert (found.average.n, found.average.mean, found.average.t) == (2, 1.0, pytest.approx(1.0))
+    assert found.seeds == t_test([0.0, 2.0])
+    assert found.seeds is not None
+    assert (found.seeds.n, found.seeds.mean, found.seeds.t) == (2, 1.0, pytest.approx(1.0))
+    assert found.clustered == cluster_test([[10.0, 11.0], [-10.0, -7.0]])
+    assert found.test == found.clustered
+    assert found.test is not None
+    assert found.test.standard_error == pytest.approx(9.5, abs=0.5), "the targets' means are 10.5 and −8.5"
 
 
 def test_only_what_both_have_is_compared() -> None:
@@ -69,10 +200,12 @@ def test_only_what_both_have_is_compared() -> None:
     found = compare(results(first), results(second))
     assert found is not None
     assert found.targets == {"a": t_test([10.0, 12.0]), "b": t_test([20.0])}
-    assert found.average == t_test([16.0])  # seed 1 alone has both targets
+    assert found.seeds == t_test([16.0])  # seed 1 alone has both targets
+    assert found.clustered is None, "one seed says nothing of what seeds shift in common"
     apart = compare(results({("a", 0): 1.0, ("b", 1): 2.0}), results({("a", 0): 2.0, ("b", 1): 4.0}))
     assert apart is not None
-    assert apart.average is None
+    assert apart.seeds is None
+    assert apart.test is None
     assert compare(results(first), results({("d", 0): 1.0})) is None
     assert compare(results(first), []) is None
 
@@ -81,11 +214,11 @@ def test_the_rule_and_the_value_choose_what_is_compared() -> None:
     first, second = results({("a", 0): 60.0, ("a", 1): 64.0}), results({("a", 0): 50.0, ("a", 1): 50.0})
     oracle = compare(first, second, "oracle")
     assert oracle is not None
-    assert oracle.average == t_test([5.0, 7.0])
+    assert oracle.seeds == t_test([5.0, 7.0])
     assert compare(first, second, "source") is None
     twice = compare(first, second, value=lambda result, select: 2 * (result.score(select) or 0.0))
     assert twice is not None
-    assert twice.average == t_test([20.0, 28.0])
+    assert twice.seeds == t_test([20.0, 28.0])
 
 
 grids = st.integers(2, 5).flatmap(
@@ -105,7 +238,7 @@ def test_scipy_agrees(grid: dict[str, list[tuple[float, float]]]) -> None:
     assert found is not None
     seeds = range(len(next(iter(grid.values()))))
     tests = [
-        (found.average, [[fmean(pairs[seed][side] for pairs in grid.values()) for seed in seeds] for side in (0, 1)])
+        (found.seeds, [[fmean(pairs[seed][side] for pairs in grid.values()) for seed in seeds] for side in (0, 1)])
     ]
     tests += [
         (found.targets[target], [[pair[side] for pair in pairs] for side in (0, 1)]) for target, pairs in grid.items()
@@ -130,12 +263,12 @@ def test_order_and_sign(grid: dict[str, list[tuple[float, float]]], chance: obje
     assert there is not None
     assert back is not None
     assert reordered is not None
-    assert there.average is not None
-    assert back.average is not None
-    assert reordered.average is not None
-    assert back.average.mean == pytest.approx(-there.average.mean)
-    assert back.average.p == (None if there.average.p is None else pytest.approx(there.average.p))
-    assert reordered.average.mean == pytest.approx(there.average.mean)
+    assert there.test is not None
+    assert back.test is not None
+    assert reordered.test is not None
+    assert back.test.mean == pytest.approx(-there.test.mean)
+    assert back.test.p == (None if there.test.p is None else pytest.approx(there.test.p))
+    assert reordered.test.mean == pytest.approx(there.test.mean)
     assert {target: test.n for target, test in reordered.targets.items()} == {t: x.n for t, x in there.targets.items()}
 
 

@@ -1,4 +1,4 @@
-"""The grid of differences: tested over seeds, corrected, marked."""
+"""The grid of differences: tested with targets as clusters and over seeds, corrected, marked."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from scipy import stats
 
+from fedshift.evaluation.significance import cluster_test, holm
 from fedshift.report import differences
 from fedshift.report.collect import collect
 from fedshift.report.measures import ACCURACY
@@ -39,12 +40,20 @@ def test_the_grid(folder: Path) -> None:
     ours, theirs = differences.differences(collect(folder).results, pairs)
     assert (ours.name, theirs.name) == ("ours − fedavg", "theirs − fedavg")
     reference = [stats.ttest_rel(averages(name), averages("fedavg")).pvalue for name in ("ours", "theirs")]
-    assert ours.comparison.average is not None
-    assert theirs.comparison.average is not None
-    assert [ours.comparison.average.p, theirs.comparison.average.p] == pytest.approx(reference)
+    assert ours.comparison.seeds is not None
+    assert theirs.comparison.seeds is not None
+    assert [ours.comparison.seeds.p, theirs.comparison.seeds.p] == pytest.approx(reference)
     assert reference[0] < reference[1]
-    assert ours.corrected == pytest.approx(min(1, 2 * reference[0]))
-    assert theirs.corrected == pytest.approx(max(reference[1], min(1, 2 * reference[0])))
+    assert ours.here == pytest.approx(min(1, 2 * reference[0]))
+    assert theirs.here == pytest.approx(max(reference[1], min(1, 2 * reference[0])))
+    clustered = [
+        cluster_test(
+            [[a - b for a, b in zip(ACCURACIES[name][at], ACCURACIES["fedavg"][at], strict=True)] for at in "ab"]
+        )
+        for name in ("ours", "theirs")
+    ]
+    assert [ours.comparison.clustered, theirs.comparison.clustered] == clustered
+    assert (ours.corrected, theirs.corrected) == tuple(holm([test.p for test in clustered]))
     # At a: 5, 5.1, 5, which passes Holm's correction for two targets; at b: −1, 2, −2, which passes nothing.
     assert 2 * stats.ttest_1samp([5.0, 5.1, 5.0], 0).pvalue < differences.LEVEL
     assert (ours.marked, theirs.marked) == ({"a"}, frozenset())
@@ -53,10 +62,10 @@ def test_the_grid(folder: Path) -> None:
 def test_what_is_printed(folder: Path) -> None:
     found = differences.differences(collect(folder).results, [("fedavg", "ours")])
     cells = dict(zip(differences.head(["b", "a"], ACCURACY), differences.line(found[0], ["b", "a"]), strict=True))
-    assert cells["average"] == "−2.35 ± 0.62"
-    assert cells["seeds"] == "3"
-    assert cells["t"] == "−3.81"
-    assert cells["p"] == cells["p (Holm)"] == "0.063"
+    assert cells["average"] == "−2.35 ± 2.69", "the means of the targets are −5.03 and 0.33"
+    assert (cells["t"], cells["df"]) == ("−0.87", "1.0")
+    assert cells["p"] == cells["p (Holm)"] == "0.543"
+    assert (cells["seeds"], cells["p here (Holm)"]) == ("3", "0.063")
     assert cells["a"] == "−5.03 ± 0.03*"
     assert cells["b"] == "+0.33 ± 1.20"
     grid = differences.markdown(found, ["a", "missing"], ACCURACY)
@@ -71,7 +80,16 @@ def test_one_seed_has_no_test(write_part: Callable[..., Path]) -> None:
     (found,) = differences.differences(collect(folder).results, [("a", "b")])
     assert found.corrected is None
     assert not found.marked
-    assert differences.line(found, ["t"]) == ["a − b", "+10.00", "1", "–", "–", "–", "+10.00"]
+    assert differences.line(found, ["t"]) == ["a − b", "+10.00", "–", "–", "–", "–", "1", "–", "+10.00"]
+
+
+def test_one_target_has_the_view_of_its_seeds_only(write_part: Callable[..., Path]) -> None:
+    for method, by_seed in (("a", (60.0, 61.0, 63.0)), ("b", (50.0, 50.0, 50.0))):
+        for seed, accuracy in enumerate(by_seed):
+            part = write_part(method, "t", seed, accuracy)
+    (found,) = differences.differences(collect(part.parents[2]).results, [("a", "b")])
+    assert found.corrected is None
+    assert found.here == pytest.approx(stats.ttest_1samp([10.0, 11.0, 13.0], 0).pvalue)
 
 
 def test_repeats_are_named_by_what_they_are() -> None:

@@ -186,7 +186,10 @@ def _below(found: Compared) -> list[str]:
     if found.others:
         lines.append(f"published rows that are not shown: {', '.join(found.others)}")
     if any(gain.ours and gain.ours.p is not None for gain in found.gains):
-        lines.append("p: Student's paired t-test over seeds, one line at a time, not corrected for their number")
+        lines.append(
+            "p: a mixed model with targets as clusters (one target, or pairs of sites: over seeds, of these only), one "
+            "line at a time, not corrected for their number"
+        )
     return lines
 
 
@@ -194,7 +197,7 @@ def _gain(gain: Gain) -> str:
     parts = []
     if gain.ours is not None:
         p = "" if gain.ours.p is None else f", p {p_value(gain.ours.p)}"
-        seeds = "1 seed" if gain.ours.n == 1 else f"{gain.ours.n} seeds"
+        seeds = "1 seed" if gain.seeds == 1 else f"{gain.seeds} seeds"
         parts.append(f"ours {gain.ours.mean:+.2f} ({seeds}{p})")
     if gain.published is not None:
         parts.append(f"published {gain.published:+.2f}")

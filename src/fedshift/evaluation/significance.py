@@ -1,15 +1,33 @@
-"""Whether two methods differ: Student's paired t-test over seeds, of the average over targets and at each target.
+"""Whether two methods differ: one test for every row, with targets as clusters and seeds crossed with them.
 
-A seed is one repeat of an experiment: it draws the split, the common start and the order of the samples. The targets of
-one seed share sites. So a test that counted every (target, seed) as a repeat would count too many independent repeats,
-and take the spread between targets for chance.
+A seed is one repeat of an experiment: it draws the split, the common start and the order of the samples. A target is a
+site that others might have stood for. Differences of one target are alike whatever the seed, and those of one seed
+share sites and start. So a pair (target, seed) is no independent repeat. The test is that of the mixed model
+
+    d_ts = μ + a_t + b_s + e_ts,        a_t ~ N(0, σ²_target),  b_s ~ N(0, σ²_seed),  e_ts ~ N(0, σ²)
+
+of the differences d at K targets with n seeds each. With the mean squares of targets MT, of seeds MS and of the rest
+ME, and no variance below 0,
+
+    SE² = (ME + max(MT − ME, 0) + max(MS − ME, 0)) / (K n),        t = mean(d) / SE
+    degrees of freedom = (Σ c M)² / Σ (c M)²/f, f = K − 1, n − 1, (K−1)(n−1) for M = MT, MS, ME, whose factors c in SE²
+        are 0 or ±1 (Satterthwaite, Biometrics Bulletin 2, 1946), not below the smaller of K − 1 and n − 1
+
+Where seeds shift nothing in common (MS ≤ ME ≤ MT), SE² = MT/(K n) with K − 1 degrees of freedom: Student's t on the
+targets' means. For balanced data, which these are, it is the test of the mixed model by REML; readers and cases of a
+diagnostic study are tested likewise (Hillis, Statistics in Medicine 26, 2007). Claims on methods are made by this test.
+Of 100 differences that are chance it calls at most 5 more than chance (simulated), with two seeds up to 9.
+
+The second view is Student's paired t-test over seeds, each averaged over the targets. It speaks of these targets only.
+With a single target there is no other. Pairs of sites (win-win) share sites and are no clusters: they have it alone.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, variance
 
 from fedshift.evaluation.records import RunResult, Selection
 from fedshift.evaluation.summary import Value, mean_and_standard_error
@@ -23,17 +41,19 @@ class TTest:
         n: number of repeats.
         mean: mean difference.
         standard_error: of the mean; None for one repeat.
-        p: two-sided p of Student's t-test; None for one repeat, and where all differences are equal.
+        p: two-sided, by Student's distribution; None for one repeat, and where all differences are equal.
+        freedom: degrees of freedom; None where there is no test.
     """
 
     n: int
     mean: float
     standard_error: float | None
     p: float | None
+    freedom: float | None = None
 
     @property
     def t(self) -> float | None:
-        """mean / standard error, with n − 1 degrees of freedom; None where there is no test."""
+        """mean / standard error; None where there is no test."""
         return None if self.p is None or not self.standard_error else self.mean / self.standard_error
 
 
@@ -42,12 +62,21 @@ class Comparison:
     """One method minus another.
 
     Attributes:
-        average: test over seeds of the mean over targets; None where no seed has every common target.
+        clustered: the test of this module, by which methods are claimed to differ; its n is the number of targets.
+            None for one target, for pairs of sites, and where fewer than two seeds have every common target.
+        seeds: test over seeds of the mean over targets, for these targets only; None where no seed has every common
+            target.
         targets: test over seeds at each target that both methods have.
     """
 
-    average: TTest | None
+    clustered: TTest | None
+    seeds: TTest | None
     targets: Mapping[str, TTest]
+
+    @property
+    def test(self) -> TTest | None:
+        """The test that a claim rests on: `clustered`; where there is none, that over seeds, of these targets only."""
+        return self.clustered or self.seeds
 
 
 def t_test(differences: Sequence[float]) -> TTest:
@@ -64,12 +93,52 @@ def t_test(differences: Sequence[float]) -> TTest:
         (3, 4.0, 3.4641, 0.0742)
     """
     mean, error = mean_and_standard_error(differences)
+    return _tested(len(differences), mean, error, len(differences) - 1)
+
+
+def cluster_test(differences: Sequence[Sequence[float]]) -> TTest:
+    """The test of this module: of differences against 0, with targets as clusters and seeds crossed with them.
+
+    Args:
+        differences: for each of K ≥ 2 targets its differences, of the same n ≥ 2 seeds in the same order.
+
+    Raises:
+        ValueError: fewer than two targets or seeds, or targets with unequal numbers of seeds.
+
+    Example:
+        Seeds shift nothing in common, so this is Student's t on the targets' means 3 and 5:
+
+        >>> found = cluster_test([[2.0, 4.0], [6.0, 4.0]])
+        >>> found.n, found.mean, found.standard_error, found.freedom, round(found.p, 4)
+        (2, 4.0, 1.0, 1.0, 0.156)
+    """
+    targets, seeds = len(differences), len(differences[0]) if differences else 0
+    if targets < 2 or seeds < 2 or any(len(line) != seeds for line in differences):
+        raise ValueError("the test needs two targets, and the same two seeds or more at each of them")
+    by_target, by_seed = [fmean(line) for line in differences], [fmean(line) for line in zip(*differences, strict=True)]
+    mean = fmean(by_target)
+    residuals = (
+        value - at_target - of_seed + mean
+        for line, at_target in zip(differences, by_target, strict=True)
+        for value, of_seed in zip(line, by_seed, strict=True)
+    )
+    free = targets - 1, seeds - 1, (targets - 1) * (seeds - 1)
+    rest = sum(value**2 for value in residuals) / free[2]
+    above = [square if square > rest else 0.0 for square in (seeds * variance(by_target), targets * variance(by_seed))]
+    parts = *above, (1 - sum(square > 0 for square in above)) * rest
+    total = sum(parts)
+    spread = sum(part**2 / of for part, of in zip(parts, free, strict=True))
+    freedom = max(total**2 / spread, min(free)) if spread else 0.0
+    return _tested(targets, mean, math.sqrt(total / (targets * seeds)), freedom)
+
+
+def _tested(n: int, mean: float, error: float | None, freedom: float) -> TTest:
     # Equal differences have a spread of rounding errors only, whose t would mean nothing.
     if error is None or error < 1e-12 * max(1.0, abs(mean)):
-        return TTest(len(differences), mean, error, None)
+        return TTest(n, mean, error, None)
     from scipy.special import stdtr  # takes a second to import, and only this function needs it
 
-    return TTest(len(differences), mean, error, float(2.0 * stdtr(len(differences) - 1, -abs(mean) / error)))
+    return TTest(n, mean, error, float(2.0 * stdtr(freedom, -abs(mean) / error)), freedom)
 
 
 def compare(
@@ -94,9 +163,10 @@ def compare(
         >>> ours = [result("ours", seed, accuracy) for seed, accuracy in enumerate([72.0, 74.0, 76.0])]
         >>> theirs = [result("theirs", seed, 70.0) for seed in range(3)]
         >>> found = compare(ours, theirs)
-        >>> found.average.mean, round(found.average.p, 4)
-        (4.0, 0.0742)
+        >>> found.clustered, found.seeds.mean, round(found.seeds.p, 4)
+        (None, 4.0, 0.0742)
     """
+    first = list(first)
     one, other = _by_target(first, select, value), _by_target(second, select, value)
     differences: dict[str, dict[int, float]] = {}
     for target in [target for target in one if target in other]:
@@ -107,8 +177,13 @@ def compare(
         return None
     complete = sorted(set[int].intersection(*map(set, differences.values())))
     means = [fmean(by_seed[seed] for by_seed in differences.values()) for seed in complete]
-    targets = {target: t_test(list(by_seed.values())) for target, by_seed in differences.items()}
-    return Comparison(t_test(means) if means else None, targets)
+    clusters = [[by_seed[seed] for seed in complete] for by_seed in differences.values()]
+    pairs = any(result.labelled for result in first)  # pairs of sites share sites, so they are no clusters
+    return Comparison(
+        cluster_test(clusters) if len(clusters) > 1 and len(complete) > 1 and not pairs else None,
+        t_test(means) if means else None,
+        {target: t_test(list(by_seed.values())) for target, by_seed in differences.items()},
+    )
 
 
 def _by_target(results: Iterable[RunResult], select: Selection, value: Value) -> dict[str, dict[int, float]]:

@@ -1,4 +1,5 @@
-"""Differences between methods, tested over seeds: the table in a report and in the benchmarks' pages."""
+"""Differences between methods, each by the test of `fedshift.evaluation.significance`: the table of a report, of
+`fedshift advise` and of the benchmarks' pages."""
 
 from __future__ import annotations
 
@@ -23,13 +24,15 @@ class Difference:
     Attributes:
         name: "first − second".
         comparison: the tests of the average and of each target.
-        corrected: p of the average after Holm's correction over all differences of the table.
+        corrected: p with targets as clusters, after Holm's correction over all differences of the table.
+        here: p over seeds, of these targets only, likewise.
         marked: targets whose p is below `LEVEL` after Holm's correction over the targets of this difference.
     """
 
     name: str
     comparison: Comparison
     corrected: float | None
+    here: float | None
     marked: frozenset[str]
 
 
@@ -58,8 +61,14 @@ def differences(
         for first, second in pairs
         if (comparison := compare(by_method.get(first, ()), by_method.get(second, ()), select, value)) is not None
     ]
-    corrected = holm([None if one.average is None else one.average.p for _, one in found])
-    return [Difference(name, one, p, frozenset(_marked(one))) for (name, one), p in zip(found, corrected, strict=True)]
+    corrected, here = (
+        holm([test.p if test is not None else None for test in tests])
+        for tests in ([one.clustered for _, one in found], [one.seeds for _, one in found])
+    )
+    return [
+        Difference(name, one, p, p_here, frozenset(_marked(one)))
+        for (name, one), p, p_here in zip(found, corrected, here, strict=True)
+    ]
 
 
 def _marked(comparison: Comparison) -> Iterable[str]:
@@ -69,15 +78,18 @@ def _marked(comparison: Comparison) -> Iterable[str]:
 
 def head(targets: Sequence[str], measure: Measure) -> list[str]:
     """The names of the table's columns."""
-    return ["difference", "average", f"{measure.repeat}s", "t", "p", "p (Holm)", *targets]
+    return ["difference", "average", "t", "df", "p", "p (Holm)", f"{measure.repeat}s", "p here (Holm)", *targets]
 
 
 def line(difference: Difference, targets: Sequence[str], unit: str = "%") -> list[str]:
     """The cells of one difference as plain text, in the order of `head`; ``unit``: as in `Measure`."""
-    average, by_target = difference.comparison.average, difference.comparison.targets
-    cells = [difference.name, _mean(average, unit), str(average.n) if average else MISSING]
-    cells.append(MISSING if average is None or average.t is None else _signed(average.t))
-    cells += [p_value(average.p if average else None), p_value(difference.corrected)]
+    comparison, by_target = difference.comparison, difference.comparison.targets
+    clustered, seeds = comparison.clustered, comparison.seeds
+    cells = [difference.name, _mean(comparison.test, unit)]
+    cells.append(MISSING if clustered is None or clustered.t is None else _signed(clustered.t))
+    cells.append(MISSING if clustered is None or clustered.freedom is None else f"{clustered.freedom:.1f}")
+    cells += [p_value(clustered.p if clustered else None), p_value(difference.corrected)]
+    cells += [str(seeds.n) if seeds else MISSING, p_value(difference.here)]
     return cells + [
         _mean(by_target.get(target), unit) + ("*" if target in difference.marked else "") for target in targets
     ]
@@ -97,12 +109,16 @@ def note(measure: Measure) -> str:
     """A sentence below the table that explains its numbers."""
     repeats = f"{measure.repeat}s"
     unit = "Percentage points" if measure.unit else "In the label's unit"
-    columns = "pairs of sites" if measure.repeat == "split" else "targets"
+    here = f"p here: Student's paired t-test over {repeats} of the average over the columns, which speaks of these only"
+    test = (
+        "t, df and p are those of no row, since pairs of sites share sites"
+        if measure.repeat == "split"
+        else f"t, df and p: one test for every row, a mixed model with targets as clusters and {repeats} crossed with "
+        f"them; it needs two targets and two {repeats}"
+    )
     return (
-        f"{unit}, mean ± standard error over {repeats}. t and p: Student's paired t-test over "
-        f"{repeats} of the average over {columns} ({repeats} − 1 degrees of freedom, two-sided); p (Holm) is corrected "
-        f"for all differences of this table. * p < {LEVEL} by the same test in that column alone, Holm's correction "
-        "over the columns of a line."
+        f"{unit}, mean ± standard error. {test}. {here}. Holm: corrected for all differences of this table. "
+        f"* p < {LEVEL} over {repeats} in that column alone, Holm's correction over the columns of a line."
     )
 
 

@@ -75,7 +75,8 @@ def search_page(climbed: Sequence[Climbed], out: Sequence[str], budget: int) -> 
         lines.append("")
     looks = sum(test is not None and test.p is not None for _, _, test in tests)
     lines.append(
-        f"{_quantity(climbed)}, mean over sources and seeds; the difference's standard error and p are over seeds, "
+        f"{_quantity(climbed)}, mean over sources and seeds; the difference's standard error and p are of a mixed "
+        "model with the left-out sites as clusters and seeds crossed with them (one site: over seeds, of it only), "
         f"p (Holm) is for all {looks} differences of this page together. A rung's best was chosen by its number, "
         "so that number is a little too good: the experiment file beside this page measures it again."
     )
@@ -103,8 +104,8 @@ def _quantity(climbed: Sequence[Climbed]) -> str:
 
 
 def _difference(level: Climbed, method: Method) -> TTest | None:
-    """The method minus the first, tested over seeds."""
+    """The method minus the first, with the sites that were left out as clusters."""
     first = level.experiment.methods[0].display
     by_name = {name: [result for result in level.results if result.method == name] for name in (method.display, first)}
     found = compare(by_name[method.display], by_name[first])
-    return found.average if found else None
+    return found.test if found else None

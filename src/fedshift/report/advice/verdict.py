@@ -14,7 +14,6 @@ from typing import Any
 
 from fedshift.evaluation.cautions import majorities
 from fedshift.evaluation.records import RunResult, Selection
-from fedshift.evaluation.significance import holm, t_test
 from fedshift.evaluation.summary import AVERAGE, Row
 from fedshift.report.advice.expected import Expected, next_site
 from fedshift.report.advice.roles import Role, method_name, role_of
@@ -56,10 +55,10 @@ class Against:
         role: what the other is.
         gain: how many percentage points the chosen method is better on average; negative where it is worse.
         seeds: number of seeds that both have at every common target.
-        p: over seeds, at these targets, after Holm's correction; None where there is no test.
+        p: over seeds, at these targets only, after Holm's correction; None where there is no test.
         better_at: number of targets at which the chosen method is better.
         sites: number of targets that both have.
-        p_sites: the same test over targets, for sites that were not measured; None where there is no test.
+        p_sites: with targets as clusters, for sites that were not measured, likewise.
         unit: of the measure; with "" the gain is in the label's unit.
     """
 
@@ -79,9 +78,14 @@ class Against:
         return self.p is not None and self.p < LEVEL
 
     @property
+    def told(self) -> bool:
+        """Whether it is more than chance by either view."""
+        return self.shown or self.shown_elsewhere
+
+    @property
     def shown_elsewhere(self) -> bool:
-        """Whether it is also more than the chance of having measured these targets and no others."""
-        return self.shown and self.p_sites is not None and self.p_sites < LEVEL
+        """Whether it is more than the chance of having measured these targets and no others."""
+        return self.p_sites is not None and self.p_sites < LEVEL
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,7 @@ class Verdict:
     @property
     def looks(self) -> int:
         """The number of tests between methods, which their correction counts."""
-        return sum(one.corrected is not None and not _with_guessing(one) for one in self.differences)
+        return sum(one.here is not None and not _with_guessing(one) for one in self.differences)
 
     @property
     def rivals(self) -> list[Against]:
@@ -139,7 +143,7 @@ class Verdict:
     @property
     def equals(self) -> list[Against]:
         """Rivals that are not shown to be worse."""
-        return [one for one in self.rivals if not (one.shown and one.gain > 0)]
+        return [one for one in self.rivals if not (one.told and one.gain > 0)]
 
     def best_of(self, role: Role) -> Against | None:
         """The best row of a role, such as the best pooled method."""
@@ -184,7 +188,7 @@ def verdict(collected: Collected, table: Table | None = None) -> Verdict:
     }
     role: Role = "federated" if "federated" in roles.values() else "pooled"
     able = {name: row for name, row in means.items() if roles[name] == role}
-    tests = _over_targets(found, table.measure)
+    tests = {one.name: one for one in found}
     chosen = _choice(able, tests, roles, table.measure)
     against = _against(chosen, tests, roles, table.measure, means) if chosen is not None else ()
     runs = [result for result in results if result.method == chosen]
@@ -248,20 +252,8 @@ def compared(results: Sequence[RunResult], table: Table) -> list[Difference]:
     return [*differences(results, pairs, value=usual), *guessing]
 
 
-Tests = Mapping[str, tuple[Difference, float | None]]
-"""Comparisons by name, each with its corrected p over targets."""
-
-
-def _over_targets(found: Sequence[Difference], measure: Measure) -> Tests:
-    """Each comparison with the p of the same test over targets, after Holm's correction over those of its question."""
-    tests: dict[str, tuple[Difference, float | None]] = {}
-    for guessing in (False, True):
-        question = [one for one in found if _with_guessing(one) == guessing]
-        p_values = holm([t_test([test.mean for test in one.comparison.targets.values()]).p for one in question])
-        if measure.repeat == "split":  # pairs share sites, so they are no independent draws
-            p_values = [None] * len(question)
-        tests |= {one.name: (one, p) for one, p in zip(question, p_values, strict=True)}
-    return tests
+Tests = Mapping[str, Difference]
+"""Comparisons by name."""
 
 
 def _with_guessing(one: Difference) -> bool:
@@ -274,7 +266,7 @@ def _choice(able: Mapping[str, Row], tests: Tests, roles: Mapping[str, Role], me
         name
         for name in able
         for one in _against(name, tests, roles, measure, able)
-        if one.name in able and one.shown and one.gain < 0
+        if one.name in able and one.told and one.gain < 0
     }
     best = min if measure.less_is_better else max
     return best((name for name in able if name not in beaten), key=lambda name: able[name].mean, default=None)
@@ -286,9 +278,9 @@ def _against(
     """``method`` compared with every other row; without a test where they share no seed."""
     for other in (*roles, MAJORITY):
         ours, theirs = tests.get(f"{method} − {other}"), tests.get(f"{other} − {method}")
-        difference, p_sites = ours or theirs or (None, None)
+        difference = ours or theirs
         better, unit = -1 if measure.less_is_better else 1, measure.unit
-        if difference is None or difference.comparison.average is None:
+        if difference is None or difference.comparison.seeds is None:
             if other in means and other != method:
                 gain = better * (means[method].mean - means[other].mean)
                 yield Against(other, roles[other], gain, seeds=0, p=None, better_at=0, sites=0, p_sites=None, unit=unit)
@@ -298,12 +290,12 @@ def _against(
         yield Against(
             name=other,
             role=roles.get(other, "majority"),
-            gain=sign * difference.comparison.average.mean,
-            seeds=difference.comparison.average.n,
-            p=difference.corrected,
+            gain=sign * difference.comparison.seeds.mean,
+            seeds=difference.comparison.seeds.n,
+            p=difference.here,
             better_at=sum(sign * test.mean > 0 for test in targets),
             sites=len(targets),
-            p_sites=p_sites,
+            p_sites=difference.corrected,
             unit=unit,
         )
 

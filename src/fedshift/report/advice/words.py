@@ -49,14 +49,14 @@ def first_sentence(verdict: Verdict) -> str:
     majority, alone = verdict.best_of("majority"), verdict.best_of("alone")
     ahead = any(one.gain < 0 and one.role not in (verdict.role, "majority") for one in verdict.against)
     best = "best federated method" if ahead else "best method"
-    if majority is not None and (majority.gain <= 0 or (majority.p is not None and not majority.shown)):
+    if majority is not None and (majority.gain <= 0 or (majority.p is not None and not majority.told)):
         how = "is not shown to be better than" if majority.gain > 0 else "is no better than"
-        how = "is worse than" if majority.gain < 0 and majority.shown else how
+        how = "is worse than" if majority.gain < 0 and majority.told else how
         return (
             f"Take none of these methods yet: {method}, the {best} ({number}), {how} always naming a site's most "
             f"frequent class, which is right for {expected.mean - majority.gain:.2f} %."
         )
-    if alone is not None and alone.shown and alone.gain < 0:
+    if alone is not None and alone.told and alone.gain < 0:
         how = "Do not federate yet: models" if alone.shown_elsewhere else "At these targets, models"
         by = _points(-alone.gain, alone.unit)
         return f"{how} that the sites train alone are better than {method} ({number}) by {by}."
@@ -115,14 +115,19 @@ def comparison(one: Against, looks: int = 0) -> str:
     what = f"{_points(abs(one.gain), one.unit)} {'better' if one.gain >= 0 else 'worse'} than {name}"
     if one.p is None:
         return f"{what}, which nothing here can tell from chance"
-    p = "p < 0.001" if one.p < 0.001 else f"p = {one.p:.3f}"
-    p += f" after correction for {looks} comparisons" if looks > 1 else ""
-    if not one.shown:
-        return f"{what}, which may be chance ({p})"
+    here, sites = _p(one.p), "" if one.p_sites is None else f", {_p(one.p_sites)} with targets as clusters"
+    tested = f"{here} over seeds{sites}" if sites else here
+    tested += f" after correction for {looks} comparisons" if looks > 1 else ""
     if one.shown_elsewhere:
-        return f"{what}, more than chance at these targets and likely at other sites ({p})"
+        return f"{what}, more than chance and likely at other sites ({tested})"
+    if not one.shown:
+        return f"{what}, which may be chance ({tested})"
     at = f"{one.better_at} of {one.sites} targets" if one.sites > 1 else "one target"
-    return f"{what}, more than chance at these targets ({p}; better at {at}) but open at other sites"
+    return f"{what}, more than chance at these targets ({tested}; better at {at}) but open at other sites"
+
+
+def _p(p: float) -> str:
+    return "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
 
 
 def _quantity(name: str) -> str:

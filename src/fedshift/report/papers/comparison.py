@@ -38,10 +38,18 @@ class Number:
 
 @dataclass(frozen=True)
 class Gain:
-    """What a row adds to the baseline's, on average over targets: ours, tested over seeds, and as published."""
+    """What a row adds to the baseline's, on average over targets: ours, tested, and as published.
+
+    Attributes:
+        row: the row.
+        ours: with targets as clusters, or over seeds where there is one target, or pairs of sites.
+        seeds: number of seeds behind ours.
+        published: None if it was not.
+    """
 
     row: str
     ours: TTest | None
+    seeds: int
     published: float | None
 
 
@@ -138,5 +146,6 @@ def _gains(panel: Panel, runs: Runs, published: Mapping[tuple[str, str], Number]
         printed = both[0].mean - both[1].mean if both[0] and both[1] else None
         test = compare(runs.of(place), runs.of(base), value=VALUES[place.value])
         if row != panel.baseline and (test or printed is not None):
-            gains.append(Gain(row, test.average if test else None, printed))
+            seeds = test.seeds.n if test and test.seeds else 0
+            gains.append(Gain(row, test.test if test else None, seeds, printed))
     return gains
