@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 FEDSHIFT_WORKERS ?= 3
 MUTATION_JOBS ?= 2
 
-.PHONY: demo docs test mutation test-fast test-processors check-results lint audit sbom lock bench clean
+.PHONY: demo docs test references mutation test-fast test-processors check-results lint audit sbom lock bench clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -19,6 +19,9 @@ demo: $(READY)  ## compare four methods on rotated digits; ends with a table and
 
 test: $(READY)  ## all tests; those on real data need FEDSHIFT_DATA and FEDSHIFT_WEIGHTS and say so when they skip
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(FEDSHIFT_WORKERS) --dist loadfile --no-loadscope-reorder
+
+references: $(READY)  ## every number that an authors' function gave beside ours; writes docs/references.md
+	OMP_NUM_THREADS=1 $(BIN)/python tests/references/list_references.py
 
 test-fast: $(READY)  ## the tests that start no processes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(FEDSHIFT_WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow"

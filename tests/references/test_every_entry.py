@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-
+import list_references
 import pytest
 from authors_numbers import COMPARED, FILES, HERE, LARGEST, references
 
 
 def every_comparison() -> set[tuple[str, str]]:
     """File and id of every entry that a test of this folder compares."""
-    for path in sorted(HERE.glob("test_*.py")):
-        importlib.import_module(path.stem)
+    list_references.load_comparisons()
     return set(COMPARED)
 
 
@@ -37,3 +35,7 @@ def test_a_difference_is_of_an_output_and_has_a_reason(file: str) -> None:
 def test_a_rougher_comparison_has_a_reason(file: str) -> None:
     for entry, reference in references(file).items():
         assert reference.tolerance <= LARGEST or reference.tolerance_reason, entry
+
+
+def test_the_page_says_with_whom_each_method_agrees() -> None:
+    assert list_references.PAGE.read_text(encoding="utf-8") == list_references.page(), "run make references"

@@ -1,0 +1,99 @@
+"""Lists with whom each method agrees: ``make references`` compares every entry anew and writes docs/references.md.
+
+The page says what is compared, with whose function, how near, and what differs and why. The terminal shows how far
+apart the numbers were just now, which depends on the processor.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+from authors_numbers import COMPARED, FILES, Reference, references  # noqa: E402
+
+PAGE = HERE.parents[1] / "docs" / "references.md"
+COMMIT = re.compile(r"\b[0-9a-f]{40}\b")
+HEAD = """# Agreement with the authors' functions
+
+A method is right when it agrees with numbers that somebody else's function gave. Each row is one such comparison:
+inputs by formula, what the named function of the named commit gave on them, and the same through fedshift. *As near as*
+is the largest gap between any two numbers that the test allows. A number that differs is named with the reason, and the
+test fails if it agrees after all.
+
+`make references` compares all of them again and writes this page. The numbers are in `tests/references`.
+"""
+
+
+def every() -> Iterator[tuple[str, Reference]]:
+    """All entries with their file, by method."""
+    for file in FILES:
+        if (HERE / f"{file}.json").is_file():
+            for reference in sorted(references(file).values(), key=lambda entry: entry.method.lower()):
+                yield file, reference
+
+
+def load_comparisons() -> None:
+    """Import the tests, which say what they compare."""
+    for path in sorted(HERE.glob("test_*.py")):
+        importlib.import_module(path.stem)
+
+
+def agreement(file: str, reference: Reference) -> str:
+    """How near, of those outputs that are compared."""
+    if reference.outputs.keys() <= reference.differences.keys():
+        return "differs"
+    if (file, reference.id) not in COMPARED:
+        return "not compared yet"
+    near = f"{reference.tolerance:g}"
+    return f"{near}, in part" if reference.differences else near
+
+
+def differences(reference: Reference) -> str:
+    """What differs and why; outputs of one reason together."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in reference.differences.items():
+        by_reason.setdefault(reason, []).append(name)
+    found = [f"{', '.join(name.replace('_', ' ') for name in names)}: {why}" for why, names in by_reason.items()]
+    return " ".join([*found, reference.tolerance_reason]).strip()
+
+
+def page() -> str:
+    """docs/references.md as it should be."""
+    load_comparisons()
+    lines = [HEAD, "| method | what | whose function | as near as | what differs |", "|---|---|---|---|---|"]
+    for file, reference in every():
+        source = COMMIT.sub(lambda found: found[0][:8], reference.source)
+        cells = (reference.method, reference.what, source, agreement(file, reference), differences(reference))
+        lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def summary() -> Sequence[str]:
+    """A line for each entry: the largest gap of this run."""
+    lines = []
+    for file, reference in every():
+        gaps = [gap for name, gap in reference.gaps.items() if name not in reference.differences]
+        found = f"{max(gaps):8.1e}" if gaps else f"{agreement(file, reference):>8}"
+        lines.append(f"{found}  {reference.id:28} {reference.what}")
+    return lines
+
+
+def main() -> int:
+    """Write the page, compare everything, print the gaps."""
+    importlib.import_module("conftest")  # it shows the way to the helpers of these tests
+    PAGE.write_text(page(), encoding="utf-8")
+    failed = pytest.main([str(HERE), "--quiet", "-p", "no:cacheprovider"])
+    print("\n".join(summary()))
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
