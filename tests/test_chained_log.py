@@ -30,7 +30,8 @@ def test_the_first_line_that_does_not_fit_is_named(log: Path) -> None:
     lines = lines_of(log)
     other = lines[1].replace('"number": 1', '"number": 7')
     for spoiled, number in (
-        ([lines[0], other, *lines[2:]], 3),
+        ([lines[0], other, *lines[2:]], 2),
+        ([*lines[:-1], lines[-1].replace('"number": 3', '"number": 7')], 4),
         ([lines[0], *lines[2:]], 2),
         ([*lines[:2], lines[0], *lines[2:]], 3),
         (["", *lines], 1),
@@ -51,6 +52,25 @@ def test_half_a_line_is_no_line(log: Path) -> None:
     log.write_bytes(b'{"half')
     append_line(log, {"number": 0})
     assert len(checked_lines(log)) == 1
+
+
+@pytest.mark.case("bit flips", "every bit of the last line of a log, and of its line break")
+def test_a_flipped_bit_of_the_last_line_is_noticed(tmp_path: Path) -> None:
+    """No line behind it has its digest. Without its line break it would count as half a line, and be lost."""
+    log = tmp_path / "log"
+    for number in range(2):
+        append_line(log, {"steps": number})
+    whole = log.read_bytes()
+    begin = whole.index(b"\n") + 1
+    for bit in range(8 * begin, 8 * len(whole)):
+        data = bytearray(whole)
+        data[bit // 8] ^= 1 << bit % 8
+        log.write_bytes(data)
+        with pytest.raises(FedshiftError, match="changed"):
+            checked_lines(log)
+        with pytest.raises(FedshiftError, match="changed"):
+            append_line(log, {"steps": 2})
+        assert log.read_bytes() == data
 
 
 def test_a_log_that_was_cut_is_not_gone_on_with(log: Path) -> None:

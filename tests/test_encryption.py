@@ -42,7 +42,7 @@ def test_only_the_user_reads_it_whatever_the_umask(
     write_private(tmp_path / "file", CONTENT)
     assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o600
     assert read_private(tmp_path / "file") == CONTENT
-    assert ((tmp_path / "file").read_bytes() == CONTENT) is not encrypted
+    assert (CONTENT in (tmp_path / "file").read_bytes()) is not encrypted
 
 
 @pytest.mark.parametrize("length", [0, 1, 99, 100, 101, 1280])

@@ -26,6 +26,7 @@ FLOORS = (
     (
         "chained_log",
         "class_registry",
+        "digests",
         "encryption",
         "errors",
         "extras",

@@ -1,7 +1,8 @@
-"""A log whose lines are chained: each is JSON and carries the digest of the line before it.
+"""A log whose lines are chained: each is JSON and carries the digest of the line before it, and at last its own.
 
-A line that was changed, removed or added in the middle breaks the chain. Lines cut off the end do not show in the file
-itself: `fedshift security export` signs the digests of all lines, and a sink has a copy of each.
+A line that was changed, removed or added in the middle breaks the chain, and a damaged last one does not fit its own
+digest. Lines cut off the end do not show in the file itself: `fedshift security export` signs the digests of all lines,
+and a sink has a copy of each.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from fedshift.errors import FedshiftError
 
 START = "0" * 64
 """What the first line carries as the digest of the line before it."""
+_OWN = ', "sha256": "'
+"""What a line's digest of itself stands behind."""
 _TAIL = 1 << 16
-
-
 _REMEDY = "keep it, and start a new one"
 
 
@@ -41,16 +42,19 @@ def append_line(
 
     Raises:
         OSError: the line cannot be written.
-        FedshiftError: the log is shorter than ``known``.
+        FedshiftError: the log is shorter than ``known``, or its last line is damaged.
     """
     with open(path, "ab+", opener=_private) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        last, size = _last_line(file)
+        last, size, rest = _last_line(file)
+        if (size and not is_undamaged(last)) or _lacks_its_end(rest):
+            raise FedshiftError(f"{path}: the last line of the log was changed; {remedy}")
         if size < known:
             raise FedshiftError(f"{path}: lines were cut off the end of the log; {remedy}")
         file.truncate(size)  # half a line, of a process that was killed while it wrote
         previous = digest_of(last) if size else START
-        line = json.dumps({**entry, "previous": previous})  # ASCII: any text can be written
+        text = json.dumps({**entry, "previous": previous})  # ASCII: any text can be written
+        line = f'{text[:-1]}{_OWN}{digest_of(text)}"}}'
         file.write(line.encode() + b"\n")
         file.flush()
         if flush:
@@ -68,24 +72,23 @@ def checked_lines(path: Path, remedy: str = f"{_REMEDY} in its place") -> list[s
     Raises:
         FedshiftError: the chain is broken. The message names the first line that does not fit.
     """
-    lines, last = lines_of(path), START
+    (lines, rest), last = _split(path), START
     for number, line in enumerate(lines, 1):
         try:
             chained = json.loads(line)["previous"] == last
         except (ValueError, KeyError, TypeError):
             chained = False
-        if not chained:
+        if not (chained and is_undamaged(line)):
             raise FedshiftError(f"{path}, line {number}: the log was changed here; {remedy}")
         last = digest_of(line)
+    if _lacks_its_end(rest):
+        raise FedshiftError(f"{path}, line {len(lines) + 1}: the log was changed here; {remedy}")
     return lines
 
 
 def lines_of(path: Path) -> list[str]:
     """The whole lines of a log, whether their chain is whole or not."""
-    if not path.exists():
-        return []
-    whole = path.read_bytes().rpartition(b"\n")[0]
-    return whole.decode(errors="replace").split("\n") if whole else []
+    return _split(path)[0]
 
 
 def digest_of(line: str) -> str:
@@ -93,8 +96,27 @@ def digest_of(line: str) -> str:
     return hashlib.sha256(line.encode(errors="replace")).hexdigest()
 
 
-def _last_line(file: BinaryIO) -> tuple[str, int]:
-    """The last whole line, and where it ends, with its line break."""
+def is_undamaged(line: str) -> bool:
+    """Whether a line is the one that was written, by its own digest alone."""
+    text, found, own = line.rpartition(_OWN)
+    return bool(found) and own == f'{digest_of(text + "}")}"}}'
+
+
+def _split(path: Path) -> tuple[list[str], bytes]:
+    """The whole lines of a log, and what stands behind them: half a line, or one whose line break was damaged."""
+    if not path.exists():
+        return [], b""
+    whole, _, rest = path.read_bytes().rpartition(b"\n")
+    return whole.decode(errors="replace").split("\n") if whole else [], rest
+
+
+def _lacks_its_end(rest: bytes) -> bool:
+    """Whether what stands behind the last line break is a whole line, whose own was changed into something else."""
+    return is_undamaged(rest[:-1].decode(errors="replace"))
+
+
+def _last_line(file: BinaryIO) -> tuple[str, int, bytes]:
+    """The last whole line; where it ends, with its line break; and what stands behind."""
     end = file.seek(0, os.SEEK_END)
     begin, tail = end, b""
     while begin and tail.count(b"\n") < 2:
@@ -103,7 +125,7 @@ def _last_line(file: BinaryIO) -> tuple[str, int]:
         tail = file.read(end - begin)
     whole, found, rest = tail.rpartition(b"\n")
     line = whole.rpartition(b"\n")[2]
-    return line.decode(errors="replace"), end - len(rest) if found else 0
+    return line.decode(errors="replace"), end - len(rest) if found else 0, rest
 
 
 def _private(path: str, flags: int) -> int:

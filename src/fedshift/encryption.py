@@ -1,7 +1,8 @@
-"""Files at rest: encrypted if a key is set, and readable by their user only.
+"""Files at rest: encrypted if a key is set, readable by their user only, and with a digest that shows damage.
 
-Checkpoints, site memory and kept answers are written and read here. The key comes from the file that
-``FEDSHIFT_KEY_FILE`` names, or from ``FEDSHIFT_KEY`` itself. Without either, files are written as they are.
+Checkpoints, site memory, keys and kept answers are written and read here. The key comes from the file that
+``FEDSHIFT_KEY_FILE`` names, or from ``FEDSHIFT_KEY`` itself. Without either, files hold their content in
+clear, behind its digest (`digests`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from fedshift.digests import REMEDY, with_digest, without_digest
 from fedshift.errors import UserError
 from fedshift.files import write_bytes
 
@@ -36,29 +38,61 @@ def write_private(path: Path, data: bytes, *, flush: bool = True) -> None:
         UserError: it cannot be written, or the key cannot be used.
     """
     key = present_key()
-    if key is not None:
-        _check_apart(path)
-        data = encrypted(data, key, path.name)
-    write_bytes(path, data, private=True, flush=flush)
+    write_bytes(path, with_digest(data) if key is None else _closed(data, key, path), private=True, flush=flush)
 
 
-def read_private(path: Path) -> bytes:
+def read_private(path: Path, remedy: str = REMEDY) -> bytes:
     """Read what `write_private` wrote.
+
+    Args:
+        path: the file.
+        remedy: what to do about a damaged file, for the message.
 
     Raises:
         OSError: the file cannot be read.
-        UserError: it is encrypted and there is no key, or another one; or it is not encrypted although a key is set.
+        UserError: it is damaged; it is encrypted and there is no key, or another one; or it is not encrypted although
+            a key is set.
     """
     data, key = path.read_bytes(), present_key()
-    if not data.startswith(MAGIC):
-        if key is not None:
-            raise UserError(
-                f"{path} is not encrypted, but a key is set ({KEY_FILE} or {KEY}): go on without the key, or delete "
-                "the file and run again"
-            )
-        return data
-    if key is None:
+    if key is not None:
+        return _opened(data, key, path)
+    if data.startswith(MAGIC):
         raise UserError(f"{path} is encrypted: set {KEY_FILE} to the file of its key, or {KEY} to the key")
+    return without_digest(data, path, remedy)
+
+
+def write_scratch(path: Path, data: bytes) -> None:
+    """Write a file that ends with this process: as `write_private` does, but not flushed and without a digest.
+
+    Raises:
+        UserError: it cannot be written, or the key cannot be used.
+    """
+    key = present_key()
+    write_bytes(path, data if key is None else _closed(data, key, path), private=True, flush=False)
+
+
+def read_scratch(path: Path) -> bytes:
+    """Read what `write_scratch` wrote.
+
+    Raises:
+        OSError: the file cannot be read.
+        UserError: it was not written with the key that is set.
+    """
+    data, key = path.read_bytes(), present_key()
+    return data if key is None else _opened(data, key, path)
+
+
+def _closed(data: bytes, key: bytes, path: Path) -> bytes:
+    _check_apart(path)
+    return encrypted(data, key, path.name)
+
+
+def _opened(data: bytes, key: bytes, path: Path) -> bytes:
+    if not data.startswith(MAGIC):
+        raise UserError(
+            f"{path} is not encrypted, but a key is set ({KEY_FILE} or {KEY}): go on without the key, or delete "
+            "the file and run again"
+        )
     return decrypted(data, key, path)
 
 

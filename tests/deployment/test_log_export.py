@@ -118,7 +118,7 @@ def test_a_site_cannot_sign_as_another(
 
 def test_a_broken_log_is_not_signed(kits: dict[str, Kit], log: Path, tmp_path: Path) -> None:
     log.write_text(log.read_text().replace('"number": 1', '"number": 9'))
-    with pytest.raises(FedshiftError, match="line 3: the log was changed"):
+    with pytest.raises(FedshiftError, match="line 2: the log was changed"):
         export_log(log, kits["own north"], "audit", tmp_path / "export")
 
 

@@ -17,6 +17,7 @@ from fedshift.deployment.privacy.ledger import LEDGER, SECRET, PrivacyLedger
 from fedshift.deployment.privacy.recovery import recover_records
 from fedshift.deployment.site_file import load_site
 from fedshift.deployment.site_server import SiteProgram
+from fedshift.encryption import read_private
 from fedshift.errors import FedshiftError, Refused, UserError
 from fedshift.federation import private_training
 from fedshift.federation.remote.policy import PrivacyBudget
@@ -70,11 +71,11 @@ def lines(site: SiteProgram) -> list[dict[str, Any]]:
 
 def weights_of(site: SiteProgram, header: dict[str, Any]) -> torch.Tensor:
     """What lies in the file of the answer that the site keeps."""
-    from safetensors.torch import load_file
+    from safetensors.torch import load
 
     assert "error" not in header, header
     (file,) = (site.config.memory / "r").glob("answer-*.safetensors")
-    return torch.cat([value.flatten() for value in load_file(file).values()])
+    return torch.cat([value.flatten() for _, value in sorted(load(read_private(file)).items())])
 
 
 def deployed(
@@ -110,7 +111,7 @@ def test_noise_is_of_the_secret_and_a_run_that_was_killed_repeats_it(tmp_path: P
     whole, other = (model(deployed(tmp_path / name, {}), "fedavg", "west") for name in ("a", "b"))
     assert not same(whole, other)
     for name in SITES:
-        secret = (tmp_path / "a" / name / "memory" / SECRET).read_bytes()
+        secret = read_private(tmp_path / "a" / name / "memory" / SECRET)
         draw_secret(tmp_path / "c" / name / "memory", secret, name)
 
     def killed(site: str, header: dict[str, Any], answer: Any) -> Any:
@@ -326,7 +327,7 @@ def test_a_changed_ledger_is_noticed(tmp_path: Path) -> None:
         half.write('{"mark": "x')  # of a process that was killed
     assert ledger.spent() == [NoisySteps(2.0, 0.1, 10)]
     file.write_text(file.read_text().replace('"steps": 5', '"steps": 1', 1))
-    with pytest.raises(FedshiftError, match="line 3"):
+    with pytest.raises(FedshiftError, match="line 2"):
         ledger.pay(ledger.mark(number=2), NoisySteps(2.0, 0.1, 5))
     with pytest.raises(Refused):
         PrivacyLedger(tmp_path / "new", "north", PrivacyBudget(epsilon=0.1)).pay("m", NoisySteps(2.0, 0.1, 5))

@@ -45,18 +45,33 @@ def test_memory_is_saved_and_loaded_bit_for_bit(tmp_path: Path) -> None:
 def test_only_what_changed_is_written(tmp_path: Path) -> None:
     memory = SiteMemory(["model", "count"])
     memory["model"], memory["count"] = Weights({"w": torch.ones(2)}), 1
-    assert memory.save(tmp_path, 4) == {"model": "model-4.safetensors", "count": "count-4.safetensors"}
+    before = memory.save(tmp_path, 4)
+    assert [name.split("-")[:2] for name in before.values()] == [["model", "4"], ["count", "4"]]
     for file in tmp_path.iterdir():
         file.write_bytes(b"untouched")
     memory["count"] = 2
-    assert memory.save(tmp_path, 5) == {"model": "model-4.safetensors", "count": "count-5.safetensors"}
-    assert (tmp_path / "model-4.safetensors").read_bytes() == b"untouched"
-    assert (tmp_path / "count-4.safetensors").read_bytes() == b"untouched"  # an older checkpoint may point to it
+    after = memory.save(tmp_path, 5)
+    assert after["model"] == before["model"]
+    assert after["count"].startswith("count-5-")
+    assert (tmp_path / before["model"]).read_bytes() == b"untouched"
+    assert (tmp_path / before["count"]).read_bytes() == b"untouched"  # an older checkpoint may point to it
     del memory["model"]
-    assert memory.save(tmp_path, 6) == {"count": "count-5.safetensors"}
+    assert memory.save(tmp_path, 6) == {"count": after["count"]}
     again = SiteMemory(["count"])
-    again.load(tmp_path, {"count": "count-5.safetensors"})
-    assert again.save(tmp_path, 7) == {"count": "count-5.safetensors"}
+    again.load(tmp_path, {"count": after["count"]})
+    assert again.save(tmp_path, 7) == {"count": after["count"]}
+
+
+def test_files_of_two_runs_are_not_mistaken_for_each_other(tmp_path: Path) -> None:
+    """A site's memory of one run, at the same exchange, put in the place of the other run's."""
+    files = []
+    for run in ("one", "other"):
+        memory = SiteMemory(["count"])
+        memory["count"] = 1
+        files.append(tmp_path / run / memory.save(tmp_path / run, 3)["count"])
+    files[0].write_bytes(files[1].read_bytes())
+    with pytest.raises(UserError, match="another name"):
+        memory.load(files[0].parent, {"count": files[0].name})
 
 
 def test_memory_files_that_are_damaged_or_of_another_entry(tmp_path: Path) -> None:

@@ -185,7 +185,8 @@ def _logs(kit: Path, name: str | None) -> None:
     console = safe_console()
     for event in Deployment.named(kit, name).events():
         moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.pop("time", 0)))
-        event.pop("previous", None)
+        for digest in ("previous", "sha256"):
+            event.pop(digest, None)
         severity, advice = _severity(event)
         words = " ".join(f"{key}={value}" for key, value in event.items() if value not in (None, ""))
         console.print(f"{moment} {severity} {words}{advice}", highlight=False, markup=False, soft_wrap=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Literal, Protocol, TypeVar
 
-from fedshift.encryption import write_private
+from fedshift.encryption import write_scratch
 from fedshift.errors import FedshiftError
 from fedshift.federation.message_files import mapped_message
 from fedshift.federation.messages import Content, Number, PerSite, Reply, encode, pieces, reply_content
@@ -256,7 +256,7 @@ class _Kept(Generic[R]):
         if self._folder is None:
             self._folder = ScratchFolder("replies")
         path = self._folder.path / f"{len(self._files)}.safetensors"
-        write_private(path, encode(content), flush=False)
+        write_scratch(path, encode(content))
         self._files.append((site, type(reply), path))
 
     def __iter__(self) -> Iterator[tuple[str, R]]:

@@ -1,28 +1,27 @@
-"""Content as files: checkpoints and site memory, each with a digest by which a damaged one is noticed.
+"""Content as files: checkpoints and site memory.
 
-A file begins with a line, ``fedshift sha256 1``, and the SHA-256 of what follows: a message (`messages.encode`). A
-message without them is of an older version, and is read as it is. The digest shows damage, not an adversary.
+Each file is a message (`messages.encode`) behind its digest, and holds its own name. So a damaged file is noticed, and
+another one in its place: an older one, or that of another site.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fedshift.encryption import present_key, read_private, write_private
+from fedshift.digests import REMEDY
+from fedshift.encryption import present_key, read_private, read_scratch, write_private
 from fedshift.errors import FedshiftError, UserError
 from fedshift.federation.messages import Content, decode, decode_file, encode
 
-_MARK = b"fedshift sha256 1\n"
-_BEGIN = len(_MARK) + hashlib.sha256().digest_size
+_NAME = "file"
+"""The entry of a message's header that holds the file's name."""
 
 
 def write_message(path: Path, content: Mapping[str, Content], header: Mapping[str, object] | None = None) -> None:
     """Write content as a message with its digest, atomically; encrypted if a key is set, and for its user only."""
-    data = encode(content, header)
-    write_private(path, b"".join((_MARK, hashlib.sha256(data).digest(), data)))
+    write_private(path, encode(content, {**(header or {}), _NAME: path.name}))
 
 
 def mapped_message(path: Path) -> dict[str, Content]:
@@ -31,24 +30,24 @@ def mapped_message(path: Path) -> dict[str, Content]:
     Tensors are read from the file when they are used, so a rule that compares pieces of many models reads only these
     pieces. An encrypted file is read as a whole.
     """
-    return read_message(path)[0] if present_key() is not None else decode_file(path)
+    return decode(read_scratch(path))[0] if present_key() is not None else decode_file(path)
 
 
 def read_message(path: Path) -> tuple[dict[str, Content], dict[str, Any]]:
     """Read the content and header that `write_message` wrote.
 
     Raises:
-        UserError: the file is missing, damaged, of another program, or encrypted with another key.
+        UserError: the file is missing, damaged, of another program, encrypted with another key, or was written under
+            another name.
     """
     try:
-        data = read_private(path)
+        content, header = decode(read_private(path))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
-    if data.startswith(_MARK):
-        digest, data = data[len(_MARK) : _BEGIN], data[_BEGIN:]
-        if hashlib.sha256(data).digest() != digest:
-            raise UserError(f"{path} is damaged: it is not what was written; restore it, or delete it and run again")
-    try:
-        return decode(data)
+    except UserError:
+        raise
     except FedshiftError:
-        raise UserError(f"{path} is damaged or was not written by fedshift: delete it and run again") from None
+        raise UserError(f"{path} was not written by this version of fedshift: delete it and run again") from None
+    if header.pop(_NAME, None) != path.name:
+        raise UserError(f"{path} was written under another name: {REMEDY}")
+    return content, header

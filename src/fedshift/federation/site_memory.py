@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 
@@ -18,7 +19,7 @@ class SiteMemory(MutableMapping[str, Content]):
     """Content that a site keeps between exchanges, under names that the method declares. It is never sent.
 
     Each entry is saved as one file of the checkpoint, written only when it changed. The file name holds the exchange
-    that wrote it, so an interrupted save leaves the files of an older checkpoint as they are.
+    that wrote it and a random number, so an interrupted save leaves the files of an older checkpoint as they are.
     """
 
     def __init__(self, declared: Iterable[str]) -> None:
@@ -62,7 +63,8 @@ class SiteMemory(MutableMapping[str, Content]):
         """Write the entries that changed since the last save; return entry → file name for the checkpoint."""
         for name, content in self._entries.items():
             if name not in self._files:
-                file = f"{name}-{version}.safetensors"
+                # At random, so that no other file can be taken for it, such as that of another site or run.
+                file = f"{name}-{version}-{secrets.token_hex(4)}.safetensors"
                 write_message(folder / file, {name: content})
                 self._files[name] = file
         return dict(self._files)

@@ -19,6 +19,7 @@ from fedshift.deployment.privacy.recovery import lost_records, recover_records
 from fedshift.deployment.site_file import load_site
 from fedshift.deployment.site_server import SiteProgram
 from fedshift.deployment.spent_before import noted_spending
+from fedshift.encryption import write_private
 from fedshift.errors import FedshiftError, Refused, UserError
 from fedshift.federation.remote.policy import AuditLog, Policy, PrivacyBudget
 from fedshift.functional.differential_privacy import NoisySteps
@@ -81,7 +82,7 @@ def put_back(backup: str, *names: str) -> Callable[[Path, Path], None]:
 
 
 def overwritten(memory: Path, _: Path) -> None:
-    (memory / SECRET).write_bytes(bytes(32))
+    write_private(memory / SECRET, bytes(32))
 
 
 HARM = [

@@ -101,12 +101,18 @@ def test_a_damaged_file_of_a_finished_run_is_not_read(
         assert hashlib.sha256((path.parent / listed).read_bytes()).hexdigest() == digest
 
 
-def test_a_run_of_an_older_version_goes_on(tmp_path: Path, interrupted: tuple[Path, dict[str, object]]) -> None:
-    """Its files have no digests."""
+def test_an_older_file_is_not_taken_for_a_newer_one(
+    tmp_path: Path, interrupted: tuple[Path, dict[str, object]]
+) -> None:
+    """As from a backup: it is whole, but of an earlier round, or of another site."""
     runs, options = interrupted
     shutil.copytree(runs, tmp_path / "runs")
-    for path in (tmp_path / "runs").rglob("*.safetensors"):
-        path.write_bytes(path.read_bytes()[len(b"fedshift sha256 1\n") + 32 :])
+    first, second, *_ = sorted((tmp_path / "runs").rglob("memory/*/optimizer-*"))
+    whole = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    with pytest.raises(UserError, match=first.name):
+        fedshift.run(options, tmp_path / "runs")
+    first.write_bytes(whole)
     fedshift.run(options, tmp_path / "runs")
     fedshift.run(options, tmp_path / "whole")
     assert outcome(tmp_path / "runs") == outcome(tmp_path / "whole")

@@ -23,7 +23,7 @@ from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.shareable import Shareable, make_reply
 from nvflare.apis.signal import Signal
 
-from fedshift.encryption import read_private
+from fedshift.encryption import read_scratch
 from fedshift.errors import FedshiftError
 from fedshift.federation.remote.incoming import Arriving, Spool
 from fedshift.text import one_line
@@ -86,7 +86,7 @@ class Parcel:
     def at(self, begin: int, size: int) -> bytes:
         """The request's next bytes, at most ``size`` and none beyond the end of a part."""
         number, begin = divmod(begin, self.part)
-        return read_private(self.request[number])[begin : begin + size] if number < len(self.request) else b""
+        return read_scratch(self.request[number])[begin : begin + size] if number < len(self.request) else b""
 
 
 class Parcels:

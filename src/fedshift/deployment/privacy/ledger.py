@@ -19,7 +19,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError
 
-from fedshift.chained_log import append_line, checked_lines, lines_of
+from fedshift.chained_log import append_line, checked_lines, is_undamaged, lines_of
+from fedshift.digests import Damaged
 from fedshift.encryption import read_private, write_private
 from fedshift.errors import FedshiftError, Refused, UserError
 from fedshift.federation.remote.policy import RECOVER, AuditLog, PrivacyBudget
@@ -172,7 +173,7 @@ class PrivacyLedger:
             costs, lost = self._costs(answers, counted)
             done = [f"kept as {aside.name}" for file in (self._file,) if (aside := set_aside(file)) is not None]
             secret = self._memory / SECRET
-            if not secret.exists() or len(read_private(secret)) != SECRET_BYTES:
+            if not _is_secret(secret):
                 set_aside(secret)
                 done.append("drew another secret: requests that come again have other noise, and count again")
             self._cached, self._known = None, 0
@@ -189,7 +190,8 @@ class PrivacyLedger:
         self, answers: Sequence[Mapping[str, Any]], counted: int
     ) -> tuple[dict[tuple[str, float, float], NoisySteps], int]:
         """All costs that are known, by mark and kind, and how many exchanges there were beside them."""
-        readable = [line for text in lines_of(self._file) if (line := _line_of(text)) is not None]
+        stored = lines_of(self._file)
+        readable = [line for text in stored if is_undamaged(text) and (line := _line_of(text)) is not None]
         told = [line for one in answers if (line := _line_of(json.dumps(one.get("ledger")))) is not None]
         costs: dict[tuple[str, float, float], NoisySteps] = {}
         for line in readable:
@@ -202,7 +204,7 @@ class PrivacyLedger:
             known += key not in costs
             if key not in costs or costs[key].steps < line.steps:
                 costs[key] = line.noisy
-        counted = max([counted, *(line.lines for line in told)])
+        counted = max([counted, len(stored), *(line.lines for line in told)])
         if not readable and not told and (self._memory / SECRET).exists():
             counted = known + 1  # it was begun, and nothing says what for
         unsaid = set() if readable else {_exchange_of(one) for one in answers if _may_have_cost(one)}
@@ -263,7 +265,7 @@ class PrivacyLedger:
                 raise self._without_secret()
             return self._begin()
         try:
-            secret = read_private(file)
+            secret = read_private(file, RECOVER)
         except OSError as error:
             raise UserError(f"{file}: cannot be read: {error.strerror}") from None
         if len(secret) != SECRET_BYTES:
@@ -276,7 +278,7 @@ class PrivacyLedger:
     def _begin(self) -> bytes:
         """Begin the ledger with a line of the secret, which is drawn if there is none."""
         file = self._memory / SECRET
-        secret = read_private(file) if file.exists() else os.urandom(SECRET_BYTES)
+        secret = read_private(file, RECOVER) if file.exists() else os.urandom(SECRET_BYTES)
         self._write(_mark(secret, ledger=self.site), NoisySteps(1.0, 1.0, 0), {"call": "begin"})
         if not file.exists():  # a kill before this leaves a ledger that counts nothing: the next secret begins it again
             write_private(file, secret)
@@ -299,6 +301,14 @@ class PrivacyLedger:
 
 def _mark(secret: bytes, **of: Any) -> str:
     return hmac.digest(secret, f"mark\x1f{json.dumps(of, sort_keys=True)}".encode(), hashlib.sha256).hex()
+
+
+def _is_secret(file: Path) -> bool:
+    """Whether a file holds a secret that can be gone on with."""
+    try:
+        return len(read_private(file)) == SECRET_BYTES
+    except (FileNotFoundError, Damaged):
+        return False
 
 
 def _line_of(text: str) -> LedgerLine | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from fedshift.encryption import read_private, write_private
+from fedshift.encryption import read_scratch, write_scratch
 from fedshift.errors import FedshiftError
 from fedshift.federation.exchange import Answer
 from fedshift.federation.remote.transport import Lost
@@ -90,7 +90,7 @@ class Spool:
             self._folder = ScratchFolder("answers")
         self._files += 1
         path = self._folder.path / str(self._files)
-        write_private(path, data, flush=False)
+        write_scratch(path, data)
         return path
 
     def take(self, held: Held) -> Message:
@@ -101,7 +101,7 @@ class Spool:
             return held.message
         body = io.BytesIO()  # joining the parts would need room for all of them and the whole
         for path in held.paths:
-            body.write(read_private(path))
+            body.write(read_scratch(path))
             path.unlink()
         return Message(held.message.header, body.getvalue(), held.message.digest)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +68,7 @@ class Outbox:
             alike.setdefault(tuple(id(tensor) for tensor in residuals.values()), []).append(receiver)
         files: dict[str, str] = {}
         for number, group in enumerate(alike.values()):
-            name = files[str(number)] = f"owed-{number}-{exchange}.safetensors"
+            name = files[str(number)] = f"owed-{number}-{exchange}-{secrets.token_hex(4)}.safetensors"
             write_message(folder / name, {"owed": Statistics(self._residuals[group[0]])}, {"to": group})
         return files
 

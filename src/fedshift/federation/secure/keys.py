@@ -105,7 +105,7 @@ class PrivateKey:
         """The key in a file, which is made if it is not there."""
         if not file.exists():
             write_private(file, os.urandom(_KEY))
-        return PrivateKey(read_private(file))
+        return PrivateKey(read_private(file, f"restore it, or delete {file.parent} and run again"))
 
     def mask_seed(self, order: Order, site: str, other: KeyCard) -> bytes:
         """s_uv, which both sites derive alike."""

@@ -46,7 +46,7 @@ class SealingKey:
         if not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
             write_private(file, os.urandom(_KEY))
-        return SealingKey(read_private(file))
+        return SealingKey(read_private(file, f"restore it, or delete {file.parent} and run again"))
 
     def open(self, box: Box, reader: str) -> bytes:
         """Decrypt what is in a box.
