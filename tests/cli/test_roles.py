@@ -119,6 +119,32 @@ def test_a_kit_is_revoked_accepted_and_issued_again(fedshift: Cli, kits: Path) -
     assert key.read_bytes() != before
 
 
+@pytest.mark.case("revoked sites", "experiments that name a revoked or a removed site, before the coordinator runs")
+def test_a_site_that_is_removed_is_named_in_no_experiment(fedshift: Cli, kits: Path) -> None:
+    file, kit = str(kits.parents[1] / "project.yaml"), ("--kit", str(kits / "coordinator"))
+    assert fedshift("project", "revoke", "south", *kit)[0] == 0
+    code, _, err = fedshift("deploy", str(deployable(kits)), *kit)
+    assert (code, "accept south" in err) == (2, True)
+    code, out, _ = fedshift("project", "remove", file, "south", "--out", str(kits.parent))
+    assert (code, roles.load_project(Path(file)).sites) == (0, ("north",))
+    for part in ("certificates.json", "protocol.targets", "engine.quorum can be 1", str(kits / "sites" / "south")):
+        assert part in out
+    code, _, err = fedshift("deploy", str(deployable(kits)), *kit)
+    assert (code, "removed" in err, err.count("\n")) == (2, True, 1)
+    assert "revoked: " not in fedshift("coordinator", "status", *kit)[1]
+    code, _, err = fedshift("project", "remove", file, "north", "--out", str(kits.parent))
+    assert (code, "only site" in err) == (2, True)
+
+
+@pytest.mark.case("revoked sites", "a site taken out by hand and put back is refused, and provision says so")
+def test_provision_says_which_kit_is_refused(fedshift: Cli, kits: Path) -> None:
+    file, out = str(kits.parents[1] / "project.yaml"), ("--out", str(kits.parent))
+    assert fedshift("project", "revoke", "south", "--kit", str(kits / "coordinator"))[0] == 0
+    said = fedshift("project", "provision", file, *out)[1]
+    assert [line for line in said.splitlines() if "revoked" in line and "accept south" in line]
+    assert "accept north" not in said
+
+
 def test_a_site_with_a_filter_of_flares_does_not_start(fedshift: Cli, kits: Path) -> None:
     file = site_file(kits)
     scopes = [{"name": "public", "task_result_filters": [{"name": "ExcludeVars", "args": {"exclude_vars": "x"}}]}]

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from fedshift.cli.console import safe_console
 from fedshift.cli.run import show_results
-from fedshift.deployment.coordinator import EXPERIMENT, check_deployable
+from fedshift.deployment.coordinator import EXPERIMENT, check_deployable, check_members
 from fedshift.deployment.flare import roles
 from fedshift.deployment.flare.deployment_folder import ENDS, Deployment
 from fedshift.errors import FedshiftError, UserError
@@ -58,6 +58,7 @@ def follow(kit: Path, experiment: Experiment, runs: Path, *, detach: bool = Fals
     check_deployable(experiment)
     check_place(experiment, runs / experiment.name)
     found = roles.load_kit(kit, "coordinator")
+    check_members(experiment, found.project.sites, roles.revoked_sites(found))
     _check_running(kit)
     deployment = Deployment(found.folder, experiment.name)
     text = json.dumps(experiment.dump(), indent=2) + "\n"

@@ -95,6 +95,17 @@ def project_accept(name: SiteName, kit: KitFolder = Path("coordinator")) -> None
     revoke_kit(kit, name, False)
 
 
+@project.command("remove")
+def project_remove(path: ProjectFile, name: SiteName, out: Kits = Path("kits")) -> None:
+    """Take a site out of the project: its kit is refused, and no experiment waits for it.
+
+    Example: fedshift project remove project.yaml north
+    """
+    from fedshift.cli.project import remove_site
+
+    remove_site(path, name, out)
+
+
 @project.command("try")
 def project_try(
     experiment: Annotated[

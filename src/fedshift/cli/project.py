@@ -65,9 +65,12 @@ def provision_project(path: Path, out: Path, renew: bool, no_passphrase: bool) -
     console = safe_console()
     made = roles.provision(roles.load_project(path), out, _asking(no_passphrase), renew=renew)
     console.print(f"coordinator: {made.coordinator}", highlight=False, markup=False)
+    revoked = roles.revoked_sites(roles.load_kit(made.coordinator, "coordinator"))
     for site, kit in made.sites.items():
         new = "" if site in made.new else " (unchanged)"
         console.print(f"site {site}: {kit}{new}: give it to {site} only; it holds a private key", highlight=False)
+        if site in revoked:
+            console.print(f"site {site}: this kit is revoked: fedshift project accept {site}, or reissue it", **_PLAIN)
     console.print(
         f"keep {made.folder / 'authority'} secret: with it anyone can add sites", highlight=False, markup=False
     )
@@ -88,6 +91,25 @@ def revoke_kit(folder: Path, site: str, revoked: bool) -> None:
     changed = roles.set_revoked(folder, site, revoked)
     state = "refused" if revoked else "accepted"
     safe_console().print(f"site {site}: its kit is {state}{'' if changed else ' (unchanged)'}", **_PLAIN)
+
+
+def remove_site(path: Path, site: str, out: Path) -> None:
+    """Take a site out of the project and print what is left for people to do."""
+    made = roles.remove(path, out, site)
+    rest = [*made.sites]
+    for line in (
+        f"site {site}: removed from {path}; {made.coordinator} refuses its kit. If the coordinator runs elsewhere, "
+        "copy kit.json and certificates.json into its kit",
+        f"experiments: take {site} out of protocol.targets; engine.quorum can be {len(rest)} at most. One that it was "
+        "part of and that has not finished goes on with engine.quorum only; else begin it anew under another name",
+        f"secure sums: a site that was in one with {site} refuses those without it (rule policy.roster): a person at "
+        f"each writes policy.roster: [{', '.join(sorted(rest))}] into SITE.yaml; begin the next experiment from "
+        "another start, since what sums before and after differ by is one model (docs/privacy.md)"
+        if len(rest) >= 3
+        else f"secure sums: {len(rest)} sites are too few for them",
+        f"its kit and records at {made.folder / 'sites' / site} stay: delete them when nobody needs them",
+    ):
+        safe_console().print(line, **_PLAIN)
 
 
 def _asking(no_passphrase: bool) -> Ask:

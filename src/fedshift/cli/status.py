@@ -13,8 +13,8 @@ from fedshift.cli.console import safe_console
 from fedshift.deployment.flare import roles
 from fedshift.deployment.flare.deployment_folder import ENDS, Deployment
 from fedshift.deployment.flare.service_log import EVENTS
-from fedshift.deployment.handshake import CARDS
 from fedshift.deployment.json_files import read_object
+from fedshift.deployment.members import CARDS
 from fedshift.deployment.privacy.ledger import PrivacyLedger
 from fedshift.deployment.site_file import SiteConfig, load_site
 from fedshift.errors import FedshiftError, UserError
@@ -35,7 +35,7 @@ def show_coordinator(folder: Path) -> None:
     deployments = Deployment.all(kit.folder)
     current = next((one for one in deployments if not one.ended), deployments[-1] if deployments else None)
     events = list(current.events()) if current is not None else []
-    revoked = roles.revoked_sites(kit)
+    revoked = [name for name in roles.revoked_sites(kit) if name in names]
     _say(_state("coordinator", status, "fedshift coordinator start"))
     absent = [name for name in names if name not in status.sites and name not in revoked]
     present = f"{len(status.sites)} of {len(names)}{_listed(status.sites)}"

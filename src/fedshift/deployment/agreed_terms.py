@@ -187,7 +187,10 @@ class AgreedTerms:
         policy, missing = self._policy, asked.without(agreed)
         models = missing.models if policy.models == "first" else ()
         if not isinstance(policy.models, str) and any(one not in policy.models for one in asked.models):
-            raise Refused(f"site '{self._site}' refuses this network (rule policy.models lists others)")
+            raise Refused(
+                f"site '{self._site}' refuses this network (rule policy.models lists others); a person there may add "
+                "it in SITE.yaml"
+            )
         splits = missing.splits if policy.splits != "all" else ()
         training = tuple(one for one in missing.training if self._beyond(one, agreed))
         new = bool(splits) and not agreed.splits and policy.splits != "all" and len(splits) <= policy.splits
@@ -207,7 +210,10 @@ class AgreedTerms:
         rule = self._policy.training
         if isinstance(rule, TrainingBounds):
             if beyond := asked.beyond(rule):
-                raise Refused(f"site '{self._site}' refuses to train so: {'; '.join(beyond)} (rule policy.training)")
+                raise Refused(
+                    f"site '{self._site}' refuses to train so: {'; '.join(beyond)} (rule policy.training); ask for no "
+                    "more, or a person there raises its bounds in SITE.yaml"
+                )
             return False
         return rule == "first" and not any(not asked.beyond(bounds) for bounds in agreed.training)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from fedshift.data.builders.at_sites import AtSites
-from fedshift.deployment.deployed_plan import DeployedPlan, check_budgets
+from fedshift.deployment.deployed_plan import EVERY_SITE, DeployedPlan, check_budgets
 from fedshift.deployment.event_log import EventLog
-from fedshift.deployment.handshake import CARDS, agree, split_rule
-from fedshift.errors import FedshiftError, UserError
+from fedshift.deployment.handshake import agree, note_cards, split_rule
+from fedshift.deployment.members import CARDS, members
+from fedshift.errors import FedshiftError, UserError, nearest
 from fedshift.evaluation.records import Part, SiteMetrics
 from fedshift.evaluation.site_metrics import common_threshold
 from fedshift.experiment.budgets import site_budget
@@ -86,8 +87,46 @@ def check_deployable(experiment: Experiment) -> FlareEngine:
     return experiment.engine
 
 
+def check_members(experiment: Experiment, sites: Sequence[str], revoked: Collection[str]) -> None:
+    """Check that the sites that an experiment names are there, before anything starts.
+
+    Args:
+        experiment: that is deployed.
+        sites: of the project.
+        revoked: the sites that the coordinator refuses, with those that have left the project.
+
+    Raises:
+        UserError: a target or a dropped site is not there, or no site is left.
+    """
+    protocol = experiment.protocol
+    assert not isinstance(protocol, SourceTarget)  # as `check_deployable` made sure
+    present = [site for site in sites if site not in revoked]
+    own = isinstance(experiment.data, AtSites) and experiment.data.unseen is not None
+    for target in () if protocol.targets == "all" else protocol.targets:
+        if target in revoked and target in sites:
+            raise UserError(
+                f"protocol.targets: the kit of site '{target}' was revoked: name another site, or take it back with "
+                f"fedshift project accept {target}"
+            )
+        if target in revoked:
+            raise UserError(f"protocol.targets: site '{target}' was removed from the project: name another site")
+    known = {"targets": (*sites, EVERY_SITE), "drop": (*sites, *revoked)}
+    for field, names in known.items():
+        named = getattr(protocol, field)
+        unknown = [name for name in named if name not in names] if named != "all" else []
+        if unknown and not (own and field == "targets"):
+            raise UserError(f"protocol.{field}: no site is called '{unknown[0]}'; {nearest(unknown[0], present)}")
+    if not set(present) - set(protocol.drop):
+        raise UserError("no site is left: all are revoked (fedshift project accept) or in protocol.drop")
+
+
 def coordinate(folder: Path, transport: Transport, sites: Sequence[str]) -> None:
     """Run what is not finished of the deployment in ``folder``.
+
+    Args:
+        folder: the deployment's.
+        transport: carries the messages to sites.
+        sites: those of the project that are not revoked.
 
     Raises:
         NewJobNeeded: the run has to go on in a new job.
@@ -99,7 +138,10 @@ def coordinate(folder: Path, transport: Transport, sites: Sequence[str]) -> None
     begun = (folder / CARDS).exists()
     dropped = () if isinstance(experiment.protocol, SourceTarget) else experiment.protocol.drop
     with threads_set(engine.thread_count()):
-        agreed = agree(experiment, transport, [site for site in sites if site not in dropped], folder, engine, log)
+        names = members(folder, sites, dropped)
+        for site in [site for site in sites if begun and site not in (*names, *dropped)]:
+            log.warn(f"site '{site}' joined after this experiment began: a new name takes it in")
+        agreed = agree(experiment, transport, names, folder, engine, log)
         plan = DeployedPlan(experiment, agreed)
         for warning in (*agreed.data.warnings, *plan.site_differences):
             log.warn(warning)
@@ -108,6 +150,7 @@ def coordinate(folder: Path, transport: Transport, sites: Sequence[str]) -> None
             log.warn(warning)
         _check_measured(plan)
         check_budgets(plan, begun=begun)
+        note_cards(folder, agreed)
         context = Context(resolve_device(experiment.device), torch.get_num_threads(), log)
         runs = folder / "runs" / experiment.name
         write_order(plan, runs)

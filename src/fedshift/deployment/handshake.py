@@ -16,6 +16,8 @@ from fedshift.data import registry as data_registry
 from fedshift.data.builders.at_sites import AtSites
 from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing
 from fedshift.deployment.event_log import EventLog
+from fedshift.deployment.json_files import read_object
+from fedshift.deployment.members import CARDS
 from fedshift.deployment.site_cards import checked_card
 from fedshift.deployment.spent_before import SPENT, noted_spending
 from fedshift.errors import FedshiftError, UserError
@@ -28,7 +30,6 @@ from fedshift.files import write_bytes
 from fedshift.text import one_line
 from fedshift.version import installed_version
 
-CARDS = "cards.json"
 CLOCKS_APART = 60.0
 """Seconds by which clocks may differ before the coordinator says so."""
 _LATEST = 1e12
@@ -50,6 +51,7 @@ class Agreed:
         one_roster: the sites that take part in sums of one set of sites only, unless they train with noise.
         given: the statistics of each site for a common encoding, if the data need one.
         privacy: the budget of each site that has one, and what it has spent, as its card says.
+        cards: what each site said of itself.
         id: the column that names a row in the tables of all sites that name one; predictions give it back.
     """
 
@@ -63,6 +65,7 @@ class Agreed:
     one_roster: tuple[str, ...]
     given: Mapping[str, Mapping[str, Any]] | None
     privacy: Mapping[str, Mapping[str, Any]]
+    cards: Mapping[str, Mapping[str, Any]]
     id: str | None = None
 
     @property
@@ -83,7 +86,8 @@ def agree(
     At the beginning of a run all sites must answer. Later the first card of a site that is lost stands for it.
 
     Raises:
-        UserError: versions, shapes or classes differ, or a card is impossible. The message names the site.
+        UserError: sites cannot take part, and the message has what each of them lacks; or their versions, shapes or
+            classes differ.
     """
     header = {
         "version": installed_version(),
@@ -98,28 +102,49 @@ def agree(
         "aggregation": engine.aggregation,
         "private": experiment.training.privacy is not None,
         "routing": engine.routing,
+        "sums": _in_sums(experiment, sites) if engine.sums_only else [],
     }
     asked = time.time()
     answers = ask_plain(transport, "hello", experiment.name, dict.fromkeys(sites, header), engine.deadline)
-    stored = folder / CARDS
-    before: dict[str, Any] = json.loads(stored.read_text(encoding="utf-8")) if stored.exists() else {}
-    cards: dict[str, Any] = {}
+    before, cards = read_object(folder / CARDS), dict[str, Any]()
+    faults: list[UserError] = []
     for site in sites:
         try:
             cards[site] = _card(site, answers.get(site, Lost("did not answer")), before.get(site), experiment, log)
             _check_clock(site, answers.get(site), asked, log)
         except UserError as error:
             if site not in before or engine.quorum is None:
-                raise
+                faults.append(error)
+                continue
             # The run has begun and may do without this site: no answer of it can end the run.
             log.event({"what": "hello", "site": site, "is": "lost", "reason": str(error)[:500]})
             log.warn(f"the run goes on without an answer of site '{site}': {error}")
             cards[site] = checked_card(site, before[site], experiment.protocol.seeds)
+    _check_all_take_part(faults, len(sites))
     agreed = _agreed(experiment, cards)
     for warning in noted_spending(folder.parent / SPENT, cards):
         log.warn(warning)
-    write_bytes(stored, (json.dumps(cards, indent=2) + "\n").encode())
     return agreed
+
+
+def _check_all_take_part(faults: Sequence[UserError], sites: int) -> None:
+    """Raise UserError with the faults of all sites: whoever has to ask their people does so once."""
+    if len(faults) == 1:
+        raise faults[0]
+    if faults:
+        listed = " ".join(f"({number}) {fault}" for number, fault in enumerate(faults, 1))
+        raise UserError(f"{len(faults)} of {sites} sites cannot take part: {listed}")
+
+
+def _in_sums(experiment: Experiment, sites: Sequence[str]) -> list[str]:
+    """The sites that may be in one sum: all but one that is the only target."""
+    assert not isinstance(experiment.protocol, SourceTarget)  # as `check_deployable` made sure
+    return [site for site in sites if experiment.protocol.targets != (site,)]
+
+
+def note_cards(folder: Path, agreed: Agreed) -> None:
+    """Write down the cards that a run begins with: from then on its sites are these."""
+    write_bytes(folder / CARDS, (json.dumps(agreed.cards, indent=2) + "\n").encode())
 
 
 def _card(
@@ -133,7 +158,8 @@ def _card(
     if isinstance(answer, Lost):
         log.event({"what": "hello", "site": site, "is": "lost", "reason": answer.reason})
         if answer.error or before is None:
-            raise UserError(f"site '{site}' cannot take part: {answer.reason}")
+            named = answer.reason.startswith(f"site '{site}'")
+            raise UserError(answer.reason if named else f"site '{site}' cannot take part: {answer.reason}")
         return checked_card(site, before, experiment.protocol.seeds)
     card = checked_card(site, answer.get("card"), experiment.protocol.seeds)
     if before is not None and before["fingerprint"] != card["fingerprint"]:
@@ -213,7 +239,7 @@ def _agreed(experiment: Experiment, cards: Mapping[str, Mapping[str, Any]]) -> A
         warnings=warnings,
     )
     sums = smallest, colluders, one_roster
-    return Agreed(data, own, rows, grouped, fingerprints, *sums, given or None, privacy, _common_id(cards))
+    return Agreed(data, own, rows, grouped, fingerprints, *sums, given or None, privacy, cards, _common_id(cards))
 
 
 def _check_alike(cards: Mapping[str, Mapping[str, Any]], given: Mapping[str, Mapping[str, Any]]) -> None:

@@ -8,6 +8,7 @@ without training again.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import shutil
 import time
@@ -157,6 +158,7 @@ class SiteProgram:
             partial(self._check_counts, rows),
             self._check_statistics,
             partial(self._check_asked, header),
+            partial(self._check_sums, header),
         )
         self.rules.pay_statistics(self.holding, entry)
         card = card_of(self.holding, rows, self.policy, self.device) | self.rules.told(rows)
@@ -180,7 +182,8 @@ class SiteProgram:
         if len(refusals) == 1:
             raise refusals[0]
         if refusals:
-            raise Refused("; ".join(dict.fromkeys(map(str, refusals))))
+            public = "; ".join(dict.fromkeys(one.public for one in refusals))
+            raise Refused("; ".join(dict.fromkeys(map(str, refusals))), public=public)
 
     def _check_method(self, wanted: Mapping[str, Any], header: Mapping[str, Any]) -> None:
         shares = shared_kinds(self._method(wanted), header, header["on_refusal"])
@@ -206,18 +209,32 @@ class SiteProgram:
         for filled in [len(self.holding.domain), *(counts if isinstance(counts, list) else [counts])]:
             self.policy.check_group(self.name, "statistics", filled, "the encoding of its data")
 
+    def _check_sums(self, header: Mapping[str, Any]) -> None:
+        """Raise Refused if a site of this site's sums takes no part in the experiment."""
+        together = header.get("sums", ())
+        if self.name in together and not (header.get("private") and self.rules.budget is not None):
+            self.sums.rosters.check_present(together)
+
     def _check_asked(self, header: Mapping[str, Any]) -> None:
         """Raise Refused unless the site has agreed to what an experiment will ask for, as far as its hello says."""
         network = header.get("network")
         permit = partial(self.policy.permit_network, self.name)
         training = Training.model_validate(header["training"]) if "training" in header else None
-        kinds = [self._method(wanted) for wanted in header["methods"]] if training is not None else []
+        kinds = self._permitted(header["methods"]) if training is not None else []
         self.terms.check(
             agree=False,
             network=None if network is None else networks.parse(network, permit=permit),
             splits=split_terms(header["split"], header["seeds"]),
             training=None if training is None else asked_bounds(training, kinds),
         )
+
+    def _permitted(self, asked: Sequence[Mapping[str, Any]]) -> list[Method]:
+        """Those of the methods that may run; of the others `_check_method` speaks."""
+        found: list[Method] = []
+        for wanted in asked:
+            with contextlib.suppress(Refused):
+                found.append(self._method(wanted))
+        return found
 
     def _rows(self, split: Mapping[str, Any]) -> tuple[Rows, Rows]:
         return self.rules.rows(self.holding.domain, split)

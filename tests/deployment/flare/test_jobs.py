@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -133,21 +134,54 @@ def test_a_clock_that_goes_back_begins_nothing_anew(kits: Provisioned, monkeypat
     assert not deployment.ended
 
 
+@pytest.mark.case("revoked sites", "a deployment of all sites, with and without a quorum, where one is revoked")
+@pytest.mark.case("revoked sites", "a site that protocol.drop names is not connected")
+@pytest.mark.case("revoked sites", "a run under way whose site is revoked, without a quorum")
+@pytest.mark.parametrize("quorum", [1, None])
 @pytest.mark.parametrize(
-    ("quorum", "revoked", "begins"), [(1, {"north"}, True), (1, set(), False), (None, {"north"}, False)]
+    ("revoked", "drop", "began", "waits"),
+    [
+        ("", [], [], "north"),
+        ("north", [], [], ""),
+        ("", ["north"], [], ""),
+        ("north", ["north"], [], ""),
+        ("up", [], [], "north"),
+        ("north", [], ["north", "south"], ""),
+        ("north", [], ["south"], ""),
+        ("", [], ["south"], ""),
+    ],
 )
-def test_a_quorum_does_not_wait_for_a_revoked_site(
-    quorum: int | None, revoked: set[str], begins: bool, kits: Provisioned
+def test_whom_a_deployment_waits_for(
+    quorum: int | None, revoked: str, drop: list[str], began: list[str], waits: str, kits: Provisioned, tmp_path: Path
 ) -> None:
-    deployment = Deployment(kits.coordinator, f"study-{quorum}-{len(revoked)}")
+    """Only south is connected; ``began``: whom the experiment began with."""
+    shutil.copy(kits.coordinator / "kit.json", tmp_path / "kit.json")
+    deployment = Deployment(tmp_path, "study")
     deployment.want("run")
-    (deployment.folder / "experiment.json").write_text(json.dumps({"engine": {"quorum": quorum}}))
+    whole = {"engine": {"quorum": quorum}, "protocol": {"drop": drop}}
+    (deployment.folder / "experiment.json").write_text(json.dumps(whole))
+    if began:
+        (deployment.folder / "cards.json").write_text(json.dumps({site: {} for site in began}))
     server = Server(deployment, 1)
     server.get_system_info = lambda: SimpleNamespace(client_info=[SimpleNamespace(name="south")])  # type: ignore[method-assign]
-    RunningDeployment(Attendance(), deployment, lambda: frozenset(revoked)).look(server)
-    assert server.jobs == int(begins)
-    if not begins:
-        assert ("north (revoked)" in deployment.state["message"]) == bool(revoked)
+    ended = RunningDeployment(Attendance(), deployment, lambda: frozenset({revoked})).look(server)
+    ends = quorum is None and "north" in began and revoked == "north"
+    assert (ended, server.jobs) == (ends, int(not waits and not ends))
+    if waits:
+        assert waits in deployment.state["message"]
+    if ends:
+        assert "'north'" in deployment.state["message"]
+        assert (deployment.state["state"], deployment.state["exit_code"]) == ("failed", 2)
+
+
+@pytest.mark.case("revoked sites", "every site of a project is revoked")
+def test_a_deployment_without_any_site_ends(kits: Provisioned, tmp_path: Path) -> None:
+    shutil.copy(kits.coordinator / "kit.json", tmp_path / "kit.json")
+    deployment = Deployment(tmp_path, "study")
+    deployment.want("run")
+    (deployment.folder / "experiment.json").write_text("{}")
+    assert RunningDeployment(Attendance(), deployment, lambda: frozenset({"north", "south"})).look(None)
+    assert "accept" in deployment.state["message"]
 
 
 def test_a_reply_that_comes_while_the_coordinator_looks_who_is_lost_counts(

@@ -307,6 +307,30 @@ def test_a_revoked_kit_is_refused_after_the_coordinator_was_started_again(networ
     network.until(lambda: json.loads(told.read_text()) == {"disabled_clients": []})
 
 
+@pytest.mark.case("revoked sites", "revoke and remove over processes, then a deployment of all sites")
+def test_a_revoked_and_a_removed_site_are_not_waited_for(network: Network, tmp_path: Path) -> None:
+    """Without a quorum, with the services that ran before, whether the site's own goes on running or not."""
+    every = {"targets": ["sites"], "seeds": [0], "test_fraction": 0.3}
+    file, kits = network.folder / "project.yaml", network.folder / "kits"
+    text = file.read_bytes()
+
+    def trained(name: str) -> set[str]:
+        deployment = network.deploy(options_of({"name": "fedavg"}, name=name, protocol=every), unseen=False)
+        network.finish(deployment)
+        return {event["site"] for event in deployment.events() if event["what"] == "fit"}
+
+    try:
+        roles.set_revoked(network.coordinator, "south", True)
+        assert trained("revoked") == {"north", "east"}
+        roles.stop(roles.load_kit(network.made.sites["south"], "site"))
+        roles.remove(file, kits, "south")
+        assert trained("removed") == {"north", "east"}
+    finally:
+        file.write_bytes(text)
+        network.made = roles.provision(roles.load_project(file), kits, lambda new: None)
+        network.start("south")
+
+
 def test_one_kit_on_two_machines_is_said(network: Network, tmp_path: Path) -> None:
     """Both would train in turn, half of what they are asked; the coordinator says so, and begins nothing."""
     twin, said = tmp_path / "twin", "the kit of site 'north' is in use on two machines"

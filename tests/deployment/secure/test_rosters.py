@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loopback import SETTING, events
+import yaml
+from loopback import SETTING, Loopback, events
 
 pytest.importorskip("cryptography")
 from federations import FOUR, deploy_secure, secure_options, simulate_secure
@@ -22,6 +23,7 @@ from test_private_sums import PRIVATE, budgeted
 from test_secure_deployments import FIVE, between, losing
 from test_secure_site import ENVELOPE, START, Coordinator
 
+from fedshift.deployment.members import CARDS
 from fedshift.deployment.secure.rosters import ROSTERS, Rosters
 from fedshift.errors import FedshiftError, Refused, UserError
 from fedshift.federation.remote.policy import AuditLog, Policy
@@ -396,6 +398,28 @@ def test_a_run_that_begins_without_a_site_is_not_begun(tmp_path: Path) -> None:
     with pytest.raises(FedshiftError, match=r"'up' gives no key.*policy\.roster"):
         deploy_secure(tmp_path, secure_options(), FIVE, transport=transport, engine={"quorum": 3})
     assert not list(tmp_path.rglob(ROSTERS))
+
+
+@pytest.mark.case("revoked sites", "secure sums after a site has left whose sums the others were in")
+def test_a_site_that_left_is_named_before_training_until_each_site_lists_the_new_set(tmp_path: Path) -> None:
+    options = secure_options(protocol={"targets": ["sites"], "seeds": [0], "test_fraction": 0.3})
+    _, before = deploy_secure(tmp_path, options, FOUR, unseen={}, roster="first")
+    places = {name: program.config.path for name, program in before.programs.items()}
+    three = {name: size for name, size in FOUR.items() if name != "up"}
+    (tmp_path / "deployment" / CARDS).unlink()
+    transport = Loopback({name: places[name] for name in three})
+    with pytest.raises(UserError) as raised:
+        deploy_secure(tmp_path, {**options, "name": "without"}, three, unseen={}, transport=transport)
+    text = str(raised.value)
+    assert all(f"site '{name}' takes part in sums of east, north, south, up only" in text for name in three)
+    assert "policy.roster" in text
+    assert {call for _, call in transport.asked} == {"hello"}, "nothing was trained"
+    for name in three:
+        whole = yaml.safe_load(places[name].read_text())
+        whole["policy"]["roster"] = sorted(three)
+        places[name].write_text(yaml.safe_dump(whole))
+    transport = Loopback({name: places[name] for name in three})
+    assert deploy_secure(tmp_path, {**options, "name": "without"}, three, unseen={}, transport=transport)
 
 
 @pytest.mark.skipif(find_spec("opacus") is None, reason="opacus is not installed")

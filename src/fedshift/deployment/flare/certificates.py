@@ -22,7 +22,8 @@ _LOCK = "certificates.lock"
 def write_issued(kit: Path, issued: Mapping[str, str]) -> None:
     """Write the certificates of all names into the coordinator's kit.
 
-    A revoked certificate stays revoked. A new certificate of the same name is accepted.
+    A revoked certificate stays revoked. A new certificate of the same name is accepted. A name that is not in
+    ``issued`` any more, of a site that has left the project, stays listed as revoked.
 
     Args:
         kit: the coordinator's kit.
@@ -31,13 +32,18 @@ def write_issued(kit: Path, issued: Mapping[str, str]) -> None:
     with locked(kit / _LOCK):
         before = read_object(kit / CERTIFICATES)
         revoked = {one["certificate"] for one in before.values() if one["revoked"]}
-        _write(kit, {name: {"certificate": one, "revoked": one in revoked} for name, one in issued.items()})
+        left = {name: {**one, "revoked": True} for name, one in before.items() if name not in issued}
+        _write(kit, {name: {"certificate": one, "revoked": one in revoked} for name, one in issued.items()} | left)
 
 
 def revoked_sites(kit: Kit) -> frozenset[str]:
-    """The sites whose certificate the coordinator refuses; none if its list cannot be read."""
+    """The sites whose certificate the coordinator refuses, with those that have left the project.
+
+    None if its list cannot be read.
+    """
     found = read_object(kit.folder / CERTIFICATES)
-    return frozenset(site for site in kit.project.sites if found and found.get(site, {}).get("revoked", True))
+    unlisted = [site for site in kit.project.sites if found and site not in found]
+    return frozenset([*unlisted, *(name for name, one in found.items() if one.get("revoked", True))])
 
 
 def set_revoked(kit: Kit, site: str, revoked: bool) -> bool:

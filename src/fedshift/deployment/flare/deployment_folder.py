@@ -9,11 +9,12 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from fedshift.deployment.json_files import append_event, read_object
+from fedshift.deployment.members import members
 from fedshift.errors import UserError, nearest
 from fedshift.files import write_bytes
 
@@ -68,7 +69,10 @@ class Deployment:
     @property
     def engine(self) -> dict[str, Any]:
         """The experiment's ``engine`` section."""
-        found: dict[str, Any] = read_object(self.folder / "experiment.json").get("engine", {})
+        return self._section("engine")
+
+    def _section(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = read_object(self.folder / "experiment.json").get(name, {})
         return found
 
     # State ------------------------------------------------------------------------------------------------------------
@@ -92,6 +96,11 @@ class Deployment:
         """The sites of the project, in its order."""
         found: list[str] = read_object(self.kit / "kit.json")["project"]["sites"]
         return found
+
+    def members(self, revoked: Collection[str]) -> list[str]:
+        """The sites that take part; ``revoked`` do not, unless the experiment began with them."""
+        present = [site for site in self.sites if site not in revoked]
+        return members(self.folder, present, self._section("protocol").get("drop", ()))
 
     def record(self, event: Mapping[str, Any]) -> None:
         """Add an event for people who watch."""

@@ -84,7 +84,8 @@ class FlareCoordinator(Controller):  # type: ignore[misc]
         fl_ctx.get_engine().register_aux_message_handler(TOPIC, transport.parcels.answer)
         gc.freeze()  # modules stay loaded: `Parcels`, which collects garbage often, need not search them
         try:
-            coordinate(deployment.folder, transport, deployment.sites)
+            revoked = revoked_sites(own_kit())
+            coordinate(deployment.folder, transport, [site for site in deployment.sites if site not in revoked])
             deployment.end(job, "finished")
         except NewJobNeeded as error:
             deployment.end(job, "again", str(error))

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from fedshift.deployment.flare.certificates import revoked_sites
 from fedshift.deployment.flare.deployment_folder import Deployment
 from fedshift.deployment.flare.kits import COORDINATOR_CLASS, SITE_CLASS, Kit
 from fedshift.deployment.flare.limits import REFUSED_FOR
-from fedshift.errors import FedshiftError
+from fedshift.errors import FedshiftError, UserError
 
 _JOINED = re.compile(r"Client: New client ([\w.-]+)@")
 """A line of FLARE's server when a site registers. FLARE's interface does not tell when a site registered."""
@@ -150,7 +150,7 @@ class Deployments:
         revoked = revoked_sites(self._kit)
         if revoked == self._disabled:
             return
-        for site in self._kit.project.sites:
+        for site in sorted({*self._kit.project.sites, *revoked}):
             if site in revoked:
                 self._session.disable_client(site)
             else:
@@ -249,31 +249,35 @@ class RunningDeployment:
         return False
 
     def _begin(self, session: Any) -> bool:
-        """Submit the next job when all sites are connected, or after a while the quorum."""
+        """Submit the next job when all sites are connected, or after a while the quorum; whether it cannot begin."""
         if time.monotonic() < self._next_status:
             return False
         self._next_status = time.monotonic() + _LOOK_AGAIN
-        connected = {client.name for client in session.get_system_info().client_info}
-        missing = [site for site in self.deployment.sites if site not in connected]
-        enough = self.quorum is not None and len(connected) >= self.quorum
-        waited = time.monotonic() - self._waiting_since
-        used_twice = self._attendance.kit_used_twice()
-        if used_twice:
-            self._state("waiting", used_twice)
-            return False
         revoked = self._revoked()
-        hopeless = set(missing) <= revoked
-        if missing and not (enough and (hopeless or waited > min(self.deadline, 60))):
-            names = ", ".join(f"{site} (revoked)" if site in revoked else site for site in missing)
-            self._state("waiting", f"for {names} to connect")
+        members = self.deployment.members(revoked)
+        lacking = [site for site in members if site in revoked]  # it began with them
+        if (lacking and self.quorum is None) or lacking == members:
+            self._end("failed", message=_cannot_go_on(lacking), exit_code=UserError.exit_code)
+            return True
+        connected = {client.name for client in session.get_system_info().client_info}.intersection(members)
+        used_twice = self._attendance.kit_used_twice()
+        absent = [site for site in members if site not in connected]
+        if used_twice or self._waits(len(connected), [site for site in absent if site not in revoked]):
+            self._state("waiting", used_twice or f"for {', '.join(absent)} to connect")
             return False
         self.deployment.begin_job()
         self._submitted = time.monotonic()
-        sites = len(self.deployment.sites) - len(missing)
         # FLARE starts the job at all connected sites, once there are as many as this.
-        folder = job_folder(self.deployment.name, sites, self.deployment.folder / "job")
+        folder = job_folder(self.deployment.name, len(connected), self.deployment.folder / "job")
         self._job, self._runs = session.submit_job(str(folder)), False
         self._state("running", "")
+        return False
+
+    def _waits(self, connected: int, missing: Sequence[str]) -> bool:
+        """Whether to wait for sites: a quorum waits only for a while."""
+        waited = time.monotonic() - self._waiting_since
+        if self.quorum is None or connected < self.quorum or waited <= min(self.deadline, 60):
+            return bool(missing)
         return False
 
     def _ended(self, status: str) -> bool:
@@ -304,7 +308,7 @@ class RunningDeployment:
 
     def _look_for_returned_sites(self) -> None:
         """Request a new job if a site was restarted. A job takes in no site after its start."""
-        for site in self.deployment.sites:
+        for site in self.deployment.members(self._revoked()):
             back = self._attendance.joined.get(site, 0.0) > self._submitted
             if back and self.deployment.new_job_requested() is None:
                 self.deployment.record({"what": "site", "site": site, "is": "back"})
@@ -327,6 +331,17 @@ class RunningDeployment:
         now = self.deployment.state
         if (now.get("state"), now.get("message"), now.get("job")) != (state, message, self._job):
             self.deployment.set_state(state, request=self._request, message=message, job=self._job, died=self._died)
+
+
+def _cannot_go_on(lacking: Sequence[str]) -> str:
+    """Why an experiment that these revoked sites belong to ends, and what to do; without any, no site is left."""
+    if not lacking:
+        return "no site of the project takes part: all are revoked (fedshift project accept) or in protocol.drop"
+    names = ", ".join(f"'{site}'" for site in lacking)
+    return (
+        f"it began with {names}, whose kit was revoked since, and without engine.quorum: begin anew without it under "
+        f"another name, or take it back with fedshift project accept {lacking[0]}"
+    )
 
 
 def job_folder(deployment: str, fewest: int, folder: Path) -> Path:

@@ -207,19 +207,40 @@ def _install(project: Project, folder: Path, name: str, made: Path) -> None:
 def _finish(project: Project, folder: Path, issued: Mapping[str, str], new: tuple[str, ...]) -> Provisioned:
     """Describe the kits, say at the coordinator who has which certificate, and let only the owner read them."""
     kits = _kits(project, folder)
-    for name in {"coordinator", *new}:
-        role = "coordinator" if name == "coordinator" else "site"
-        whole = {"role": role, "name": name, "project": project.model_dump(mode="json")}
-        write_bytes(kits[name] / "kit.json", _json(whole), private=True)
     for name in new:
+        write_kit(kits[name], name, project)
         _settle(kits[name], project, coordinator=name == "coordinator")
         kits[name].parent.chmod(0o700)
         kits[name].chmod(0o700)
         for part in (kits[name] / "flare", kits[name] / "admin"):
             if part.exists():
                 make_private(part)
-    write_issued(kits["coordinator"], {name: issued[name] for name in (*project.sites, project.contact)})
+    return written_at_coordinator(project, folder, issued, new)
+
+
+def written_at_coordinator(
+    project: Project, folder: Path, issued: Mapping[str, str], new: tuple[str, ...] = ()
+) -> Provisioned:
+    """Write into the coordinator's kit what the project is and whose certificates it has; describe all kits.
+
+    Args:
+        project: the project.
+        folder: its kits.
+        issued: name → SHA-256 of its certificate. A site that is not named has no kit yet.
+        new: names of the kits that were made now.
+    """
+    kits = _kits(project, folder)
+    write_kit(kits["coordinator"], "coordinator", project)
+    names = (*project.sites, project.contact)
+    write_issued(kits["coordinator"], {name: issued[name] for name in names if name in issued})
     return Provisioned(folder, kits["coordinator"], {site: kits[site] for site in project.sites}, new)
+
+
+def write_kit(kit: Path, name: str, project: Project) -> None:
+    """Write down in a kit whose it is, and of which project."""
+    role = "coordinator" if name == "coordinator" else "site"
+    whole = {"role": role, "name": name, "project": project.model_dump(mode="json")}
+    write_bytes(kit / "kit.json", _json(whole), private=True)
 
 
 def _kits(project: Project, folder: Path) -> dict[str, Path]:

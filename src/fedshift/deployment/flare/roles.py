@@ -60,6 +60,14 @@ def reissue(project: Project, out: Path, site: str, ask: Ask) -> Provisioned:
     return reissue(project, out, site, ask)
 
 
+def remove(path: Path, out: Path, site: str) -> Provisioned:
+    """Take a site out of a project's file and out of what the coordinator accepts."""
+    installed()
+    from fedshift.deployment.flare.removal import remove
+
+    return remove(path, out, site)
+
+
 def set_revoked(folder: Path, site: str, revoked: bool) -> bool:
     """Refuse a site's kit at the coordinator, or accept it again; return whether this changed anything."""
     from fedshift.deployment.flare.certificates import set_revoked

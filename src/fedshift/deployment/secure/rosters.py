@@ -9,7 +9,7 @@ of sums has the same factor for all honest sites of a set: it is of all of these
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from fedshift.chained_log import append_line, checked_lines
@@ -18,6 +18,10 @@ from fedshift.federation.remote.policy import AuditLog, Policy
 from fedshift.files import flush_folder, locked
 
 ROSTERS, LOCK = "rosters.jsonl", "rosters.lock"
+_LEFT = (
+    "where one has left for good, a person at each site writes the new set into its SITE.yaml (policy.roster: [...]), "
+    "and the next experiment begins from another start"
+)
 
 
 class Rosters:
@@ -65,15 +69,35 @@ class Rosters:
             Refused: the rule allows another set only.
         """
         known = self.known()
-        allowed = list(self._rule) if isinstance(self._rule, tuple) else known[-1] if known else list(roster)
+        allowed = self._allowed(known) or list(roster)
         if self.one and allowed != list(roster):
             other = sorted({*allowed} ^ {*roster})
             raise Refused(
                 f"site '{self._site}' takes part in sums of {', '.join(allowed)}, and not of a set that differs by "
                 f"{', '.join(other)}: the difference of two sums shows the models of these (rule policy.roster); let "
-                "all of them take part, or write training.privacy"
+                f"all of them take part, or write training.privacy; {_LEFT}"
             )
         return len(known)
+
+    def check_present(self, sites: Collection[str]) -> None:
+        """Check that no site of the set is absent from an experiment of these sites, which no sum could then be of.
+
+        Raises:
+            Refused: one is.
+        """
+        allowed = self._allowed(self.known()) if self.one else []
+        absent = [site for site in allowed if site not in sites]
+        if absent:
+            raise Refused(
+                f"site '{self._site}' takes part in sums of {', '.join(allowed)} only (rule policy.roster), and "
+                f"{', '.join(absent)} takes no part: let all of them take part, or write training.privacy; {_LEFT}"
+            )
+
+    def _allowed(self, known: Sequence[list[str]]) -> list[str]:
+        """The one set of sites that the rule allows; empty if the first sum decides."""
+        if isinstance(self._rule, tuple):
+            return list(self._rule)
+        return known[-1] if known else []
 
     def note(self, roster: Sequence[str], run: str) -> int:
         """As `check`, and write the set down before anything masked leaves. Again it changes nothing.

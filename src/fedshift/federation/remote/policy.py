@@ -185,7 +185,10 @@ class Policy(BaseModel):
     def check_method(self, site: str, method: str, shares: Sequence[str]) -> None:
         """Raise Refused unless ``method`` may run and the kinds that it sends (``shares``) may leave."""
         if self.methods != "all" and method not in self.methods:
-            raise Refused(f"site '{site}' refuses method '{method}' (rule policy.methods: {', '.join(self.methods)})")
+            raise Refused(
+                f"site '{site}' refuses method '{method}' (rule policy.methods: {', '.join(self.methods)}); a person "
+                "there may add it in SITE.yaml"
+            )
         for kind in shares:
             self.check_kind(site, kind, f"method '{method}'")
 
@@ -204,7 +207,8 @@ class Policy(BaseModel):
             )
         if not self.lets_out(kind):
             raise KindRefused(
-                f"site '{site}' refuses to send {kind} for {what} (rule policy.send: {', '.join(self.send)})"
+                f"site '{site}' refuses to send {kind} for {what} (rule policy.send: {', '.join(self.send)}); a person "
+                "there may add it in SITE.yaml"
             )
 
     def check_group(self, site: str, kind: str, samples: int, what: str) -> None:

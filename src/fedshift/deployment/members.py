@@ -1,0 +1,22 @@
+"""Which sites of a project take part in a deployed experiment."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from fedshift.deployment.json_files import read_object
+
+CARDS = "cards.json"
+"""A file of a deployment: the card of each of its sites, written when its first run begins."""
+
+
+def members(folder: Path, sites: Sequence[str], drop: Collection[str]) -> list[str]:
+    """The sites of an experiment: those that it began with, since other sites would make it another experiment.
+
+    Args:
+        folder: the deployment's.
+        sites: those of the project that are not revoked; an experiment that has not begun is for them.
+        drop: ``protocol.drop``.
+    """
+    return [site for site in read_object(folder / CARDS) or sites if site not in drop]
