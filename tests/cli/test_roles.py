@@ -244,7 +244,7 @@ def test_a_broken_audit_log_is_said_and_stops_the_start(fedshift: Cli, kits: Pat
     assert (code, "the log was changed here" in err) == (2, True)
     code, _, err = fedshift("site", "start", str(file))
     assert code == 2
-    assert "line 2: the log was changed here" in err
+    assert "line 1: the log was changed here" in err
 
 
 def test_roles_that_do_not_run(fedshift: Cli, kits: Path) -> None:
