@@ -31,6 +31,7 @@ test-processors: $(READY)  ## the same under other instruction sets and numbers 
 
 check-results: $(READY)  ## what is committed of the benchmarks' results is whole, and belongs to the commands beside it
 	$(BIN)/python benchmarks/belongs.py
+	$(BIN)/python benchmarks/claims.py
 	$(BIN)/python -m pytest benchmarks/test_results.py
 
 mutation: $(READY)  ## break the code on purpose and see whether tests notice: tests/mutation/report.md (minutes)

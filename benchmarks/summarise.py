@@ -59,6 +59,7 @@ PAIRS = (
     ("focus", "samples"),
     ("r1", "r100"),
     ("adaptive", "fixed"),
+    *((method, "deepall") for method in ("recipe", "jigen", "fact", "mixstyle")),
     *(
         (method, other)
         for method in ("mdfnet", "mdfnet-practical", "mdfnet-slow-labels")
@@ -84,12 +85,17 @@ def facts(found: Collected) -> str:
     return text
 
 
-def compared(name: str, found: Collected, select: Selection) -> str:
-    """How the methods of a table differ from its baseline, and as `PAIRS` says, tested; "" for one seed."""
+def lines_of(name: str, found: Collected, select: Selection) -> list[differences.Difference]:
+    """How the methods of a table differ from its baseline, and as `PAIRS` says: all that are corrected together."""
     baseline = BASELINES.get(name, "fedavg")
     others = [method for method in found.order.methods if method not in (baseline, "oracle")]
     pairs = dict.fromkeys([*((method, baseline) for method in others), *PAIRS])
-    lines = differences.differences(found.results, pairs, select)
+    return differences.differences(found.results, pairs, select)
+
+
+def compared(name: str, found: Collected, select: Selection) -> str:
+    """The table of `lines_of`; "" for one seed."""
+    lines = lines_of(name, found, select)
     if not any(line.comparison.seeds and line.comparison.seeds.n > 1 for line in lines):
         return ""
     measure = headline(found.results)

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 import chart
+import claims
 import summarise
 from fedshift.evaluation.stored import SETTINGS, is_finished, run_folders, stored
 from fedshift.experiment.config.experiment import override_field, parse
@@ -47,6 +48,39 @@ def test_benchmarks_can_be_made_again(page: Path) -> None:
 @pytest.mark.parametrize("page", summarise.PAGES, ids=lambda page: page.name)
 def test_tables_are_those_that_the_results_give(page: Path) -> None:
     assert summarise.filled(page) == page.read_text(encoding="utf-8"), "run python benchmarks/summarise.py"
+
+
+CLAIMS = claims.claims()
+
+
+def test_every_claim_has_the_numbers_of_the_committed_results() -> None:
+    assert len(CLAIMS) > 50
+    assert [str(claim) for claim in CLAIMS if claims.recomputed(claim) != claim] == []
+    assert all((ROOT / page).is_file() for claim in CLAIMS for page in claim.page)
+
+
+@pytest.mark.parametrize("page", claims.PROSE, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_a_p_in_a_sentence_is_that_of_the_gain_beside_it(page: Path) -> None:
+    assert claims.unclaimed(page, CLAIMS) == [], "add the comparison to claims.yaml, or mend the sentence"
+
+
+def test_a_wrong_p_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims, "ROOT", tmp_path)
+    claim = CLAIMS[0].model_copy(update={"page": ("page.md",), "gain": 5.46, "p": "0.073", "here": "0.005"})
+    page = tmp_path / "page.md"
+    for text, wrong in {
+        "5.5 above FedAvg (p = 0.073), here too (p here = 0.005)": 0,
+        "+5.46 (p = 0.005)": 1,
+        "+5.46 (p here = 0.073)": 1,
+        "+5.47 (p = 0.073)": 1,
+        "no gain, p = 0.073": 1,
+        "at p < 0.05": 0,
+        "+5.46 (p < 0.001)": 1,
+    }.items():
+        page.write_text(text, encoding="utf-8")
+        assert len(claims.unclaimed(page, [claim])) == wrong, text
+    for change in ({"gain": 5.0}, {"p": "0.001"}, {"here": "–"}):
+        assert claims.recomputed(CLAIMS[0].model_copy(update=change)) == CLAIMS[0]
 
 
 def test_chart_shows_the_averages_of_the_tables() -> None:
