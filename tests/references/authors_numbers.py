@@ -2,7 +2,8 @@
 
 An entry of `federated.json` or `pooled.json` has inputs by formula, options, and what the authors' function gave on
 them, with repository, file, function and commit. A tensor ``amp, coef, offset, phase, shape`` is
-``offset + amp · sin(Σ_a coef_a · index_a + phase)`` with indices from 0. Numbers are rounded to ten digits.
+``offset + amp · sin(Σ_a coef_a · index_a + phase)`` with indices from 0; one with a ``formula`` is written out, with
+the indices i, j, k, l in the order of its axes. Numbers are rounded to ten digits.
 
 A test with `compares` names the entries that it compares. Every output of an entry has to agree, or its difference
 stands in the entry's own ``differences``, and then it has to differ.
@@ -27,6 +28,8 @@ HERE = Path(__file__).resolve().parent
 FILES = ("federated", "pooled")
 COMPARED: dict[tuple[str, str], Callable[..., None]] = {}
 """File and id of an entry → the test that compares it."""
+NOT_YET: dict[tuple[str, str], str] = {}
+"""File and id of an entry that no test compares so far → the reason."""
 LARGEST = 1e-6
 """How far numbers in float64 may be apart. An entry with a larger tolerance says why: ``tolerance_reason``."""
 
@@ -106,6 +109,10 @@ def distance(theirs: Any, ours: Any) -> float:
 def tensor(form: Mapping[str, Any]) -> Tensor:
     """The tensor of a formula, float64."""
     grids = np.indices(form["shape"])
+    if "formula" in form:
+        names = {"sin": np.sin, "cos": np.cos, **dict(zip("ijkl", grids, strict=False))}
+        values = eval(form["formula"], {"__builtins__": {}}, names)
+        return torch.from_numpy(np.asarray(values, dtype=np.float64))
     angle = sum((coef * grid for coef, grid in zip(form["coef"], grids, strict=True)), np.zeros(form["shape"]))
     return torch.from_numpy(form["offset"] + form["amp"] * np.sin(angle + form["phase"]))
 

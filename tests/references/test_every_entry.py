@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import list_references
 import pytest
-from authors_numbers import COMPARED, FILES, HERE, LARGEST, references
+from authors_numbers import COMPARED, FILES, HERE, LARGEST, NOT_YET, references
 
 
 def every_comparison() -> set[tuple[str, str]]:
@@ -19,7 +19,8 @@ def test_every_entry_is_compared_or_says_why_not(file: str) -> None:
     left_out = [
         entry
         for entry, reference in references(file).items()
-        if (file, entry) not in compared and not reference.outputs.keys() <= reference.differences.keys()
+        if (file, entry) not in compared | NOT_YET.keys()
+        and not reference.outputs.keys() <= reference.differences.keys()
     ]
     assert left_out == []
 
@@ -39,3 +40,9 @@ def test_a_rougher_comparison_has_a_reason(file: str) -> None:
 
 def test_the_page_says_with_whom_each_method_agrees() -> None:
     assert list_references.PAGE.read_text(encoding="utf-8") == list_references.page(), "run make references"
+
+
+def test_what_is_not_compared_yet_is_not_compared() -> None:
+    compared = every_comparison()
+    assert not NOT_YET.keys() & compared
+    assert all(entry in references(file) for file, entry in NOT_YET)

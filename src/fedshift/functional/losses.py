@@ -136,12 +136,12 @@ def inverse_frequencies(numbers: Tensor, classes: int) -> Tensor:
         classes: C.
 
     Returns:
-        (C,) float32.
+        (C,), in the default type of numbers.
 
     Example:
         >>> inverse_frequencies(torch.tensor([0, 0, 0, 1]), classes=3)
         tensor([0.2500, 0.7500, 0.0000])
     """
-    counts = torch.bincount(numbers, minlength=classes).float()
+    counts = torch.bincount(numbers, minlength=classes).to(torch.get_default_dtype())
     inverse = torch.where(counts > 0, 1 / counts.clamp_min(1), 0.0)
     return inverse / inverse.sum()

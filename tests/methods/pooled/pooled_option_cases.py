@@ -27,6 +27,7 @@ POOLED_METHODS: dict[str, dict[str, tuple[Try, ...]]] = {
         "adversarial_weight": of(0.0, 1.0, first_stage=1.0),
         "semantic_weight": of(0.0, 5.0, first_stage=1.0),
         "centroid_momentum": of(0.1, first_stage=1.0),
+        "centroid_start": of("zero", first_stage=1.0),
         "student": of("teacher", first_stage=0.2),
         "width": of(8, first_stage=1.0),
     },
@@ -85,7 +86,7 @@ POOLED_METHODS: dict[str, dict[str, tuple[Try, ...]]] = {
         "margin": of(0.0),
         "momentum": of(0.0, 0.5),
     },
-    "dmg": {**_POOLED, "overlap_weight": of(0.0, 3.0)},
+    "dmg": {**_POOLED, "overlap_weight": of(0.0, 3.0), "together": of("logits")},
     "dger": {
         **_POOLED,
         "reversal": of(0.0, 3.0),

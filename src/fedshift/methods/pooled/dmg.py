@@ -10,13 +10,14 @@ Each source d has mask logits m̃^d over the features. m^d ~ Bernoulli(σ(m̃^d)
     L = Σ_d CE(g(m^d ⊗ f(x^d)), y) + λ_O Σ_{d<e} sIoU(σ(m̃^d), σ(m̃^e))                            (3, 4)
 At an unknown domain the predictions under every source's mask are averaged; there m = σ(m̃) scales the features (5).
 
-Where papers and code differ, and what was chosen
+Where papers and code differ, and what was chosen. Code: prithv1/DMG, models/supermasks.py (SuperMask).
  1. Masks act on the features that the classifier reads (the paper: on the pooled features of a ResNet, on the inputs of
     the three fully connected layers of AlexNet).
  2. sIoU is the mean over pairs of domains, with 1e-6 above and below (code). λ_O = 0.1; logits begin at U(0, 1).
  3. A batch mixes all domains, each sample under its own domain's mask, drawn per sample.
  4. Adam with 1e-4 and a decay of 0.99 an epoch (paper). Here: the experiment's optimiser and schedule.
- 5. The average is over probabilities.
+ 5. The average is over probabilities. The code (prithv1/DMG, trainers/subnetwork_supermask_trainer.py, evaluate)
+    averages logits: ``together: logits`` and ``setting: released``.
 
 Should reproduce: PACS ResNet-18 76.90, 80.38, 92.35, 75.21 (printed 81.46; these four average to 81.21).
 """
@@ -24,7 +25,7 @@ Should reproduce: PACS ResNet-18 76.90, 80.38, 92.35, 75.21 (printed 81.46; thes
 from __future__ import annotations
 
 import itertools
-from typing import ClassVar, cast
+from typing import ClassVar, Literal, cast
 
 import torch
 from pydantic import Field, NonNegativeFloat
@@ -35,8 +36,9 @@ from fedshift.data.tasks.objective import CLASSES, Objective
 from fedshift.federation.messages import Update
 from fedshift.federation.randomness import derive_seed, drawn_from
 from fedshift.federation.site import Batch, Site
-from fedshift.functional.masking import soft_interaction, straight_through_mask
+from fedshift.functional.masking import draws_like, soft_interaction, straight_through_mask
 from fedshift.methods.pooled.training import PooledTraining
+from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -49,12 +51,17 @@ class DMG(PooledTraining):
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer",)
     relative_cost: ClassVar[float] = 1.1
 
+    settings: ClassVar[Settings] = {"released": {"together": "logits"}}
+
     overlap_weight: NonNegativeFloat = Field(0.1, description="λ_O")
+    together: Literal["probabilities", "logits"] = Field(
+        "probabilities", description="what is averaged over the masks at an unknown domain (code: logits)"
+    )
 
     def adapt_network(self, network: Network, sources: int) -> Network:
         with drawn_from(derive_seed(network.seed, "masks")):
             masks = torch.rand(sources, network.embedding_size)
-        masked = MaskedClassifier(network.classifier, masks, network.objective)
+        masked = MaskedClassifier(network.classifier, masks, network.objective, logits=self.together == "logits")
         return network.with_parts(network.features, masked)
 
     def fit(self, site: Site, weights: Weights, steps: int) -> Update:
@@ -63,7 +70,8 @@ class DMG(PooledTraining):
         masked = cast(MaskedClassifier, model.classifier)
 
         def loss_of(batch: Batch) -> Tensor:
-            logits = masked.under_own_mask(model.features(batch.inputs), batch.domains)
+            features = model.features(batch.inputs)
+            logits = masked.under_own_mask(features, batch.domains, draws_like(features))
             loss = site.objective.loss(logits, batch.targets)
             return loss + self.overlap_weight * overlap(masked.masks.sigmoid())
 
@@ -77,25 +85,29 @@ class MaskedClassifier(nn.Module):
         classifier: Reads the features.
         masks: The logits m̃, (K, d).
         objective: What the classifier's outputs say.
+        logits: Whether outputs are averaged, instead of what they say.
     """
 
-    def __init__(self, classifier: nn.Module, masks: Tensor, objective: Objective = CLASSES) -> None:
+    def __init__(
+        self, classifier: nn.Module, masks: Tensor, objective: Objective = CLASSES, *, logits: bool = False
+    ) -> None:
         super().__init__()
         self.objective = objective
+        self.logits = logits
         self.classifier = classifier
         self.masks = nn.Parameter(masks)
 
-    def under_own_mask(self, features: Tensor, domains: Tensor) -> Tensor:
-        """Logits of training: each sample under a drawn mask of its domain."""
-        draws = torch.rand(features.shape, dtype=features.dtype).to(features.device)
+    def under_own_mask(self, features: Tensor, domains: Tensor, draws: Tensor) -> Tensor:
+        """Logits of training (1, 2): each sample under its domain's mask, decided by ``draws`` (n, d) in [0, 1)."""
         masks = torch.stack([straight_through_mask(mask, draws) for mask in self.masks])
         own = masks[domains, torch.arange(len(features), device=features.device)]
         logits: Tensor = self.classifier(features * own)
         return logits
 
     def forward(self, features: Tensor) -> Tensor:
-        """The mean under every source's mask, (n, C). For classes its softmax is the mean of the probabilities."""
-        return self.objective.together(torch.stack([self.classifier(features * mask) for mask in self.masks.sigmoid()]))
+        """The mean under every source's mask (5), (n, C). For classes its softmax is the mean of the probabilities."""
+        said = torch.stack([self.classifier(features * mask) for mask in self.masks.sigmoid()])
+        return said.mean(0) if self.logits else self.objective.together(said)
 
 
 def overlap(masks: Tensor, smoothing: float = 1e-6) -> Tensor:

@@ -18,9 +18,9 @@ Where papers and code differ
  1. Stage 1 is MSTN (Xie et al., ICML 2018), one of the methods the paper builds on, with branches.
  2. Several sources: one domain classifier tells all of them from the target, one hidden layer of ``width`` units; a
     centroid per class and domain; losses are means over the sources. MSTN's classifier is deeper.
- 3. The centroids of MSTN's code start at zero and shrink if a batch lacks a class. Here a centroid starts with the
-    first batch that has its class, and does not change in batches without it. Classes unseen in either domain do not
-    count.
+ 3. In the code (wgchang/DSBN, model/centroids.py, Centroids.forward) a centroid starts at zero, and the first batch
+    mixes with that (``centroid_start: zero``). Here it starts with the first batch that has its class, and classes
+    unseen in either domain do not count. It does not change in batches without its class (code, too).
  4. ``first_stage`` divides the mini-batches; stage 2 starts with the first round at or after it. A run of a single
     round has only stage 1.
  5. ``student: teacher`` continues from the model of stage 1 instead of a new network (paper and code).
@@ -38,6 +38,7 @@ Should reproduce (as re-run by KD3A): Digit-5 86.3; Office-Caltech10 95.8; Domai
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -68,6 +69,9 @@ class DSBN(PooledAdaptation):
     centroid_momentum: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.7, description="share of the old value in a centroid's moving average"
     )
+    centroid_start: Literal["first_batch", "zero"] = Field(
+        "first_batch", description="what a centroid begins with: the first batch that has its class, or zero (code)"
+    )
     student: Literal["new", "teacher"] = Field(
         "new", description="start of stage 2: a new network (paper) or the teacher"
     )
@@ -92,7 +96,8 @@ class DSBN(PooledAdaptation):
         if "teacher" in site.memory:
             teacher = site.model(site.memory.weights("teacher")).eval().requires_grad_(False)
         model = site.model(weights)
-        parts = self.parts(site, lambda: Parts(model, site.domains, self.width))
+        from_zero = self.centroid_start == "zero"
+        parts = self.parts(site, lambda: Parts(model, site.domains, self.width, from_zero=from_zero))
 
         def loss_of(batches: DomainBatches) -> Tensor:
             done = self.progress(site)
@@ -123,10 +128,19 @@ class DSBN(PooledAdaptation):
                 [*zip(at_sources, (batch.targets for batch in sources), strict=True), (at_target, pseudo)]
             )
         ]
-        known = parts.seen[:-1] & parts.seen[-1]
-        gaps = known[:, :, None] * (torch.stack(moved[:-1]) - moved[-1]).square()
-        semantic = self.semantic_weight * rate * gaps.mean()
+        semantic = self.semantic_weight * rate * centroid_distance(parts, moved)
         return torch.stack(losses).mean() + self.adversarial_weight * adversarial + semantic
+
+
+def centroid_distance(parts: Parts, moved: Sequence[Tensor]) -> Tensor:
+    """L_sm: from each source's centroids to the target's, of the classes that both have had.
+
+    Args:
+        parts: Says which classes a domain has had.
+        moved: The centroids of each domain, (C, d), the target's last.
+    """
+    known = parts.seen[:-1] & parts.seen[-1]
+    return (known[:, :, None] * (torch.stack([*moved[:-1]]) - moved[-1]).square()).mean()
 
 
 def second_loss(model: Network, parts: Parts, batches: DomainBatches, teacher: Network, rate: float) -> Tensor:
@@ -148,14 +162,14 @@ class Parts(nn.Module):
     centroids: Tensor
     seen: Tensor
 
-    def __init__(self, model: Network, sources: int, width: int) -> None:
+    def __init__(self, model: Network, sources: int, width: int, *, from_zero: bool = False) -> None:
         super().__init__()
         # In a tuple, so that the parameters they share with the model are not among this module's.
         self.branches = tuple(branches_of(model, sources))
         self.normalisations = nn.ModuleList(nn.ModuleList(batch_norms(branch)) for branch in self.branches)
         self.discriminator = domain_classifier(model.embedding_size, width)
         self.register_buffer("centroids", torch.zeros(sources + 1, model.classes, model.embedding_size))
-        self.register_buffer("seen", torch.zeros(sources + 1, model.classes, dtype=torch.bool))
+        self.register_buffer("seen", torch.full((sources + 1, model.classes), from_zero))
 
     def move(self, domain: int, features: Tensor, labels: Tensor, momentum: float) -> Tensor:
         """Update the centroids of a domain with a batch. Returns them, (C, d), with a gradient for the batch."""

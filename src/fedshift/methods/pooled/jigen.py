@@ -31,6 +31,7 @@ from pydantic import Field, NonNegativeFloat
 from torch import Tensor, nn
 
 from fedshift.data.domain import WITHOUT_MASKS, Task
+from fedshift.data.tasks.objective import CLASSES, Objective
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.jigsaw import MOST
@@ -68,8 +69,22 @@ class JiGen(PooledTraining):
         def loss_of(batch: Batch) -> Tensor:
             inputs, orders = puzzles.of(batch.inputs)
             features = model.features(inputs)
-            classified = orders == 0 if self.class_on == "ordered" else torch.ones_like(orders, dtype=torch.bool)
-            labels = site.objective.loss_of_some(classified, model.classifier(features), batch.targets)
-            return labels + self.jigsaw_weight * F.cross_entropy(head(features), orders)
+            return self.loss(model.classifier(features), batch.targets, head(features), orders, site.objective)
 
         return self.trained(site, site.batches(steps=steps), loss_of, model, head)
+
+    def loss(
+        self, said: Tensor, labels: Tensor, named: Tensor, orders: Tensor, objective: Objective = CLASSES
+    ) -> Tensor:
+        """L of (1).
+
+        Args:
+            said: Outputs of the classifier.
+            labels: What they should be.
+            named: Outputs of the jigsaw head, (n, P + 1).
+            orders: Each image's permutation, (n,); 0: in order.
+            objective: Compares outputs and labels.
+        """
+        classified = orders == 0 if self.class_on == "ordered" else torch.ones_like(orders, dtype=torch.bool)
+        own = objective.loss_of_some(classified, said, labels)
+        return own + self.jigsaw_weight * F.cross_entropy(named, orders)

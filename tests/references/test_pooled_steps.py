@@ -1,0 +1,113 @@
+"""Whole steps of pooled methods on linear networks: the weights that the authors' own code comes to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from authors_numbers import NOT_YET, Reference, compares
+from linear_pool import batch, linear, network, pool
+from torch import nn
+
+from fedshift.functional.mixing import gradient_perturbed
+from fedshift.methods.pooled.crossgrad import CrossGrad
+from fedshift.methods.pooled.feature_critic import Critic, FeatureCritic
+from fedshift.methods.pooled.jigen import JiGen
+
+pytestmark = pytest.mark.usefixtures("double")
+
+NOT_YET.update(
+    {
+        ("pooled", f"{name}"): reason
+        for names, reason in {
+            ("eisnet_1", "eisnet_2", "eisnet_3", "eisnet_4"): "its triplets are not the authors' yet",
+            ("dger_1", "dger_2"): "its losses are sums over the domains, the authors' are means",
+            ("epi-fcr_1",): "its terms are weighed by the number of domains, the authors' are not",
+            ("masf_2",): "its outer loss includes the domain that is held back",
+            ("jigen_1",): "images in order keep their colour, the authors' lose it, too",
+            ("srdc_1", "srdc_3"): "its k-means starts elsewhere than the authors'",
+            ("mixstyle_2",): "it has more places than the authors' network",
+        }.items()
+        for name in names
+    }
+)
+
+
+@compares("pooled", "crossgrad_1")
+def test_a_step_of_crossgrad(reference: Reference) -> None:
+    given, options = reference.tensors, reference.parameters
+    label_network, domain_network = (
+        network(nn.Identity(), linear(given[name]), 5, classes) for name, classes in (("A", 3), ("G", 2))
+    )
+    labels, domains = reference.inputs["labels"], reference.inputs["domains"]
+    probe = given["x"].clone().requires_grad_(True)
+    label_loss = F.cross_entropy(label_network(probe), torch.tensor(labels))
+    domain_loss = F.cross_entropy(domain_network(probe), torch.tensor(domains))
+    (by_label,), (by_domain,) = (torch.autograd.grad(loss, probe) for loss in (label_loss, domain_loss))
+    reference.agree("gradient of the domain loss by x, not clipped", by_domain)
+    reference.agree("entries of it beyond 0.1", int((by_domain.abs() > options["clip"]).sum()))
+    moved = {
+        name: gradient_perturbed(given["x"], gradient, options["eps_f = eps_d"], options["clip"])
+        for name, gradient in (("x_d", by_domain), ("x_l", by_label))
+    }
+    for name, inputs in moved.items():
+        reference.agree(name, inputs)
+    share = options["alpha_f = alpha_d"]
+    for name, loss, model, inputs, numbers in (
+        ("label loss", label_loss, label_network, moved["x_d"], labels),
+        ("domain loss", domain_loss, domain_network, moved["x_l"], domains),
+    ):
+        reference.agree(name, (1 - share) * loss + share * F.cross_entropy(model(inputs), torch.tensor(numbers)))
+    method = CrossGrad()
+    parts = network(nn.Identity(), nn.Linear(5, 3), 5, 3)  # a third domain, of which the batch has no sample
+    with torch.no_grad():
+        parts.classifier.weight.copy_(torch.cat([given["G"], torch.zeros(1, 5)]))  # type: ignore[operator, arg-type]
+        parts.classifier.bias.copy_(torch.tensor([0.0, 0.0, -1e4]))  # type: ignore[operator]
+    site, weights = pool(method, label_network, [batch(given["x"], labels, domains)], options["rate"], parts=parts)
+    update = method.fit(site, weights, steps=1)
+    reference.agree("A after the step", update.weights["classifier.weight"])
+    reference.agree("G after the step", site.memory.weights("parts")["classifier.weight"][:2])
+
+
+@compares("pooled", "feature-critic_1")
+def test_a_step_of_feature_critic(reference: Reference) -> None:
+    given, options = reference.tensors, reference.parameters
+    model = network(linear(given["A"]), linear(given["G"]), 3, 3)
+    critic = Critic(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 1))
+    critic.load_state_dict(
+        {name: given[key] for name, key in zip(critic.state_dict(), ("w1", "b1", "w2", "b2"), strict=True)}
+    )
+    train, test = batch(given["xa"], reference.inputs["labels_a"]), batch(given["xb"], reference.inputs["labels_b"], 1)
+    features = model.features(train.inputs)
+    loss = F.cross_entropy(model.classifier(features), train.targets)
+    reference.agree("h on the meta-train features", critic(features))
+    reference.agree("CE on xa", loss)
+    rate = options["alpha = rate of theta and phi"]
+    (gradient,) = torch.autograd.grad(loss, model.features.weight, retain_graph=True)
+    ahead = network(linear(given["A"] - rate * gradient), linear(given["G"]), 3, 3)
+    reference.agree("L_val at theta_old", F.cross_entropy(ahead(test.inputs), test.targets))
+    method = FeatureCritic(critic_weight=options["beta"])
+    total = method.step_with_critic(model, critic, features, loss, test, rate)
+    by_model, by_classifier, *by_critic = torch.autograd.grad(total, [*model.parameters(), *critic.parameters()])
+    reference.agree("A after the step", given["A"] - rate * by_model)
+    reference.agree("G after the step", given["G"] - rate * by_classifier)
+    names = ("gradient of -tanh(L_old - L_new) by w1, phi not yet stepped", "by b1", "by w2", "by b2")
+    for name, found in zip(names, by_critic, strict=True):
+        reference.agree(name, found)
+
+
+@compares("pooled", "jigen_2")
+def test_jigen_s_loss(reference: Reference) -> None:
+    labels, orders = (torch.tensor(reference.inputs[name]) for name in ("labels", "orders"))
+    said, named = (reference.tensors[name] for name in ("class_logits", "jigsaw_logits"))
+    jigsaw = F.cross_entropy(named, orders)
+    reference.agree("jigsaw loss", jigsaw)
+    whole = "class loss, all images (the code's default and the README's command)"
+    for class_on, name, total in (
+        ("all", whole, "total, all images"),
+        ("ordered", "class loss, ordered images (--classify_only_sane)", "total, ordered images"),
+    ):
+        method = JiGen(class_on=class_on, jigsaw_weight=reference.parameters["jig_weight"])  # type: ignore[arg-type]
+        loss = method.loss(said, labels, named, orders)
+        reference.agree(total, loss)
+        reference.agree(name, loss - method.jigsaw_weight * jigsaw)
