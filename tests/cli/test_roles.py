@@ -80,6 +80,22 @@ def test_provision_says_what_to_do_with_kits(fedshift: Cli, kits: Path) -> None:
     assert "secret" in out
 
 
+@pytest.mark.case("stale kits", "provision after another port: each site's new kit.json is named")
+def test_provision_says_who_needs_what_when_the_coordinator_moves(fedshift: Cli, kits: Path) -> None:
+    file = kits.parents[1] / "project.yaml"
+    file.write_text(file.read_text().replace("8002", "18742"))
+    code, out, err = fedshift("project", "provision", str(file), "--out", str(kits.parent))
+    assert code == 0, err
+    for site in ("north", "south"):
+        (line,) = [line for line in out.splitlines() if line.startswith(f"site {site}")]
+        assert "port 8002 → 18742" in line
+        assert str(kits / "sites" / site / "kit.json") in line
+        assert roles.load_kit(kits / "sites" / site, "site").project.port == 18742
+    assert "unchanged" not in out
+    code, out, _ = fedshift("site", "check", str(site_file(kits)))
+    assert "localhost port 18742" in out
+
+
 def test_the_authority_needs_a_passphrase_or_a_decision(
     fedshift: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +208,29 @@ def test_site_check_says_what_is_missing_in_a_table(fedshift: Cli, kits: Path) -
     assert "values: 0 missing" not in out
     assert "column 'chol' has 0 in 25 % of the rows of 'north'" in out
     assert "column 'ca' has no value, or almost none" in out
+
+
+@pytest.mark.case("new kits", "a table by the lines that a new SITE.yaml has for it, uncommented")
+def test_the_table_in_a_new_site_file_is_one(fedshift: Cli, kits: Path) -> None:
+    file = kits / "sites" / "north" / "SITE.yaml"
+    lines = file.read_text().splitlines()
+    begin = lines.index("# data:")
+    end = next(place for place in range(begin + 1, len(lines)) if not lines[place].startswith("#   "))
+    table = [line.removeprefix("# ") for line in lines[begin:end]]
+    names = yaml.safe_load("\n".join(table))["data"].keys()
+    assert {"label", "id", "numeric", "categorical"} <= names
+    kept = [line for line in lines[end:] if not line.startswith("  send:")]
+    kept = [line.replace("  # send:", "  send:") for line in kept]
+    file.write_text("\n".join(["site: north", "kit: .", *table, *kept]) + "\n")
+    rows = [f"p{row},{40 + row},{120 + row % 7},{'fm'[row % 2]},{'ab'[row % 2]},{row % 2}" for row in range(60)]
+    (file.parent / "patients.csv").write_text("\n".join(["patient,age,pressure,sex,ward,outcome", *rows]) + "\n")
+    code, out, err = fedshift("site", "check", str(file))
+    assert code == 0, err
+    assert "60 samples of 6" in out
+    assert "categories of sex: f, m" in out
+    assert "statistics" in out.partition("may leave: ")[2].splitlines()[0]
+    assert "p17" not in out
+    assert "it takes part in no experiment" not in out
 
 
 @pytest.mark.case("files left out", "site check names them and what makes images dark, before anything leaves")

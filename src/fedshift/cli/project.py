@@ -26,6 +26,7 @@ from fedshift.experiment.protocol import taking_part, targets_of
 
 if TYPE_CHECKING:
     from fedshift.deployment.flare.authority import Ask
+    from fedshift.deployment.flare.provision import Provisioned
 
 PASSPHRASE = "FEDSHIFT_PASSPHRASE"
 """The environment variable of the passphrase of the authority's key."""
@@ -67,13 +68,30 @@ def provision_project(path: Path, out: Path, renew: bool, no_passphrase: bool) -
     console.print(f"coordinator: {made.coordinator}", highlight=False, markup=False)
     revoked = roles.revoked_sites(roles.load_kit(made.coordinator, "coordinator"))
     for site, kit in made.sites.items():
+        if site in made.changed:
+            continue
         new = "" if site in made.new else " (unchanged)"
         console.print(f"site {site}: {kit}{new}: give it to {site} only; it holds a private key", highlight=False)
         if site in revoked:
             console.print(f"site {site}: this kit is revoked: fedshift project accept {site}, or reissue it", **_PLAIN)
+    _say_changed(made)
     console.print(
         f"keep {made.folder / 'authority'} secret: with it anyone can add sites", highlight=False, markup=False
     )
+
+
+def _say_changed(made: Provisioned) -> None:
+    """Which sites need another kit.json, since what it tells of the project has changed."""
+    for site, what in made.changed.items():
+        safe_console().print(
+            f"site {site}: {', '.join(what)}: give {made.sites[site] / 'kit.json'} to {site}, in place of the one in "
+            "its kit (it holds no key), and start it again there: until then it looks for the coordinator as before",
+            **_PLAIN,
+        )
+    if made.changed:
+        safe_console().print(
+            "coordinator: stop it and start it again; if it runs elsewhere, copy its whole kit there", **_PLAIN
+        )
 
 
 def reissue_kit(path: Path, site: str, out: Path, no_passphrase: bool) -> None:
@@ -84,6 +102,7 @@ def reissue_kit(path: Path, site: str, out: Path, no_passphrase: bool) -> None:
         f"{made.coordinator} refuses the old one. If it runs elsewhere, copy certificates.json into its kit",
         **_PLAIN,
     )
+    _say_changed(made)
 
 
 def revoke_kit(folder: Path, site: str, revoked: bool) -> None:
@@ -110,6 +129,7 @@ def remove_site(path: Path, site: str, out: Path) -> None:
         f"its kit and records at {made.folder / 'sites' / site} stay: delete them when nobody needs them",
     ):
         safe_console().print(line, **_PLAIN)
+    _say_changed(made)
 
 
 def _asking(no_passphrase: bool) -> Ask:

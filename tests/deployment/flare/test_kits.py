@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import shutil
 import socket
 import ssl
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -147,6 +149,61 @@ def test_a_site_that_is_added_later_leaves_the_others_as_they_are(tmp_path: Path
     anew = roles.provision(roles.load_project(tmp_path / "project.yaml"), tmp_path, lambda new: None, renew=True)
     assert (anew.sites["east"] / "flare/startup/rootCA.pem").read_bytes() != root
     assert (anew.sites["north"] / "SITE.yaml").read_text() == "site: north  # filled in\n"
+
+
+def settings_of(kit: Path) -> dict[str, str]:
+    """All that FLARE reads in a kit, without the kit's own place."""
+    files = [*kit.glob("flare/startup/*.json"), *kit.glob("flare/local/*.json"), *kit.glob("admin/startup/*.json")]
+    return {str(file.relative_to(kit)): file.read_text().replace(str(kit), "KIT") for file in files}
+
+
+MOVED: dict[str, Any] = {"port": 18742, "scheme": "grpc", "largest_message": 99}
+
+
+@pytest.mark.case("stale kits", "port, scheme and largest message change after kits were handed out")
+@pytest.mark.parametrize("changes", [{"port": 18742}, MOVED, {**MOVED, "server": "fl.example.org"}])
+def test_a_site_needs_only_another_kit_json_when_the_coordinator_moves(changes: dict[str, Any], tmp_path: Path) -> None:
+    first, fresh = provisioned(tmp_path / "a"), provisioned(tmp_path / "fresh", **changes)
+    handed = tmp_path / "at north"
+    shutil.copytree(first.sites["north"], handed)
+    keys = {path: path.read_bytes() for path in handed.rglob("*.key")}
+    made = provisioned(tmp_path / "a", **changes)
+    assert made.changed.keys() == {"north", "south"}
+    assert all(f"{name} " in " ".join(made.changed["north"]) for name in changes)
+    shutil.copy(made.sites["north"] / "kit.json", handed / "kit.json")
+    relocate(load_kit(handed))  # as at each start
+    expected = settings_of(fresh.sites["north"])
+    assert settings_of(made.sites["north"]) == settings_of(handed) == expected
+    assert settings_of(made.coordinator) == settings_of(fresh.coordinator)
+    assert {path: path.read_bytes() for path in handed.rglob("*.key")} == keys
+    check_certificates(load_kit(made.coordinator))
+    check_certificates(load_kit(handed))
+    assert provisioned(tmp_path / "a", **changes).changed == {}
+
+
+@pytest.mark.case("stale kits", "a kit that is not on this machine any more")
+@pytest.mark.case("stale kits", "another contact, whose certificate the coordinator lacks")
+def test_kits_that_are_elsewhere_and_another_contact(tmp_path: Path) -> None:
+    made = provisioned(tmp_path)
+    shutil.rmtree(made.sites["north"])
+    again = provisioned(tmp_path, contact="others@example.org")
+    assert again.changed.keys() == {"north", "south"}
+    assert json.loads((again.sites["north"] / "kit.json").read_text())["name"] == "north"
+    certificates = json.loads((made.coordinator / "certificates.json").read_text())
+    assert {name for name, one in certificates.items() if one["revoked"]} == {PROJECT["contact"]}
+    assert "others@example.org" in (made.coordinator / "admin" / "startup" / "fed_admin.json").read_text()
+
+
+@pytest.mark.case("stale kits", "a new kit is asked for, or a site removed, before the coordinator has its new name")
+def test_a_new_name_is_provisioned_first(tmp_path: Path) -> None:
+    provisioned(tmp_path)
+    file = project_file(tmp_path, server="fl.example.org")
+    for act in (
+        lambda: roles.reissue(roles.load_project(file), tmp_path, "north", lambda new: None),
+        lambda: roles.remove(file, tmp_path, "north"),
+    ):
+        with pytest.raises(UserError, match=r"server localhost → fl\.example\.org.*fedshift project provision"):
+            act()
 
 
 def test_a_kit_that_was_moved_keeps_its_files_below_it(tmp_path: Path) -> None:
@@ -317,6 +374,40 @@ def test_a_site_that_cannot_reach_the_coordinator_says_so_and_tries_again(tmp_pa
     assert waits == [1.0, 2.0, 4.0, 8.0]
     assert said[0].strip() == "starting"
     assert all("cannot reach the coordinator at localhost port" in line for line in said[1:5])
+
+
+@pytest.mark.case(
+    "stale kits", "a site that runs while its coordinator is gone: FLARE's process tries again and is silent"
+)
+def test_a_site_that_lost_its_coordinator_says_so_while_its_process_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kit = load_kit(provisioned(tmp_path, port=roles.free_port()).sites["north"])
+    service, now = Service(kit), 1000.0
+    service.child = SimpleNamespace(pid=os.getpid())  # type: ignore[assignment]
+    monkeypatch.setattr("fedshift.deployment.flare.service.time.monotonic", lambda: now)
+
+    def state_after(looks: int) -> tuple[str, str]:
+        nonlocal now
+        for _ in range(looks):
+            now += 60
+            service._look_at_line()
+        found = json.loads((kit.folder / "service.json").read_text())
+        return found["state"], found["message"]
+
+    with socket.create_server(("localhost", kit.project.port)) as door:
+        with socket.create_connection(("localhost", kit.project.port)):
+            peer, _ = door.accept()
+            assert state_after(4)[0] == "connected"
+            peer.close()
+        assert state_after(2)[0] == "connected", "it may be reconnecting"
+        state, message = state_after(1)
+        assert state == "retrying"
+        for part in (f"localhost port {kit.project.port}", PROJECT["contact"], "kit.json"):
+            assert part in message
+        assert "WARNING" in (kit.folder / "service.log").read_text().splitlines()[-1]
+        with socket.create_connection(("localhost", kit.project.port)):
+            assert state_after(1)[0] == "connected"
 
 
 def test_names_of_deployments(kits: Provisioned) -> None:

@@ -303,7 +303,7 @@ def check_size(message: Message, project: Project) -> None:
     if size + _AROUND > project.largest_message << 20:
         raise UserError(
             f"a message of {size / 1e6:.0f} MB is larger than this project allows ({project.largest_message} MiB): "
-            "raise largest_message in the project's file, and in the kit.json of every role"
+            "raise largest_message in the project file, call fedshift project provision, and hand the new kit.json out"
         )
 
 

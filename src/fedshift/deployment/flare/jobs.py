@@ -39,6 +39,9 @@ _EVICTIONS, _WINDOW = 3, 60.0
 """Evictions, and the seconds within which so many mean that two machines use one kit."""
 _ROLL_CALL = 5.0
 """Seconds between looks at who is registered, for the status."""
+_SOON = 60.0
+"""Seconds in which sites that are being started connect."""
+_WHY = " (fedshift site status there says why not; if the coordinator has moved, it needs its new kit.json)"
 _LOOK_AGAIN = 0.25
 """Seconds between looks at FLARE's list of sites."""
 
@@ -263,7 +266,8 @@ class RunningDeployment:
         used_twice = self._attendance.kit_used_twice()
         absent = [site for site in members if site not in connected]
         if used_twice or self._waits(len(connected), [site for site in absent if site not in revoked]):
-            self._state("waiting", used_twice or f"for {', '.join(absent)} to connect")
+            why = "" if time.monotonic() - self._waiting_since < _SOON else _WHY
+            self._state("waiting", used_twice or f"for {', '.join(absent)} to connect{why}")
             return False
         self.deployment.begin_job()
         self._submitted = time.monotonic()

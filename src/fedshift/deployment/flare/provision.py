@@ -37,10 +37,19 @@ _SITE_FILE = """\
 site: {site}
 kit: .
 data: {{name: arrays, sites: {{{site}: data.npz}}}}   # as under data: of an experiment; `fedshift datasets` lists them
+# For a table write these lines in place of the one above, and the second line of send: below (docs/your_data.md):
+# data:
+#   name: table
+#   sites: {{{site}: patients.csv}}   # also .parquet, .xlsx
+#   label: outcome             # the column that is learned
+#   id: patient                # the column that names a row; it is no input and stays here
+#   numeric: [age, pressure]
+#   categorical: [sex, ward]   # no names, dates or numbers of patients
 # classes: [benign, malignant]   # all classes of the federation, in order, where this site may lack some
 device: auto
 policy:
   send: [weights, numbers, accuracy, metrics]   # also: statistics, spectra, features
+  # send: [weights, numbers, accuracy, metrics, statistics]   # a table: all sites encode its columns alike
   smallest_group: 10
   rare_categories: other   # categories of fewer rows of a table are not told, and read as unknown; or refuse
   secure: allowed   # required: a model leaves only masked, as a part of a sum (docs/privacy.md)
@@ -62,16 +71,28 @@ policy:
 
 @dataclass(frozen=True)
 class Provisioned:
-    """Where the kits lie. ``new``: those that were made now; others were there and are left as they are."""
+    """Where the kits lie.
+
+    Attributes:
+        folder: of all kits.
+        coordinator: its kit.
+        sites: the kit of each site.
+        new: those that were made now; others were there.
+        changed: of the others, sites whose kit.json is another one now, and in what: "port 8002 → 9001".
+    """
 
     folder: Path
     coordinator: Path
     sites: Mapping[str, Path]
     new: tuple[str, ...]
+    changed: Mapping[str, tuple[str, ...]]
 
 
 def provision(project: Project, out: Path, ask: Ask, *, renew: bool = False) -> Provisioned:
     """Make a kit for the coordinator and one per site. Running it again makes kits for new sites only.
+
+    Where the coordinator's address has changed in the project, the kits that are there get another kit.json; with
+    another server or contact the coordinator gets new certificates.
 
     Args:
         project: the project.
@@ -95,8 +116,9 @@ def provision(project: Project, out: Path, ask: Ask, *, renew: bool = False) -> 
         authority = None
     else:
         known = read_object(authority_folder / ISSUED)
-        if coordinator.exists() and all(site in known for site in project.sites):
-            return _finish(project, folder, known, ())
+        certified = coordinator.exists() and not _renamed(coordinator, project)
+        if certified and all(site in known for site in project.sites):
+            return finish(project, folder, known, ())
         authority = Authority.load(authority_folder, project.name, ask)
         passphrase = ask(True) if authority is None else None
     if authority is None:
@@ -105,10 +127,10 @@ def provision(project: Project, out: Path, ask: Ask, *, renew: bool = False) -> 
         authority.save(authority_folder, passphrase)
     else:
         known = authority.issued
-        new = (*(() if coordinator.exists() else ("coordinator",)), *(one for one in project.sites if one not in known))
+        new = (*(() if certified else ("coordinator",)), *(one for one in project.sites if one not in known))
         _make(project, folder, new, authority)
         authority.save_issued(authority_folder)
-    return _finish(project, folder, authority.issued, new)
+    return finish(project, folder, authority.issued, new)
 
 
 def reissue(project: Project, out: Path, site: str, ask: Ask) -> Provisioned:
@@ -132,12 +154,13 @@ def reissue(project: Project, out: Path, site: str, ask: Ask) -> Provisioned:
             f"scheme '{project.scheme}' cannot refuse a site's old kit beside its new one: fedshift project provision "
             "--renew makes all kits anew"
         )
+    check_certified(project, folder / "coordinator")
     authority = Authority.load(folder / "authority", project.name, ask) if folder.exists() else None
     if authority is None or site not in authority.issued:
         raise UserError(f"{folder} holds no kit of '{site}' yet: fedshift project provision makes it")
     _make(project, folder, (site,), authority)
     authority.save_issued(folder / "authority")
-    return _finish(project, folder, authority.issued, (site,))
+    return finish(project, folder, authority.issued, (site,))
 
 
 def _make(project: Project, folder: Path, names: Sequence[str], authority: Authority | None) -> Authority:
@@ -204,43 +227,56 @@ def _install(project: Project, folder: Path, name: str, made: Path) -> None:
         write_bytes(kit / "SITE.yaml", _SITE_FILE.format(site=name).encode(), private=True)
 
 
-def _finish(project: Project, folder: Path, issued: Mapping[str, str], new: tuple[str, ...]) -> Provisioned:
-    """Describe the kits, say at the coordinator who has which certificate, and let only the owner read them."""
+def finish(project: Project, folder: Path, issued: Mapping[str, str], new: tuple[str, ...]) -> Provisioned:
+    """Write into the kits what the project is, and into the coordinator's whose certificates there are; describe all.
+
+    Args:
+        project: the project.
+        folder: its kits, which only their owner reads from then on.
+        issued: name → SHA-256 of its certificate. A site that is not named has no kit yet.
+        new: names of the kits that were made now.
+    """
     kits = _kits(project, folder)
+    changed = {name: _changes(kits[name], kits["coordinator"], project) for name in kits if name not in new}
+    changed = {name: what for name, what in changed.items() if what}
+    for name in (*new, *changed):
+        _settle_if_there(kits[name], project, coordinator=name == "coordinator")
+    for name in {*new, *changed, "coordinator"}:
+        role = "coordinator" if name == "coordinator" else "site"
+        whole = {"role": role, "name": name, "project": project.model_dump(mode="json")}
+        write_bytes(kits[name] / "kit.json", _json(whole), private=True)
+    changed.pop("coordinator", None)
     for name in new:
-        write_kit(kits[name], name, project)
-        _settle(kits[name], project, coordinator=name == "coordinator")
         kits[name].parent.chmod(0o700)
         kits[name].chmod(0o700)
         for part in (kits[name] / "flare", kits[name] / "admin"):
             if part.exists():
                 make_private(part)
-    return written_at_coordinator(project, folder, issued, new)
-
-
-def written_at_coordinator(
-    project: Project, folder: Path, issued: Mapping[str, str], new: tuple[str, ...] = ()
-) -> Provisioned:
-    """Write into the coordinator's kit what the project is and whose certificates it has; describe all kits.
-
-    Args:
-        project: the project.
-        folder: its kits.
-        issued: name → SHA-256 of its certificate. A site that is not named has no kit yet.
-        new: names of the kits that were made now.
-    """
-    kits = _kits(project, folder)
-    write_kit(kits["coordinator"], "coordinator", project)
     names = (*project.sites, project.contact)
     write_issued(kits["coordinator"], {name: issued[name] for name in names if name in issued})
-    return Provisioned(folder, kits["coordinator"], {site: kits[site] for site in project.sites}, new)
+    return Provisioned(folder, kits["coordinator"], {site: kits[site] for site in project.sites}, new, changed)
 
 
-def write_kit(kit: Path, name: str, project: Project) -> None:
-    """Write down in a kit whose it is, and of which project."""
-    role = "coordinator" if name == "coordinator" else "site"
-    whole = {"role": role, "name": name, "project": project.model_dump(mode="json")}
-    write_bytes(kit / "kit.json", _json(whole), private=True)
+_TOLD = ("server", "port", "scheme", "largest_message", "contact")
+"""What a kit tells of the project that matters at a site."""
+
+
+def _changes(kit: Path, coordinator: Path, project: Project, fields: Sequence[str] = _TOLD) -> tuple[str, ...]:
+    """In what a kit differs from the project. One that is not here any more has what the coordinator's kit has."""
+    found = read_object(kit / "kit.json") or read_object(coordinator / "kit.json")
+    before, now = found.get("project", {}), project.model_dump(mode="json")
+    return tuple(f"{name} {before[name]} → {now[name]}" for name in fields if before.get(name, now[name]) != now[name])
+
+
+def _renamed(coordinator: Path, project: Project) -> tuple[str, ...]:
+    """In what the coordinator's certificates differ from the project."""
+    return _changes(coordinator, coordinator, project, ("server", "contact"))
+
+
+def check_certified(project: Project, coordinator: Path) -> None:
+    """Raise UserError if the coordinator's certificates are of another server or contact than the project's."""
+    if changes := _renamed(coordinator, project):
+        raise UserError(f"the project's file has changed ({', '.join(changes)}): call fedshift project provision first")
 
 
 def _kits(project: Project, folder: Path) -> dict[str, Path]:
@@ -280,23 +316,46 @@ def _settle(kit: Path, project: Project, *, coordinator: bool) -> None:
         "streaming_max_blob_size": project.largest_message << 20,
     }
     (local / "comm_config.json").write_text(json.dumps(channels, indent=2))
-    if coordinator and project.scheme == "tcp":  # our listener in place of FLARE's; sites dial as before
-        path = kit / "flare" / "startup" / "fed_server.json"
-        server = json.loads(path.read_text())
-        server["servers"][0]["service"]["scheme"] = LISTENER
-        path.write_text(json.dumps(server, indent=2))
+    _settle_address(kit, project, coordinator=coordinator)
     rights = {"format_version": "1.0", "permissions": {"project_admin": _RIGHTS}}
     (local / "authorization.json").write_text(json.dumps(rights, indent=2))
+
+
+def _settle_address(kit: Path, project: Project, *, coordinator: bool) -> None:
+    """Write the address of the project's coordinator where FLARE's processes of a role read it."""
+    path = kit / "flare" / "startup" / ("fed_server.json" if coordinator else "fed_client.json")
+    settings = json.loads(path.read_text())
+    server = settings["servers"][0]
+    server["service"] |= {"target": f"{project.server}:{project.port}", "scheme": project.scheme}
+    if coordinator:
+        server |= {"admin_server": project.server, "admin_port": project.port}
+        if project.scheme == "tcp":  # our listener in place of FLARE's; sites dial as before
+            server["service"]["scheme"] = LISTENER
+        _settle_administrator(kit / "admin" / "startup" / "fed_admin.json", project)
+    else:
+        server["identity"] = project.server
+    path.write_text(json.dumps(settings, indent=2))
+
+
+def _settle_administrator(path: Path, project: Project) -> None:
+    settings = json.loads(path.read_text())
+    settings["admin"] |= {"username": project.contact, "server_identity": project.server}
+    settings["admin"] |= {"host": project.server, "port": project.port, "scheme": project.scheme}
+    path.write_text(json.dumps(settings, indent=2))
 
 
 def _json(value: Any) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
+def _settle_if_there(kit: Path, project: Project, *, coordinator: bool) -> None:
+    if (kit / "flare" / "local" / "resources.json.default").exists():
+        _settle(kit, project, coordinator=coordinator)
+
+
 def relocate(kit: Kit) -> None:
-    """Adapt FLARE's settings to the folder that a kit was moved to, and let only the owner read its keys."""
-    if (kit.flare / "local" / "resources.json.default").exists():
-        _settle(kit.folder, kit.project, coordinator=kit.role == "coordinator")
+    """Adapt FLARE's settings to the kit's folder and its kit.json, and let only the owner read its keys."""
+    _settle_if_there(kit.folder, kit.project, coordinator=kit.role == "coordinator")
     kit.folder.chmod(0o700)
     for key in kit.folder.glob("*/startup/*.key"):
         key.chmod(0o600)

@@ -10,7 +10,7 @@ import yaml
 
 from fedshift.deployment.flare.authority import ISSUED
 from fedshift.deployment.flare.kits import Project, load_project
-from fedshift.deployment.flare.provision import Provisioned, written_at_coordinator
+from fedshift.deployment.flare.provision import Provisioned, check_certified, finish
 from fedshift.deployment.json_files import read_object
 from fedshift.errors import UserError, nearest
 from fedshift.files import write_bytes
@@ -39,11 +39,12 @@ def remove(path: Path, out: Path, site: str) -> Provisioned:
     issued = read_object(folder / "authority" / ISSUED)
     if not issued or not (folder / "coordinator" / "kit.json").exists():
         raise UserError(f"{folder} does not hold the kits of the project: say with --out where they are")
+    check_certified(project, folder / "coordinator")
     rest = project.model_copy(update={"sites": tuple(one for one in project.sites if one != site)})
     text = without_site(path, rest, site)
     issued.pop(site, None)
     write_bytes(folder / "authority" / ISSUED, (json.dumps(issued, indent=2) + "\n").encode(), private=True)
-    made = written_at_coordinator(rest, folder, issued)
+    made = finish(rest, folder, issued, ())
     write_bytes(path, text.encode())
     return made
 

@@ -37,6 +37,8 @@ again, and learns which jobs are over; FLARE's default is 10."""
 _LARGE = 1 << 20
 """Bytes of a tensor, or of a part of a message, whose memory the coordinator gives back as soon as it is free (glibc's
 malloc). Otherwise what many replies took stays with the process. For smaller ones that takes too much time."""
+_LOOK_AT_LINE, _BROKEN = 5.0, 3
+"""Seconds between looks at a site's connection, and how many times in a row there was none when it counts as broken."""
 _REGISTERED = "Successfully registered client"
 _SERVER = "nvflare.private.fed.app.server.server_train"
 
@@ -54,6 +56,8 @@ class Service:
     _begun: float = field(default_factory=time.time)
     _attendance: Attendance = field(default_factory=Attendance)
     _connected: bool = False
+    _next_look: float = 0.0
+    _without: int = 0
     _starts: int = 0
     _line: str = ""
 
@@ -89,7 +93,7 @@ class Service:
                 except _Unreachable as error:
                     self.say(
                         "retrying",
-                        f"cannot reach the coordinator at {error}; trying again in {wait:g} s",
+                        f"cannot reach the coordinator at {error}; trying again in {wait:g} s; {self._if_it_moved}",
                         logging.WARNING,
                     )
                     wait = self._pause(wait)
@@ -153,7 +157,7 @@ class Service:
                 if deployments is not None:
                     deployments.look()
                 elif self._connected:
-                    self.say("connected", f"to {self.kit.project.server} port {self.kit.project.port}")
+                    self._look_at_line()
                 self.stopping.wait(self.tick)
             if deployments is None and self.child.poll() == lockdown.UNLOCKABLE:
                 raise UserError(f"FLARE cannot be locked down here; see the end of {self.kit.folder / RAW}")
@@ -195,6 +199,26 @@ class Service:
         )
         threading.Thread(target=self._read_output, args=(self.child,), daemon=True).start()
         self.say("starting", "")
+
+    def _look_at_line(self) -> None:
+        """Say whether the site is connected. FLARE's process reconnects by itself, for ever, and does not tell."""
+        if time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + _LOOK_AT_LINE
+        self._without = 0 if _has_connection(self.child, self.kit.project.port) else self._without + 1
+        place = f"{self.kit.project.server} port {self.kit.project.port}"
+        if self._without < _BROKEN:
+            self.say("connected", f"to {place}")
+            return
+        self.say(
+            "retrying",
+            f"no connection to the coordinator at {place}; FLARE tries again by itself; {self._if_it_moved}",
+            logging.WARNING,
+        )
+
+    @property
+    def _if_it_moved(self) -> str:
+        return f"if it has moved, ask {self.kit.project.contact} for the new kit.json of this site, and start it again"
 
     def _read_output(self, child: subprocess.Popen[str]) -> None:
         assert child.stdout is not None
@@ -252,6 +276,17 @@ class Service:
 
 class _Unreachable(FedshiftError):
     """The coordinator does not answer."""
+
+
+def _has_connection(child: subprocess.Popen[str] | None, port: int) -> bool:
+    """Whether a process has a TCP connection to a port elsewhere; True also where the system does not tell."""
+    import psutil
+
+    try:
+        found = psutil.Process(child.pid).net_connections(kind="tcp") if child is not None else []
+    except (psutil.Error, OSError):
+        return True
+    return any(one.status == psutil.CONN_ESTABLISHED and one.raddr and one.raddr.port == port for one in found)
 
 
 def _processes_of(kit: Kit) -> Iterator[Any]:
