@@ -10,7 +10,9 @@ from linear_pool import batch, linear, network, pool
 from torch import nn
 
 from fedshift.functional.mixing import gradient_perturbed
+from fedshift.methods.pooled import epi_fcr
 from fedshift.methods.pooled.crossgrad import CrossGrad
+from fedshift.methods.pooled.epi_fcr import EpiFCR
 from fedshift.methods.pooled.feature_critic import Critic, FeatureCritic
 from fedshift.methods.pooled.jigen import JiGen
 
@@ -22,7 +24,6 @@ NOT_YET.update(
         for names, reason in {
             ("eisnet_1", "eisnet_2", "eisnet_3", "eisnet_4"): "its triplets are not the authors' yet",
             ("dger_1", "dger_2"): "its losses are sums over the domains, the authors' are means",
-            ("epi-fcr_1",): "its terms are weighed by the number of domains, the authors' are not",
             ("masf_2",): "its outer loss includes the domain that is held back",
             ("jigen_1",): "images in order keep their colour, the authors' lose it, too",
             ("srdc_1", "srdc_3"): "its k-means starts elsewhere than the authors'",
@@ -94,6 +95,54 @@ def test_a_step_of_feature_critic(reference: Reference) -> None:
     names = ("gradient of -tanh(L_old - L_new) by w1, phi not yet stepped", "by b1", "by w2", "by b2")
     for name, found in zip(names, by_critic, strict=True):
         reference.agree(name, found)
+
+
+@compares("pooled", "epi-fcr_1")
+def test_a_step_of_epi_fcr(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, options = reference.tensors, reference.parameters
+    monkeypatch.setattr(epi_fcr, "drawn_pair", lambda domains, draws: (0, 2))
+    model = network(linear(given["A"]), linear(given["G"]), 3, 3)
+    parts = epi_fcr.Parts(model, 3)
+    start = {f"domains.{j}.features.weight": given["Aj"][j] for j in range(3)}
+    start |= {f"domains.{j}.classifier.weight": given["Gj"][j] for j in range(3)}
+    parts.load_state_dict({**start, "random.weight": given["H"]})
+    batches = [batch(given["x"][k], reference.inputs["labels"][k], k) for k in range(3)]
+
+    def loss(summed: bool = True, **weights: float) -> float:
+        """What the published network minimises with these weights alone."""
+        off = dict.fromkeys(("feature_weight", "classifier_weight", "random_weight"), 0.0)
+        method = EpiFCR(summed=summed, **{**off, **weights})  # type: ignore[arg-type]
+        return method.published_loss(model, parts, tuple(batches), (0, 2)).item()
+
+    together = loss()
+    reference.agree("sum of CE over domains (L_agg)", together)
+    released = EpiFCR(setting="released", warm_up=0.0)  # type: ignore[call-arg]
+    for name, number, output in (
+        ("feature_weight", 1, "lambda_1 CE (published features, their classifier)"),
+        ("classifier_weight", 2, "lambda_2 CE (their features, published classifier)"),
+        ("random_weight", 3, "lambda_3 times the sum of CE of the random head"),
+    ):
+        weight = getattr(released, name)
+        term = loss(**{name: weight}) - together
+        reference.agree(output, term)
+        beside = 3 * (loss(summed=False, **{name: weight}) - loss(summed=False)) / (term / weight)
+        reference.agree(f"lambda_{number} beside one domain's CE", beside)  # the mean of all weighs no term anew
+    site, weights = pool(released, model, batches, options["rate"], parts=parts)
+    update, after = released.fit(site, weights, steps=3), site.memory.weights("parts")
+    reference.agree("step of A", update.weights["features.weight"] - given["A"])
+    reference.agree("step of G", update.weights["classifier.weight"] - given["G"])
+    for name, part in (("Aj", "features"), ("Gj", "classifier")):
+        moved = torch.stack([after[f"domains.{j}.{part}.weight"] - given[name][j] for j in range(3)])
+        reference.agree(f"step of {name}", moved)
+    mean = EpiFCR(warm_up=0.0)
+    site, weights = pool(mean, model, batches, 3 * options["rate"], parts=parts)
+    torch.testing.assert_close(
+        mean.fit(site, weights, steps=3).weights["features.weight"], update.weights["features.weight"]
+    )
+    early = EpiFCR(setting="released", warm_up=1.0)  # type: ignore[call-arg]
+    site, weights = pool(early, model, batches, options["rate"], parts=parts)
+    warm = early.fit(site, weights, steps=3).weights["features.weight"]
+    reference.agree("step of A in the warm-up", warm - given["A"])
 
 
 @compares("pooled", "jigen_2")

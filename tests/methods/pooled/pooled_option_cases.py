@@ -52,6 +52,7 @@ POOLED_METHODS: dict[str, dict[str, tuple[Try, ...]]] = {
         **_POOLED,
         "perturbation": of(0.0, 10.0),
         "clip": of(1e-3),
+        "parameter_clip": of(1e-3),
         "label_share": of(0.0, 1.0),
         "domain_share": of(0.0, 1.0),
     },
@@ -101,6 +102,7 @@ POOLED_METHODS: dict[str, dict[str, tuple[Try, ...]]] = {
         "feature_weight": of(0.0, 0.5),
         "classifier_weight": of(0.0, 1.0),
         "random_weight": of(0.0, 1.0),
+        "summed": of(True),
         "warm_up": of(0.0, 1.0),
     },
     "masf": {

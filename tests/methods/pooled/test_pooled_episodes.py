@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from pooled_step import LEFT, assert_same, descend, domain_batches, mixed_batch, pool, step, trainable
 from pooling import LR, moved
-from tiny import CNN, MLP
+from tiny import CNN, MLP, NORMED
 from torch import Tensor
 
 from fedshift.federation.site import Envelope
@@ -152,36 +152,63 @@ def test_the_other_terms_are_weak_at_first() -> None:
 # Epi-FCR --------------------------------------------------------------------------------------------------------------
 
 
-@BOTH
-def test_a_step_of_epi_fcr_by_hand(network: dict[str, object]) -> None:
-    method = epi_fcr.EpiFCR(feature_weight=1.5, classifier_weight=0.6, random_weight=0.4, warm_up=0.0)
-    site, weights, model = pool(method, network)
-    parts = method.parts(site, lambda: epi_fcr.Parts(model, 3))
+def normed(features: torch.nn.Module) -> torch.nn.BatchNorm1d:
+    """The first BatchNorm."""
+    return next(module for module in features.modules() if isinstance(module, torch.nn.BatchNorm1d))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_domain_networks_begin_with_the_features_of_the_experiment(frozen: bool) -> None:
+    """And with classifiers of their own. Trained weights and statistics are not thrown away, frozen ones included."""
+    _, _, model = pool(epi_fcr.EpiFCR(), NORMED)
+    model.features.requires_grad_(not frozen)
+    normed(model.features).running_mean.fill_(5.0)  # type: ignore[union-attr]
+    parts = epi_fcr.Parts(model, 3)
+    for j in range(3):
+        assert_same(parts.of(j).features.state_dict(), model.features)
+        assert not torch.equal(parts.of(j).classifier.weight, model.classifier.weight)  # type: ignore[arg-type]
+        assert all(parameter.requires_grad is not frozen for parameter in parts.of(j).features.parameters())
+    with torch.no_grad():
+        next(parts.of(0).parameters()).fill_(0.0)
+    assert next(model.parameters()).abs().max() > 0, "copies"
+
+
+def test_partners_answer_with_their_running_statistics() -> None:
+    """And these move with their own training alone, once in a step."""
+    method = epi_fcr.EpiFCR(warm_up=0.0, classifier_weight=1.0)
+    site, _, model = pool(method, NORMED)
+    parts = epi_fcr.Parts(model, 3).train()
+    for j in range(3):
+        normed(parts.of(j).features).running_mean.fill_(3.0)  # type: ignore[union-attr]
     batches = domain_batches(site)
-    pairs = list(itertools.permutations(range(3), 2))
-    i, j = pairs[int(torch.randint(len(pairs), (), generator=site.generator_for("pairs")))]
     features = [model.features(batch.inputs) for batch in batches]
     labels = [batch.targets for batch in batches]
-    published = sum(F.cross_entropy(model.classifier(f), y) for f, y in zip(features, labels, strict=True)) / 3
-    published = (
-        published + 0.4 * sum(F.cross_entropy(parts.random(f), y) for f, y in zip(features, labels, strict=True)) / 3
-    )
-    published = published + 1.5 * F.cross_entropy(parts.of(j).classifier(features[i]), labels[i])
-    foreign = parts.of(j).features(batches[i].inputs).detach()
-    published = published + 0.6 * F.cross_entropy(model.classifier(foreign), labels[i])
-    own = sum(F.cross_entropy(parts.of(k)(batch.inputs), batch.targets) for k, batch in enumerate(batches)) / 3
     before = {name: tensor.clone() for name, tensor in parts.state_dict().items()}
-    gradients = torch.autograd.grad(own, trainable(parts.domains), retain_graph=True)
-    descend(published, trainable(model))
-    with torch.no_grad():
-        for parameter, gradient in zip(trainable(parts.domains), gradients, strict=True):
-            parameter -= LR * gradient
-    update = step(method, site, weights, mini_batches=3)
-    assert update.loss == pytest.approx((published + own).item(), rel=1e-5)
-    assert_same(update.weights, model)
-    kept = site.memory.weights("parts")
-    assert_same(kept, parts)
-    assert not {name for name in moved(before, kept) if name.startswith("random")}, "the random head never trains"
+    found = method.published_loss(model, parts, batches, (0, 2))
+    assert not moved(before, parts.state_dict())
+    assert parts.training
+    partner = parts.of(2).eval()
+    terms = [F.cross_entropy(model.classifier(f), y) + 0.1 * F.cross_entropy(parts.random(f), y)
+             for f, y in zip(features, labels, strict=True)]  # fmt: skip
+    terms += [2.0 * F.cross_entropy(partner.classifier(features[0]), labels[0])]
+    terms += [F.cross_entropy(model.classifier(partner.features(batches[0].inputs)), labels[0])]
+    assert found.item() == pytest.approx(sum(term.item() for term in terms) / 3, rel=1e-5)
+
+
+def test_a_pair_is_of_two_domains_and_every_pair_is_drawn() -> None:
+    draws = torch.Generator().manual_seed(0)
+    assert {epi_fcr.drawn_pair(3, draws) for _ in range(200)} == set(itertools.permutations(range(3), 2))
+    assert epi_fcr.drawn_pair(1, draws) == (0, 0)
+
+
+def test_the_random_head_never_trains_and_the_domain_networks_do() -> None:
+    method = epi_fcr.EpiFCR(warm_up=0.0)
+    site, weights, model = pool(method)
+    before = method.parts(site, lambda: epi_fcr.Parts(model, 3)).state_dict()
+    step(method, site, weights, mini_batches=3)
+    changed = moved(before, site.memory.weights("parts"))
+    assert not {name for name in changed if name.startswith("random")}
+    assert {name.split(".")[1] for name in changed} == {"0", "1", "2"}
 
 
 # MASF -----------------------------------------------------------------------------------------------------------------

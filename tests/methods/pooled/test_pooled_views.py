@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pooled_step import assert_same, descend, mixed_batch, pool, step, trainable
-from tiny import CNN, MLP
+from pooling import LR
+from tiny import CNN, MLP, NORMED
 
 from fedshift.errors import UserError
 from fedshift.federation.site import Envelope, Site
@@ -126,6 +127,27 @@ def test_a_step_of_crossgrad_by_hand(network: dict[str, object]) -> None:
     assert update.loss == pytest.approx((label + other).item(), rel=1e-5)
     assert_same(update.weights, model)
     assert_same(site.memory.weights("parts"), domain)
+
+
+def test_the_domain_network_begins_with_the_features_of_the_experiment() -> None:
+    """With a fresh classifier of as many outputs as there are domains."""
+    _, _, model = pool(CrossGrad(), NORMED)
+    model.features.requires_grad_(False)  # as trained weights that are held fixed
+    made = with_classes(model, 4)
+    assert_same(made.features.state_dict(), model.features)
+    assert made.features is not model.features
+    assert not any(parameter.requires_grad for parameter in made.features.parameters())
+    assert made(torch.zeros(2, 5)).shape == (2, 4)
+
+
+def test_the_original_bounds_the_gradient_of_every_parameter() -> None:
+    method = CrossGrad(parameter_clip=0.01)
+    site, weights, model = pool(method)
+    start = method.parts(site, lambda: with_classes(model, 3)).state_dict()
+    update = step(method, site, weights)
+    for before, after in ((weights, update.weights), (start, site.memory.weights("parts"))):
+        largest = max(float((after[name] - tensor).abs().max()) for name, tensor in before.items())
+        assert largest == pytest.approx(0.01 * LR, rel=1e-3)
 
 
 # FACT -----------------------------------------------------------------------------------------------------------------

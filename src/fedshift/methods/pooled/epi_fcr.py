@@ -11,20 +11,27 @@ The published network (θ, ψ); for each source j a network (θ_j, ψ_j) that tr
     L_epic  = CE(ψ(θ̄_j(x_i)), y_i),   j ≠ i, θ_j held fixed                              (4)
     L_epir  = Σ_i CE(ψ̄_r(θ(x_i)), y_i),  ψ_r random, held fixed                          (5)
     min L_agg + λ_1 L_epif + λ_2 L_epic + λ_3 L_epir                                      (6)
+Features θ_j begin as θ does, so with trained weights where the experiment has them; ψ_j and ψ_r are drawn.
 
-Where papers and code differ, and what was chosen
- 1. λ_1 = 2, λ_2 = 0.05, λ_3 = 0.1 (the script for PACS with ResNet-18). Each step draws one ordered pair (i, j).
- 2. The networks of the domains train from the start; the episodic terms begin after ``warm_up`` of the run (code: 500
-    of 3,000 iterations).
- 3. Sums over domains are means here, so that the learning rate means the same as DeepAll's.
- 4. Frozen networks answer with their running BatchNorm statistics; the code freezes BatchNorm everywhere.
- 5. Equal work: a step counts K mini-batches, one of each source, and passes them through two to four networks.
+Where papers and code differ, and what was chosen. Code: HAHA-DL/Episodic-DG, PACS/model_resnet.py, ModelEpiFCR.
+ 1. λ_1 = 2, λ_2 = 0.05, λ_3 = 0.1 (PACS/run_main_epi_fcr.sh, with ResNet-18). Each step draws one ordered pair (i, j).
+ 2. The networks of the domains train from the start; the episodic terms begin after ``warm_up`` of the run (code,
+    train_agg_nn_warm: 500 of 3,000 iterations).
+ 3. L is a sum over K domains in the code (train_agg_nn), where one pair (i, j) adds one L_epif and one L_epic. Here all
+    of it is divided by K, so that the learning rate means the same as DeepAll's; ``summed: true`` and ``setting:
+    released`` leave it as it is. Each (θ_j, ψ_j) learns at the full rate in either case (train_ds_nn).
+ 4. Frozen networks answer with their running BatchNorm statistics. The code freezes BatchNorm everywhere, from the
+    first step on (bn_eval): for that, a network with ``batch_norm: stored``.
+ 5. The code steps the domains' networks first, on batches of their own (train). Here both step on the same batches, and
+    the published network sees its partners as they are before this step.
+ 6. A step counts K mini-batches, one of each source, and passes them through two to four networks.
 
 Should reproduce: PACS ResNet-18 82.1, 77.0, 93.9, 73.0 (81.5); VLCS AlexNet 72.9.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,10 +42,12 @@ from pydantic import Field, NonNegativeFloat
 from torch import Tensor, nn
 
 from fedshift.data.domain import WITHOUT_MASKS, Task
+from fedshift.data.tasks.objective import Objective
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.methods.heads import redrawn
 from fedshift.methods.pooled.training import PooledTraining
+from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -49,6 +58,7 @@ class EpiFCR(PooledTraining):
     name: ClassVar[str] = "epi_fcr"
     tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
     relative_cost: ClassVar[float] = 2.5
+    settings: ClassVar[Settings] = {"released": {"summed": True}}
 
     feature_weight: NonNegativeFloat = Field(
         2.0, description="λ_1: features that other domains' classifiers understand"
@@ -57,6 +67,7 @@ class EpiFCR(PooledTraining):
     random_weight: NonNegativeFloat = Field(
         0.1, description="λ_3: features that a random classifier can be right about"
     )
+    summed: bool = Field(False, description="(6) as it stands (code); false: divided by the number of domains")
     warm_up: Annotated[float, Field(ge=0, le=1)] = Field(1 / 6, description="share of the run before the episodes")
 
     def fit(self, site: Site, weights: Weights, steps: int) -> Update:
@@ -65,29 +76,46 @@ class EpiFCR(PooledTraining):
         parts = self.parts(site, lambda: Parts(model, site.domains)).train()
         draws = site.generator_for("pairs")
 
-        label_loss = site.objective.loss
-
         def loss_of(batches: tuple[Batch, ...]) -> Tensor:
-            features = [model.features(batch.inputs) for batch in batches]
-            labels = [batch.targets for batch in batches]
-            losses = [label_loss(model.classifier(f), y) for f, y in zip(features, labels, strict=True)]
-            losses += [label_loss(parts.of(j)(batch.inputs), batch.targets) for j, batch in enumerate(batches)]
-            loss = torch.stack(losses).sum() / len(batches)
-            if self.progress(site) < self.warm_up:
-                return loss
-            with frozen(parts):
-                said = [label_loss(parts.random(f), y) for f, y in zip(features, labels, strict=True)]
-                loss = loss + self.random_weight * torch.stack(said).mean()
-                if len(batches) > 1:
-                    pairs = list(itertools.permutations(range(len(batches)), 2))
-                    i, j = pairs[int(torch.randint(len(pairs), (), generator=draws))]
-                    partner = parts.of(j)
-                    loss = loss + self.feature_weight * label_loss(partner.classifier(features[i]), labels[i])
-                    theirs = partner.features(batches[i].inputs)
-                    loss = loss + self.classifier_weight * label_loss(model.classifier(theirs), labels[i])
-            return loss
+            pair = None if self.progress(site) < self.warm_up else drawn_pair(len(batches), draws)
+            published = self.published_loss(model, parts, batches, pair)
+            return published + own_losses(parts, batches, site.objective)
 
         return self.trained(site, self.of_sources(site, steps), loss_of, model, parts)
+
+    def published_loss(
+        self, model: Network, parts: Parts, batches: tuple[Batch, ...], pair: tuple[int, int] | None
+    ) -> Tensor:
+        """What (θ, ψ) minimises: (6), or (2) alone where there is no pair (i, j) yet."""
+        label_loss = model.objective.loss
+        features = [model.features(batch.inputs) for batch in batches]
+        labels = [batch.targets for batch in batches]
+        losses = [label_loss(model.classifier(f), y) for f, y in zip(features, labels, strict=True)]  # (2)
+        if pair is not None:
+            i, j = pair
+            with frozen(parts):
+                losses += [
+                    self.random_weight * label_loss(parts.random(f), y) for f, y in zip(features, labels, strict=True)
+                ]  # (5)
+                if i != j:
+                    partner = parts.of(j)
+                    losses.append(self.feature_weight * label_loss(partner.classifier(features[i]), labels[i]))  # (3)
+                    theirs = partner.features(batches[i].inputs)
+                    losses.append(self.classifier_weight * label_loss(model.classifier(theirs), labels[i]))  # (4)
+        return torch.stack(losses).sum() / (1 if self.summed else len(batches))
+
+
+def own_losses(parts: Parts, batches: tuple[Batch, ...], objective: Objective) -> Tensor:
+    """What the networks of the domains minimise (1). None has parameters of another, so none's rate is divided."""
+    return torch.stack(
+        [objective.loss(parts.of(j)(batch.inputs), batch.targets) for j, batch in enumerate(batches)]
+    ).sum()
+
+
+def drawn_pair(domains: int, draws: torch.Generator) -> tuple[int, int]:
+    """i, and j ≠ i; (0, 0) where there is one domain only."""
+    pairs = list(itertools.permutations(range(domains), 2)) or [(0, 0)]
+    return pairs[int(torch.randint(len(pairs), (), generator=draws))]
 
 
 class Parts(nn.Module):
@@ -95,7 +123,9 @@ class Parts(nn.Module):
 
     def __init__(self, model: Network, domains: int) -> None:
         super().__init__()
-        self.domains = nn.ModuleList(redrawn(model) for _ in range(domains))
+        self.domains = nn.ModuleList(
+            model.with_parts(copy.deepcopy(model.features), redrawn(model.classifier)) for _ in range(domains)
+        )
         self.random = redrawn(model.classifier).requires_grad_(False)
 
     def of(self, domain: int) -> Network:

@@ -6,10 +6,11 @@ memory, drawn from the experiment's seed. So a model file holds nothing that pre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import ClassVar, TypeVar
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from fedshift.data.domain import Task
 from fedshift.federation.federation import Federation
@@ -70,10 +71,23 @@ class PooledTraining(DeepAll):
         loss_of: Callable[[B], Tensor],
         model: Network,
         parts: nn.Module | None = None,
+        optimizers: Mapping[str, Optimizer] | None = None,
     ) -> Update:
-        """Train the model and the modules besides it together, and remember the latter."""
+        """Train the model and the modules besides it together, and remember the latter.
+
+        Args:
+            site: The pool.
+            batches: What is trained on.
+            loss_of: The loss of a step.
+            model: The network that is published.
+            parts: The modules besides it.
+            optimizers: Entry of the memory → the optimiser that is kept there; None: the experiment's, for all modules.
+        """
         modules = [model] if parts is None else [model, parts]
-        loss = site.minimise_over(batches, loss_of, *modules, remember="optimizer")
+        steppers = optimizers or {"optimizer": site.optimizer(*modules, memory="optimizer")}
+        loss = site.minimise_over(batches, loss_of, *modules, optimizers=steppers.values())
+        for memory, optimizer in steppers.items():
+            site.remember_optimizer(optimizer, memory)
         if parts is not None:
             site.memory["parts"] = site.weights_of(parts)
         return Update(site.weights_of(model), site.samples, loss)
