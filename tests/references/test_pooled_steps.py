@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 import torch
 import torch.nn.functional as F
 from authors_numbers import NOT_YET, Reference, compares
 from linear_pool import batch, linear, network, pool
-from torch import nn
+from torch import Tensor, nn
 
+from fedshift.functional.losses import inverse_frequencies
 from fedshift.functional.mixing import gradient_perturbed
-from fedshift.methods.pooled import epi_fcr
+from fedshift.methods.pooled import dger, epi_fcr
 from fedshift.methods.pooled.crossgrad import CrossGrad
+from fedshift.methods.pooled.dger import DGER
 from fedshift.methods.pooled.epi_fcr import EpiFCR
 from fedshift.methods.pooled.feature_critic import Critic, FeatureCritic
 from fedshift.methods.pooled.jigen import JiGen
@@ -23,7 +27,6 @@ NOT_YET.update(
         ("pooled", f"{name}"): reason
         for names, reason in {
             ("eisnet_1", "eisnet_2", "eisnet_3", "eisnet_4"): "its triplets are not the authors' yet",
-            ("dger_1", "dger_2"): "its losses are sums over the domains, the authors' are means",
             ("masf_2",): "its outer loss includes the domain that is held back",
             ("jigen_1",): "images in order keep their colour, the authors' lose it, too",
             ("srdc_1", "srdc_3"): "its k-means starts elsewhere than the authors'",
@@ -95,6 +98,98 @@ def test_a_step_of_feature_critic(reference: Reference) -> None:
     names = ("gradient of -tanh(L_old - L_new) by w1, phi not yet stepped", "by b1", "by w2", "by b2")
     for name, found in zip(names, by_critic, strict=True):
         reference.agree(name, found)
+
+
+def dger_s_parts(reference: Reference) -> dger.Parts:
+    """Its heads with the entry's weights, which are single linear layers."""
+    given = reference.tensors
+    parts = dger.Parts(4, 3, 3, ())
+    state = {"discriminator.0.weight": given["U"], "discriminator.0.bias": given["e"]}
+    for kind, weight, bias in (("own", "W", "b"), ("reversed", "V", "c")):
+        state |= {f"{kind}.{i}.0.weight": given[weight][i] for i in range(3)}
+        state |= {f"{kind}.{i}.0.bias": given[bias][i] for i in range(3)}
+    parts.load_state_dict(state)
+    return parts
+
+
+class Noted(nn.Module):
+    """A head whose logits' gradient is kept."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, features: Tensor) -> Tensor:
+        self.logits: Tensor = self.head(features)
+        self.logits.retain_grad()
+        return self.logits
+
+
+@compares("pooled", "dger_1")
+def test_dger_s_losses(reference: Reference) -> None:
+    f = reference.tensors["f"].clone().requires_grad_(True)
+    every = torch.tensor(reference.inputs["labels"])
+    features, labels = list(f.split(6)), list(every.split(6))
+    options, parts = reference.parameters, dger_s_parts(reference)
+    method = DGER(
+        reversal=options["lambda_d"],
+        agreement_weight=options["lambda_c (alpha_1)"],
+        entropy_reversal=options["lambda_cp (alpha_2)"],
+    )
+    reference.agree("class weights, own domain", torch.stack([inverse_frequencies(own, 3) for own in labels]))
+    others = [torch.cat([labels[j] for j in range(3) if j != i]) for i in range(3)]
+    reference.agree("class weights, other domains", torch.stack([inverse_frequencies(one, 3) for one in others]))
+    sizes = torch.arange(3).repeat_interleave(torch.tensor(options["samples of the domains"]))
+    by_domain = inverse_frequencies(sizes, 3)
+    reference.agree("weights of the domains in L_D", 3 * by_domain)
+
+    theirs = dger.others_loss(parts, features, labels)
+    reference.agree("L_er, T_i (fixed) on the other domains", theirs)
+    (gradient,) = torch.autograd.grad(method.agreement_weight * theirs, f)
+    reference.agree("gradient of it at F's features", gradient)
+    hidden = method.domain_loss(parts, features, by_domain)
+    reference.agree("L_D", hidden)
+    reference.agree("gradient of L_D at F's features", torch.autograd.grad(hidden, f)[0])
+
+    for kind in (parts.own, parts.reversed):
+        for i in range(3):
+            kind[i] = Noted(kind[i])
+    own = dger.own_loss(parts, features, labels)
+    reference.agree("L_er, T_i on its own domain (F fixed)", own)
+    own.backward()  # type: ignore[no-untyped-call]
+    assert f.grad is None
+    at_logits = torch.stack([cast(Noted, head).logits.grad for head in parts.own])  # type: ignore[arg-type, misc]
+    reference.agree("gradient of it at T_i's logits, i = 0, 1, 2", at_logits)
+    balanced = method.balanced_entropy(parts, features, labels)
+    reference.agree("L_ge", balanced)
+    balanced.backward()  # type: ignore[no-untyped-call]
+    reference.agree("gradient of L_ge at F's features", f.grad)
+    at_logits = torch.stack([cast(Noted, head).logits.grad for head in parts.reversed])  # type: ignore[arg-type, misc]
+    reference.agree("gradient of L_ge at T'_i's logits, i = 0, 1, 2", at_logits)
+
+
+@compares("pooled", "dger_2")
+def test_a_step_of_dger(reference: Reference) -> None:
+    given, parts = reference.tensors, dger_s_parts(reference)
+    model = network(linear(given["A"]), linear(given["G"]), 4, 3)
+    batches = [batch(given["x"][6 * k : 6 * k + 6], reference.inputs["labels"][6 * k : 6 * k + 6], k) for k in range(3)]
+    method = DGER(hidden=(), warm_up=0.0)
+    site, weights = pool(method, model, batches, 0.1, parts=parts)
+    update, after = method.fit(site, weights, steps=3), site.memory.weights("parts")
+    reference.agree("F", update.weights["features.weight"])
+    reference.agree("T", update.weights["classifier.weight"])
+    reference.agree("D weight", after["discriminator.0.weight"])
+    for name, kind in (("T_i weights", "own"), ("T'_i weights", "reversed")):
+        reference.agree(name, torch.stack([after[f"{kind}.{i}.0.weight"] for i in range(3)]))
+    later = dger_s_parts(reference)
+    later.load_state_dict(dict(after))
+    features, labels = [model.features(one.inputs) for one in batches], [one.targets for one in batches]
+    for name, known in (
+        ("gradient of the term 'others' by A with T_i after its step", later),
+        ("the same with T_i before its step (not what the code does)", parts),
+    ):
+        term = method.agreement_weight * dger.others_loss(known, features, labels)
+        reference.agree(name, torch.autograd.grad(term, model.features.weight, retain_graph=True)[0])
 
 
 @compares("pooled", "epi-fcr_1")

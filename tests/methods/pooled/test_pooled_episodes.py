@@ -97,56 +97,55 @@ def test_an_unknown_site_gets_the_mean_of_all_masks_predictions() -> None:
 # DGER -----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_step_of_dger_by_hand() -> None:
-    method = dger.DGER(reversal=0.5, agreement_weight=0.3, entropy_reversal=0.2, heads_rate=0.4, warm_up=0.0, hidden=())
-    site, weights, model = pool(method)
-    parts = method.parts(site, lambda: dger.Parts(model.embedding_size, model.classes, 3, ()))
-    batches = domain_batches(site)
-    features = [model.features(batch.inputs) for batch in batches]
-    labels = [batch.targets for batch in batches]
-    whole, every = torch.cat(features), torch.cat(labels)
-    domains = torch.arange(3).repeat_interleave(len(labels[0]))
-    sizes = torch.bincount(site.data.domain_numbers).float()
-    classes = F.cross_entropy(model.classifier(whole), every)
-    hidden = F.cross_entropy(parts.discriminator(whole), domains, 1 / sizes)
-    own, theirs, balanced = [], [], []
-    for number, (mine, other) in enumerate(zip(parts.own, parts.reversed, strict=True)):
-        own.append(F.cross_entropy(mine(features[number]), labels[number]))
-        rest = [one for one in range(3) if one != number]
-        said = mine(torch.cat([features[one] for one in rest]))
-        theirs.append(F.cross_entropy(said, torch.cat([labels[one] for one in rest])))
-        counts = torch.bincount(labels[number], minlength=model.classes).float()
-        weighting = torch.where(counts > 0, 1 / counts, 0.0)
-        balanced.append(F.cross_entropy(other(features[number]), labels[number], weighting))
-    by_features = classes - 0.5 * hidden + 0.3 * sum(theirs) - 0.2 * sum(balanced)
-    steps: list[tuple[Tensor, list[Any], float]] = [
-        (by_features, trainable(model), LR),
-        (hidden, trainable(parts.discriminator), LR),
-        (sum(own, torch.zeros(())), trainable(parts.own), 0.4 * LR),
-        (sum(balanced, torch.zeros(())), trainable(parts.reversed), 0.4 * LR),
-    ]
-    gradients = [torch.autograd.grad(loss, of, retain_graph=True) for loss, of, _ in steps]
-    with torch.no_grad():
-        for (_, of, rate), found in zip(steps, gradients, strict=True):
-            for parameter, gradient in zip(of, found, strict=True):
-                parameter -= rate * gradient
-    update = step(method, site, weights, mini_batches=3)
-    total = classes + hidden + sum(own) + 0.3 * sum(theirs) + sum(balanced)
-    assert update.loss == pytest.approx(total.item(), rel=1e-5)
-    assert_same(update.weights, model)
-    assert_same(site.memory.weights("parts"), parts)
+def test_the_heads_learn_at_a_rate_of_their_own() -> None:
+    """Ten times the rate, ten times the step: of T_i, which step on F's features alone."""
+    moves = {}
+    for rate in (1e-9, 0.1, 1.0):
+        method = dger.DGER(heads_rate=rate, warm_up=0.0, hidden=())
+        site, weights, _ = pool(method)
+        step(method, site, weights, mini_batches=3)
+        moves[rate] = site.memory.weights("parts")["own.0.0.weight"]
+    moves = {rate: after - moves[1e-9] for rate, after in moves.items()}
+    torch.testing.assert_close(moves[1.0], 10 * moves[0.1], atol=1e-6, rtol=1e-3)
 
 
 def test_the_other_terms_are_weak_at_first() -> None:
     losses = {}
     for share in (0.0, 1.0):
-        method = dger.DGER(warm_up=share, hidden=())
+        method = dger.DGER(warm_up=share, hidden=(), heads_rate=1e-6)  # so that L_er is of the same heads
         site, weights, model = pool(method)
         losses[share] = step(method, site, weights, mini_batches=3).loss
         batches = domain_batches(site)
     inputs, labels = torch.cat([b.inputs for b in batches]), torch.cat([b.targets for b in batches])
     plain = F.cross_entropy(model(inputs), labels).item()
     assert losses[1.0] - plain == pytest.approx(0.01 * (losses[0.0] - plain), rel=1e-3)
+
+
+def test_heads_begin_small_and_drop_out_before_their_last_layer() -> None:
+    """Uniform within 0.1 · √(6 / (inputs + outputs))."""
+    head = dger.head_of(30, (50, 40), 3)
+    kinds = [type(layer).__name__ for layer in head]
+    assert kinds == ["Linear", "ReLU", "Linear", "ReLU", "Dropout", "Linear"]
+    for layer in head:
+        if isinstance(layer, torch.nn.Linear):
+            bound = 0.1 * (6 / (layer.in_features + layer.out_features)) ** 0.5
+            assert 0.7 * bound < layer.weight.abs().max() <= bound
+            assert not layer.bias.any()
+
+
+@pytest.mark.parametrize(("name", "memory"), [("dger", "heads"), ("feature_critic", "critic")])
+def test_momentum_of_what_trains_beside_the_model_is_kept(name: str, memory: str) -> None:
+    after = []
+    for forgotten in (False, True):
+        method = registry.parse({"name": name, "warm_up": 0.0})
+        site, weights, _ = pool(method, momentum=0.9, reset_optimizer_each_round=False)
+        first = step(method, site, weights, mini_batches=3)
+        site.begin(Envelope(2, 2, 0.5, LEFT))
+        if forgotten:
+            del site.memory[memory]
+        step(method, site, first.weights, mini_batches=3)
+        after.append(site.memory.weights("parts"))
+    assert moved(*after)
 
 
 # Epi-FCR --------------------------------------------------------------------------------------------------------------
