@@ -22,7 +22,6 @@ from fedshift.experiment.budgets import budgets
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.plan import common_settings
 from fedshift.experiment.protocol import Split
-from fedshift.report.advice.roles import role_of
 from fedshift.report.advice.verdict import verdict
 from fedshift.report.advice.words import short_kind
 from fedshift.report.averages import weights_by_layer
@@ -30,6 +29,7 @@ from fedshift.report.collect import collect
 from fedshift.report.html import render
 from fedshift.report.page import DARK, LIGHT, page
 from fedshift.report.plots import accuracy_at_targets
+from fedshift.report.roles import role_of
 from fedshift.report.sections.about import experiment_file
 from fedshift.report.sections.blocks import Figure, Grid, Text
 from fedshift.report.sections.predictions import predictions_section

@@ -30,6 +30,8 @@ Selection: last round.
 Accuracy in percent, mean ± standard error over seeds (n−1), n = 2 seeds, except csac at M5 (1), csac at average (1).
 
 5 of 12 runs unfinished.
+
+Exchanges, and MB that all sites sent and got in a run: fedavg, csac 2 and 4.00.
 """
 
 

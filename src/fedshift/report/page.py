@@ -8,10 +8,10 @@ from pathlib import Path
 from fedshift.evaluation.stored import ROUNDS
 from fedshift.files import write_bytes
 from fedshift.report import plots
-from fedshift.report.advice.roles import Role, role_of
 from fedshift.report.advice.verdict import Verdict, verdict
 from fedshift.report.collect import Collected, read_rounds
 from fedshift.report.html import render
+from fedshift.report.roles import Role, role_of
 from fedshift.report.sections.about import cost_section, facts, settings_section, warnings_section
 from fedshift.report.sections.blocks import Section, section
 from fedshift.report.sections.metrics import classes_section, metrics_section

@@ -92,6 +92,8 @@ def outcome(climbed: Sequence[Climbed]) -> str:
         return f"best: {best.display}; it has no run in common with {first.display}"
     result = level.results[0]
     better = -test.mean if result.less_is_better else test.mean
+    if shown(result.metric, abs(better)) == shown(result.metric, 0.0):
+        return f"best: {best.display}, level with {first.display} here"
     if not better > 0:
         return f"best: {best.display}, which is no better than {first.display} here"
     chance = f", p {p_value(test.p)} before correction" if test.p is not None else ""

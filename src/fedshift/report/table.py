@@ -15,6 +15,7 @@ from fedshift.evaluation.selection import RULES
 from fedshift.evaluation.summary import AVERAGE, Row, row_of, rows, with_samples
 from fedshift.report import pairs
 from fedshift.report.collect import Collected
+from fedshift.report.conditions import used_note
 from fedshift.report.measures import ACCURACY, HAUSDORFF, MEASURES, METRICS, Measure, measure_of
 from fedshift.text import in_unit
 
@@ -175,7 +176,7 @@ def table_of(collected: Collected, select: Selection = "last", metric: str = "")
     measure = _measure(collected, select, metric)
     arrange = partial(table, select=select, targets=order.targets)
     whole = arrange(results, methods=order.methods, progress=collected.progress, measure=measure)
-    said = (note(results, order.methods) for note in (settings_note, privacy_note, work_note))
+    said = (note(results, order.methods) for note in (used_note, settings_note, privacy_note, work_note))
     whole = replace(whole, notes=(*whole.notes, *chain.from_iterable(said)))
     both = whole.measure in pairs.HARMONIC_MEANS.values()
     more = []

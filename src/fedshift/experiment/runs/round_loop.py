@@ -343,11 +343,12 @@ class _RunLoop:
         )
 
     def _data_record(self) -> dict[str, Any]:
-        """The data that the run was trained and measured on: name, fingerprint, numbers of samples."""
+        """The data that the run was trained and measured on: name, fingerprint, shape and numbers of samples."""
         split = self.planned.split
         return {
             "name": self.planned.data.name,
             "fingerprint": self.planned.plan.fingerprint,
+            "input_shape": list(self.planned.data.input_shape),
             "training_samples": {name: len(rows) for name, rows in split.train.items()},
             "held_out_samples": {name: len(rows) for name, rows in split.held_out.items()},
             "measured_samples": {name: len(rows) for name, rows in split.measured.items()},

@@ -9,19 +9,21 @@ first.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fedshift.evaluation.cautions import majorities
 from fedshift.evaluation.records import RunResult, Selection
 from fedshift.evaluation.summary import AVERAGE, Row
 from fedshift.report.advice.expected import Expected, next_site
-from fedshift.report.advice.roles import Role, method_name, role_of
 from fedshift.report.averages import mean_by_kind
 from fedshift.report.collect import Collected
+from fedshift.report.conditions import conditions
 from fedshift.report.differences import LEVEL, Difference, differences
 from fedshift.report.measures import Measure
+from fedshift.report.roles import Role, method_name, role_of
 from fedshift.report.table import Table, table_of
+from fedshift.text import in_unit
 
 MAJORITY = "most frequent class"
 """Name of the row that always names a target's most frequent class."""
@@ -59,6 +61,7 @@ class Against:
         better_at: number of targets at which the chosen method is better.
         sites: number of targets that both have.
         p_sites: with targets as clusters, for sites that were not measured, likewise.
+        unlike: what the other used and the chosen method did not, and the reverse; empty: they are alike.
         unit: of the measure; with "" the gain is in the label's unit.
     """
 
@@ -70,12 +73,18 @@ class Against:
     better_at: int
     sites: int
     p_sites: float | None
+    unlike: tuple[str, ...] = ()
     unit: str = "%"
 
     @property
     def shown(self) -> bool:
         """Whether the difference at these targets is more than chance."""
         return self.p is not None and self.p < LEVEL
+
+    @property
+    def level(self) -> bool:
+        """Whether the difference is 0 as it is printed."""
+        return float(f"{self.gain:.2f}" if self.unit else in_unit(abs(self.gain))) == 0
 
     @property
     def told(self) -> bool:
@@ -107,6 +116,7 @@ class Verdict:
             shown to be better; None if no method was measured at every target. If all methods pool the samples, one of
             those.
         role: whether `method` is federated or pooled.
+        used: what `method` used beyond the sources' samples as they are, in words.
         setting: the setting of `method`.
         expected: what it reaches at the next site, or at the sites that trained.
         measured_new: whether what it is measured by did not train with labels; else nothing is known of a new site.
@@ -121,6 +131,7 @@ class Verdict:
     measure: Measure
     method: str | None
     role: Role
+    used: tuple[str, ...]
     setting: str
     expected: Expected | None
     against: tuple[Against, ...]
@@ -137,7 +148,12 @@ class Verdict:
 
     @property
     def rivals(self) -> list[Against]:
-        """The other methods of the same role, best first."""
+        """The other methods of the same role that used the same, best first: these alone are ranked."""
+        return sorted((one for one in self.peers if not one.unlike), key=lambda one: one.gain)
+
+    @property
+    def peers(self) -> list[Against]:
+        """The other methods of the same role, whatever they used, best first."""
         return sorted((one for one in self.against if one.role == self.role), key=lambda one: one.gain)
 
     @property
@@ -156,6 +172,7 @@ class Verdict:
             "measure": self.measure.name,
             "method": self.method,
             "role": self.role,
+            "used": list(self.used),
             "setting": self.setting,
             "expected": None if self.expected is None else asdict(self.expected),
             "against": [
@@ -190,6 +207,7 @@ def verdict(collected: Collected, table: Table | None = None) -> Verdict:
     able = {name: row for name, row in means.items() if roles[name] == role}
     tests = {one.name: one for one in found}
     chosen = _choice(able, tests, roles, table.measure)
+    used = conditions(results)
     against = _against(chosen, tests, roles, table.measure, means) if chosen is not None else ()
     runs = [result for result in results if result.method == chosen]
     private = [run for run in runs if run.privacy]
@@ -198,9 +216,13 @@ def verdict(collected: Collected, table: Table | None = None) -> Verdict:
         measure=table.measure,
         method=chosen,
         role=role,
+        used=used[chosen].words if chosen is not None else (),
         setting=next((run.setting for run in runs), ""),
         expected=None if chosen is None else next_site(chosen, list(able), table),
-        against=tuple(against),
+        against=tuple(
+            replace(one, unlike=used[chosen].unlike(used[one.name])) if chosen and one.name in used else one
+            for one in against
+        ),
         left=mean_by_kind([run.bytes_up for run in runs]),
         guarantee=max(private, key=_epsilon).guarantee if runs and len(private) == len(runs) else None,
         unknown=tuple(_unknown(collected, table, means, set(roles.values()))),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from fedshift.report.advice.verdict import MAJORITY, Against, Verdict
+from fedshift.report.advice.verdict import MAJORITY, QUESTIONS, Against, Verdict
 from fedshift.report.measures import Measure
 from fedshift.text import in_unit
 
@@ -27,6 +27,8 @@ _SHORT: Mapping[str, str] = {
     "masked": "masked sums",
     "sealed": "sealed models",
 }
+_SITES: Mapping[str, str] = {QUESTIONS["adapt_to_one"]: "site that takes part without labels"}
+"""What the next site is one of, by the question that the runs ask; others ask for a site that takes no part."""
 _MOST_NAMED = 3
 
 
@@ -60,30 +62,44 @@ def first_sentence(verdict: Verdict) -> str:
         how = "Do not federate yet: models" if alone.shown_elsewhere else "At these targets, models"
         by = _points(-alone.gain, alone.unit)
         return f"{how} that the sites train alone are better than {method} ({number}) by {by}."
-    name = _quantity(verdict.measure.name)
-    article = "an" if name[0] in "aeiouA" or name == "RMSE" else "a"
-    expect = f"{article} {name} of {_value(verdict.measure, expected.mean)}"
-    where = _interval(verdict)
+    expect = _expected(verdict, expected.mean)
     if verdict.role == "pooled":
         pooled = "All methods pool the samples, which is not private"
-        return f"{pooled}; {method} has the best average: expect {expect}{where}."
+        return f"{pooled}; {method} has the best average: {expect}."
+    if not verdict.peers:
+        return f"{method} is the only method to choose from: {expect}."
+    kind = _kind(verdict)
     if not verdict.rivals:
-        return f"{method} is the only method to choose from: expect {expect}{where}."
+        return f"{method} has the best average of methods that are not alike, the only one {kind}: {expect}."
+    among = f" of those {kind}" if len(verdict.rivals) < len(verdict.peers) else ""
     if all(one.shown_elsewhere and one.gain > 0 for one in verdict.rivals):
-        return f"Take {method}: expect {expect}{where}."
+        return f"Take {method}{', the best' if among else ''}{among}: {expect}."
     if not verdict.equals:
-        return f"{method} is the {best} at these targets: expect {expect}{where}."
+        return f"{method} is the {best} at these targets{among}: {expect}."
     average = "best average of the federated methods" if ahead else "best average"
-    return f"{method} has the {average}, but is not shown to be the best of them: expect {expect}{where}."
+    return f"{method} has the {average}, but is not shown to be the best of {among[4:] or 'them'}: {expect}."
+
+
+def _kind(verdict: Verdict) -> str:
+    """What the chosen method and its rivals used: only they are ranked."""
+    return f"with {' and '.join(verdict.used)}" if verdict.used else "that used the sources' samples as they are"
+
+
+def _expected(verdict: Verdict, mean: float) -> str:
+    """What to expect at a site that took no part, or what was measured at those that did."""
+    name = _quantity(verdict.measure.name)
+    article = "an" if name[0] in "aeiouA" or name == "RMSE" else "a"
+    number = f"{article} {name} of {_value(verdict.measure, mean)}"
+    return f"{'expect' if verdict.measured_new else 'it has'} {number}{_interval(verdict)}"
 
 
 def _interval(verdict: Verdict) -> str:
-    """Where the number is expected, after it: at the next site, or at the sites that trained."""
+    """Where the number is expected, after it: at the next site, or where it was measured: at the sites that trained."""
     expected = verdict.expected
     assert expected is not None
     if not verdict.measured_new:
         return " at the sites that trained, on samples that they held out"
-    where = "pair of sites" if verdict.measure.repeat == "split" else "site"
+    where = "pair of sites" if verdict.measure.repeat == "split" else _SITES.get(verdict.question, "site")
     if expected.low is None or expected.high is None:
         return f" at the next {where}, with no interval" + ("" if expected.sites > 1 else " from a single target")
     if not verdict.measure.unit:
@@ -97,7 +113,8 @@ def _interval(verdict: Verdict) -> str:
 def _second_sentence(verdict: Verdict) -> str:
     """The comparison that matters most, and what is unknown."""
     parts = []
-    nearest = verdict.rivals[0] if verdict.rivals else verdict.best_of("alone")
+    near = verdict.rivals or verdict.peers
+    nearest = near[0] if near else verdict.best_of("alone")
     if nearest is not None:
         parts.append(comparison(nearest, verdict.looks))
     pooled = verdict.best_of("pooled") if verdict.role != "pooled" else None
@@ -112,7 +129,9 @@ def comparison(one: Against, looks: int = 0) -> str:
     name = {"majority": f"always naming the {MAJORITY}", "pooled": f"{one.name} (pooled, not private)"}.get(
         one.role, one.name
     )
-    what = f"{_points(abs(one.gain), one.unit)} {'better' if one.gain >= 0 else 'worse'} than {name}"
+    name += f" ({', '.join(one.unlike)}: not alike)" if one.unlike else ""
+    how = f"{'better' if one.gain > 0 else 'worse'} than {name}"
+    what = f"level with {name}" if one.level else f"{_points(abs(one.gain), one.unit)} {how}"
     if one.p is None:
         return f"{what}, which nothing here can tell from chance"
     here, sites = _p(one.p), "" if one.p_sites is None else f", {_p(one.p_sites)} with targets as clusters"
@@ -179,15 +198,16 @@ def size(count: float) -> str:
 def paragraphs(verdict: Verdict) -> Iterator[tuple[str, list[str]]]:
     """The whole verdict: headings, and sentences below each."""
     yield "Which method", [first_sentence(verdict), *_equals(verdict)]
-    compared = [*verdict.rivals, *(one for one in verdict.against if one.role != verdict.role)]
+    compared = [*verdict.rivals, *(one for one in verdict.peers if one.unlike)]
+    compared += [one for one in verdict.against if one.role != verdict.role]
     if compared:
         lines = [f"{verdict.method} is {comparison(one)}." for one in compared]
         yield "By how much", [*lines, *_correction(verdict)]
     if verdict.method is not None and verdict.expected is not None:
         number = _measured(verdict.measure, verdict.expected.mean)
         text = f"{verdict.method}: {number}{_interval(verdict)}."
-        where = "at the next site" if verdict.measured_new else "at the sites that trained"
-        yield f"What to expect {where}", [text, "The first number is the average over the targets."]
+        heading = "What to expect at the next site" if verdict.measured_new else "What was measured where sites trained"
+        yield heading, [text, "The first number is the average over the targets."]
         yield "What left the sites", [left_sites(verdict)]
     yield "What is not known", [one.why for one in verdict.unknown]
 

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from fedshift.evaluation.records import Selection
 from fedshift.report import plots
-from fedshift.report.advice.roles import ROLES, role_of
 from fedshift.report.collect import Collected
 from fedshift.report.html import render, trusted
 from fedshift.report.page import DARK, LIGHT
+from fedshift.report.roles import ROLES, role_of
 from fedshift.report.table import table_of
 
 if TYPE_CHECKING:

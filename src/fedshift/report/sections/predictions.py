@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from fedshift.evaluation.predictions import PREDICTIONS
 from fedshift.evaluation.stored import check_sum
 from fedshift.report import plots
-from fedshift.report.advice.roles import role_of
 from fedshift.report.collect import FinishedRun
+from fedshift.report.roles import role_of
 from fedshift.report.sections.blocks import (
     MISSING,
     Block,

@@ -10,11 +10,12 @@ from fedshift.evaluation.selection import RULES
 from fedshift.evaluation.summary import AVERAGE
 from fedshift.methods.catalogue import ENTRIES
 from fedshift.report import differences, plots
-from fedshift.report.advice.roles import ROLES, Role, method_name
 from fedshift.report.advice.verdict import MAJORITY, Verdict
 from fedshift.report.advice.words import KINDS, first_sentence, paragraphs
 from fedshift.report.collect import Collected, natural
+from fedshift.report.conditions import conditions
 from fedshift.report.pairs import PairRow
+from fedshift.report.roles import ROLES, Role, method_name
 from fedshift.report.sections.blocks import (
     MISSING,
     Block,
@@ -108,15 +109,22 @@ def grids(table: Table, roles: Mapping[str, Role] | None = None) -> list[Grid]:
 
 
 def methods_grid(collected: Collected, roles: Mapping[str, Role]) -> Grid:
-    """What each method is, where it was published, and what it lets leave a site."""
+    """What each method is, where it was published, what its row used, and what it lets leave a site."""
     rows: list[Cells] = []
+    used = conditions(collected.results)
     for name in collected.order.methods:
         runs = [result for result in collected.results if result.method == name]
         known = ENTRIES.get(method_name(runs[0]))
         title = f"{known.place.split(':')[1]} ({known.citation})" if known else "a method of your own"
         kinds = dict.fromkeys(kind for run in runs for kind, size in run.bytes_up.items() if size)
-        rows.append([name, title, ROLES[roles[name]], "; ".join(KINDS.get(kind, kind) for kind in kinds) or MISSING])
-    return grid("Methods", ["method", "title", "samples", "what left the sites"], rows, css="facts words")
+        row = used[name]
+        more = "; ".join(row.words) or "the sources' samples as they are"
+        left = "; ".join(KINDS.get(kind, kind) for kind in kinds) or MISSING
+        numbers = number(row.exchanges, 0), number(row.sent / 1e6, 2)
+        rows.append([name, title, ROLES[roles[name]], more, *numbers, left])
+    head = ["method", "title", "samples", "used", "exchanges", "MB sent and got", "what left the sites"]
+    note = "Only rows that used the same are alike; a difference between others is also one of what they used."
+    return grid("Methods", head, rows, [note], css="facts words")
 
 
 def _method(name: str, roles: Mapping[str, Role]) -> Entry:

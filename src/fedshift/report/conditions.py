@@ -1,0 +1,208 @@
+"""What each row of a table used. Only rows that used the same are alike; a difference between others says what differs.
+
+Derived from the options that a record keeps, so that it holds for finished runs as well.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, Literal
+
+from fedshift.evaluation.records import RunResult
+from fedshift.methods.catalogue import ENTRIES
+from fedshift.report.roles import Role, method_name, role_of
+
+Use = Literal["augmented", "target"]
+USES: Mapping[Use, str] = {
+    "augmented": "augmented images",
+    "target": "the target's unlabelled samples",
+}
+"""What a row may use beyond the sources' samples as they are, in words."""
+_VECTORS = ("mlp", "linear")
+_ONE_CHANNEL = ("rotated_digits", "rotated_mnist")
+_WITHOUT_LABELS = ("adapt_to_one", "source_target")
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What a row used.
+
+    Attributes:
+        role: whether samples stay at their sites.
+        uses: what it used beyond the sources' samples as they are.
+        images: how training images were changed, each way as JSON; empty: as they are.
+        momentum: whether the server has momentum.
+        exchanges: mean number of rounds.
+        sent: mean bytes in a run, of all sites, both ways.
+    """
+
+    role: Role
+    uses: frozenset[Use]
+    images: frozenset[str]
+    momentum: bool
+    exchanges: float
+    sent: float
+
+    def like(self, other: Conditions) -> bool:
+        """Whether both used the same, apart from what they sent."""
+        return (self.role, self.uses, self.images) == (other.role, other.uses, other.images)
+
+    def unlike(self, other: Conditions) -> tuple[str, ...]:
+        """What ``other`` used and this row did not, and the reverse, in words as of ``other``."""
+        phrases = [f"without {words}" for use, words in USES.items() if use in self.uses - other.uses]
+        phrases += [f"with {words}" for use, words in USES.items() if use in other.uses - self.uses]
+        if self.images and other.images and self.images != other.images:
+            phrases.append("with images augmented otherwise")
+        return tuple(phrases)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What it used, in words."""
+        pooled = ("pooled samples",) if self.role == "pooled" else ()
+        return (*pooled, *(words for use, words in USES.items() if use in self.uses))
+
+
+def conditions(results: Sequence[RunResult]) -> dict[str, Conditions]:
+    """Method → what its row used, by its runs.
+
+    Example:
+        >>> made = RunResult.model_construct
+        >>> training = {"augmentation": {"crop_ratio": [0.75, 1.33], "shear": 0.0}}
+        >>> options = {"method": {"name": "fedavg", "classifier_at_new_site": 16}, "training": training}
+        >>> options["protocol"] = {"kind": "leave_one_out"}
+        >>> run = made(method="turned", options=options, bytes_up={"weights": 8}, bytes_down={"weights": 8}, rounds=5)
+        >>> found = conditions([run])["turned"]
+        >>> found.words, found.exchanges, found.sent
+        (("the target's unlabelled samples",), 5.0, 16.0)
+    """
+    by_method: dict[str, list[RunResult]] = {}
+    for result in results:
+        by_method.setdefault(result.method, []).append(result)
+    return {
+        method: Conditions(
+            role=role_of(runs[0]),
+            uses=_uses(runs[0]),
+            images=_images(runs[0]),
+            momentum=_momentum(runs[0]),
+            exchanges=fmean(run.rounds for run in runs),
+            sent=fmean(sum(run.bytes_up.values()) + sum(run.bytes_down.values()) for run in runs),
+        )
+        for method, runs in by_method.items()
+    }
+
+
+def _uses(result: RunResult) -> frozenset[Use]:
+    found: set[Use] = set()
+    if _images(result):
+        found.add("augmented")
+    if _reads_target(result):
+        found.add("target")
+    return frozenset(found)
+
+
+def _images(result: RunResult) -> frozenset[str]:
+    """How training images were moved or recoloured: by the experiment, a plug-in, or the method itself."""
+    method = _section(result, "method")
+    plug_ins = [one for one in method.get("local") or () if isinstance(one, Mapping)]
+    given = [_section(result, "training").get("augmentation")]
+    given += [one.get("by") for one in plug_ins if one.get("name") == "augment"]
+    if method_name(result) == "recipe" and not any(one.get("name") == "augment" for one in plug_ins):
+        channels = _channels(result)
+        given.append(method.get("augmentation" if channels == 1 else "colour_augmentation") if channels else None)
+    return frozenset(json.dumps(one, sort_keys=True) for one in given if _changes(one))
+
+
+def _changes(augmentation: object) -> bool:
+    """Whether any part of an augmentation is set; the ratio of a crop says nothing without a crop."""
+    return isinstance(augmentation, Mapping) and any(
+        value for name, value in augmentation.items() if name != "crop_ratio"
+    )
+
+
+def _reads_target(result: RunResult) -> bool:
+    """Whether the model that is measured depends on the target's samples, without their labels."""
+    method, name = _section(result, "method"), method_name(result)
+    if _section(result, "protocol").get("kind") in _WITHOUT_LABELS:
+        scenario = ENTRIES[name].scenario if name in ENTRIES else "without labels"
+        return "without labels" in scenario or "unlabelled" in scenario
+    if method.get("unseen") == "target":
+        return True
+    at_new_site = (method.get("batch_norm_at_new_site"), method.get("classifier_at_new_site"))
+    if any(value is not None for value in at_new_site):
+        return True
+    return name == "recipe" and method.get("templates") is not None and _channels(result) != 1
+
+
+def _channels(result: RunResult) -> int | None:
+    """Channels of the images; None for vectors. Old records do not say it, so their network and data do."""
+    shape = result.data.get("input_shape")
+    if isinstance(shape, Sequence):
+        return int(shape[0]) if len(shape) == 3 else None
+    if _section(result, "model").get("name") in _VECTORS:
+        return None
+    return 1 if _section(result, "data").get("name") in _ONE_CHANNEL else 3
+
+
+def _momentum(result: RunResult) -> bool:
+    """Whether the server has momentum: by its optimiser, or as the recipe for images has it."""
+    method = _section(result, "method")
+    server = method.get("server")
+    if server is not None:
+        return server == "momentum" or (isinstance(server, Mapping) and server.get("name") == "momentum")
+    channels = _channels(result)
+    own = method.get("momentum" if channels == 1 else "colour_momentum")
+    return method_name(result) == "recipe" and channels is not None and bool(own)
+
+
+def _section(result: RunResult, name: str) -> Mapping[str, Any]:
+    found = result.options.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def used_note(results: Sequence[RunResult], methods: Sequence[str]) -> Iterator[str]:
+    """Notes on what rows used, what they exchanged, and which rows explain the recipe's."""
+    found = conditions(results)
+    rows = {name: found[name] for name in methods if name in found}
+    listed = {
+        words: [name for name, row in rows.items() if words in row.words]
+        for words in ("pooled samples", *USES.values())
+    }
+    if len(rows) > 1 and any(listed.values()):
+        kinds = "; ".join(f"{words}: {', '.join(names)}" for words, names in listed.items() if names)
+        images = {row.images for row in rows.values() if row.images}
+        kinds += "; not all of these images were augmented alike" if len(images) > 1 else ""
+        yield f"Used, beyond the sources' samples as they are: {kinds}. Only rows that used the same are alike."
+    sent: dict[str, list[str]] = {}
+    for name, row in rows.items():
+        if row.sent:
+            sent.setdefault(f"{row.exchanges:,.0f} and {row.sent / 1e6:,.2f}", []).append(name)
+    if sent:
+        listing = "; ".join(f"{', '.join(names)} {numbers}" for numbers, names in sent.items())
+        yield f"Exchanges, and MB that all sites sent and got in a run: {listing}."
+    recipe = next((result.method for result in results if method_name(result) == "recipe"), None)
+    if recipe in rows and rows[recipe].uses:
+        yield _explained(recipe, rows, {result.method: method_name(result) for result in results})
+
+
+def _explained(recipe: str, rows: Mapping[str, Conditions], names: Mapping[str, str]) -> str:
+    """The rows that say what the recipe is worth: of the same images and samples, and without the target's."""
+    own = rows[recipe]
+
+    def those(name: str, wanted: Callable[[Conditions], bool]) -> str:
+        found = [row for row, used in rows.items() if row != recipe and names[row] == name and wanted(used)]
+        return ", ".join(found) or "not run"
+
+    def same(row: Conditions) -> bool:
+        return (row.uses, row.images) == (own.uses, own.images)
+
+    parts = [f"deepall with the same images and samples: {those('deepall', same)}"]
+    if "target" in own.uses:
+        without = those("recipe", lambda row: row.images == own.images and row.uses == own.uses - {"target"})
+        parts.append(f"itself without the target's samples: {without}")
+    if "augmented" in own.uses:
+        alike = those("fedavg", lambda row: same(row) and row.momentum == own.momentum)
+        parts.append(f"fedavg with the same images{' and momentum' if own.momentum else ''}: {alike}")
+    return f"Rows that explain {recipe}: {'; '.join(reversed(parts))}."

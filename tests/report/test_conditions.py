@@ -1,0 +1,168 @@
+"""What a row used is said, and a verdict ranks only rows that used the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedshift.evaluation.records import RunResult, SelectedRound
+from fedshift.report.advice.verdict import Verdict, verdict
+from fedshift.report.advice.words import comparison, first_sentence, paragraphs, two_sentences
+from fedshift.report.collect import Collected, FinishedRun, Order
+from fedshift.report.conditions import conditions, used_note
+
+AS_THEY_ARE = {"crop_ratio": [0.75, 1.33], "crop_scale": None, "shear": 0.0}
+MOVED = {**AS_THEY_ARE, "shear": 0.5}
+
+
+def run(
+    label: str,
+    accuracy: float = 70.0,
+    target: str = "a",
+    seed: int = 0,
+    shape: tuple[int, ...] = (1, 28, 28),
+    kind: str = "leave_one_out",
+    augmentation: dict[str, Any] = AS_THEY_ARE,
+    **method: Any,
+) -> RunResult:
+    options = {
+        "method": {"name": label, **method},
+        "training": {"augmentation": augmentation},
+        "protocol": {"kind": kind},
+        "model": {"name": "mnist_cnn"},
+        "data": {"name": "arrays"},
+    }
+    return RunResult(
+        method=method.pop("label", label), target=target, seed=seed, classes=["0", "1"], rounds=5, seconds=1.0,
+        mini_batches=9, threads=1, device="cpu", selected={"last": SelectedRound(round=5, accuracy=accuracy)},
+        bytes_up={"weights": 3_000_000}, bytes_down={"weights": 1_000_000}, options=options,
+        data={"input_shape": list(shape)},
+    )  # fmt: skip
+
+
+RECIPE = {"augmentation": MOVED, "colour_augmentation": MOVED, "templates": 16, "momentum": 0.9, "colour_momentum": 0.5}
+
+
+def recipe(label: str = "recipe", shape: tuple[int, ...] = (1, 28, 28), **method: Any) -> RunResult:
+    made = run("recipe", shape=shape)
+    options = {**made.options, "method": {"name": "recipe", **RECIPE, **method}}
+    return made.model_copy(update={"options": options, "method": label})
+
+
+@pytest.mark.parametrize(
+    ("shape", "used"),
+    [
+        ((1, 28, 28), ("augmented images",)),
+        ((3, 28, 28), ("augmented images", "the target's unlabelled samples")),
+        ((20,), ("the target's unlabelled samples",)),
+    ],
+)
+def test_the_recipe_says_what_it_used_by_the_kind_of_samples(shape: tuple[int, ...], used: tuple[str, ...]) -> None:
+    assert conditions([recipe(shape=shape)])["recipe"].words == used
+
+
+@pytest.mark.parametrize(
+    ("result", "used"),
+    [
+        (run("fedavg"), ()),
+        (run("fedavg", local=[{"name": "augment", "by": MOVED}]), ("augmented images",)),
+        (run("fedavg", local=[{"name": "augment", "by": AS_THEY_ARE}, {"name": "dropout"}]), ()),
+        (run("fedavg", augmentation=MOVED), ("augmented images",)),
+        (run("fedavg", classifier_at_new_site=0), ("the target's unlabelled samples",)),
+        (run("fedavg", batch_norm_at_new_site=16), ("the target's unlabelled samples",)),
+        (run("silobn", unseen="target"), ("the target's unlabelled samples",)),
+        (run("fedbn", unseen="mean"), ()),
+        (run("deepall", augmentation=MOVED), ("pooled samples", "augmented images")),
+        (recipe(shape=(20,), templates=None), ()),
+        (run("kd3a", kind="adapt_to_one"), ("the target's unlabelled samples",)),
+        (run("fedavg", kind="adapt_to_one"), ()),
+        (run("source_only", kind="adapt_to_one"), ("pooled samples",)),
+    ],
+)
+def test_what_other_rows_used(result: RunResult, used: tuple[str, ...]) -> None:
+    found = conditions([result])[result.method]
+    assert found.words == used
+    assert (found.exchanges, found.sent) == (5, 4_000_000)
+
+
+def test_old_records_say_the_kind_of_samples_by_network_and_data() -> None:
+    for model, data, used in (
+        ("mlp", "arrays", ("the target's unlabelled samples",)),
+        ("mnist_cnn", "rotated_mnist", ("augmented images",)),
+        ("mobilenet_v2", "pacs", ("augmented images", "the target's unlabelled samples")),
+    ):
+        made = recipe()
+        options = {**made.options, "model": {"name": model}, "data": {"name": data}}
+        assert conditions([made.model_copy(update={"options": options, "data": {}})])["recipe"].words == used
+
+
+def test_images_that_were_moved_otherwise_are_unlike() -> None:
+    more = run("fedavg", augmentation=MOVED).model_copy(update={"method": "more"})
+    other = run("csac", augmentation={**MOVED, "shear": 0.1})
+    found = conditions([more, other, recipe()])
+    assert found["more"].uses == found["csac"].uses
+    assert not found["more"].like(found["csac"])
+    assert found["more"].unlike(found["csac"]) == ("with images augmented otherwise",)
+    assert found["more"].like(found["recipe"])
+
+
+def test_the_rows_that_explain_the_recipe_stand_beside_it() -> None:
+    colour = (3, 28, 28)
+    moved = run("fedavg", shape=colour, local=[{"name": "augment", "by": MOVED}], server="momentum",
+                classifier_at_new_site=16)  # fmt: skip
+    without = recipe("inductive", colour, templates=None)
+    rows = [recipe(shape=colour), moved, without, run("fedavg", shape=colour).model_copy(update={"method": "plain"})]
+    text = next(note for note in used_note(rows, [row.method for row in rows]) if note.startswith("Rows that explain"))
+    assert "fedavg with the same images and momentum: fedavg;" in text
+    assert "itself without the target's samples: inductive;" in text
+    assert "deepall with the same images and samples: not run" in text
+    assert not any("explain" in note for note in used_note([run("fedavg"), run("csac")], ["fedavg", "csac"]))
+
+
+def judged(rows: dict[str, float], make: dict[str, dict[str, Any]]) -> Verdict:
+    results = [
+        run(name, mean + at + 0.1 * seed * (1 if name < "d" else -1), target, seed, **make.get(name, {}))
+        for name, mean in rows.items()
+        for at, target in enumerate("abcd")
+        for seed in range(3)
+    ]
+    order = Order(methods=list(rows), targets=list("abcd"), seeds=[0, 1, 2])
+    return verdict(Collected("exp", tuple(FinishedRun(Path("x"), one) for one in results), order, 0, len(results)))
+
+
+def test_a_verdict_ranks_within_a_class_and_names_what_differs() -> None:
+    found = judged({"csac": 70.0, "fedavg": 60.0, "fedprox": 50.0}, {"csac": {"augmentation": MOVED}})
+    assert found.method == "csac"
+    assert found.used == ("augmented images",)
+    assert found.rivals == []
+    assert [one.unlike for one in found.peers] == [("without augmented images",)] * 2
+    assert not first_sentence(found).startswith("Take")
+    assert "augmented images" in first_sentence(found)
+    assert "without augmented images" in two_sentences(found)
+    alike = judged({"csac": 70.0, "fedavg": 60.0}, {})
+    assert [one.name for one in alike.rivals] == ["fedavg"]
+    assert first_sentence(alike).startswith("Take csac")
+    assert "alike" not in comparison(alike.rivals[0])
+    moved = {name: {"augmentation": MOVED} for name in ("csac", "fedavg")}
+    both = judged({"csac": 70.0, "fedavg": 60.0, "fedprox": 50.0}, moved)
+    assert [one.name for one in both.rivals] == ["fedavg"]
+    assert "best of those with augmented images" in first_sentence(both)
+
+
+@pytest.mark.case("words of a verdict", "a difference that rounds to 0.00")
+@pytest.mark.parametrize("gap", [0.0, 0.004, -0.004])
+def test_ties_are_level(gap: float) -> None:
+    found = judged({"csac": 70.0, "moon": 70.0 + gap}, {"moon": {}})
+    rival = found.peers[0]
+    rival = type(rival)(**{**rival.__dict__, "gain": gap})
+    assert rival.level
+    assert comparison(rival).startswith(f"level with {rival.name}")
+    assert "0.00 points" not in comparison(rival)
+
+
+def test_sites_that_take_part_without_labels_are_no_new_sites() -> None:
+    found = judged({"kd3a": 70.0, "fedavg": 60.0}, {name: {"kind": "adapt_to_one"} for name in ("kd3a", "fedavg")})
+    assert "takes part without labels" in first_sentence(found)
+    assert any("takes part without labels" in line for _, lines in paragraphs(found) for line in lines)
