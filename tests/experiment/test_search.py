@@ -90,7 +90,7 @@ def test_a_method_that_diverged_goes_nowhere(file: Path) -> None:
     ("metric", "score", "said"),
     [
         ("accuracy", 82.0, "best: fedprox, 2.00 better than fedavg"),
-        ("accuracy", 80.0, "best: fedprox, which is no better than fedavg here"),
+        ("accuracy", 80.0, "best: fedprox, level with fedavg here"),
         ("rmse", 78.0, "best: fedprox, 2"),
         ("rmse", 82.0, "best: fedprox, which is no better than fedavg here"),
     ],

@@ -22,7 +22,7 @@ USES: Mapping[Use, str] = {
 }
 """What a row may use beyond the sources' samples as they are, in words."""
 _VECTORS = ("mlp", "linear")
-_ONE_CHANNEL = ("rotated_digits", "rotated_mnist")
+_ONE_CHANNEL = ("rotated_digits", "rotated_mnist", "rotated_mnist_ghifary")
 _WITHOUT_LABELS = ("adapt_to_one", "source_target")
 
 
@@ -46,12 +46,8 @@ class Conditions:
     exchanges: float
     sent: float
 
-    def like(self, other: Conditions) -> bool:
-        """Whether both used the same, apart from what they sent."""
-        return (self.role, self.uses, self.images) == (other.role, other.uses, other.images)
-
     def unlike(self, other: Conditions) -> tuple[str, ...]:
-        """What ``other`` used and this row did not, and the reverse, in words as of ``other``."""
+        """What ``other`` did without that this row used, and the reverse; empty: of one role they are alike."""
         phrases = [f"without {words}" for use, words in USES.items() if use in self.uses - other.uses]
         phrases += [f"with {words}" for use, words in USES.items() if use in other.uses - self.uses]
         if self.images and other.images and self.images != other.images:
