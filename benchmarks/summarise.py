@@ -60,6 +60,9 @@ PAIRS = (
     ("r1", "r100"),
     ("adaptive", "fixed"),
     *((method, "deepall") for method in ("recipe", "jigen", "fact", "mixstyle")),
+    ("recipe", "fedavg-turned"),
+    ("recipe", "deepall-turned"),
+    ("no-templates", "deepall"),
     *(
         (method, other)
         for method in ("mdfnet", "mdfnet-practical", "mdfnet-slow-labels")

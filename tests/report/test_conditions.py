@@ -74,6 +74,7 @@ def test_the_recipe_says_what_it_used_by_the_kind_of_samples(shape: tuple[int, .
         (run("fedavg", batch_norm_at_new_site=16), ("the target's unlabelled samples",)),
         (run("silobn", unseen="target"), ("the target's unlabelled samples",)),
         (run("fedbn", unseen="mean"), ()),
+        (recipe(shape=(20,)).model_copy(update={"metric": "rmse"}), ()),
         (run("deepall", augmentation=MOVED), ("pooled samples", "augmented images")),
         (recipe(shape=(20,), templates=None), ()),
         (run("kd3a", kind="adapt_to_one"), ("the target's unlabelled samples",)),

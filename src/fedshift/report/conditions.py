@@ -126,8 +126,11 @@ def _reads_target(result: RunResult) -> bool:
         return "without labels" in scenario or "unlabelled" in scenario
     if method.get("unseen") == "target":
         return True
-    at_new_site = (method.get("batch_norm_at_new_site"), method.get("classifier_at_new_site"))
-    if any(value is not None for value in at_new_site):
+    if method.get("batch_norm_at_new_site") is not None:
+        return True
+    if result.metric != "accuracy":  # only a classifier of one class among several is turned
+        return False
+    if method.get("classifier_at_new_site") is not None:
         return True
     return name == "recipe" and method.get("templates") is not None and _channels(result) != 1
 
