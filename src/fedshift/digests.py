@@ -17,8 +17,8 @@ from fedshift.files import write_bytes
 
 MARK = b"fedshift sha256 1\n"
 """What a file of bytes with a digest begins with."""
-FIELD = "sha256"
-"""The field of a JSON object that holds the digest of the others."""
+FIELD = "_sha256"
+"""The field of a JSON object that holds the digest of the others. No site can have this name."""
 REMEDY = "restore it, or delete it and run again"
 _BEGIN = len(MARK) + hashlib.sha256().digest_size
 

@@ -15,6 +15,7 @@ from tiny import domains
 
 from fedshift.deployment.coordinator import EXPERIMENT, coordinate
 from fedshift.deployment.site_server import SiteProgram
+from fedshift.digests import write_object
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.federation.exchange import Answer, Request
@@ -95,7 +96,7 @@ def deploy(
     }
     place = folder / "deployment"
     place.mkdir(exist_ok=True)
-    (place / EXPERIMENT).write_text(json.dumps(parse(whole).dump()))
+    write_object(place / EXPERIMENT, parse(whole).dump())
     coordinate(place, transport, list(sites))
     return place / "runs" / options["name"], transport
 

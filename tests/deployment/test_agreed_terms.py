@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from fedshift.cli.app import app
 from fedshift.cli.site import agree_site
 from fedshift.deployment.agreed_terms import AgreedTerms, Peer, Terms
 from fedshift.deployment.site_server import SiteProgram
+from fedshift.digests import write_object
 from fedshift.errors import Refused, UserError
 from fedshift.federation.remote.policy import Policy, TrainingBounds
 from fedshift.models import registry as models
@@ -227,41 +227,25 @@ def test_without_the_rule_nothing_is_bound(tmp_path: Path) -> None:
     assert not TrainingBounds(lr=1.0).beyond(TrainingBounds())
 
 
-OLD = {
-    "models": {"agreed": [{"name": "mlp", "hidden": [1]}], "asked": [{"name": "mlp", "hidden": [4]}]},
-    "splits": {"agreed": [{"test_fraction": 0.3, "split": "auto", "seed": 0}], "asked": []},
-    "peers": {"agreed": [{"site": "south", "certificate": "a" * 64}], "asked": [{"site": "east", "certificate": "b"}]},
-}
-
-
-@pytest.mark.case("stored agreements", "agreed.json of an earlier fedshift, with and without peers")
-def test_a_file_of_before_is_read(tmp_path: Path) -> None:
-    for whole in (OLD, {what: one for what, one in OLD.items() if what != "peers"}):
-        (tmp_path / "agreed.json").write_text(json.dumps(whole))
-        terms = terms_of(tmp_path)
-        assert terms.agreed().models == tuple(OLD["models"]["agreed"])
-        assert [one.seed for one in terms.agreed().splits] == [0]
-        assert widths(terms.asked()) == [4]
-        terms.agree(terms.asked())
-        assert terms_of(tmp_path).asked() == ()
-        assert len(terms_of(tmp_path).agreed().models) == 2
-
-
 @pytest.mark.parametrize(
-    "text",
+    "content",
     [
-        pytest.param('{"models": 3}', marks=pytest.mark.case("stored agreements", "a number for a list")),
+        pytest.param({"models": 3}, marks=pytest.mark.case("stored agreements", "a number for a list")),
         pytest.param("[]", marks=pytest.mark.case("stored agreements", "a list")),
         pytest.param("", marks=pytest.mark.case("stored agreements", "an empty file")),
-        pytest.param('{"agreed": {"models": "all"}}', marks=pytest.mark.case("stored agreements", "text for networks")),
-        pytest.param('{"agreed": {}, "all": true}', marks=pytest.mark.case("stored agreements", "an unknown field")),
+        pytest.param({"agreed": {"models": "all"}}, marks=pytest.mark.case("stored agreements", "text for networks")),
+        pytest.param({"agreed": {}, "all": True}, marks=pytest.mark.case("stored agreements", "an unknown field")),
         pytest.param(
-            '{"agreed": {"training": [{"lr": -1}]}}', marks=pytest.mark.case("stored agreements", "a negative bound")
+            {"agreed": {"training": [{"lr": -1}]}}, marks=pytest.mark.case("stored agreements", "a negative bound")
         ),
+        pytest.param('{"agreed": {}}', marks=pytest.mark.case("stored agreements", "a file without its digest")),
     ],
 )
-def test_a_damaged_file_agrees_to_nothing(text: str, tmp_path: Path) -> None:
-    (tmp_path / "agreed.json").write_text(text)
+def test_a_damaged_file_agrees_to_nothing(content: str | dict[str, Any], tmp_path: Path) -> None:
+    if isinstance(content, str):
+        (tmp_path / "agreed.json").write_text(content)
+    else:
+        write_object(tmp_path / "agreed.json", content)
     with pytest.raises(UserError, match=r"agreed\.json"):
         terms_of(tmp_path).check(network=wide(4), agree=True)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from loopback import SITES, Loopback, deploy, events, model, options_of, result,
 from fedshift.deployment.coordinator import coordinate
 from fedshift.deployment.site_file import load_site
 from fedshift.deployment.site_server import SiteProgram
+from fedshift.digests import write_object
 from fedshift.errors import UserError
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.runs.experiment_loop import run_experiment
@@ -47,7 +47,7 @@ def begin(folder: Path, options: dict[str, Any], unseen: dict[str, Any] | None) 
     place = folder / "deployment"
     place.mkdir()
     whole = {**options, "data": {"name": "sites", "unseen": unseen}, "engine": {"name": "flare", "threads": 1}}
-    (place / "experiment.json").write_text(json.dumps(parse(whole).dump()))
+    write_object(place / "experiment.json", parse(whole).dump())
     return place
 
 
@@ -204,6 +204,6 @@ def test_experiments_that_cannot_be_deployed_are_explained(
     options = {**options_of({"name": "fedavg"}), "data": {"name": "sites"}, "engine": {"name": "flare"}, **change}
     place = tmp_path / "deployment"
     place.mkdir()
-    (place / "experiment.json").write_text(json.dumps(parse(options).dump()))
+    write_object(place / "experiment.json", parse(options).dump())
     with pytest.raises(UserError, match=message):
         coordinate(place, transport, list(SITES))

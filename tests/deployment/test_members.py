@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ import yaml
 from loopback import SITES, Loopback, deploy, events, options_of, site_file, write_data
 
 from fedshift.deployment.coordinator import check_members, coordinate
-from fedshift.deployment.members import CARDS
+from fedshift.deployment.members import CARDS, cards_of
 from fedshift.errors import FedshiftError, UserError
 from fedshift.experiment.config.experiment import parse
 from fedshift.federation.remote.transport import Lost
@@ -65,7 +64,7 @@ def test_an_experiment_goes_on_with_the_sites_that_it_began_with(tmp_path: Path)
     transport.change = interrupted
     with pytest.raises(FedshiftError):
         deploy(tmp_path, options, unseen={}, transport=transport, engine={"quorum": 2})
-    assert json.loads((tmp_path / "deployment" / CARDS).read_text()).keys() == SITES.keys()
+    assert cards_of(tmp_path / "deployment").keys() == SITES.keys()
 
     def south_is_gone(site: str, header: Mapping[str, Any], answer: Any) -> Any:
         return Lost("its kit was revoked") if site == "south" else answer

@@ -14,6 +14,7 @@ import pytest
 from page_tables import read
 
 from fedshift.deployment.json_files import append_event
+from fedshift.digests import write_object
 from fedshift.errors import UserError
 from fedshift.evaluation.site_bytes import write_site_bytes
 from fedshift.report.watch.deployed import SeenSite
@@ -38,7 +39,7 @@ def running(write_part: Write) -> Path:
     (folder.parents[1] / "b" / "seed-0" / "rounds.jsonl").write_text(text)
     experiment = folder.parents[2]
     plan = {"methods": ["fedavg"], "targets": ["a", "b", "c", "d"], "seeds": [0]}
-    (experiment / "order.json").write_text(json.dumps(plan))
+    write_object(experiment / "order.json", plan)
     return experiment.parent
 
 
@@ -113,18 +114,18 @@ def kit(tmp_path: Path) -> Path:
         "sites": ["north", "south"],
     }
     (kit / "kit.json").write_text(json.dumps({"role": "coordinator", "name": "coordinator", "project": project}))
-    (deployment / "wanted.json").write_text(json.dumps({"want": "run", "request": 2}))
+    write_object(deployment / "wanted.json", {"want": "run", "request": 2})
     return kit
 
 
 def test_a_deployment_says_whom_it_waits_for_and_who_does_not_answer(kit: Path) -> None:
     study = kit / "deployments" / "study"
     waiting = {"state": "waiting", "request": 2, "message": "for south to connect"}
-    (study / "state.json").write_text(json.dumps(waiting))
+    write_object(study / "state.json", waiting)
     page = watch_page(kit.parents[1])
     assert "Deployment waiting: for south to connect." in page, "found from above, before it has runs"
     assert "service does not run" in page
-    (study / "state.json").write_text(json.dumps({"state": "running", "request": 2}))
+    write_object(study / "state.json", {"state": "running", "request": 2})
     for event in (
         {"what": "warning", "message": "clock of <south>"},
         {"what": "experiment", "is": "begun", "runs": 6},
@@ -143,9 +144,9 @@ def test_a_deployment_says_whom_it_waits_for_and_who_does_not_answer(kit: Path) 
     assert ["no answer" in last[name] for name in ("north", "south")] == [False, True]
     append_event(study / "progress.jsonl", {"what": "fit", "site": "south", "is": "lost", "reason": "no answer"})
     assert "no answer" in watch_page(study)
-    (study / "state.json").write_text(json.dumps({"state": "finished", "request": 1}))
+    write_object(study / "state.json", {"state": "finished", "request": 1})
     assert "Deployment waiting" in watch_page(study), "what has ended was an earlier request"
-    (study / "state.json").write_text(json.dumps({"state": "finished", "request": 2}))
+    write_object(study / "state.json", {"state": "finished", "request": 2})
     (one,) = watched(study)
     assert (one.deployment.stopped, one.deployment.sites) == ("", ()), "nobody is missing once it has ended"
 
@@ -153,11 +154,13 @@ def test_a_deployment_says_whom_it_waits_for_and_who_does_not_answer(kit: Path) 
 def heard(kit: Path, *events: dict[str, Any]) -> dict[str, SeenSite]:
     """What is said of each site after these events, the last of them now and the others a minute apart."""
     study = kit / "deployments" / "study"
-    (study / "state.json").write_text(json.dumps({"state": "running", "request": 2}))
+    write_object(study / "state.json", {"state": "running", "request": 2})
     timed = [
         {"time": time.time() - 60 * age} | event for age, event in zip(range(len(events))[::-1], events, strict=True)
     ]
-    (study / "progress.jsonl").write_text("".join(json.dumps(event) + "\n" for event in timed))
+    (study / "progress.jsonl").unlink(missing_ok=True)
+    for event in timed:
+        append_event(study / "progress.jsonl", event)
     (one,) = watched(kit)
     assert one.deployment is not None
     return {site.name: site for site in one.deployment.sites}

@@ -17,11 +17,11 @@ from fedshift.cli.run import show_results
 from fedshift.deployment.coordinator import EXPERIMENT, check_deployable, check_members
 from fedshift.deployment.flare import roles
 from fedshift.deployment.flare.deployment_folder import ENDS, Deployment
+from fedshift.digests import Damaged, read_object, write_object
 from fedshift.errors import FedshiftError, UserError
 from fedshift.evaluation.records import with_unit
 from fedshift.experiment.config.experiment import Experiment, load
 from fedshift.experiment.runs.run_folder import RunFolder, check_place
-from fedshift.files import write_bytes
 from fedshift.report.watch.deployed import deployed
 
 _ACTIONS = ("status", "logs", "abort", "resume")
@@ -61,13 +61,12 @@ def follow(kit: Path, experiment: Experiment, runs: Path, *, detach: bool = Fals
     check_members(experiment, found.project.sites, roles.revoked_sites(found))
     _check_running(kit)
     deployment = Deployment(found.folder, experiment.name)
-    text = json.dumps(experiment.dump(), indent=2) + "\n"
-    file = deployment.folder / EXPERIMENT
-    if deployment.state["state"] == "running" and file.read_text(encoding="utf-8") != text:
+    whole, file = json.loads(json.dumps(experiment.dump())), deployment.folder / EXPERIMENT
+    if deployment.state["state"] == "running" and _settings(file) != whole:
         raise UserError(
             f"deployment '{experiment.name}' runs with other settings: abort it first, or give this one another name"
         )
-    write_bytes(file, text.encode())
+    write_object(file, whole)
     before = len(list(deployment.events()))
     deployment.want("run")
     if detach:
@@ -76,6 +75,14 @@ def follow(kit: Path, experiment: Experiment, runs: Path, *, detach: bool = Fals
         )
         return runs / experiment.name
     return _watch(deployment, runs, before)
+
+
+def _settings(file: Path) -> dict[str, Any] | None:
+    """The settings of a deployment; None if its file is damaged."""
+    try:
+        return read_object(file)
+    except Damaged:
+        return None
 
 
 def _check_running(kit: Path) -> None:
@@ -186,8 +193,6 @@ def _logs(kit: Path, name: str | None) -> None:
     console = safe_console()
     for event in Deployment.named(kit, name).events():
         moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.pop("time", 0)))
-        for digest in ("previous", "sha256"):
-            event.pop(digest, None)
         severity, advice = _severity(event)
         words = " ".join(f"{key}={value}" for key, value in event.items() if value not in (None, ""))
         console.print(f"{moment} {severity} {words}{advice}", highlight=False, markup=False, soft_wrap=True)

@@ -13,10 +13,10 @@ from fedshift.cli.console import safe_console
 from fedshift.deployment.flare import roles
 from fedshift.deployment.flare.deployment_folder import ENDS, Deployment
 from fedshift.deployment.flare.service_log import EVENTS
-from fedshift.deployment.json_files import read_object
-from fedshift.deployment.members import CARDS
+from fedshift.deployment.members import cards_of
 from fedshift.deployment.privacy.ledger import PrivacyLedger
 from fedshift.deployment.site_file import SiteConfig, load_site
+from fedshift.digests import Damaged
 from fedshift.errors import FedshiftError, UserError
 from fedshift.experiment.environment import versions
 from fedshift.federation.remote.policy import AuditLog
@@ -116,7 +116,10 @@ def _last_trouble(events: list[dict[str, Any]]) -> str:
 
 def _budgets(deployment: Deployment | None) -> str:
     """What the sites' cards of a deployment said of their budgets."""
-    cards = read_object(deployment.folder / CARDS) if deployment is not None else {}
+    try:
+        cards = cards_of(deployment.folder) if deployment is not None else {}
+    except Damaged as error:
+        return f"not known: {error}"
     budgets = {site: card["privacy"] for site, card in cards.items() if card.get("privacy")}
     if not budgets:
         return "no site of the last deployment has a budget"

@@ -8,6 +8,7 @@ is read at every request, so an agreement holds at once.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,14 +17,16 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from fedshift.errors import Refused, UserError
+from fedshift.digests import Damaged, read_object, write_object
+from fedshift.errors import Refused
 from fedshift.federation.remote.policy import Policy, TrainingBounds
 from fedshift.federation.training import Training
-from fedshift.files import locked, write_bytes
+from fedshift.files import locked
 from fedshift.methods.base import Method
 from fedshift.models.options import NetworkOptions
 
 TERMS = "agreed.json"
+_REMEDY = "restore it, or remove it to agree anew to what is asked first"
 _MOST_ASKED, _MOST_REFUSED = 20, 200
 """How many requests wait for a person, and how many that a person refused are remembered. The oldest go first."""
 _LONGEST = 200
@@ -113,21 +116,6 @@ class _File(_Model):
 class _OldList(_Model):
     agreed: tuple[dict[str, Any], ...]
     asked: tuple[dict[str, Any], ...]
-
-
-class _OldFile(_Model):
-    """The file of an earlier fedshift, which did not note who asked, or when."""
-
-    models: _OldList
-    splits: _OldList
-    peers: _OldList = _OldList(agreed=(), asked=())
-
-    def converted(self) -> _File:
-        whole = self.model_dump()
-        agreed = Terms.model_validate({what: one["agreed"] for what, one in whole.items()})
-        single = [Terms.model_validate({what: [term]}) for what, one in whole.items() for term in one["asked"]]
-        asked = tuple(AskedTerms(number=number, lacks=lacks) for number, lacks in enumerate(single, 1))
-        return _File(agreed=agreed, asked=asked, numbers=len(asked))
 
 
 class AgreedTerms:
@@ -311,26 +299,18 @@ class AgreedTerms:
             self._write(terms.model_copy(update={"asked": (*waiting, *refused[:_MOST_REFUSED])}))
 
     def _read(self) -> _File:
-        try:
-            text = self._file.read_bytes()
-        except FileNotFoundError:
-            return _File()
-        except OSError:
-            raise self._unreadable() from None
-        try:
-            return _File.model_validate_json(text)
-        except ValidationError:
-            pass
-        try:
-            return _OldFile.model_validate_json(text).converted()
-        except ValidationError:
-            raise self._unreadable() from None
+        """The file.
 
-    def _unreadable(self) -> UserError:
-        return UserError(f"{self._file}: cannot be read; remove it to agree anew to what is asked first")
+        Raises:
+            Damaged: it holds something else than what was written.
+        """
+        try:
+            return _File.model_validate_json(json.dumps(read_object(self._file, _REMEDY)))
+        except ValidationError:
+            raise Damaged(self._file, _REMEDY) from None
 
     def _write(self, terms: _File) -> None:
-        write_bytes(self._file, terms.model_dump_json(indent=1).encode() + b"\n", private=True)
+        write_object(self._file, terms.model_dump(mode="json"), private=True)
 
 
 def _refused(terms: _File) -> Terms:

@@ -7,7 +7,6 @@ the deployment's folder.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
@@ -20,7 +19,9 @@ from fedshift.data.builders.at_sites import AtSites
 from fedshift.deployment.deployed_plan import EVERY_SITE, DeployedPlan, check_budgets
 from fedshift.deployment.event_log import EventLog
 from fedshift.deployment.handshake import agree, note_cards, split_rule
+from fedshift.deployment.json_files import DEPLOY_AGAIN
 from fedshift.deployment.members import CARDS, members
+from fedshift.digests import read_object
 from fedshift.errors import FedshiftError, UserError, nearest
 from fedshift.evaluation.records import Part, SiteMetrics
 from fedshift.evaluation.site_metrics import common_threshold
@@ -132,7 +133,7 @@ def coordinate(folder: Path, transport: Transport, sites: Sequence[str]) -> None
         NewJobNeeded: the run has to go on in a new job.
         UserError, FedshiftError: the run ends.
     """
-    experiment = parse(json.loads((folder / EXPERIMENT).read_text(encoding="utf-8")))
+    experiment = parse(read_object(folder / EXPERIMENT, DEPLOY_AGAIN))
     engine = check_deployable(experiment)
     log = EventLog(folder / PROGRESS)
     begun = (folder / CARDS).exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,17 +15,16 @@ from fedshift.data import registry as data_registry
 from fedshift.data.builders.at_sites import AtSites
 from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing
 from fedshift.deployment.event_log import EventLog
-from fedshift.deployment.json_files import read_object
-from fedshift.deployment.members import CARDS
+from fedshift.deployment.members import CARDS, cards_of
 from fedshift.deployment.site_cards import checked_card
 from fedshift.deployment.spent_before import SPENT, noted_spending
+from fedshift.digests import write_object
 from fedshift.errors import FedshiftError, UserError
 from fedshift.experiment.config.engine_section import FlareEngine
 from fedshift.experiment.config.experiment import Experiment, method_name
 from fedshift.experiment.config.sections import LeaveOneOut, SourceTarget
 from fedshift.experiment.environment import versions
 from fedshift.federation.remote.transport import Lost, Transport, ask_plain
-from fedshift.files import write_bytes
 from fedshift.text import one_line
 from fedshift.version import installed_version
 
@@ -106,7 +104,7 @@ def agree(
     }
     asked = time.time()
     answers = ask_plain(transport, "hello", experiment.name, dict.fromkeys(sites, header), engine.deadline)
-    before, cards = read_object(folder / CARDS), dict[str, Any]()
+    before, cards = cards_of(folder), dict[str, Any]()
     faults: list[UserError] = []
     for site in sites:
         try:
@@ -144,7 +142,7 @@ def _in_sums(experiment: Experiment, sites: Sequence[str]) -> list[str]:
 
 def note_cards(folder: Path, agreed: Agreed) -> None:
     """Write down the cards that a run begins with: from then on its sites are these."""
-    write_bytes(folder / CARDS, (json.dumps(agreed.cards, indent=2) + "\n").encode())
+    write_object(folder / CARDS, agreed.cards)
 
 
 def _card(

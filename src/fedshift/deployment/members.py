@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
-from fedshift.deployment.json_files import read_object
+from fedshift.digests import read_object
 
 CARDS = "cards.json"
 """A file of a deployment: the card of each of its sites, written when its first run begins."""
+
+
+def cards_of(folder: Path) -> dict[str, Any]:
+    """The cards of a deployment's sites; empty if none were written.
+
+    Raises:
+        Damaged: the file is.
+    """
+    return read_object(folder / CARDS, "delete it, and the sites send their cards again")
 
 
 def members(folder: Path, sites: Sequence[str], drop: Collection[str]) -> list[str]:
@@ -19,4 +29,4 @@ def members(folder: Path, sites: Sequence[str], drop: Collection[str]) -> list[s
         sites: those of the project that are not revoked; an experiment that has not begun is for them.
         drop: ``protocol.drop``.
     """
-    return [site for site in read_object(folder / CARDS) or sites if site not in drop]
+    return [site for site in cards_of(folder) or sites if site not in drop]

@@ -23,9 +23,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
 from fedshift.chained_log import digest_of
-from fedshift.deployment.json_files import read_object
+from fedshift.digests import read_object, write_object
 from fedshift.errors import UserError, in_words
-from fedshift.files import write_bytes
 
 COORDINATOR_FILE = "COORDINATOR.yaml"
 """The coordinator's own file, beside its kit.json. It may be absent."""
@@ -177,7 +176,7 @@ class Forwarder:
     def forward(self) -> bool:
         """Send what is new; return whether the sink took it all. It raises nothing."""
         try:
-            sent = read_object(self.place)
+            sent = read_object(self.place, "delete it, and all lines are sent again")
             for log, path in self.logs().items():
                 self._forward(log, path, sent)
         except Exception as error:  # a sink that fails must not stop the role's own log
@@ -212,7 +211,7 @@ class Forwarder:
                 if sent.get(log) != [begin, number]:
                     sent[log] = [begin, number]
                     with contextlib.suppress(UserError):
-                        write_bytes(self.place, json.dumps(sent).encode(), private=True)
+                        write_object(self.place, sent, private=True)
 
 
 def _short(line: str) -> str:

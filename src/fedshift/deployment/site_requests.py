@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from fedshift.digests import Damaged, read_object, write_object
 from fedshift.encryption import read_private, write_private
 from fedshift.errors import FedshiftError, Refused
 from fedshift.federation.messages import Content, Statistics, promised_kinds
@@ -21,7 +22,6 @@ from fedshift.federation.remote.wire import Body, Message, Residuals, body_of, u
 from fedshift.federation.replies.checks import reply_type
 from fedshift.federation.site import Envelope
 from fedshift.federation.site_memory import SiteMemory
-from fedshift.files import write_bytes
 from fedshift.methods.base import Method
 
 RESIDUALS = "wire-residuals"
@@ -170,15 +170,14 @@ def keep_answer(folder: Path, header: Mapping[str, Any], answer: Message) -> Non
     """
     file = _answer_file(folder, header)
     write_private(file.with_suffix(".safetensors"), answer.body, flush=False)
-    whole = json.dumps({"header": answer.header, "digest": answer.digest})
-    write_bytes(file, whole.encode(), private=True, flush=False)
+    write_object(file, {"header": answer.header, "digest": answer.digest}, private=True, flush=False)
 
 
 def kept_answer(folder: Path, header: Mapping[str, Any]) -> tuple[Message, Mapping[str, Content]] | None:
-    """The kept answer to this request and its content; None if there is none."""
+    """The kept answer to this request and its content; None if there is none, or a damaged one: it is made again."""
     file = _answer_file(folder, header)
     try:
-        kept = json.loads(file.read_text())
+        kept = read_object(file)
         answer = Message(kept["header"], read_private(file.with_suffix(".safetensors")), kept["digest"])
         whole, _, held = unseal(answer)
     except (OSError, ValueError, KeyError, TypeError, FedshiftError):
@@ -197,8 +196,8 @@ def drop_covered(folder: Path, header: Mapping[str, Any]) -> None:
             file.with_suffix(".safetensors").unlink(missing_ok=True)
             file.unlink(missing_ok=True)
         else:
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                wanted |= set(json.loads(json.loads(file.read_text())["header"])["memory"].values())
+            with contextlib.suppress(Damaged, ValueError, KeyError, TypeError):
+                wanted |= set(json.loads(read_object(file)["header"])["memory"].values())
     for file in folder.glob("*.safetensors"):
         if not file.name.startswith("answer-") and file.name not in wanted:
             file.unlink(missing_ok=True)

@@ -10,14 +10,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from fedshift.deployment.site_cards import Spent
-from fedshift.files import locked, write_bytes
+from fedshift.digests import Damaged, read_object, write_object
+from fedshift.files import locked
 from fedshift.functional.differential_privacy import NoisySteps, adaptive_epsilon
 
 SPENT = "spent.json"
 """Beside the deployments of a coordinator."""
+_REMEDY = "restore it, or move it away: what sites told before of what they spent is then not known"
 
 
 class _SpentBefore(BaseModel):
@@ -40,9 +42,9 @@ def noted_spending(file: Path, cards: Mapping[str, Mapping[str, Any]]) -> list[s
     """
     with locked(file.with_suffix(".lock")):
         try:
-            before = _SpentBefore.model_validate_json(file.read_bytes()) if file.exists() else _SpentBefore()
-        except (OSError, ValidationError):
-            return [f"{file}, which notes what sites have spent of their budgets, cannot be read: move it away"]
+            before = _SpentBefore.model_validate(read_object(file, _REMEDY))
+        except Damaged as error:
+            return [str(error)]
         warnings, after = [], dict(before.sites)
         for site, card in cards.items():
             told = _steps(card["privacy"]["spent"]) if card["privacy"] is not None else {}
@@ -53,7 +55,7 @@ def noted_spending(file: Path, cards: Mapping[str, Mapping[str, Any]]) -> list[s
             if most:
                 after[site] = tuple((*kind, steps) for kind, steps in most.items())
         if after != before.sites:
-            write_bytes(file, _SpentBefore(sites=after).model_dump_json(indent=1).encode(), private=True)
+            write_object(file, _SpentBefore(sites=after).model_dump(mode="json"), private=True)
         return warnings
 
 

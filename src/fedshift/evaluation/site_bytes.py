@@ -12,9 +12,9 @@ from pathlib import Path
 from statistics import median_low
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from fedshift.files import write_bytes
+from fedshift.digests import Damaged, read_object, write_object
 
 MOST_SITES = 100
 """Sites that a result names one by one."""
@@ -90,11 +90,11 @@ def write_site_bytes(folder: Path, by_site: BySite | None) -> None:
     """
     found = site_bytes(by_site)
     if found is not None:
-        write_bytes(folder / FILE, found.model_dump_json().encode(), flush=False)
+        write_object(folder / FILE, found.model_dump(mode="json"), flush=False)
 
 
 def read_site_bytes(folder: Path) -> SiteBytes | None:
-    """What `write_site_bytes` wrote to a run's folder; None if it cannot be read.
+    """What `write_site_bytes` wrote to a run's folder; None if it is missing or damaged: it is shown and no more.
 
     Example:
         >>> import tempfile
@@ -104,6 +104,7 @@ def read_site_bytes(folder: Path) -> SiteBytes | None:
         ({'weights': 8}, None)
     """
     try:
-        return SiteBytes.model_validate_json((folder / FILE).read_bytes())
-    except (OSError, ValidationError):
+        found = read_object(folder / FILE)
+    except Damaged:
         return None
+    return SiteBytes.model_validate(found) if found else None

@@ -13,6 +13,7 @@ import yaml
 from fedshift.deployment.coordinator import EXPERIMENT, coordinate
 from fedshift.deployment.site_file import load_site
 from fedshift.deployment.site_server import SiteProgram
+from fedshift.digests import write_object
 from fedshift.experiment.config.experiment import parse
 from fedshift.federation.messages import Content
 from fedshift.federation.remote.transport import Lost, request_key
@@ -91,7 +92,7 @@ def folder_of(played: Played, name: str) -> Path:
 
 def _prepare(folder: Path, options: Mapping[str, Any]) -> None:
     (folder / "deployment").mkdir(parents=True)
-    (folder / "deployment" / EXPERIMENT).write_text(json.dumps(parse(options).dump()), encoding="utf-8")
+    write_object(folder / "deployment" / EXPERIMENT, parse(options).dump())
 
 
 def site_copy(played: Played, site: str, folder: Path, differs: Differs = lambda site: {}) -> Path:

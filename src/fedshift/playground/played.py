@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +15,9 @@ import yaml
 from fedshift.deployment.coordinator import EXPERIMENT
 from fedshift.deployment.flare import roles
 from fedshift.deployment.flare.deployment_folder import Deployment
+from fedshift.digests import write_object
 from fedshift.errors import FedshiftError
 from fedshift.experiment.config.experiment import parse
-from fedshift.files import write_bytes
 
 SITES = ("north", "south")
 FOUR = (*SITES, "east", "west")
@@ -72,7 +71,7 @@ class Played:
         """
         deployment = Deployment(self.coordinator, name)
         experiment = parse(self.experiment(name, method))
-        write_bytes(deployment.folder / EXPERIMENT, json.dumps(experiment.dump()).encode())
+        write_object(deployment.folder / EXPERIMENT, experiment.dump())
         deployment.want("run")
         deadline = time.monotonic() + _PATIENCE
         while not deployment.ended:

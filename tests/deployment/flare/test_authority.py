@@ -20,6 +20,7 @@ from fedshift.deployment.flare.certificates import revoked_sites
 from fedshift.deployment.flare.kit_checks import check_certificates, check_settings
 from fedshift.deployment.flare.kits import COORDINATOR_CLASS, SITE_CLASS, Project, load_kit
 from fedshift.deployment.flare.provision import Provisioned
+from fedshift.digests import read_object
 from fedshift.errors import UserError
 from fedshift.import_paths import find
 
@@ -120,7 +121,7 @@ def test_what_is_revoked_stays_so_when_a_site_is_added(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no site 'nroth'; did you mean 'north'"):
         roles.set_revoked(made.coordinator, "nroth", True)
     made_of(tmp_path, "south", "east")  # north has left the project
-    listed = json.loads((made.coordinator / "certificates.json").read_text())
+    listed = read_object(made.coordinator / "certificates.json")
     assert {name for name, one in listed.items() if one["revoked"]} == {"north"}
     assert listed.keys() == {"north", "south", "east", "team@example.org"}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import shutil
 from pathlib import Path
@@ -21,6 +20,7 @@ from fedshift.deployment.flare.jobs import Attendance, RunningDeployment
 from fedshift.deployment.flare.kits import load_kit
 from fedshift.deployment.flare.provision import Provisioned
 from fedshift.deployment.flare.service import Service
+from fedshift.digests import write_object
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_jobs_that_die_again_and_again_are_given_up(
     made = provisioned(tmp_path)
     deployment = Deployment(made.coordinator, "study")
     deployment.want("run")
-    (deployment.folder / "experiment.json").write_text(json.dumps({"engine": {"tries": 3}}))
+    write_object(deployment.folder / "experiment.json", {"engine": {"tries": 3}})
     server = Server(deployment, rounds)
     job = RunningDeployment(Attendance(), deployment)
     looks = 0
@@ -124,7 +124,7 @@ def test_a_clock_that_goes_back_begins_nothing_anew(kits: Provisioned, monkeypat
     deployment.want("run")
     assert not deployment.ended
     monkeypatch.setattr("fedshift.deployment.flare.deployment_folder.time.time", lambda: 0.0)
-    (deployment.folder / "experiment.json").write_text("{}")
+    write_object(deployment.folder / "experiment.json", {})
     job = RunningDeployment(Attendance(), deployment)
     assert not job.look(Server(deployment, 0))
     deployment.end("job-1", "finished")
@@ -158,10 +158,9 @@ def test_whom_a_deployment_waits_for(
     shutil.copy(kits.coordinator / "kit.json", tmp_path / "kit.json")
     deployment = Deployment(tmp_path, "study")
     deployment.want("run")
-    whole = {"engine": {"quorum": quorum}, "protocol": {"drop": drop}}
-    (deployment.folder / "experiment.json").write_text(json.dumps(whole))
+    write_object(deployment.folder / "experiment.json", {"engine": {"quorum": quorum}, "protocol": {"drop": drop}})
     if began:
-        (deployment.folder / "cards.json").write_text(json.dumps({site: {} for site in began}))
+        write_object(deployment.folder / "cards.json", {site: {} for site in began})
     server = Server(deployment, 1)
     server.get_system_info = lambda: SimpleNamespace(client_info=[SimpleNamespace(name="south")])  # type: ignore[method-assign]
     ended = RunningDeployment(Attendance(), deployment, lambda: frozenset({revoked})).look(server)
@@ -179,7 +178,7 @@ def test_a_deployment_without_any_site_ends(kits: Provisioned, tmp_path: Path) -
     shutil.copy(kits.coordinator / "kit.json", tmp_path / "kit.json")
     deployment = Deployment(tmp_path, "study")
     deployment.want("run")
-    (deployment.folder / "experiment.json").write_text("{}")
+    write_object(deployment.folder / "experiment.json", {})
     assert RunningDeployment(Attendance(), deployment, lambda: frozenset({"north", "south"})).look(None)
     assert "accept" in deployment.state["message"]
 

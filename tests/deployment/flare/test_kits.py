@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
+from fedshift.digests import read_object
 from fedshift.errors import UserError
 
 pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install -e '.[deploy]'")
@@ -189,7 +190,7 @@ def test_kits_that_are_elsewhere_and_another_contact(tmp_path: Path) -> None:
     again = provisioned(tmp_path, contact="others@example.org")
     assert again.changed.keys() == {"north", "south"}
     assert json.loads((again.sites["north"] / "kit.json").read_text())["name"] == "north"
-    certificates = json.loads((made.coordinator / "certificates.json").read_text())
+    certificates = read_object(made.coordinator / "certificates.json")
     assert {name for name, one in certificates.items() if one["revoked"]} == {PROJECT["contact"]}
     assert "others@example.org" in (made.coordinator / "admin" / "startup" / "fed_admin.json").read_text()
 

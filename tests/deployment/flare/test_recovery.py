@@ -15,6 +15,7 @@ pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip instal
 
 from fedshift.deployment.flare.deployment_folder import Deployment
 from fedshift.deployment.flare.jobs import Attendance, RunningDeployment
+from fedshift.digests import write_object
 from fedshift.files import write_bytes
 
 
@@ -40,7 +41,7 @@ def deployment(tmp_path: Path) -> Deployment:
     found = Deployment(tmp_path, "study")
     found.want("run")
     write_bytes(tmp_path / "kit.json", json.dumps({"project": {"sites": ["north"]}}).encode())
-    write_bytes(found.folder / "experiment.json", json.dumps({"engine": {}}).encode())
+    write_object(found.folder / "experiment.json", {"engine": {}})
     return found
 
 
@@ -65,7 +66,7 @@ def test_a_killed_job_is_seen_by_the_service_itself(deployment: Deployment) -> N
         assert process.stdout is not None
         assert process.stdout.readline()
         noted = {"pid": process.pid, "job": "job-1"}
-        write_bytes(deployment.folder / "process.json", json.dumps(noted).encode())
+        write_object(deployment.folder / "process.json", noted)
         assert look(job, server) == 1
         process.kill()
     assert look(job, server) == 2

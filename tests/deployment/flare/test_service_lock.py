@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from fedshift.digests import write_object
 from fedshift.errors import FedshiftError, UserError
 
 pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install -e '.[deploy]'")
@@ -45,7 +45,7 @@ def _clean(kit: Kit) -> None:
 
 
 def said(kit: Kit, pid: int, state: str = "connected") -> None:
-    (kit.folder / "service.json").write_text(json.dumps({"pid": pid, "state": state, "message": "there"}))
+    write_object(kit.folder / "service.json", {"pid": pid, "state": state, "message": "there"})
 
 
 def eventually(holds: Callable[[], bool], seconds: float = 60.0) -> bool:

@@ -237,4 +237,4 @@ def test_the_coordinator_warns_if_a_site_told_more_before(tmp_path: Path) -> Non
     (line,) = noted_spending(file, {"north": card((3.0, 0.1, 40), (2.0, 1.0, 1)), "south": card(budget=False)})
     assert "has none now" in line
     file.write_text("{")
-    assert "cannot be read" in noted_spending(file, {"north": card()})[0]
+    assert "spent.json is damaged" in noted_spending(file, {"north": card()})[0]

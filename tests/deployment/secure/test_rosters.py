@@ -260,6 +260,7 @@ def test_the_record_is_on_the_disk_before_anything_masked_leaves(tmp_path: Path)
         ("fedshift.deployment.secure.rosters", "flush_folder"),
         ("fedshift.federation.secure.at_site", "write_private"),
         ("fedshift.federation.secure.at_site", "write_bytes"),
+        ("fedshift.federation.secure.at_site", "write_object"),
         ("fedshift.deployment.site_server", "keep_answer"),
         ("fedshift.deployment.site_server", "AuditLog.append"),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -307,8 +306,6 @@ def test_whoever_holds_the_authority_cannot_be_the_others(rule: str, tmp_path: P
     }[rule]
     asking = Coordinator(tmp_path, **policy)
     program = asking.sites["north"]
-    before = {what: {"agreed": [], "asked": []} for what in ("models", "splits")}  # as an earlier fedshift wrote it
-    (program.config.memory / "agreed.json").write_text(json.dumps(before))
     if rule == "agreed":
         assert "has not agreed to the certificate" in asking.mask("north")[0]["message"]
         assert [len(one.lacks.peers) for one in program.terms.asked()] == [len(FOUR) - 1]

@@ -16,6 +16,7 @@ from scipy.optimize import fsolve, least_squares
 from test_secure_protocol import Federation, seeds_of
 from torch import Tensor
 
+from fedshift.digests import write_object
 from fedshift.errors import Refused
 from fedshift.experiment.compatibility import check_sums
 from fedshift.federation.secure import at_site
@@ -23,7 +24,6 @@ from fedshift.federation.secure.at_server import SecureSum
 from fedshift.federation.secure.at_site import Revealed, SecureSite
 from fedshift.federation.secure.keys import KeyCard, signed_text
 from fedshift.federation.secure.sums import SMALLEST_ROSTER
-from fedshift.files import write_bytes
 from fedshift.functional.control_variates import next_control
 from fedshift.functional.divergence_weighting import distance_weighted, fused_from_sums
 from fedshift.methods import registry
@@ -105,9 +105,9 @@ def test_two_processes_of_a_site_do_not_answer_twice(
         if not second and file.name.endswith(("masked.json", "confirmed.json")):
             second.append(pool.submit(asked, twin, 4))
             assert not wait(second, timeout=0.3).done  # it does not end before this one has
-        write_bytes(file, *arguments, **options)
+        write_object(file, *arguments, **options)
 
-    monkeypatch.setattr(at_site, "write_bytes", slow)
+    monkeypatch.setattr(at_site, "write_object", slow)
     assert asked(site, 5)
     with pytest.raises(Refused, match=r"masks it only once|for other sites already"):
         second[0].result(timeout=10)

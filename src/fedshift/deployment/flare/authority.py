@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedshift.deployment.json_files import read_object
+from fedshift.deployment.json_files import plain_object
+from fedshift.digests import Damaged, read_object, write_object
 from fedshift.errors import UserError
 from fedshift.files import write_bytes
 
 CERTIFICATE, KEY, ISSUED = "rootCA.pem", "rootCA.key", "issued.json"
+RENEW = "restore it, or make all kits anew with fedshift project provision --renew"
+"""What to do about damaged files of the authority."""
 
 Ask = Callable[[bool], str | None]
 """Asks for the passphrase of the authority's key. The argument says whether it is chosen now. None: no passphrase."""
@@ -50,14 +52,15 @@ class Authority:
             key = load_pem_private_key(text, passphrase.encode() if passphrase else None)
         except (ValueError, TypeError):
             raise UserError(f"{folder / KEY} cannot be read with this passphrase") from None
-        return cls((folder / CERTIFICATE).read_bytes(), key, dict(read_object(folder / ISSUED)))
+        _check_own(folder / CERTIFICATE, key)
+        return cls((folder / CERTIFICATE).read_bytes(), key, dict(read_object(folder / ISSUED, RENEW)))
 
     @classmethod
     def _adopted(cls, folder: Path, project: str, ask: Ask) -> Authority | None:
         """Convert the authority of an earlier fedshift, which had FLARE's form and every key unencrypted."""
         from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-        state = read_object(folder / project / "state" / "cert.json")
+        state = plain_object(folder / project / "state" / "cert.json")
         if not state:
             return None
         issued = {name: digest(one["cert"].encode()) for name, one in state.items() if isinstance(one, dict)}
@@ -80,7 +83,22 @@ class Authority:
 
     def save_issued(self, folder: Path) -> None:
         """Write which certificate each name has."""
-        write_bytes(folder / ISSUED, (json.dumps(self.issued, indent=2) + "\n").encode(), private=True)
+        write_object(folder / ISSUED, self.issued, private=True)
+
+
+def _check_own(file: Path, key: Any) -> None:
+    """Raise Damaged unless a file holds the certificate of this key, which the key signed."""
+    from cryptography import x509
+    from cryptography.exceptions import InvalidSignature
+
+    try:
+        certificate = x509.load_pem_x509_certificate(file.read_bytes())
+        certificate.verify_directly_issued_by(certificate)
+        fits = certificate.public_key() == key.public_key()
+    except (OSError, ValueError, TypeError, InvalidSignature):
+        fits = False
+    if not fits:
+        raise Damaged(file, RENEW)
 
 
 def digest(certificate: bytes) -> str:

@@ -5,15 +5,15 @@ Each name has one certificate. Any other certificate is refused, even if the aut
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from fedshift.deployment.flare.kits import Kit
 from fedshift.deployment.flare.limits import CERTIFICATES
-from fedshift.deployment.json_files import read_object
+from fedshift.digests import read_object, write_object
 from fedshift.errors import UserError, nearest
-from fedshift.files import locked, write_bytes
+from fedshift.files import locked
 
 _LOCK = "certificates.lock"
 """Held while the list is read and written: two at once would lose a revocation."""
@@ -30,7 +30,7 @@ def write_issued(kit: Path, issued: Mapping[str, str]) -> None:
         issued: name → SHA-256 of its certificate.
     """
     with locked(kit / _LOCK):
-        before = read_object(kit / CERTIFICATES)
+        before = _listed(kit)
         revoked = {one["certificate"] for one in before.values() if one["revoked"]}
         left = {name: {**one, "revoked": True} for name, one in before.items() if name not in issued}
         _write(kit, {name: {"certificate": one, "revoked": one in revoked} for name, one in issued.items()} | left)
@@ -39,9 +39,12 @@ def write_issued(kit: Path, issued: Mapping[str, str]) -> None:
 def revoked_sites(kit: Kit) -> frozenset[str]:
     """The sites whose certificate the coordinator refuses, with those that have left the project.
 
-    None if its list cannot be read.
+    None if there is no list.
+
+    Raises:
+        Damaged: the list is.
     """
-    found = read_object(kit.folder / CERTIFICATES)
+    found = _listed(kit.folder)
     unlisted = [site for site in kit.project.sites if found and site not in found]
     return frozenset([*unlisted, *(name for name, one in found.items() if one.get("revoked", True))])
 
@@ -62,7 +65,7 @@ def set_revoked(kit: Kit, site: str, revoked: bool) -> bool:
     """
     check_list(kit)
     with locked(kit.folder / _LOCK):
-        found = read_object(kit.folder / CERTIFICATES)
+        found = _listed(kit.folder)
         if site not in kit.project.sites or site not in found:
             raise UserError(f"project '{kit.project.name}' has no site '{site}'; {nearest(site, kit.project.sites)}")
         changed = bool(found[site]["revoked"] != revoked)
@@ -73,12 +76,19 @@ def set_revoked(kit: Kit, site: str, revoked: bool) -> bool:
 
 def check_list(kit: Kit) -> None:
     """Raise UserError if the coordinator's kit does not say which certificates it accepts."""
-    if not read_object(kit.folder / CERTIFICATES):
+    if not _listed(kit.folder):
         raise UserError(
             f"the kit in {kit.folder} has no readable {CERTIFICATES}, since an earlier fedshift made it: fedshift "
             "project provision adds it, and all kits stay valid"
         )
 
 
+def _listed(kit: Path) -> dict[str, Any]:
+    return read_object(
+        kit / CERTIFICATES,
+        "restore it; or delete it, call fedshift project provision, and revoke again whom you had revoked",
+    )
+
+
 def _write(kit: Path, entries: Mapping[str, object]) -> None:
-    write_bytes(kit / CERTIFICATES, (json.dumps(entries, indent=2) + "\n").encode(), private=True)
+    write_object(kit / CERTIFICATES, entries, private=True)

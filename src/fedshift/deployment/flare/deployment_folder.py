@@ -5,7 +5,6 @@ The processes of a deployment (commands, service, job) communicate through these
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
@@ -13,13 +12,15 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fedshift.deployment.json_files import append_event, read_object
+from fedshift.deployment.json_files import DEPLOY_AGAIN, append_event, events_of, plain_object
 from fedshift.deployment.members import members
+from fedshift.digests import Damaged, read_object, write_object
 from fedshift.errors import UserError, nearest
-from fedshift.files import write_bytes
 
 _NAME = re.compile(r"[\w-][\w.-]*")
 ENDS = ("finished", "failed", "aborted")
+_GOES_ON = "delete it, and the deployment goes on from its last round"
+"""What to do about damaged files of a deployment."""
 
 
 class Deployment:
@@ -59,12 +60,16 @@ class Deployment:
 
         Requests are numbered. A state names the request that it answers, so that clocks that are set decide nothing.
         """
-        request = self.wanted.get("request", 0) + 1
-        write_bytes(self.folder / "wanted.json", json.dumps({"want": what, "request": request}).encode())
+        try:
+            before = self.wanted
+        except Damaged:
+            before = self.state  # which names the last request that was taken up
+        write_object(self.folder / "wanted.json", {"want": what, "request": before.get("request", 0) + 1})
 
     @property
     def wanted(self) -> dict[str, Any]:
-        return read_object(self.folder / "wanted.json")
+        ask = f"ask again with fedshift deploy resume {self.name} or abort {self.name}"
+        return read_object(self.folder / "wanted.json", ask)
 
     @property
     def engine(self) -> dict[str, Any]:
@@ -72,7 +77,7 @@ class Deployment:
         return self._section("engine")
 
     def _section(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = read_object(self.folder / "experiment.json").get(name, {})
+        found: dict[str, Any] = read_object(self.folder / "experiment.json", DEPLOY_AGAIN).get(name, {})
         return found
 
     # State ------------------------------------------------------------------------------------------------------------
@@ -80,7 +85,7 @@ class Deployment:
     @property
     def state(self) -> dict[str, Any]:
         """``state`` (waiting, running, finished, failed or aborted), request, message, job, and jobs that died."""
-        return read_object(self.folder / "state.json") or {"state": "waiting"}
+        return read_object(self.folder / "state.json", _GOES_ON) or {"state": "waiting"}
 
     @property
     def ended(self) -> bool:
@@ -89,12 +94,12 @@ class Deployment:
         return state["state"] in ENDS and state.get("request", 0) == self.wanted.get("request", 0)
 
     def set_state(self, state: str, **more: Any) -> None:
-        write_bytes(self.folder / "state.json", json.dumps({"state": state, "time": time.time(), **more}).encode())
+        write_object(self.folder / "state.json", {"state": state, "time": time.time(), **more})
 
     @property
     def sites(self) -> list[str]:
         """The sites of the project, in its order."""
-        found: list[str] = read_object(self.kit / "kit.json")["project"]["sites"]
+        found: list[str] = plain_object(self.kit / "kit.json")["project"]["sites"]
         return found
 
     def members(self, revoked: Collection[str]) -> list[str]:
@@ -107,13 +112,8 @@ class Deployment:
         append_event(self.folder / "progress.jsonl", event)
 
     def events(self, since: int = 0) -> Iterator[dict[str, Any]]:
-        """The events from number ``since`` on."""
-        file = self.folder / "progress.jsonl"
-        for line in file.read_text(encoding="utf-8").splitlines()[since:] if file.exists() else []:
-            try:
-                yield json.loads(line)
-            except ValueError:
-                return  # a line that is still being written
+        """The events from number ``since`` on; a warning in place of each that is damaged."""
+        return events_of(self.folder / "progress.jsonl", since)
 
     # Jobs -------------------------------------------------------------------------------------------------------------
 
@@ -124,13 +124,13 @@ class Deployment:
 
     def note_process(self, job: str) -> None:
         """Write down that this process runs a job, so that the service sees when it is killed."""
-        write_bytes(self.folder / "process.json", json.dumps({"pid": os.getpid(), "job": job}).encode())
+        write_object(self.folder / "process.json", {"pid": os.getpid(), "job": job})
 
     def process_gone(self, job: str) -> bool:
         """Whether the process that ran a job has ended; False while none has begun."""
         import psutil
 
-        noted = read_object(self.folder / "process.json")
+        noted = read_object(self.folder / "process.json", _GOES_ON)
         if noted.get("job") != job:
             return False
         try:
@@ -141,18 +141,18 @@ class Deployment:
     def end(self, job: str, outcome: str, message: str = "", exit_code: int = 0) -> None:
         """Write a job's outcome: ``finished``, ``failed``, ``again`` (continue in a new job), or ``aborted``."""
         whole = {"job": job, "outcome": outcome, "message": message, "exit_code": exit_code}
-        write_bytes(self.folder / "outcome.json", json.dumps(whole).encode())
+        write_object(self.folder / "outcome.json", whole)
 
     def outcome(self, job: str) -> dict[str, Any]:
         """A job's outcome; empty while there is none. A job that was left may still write its own."""
-        found = read_object(self.folder / "outcome.json")
+        found = read_object(self.folder / "outcome.json", _GOES_ON)
         return found if found.get("job") == job else {}
 
     def request_new_job(self, reason: str) -> None:
         """Ask the job to end, so that the deployment continues in a new one."""
-        write_bytes(self.folder / "elsewhere.json", json.dumps({"reason": reason}).encode())
+        write_object(self.folder / "elsewhere.json", {"reason": reason})
 
     def new_job_requested(self) -> str | None:
         """Why the job should end; None if it should not."""
-        reason: str | None = read_object(self.folder / "elsewhere.json").get("reason")
+        reason: str | None = read_object(self.folder / "elsewhere.json", _GOES_ON).get("reason")
         return reason

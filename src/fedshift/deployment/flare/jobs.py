@@ -20,6 +20,7 @@ from fedshift.deployment.flare.certificates import revoked_sites
 from fedshift.deployment.flare.deployment_folder import Deployment
 from fedshift.deployment.flare.kits import COORDINATOR_CLASS, SITE_CLASS, Kit
 from fedshift.deployment.flare.limits import REFUSED_FOR
+from fedshift.digests import Damaged
 from fedshift.errors import FedshiftError, UserError
 
 _JOINED = re.compile(r"Client: New client ([\w.-]+)@")
@@ -110,6 +111,8 @@ class Deployments:
         self._session: Any = None
         self._present: RunningDeployment | None = None
         self._next_look = self._next_roll_call = 0.0
+        self._damaged = ""
+        """Which damaged file keeps a deployment from going on, and the way out."""
         self._disabled: frozenset[str] | None = None
         """The sites that FLARE was told to refuse; None: not known."""
 
@@ -126,20 +129,29 @@ class Deployments:
                 self._session = self._connect()
             port, attendance = self._kit.project.port, self._attendance
             self._look_who_is_there()
-            troubles = [text for text in (attendance.kit_used_twice(), attendance.refused_now()) if text]
+            all_troubles = (attendance.kit_used_twice(), attendance.refused_now(), self._damaged)
+            troubles = [text for text in all_troubles if text]
             level = logging.WARNING if troubles else logging.INFO
             self._say("connected", "; ".join([f"listening on port {port}", *troubles]), level)
-            self._tell_flare_who_is_revoked()
-            if self._present is None:
-                self._present = self._next()
-            if self._present is not None and self._present.look(self._session):
-                self._present = None
+            self._go_on()
         except FedshiftError:
             raise
         except Exception as error:  # FLARE raises many kinds when its server is not there yet
             logging.getLogger("fedshift.service").debug(f"the server does not answer yet: {error!r}")
             self._forget_session()
             self._next_look = time.monotonic() + 0.3
+
+    def _go_on(self) -> None:
+        """Look how the present deployment goes, or for the next one. A damaged file is noted, and looked at again."""
+        self._damaged = ""
+        try:
+            self._tell_flare_who_is_revoked()
+            if self._present is None:
+                self._present = self._next()
+            if self._present is not None and self._present.look(self._session):
+                self._present = None
+        except Damaged as error:
+            self._damaged = str(error)
 
     def _look_who_is_there(self) -> None:
         """Ask FLARE's server now and then which sites are registered."""
@@ -162,8 +174,11 @@ class Deployments:
 
     def _next(self) -> RunningDeployment | None:
         for deployment in Deployment.all(self._kit.folder):
-            if deployment.wanted.get("want") == "run" and not deployment.ended:
-                return RunningDeployment(self._attendance, deployment, lambda: revoked_sites(self._kit))
+            try:
+                if deployment.wanted.get("want") == "run" and not deployment.ended:
+                    return RunningDeployment(self._attendance, deployment, lambda: revoked_sites(self._kit))
+            except Damaged as error:
+                self._damaged = str(error)  # the others go on
         return None
 
     def _connect(self) -> Any:

@@ -10,7 +10,7 @@ import time
 
 from fedshift.deployment.flare.certificates import check_list
 from fedshift.deployment.flare.kits import Kit
-from fedshift.deployment.json_files import read_object
+from fedshift.deployment.json_files import plain_object
 from fedshift.errors import UserError
 
 _DATES = ("SSLV3_ALERT_CERTIFICATE_EXPIRED", "SSLV3_ALERT_BAD_CERTIFICATE", 9, 10)
@@ -82,8 +82,8 @@ def check_settings(kit: Kit) -> None:
     path = kit.flare / "local" / "privacy.json"
     if not path.exists():
         return
-    found = _filters(read_object(path))
-    if found or not read_object(path):
+    found = _filters(plain_object(path))
+    if found or not plain_object(path):
         raise UserError(
             f"{path}: FLARE's filters ({', '.join(found) or 'this file'}) do nothing to fedshift's messages: remove "
             "the file; SITE.yaml says what leaves a site (policy.send, smallest_group, methods, rounds_per_day)"

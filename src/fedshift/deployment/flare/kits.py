@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator
 
-from fedshift.deployment.json_files import read_object
+from fedshift.deployment.json_files import plain_object
 from fedshift.errors import UserError, in_words
 from fedshift.files import edited_yaml
 
@@ -127,7 +127,7 @@ def load_kit(folder: Path, role: str | None = None) -> Kit:
 
 def _check_classes(kit: Kit) -> None:
     """Raise UserError if the kit lets FLARE run only classes of an earlier fedshift."""
-    allowed = read_object(kit.flare / "local" / "resources.json").get("class_allow_list")
+    allowed = plain_object(kit.flare / "local" / "resources.json").get("class_allow_list")
     if not isinstance(allowed, list):
         return  # an incomplete kit, which the check of its certificates reports
     if (COORDINATOR_CLASS if kit.role == "coordinator" else SITE_CLASS) not in allowed:

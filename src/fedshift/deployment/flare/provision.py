@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedshift.deployment.flare.authority import ISSUED, Ask, Authority, digest
+from fedshift.deployment.flare.authority import ISSUED, RENEW, Ask, Authority, digest
 from fedshift.deployment.flare.certificates import write_issued
 from fedshift.deployment.flare.kits import COORDINATOR_CLASS, SITE_CLASS, Kit, Project, channel
 from fedshift.deployment.flare.limits import LARGEST_FRAME, LISTENER
-from fedshift.deployment.json_files import read_object
+from fedshift.deployment.json_files import plain_object
+from fedshift.digests import read_object
 from fedshift.errors import FedshiftError, UserError, nearest
 from fedshift.files import make_private, write_bytes
 
@@ -115,7 +116,7 @@ def provision(project: Project, out: Path, ask: Ask, *, renew: bool = False) -> 
         authority_folder.mkdir(mode=0o700)
         authority = None
     else:
-        known = read_object(authority_folder / ISSUED)
+        known = read_object(authority_folder / ISSUED, RENEW)
         certified = coordinator.exists() and not _renamed(coordinator, project)
         if certified and all(site in known for site in project.sites):
             return finish(project, folder, known, ())
@@ -263,7 +264,7 @@ _TOLD = ("server", "port", "scheme", "largest_message", "contact")
 
 def _changes(kit: Path, coordinator: Path, project: Project, fields: Sequence[str] = _TOLD) -> tuple[str, ...]:
     """In what a kit differs from the project. One that is not here any more has what the coordinator's kit has."""
-    found = read_object(kit / "kit.json") or read_object(coordinator / "kit.json")
+    found = plain_object(kit / "kit.json") or plain_object(coordinator / "kit.json")
     before, now = found.get("project", {}), project.model_dump(mode="json")
     return tuple(f"{name} {before[name]} → {now[name]}" for name in fields if before.get(name, now[name]) != now[name])
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from fedshift.deployment.flare.authority import ISSUED
+from fedshift.deployment.flare.authority import ISSUED, RENEW
 from fedshift.deployment.flare.kits import Project, load_project
 from fedshift.deployment.flare.provision import Provisioned, check_certified, finish
-from fedshift.deployment.json_files import read_object
+from fedshift.digests import read_object, write_object
 from fedshift.errors import UserError, nearest
 from fedshift.files import write_bytes
 
@@ -36,14 +35,14 @@ def remove(path: Path, out: Path, site: str) -> Provisioned:
     if len(project.sites) == 1:
         raise UserError(f"{path}: '{site}' is the only site of the project, which needs one")
     folder = out / project.name
-    issued = read_object(folder / "authority" / ISSUED)
+    issued = read_object(folder / "authority" / ISSUED, RENEW)
     if not issued or not (folder / "coordinator" / "kit.json").exists():
         raise UserError(f"{folder} does not hold the kits of the project: say with --out where they are")
     check_certified(project, folder / "coordinator")
     rest = project.model_copy(update={"sites": tuple(one for one in project.sites if one != site)})
     text = without_site(path, rest, site)
     issued.pop(site, None)
-    write_bytes(folder / "authority" / ISSUED, (json.dumps(issued, indent=2) + "\n").encode(), private=True)
+    write_object(folder / "authority" / ISSUED, issued, private=True)
     made = finish(rest, folder, issued, ())
     write_bytes(path, text.encode())
     return made

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedshift.deployment.flare.service_lock import holder
-from fedshift.deployment.json_files import read_object
+from fedshift.digests import Damaged, read_object
 from fedshift.encryption import present_key
 from fedshift.errors import FedshiftError, UserError
 
@@ -152,7 +152,11 @@ class Status:
 
 def status(kit: Kit) -> Status:
     """The status of a kit's service."""
-    pid, found = holder(kit), read_object(kit.folder / "service.json")
+    pid = holder(kit)
+    try:
+        found = read_object(kit.folder / "service.json", "restart the service")
+    except Damaged as error:
+        return Status("stopped" if pid is None else "starting", str(error), pid)
     if pid is not None and found.get("pid") != pid:  # it has said nothing yet
         return Status("starting", "", pid)
     if not found:

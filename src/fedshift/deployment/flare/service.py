@@ -7,7 +7,6 @@ writes its status to ``service.json`` in the kit.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -26,8 +25,8 @@ from fedshift.deployment.flare.jobs import Attendance, Deployments
 from fedshift.deployment.flare.kits import Kit, empty_channel, load_kit
 from fedshift.deployment.flare.service_lock import only_service
 from fedshift.deployment.flare.service_log import RAW, ServiceLog
+from fedshift.digests import write_object
 from fedshift.errors import FedshiftError, UserError
-from fedshift.files import write_bytes
 
 _BACKOFF = (1.0, 60.0)
 """Shortest and longest wait before another try, in seconds."""
@@ -271,7 +270,7 @@ class Service:
         if (line := f"{state}: {message}".removesuffix(": ")) != self._line:
             self._log.event(line, level)
         self._line = line
-        write_bytes(self.kit.folder / "service.json", json.dumps({**whole, "time": time.time()}).encode())
+        write_object(self.kit.folder / "service.json", {**whole, "time": time.time()})
 
 
 class _Unreachable(FedshiftError):

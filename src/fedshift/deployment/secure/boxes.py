@@ -12,6 +12,7 @@ from typing import Any
 
 from fedshift.deployment.agreed_terms import AgreedTerms
 from fedshift.deployment.secure.site_sums import SiteSums
+from fedshift.digests import read_object, write_object
 from fedshift.errors import FedshiftError, Refused
 from fedshift.federation.exchange import Routed
 from fedshift.federation.messages import Content, decode
@@ -19,10 +20,10 @@ from fedshift.federation.remote.wire import widened
 from fedshift.federation.replies.checks import ReplyCheck, reply_type
 from fedshift.federation.secure.closed import Box, Package, bytes_of
 from fedshift.federation.secure.sealing import SealingKey
-from fedshift.files import write_bytes
 from fedshift.methods.base import Method
 from fedshift.weights import Weights
 
+_REMEDY = "restore it, or run again under another name: without it, this site could take an older model for a newer one"
 _MOST_NOTED = 16
 """Notes that are kept for each sender, newest last. A few suffice: a killed coordinator repeats one round at most."""
 
@@ -70,8 +71,8 @@ class Boxes:
 
         Otherwise it could have the site send what others sealed for it, and what it keeps.
         """
-        file = self.folder / "method"
-        if file.exists() and (file.read_text() != _method_in(header) or header.get("routing") != "sealed"):
+        noted = read_object(self.folder / "method.json", _REMEDY).get("method")
+        if noted is not None and (noted != _method_in(header) or header.get("routing") != "sealed"):
             raise Refused(
                 f"site '{self.name}': run '{header['run']}' has sealed models here, and this request is not sealed or "
                 f"is of another method; if a new run has the name of an old one, remove {self.folder.parent}"
@@ -79,8 +80,8 @@ class Boxes:
 
     def note_setting(self, header: Mapping[str, Any]) -> None:
         """Write down that this run has sealed models, and of which method."""
-        if not (self.folder / "method").exists():
-            write_bytes(self.folder / "method", _method_in(header).encode(), private=True)
+        if not (self.folder / "method.json").exists():
+            write_object(self.folder / "method.json", {"method": _method_in(header)}, private=True)
 
     # Who sealed it, and when ------------------------------------------------------------------------------------------
 
@@ -153,10 +154,10 @@ class Boxes:
             known = noted.setdefault(sender, [])
             if not known or known[-1][1] < exchange:
                 noted[sender] = [*known, [position, exchange]][-_MOST_NOTED:]
-        write_bytes(self.newest, json.dumps(noted).encode(), private=True)
+        write_object(self.newest, noted, private=True)
 
     def _noted(self) -> dict[str, list[Any]]:
-        found: dict[str, list[Any]] = json.loads(self.newest.read_text()) if self.newest.exists() else {}
+        found: dict[str, list[Any]] = read_object(self.newest, _REMEDY)
         return found
 
     # What is in it ----------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ It also seals for itself what the coordinator keeps for it, and opens the traine
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from fedshift.deployment.secure.boxes import Boxes, Way
 from fedshift.deployment.secure.site_sums import SiteSums
 from fedshift.deployment.site_file import SiteConfig
 from fedshift.deployment.site_requests import digest_of, narrowed, run_name
+from fedshift.digests import read_object, write_object
 from fedshift.errors import FedshiftError, Refused
 from fedshift.federation.exchange import Routed
 from fedshift.federation.messages import Content, Reply, Sealed, leaves, reply_content
@@ -30,7 +30,6 @@ from fedshift.federation.secure.keys import KeyCard
 from fedshift.federation.secure.orders import card_entry, card_of
 from fedshift.federation.secure.sealing import SealingKey, key_text, seal_for
 from fedshift.federation.site_runner import Setting, SiteRunner
-from fedshift.files import write_bytes
 from fedshift.methods.base import Method
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -62,11 +61,12 @@ class SiteSeals:
         run, identity = header["run"], self._sums.identity
         public, file = SealingKey.of(self._folder(run) / "key").public, self._folder(run) / "card.json"
         # Signing again would give another signature, and a repeated request must be answered with the same card.
-        card = card_of(self.name, json.loads(file.read_text())) if file.exists() else None
+        kept = read_object(file, f"restore it, or delete {file.parent} and run again")
+        card = card_of(self.name, kept["card"]) if kept else None
         if card is None or (card.public, card.certificate) != (public, identity.certificate):
             signature = identity.sign(key_text(run, self.name, public))
             card = KeyCard(self.name, public, signature, identity.certificate)
-            write_bytes(file, json.dumps(card_entry(card)).encode(), private=True)
+            write_object(file, {"card": card_entry(card)}, private=True)
         entry["key"] = public.hex()
         return seal({"answers": header["key"], "card": card_entry(card)}, body_of({}))
 

@@ -15,9 +15,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator
 
 from fedshift.chained_log import START, append_line, checked_lines, digest_of
+from fedshift.digests import read_object, write_object
 from fedshift.errors import FedshiftError, KindRefused, Refused, UserError, nearest
 from fedshift.federation.messages import NUMBERS, Content, Masked, Sealed, known_kinds, leaves
-from fedshift.files import set_aside, write_bytes
+from fedshift.files import set_aside
 from fedshift.models import registry as networks
 from fedshift.weights import NamedTensors, Weights
 
@@ -331,8 +332,8 @@ class AuditLog:
             raise UserError(f"{error}; nothing was sent") from None
         self._last = digest_of(line)
         self._count(json.loads(line))
-        end = _End(size=self._size, last=self._last, ledger=self.ledger).model_dump_json()
-        write_bytes(_end_file(self.path), end.encode(), private=True, flush=False)  # one that is behind is no harm
+        end = _End(size=self._size, last=self._last, ledger=self.ledger).model_dump()
+        write_object(_end_file(self.path), end, private=True, flush=False)  # one that is behind is no harm
 
     def check_rate(self, site: str, policy: Policy, run: str, round_number: int, *, measures: bool = False) -> None:
         """Check that one more request is within the policy's limits per round and per day.
@@ -441,15 +442,10 @@ def _end_of(log: Path) -> _End | None:
     """Where a log ended; None if nobody wrote that down: an earlier fedshift wrote the log, or it is a copy alone.
 
     Raises:
-        FedshiftError: what was written down cannot be read.
+        Damaged: what was written down is.
     """
-    file = _end_file(log)
-    try:
-        return _End.model_validate_json(file.read_bytes())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError):
-        raise FedshiftError(f"{file}, which says where the audit log ended, cannot be read; {RECOVER}") from None
+    found = read_object(_end_file(log), RECOVER)
+    return _End.model_validate(found) if found else None
 
 
 def whole_number(value: object) -> int:

@@ -7,13 +7,13 @@ that was killed asks for the same sums again, and gets the answers that the site
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fedshift.digests import Damaged, read_object, write_object
 from fedshift.errors import FedshiftError, KindRefused, Refused, ReplyRefused, UserError
 from fedshift.federation.exchange import Answer, Mean, Missing, Request
 from fedshift.federation.messages import Content, PerSite, Reply
@@ -47,9 +47,9 @@ from fedshift.federation.secure.sums import (
     Weighing,
     threshold,
 )
-from fedshift.files import write_bytes
 
 RECORD = "sums.json"
+_REMEDY = "restore it, or delete the run's folder and run again"
 """The file of keys and sums, in the coordinator's own folder of a run's memory."""
 _ENTRY = "sums"
 _TENSORS = 2
@@ -341,15 +341,15 @@ class SecureFederation(RemoteFederation):
             "without": self._without,
             "answered": self._answered,
         }
-        write_bytes(self._file, json.dumps(whole).encode(), private=True)
+        write_object(self._file, whole, private=True)
 
     def _read(self) -> None:
         try:
-            whole = json.loads(self._file.read_text(encoding="utf-8"))
+            whole = read_object(self._file, _REMEDY)
             self._cards = {site: card_of(site, entry) for site, entry in whole["cards"].items()}
             self._without, self._answered = whole["without"], whole["answered"]
-        except (OSError, ValueError, KeyError, AttributeError, TypeError, FedshiftError):
-            raise UserError(f"{self._file} is damaged: delete the run's folder and run again") from None
+        except KeyError:
+            raise Damaged(self._file, _REMEDY) from None
 
 
 class _SharedOutbox(Outbox):

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fedshift.digests import read_object, write_object
 from fedshift.encryption import read_private, write_private
 from fedshift.errors import Refused
 from fedshift.federation.secure.keys import KeyCard, Order, PrivateKey, commitment, same_keys, signed_text
@@ -27,6 +28,7 @@ from fedshift.files import locked, write_bytes
 from fedshift.functional.pairwise_masks import masked
 from fedshift.functional.secret_sharing import SECRET_BYTES, SHARE_BYTES, split_secret
 
+_REMEDY = "restore it, or run again under another name: without it, this site could mask an update twice"
 Verify = Callable[[KeyCard, bytes], bool]
 """Whether a card's signature over a text is that of the certificate of the card's site."""
 
@@ -97,17 +99,17 @@ class SecureSite:
             Refused: the roster is too small, a key is not its site's, or this exchange was masked for another order.
         """
         self._check(order)
-        record, upload = self._file(order, "masked.json"), self._file(order, "upload")
-        if not record.exists():
+        upload, masked_for = self._file(order, "upload"), self._masked_for(order)
+        if masked_for is None:
             return None
-        if record.read_text() != order.binding.hex():
+        if masked_for != order.binding.hex():
             raise Refused(
                 f"site '{self.site}' has masked its reply of exchange {order.exchange} for another roster or content, "
                 "and masks it only once"
             )
         if not upload.exists():
             raise Refused(f"site '{self.site}' has answered exchange {order.exchange}, which is over")
-        return _read(read_private(upload))
+        return _read(read_private(upload, _REMEDY))
 
     def mask(self, order: Order, numbers: Tensor, *, whole: bool = False) -> Upload:
         """The first exchange.
@@ -144,7 +146,7 @@ class SecureSite:
         write_private(self._file(order, "upload"), _written(upload))
         if whole:
             write_bytes(self._file(order, "whole"), b"", private=True)
-        write_bytes(self._file(order, "masked.json"), order.binding.hex().encode(), private=True)
+        write_object(self._file(order, "masked.json"), {"binding": order.binding.hex()}, private=True)
         return upload
 
     def confirm(self, order: Order, answered: Sequence[str]) -> dict[str, bytes]:
@@ -184,8 +186,7 @@ class SecureSite:
 
     def _settled(self, order: Order, answered: Sequence[str]) -> list[str]:
         """The sites in the sum, by name. This site works for no other set of them, now that it is written down."""
-        record, done = self._file(order, "masked.json"), self._file(order, "confirmed.json")
-        if not record.exists() or record.read_text() != order.binding.hex():
+        if self._masked_for(order) != order.binding.hex():
             raise Refused(f"site '{self.site}' did not mask its reply for this roster and content")
         survivors = sorted(set(answered))
         if len(survivors) != len(answered) or not set(survivors) <= set(order.roster) or self.site not in survivors:
@@ -199,9 +200,10 @@ class SecureSite:
                 f"site '{self.site}' unmasks no sum without site '{lost}', which it masked for: two sums that differ "
                 "by a few sites show these (rule policy.roster); wait for it, or write training.privacy"
             )
+        done = self._file(order, "confirmed.json")
         if not done.exists():
-            write_bytes(done, json.dumps(survivors).encode(), private=True)
-        elif json.loads(done.read_text()) != survivors:
+            write_object(done, {"survivors": survivors}, private=True)
+        elif read_object(done, _REMEDY)["survivors"] != survivors:
             raise Refused(f"site '{self.site}' has confirmed exchange {order.exchange} for other sites already")
         return survivors
 
@@ -252,10 +254,10 @@ class SecureSite:
         """
         with self._alone():
             file = self._folder / "asked.json"
-            asked = json.loads(file.read_text()) if file.exists() else {}
+            asked = read_object(file, _REMEDY)
             if asked.setdefault(about, question) != question:
                 raise Refused(f"site '{self.site}' was asked about this model before, and answers that once")
-            write_bytes(file, json.dumps(asked).encode(), private=True)
+            write_object(file, asked, private=True)
 
     def forget_uploads(self, exchange: int) -> None:
         """Remove the kept uploads of all exchanges up to this one. That they were made stays on record."""
@@ -286,10 +288,15 @@ class SecureSite:
             if not self._verify(card, signed_text(self.run, card.site, card.public)):
                 raise Refused(f"site '{self.site}': the key of '{card.site}' is not signed by its certificate")
         pins = self._folder / "pins.json"
-        known = json.loads(pins.read_text()) if pins.exists() else {}
+        known = read_object(pins, _REMEDY)
         found = same_keys({**known, self.site: self._key.public.hex()}, order.cards)
         if found != known:
-            write_bytes(pins, json.dumps(found).encode(), private=True)
+            write_object(pins, found, private=True)
+
+    def _masked_for(self, order: Order) -> str | None:
+        """The binding of the order that this exchange was masked for; None if it was not masked."""
+        binding: str | None = read_object(self._file(order, "masked.json"), _REMEDY).get("binding")
+        return binding
 
     def _shares(self, order: Order, secret: bytes) -> list[bytes]:
         return split_secret(secret, len(order.roster), order.needed)

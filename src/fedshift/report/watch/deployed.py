@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedshift.chained_log import is_undamaged
 from fedshift.deployment.flare.deployment_folder import ENDS
 from fedshift.deployment.flare.kits import load_kit
 from fedshift.deployment.flare.roles import status
-from fedshift.deployment.json_files import read_object
+from fedshift.digests import Damaged, read_object
 from fedshift.errors import UserError
 from fedshift.text import one_line
 
@@ -92,7 +93,10 @@ def deployments_in(root: Path) -> list[Path]:
 
 def deployed(folder: Path) -> Deployed | None:
     """What is known of the deployment in ``folder``; None if there is none."""
-    wanted, said = read_object(folder / "wanted.json"), read_object(folder / "state.json")
+    try:
+        wanted, said = read_object(folder / "wanted.json"), read_object(folder / "state.json")
+    except Damaged as error:
+        wanted, said = {}, {"message": str(error)}
     if not wanted and not said:
         return None
     if said.get("state", "waiting") in ("waiting", *ENDS) and wanted.get("request", 0) != said.get("request", 0):
@@ -118,18 +122,15 @@ def deployed(folder: Path) -> Deployed | None:
 
 
 def _events(file: Path) -> Iterator[Mapping[str, Any]]:
-    """The events at the end of a log, the oldest first. A line that is cut or still being written does not count."""
+    """The events at the end of a log, the oldest first. A line that is cut, damaged or being written does not count."""
     try:
         with file.open("rb") as log:
             log.seek(max(0, file.stat().st_size - _READ))
-            lines = log.read().splitlines()
+            lines = log.read().decode(errors="replace").split("\n")
     except OSError:
         return
-    for line in lines:
-        with suppress(ValueError):
-            event = json.loads(line)
-            if isinstance(event, dict):
-                yield event
+    for line in filter(is_undamaged, lines):
+        yield json.loads(line)
 
 
 def _seen(site: str, events: list[Mapping[str, Any]]) -> SeenSite:

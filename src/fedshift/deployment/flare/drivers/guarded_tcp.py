@@ -45,7 +45,7 @@ from nvflare.fuel.f3.sfm.prefix import PREFIX_LEN, Prefix
 
 from fedshift.deployment.flare.drivers.shared_connection import SharedConnection
 from fedshift.deployment.flare.limits import CERTIFICATES, LARGEST_FRAME, LISTENER, REFUSED_FOR
-from fedshift.deployment.json_files import read_object
+from fedshift.digests import Damaged, read_object
 
 HANDSHAKE_SECONDS = 10.0
 """Most seconds from a connection to the end of its handshake."""
@@ -465,7 +465,11 @@ class _Listener:
 
     def _accepted(self) -> dict[str, str]:
         """The certificates that are accepted now: digest → name. A list that cannot be read changes nothing."""
-        entries = read_object(self._list).items()
+        try:
+            entries = read_object(self._list).items()
+        except Damaged as error:
+            _log.error(f"{error}; what was accepted before is accepted still")
+            return self._names
         if entries:
             accepted = ((name, entry) for name, entry in entries if not entry.get("revoked", True))
             self._names = {str(entry.get("certificate")): name for name, entry in accepted}
