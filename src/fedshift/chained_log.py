@@ -91,6 +91,11 @@ def lines_of(path: Path) -> list[str]:
     return _split(path)[0]
 
 
+def has_damaged_end(path: Path) -> bool:
+    """Whether the last line of a log lost its line break to damage, and would count as half a line."""
+    return _lacks_its_end(_split(path)[1])
+
+
 def digest_of(line: str) -> str:
     """The digest that the next line carries."""
     return hashlib.sha256(line.encode(errors="replace")).hexdigest()

@@ -1,13 +1,15 @@
 """Digests in stored files, by which damage is noticed: a flipped bit, a torn copy, an editor.
 
 A file of bytes begins with a line, `MARK`, and the SHA-256 of what follows. A JSON object holds the SHA-256 of its
-other fields under `FIELD`. A digest shows damage. It does not stop somebody who writes another one.
+other fields under `FIELD`. A model in the format safetensors holds that of the whole file, with zeros in its place,
+under `ENTRY` of its metadata. A digest shows damage. It does not stop somebody who writes another one.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,13 @@ MARK = b"fedshift sha256 1\n"
 """What a file of bytes with a digest begins with."""
 FIELD = "_sha256"
 """The field of a JSON object that holds the digest of the others. No site can have this name."""
+ENTRY, BLANK = "sha256", "0" * 64
+"""The entry of a safetensors file's metadata that holds its digest, and what stands there while the digest is made."""
 REMEDY = "restore it, or delete it and run again"
+_IN_HEADER = re.compile(f'"{ENTRY}":"(.{{{len(BLANK)}}})"'.encode())
+_LARGEST_HEADER = 100_000_000
+"""Bytes of a header that the library safetensors reads."""
+_PIECE = 1 << 20
 _BEGIN = len(MARK) + hashlib.sha256().digest_size
 
 
@@ -61,7 +69,9 @@ def without_digest(data: bytes, path: Path, remedy: str = REMEDY) -> bytes:
     return bytes(content)
 
 
-def write_object(path: Path, content: Mapping[str, Any], *, private: bool = False, flush: bool = True) -> None:
+def write_object(
+    path: Path, content: Mapping[str, Any], *, private: bool = False, flush: bool = True, indent: int | None = 1
+) -> None:
     """Write a JSON object with the digest of its content, whole or not at all.
 
     Args:
@@ -69,6 +79,7 @@ def write_object(path: Path, content: Mapping[str, Any], *, private: bool = Fals
         content: plain values by name; none of them is called `FIELD`.
         private: only the user may read it, whatever the umask.
         flush: wait until it is on the disk.
+        indent: as in `json.dumps`; None: all on one line.
 
     Raises:
         UserError: it cannot be written.
@@ -80,7 +91,7 @@ def write_object(path: Path, content: Mapping[str, Any], *, private: bool = Fals
         >>> read_object(file)
         {'state': 'running'}
     """
-    text = json.dumps({**content, FIELD: _digest_of(content)}, indent=1)
+    text = json.dumps({**content, FIELD: _digest_of(content)}, indent=indent)
     write_bytes(path, text.encode() + b"\n", private=private, flush=flush)
 
 
@@ -108,6 +119,55 @@ def read_object(path: Path, remedy: str = REMEDY) -> dict[str, Any]:
     if written != _digest_of(content):
         raise Damaged(path, remedy)
     return dict(content)
+
+
+def filled(data: bytes) -> bytes:
+    """A file in the format safetensors with its digest, for which its metadata has `BLANK` under `ENTRY`.
+
+    Example:
+        >>> from safetensors.numpy import save
+        >>> data = filled(save({}, {ENTRY: BLANK}))
+        >>> BLANK.encode() in data
+        False
+    """
+    whole = bytearray(data)
+    begin = whole.index(f'"{ENTRY}":"{BLANK}"'.encode()) + len(f'"{ENTRY}":"')
+    whole[begin : begin + len(BLANK)] = hashlib.sha256(data).hexdigest().encode()
+    return bytes(whole)
+
+
+def check_filled(path: Path, remedy: str = REMEDY) -> None:
+    """Compare a file with the digest in its header, if it has one: other programs' files have none.
+
+    Args:
+        path: the file, which `filled` made.
+        remedy: what to do about a damaged file, for the message.
+
+    Raises:
+        Damaged: it holds something else than what was written, or cannot be read.
+
+    Example:
+        >>> import tempfile
+        >>> file = Path(tempfile.mkdtemp()) / "of-another-program"
+        >>> _ = file.write_bytes(b"")
+        >>> check_filled(file)
+    """
+    try:
+        with open(path, "rb") as file:
+            head = bytearray(file.read(8))
+            head += file.read(min(int.from_bytes(head, "little"), _LARGEST_HEADER))
+            found = _IN_HEADER.search(head)
+            if found is None:
+                return
+            written = bytes(found[1])
+            head[found.start(1) : found.end(1)] = BLANK.encode()
+            digest = hashlib.sha256(head)
+            while piece := file.read(_PIECE):
+                digest.update(piece)
+    except OSError:
+        raise Damaged(path, remedy) from None
+    if digest.hexdigest().encode() != written:
+        raise Damaged(path, remedy)
 
 
 def _digest_of(content: Mapping[str, Any]) -> str:

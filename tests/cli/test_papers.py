@@ -11,6 +11,7 @@ import torch
 import yaml
 from calling import Cli
 
+from fedshift.digests import write_object
 from fedshift.evaluation.records import RoundRecord, RunResult
 from fedshift.evaluation.selection import selected_rounds
 from fedshift.report.papers.catalogue import read
@@ -197,7 +198,7 @@ def test_features_are_drawn_by_class_and_by_site(cli: Cli, folder: Path) -> None
     panels = [{"title": by, "kind": "features", "by": by, "rows": {"FedAvg": "fedavg"}} for by in ("class", "site")]
     (folder / "papers.yaml").write_text(yaml.safe_dump([{**ENTRIES[0], "panels": panels}]))
     points = [{"class": "9", "site": "D0", "x": 1.5, "y": -2.0}, {"class": "9", "site": "D15", "x": 3.0, "y": 4.0}]
-    (folder / "results" / "tiny" / "features.json").write_text(json.dumps({"fedavg": points, "better": points[:1]}))
+    write_object(folder / "results" / "tiny" / "features.json", {"fedavg": points, "better": points[:1]})
     assert cli("figure", "table", "--folder", folder, "--out", folder, "--no-run").code == 0
     assert [row[:2] + row[3:5] for row in csv.reader((folder / "table.csv").read_text().splitlines()[1:])] == [
         ["class", "9", "1.5", "-2.0000"],
@@ -212,7 +213,7 @@ def test_a_leakage_record_is_drawn_by_the_better_attack(cli: Cli, folder: Path) 
     (folder / "papers.yaml").write_text(yaml.safe_dump([entry]))
     record = folder / "results" / "tiny" / "leakage.json"
     cases = [{"exchange": "batch", "batch": 4, "ssim": ssim} for ssim in ([0.1, 0.3], [0.5, 0.7])]
-    record.write_text(json.dumps({"cases": cases}))
+    write_object(record, {"cases": cases})
     assert cli("figure", "table", "--folder", folder, "--out", folder, "--no-run").code == 0
     assert "gradient of a mini-batch,ours,4,0.6000," in (folder / "table.csv").read_text()
     record.write_text("{}")

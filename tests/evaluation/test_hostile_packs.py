@@ -12,7 +12,7 @@ import pytest
 from fedshift.errors import UserError
 from fedshift.evaluation import packing
 from fedshift.evaluation.packs import packed
-from fedshift.evaluation.stored import pack_of
+from fedshift.evaluation.stored import SUMS, pack_of
 from fedshift.files import LONGEST_NAME, below, names_a_folder, write_bytes
 
 HONEST = {"method": "fedavg", "target": "D0", "seed": 0}
@@ -42,7 +42,8 @@ def packed_experiment(folder: Path) -> Path:
 
 
 def with_cell(experiment: Path, column: str, value: str) -> None:
-    """Put a value into the one line of runs.csv."""
+    """Put a value into the one line of runs.csv, as who can write a digest as well."""
+    (experiment / SUMS).unlink()
     rows = list(csv.reader(io.StringIO((experiment / packed.RUNS).read_text(encoding="utf-8"), newline="")))
     rows[1][rows[0].index(column)] = value
     text = io.StringIO()

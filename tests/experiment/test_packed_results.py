@@ -68,7 +68,7 @@ def names(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
 
 
-PACKED = {"experiment.yaml", "runs.csv", "rounds.jsonl.xz"}
+PACKED = {"experiment.yaml", "runs.csv", "rounds.jsonl.xz", "SHA256SUMS"}
 
 
 def test_packed_and_unpacked_read_alike(ran: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
@@ -94,9 +94,11 @@ def test_there_and_back(ran: tuple[dict[str, Any], Path], tmp_path: Path) -> Non
     assert packing.unpack(folder).moved == 4
     whole = with_the_digits_that_are_kept(tmp_path / "whole" / "small")
     ignored = {path for path in names(whole) if path.endswith((".safetensors", ".parquet", ".lock", "report.html"))}
-    assert names(folder) == names(whole) - ignored
+    sums = {path for path in names(folder) if path.endswith(SUMS)}
+    assert len(sums) == 4, "each run has its digests again"
+    assert names(folder) - sums == names(whole) - ignored
     for path in folder.rglob("*"):
-        if path.is_file():
+        if path.is_file() and path.name != SUMS:
             there = (whole / path.relative_to(folder)).read_bytes()
             if path.name == "rounds.jsonl":
                 lines, others = path.read_bytes().splitlines(), there.splitlines()
@@ -117,12 +119,12 @@ def test_runs_go_on_where_packed_results_end(ran: tuple[dict[str, Any], Path], t
     assert {path.parent.name for path in folder.glob("*/*/seed-0")} == {"c"}
     assert collect(folder).progress is None
 
-    stay = {path for path in names(folder) if path.endswith((".safetensors", ".parquet"))}
+    stay = {path for path in names(folder) if path.endswith((".safetensors", ".parquet", f"seed-0/{SUMS}"))}
     told = cli("results", "pack", tmp_path / "runs")
     assert told.code == 0
     assert "2 runs packed" in told.out
     assert {path for path in names(folder) if (folder / path).is_file()} == {*PACKED, "report.html", *stay}
-    assert len(stay) == 4, "models and predictions stay where they are"
+    assert len(stay) == 6, "models and predictions stay where they are, with their digests"
     fedshift.run(options, tmp_path / "once")
     with_the_digits_that_are_kept(tmp_path / "once")
     packing.unpack(folder)
@@ -162,7 +164,7 @@ def test_the_same_run_twice(ran: tuple[dict[str, Any], Path], tmp_path: Path, cl
     shutil.copytree(tmp_path / "whole" / "small" / "fedavg" / "a" / "seed-0", twin)
     collect(folder)
     assert packing.pack(folder).moved == 1
-    assert names(twin) == {"model.safetensors", "predictions.parquet"}
+    assert names(twin) == {"model.safetensors", "predictions.parquet", SUMS}
     shutil.copytree(tmp_path / "whole" / "small" / "fedavg" / "a" / "seed-0", twin, dirs_exist_ok=True)
     result = json.loads((twin / "result.json").read_text())
     (twin / SUMS).unlink(missing_ok=True)
@@ -179,6 +181,7 @@ def test_an_error_names_the_packed_line(ran: tuple[dict[str, Any], Path], tmp_pa
     text = (folder / "runs.csv").read_text()
     seconds = str(collect(folder / "csac" / "b").results[0].seconds)
     assert text.count(seconds) == 1
+    (folder / SUMS).unlink()  # as who changes a file by hand has to
     (folder / "runs.csv").write_text(text.replace(seconds, "-1"))
     for command in (("table", folder), ("run", write(tmp_path / "e.yaml", options), "--runs", tmp_path / "runs")):
         assert "runs.csv line 3" in cli(*command).error()
@@ -227,5 +230,6 @@ def test_pack_what_is_no_experiment(tmp_path: Path, cli: Cli, ran: tuple[dict[st
     assert "no folder" in cli("results", "pack", tmp_path / "nowhere").error()
     packing.unpack(ran[1])
     assert "only a part of the experiment" in cli("results", "pack", ran[1] / "csac").error()
+    (ran[1] / "csac" / "a" / "seed-0" / SUMS).unlink()
     (ran[1] / "csac" / "a" / "seed-0" / "rounds.jsonl").write_text('{"round": 1}\n{"round"\n')
     assert "rounds.jsonl line 2 is corrupt" in cli("results", "pack", ran[1]).error()

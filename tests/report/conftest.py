@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from fedshift.digests import write_object
 from fedshift.evaluation.records import RoundRecord, RunResult
 from fedshift.evaluation.selection import selected_rounds
 
@@ -87,5 +87,5 @@ def experiment(tmp_path: Path, write_part: Write) -> Path:
     folder = tmp_path / "runs" / "exp"
     (folder / "csac" / "M5" / "seed-1" / "result.json").unlink()
     plan = {"methods": ["fedavg", "csac", "never-begun"], "targets": ["M15", "M5"], "seeds": [0, 1]}
-    (folder / "order.json").write_text(json.dumps(plan))
+    write_object(folder / "order.json", plan)
     return folder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedshift.digests import write_object
 from fedshift.errors import UserError
 from fedshift.report.collect import collect, natural, read_rounds
 
@@ -93,7 +93,7 @@ def test_a_copy_of_a_part_is_refused(experiment: Path) -> None:
 
 
 def test_corrupt_order_is_named(experiment: Path) -> None:
-    (experiment / "order.json").write_text(json.dumps({"methods": 3}))
+    write_object(experiment / "order.json", {"methods": 3})
     with pytest.raises(UserError, match=r"order\.json.*methods"):
         collect(experiment)
 

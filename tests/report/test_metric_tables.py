@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from fedshift.digests import write_object
 from fedshift.errors import UserError
 from fedshift.evaluation.cautions import cautions
 from fedshift.evaluation.records import SiteMetrics
@@ -88,7 +89,7 @@ def test_intervals_are_a_table_of_their_own(measured: Path) -> None:
 
 
 def test_the_headline_is_the_first_table_and_the_pages(measured: Path) -> None:
-    (measured / "order.json").write_text(json.dumps({"headline": "auroc"}))
+    write_object(measured / "order.json", {"headline": "auroc"})
     found = collect(measured)
     assert table_of(found).measure.name == "AUROC"
     text = page(found)

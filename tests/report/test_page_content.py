@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from page_tables import read
 
+from fedshift.digests import write_object
 from fedshift.evaluation.predictions import SitePredictions, as_parquet
 from fedshift.evaluation.records import RoundRecord, SiteMetrics
 from fedshift.evaluation.site_bytes import MOST_SITES, SiteBytes, site_bytes
@@ -245,7 +246,7 @@ def test_the_file_on_the_page_is_the_experiment(write_part: Write, training: dic
             data = {"training_samples": {site: len(found) for site, found in rows.items()}}
             for seed in (0, 3):
                 folder = write_part(method.display, target, seed, 50.0, options=options, data=data).parents[2]
-    (folder / "order.json").write_text(json.dumps({"methods": ["deepall", "csac"]}))
+    write_object(folder / "order.json", {"methods": ["deepall", "csac"]})
     assert parse(experiment_file(collect(folder))).dump() == given.dump()
 
 

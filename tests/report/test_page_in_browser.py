@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import time
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fedshift.digests import write_object
 from fedshift.evaluation.predictions import SitePredictions, as_parquet
 from fedshift.evaluation.site_metrics import Scored
 from fedshift.report.collect import collect
@@ -78,7 +78,7 @@ def address(tmp_path_factory: pytest.TempPathFactory, writer: Callable[[Path], C
                 (folder / "predictions.parquet").write_bytes(as_parquet([kept], ["cat", "<dog>"], {}))
     root = folder.parents[2]
     plan = {"methods": ["fedavg", "deepall"], "targets": TARGETS, "seeds": [0, 1]}
-    (root / "order.json").write_text(json.dumps(plan))
+    write_object(root / "order.json", plan)
     return write_page(root, collect(root)).as_uri()
 
 

@@ -32,7 +32,7 @@ def running(write_part: Write) -> Path:
         folder = write_part("fedavg", target, 0, 30.0, 41.5)
         (folder / "result.json").unlink()
         (folder / "experiment.yaml").write_text("training: {rounds: 8}")
-    (folder / "failure.txt").write_text("site 'x' sent NaN")
+    write_object(folder / "failure.json", {"reason": "site 'x' sent NaN"})
     lines = (folder.parents[1] / "b" / "seed-0" / "rounds.jsonl").read_text().splitlines()
     last = json.loads(lines[1]) | {"extra": {"missing": {"north": "no answer in <60> s"}}}
     text = "\n".join([lines[0], json.dumps(last), '{"round": 3, "target_acc'])

@@ -19,6 +19,7 @@ from fedshift.audit.leakage import LeakageAudit, audit_leakage
 from fedshift.audit.membership import AtRate, MembershipAttack, MembershipAudit, audit_membership
 from fedshift.cli.console import safe_console
 from fedshift.deployment.site_file import load_site
+from fedshift.digests import write_object
 from fedshift.errors import UserError
 from fedshift.experiment.config.experiment import load
 from fedshift.files import write_bytes
@@ -55,7 +56,7 @@ def audit_file(
         _make(folder)  # fails before minutes of work, not after them
         found = _watched(errors, experiment, options)
         record = {"command": shlex.join(["fedshift", *sys.argv[1:]]), **found.record()}
-        write_bytes(folder / RECORD, (json.dumps(record, indent=2, ensure_ascii=False) + "\n").encode())
+        write_object(folder / RECORD, record, indent=2)
         written = [RECORD]
         if found.images:
             from fedshift.report.pictures.of_leakage import picture

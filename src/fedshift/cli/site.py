@@ -27,6 +27,7 @@ from fedshift.deployment.secure.rosters import Rosters
 from fedshift.deployment.secure.site_sums import SiteSums
 from fedshift.deployment.site_file import Holding, SiteConfig, load_site, read_holding
 from fedshift.deployment.site_requests import seals_all
+from fedshift.digests import Damaged, without_digest
 from fedshift.encryption import KEY_FILE, present_key
 from fedshift.errors import FedshiftError, Refused, UserError, nearest
 from fedshift.experiment.environment import resolve_device, versions
@@ -264,12 +265,14 @@ def open_model(model: Path, path: Path, out: Path) -> None:
     terms = AgreedTerms(config.memory, config.file.site, config.file.policy)
     seals = SiteSeals(config, terms, SiteSums(config, terms))
     try:
-        content, header = decode(file.read_bytes())
+        content, header = decode(without_digest(file.read_bytes(), file))
         weights, metadata = seals.opened_file(content), header["fedshift"]
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror or error}") from None
     except Refused as error:
         raise UserError(f"{file}: {error}") from None
+    except Damaged:
+        raise
     except (FedshiftError, KeyError):
         raise UserError(f"{file} is damaged or is no sealed model: give the {SEALED_MODEL} of a run") from None
     write_bytes(out, model_file(weights, metadata))

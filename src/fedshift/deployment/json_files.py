@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fedshift.chained_log import append_line, is_undamaged, lines_of
+from fedshift.chained_log import append_line, has_damaged_end, is_undamaged, lines_of
 from fedshift.errors import FedshiftError
 from fedshift.files import set_aside
 
@@ -48,3 +48,5 @@ def events_of(path: Path, since: int = 0) -> Iterator[dict[str, Any]]:
             yield {name: value for name, value in event.items() if name not in ("previous", "sha256")}
         else:
             yield {"what": "warning", "message": f"{path}, line {number} is damaged, and not read"}
+    if has_damaged_end(path):
+        yield {"what": "warning", "message": f"{path}: the last line is damaged, and not read"}

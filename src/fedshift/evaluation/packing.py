@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from fedshift.digests import write_object
 from fedshift.errors import UserError
 from fedshift.evaluation.packs import packed
 from fedshift.evaluation.packs.packed import PackedRun, kept
@@ -21,9 +22,9 @@ from fedshift.evaluation.stored import (
     RESULT,
     ROUNDS,
     SETTINGS,
-    SUMS,
     Pack,
     Stored,
+    change_sums,
     is_finished,
     pack_of,
     run_folders,
@@ -32,6 +33,8 @@ from fedshift.evaluation.stored import (
 from fedshift.files import below, plain_yaml, write_bytes
 
 _LOCK = ".lock"
+_PACKED = (PACKED_ROUNDS, packed.SETTINGS, packed.RUNS)
+"""The packed files in the order in which they are written: the last one lists the runs."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +122,10 @@ def pack(experiment: Path) -> Change:
     if there is None or renewed or set(runs) != set(there.runs) or _same(planned) != _same(there.order):
         files = packed.encode(runs.values(), planned, there.columns if there else ())
         _check(files, runs, planned, experiment)
-        for name in (PACKED_ROUNDS, packed.SETTINGS, packed.RUNS):  # last, because it lists the runs
+        change_sums(experiment, {}, _PACKED)  # of what was there before
+        for name in _PACKED:
             write_bytes(experiment / name, files[name])
+        change_sums(experiment, files)
     for folder in finished:
         _remove(folder, experiment)
     (experiment / ORDER).unlink(missing_ok=True)
@@ -161,13 +166,15 @@ def unpack(experiment: Path) -> Change:
             )
     for run in runs:
         folder = folders[run.name]
-        write_bytes(folder / SETTINGS, packed.yaml_bytes(run.identity))
-        if run.rounds is not None:
-            write_bytes(folder / ROUNDS, run.rounds)
-        write_bytes(folder / RESULT, _json(run.result))  # last, because it marks the run as finished
+        files = {SETTINGS: packed.yaml_bytes(run.identity), ROUNDS: run.rounds, RESULT: _json(run.result)}
+        written = {name: data for name, data in files.items() if data is not None}
+        change_sums(folder, written)
+        for name, data in written.items():  # the result last, because it marks the run as finished
+            write_bytes(folder / name, data)
     if there.order and not (experiment / ORDER).exists():
-        write_bytes(experiment / ORDER, _json(there.order))
-    for name in (packed.RUNS, packed.SETTINGS, PACKED_ROUNDS):
+        write_object(experiment / ORDER, there.order)
+    change_sums(experiment, {}, _PACKED)
+    for name in reversed(_PACKED):
         (experiment / name).unlink(missing_ok=True)
     return Change(experiment, len(runs), 0)
 
@@ -234,8 +241,9 @@ def _check(files: dict[str, bytes], runs: dict[str, PackedRun], order: dict[str,
 
 def _remove(folder: Path, experiment: Path) -> None:
     """Remove the files that were packed, and folders that are empty after that."""
-    for name in (RESULT, ROUNDS, SETTINGS, SUMS, _LOCK):
+    for name in (RESULT, ROUNDS, SETTINGS, _LOCK):
         (folder / name).unlink(missing_ok=True)
+    change_sums(folder, {})
     with contextlib.suppress(OSError):  # the folder holds something else, such as a model
         while folder != experiment:
             os.rmdir(folder)

@@ -16,14 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedshift.digests import Damaged, read_object
 from fedshift.errors import UserError
 from fedshift.evaluation.packs import packed, packed_rounds
 from fedshift.evaluation.packs.packed import PackedRun
 from fedshift.evaluation.packs.packed_rounds import Rounds, decode_rounds, malformed
 from fedshift.files import write_bytes
 
-FAILURE = "failure.txt"
-"""Why an unfinished run stopped, in one line."""
+FAILURE = "failure.json"
+"""Why an unfinished run stopped."""
 RESULT, ROUNDS, ORDER, SETTINGS = "result.json", "rounds.jsonl", "order.json", "experiment.yaml"
 _SEED = re.compile(r"seed-\d+")
 _DEPTH = 3
@@ -111,14 +112,16 @@ def stored(path: Path) -> Stored | None:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as place:
         ...     file = Path(place) / "order.json"
-        ...     before, _ = stored(file), file.write_text("{}")
+        ...     before, _ = stored(file), write_object(file, {"seeds": [0]})
         ...     before, stored(file).data
-        (None, b'{}')
+        (None, b'{"seeds": [0]}')
     """
     folder = path.parent.absolute()
     if path.name == ORDER:
-        pack = None if path.exists() else pack_of(folder)
-        return _on_disk(path) if pack is None else Stored(_json(pack.order), folder / packed.SETTINGS)
+        if path.exists():
+            return Stored(_json(read_object(path, "restore it, or delete it: names then come in natural order")), path)
+        pack = pack_of(folder)
+        return None if pack is None else Stored(_json(pack.order), folder / packed.SETTINGS)
     pack, name = (None, "") if (folder / RESULT).exists() else _pack_and_name(folder)
     if pack is None or name not in pack.runs:
         return _on_disk(path)
@@ -131,7 +134,7 @@ def stored(path: Path) -> Stored | None:
 
 
 SUMS = "SHA256SUMS"
-"""The digests of a finished run's files, as ``sha256sum --check SHA256SUMS`` reads them."""
+"""The digests of a finished run's files, or of an experiment's packed ones, as ``sha256sum --check`` reads them."""
 
 
 def write_sums(folder: Path, data: Mapping[str, bytes], names: Iterable[str]) -> None:
@@ -153,11 +156,11 @@ def write_sums(folder: Path, data: Mapping[str, bytes], names: Iterable[str]) ->
     for name in names:
         if name not in data and (folder / name).exists():
             digests[name] = _digest(folder / name)
-    write_bytes(folder / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items())).encode())
+    _write_sums(folder, digests)
 
 
 def check_sum(path: Path, data: bytes | None = None) -> None:
-    """Compare a run's file with its digest, if the run has one of it; runs of an older version have none.
+    """Compare a file with its digest, if there is one beside it; runs and packed files of an older version have none.
 
     Args:
         path: the file.
@@ -172,19 +175,59 @@ def check_sum(path: Path, data: bytes | None = None) -> None:
         >>> write_sums(folder, {"result.json": b"{}"}, [])
         >>> check_sum(folder / "result.json", b"{}")
     """
-    sums = path.parent / SUMS
-    if not sums.is_file():
-        return
-    lines = [line.rpartition(b"  ") for line in _read(sums).splitlines()]
-    known = {name: digest for digest, _, name in lines}.get(path.name.encode())
-    if known is None:
-        return
-    digest = _digest(path) if data is None else hashlib.sha256(data).hexdigest()
-    if digest.encode() != known:
-        raise UserError(
-            f"{path} is damaged: it is not what was written ({sums.name} beside it has its SHA-256); restore it, or "
-            f"delete {path.parent} and run again"
-        )
+    known = _sums_of(path.parent).get(path.name)
+    if known is not None and known != (_digest(path) if data is None else hashlib.sha256(data).hexdigest()):
+        raise Damaged(path, f"{SUMS} beside it has another SHA-256; restore it, or delete {path.parent} and run again")
+
+
+def change_sums(folder: Path, data: Mapping[str, bytes], gone: Iterable[str] = ()) -> None:
+    """Change some of the digests in a folder, and remove those of files that are gone; without any, remove `SUMS`.
+
+    Args:
+        folder: of a run or of packed files.
+        data: name → content of files that are about to be written, or were.
+        gone: names of files that are about to be removed or written.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> change_sums(folder, {"result.json": b"{}"})
+        >>> change_sums(folder, {}, ["result.json"])
+        >>> (folder / SUMS).exists()
+        False
+    """
+    stay = {name: digest for name, digest in _sums_of(folder).items() if (folder / name).exists()}
+    digests = {name: digest for name, digest in stay.items() if name not in set(gone)}
+    digests |= {name: hashlib.sha256(content).hexdigest() for name, content in data.items()}
+    if digests:
+        _write_sums(folder, digests)
+    else:
+        (folder / SUMS).unlink(missing_ok=True)
+
+
+def read_failure(folder: Path) -> str | None:
+    """Why the unfinished run in a folder stopped; None if nobody wrote that down.
+
+    Example:
+        >>> read_failure(Path("no-such-run")) is None
+        True
+    """
+    try:
+        found = read_object(folder / FAILURE, "delete it")
+    except Damaged as error:
+        return str(error)
+    return (str(found["reason"]) or "it failed") if found else None
+
+
+def _sums_of(folder: Path) -> dict[str, str]:
+    """The digests in a folder by name."""
+    file = folder / SUMS
+    text = _read(file).decode(errors="replace") if file.is_file() else ""
+    return {name: digest for digest, _, name in (line.rpartition("  ") for line in text.split("\n")) if name}
+
+
+def _write_sums(folder: Path, digests: Mapping[str, str]) -> None:
+    write_bytes(folder / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items())).encode())
 
 
 def _digest(path: Path) -> str:
@@ -280,14 +323,14 @@ def _packed_folders(experiment: Path) -> list[Path]:
 @functools.lru_cache(maxsize=8)
 def _pack(experiment: Path, *_: object) -> Pack:
     """The packed files, read again when they have changed."""
-    settings, runs = _read(experiment / packed.SETTINGS), _read(experiment / packed.RUNS)
+    settings, runs = (_checked(experiment / name) for name in (packed.SETTINGS, packed.RUNS))
     return Pack(experiment, *packed.decode(settings, runs, f"{experiment}{os.sep}"))
 
 
 @functools.lru_cache(maxsize=1)
 def _rounds(file: Path, *_: object) -> dict[str, Rounds]:
     """The rounds of all packed runs, read again when their file has changed."""
-    return decode_rounds(_read(file), f"{file.parent}{os.sep}")
+    return decode_rounds(_checked(file), f"{file.parent}{os.sep}")
 
 
 def _stamp(file: Path) -> tuple[int, int, int] | None:
@@ -302,9 +345,13 @@ def _stamp(file: Path) -> tuple[int, int, int] | None:
 def _on_disk(path: Path) -> Stored | None:
     if not path.exists():
         return None
+    return Stored(_checked(path), path)
+
+
+def _checked(path: Path) -> bytes:
     data = _read(path)
     check_sum(path, data)
-    return Stored(data, path)
+    return data
 
 
 def _read(path: Path) -> bytes:

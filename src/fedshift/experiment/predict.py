@@ -37,8 +37,8 @@ from fedshift.data.table_files import SiteFormat
 from fedshift.data.tables import encode_rows, encoding_of
 from fedshift.data.tasks.objective import Objective, objective_of
 from fedshift.data.transforms import to_network
+from fedshift.digests import check_filled
 from fedshift.errors import UserError
-from fedshift.evaluation.stored import check_sum
 from fedshift.experiment.config.error_messages import describe
 from fedshift.experiment.config.trusted_code import trusted_method, trusted_network
 from fedshift.experiment.features import backbone_of
@@ -361,7 +361,7 @@ def load_model(path: Path, own_method: str | Method | None = None, own_network: 
             if path.is_dir()
             else f"there is no file {path}: give a run's folder or a {MODEL}"
         )
-    check_sum(file)
+    check_filled(file)
     try:
         with safe_open(str(file), framework="pt") as opened:
             metadata = json.loads((opened.metadata() or {})["fedshift"])

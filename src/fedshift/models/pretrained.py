@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from fedshift.digests import check_filled
 from fedshift.errors import UserError
 from fedshift.extras import COMPILER, compiler_comes_later
 
@@ -138,6 +139,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         raise UserError(f"weights file {path}: only .safetensors and .npz are read: convert it")
     try:
         if suffix == ".safetensors":
+            check_filled(path, "restore it")  # one of ours may be damaged
             tensors = load_file(path)
         else:
             # Opened here: np.load leaves a damaged archive open when it gives up.

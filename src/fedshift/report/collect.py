@@ -7,7 +7,6 @@ folder holds `result.json`, or if the experiment's packed files hold the run. Th
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from fedshift.errors import UserError, nearest
 from fedshift.evaluation.packs.packed import RUNS, kept
 from fedshift.evaluation.records import RoundRecord, RunResult, SiteMetric
-from fedshift.evaluation.stored import FAILURE, ORDER, RESULT, is_finished, packed_run, run_folders, stored
+from fedshift.evaluation.stored import ORDER, RESULT, is_finished, packed_run, read_failure, run_folders, stored
 from fedshift.text import one_line
 
 _MOST_NAMES = 12
@@ -138,10 +137,7 @@ def collect(folder: str | os.PathLike[str]) -> Collected:
 
 def _reasons(unfinished: Iterable[Path]) -> Iterator[str]:
     """Why runs stopped, for those that failed."""
-    for folder in unfinished:
-        with contextlib.suppress(OSError):
-            said = (folder / FAILURE).read_text(encoding="utf-8", errors="replace").strip()
-            yield said or "it failed"
+    yield from (reason for folder in unfinished if (reason := read_failure(folder)) is not None)
 
 
 def read_result(path: Path) -> RunResult:

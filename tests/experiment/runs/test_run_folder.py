@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from small import Stop, StopAfter, experiment, features, outcome, save, sites, write
 
 import fedshift
+from fedshift.digests import read_object
 from fedshift.evaluation.records import RoundRecord, RunResult
 from fedshift.experiment.runs.run_folder import RunFolder
 
@@ -46,7 +47,7 @@ def test_what_a_run_leaves(cli: Cli, tmp_path: Path) -> None:
         "predictions.parquet",
         "SHA256SUMS",
     }
-    assert json.loads((tmp_path / "runs" / "small" / "order.json").read_text()) == {
+    assert read_object(tmp_path / "runs" / "small" / "order.json") == {
         "methods": ["fedavg"], "targets": ["a"], "seeds": [0],
     }  # fmt: skip
     assert (tmp_path / "runs" / "small" / "report.html").exists()
@@ -326,7 +327,7 @@ def test_half_a_file(cli: Cli, tmp_path: Path) -> None:
         ".lock",
         "experiment.yaml",
         "rounds.jsonl",
-        "failure.txt",
+        "failure.json",
     }
     assert cli("run", file, "--runs", runs).code == 0
 

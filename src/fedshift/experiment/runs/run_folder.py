@@ -17,6 +17,7 @@ import yaml
 from pydantic import ValidationError
 from torch import Tensor
 
+from fedshift.digests import BLANK, ENTRY, filled, with_digest, write_object
 from fedshift.errors import FedshiftError, UserError
 from fedshift.evaluation.packs.packed import DUMPER
 from fedshift.evaluation.predictions import PREDICTIONS
@@ -145,14 +146,15 @@ class RunFolder:
     def claim(self) -> None:
         """Write the run's settings. From then on the folder belongs to this run."""
         (self.path / FAILURE).unlink(missing_ok=True)
-        if not (self.path / SETTINGS).exists() or self._is_replaced():
-            text = yaml.dump(self.identity, Dumper=DUMPER, sort_keys=False, allow_unicode=True)
-            write_bytes(self.path / SETTINGS, text.encode())
+        data = yaml.dump(self.identity, Dumper=DUMPER, sort_keys=False, allow_unicode=True).encode()
+        file = self.path / SETTINGS
+        if not file.exists() or file.read_bytes() != data:  # also what is not compared, such as a damaged path
+            write_bytes(file, data)
 
     def note_failure(self, error: Exception) -> None:
         """Write down why the run stopped, for tables and the page."""
         name = "" if isinstance(error, FedshiftError) else f"{type(error).__name__}: "
-        write_bytes(self.path / FAILURE, f"{name}{' '.join(str(error).split())}\n".encode())
+        write_object(self.path / FAILURE, {"reason": f"{name}{' '.join(str(error).split())}"})
 
     def _is_replaced(self) -> bool:
         """Whether this run takes the place of one that has no finished round and whose own file has changed since."""
@@ -329,7 +331,9 @@ class RunFolder:
 
 
 def model_file(weights: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> bytes:
-    """A model in the format safetensors, under state-dict names; its sealed parts, if it has any, as they are.
+    """A model in the format safetensors, under state-dict names, with its digest.
+
+    One with sealed parts is a message with its digest instead (`digests.with_digest`), and has these as they are.
 
     Args:
         weights: the model.
@@ -338,11 +342,9 @@ def model_file(weights: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> by
     from safetensors.torch import save
 
     if is_closed(weights):
-        return encode(in_two("weights", Weights(weights)), {"fedshift": dict(metadata)})
-    return save(
-        unshared({name: tensor.contiguous() for name, tensor in weights.items()}),
-        {"fedshift": json.dumps(metadata)},
-    )
+        return with_digest(encode(in_two("weights", Weights(weights)), {"fedshift": dict(metadata)}))
+    tensors = unshared({name: tensor.contiguous() for name, tensor in weights.items()})
+    return filled(save(tensors, {"fedshift": json.dumps(metadata), ENTRY: BLANK}))
 
 
 def write_order(plan: Plan, folder: Path) -> None:
@@ -357,7 +359,7 @@ def write_order(plan: Plan, folder: Path) -> None:
         order["headline"] = experiment.evaluation.headline
     pack = pack_of(folder)
     if pack is None or pack.order != order:
-        write_bytes(folder / ORDER, (json.dumps(order, indent=2) + "\n").encode())
+        write_object(folder / ORDER, order)
 
 
 def run_folder(planned: PlannedRun, folder: Path) -> RunFolder:

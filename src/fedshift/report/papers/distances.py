@@ -12,9 +12,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from fedshift.digests import check_filled, read_object, write_object
 from fedshift.errors import UserError
 from fedshift.evaluation.stored import run_folders
-from fedshift.files import write_bytes
 from fedshift.methods.federated.shot import members_by_name
 from fedshift.weights import Weights
 
@@ -59,6 +59,7 @@ def measure(folder: Path) -> None:
         if not file.exists():
             continue
         try:
+            check_filled(file)
             with safe_open(file, "pt") as opened:
                 sources = json.loads(opened.metadata()["fedshift"])["sources"]
                 weights = Weights({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
@@ -68,7 +69,7 @@ def measure(folder: Path) -> None:
             for layer, distance in layers.items():
                 whole[place][layer].append(distance)
     if whole[WITHIN]:
-        write_bytes(folder / DISTANCES, (json.dumps(whole, indent=1) + "\n").encode())
+        write_object(folder / DISTANCES, whole)
 
 
 def read(folder: Path) -> Distances:
@@ -77,9 +78,7 @@ def read(folder: Path) -> Distances:
     Raises:
         UserError: the file is damaged.
     """
-    file = folder / DISTANCES
-    try:
-        found: Distances = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    except ValueError as error:
-        raise UserError(f"{file} is damaged: remove it and the experiment's folder, and run it again") from error
+    found: Distances = read_object(
+        folder / DISTANCES, "restore it, or remove it and the experiment's folder, and run again"
+    )
     return found

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 
+from fedshift.digests import read_object
 from fedshift.errors import UserError
 from fedshift.evaluation.records import RoundRecord, RunResult
 from fedshift.evaluation.summary import AVERAGE, mean_and_standard_error
@@ -162,12 +162,12 @@ def _leakage(catalogue: Catalogue, experiment: str) -> Iterator[Series]:
     if not file.exists():
         return
     try:
-        cases = json.loads(file.read_text(encoding="utf-8"))["cases"]
+        cases = read_object(file, "restore it, or audit again")["cases"]
         best: dict[tuple[str, int], float] = {}
         for case in cases:
             key = case["exchange"], case["batch"]
             best[key] = max(best.get(key, -1.0), fmean(case["ssim"]))
-    except (ValueError, KeyError, TypeError) as error:
+    except (KeyError, TypeError) as error:
         raise UserError(f"{file} is no record of fedshift audit leakage: remove it and audit again") from error
     for exchange, name in (("batch", "gradient of a mini-batch"), ("epoch", "model after an epoch")):
         sizes = sorted(size for kind, size in best if kind == exchange)

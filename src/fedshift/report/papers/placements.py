@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TypedDict
 
-from fedshift.errors import UserError
+from fedshift.digests import read_object, write_object
 from fedshift.experiment.config.experiment import Experiment
-from fedshift.files import write_bytes
 from fedshift.report.collect import collect
 from fedshift.report.sections.samples import ShownSamples
 
@@ -26,7 +24,7 @@ def measure(folder: Path, experiment: Experiment) -> None:
             named = zip(placed.classes, placed.sites, placed.points.round(2).tolist(), strict=True)
             found[run.result.method] = [{"class": label, "site": site, "x": x, "y": y} for label, site, (x, y) in named]
     if found:
-        write_bytes(folder / FEATURES, (json.dumps(found) + "\n").encode())
+        write_object(folder / FEATURES, found, indent=None)
 
 
 def read(folder: Path) -> dict[str, list[Point]]:
@@ -35,9 +33,4 @@ def read(folder: Path) -> dict[str, list[Point]]:
     Raises:
         UserError: the file is damaged.
     """
-    file = folder / FEATURES
-    try:
-        found: dict[str, list[Point]] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    except ValueError as error:
-        raise UserError(f"{file} is damaged: remove it and the experiment's folder, and run it again") from error
-    return found
+    return read_object(folder / FEATURES, "restore it, or remove it and the experiment's folder, and run again")

@@ -13,7 +13,7 @@ from typing import Any
 from fedshift.errors import UserError
 from fedshift.evaluation.records import IN_UNITS, RoundRecord, RunResult, with_unit
 from fedshift.evaluation.site_bytes import SiteBytes, read_site_bytes
-from fedshift.evaluation.stored import FAILURE, ORDER, RESULT, ROUNDS, SETTINGS, is_finished, run_folders
+from fedshift.evaluation.stored import ORDER, RESULT, ROUNDS, SETTINGS, is_finished, read_failure, run_folders
 from fedshift.files import plain_yaml
 from fedshift.report.collect import read_order, read_result, read_rounds
 from fedshift.report.html import render
@@ -151,9 +151,7 @@ def _run(folder: Path) -> WatchedRun:
     if is_finished(folder):
         result = read_result(folder / RESULT)
         return WatchedRun((method, target, seed), result, (), 0, "", None, result.bytes_by_site)
-    failure, age, settings = "", None, None
-    with suppress(OSError):
-        failure = (folder / FAILURE).read_text(encoding="utf-8", errors="replace").strip() or "it failed"
+    failure, age, settings = read_failure(folder) or "", None, None
     with suppress(OSError):
         age = max(0.0, time.time() - (folder / ROUNDS).stat().st_mtime)
     with suppress(OSError, ValueError, UserError):
