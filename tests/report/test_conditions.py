@@ -162,6 +162,14 @@ def test_ties_are_level(gap: float) -> None:
     assert "0.00 points" not in comparison(rival)
 
 
+def test_the_question_says_who_read_the_target() -> None:
+    found = judged({"csac": 70.0, "fedavg": 60.0}, {"csac": {"classifier_at_new_site": 16}})
+    assert found.question.startswith("Does it work at a new site?")
+    assert "csac" in found.question
+    assert "fedavg" not in found.question
+    assert "without labels" not in judged({"csac": 70.0, "fedavg": 60.0}, {}).question
+
+
 def test_sites_that_take_part_without_labels_are_no_new_sites() -> None:
     found = judged({"kd3a": 70.0, "fedavg": 60.0}, {name: {"kind": "adapt_to_one"} for name in ("kd3a", "fedavg")})
     assert "takes part without labels" in first_sentence(found)

@@ -185,10 +185,10 @@ def _below(found: Compared) -> list[str]:
         lines.append(f"published: {found.source}")
     if found.others:
         lines.append(f"published rows that are not shown: {', '.join(found.others)}")
-    if any(gain.ours and gain.ours.p is not None for gain in found.gains):
+    if any(gain.here and gain.here.p is not None for gain in found.gains):
         lines.append(
-            "p: a mixed model with targets as clusters (one target, or pairs of sites: over seeds, of these only), one "
-            "line at a time, not corrected for their number"
+            "p: a mixed model with targets as clusters; p here: over seeds, of these targets only; one line at a time, "
+            "not corrected for their number"
         )
     return lines
 
@@ -196,8 +196,10 @@ def _below(found: Compared) -> list[str]:
 def _gain(gain: Gain) -> str:
     parts = []
     if gain.ours is not None:
-        p = "" if gain.ours.p is None else f", p {p_value(gain.ours.p)}"
-        seeds = "1 seed" if gain.seeds == 1 else f"{gain.seeds} seeds"
+        n, here = (gain.here.n, gain.here.p) if gain.here is not None else (0, None)
+        p = "" if gain.ours is gain.here or gain.ours.p is None else f", p {p_value(gain.ours.p)}"
+        p += "" if here is None else f", p here {p_value(here)}"
+        seeds = "1 seed" if n == 1 else f"{n} seeds"
         parts.append(f"ours {gain.ours.mean:+.2f} ({seeds}{p})")
     if gain.published is not None:
         parts.append(f"published {gain.published:+.2f}")

@@ -42,6 +42,8 @@ QUESTIONS = {
 }
 
 
+READS_TARGET = " Some methods read its samples there, without labels, before they answer: {}."
+"""What the question of a target that took no part leaves out, with the methods of which it is not the whole truth."""
 HELD_OUT = (
     "How well does it work at the sites that trained? Each is measured on samples that it held out; no site is new."
 )
@@ -237,7 +239,10 @@ def question_of(results: Sequence[RunResult]) -> str:
         return HELD_OUT
     protocols = [result.options.get("protocol") for result in results]
     kinds = {str(one.get("kind", "")) if isinstance(one, Mapping) else "" for one in protocols}
-    return QUESTIONS.get(kinds.pop(), "") if len(kinds) == 1 else ""
+    kind = kinds.pop() if len(kinds) == 1 else ""
+    reading = [name for name, row in conditions(results).items() if "target" in row.uses]
+    more = READS_TARGET.format(", ".join(reading)) if reading and kind == "leave_one_out" else ""
+    return QUESTIONS.get(kind, "") + more
 
 
 def measured_where_trained(results: Sequence[RunResult]) -> bool:

@@ -43,13 +43,13 @@ class Gain:
     Attributes:
         row: the row.
         ours: with targets as clusters, or over seeds where there is one target, or pairs of sites.
-        seeds: number of seeds behind ours.
+        here: ours over seeds, at these targets only.
         published: None if it was not.
     """
 
     row: str
     ours: TTest | None
-    seeds: int
+    here: TTest | None
     published: float | None
 
 
@@ -146,6 +146,5 @@ def _gains(panel: Panel, runs: Runs, published: Mapping[tuple[str, str], Number]
         printed = both[0].mean - both[1].mean if both[0] and both[1] else None
         test = compare(runs.of(place), runs.of(base), value=VALUES[place.value])
         if row != panel.baseline and (test or printed is not None):
-            seeds = test.seeds.n if test and test.seeds else 0
-            gains.append(Gain(row, test.test if test else None, seeds, printed))
+            gains.append(Gain(row, test.test if test else None, test.seeds if test else None, printed))
     return gains
