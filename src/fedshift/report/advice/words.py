@@ -126,10 +126,10 @@ def _second_sentence(verdict: Verdict) -> str:
 
 def comparison(one: Against, looks: int = 0) -> str:
     """How the chosen method compares with another, such as "1.20 points better than fedavg, which may be chance"."""
-    name = {"majority": f"always naming the {MAJORITY}", "pooled": f"{one.name} (pooled, not private)"}.get(
-        one.role, one.name
-    )
-    name += f" ({', '.join(one.unlike)}: not alike)" if one.unlike else ""
+    notes = ["pooled, not private"] if one.role == "pooled" else []
+    notes += [f"not alike: {', '.join(one.unlike)}"] if one.unlike else []
+    name = f"always naming the {MAJORITY}" if one.role == "majority" else one.name
+    name += f" ({'; '.join(notes)})" if notes else ""
     how = f"{'better' if one.gain > 0 else 'worse'} than {name}"
     what = f"level with {name}" if one.level else f"{_points(abs(one.gain), one.unit)} {how}"
     if one.p is None:
