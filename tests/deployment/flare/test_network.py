@@ -308,21 +308,27 @@ def test_a_revoked_kit_is_refused_after_the_coordinator_was_started_again(networ
 
 
 @pytest.mark.case("revoked sites", "revoke and remove over processes, then a deployment of all sites")
-def test_a_revoked_and_a_removed_site_are_not_waited_for(network: Network, tmp_path: Path) -> None:
-    """Without a quorum, with the services that ran before, whether the site's own goes on running or not."""
+@pytest.mark.case("revoked sites", "over processes: revoked with a quorum, and dropped; a site of the project dropped")
+def test_a_revoked_a_removed_and_a_dropped_site_are_not_waited_for(network: Network) -> None:
+    """With the services that ran before, whether the site's own goes on running or not."""
     every = {"targets": ["sites"], "seeds": [0], "test_fraction": 0.3}
     file, kits = network.folder / "project.yaml", network.folder / "kits"
     text = file.read_bytes()
 
-    def trained(name: str) -> set[str]:
-        deployment = network.deploy(options_of({"name": "fedavg"}, name=name, protocol=every), unseen=False)
+    def trained(name: str, drop: tuple[str, ...] = (), **engine: Any) -> set[str]:
+        options = options_of({"name": "fedavg"}, name=name, protocol={**every, "drop": list(drop)})
+        deployment = network.deploy(options, unseen=False, **engine)
         network.finish(deployment)
         return {event["site"] for event in deployment.events() if event["what"] == "fit"}
 
     try:
         roles.set_revoked(network.coordinator, "south", True)
         assert trained("revoked") == {"north", "east"}
+        assert trained("revoked-quorum", quorum=2) == {"north", "east"}
+        assert trained("revoked-dropped", drop=("south",)) == {"north", "east"}
         roles.stop(roles.load_kit(network.made.sites["south"], "site"))
+        roles.set_revoked(network.coordinator, "south", False)
+        assert trained("dropped", drop=("south",)) == {"north", "east"}
         roles.remove(file, kits, "south")
         assert trained("removed") == {"north", "east"}
     finally:
