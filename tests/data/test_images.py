@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import struct
 import warnings
 import zlib
@@ -16,7 +17,7 @@ from PIL import Image
 
 from fedshift.data.builders.image_folder import ImageFolder
 from fedshift.data.builders.mask_folder import MaskFolder
-from fedshift.data.images import decode, decoded, has_colour, on_disk
+from fedshift.data.images import decode, decoded, has_colour, on_disk, unreadable
 from fedshift.data.inference import load_for_prediction
 from fedshift.errors import UserError
 
@@ -391,9 +392,45 @@ def test_a_cut_cache(tmp_path: Path) -> None:
     (kept,) = (tmp_path / "cache").iterdir()
     whole = kept.read_bytes()
     kept.write_bytes(whole[: -len(b"}")])
-    again = decoded([file], 1, 2, 2, "x")
+    with pytest.warns(UserWarning, match="damaged"):
+        again = decoded([file], 1, 2, 2, "x")
     assert again.deep[0].high == 4095
     assert kept.read_bytes() == whole
+
+
+@pytest.mark.case("bit flips", "decoded images, 20 flips")
+def test_flipped_bits_of_decoded_images(tmp_path: Path) -> None:
+    files = [on_disk(png(tmp_path / f"{number}.png", TWELVE + number, 0, 16)) for number in range(3)]
+    expected = decoded(files, 1, 2, 2, "x")
+    pixels, deep = expected.pixels.copy(), expected.deep
+    (kept,) = (tmp_path / "cache").iterdir()
+    whole, draws = kept.read_bytes(), random.Random("decoded")
+    for _ in range(20):
+        flip(kept, draws)
+        with pytest.warns(UserWarning, match=kept.name):
+            again = decoded(files, 1, 2, 2, "x")
+        assert np.array_equal(again.pixels, pixels)
+        assert again.deep == deep
+        assert kept.read_bytes() == whole
+
+
+@pytest.mark.case("bit flips", "list of images that do not decode, 20 flips")
+def test_flipped_bits_of_what_does_not_decode(tmp_path: Path) -> None:
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    files = [on_disk(png(tmp_path / "a.png", TWELVE, 0, 16)), on_disk(tmp_path / "broken.png")]
+    expected, draws = unreadable(files), random.Random("unreadable")
+    (kept,) = (tmp_path / "cache").iterdir()
+    for _ in range(20):
+        flip(kept, draws)
+        with pytest.warns(UserWarning, match=kept.name):
+            assert unreadable(files) == expected
+
+
+def flip(path: Path, draws: random.Random) -> None:
+    """Turn one bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[draws.randrange(len(data))] ^= 1 << draws.randrange(8)
+    path.write_bytes(data)
 
 
 @pytest.mark.case("image modes", "no warning of Pillow reaches the user for ordinary modes")

@@ -176,7 +176,8 @@ def test_the_cache_is_used_and_follows_the_files(tmp_path: Path, cache: Path, mo
     assert after[0, :, 0, 0].tolist() == [1, 2, 3]
     for path in cache.iterdir():  # a cache file that was cut off is made again
         path.write_bytes(path.read_bytes()[:150])
-    whole = ImageFolder(root=root, size=8).build().domains["north"].inputs
+    with pytest.warns(UserWarning, match="decoded again"):
+        whole = ImageFolder(root=root, size=8).build().domains["north"].inputs
     assert np.array_equal(whole, after)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from calling import Cli
+from safetensors import safe_open
 from safetensors.torch import load_file
 from small import Stop, write
 
@@ -174,6 +176,56 @@ def test_a_damaged_file_is_made_again(tmp_path: Path, weights: dict[str, Path], 
     assert "computed again" in warning
     assert "\n" not in warning
     assert computed(options) == 0
+
+
+@pytest.mark.case("bit flips", "features of a frozen backbone, 20 flips")
+def test_flipped_bits_of_features(tmp_path: Path, weights: dict[str, Path]) -> None:
+    """Wherever they are in the file: in its header, its description or the features."""
+    options = experiment(pictures(tmp_path / "data"), weights["one"])
+    expected = cache.built(parse(options)).domains["a"].inputs
+    file = max(files(), key=lambda path: path.stat().st_size)
+    features, whole = load_file(file)["features"], file.read_bytes()
+    header, draws = json.loads(safe_metadata(file)), random.Random("features")
+    for number in range(20):
+        raw = bytearray(whole)
+        raw[draws.randrange(len(raw) - 2 * features.numel() if number % 2 else len(raw))] ^= 1 << draws.randrange(8)
+        file.write_bytes(raw)
+        watcher = Counting()
+        found = cache._read(file, {name: value for name, value in header.items() if name != "sha256"}, watcher)
+        assert (found is None and len(watcher.warnings) == 1) or np.array_equal(found, features.numpy())
+    file.write_bytes(raw)
+    assert np.array_equal(cache.built(parse(options), watcher=Counting()).domains["a"].inputs, expected)
+
+
+def safe_metadata(file: Path) -> str:
+    with safe_open(str(file), "pt") as opened:
+        return str(opened.metadata()["fedshift"])
+
+
+@pytest.mark.case("bit flips", "half of the features of a run that was cut off, 20 flips")
+def test_flipped_bits_of_half_the_features(tmp_path: Path, weights: dict[str, Path]) -> None:
+    where = pictures(tmp_path / "data", a=200)
+    options = experiment(where, weights["one"])
+    whole = cache.built(parse(options)).domains["a"].inputs
+    (file,) = (file for file in files() if load_file(file)["features"].shape[0] == 200)
+    file.unlink()
+    with pytest.raises(Stop):
+        cache.built(parse(options), watcher=Counting(stop_after=128))
+    (part,) = cache_dir().glob("features-*.part")
+    half, draws = part.read_bytes(), random.Random("half")
+    for _ in range(20):
+        raw = bytearray(half)
+        raw[draws.randrange(len(raw))] ^= 1 << draws.randrange(8)
+        part.write_bytes(raw)
+        watcher = Counting()
+        with open(part, "a+b") as stream:
+            found = cache._batches_before(stream, 1280, watcher)
+        assert len(watcher.warnings) == 1
+        assert len(found) in (0, 1)
+        assert all(np.array_equal(batch, whole[:64]) for batch in found)  # type: ignore[index]
+    watcher = Counting()
+    assert np.array_equal(cache.built(parse(options), watcher=watcher).domains["a"].inputs, whole)  # type: ignore[arg-type]
+    assert watcher.images in (200, 200 - 64)
 
 
 def test_features_of_another_backbone(tmp_path: Path, weights: dict[str, Path]) -> None:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import struct
+import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,8 +24,8 @@ from PIL import Image, ImageOps
 
 from fedshift.data import sizes
 from fedshift.data.locate import cache_dir
+from fedshift.digests import Damaged, read_object, write_object
 from fedshift.errors import UserError
-from fedshift.files import write_bytes
 
 SUFFIXES = frozenset(
     {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".pgm", ".ppm", ".pbm", ".pnm"}
@@ -32,7 +33,8 @@ SUFFIXES = frozenset(
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """Accepted formats. The file's ending does not matter. Pillow reads more formats, but runs Ghostscript for EPS."""
 _GREY_MODES = frozenset({"1", "L", "LA", "La", "I", "F", "I;16", "I;16B", "I;16L", "I;16N"})
-_FORMAT = "2"  # part of the cache key: increase it whenever decoding changes
+_FORMAT = "3"  # part of the cache key: increase it whenever decoding changes
+_CRC, _PIECE = 4, 1 << 20  # bytes of the checksum at the end of a cache file, and of what is read at once
 _THREADS = 2
 _MOST_NAMED = 3
 _ORIENTATION = 0x0112
@@ -385,11 +387,12 @@ def unreadable(files: Sequence[ImageFile], window: Window | None = None) -> list
         digest.update(f"{file.name}\t{file.stamp}\n".encode())
     target = cache_dir() / f"unreadable-{digest.hexdigest()[:24]}.json"
     try:
-        known = json.loads(target.read_bytes())
-    except (OSError, ValueError):
-        known = None
-    if isinstance(known, list):
-        return [str(name) for name in known]
+        known = read_object(target)
+    except Damaged:
+        known = {}
+        warnings.warn(f"{target} was damaged: the images are tried again", stacklevel=2)
+    if known:
+        return list(known["unreadable"])
 
     def fails(file: ImageFile) -> bool:
         try:
@@ -402,7 +405,7 @@ def unreadable(files: Sequence[ImageFile], window: Window | None = None) -> list
 
     with ThreadPoolExecutor(_THREADS) as pool:
         found = [file.name for file, failed in zip(files, pool.map(fails, files), strict=True) if failed]
-    write_bytes(target, json.dumps(found).encode())
+    write_object(target, {"unreadable": found})
     return found
 
 
@@ -420,7 +423,7 @@ def decoded(
 
     The cache file is named after ``label`` and a hash of names, stamps and shape, so any changed, added or removed file
     gives a new one. It is written under another name and renamed when complete. What a killed process left under that
-    name is written over.
+    name is written over. A damaged file is made again, with a warning.
 
     Args:
         files: the images.
@@ -448,19 +451,9 @@ def decoded(
         with _alone(aside) as stream:  # waits if another process decodes the same images, then uses its result
             if (known := _cached(target, shape)) is not None:
                 return known
-            # Not written through a memory map: on a full disk a write raises an error, a map kills the process.
-            header = {"descr": "|u1", "fortran_order": False, "shape": shape}
-            np.lib.format.write_array_header_1_0(stream, header)
-            deep, paged = {}, []
-            for number, image in enumerate(_in_order(files, channels, height, width, mask, window)):
-                stream.write(image.pixels.tobytes())
-                if image.deep is not None:
-                    deep[number] = image.deep
-                if image.paged:
-                    paged.append(number)
-            # Behind the array, where numpy does not look, so that one file holds both.
-            stream.write(json.dumps({"deep": deep, "paged": paged}).encode())
-            stream.flush()
+            if target.exists():
+                warnings.warn(f"{target} was damaged: its images are decoded again", stacklevel=2)
+            _write(stream, shape, _in_order(files, channels, height, width, mask, window))
             os.replace(aside, target)
     except OSError as error:
         raise UserError(
@@ -471,6 +464,30 @@ def decoded(
     if written is None:
         raise UserError(f"the decoded images in {target} cannot be read back: remove the file and run again")
     return written
+
+
+def _write(stream: IO[bytes], shape: tuple[int, ...], images: Iterable[_One]) -> None:
+    """Write a cache file: the array; behind it, where numpy does not look, what else is known; the CRC of all that."""
+    checksum, deep, paged = 0, {}, []
+
+    def put(data: bytes) -> None:
+        # Not through a memory map: on a full disk a write raises an error, a map kills the process.
+        nonlocal checksum
+        checksum = zlib.crc32(data, checksum)
+        stream.write(data)
+
+    header = BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "|u1", "fortran_order": False, "shape": shape})
+    put(header.getvalue())
+    for number, image in enumerate(images):
+        put(image.pixels.tobytes())
+        if image.deep is not None:
+            deep[number] = image.deep
+        if image.paged:
+            paged.append(number)
+    put(json.dumps({"deep": deep, "paged": paged}).encode())
+    stream.write(checksum.to_bytes(_CRC))
+    stream.flush()
 
 
 @contextmanager
@@ -501,12 +518,14 @@ def _in_order(
 
 def _cached(path: Path, shape: tuple[int, ...]) -> Decoded | None:
     try:
+        if not _is_whole(path):
+            return None
         found = np.load(path, mmap_mode="r", allow_pickle=False)
         if found.shape != shape or found.dtype != np.uint8:
             return None
         with path.open("rb") as stream:
             stream.seek(found.offset + found.nbytes)
-            beside = json.loads(stream.read())
+            beside = json.loads(stream.read()[:-_CRC])
         deep = {
             int(number): Deep(float(low), float(high), float(white), bool(colour))
             for number, (low, high, white, colour) in beside["deep"].items()
@@ -514,6 +533,16 @@ def _cached(path: Path, shape: tuple[int, ...]) -> Decoded | None:
         return Decoded(found, deep, tuple(map(int, beside["paged"])))
     except (OSError, ValueError, EOFError, TypeError, KeyError, AttributeError):
         return None
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a cache file ends with the CRC of what is before."""
+    left, checksum = path.stat().st_size - _CRC, 0
+    with path.open("rb") as stream:
+        while piece := stream.read(min(_PIECE, max(0, left))):
+            checksum = zlib.crc32(piece, checksum)
+            left -= len(piece)
+        return stream.read() == checksum.to_bytes(_CRC)
 
 
 def as_channels_first(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:

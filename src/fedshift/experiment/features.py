@@ -1,8 +1,9 @@
 """Features of a frozen backbone: computed once at each site, cached, and used in place of the images.
 
 A cache file depends on the images, the backbone's weights and the transform before it. Its name is derived from their
-checksums, and its header holds these and a checksum of the features (float16). It does not depend on the method, the
-labels, the seed or the site's name. An interrupted extraction resumes after its last batch.
+checksums, and its header holds these and a checksum of all that with the features (float16). It does not depend on the
+method, the labels, the seed or the site's name. An interrupted extraction resumes after its last batch; there, a
+checksum follows each batch.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import hashlib
 import json
 import os
 import time
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,6 +39,8 @@ from fedshift.models.pretrained import must_be_downloaded
 
 Half = npt.NDArray[np.float16]
 _BATCH = 64
+_CRC = 4
+"""Bytes of a batch's checksum."""
 _LARGEST = float(np.finfo(np.float16).max)
 _WIDEST = 10_000
 """Features of a backbone, or pixels on a side of its images, that a model file may ask for."""
@@ -195,23 +199,38 @@ def _extracted(domain: Domain, extractor: Extractor, device: str, stream: Any, w
     images = domain.inputs
     assert isinstance(images, np.ndarray)
     first = _half(extractor(torch.from_numpy(images[:1].copy()).to(device)), domain.name)
-    width = first.shape[1]
-    size = 2 * width * _BATCH
-    stream.seek(0)
-    whole = stream.read()
-    before = min(len(images), len(whole) // size * _BATCH)
-    stream.truncate(2 * width * before)
-    parts = [np.frombuffer(whole[: 2 * width * before], dtype=np.float16).reshape(before, width)]
+    parts = _batches_before(stream, first.shape[1], watcher)
+    before = _BATCH * len(parts)
     watcher.extraction(domain.name, len(images), before)
     for begin in range(before, len(images), _BATCH):
         batch = torch.from_numpy(images[begin : begin + _BATCH].copy()).to(device)
         rows = _half(extractor(batch), domain.name)
-        stream.write(rows.tobytes())
+        stream.write(_with_checksum(rows.tobytes(), begin // _BATCH))
         stream.flush()
         os.fsync(stream.fileno())
         parts.append(rows)
         watcher.extracted(len(rows))
     return np.concatenate(parts), before
+
+
+def _batches_before(stream: Any, width: int, watcher: Watcher) -> list[Half]:
+    """The whole batches that an earlier call wrote, up to the first damaged one, behind which the file is cut off."""
+    found: list[Half] = []
+    size = 2 * width * _BATCH
+    stream.seek(0)
+    while len(piece := stream.read(size + _CRC)) == size + _CRC:
+        if piece != _with_checksum(piece[:size], len(found)):
+            watcher.warn(
+                f"{stream.name} is damaged: its features are computed again from image {_BATCH * len(found)} on"
+            )
+            break
+        found.append(np.frombuffer(piece, dtype=np.float16, count=width * _BATCH).reshape(_BATCH, width))
+    stream.truncate((size + _CRC) * len(found))
+    return found
+
+
+def _with_checksum(batch: bytes, number: int) -> bytes:
+    return batch + zlib.crc32(batch, number).to_bytes(_CRC)
 
 
 def _half(features: torch.Tensor, site: str) -> Half:
@@ -225,8 +244,13 @@ def _half(features: torch.Tensor, site: str) -> Half:
 
 
 def _packed(features: Half, header: Mapping[str, str]) -> bytes:
-    metadata = {**header, "sha256": _sha256(features.tobytes())}
+    metadata = {**header, "sha256": _digest_of(features, header)}
     return save({"features": torch.from_numpy(features.copy())}, {"fedshift": json.dumps(metadata)})
+
+
+def _digest_of(features: Half, header: Mapping[str, str]) -> str:
+    about = [sorted(header.items()), str(features.dtype), features.shape]
+    return _sha256(b"".join((json.dumps(about).encode(), features.tobytes())))
 
 
 def _read(path: Path, header: Mapping[str, str], watcher: Watcher) -> Half | None:
@@ -241,7 +265,11 @@ def _read(path: Path, header: Mapping[str, str], watcher: Watcher) -> Half | Non
         with safe_open(str(path), framework="pt") as opened:
             found = json.loads((opened.metadata() or {})["fedshift"])
             features: Half = opened.get_tensor("features").numpy()
-    except (SafetensorError, KeyError, ValueError, OSError):
+        written = found.pop("sha256")
+        # Files of an earlier fedshift have the second.
+        if written != _digest_of(features, found) and written != _sha256(features.tobytes()):
+            raise ValueError
+    except (SafetensorError, KeyError, ValueError, TypeError, AttributeError, OSError):
         watcher.warn(f"{path} is incomplete or damaged: its features are computed again")
         return None
     differs = [name for name, value in header.items() if found.get(name) != value]
@@ -250,9 +278,6 @@ def _read(path: Path, header: Mapping[str, str], watcher: Watcher) -> Half | Non
             f"{path} holds features of another backbone than the experiment's (other {' and '.join(differs)}): "
             "remove the file and run again"
         )
-    if _sha256(features.tobytes()) != found.get("sha256"):
-        watcher.warn(f"{path} is damaged: its features are computed again")
-        return None
     return features
 
 
