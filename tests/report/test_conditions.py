@@ -110,7 +110,7 @@ def test_images_that_were_moved_otherwise_are_unlike() -> None:
 
 def test_the_rows_that_explain_the_recipe_stand_beside_it() -> None:
     colour = (3, 28, 28)
-    moved = run("fedavg", shape=colour, local=[{"name": "augment", "by": MOVED}], server="momentum",
+    moved = run("fedavg", shape=colour, local=[{"name": "augment", "by": MOVED}], server={"optimizer": "momentum", "beta": 0.9},
                 classifier_at_new_site=16)  # fmt: skip
     without = recipe("inductive", colour, templates=None)
     rows = [recipe(shape=colour), moved, without, run("fedavg", shape=colour).model_copy(update={"method": "plain"})]
@@ -118,6 +118,9 @@ def test_the_rows_that_explain_the_recipe_stand_beside_it() -> None:
     assert "fedavg with the same images and momentum: fedavg;" in text
     assert "itself without the target's samples: inductive;" in text
     assert "deepall with the same images and samples: not run" in text
+    still = run("fedavg", shape=colour, local=[{"name": "augment", "by": MOVED}], classifier_at_new_site=16)
+    text = " ".join(used_note([rows[0], still], ["recipe", "fedavg"]))
+    assert "fedavg with the same images and momentum: not run" in text
     assert not any("explain" in note for note in used_note([run("fedavg"), run("csac")], ["fedavg", "csac"]))
 
 

@@ -150,7 +150,7 @@ def _momentum(result: RunResult) -> bool:
     method = _section(result, "method")
     server = method.get("server")
     if server is not None:
-        return server == "momentum" or (isinstance(server, Mapping) and server.get("name") == "momentum")
+        return isinstance(server, Mapping) and server.get("optimizer") == "momentum"
     channels = _channels(result)
     own = method.get("momentum" if channels == 1 else "colour_momentum")
     return method_name(result) == "recipe" and channels is not None and bool(own)
