@@ -110,8 +110,8 @@ def test_images_that_were_moved_otherwise_are_unlike() -> None:
 
 def test_the_rows_that_explain_the_recipe_stand_beside_it() -> None:
     colour = (3, 28, 28)
-    moved = run("fedavg", shape=colour, local=[{"name": "augment", "by": MOVED}], server={"optimizer": "momentum", "beta": 0.9},
-                classifier_at_new_site=16)  # fmt: skip
+    local, server = [{"name": "augment", "by": MOVED}], {"optimizer": "momentum", "beta": 0.9}
+    moved = run("fedavg", shape=colour, local=local, server=server, classifier_at_new_site=16)
     without = recipe("inductive", colour, templates=None)
     rows = [recipe(shape=colour), moved, without, run("fedavg", shape=colour).model_copy(update={"method": "plain"})]
     text = next(note for note in used_note(rows, [row.method for row in rows]) if note.startswith("Rows that explain"))
