@@ -105,6 +105,17 @@ def _disks_are_not_waited_for() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _code_of_tests_is_trusted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Networks and methods that tests write need no question, but in tests of trust; nothing is remembered for you."""
+    from fedshift import trust
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FEDSHIFT_CONFIG", str(tmp_path_factory.getbasetemp() / "config"))
+        patch.setattr(trust, "allow", lambda code: None)
+        yield
+
+
 # Worker processes -----------------------------------------------------------------------------------------------------
 
 

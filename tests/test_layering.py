@@ -33,6 +33,7 @@ FLOORS = (
         "files",
         "import_paths",
         "text",
+        "trust",
         "version",
         "weights",
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -30,6 +31,7 @@ from fedshift.report.page import table_html, write_page
 from fedshift.report.sections.samples import ShownSamples
 from fedshift.report.table import table_of
 from fedshift.report.table_formats import markdown
+from fedshift.trust import asks, own_words
 
 if TYPE_CHECKING:
     import pandas
@@ -199,6 +201,7 @@ def run(
     runs: str | Path = "runs",
     reporter: Reporter | None = None,
     callbacks: Sequence[Callback | str] = (),
+    trust: bool = False,
 ) -> Results:
     """Run an experiment and return its results. Finished runs are not repeated.
 
@@ -208,6 +211,7 @@ def run(
         reporter: receives the progress. By default nothing is reported, but in a notebook a line shows it.
         callbacks: objects of subclasses of `Callback`, which are called after each round and each run; or names of
             trackers: ``tensorboard``, ``mlflow``, ``wandb``.
+        trust: as in `load`.
 
     Raises:
         UserError: there is a mistake in the experiment.
@@ -235,7 +239,7 @@ def run(
             "under if __name__ == '__main__', or move the method to a file of its own"
         )
     heard = [tracker(callback) if isinstance(callback, str) else callback for callback in callbacks]
-    resolved = _resolved(experiment)
+    resolved = _resolved(experiment, trust)
     folder = run_experiment(resolved, Path(runs), reporter or notebook_reporter(), callbacks=heard)
     return results(folder, resolved)
 
@@ -259,15 +263,17 @@ def results(folder: str | Path, experiment: Given | None = None) -> Results:
     return Results(Path(folder), collect(Path(folder)), None if experiment is None else _resolved(experiment))
 
 
-def load(path: str | Path, *overrides: str) -> Experiment:
+def load(path: str | Path, *overrides: str, trust: bool = False) -> Experiment:
     """The experiment in a YAML file.
 
     Args:
         path: the file.
         overrides: fields to set, as ``key.path=value``.
+        trust: import your own networks, methods and data sets that the file names, and remember that you trust them.
+            Of a mapping they are trusted in any case: its author wrote their names in Python.
 
     Raises:
-        UserError: the file or an override has a mistake.
+        UserError: the file or an override has a mistake, or names code that nobody has trusted.
 
     Example:
         >>> import tempfile
@@ -277,11 +283,16 @@ def load(path: str | Path, *overrides: str) -> Experiment:
         ...     load(file, "training.rounds=7").training.rounds
         7
     """
-    return load_file(Path(path), overrides)
+    with asks(lambda code: True) if trust else nullcontext():
+        return load_file(Path(path), overrides)
 
 
-def check(experiment: Given) -> checks.Check:
+def check(experiment: Given, trust: bool = False) -> checks.Check:
     """Check an experiment without keeping any training: data, network, methods, time and traffic.
+
+    Args:
+        experiment: as in `run`.
+        trust: as in `load`.
 
     Raises:
         UserError: something would stop the experiment.
@@ -300,14 +311,17 @@ def check(experiment: Given) -> checks.Check:
         >>> found.parameters, found.payload  # 8 × 8 pixels to 10 classes; bytes of one model
         (650, 2600)
     """
-    return checks.check(_resolved(experiment))
+    return checks.check(_resolved(experiment, trust))
 
 
-def _resolved(experiment: Given) -> Experiment:
+def _resolved(experiment: Given, trust: bool = False) -> Experiment:
     """The experiment in any of its forms, parsed."""
     if isinstance(experiment, str | Path):
-        return load(experiment)
-    return experiment if isinstance(experiment, Experiment) else parse(experiment)
+        return load(experiment, trust=trust)
+    if isinstance(experiment, Experiment):
+        return experiment
+    with own_words():
+        return parse(experiment)
 
 
 def _names(result: RunResult) -> dict[str, Any]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar, cast
 
+from fedshift import trust
 from fedshift.errors import UserError, nearest
-from fedshift.import_paths import import_file
+from fedshift.import_paths import USER_MODULE, import_source, imported_beside, package_source, read_source
 
 T = TypeVar("T")
 
@@ -79,19 +81,20 @@ class ClassRegistry(Generic[T]):
     def _own_class(self, name: str, module_name: str, attribute: str, folder: Path | None) -> type[T]:
         module = own_module(f"{self.what} '{name}'", module_name, folder)
         classes = {
-            key: kind for key, kind in vars(module).items() if isinstance(kind, type) and issubclass(kind, self.base)
+            key: kind
+            for key, kind in vars(module).items()
+            if isinstance(kind, type) and issubclass(kind, self.base) and made_in(module, kind)
         }
         if attribute not in classes:
-            made_there = [key for key, kind in classes.items() if kind.__module__ == module.__name__]
             raise UserError(
-                f"{module_name} has no {self.what} '{attribute}' (a class derived from {self.base.__name__}); "
-                f"{nearest(attribute, made_there)}"
+                f"{module_name} has no {self.what} '{attribute}' of its own (a class derived from "
+                f"{self.base.__name__}); {nearest(attribute, classes)}"
             )
         return cast(type[T], classes[attribute])
 
 
 def own_module(what: str, name: str, folder: Path | None) -> ModuleType:
-    """A user's own module.
+    """A user's own module, if `trust` lets it be imported.
 
     Args:
         what: what it is imported for, for the message.
@@ -99,16 +102,18 @@ def own_module(what: str, name: str, folder: Path | None) -> ModuleType:
         folder: where a relative ``file.py`` is looked up first. The working directory is next.
 
     Raises:
-        UserError: there is no such file or module, or it cannot be read.
+        UserError: there is no such file or module, it cannot be read, or nobody trusts it.
     """
     try:
         if not name.endswith(".py"):
-            return importlib.import_module(name)
+            return _own_package(what, name)
         beside = (folder or Path()) / name
         found = next((file for file in (beside, Path(name)) if file.exists()), None)
         if found is None:
             raise UserError(f"{what}: there is no file {beside}")
-        return import_file(str(found))
+        source = read_source(str(found))
+        trust.allow(trust.Code(what, source.path, source.sha256))
+        return import_source(source)
     except SystemExit:
         raise UserError(
             f"{what}: {name} ends Python while it is imported: put what it runs as a script under "
@@ -116,3 +121,36 @@ def own_module(what: str, name: str, folder: Path | None) -> ModuleType:
         ) from None
     except (ImportError, OSError, SyntaxError) as error:
         raise UserError(f"{what} cannot be imported: {error}") from error
+
+
+def _own_package(what: str, name: str) -> ModuleType:
+    """A module of a package: one that is installed requires fedshift, another is shown first."""
+    if not trust.check_package(what, name):
+        path, checksum = package_source(name)
+        trust.allow(trust.Code(what, path, checksum))
+        module = importlib.import_module(name)
+        if package_source(name) != (path, checksum):
+            raise ImportError(f"{path} changed while it was imported")
+        return module
+    return importlib.import_module(name)
+
+
+def made_in(module: ModuleType, thing: Any) -> bool:
+    """Whether a class or function was made in a module, in its package, or in a file beside it that it imports.
+
+    What it merely imports from elsewhere is not called: a name in an experiment file would reach any function.
+
+    Example:
+        >>> from fedshift import errors
+        >>> made_in(errors, errors.UserError), made_in(errors, len)
+        (True, False)
+    """
+    made = str(getattr(thing, "__module__", ""))
+    if made == module.__name__:
+        return True
+    file, own = getattr(sys.modules.get(made), "__file__", None), module.__file__
+    if made.startswith(USER_MODULE) or not own or not file:
+        return False
+    if module.__name__.startswith(USER_MODULE):
+        return file in imported_beside(Path(own))
+    return made.partition(".")[0] == module.__name__.partition(".")[0]

@@ -23,6 +23,7 @@ from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.predict import from_weights
 from fedshift.experiment.runs.every_site import train_everywhere
 from fedshift.model import Model
+from fedshift.trust import own_words
 
 ALL = "all"
 """The name of the only site if no sites are given."""
@@ -68,22 +69,25 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         self.sites_ = np.unique(places)
         held = {str(site): InMemory(X[places == site], labels[places == site]) for site in self.sites_}
         source = Arrays(sites=held, classes=names, standardise=self.standardise, **self._task())
-        experiment = parse(
-            {
-                "name": "estimator",
-                "data": source,
-                "protocol": {"seeds": [int(check_random_state(self.random_state).randint(2**31))], "test_fraction": 0},
-                "model": self.model,
-                "training": {
-                    "rounds": self.rounds,
-                    "batch_size": self.batch_size,
-                    "lr": self.lr,
-                    **(self.training or {}),
-                },
-                "methods": [self.method],
-                "device": self.device,
-            }
-        )
+        options = {
+            "name": "estimator",
+            "data": source,
+            "protocol": {
+                "seeds": [int(check_random_state(self.random_state).randint(2**31))],
+                "test_fraction": 0,
+            },
+            "model": self.model,
+            "training": {
+                "rounds": self.rounds,
+                "batch_size": self.batch_size,
+                "lr": self.lr,
+                **(self.training or {}),
+            },
+            "methods": [self.method],
+            "device": self.device,
+        }
+        with own_words():
+            experiment = parse(options)
         trained = train_everywhere(experiment, source.build())
         for warning in trained.warnings:
             warnings.warn(warning, stacklevel=2)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import importlib
+import importlib.util
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 CHILD = "FEDSHIFT_CHILD"
 """Environment variable set in worker processes. A method's file that they import must not start an experiment."""
@@ -34,10 +34,40 @@ def find(place: str) -> Any:
     return found
 
 
-def import_file(path: str) -> ModuleType:
-    """Import a user's Python file as a module, once until its content changes.
+class Source(NamedTuple):
+    """A user's file as it was read.
 
-    Files beside it that it imports count as its content: ``__sha256__`` of the module is the checksum of all of them.
+    Attributes:
+        path: the file.
+        text: its content.
+        beside: the files beside it that it imports: path → content.
+        sha256: the checksum of all of them.
+    """
+
+    path: Path
+    text: bytes
+    beside: dict[str, bytes]
+    sha256: str
+
+
+def read_source(path: str) -> Source:
+    """Read a user's file, and those beside it that it imports, without running anything.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = (Path(folder) / "own.py").write_text("raise SystemExit")
+        ...     read_source(f"{folder}/own.py").text
+        b'raise SystemExit'
+    """
+    whole = Path(path).resolve()
+    text = whole.read_bytes()
+    beside = imported_beside(whole)
+    return Source(whole, text, beside, _checksum(text, beside))
+
+
+def import_file(path: str) -> ModuleType:
+    """`import_source` of a file that is read now.
 
     Example:
         >>> import tempfile
@@ -46,10 +76,22 @@ def import_file(path: str) -> ModuleType:
         ...     import_file(f"{folder}/own.py").ANSWER
         42
     """
-    whole = Path(path).resolve()
-    text = whole.read_bytes()
-    beside = imported_beside(whole)
-    checksum = _checksum(text, beside)
+    return import_source(read_source(path))
+
+
+def import_source(source: Source) -> ModuleType:
+    """Import a user's Python file as a module, once until its content changes: what was read is what runs.
+
+    Files beside it that it imports count as its content: ``__sha256__`` of the module is the checksum of all of them.
+
+    Raises:
+        ImportError: a file beside it has changed since it was read.
+
+    Example:
+        >>> import_source(Source(Path("/nowhere/own.py"), b"ANSWER = 42", {}, "a checksum")).ANSWER
+        42
+    """
+    whole, text, beside, checksum = source
     # With the checksum in its name, an edited file becomes another module, and results name the code that ran.
     name = f"{USER_MODULE}{whole.stem}_{zlib.crc32(str(whole).encode()):08x}_{checksum[:8]}"
     if name in sys.modules:
@@ -65,6 +107,31 @@ def import_file(path: str) -> ModuleType:
         del sys.modules[name]  # do not keep half a module
         raise
     return module
+
+
+def package_source(name: str) -> tuple[Path, str]:
+    """Where a module's top package is, or its file, and the checksum of all its Python files. Nothing is imported.
+
+    Raises:
+        ImportError: there is no such module.
+
+    Example:
+        >>> package_source("fedshift.errors")[0].name
+        'fedshift'
+    """
+    top = name.partition(".")[0]
+    try:
+        spec = importlib.util.find_spec(top)
+    except ValueError:  # a module that is running, such as __main__, may have none
+        spec = None
+    if spec is None:
+        raise ImportError(f"No module named '{top}'")
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    files = sorted(file for folder in folders for file in folder.rglob("*.py")) or [Path(str(spec.origin))]
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+    return folders[0] if folders else files[0], digest.hexdigest()
 
 
 def imported_beside(path: Path) -> dict[str, bytes]:
@@ -136,6 +203,8 @@ def _importable(place: Path, beside: Mapping[str, bytes]) -> Iterator[None]:
     finally:
         sys.path.remove(folder)
         sys.dont_write_bytecode = written
+    if any(not Path(file).is_file() or Path(file).read_bytes() != content for file, content in beside.items()):
+        raise ImportError(f"files in {place} changed while they were imported")
     _BESIDE.update(beside)
     if folder not in sys.path:
         sys.path.append(folder)  # for what its functions import when they are called

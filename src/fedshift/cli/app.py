@@ -12,9 +12,10 @@ import typer.main
 
 from fedshift.cli import listings
 from fedshift.cli.audits import audit
-from fedshift.cli.federation import ExperimentFile, KitFolder, Overrides, Runs, coordinator, project, site
+from fedshift.cli.federation import ExperimentFile, KitFolder, Overrides, Runs, Trust, coordinator, project, site
 from fedshift.cli.results import results
 from fedshift.cli.security import security
+from fedshift.cli.trusting import may_ask
 
 TRAIN, READ, LOOK_UP = "Train on this machine", "Read finished and running experiments", "Look up names and options"
 NETWORK, PRIVACY = "Train over a network", "Privacy and security"
@@ -59,6 +60,7 @@ def run(
     samples: Annotated[
         bool, typer.Option("--samples", help="Show samples on the page: the worst mistakes and features of each model.")
     ] = False,
+    trust: Trust = False,
 ) -> None:
     """Run an experiment, or resume it where it stopped.
 
@@ -66,7 +68,8 @@ def run(
     """
     from fedshift.cli.run import run_file
 
-    run_file(experiment, overrides or [], runs, track or [], samples)
+    with may_ask(trust):
+        run_file(experiment, overrides or [], runs, track or [], samples)
 
 
 @app.command(rich_help_panel=TRAIN)
@@ -80,6 +83,7 @@ def search(
     ] = None,
     factor: Annotated[int, typer.Option("--factor", min=2, help="One of so many methods goes on from a rung.")] = 3,
     plan: Annotated[bool, typer.Option("--plan", help="Only show the budget.")] = False,
+    trust: Trust = False,
 ) -> None:
     """Choose among an experiment's methods by leaving sources out, or continue such a search.
 
@@ -90,7 +94,8 @@ def search(
     """
     from fedshift.cli.search import search_file
 
-    search_file(experiment, overrides or [], runs, keep_out or [], factor, plan)
+    with may_ask(trust):
+        search_file(experiment, overrides or [], runs, keep_out or [], factor, plan)
 
 
 @app.command(rich_help_panel=TRAIN)
@@ -102,6 +107,7 @@ def check(
         bool,
         typer.Option("--noise-cost", help="Train once with training.privacy and once without; say both accuracies."),
     ] = False,
+    trust: Trust = False,
 ) -> None:
     """Report what is known before training: data, classes, sizes, compatibility, the expected hours and bytes.
 
@@ -111,18 +117,20 @@ def check(
     """
     from fedshift.cli.check import check_file
 
-    check_file(experiment, overrides or [], runs, noise_cost=noise_cost)
+    with may_ask(trust):
+        check_file(experiment, overrides or [], runs, noise_cost=noise_cost)
 
 
 @app.command(rich_help_panel=TRAIN)
-def features(experiment: ExperimentFile, overrides: Overrides = None) -> None:
+def features(experiment: ExperimentFile, overrides: Overrides = None, trust: Trust = False) -> None:
     """Compute a frozen backbone's features of the experiment's images once, and cache them for all later runs.
 
     Example: fedshift features office.yaml device=cuda
     """
     from fedshift.cli.features import features_file
 
-    features_file(experiment, overrides or [])
+    with may_ask(trust):
+        features_file(experiment, overrides or [])
 
 
 @app.command(rich_help_panel=READ)
@@ -249,6 +257,7 @@ def deploy(
     kit: KitFolder = Path("coordinator"),
     runs: Runs = Path("runs"),
     detach: Annotated[bool, typer.Option("--detach", help="Return at once; do not wait for the end.")] = False,
+    trust: Trust = False,
 ) -> None:
     """Run an experiment over the sites of a project. Call it on the coordinator's machine.
 
@@ -256,7 +265,8 @@ def deploy(
     """
     from fedshift.cli.deploy import deploy
 
-    deploy(what, rest or [], kit, runs, detach)
+    with may_ask(trust):
+        deploy(what, rest or [], kit, runs, detach)
 
 
 BenchmarksFolder = Annotated[

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from fedshift.cli.federation import ExperimentFile, Overrides, Runs
+from fedshift.cli.federation import ExperimentFile, Overrides, Runs, Trust
+from fedshift.cli.trusting import may_ask
 
 audit = typer.Typer(
     help="Measure what an attacker could learn from what leaves a site.",
@@ -41,6 +42,7 @@ def leakage(
         Path | None, typer.Option("--out", help="Folder of the results. [RUNS/NAME/audit]", metavar="DIR")
     ] = None,
     runs: Runs = Path("runs"),
+    trust: Trust = False,
 ) -> None:
     """Try to reconstruct a site's samples: from a mini-batch's gradient, from an epoch's model, by crafted networks.
 
@@ -48,20 +50,21 @@ def leakage(
     """
     from fedshift.cli.audit import audit_file
 
-    audit_file(
-        experiment,
-        overrides or [],
-        out,
-        policy,
-        runs=runs,
-        site=site,
-        batches=batch or (1, 4, 8),
-        attack=attack,
-        iterations=iterations,
-        starts=starts,
-        repeats=repeats,
-        model=model,
-    )
+    with may_ask(trust):
+        audit_file(
+            experiment,
+            overrides or [],
+            out,
+            policy,
+            runs=runs,
+            site=site,
+            batches=batch or (1, 4, 8),
+            attack=attack,
+            iterations=iterations,
+            starts=starts,
+            repeats=repeats,
+            model=model,
+        )
 
 
 @audit.command()
@@ -81,6 +84,7 @@ def membership(
         Path | None, typer.Option("--out", help="Folder of the results. [RUNS/NAME/audit]", metavar="DIR")
     ] = None,
     runs: Runs = Path("runs"),
+    trust: Trust = False,
 ) -> None:
     """Try to tell from a trained model which samples of a site it was trained on, and bound ε from below by it.
 
@@ -91,4 +95,5 @@ def membership(
     """
     from fedshift.cli.audit import membership_file
 
-    membership_file(experiment, overrides or [], out, runs=runs, site=site, trainings=trainings)
+    with may_ask(trust):
+        membership_file(experiment, overrides or [], out, runs=runs, site=site, trainings=trainings)

@@ -10,6 +10,7 @@ from fedshift.cli.fields import options_table
 from fedshift.data import locate, registry
 from fedshift.data.locate import data_root, find, sha256_of
 from fedshift.errors import UserError
+from fedshift.trust import own_words
 
 
 def show_datasets(name: str | None, fetch: bool = False) -> None:
@@ -48,7 +49,8 @@ def _list_all(console: Console) -> None:
 
 
 def _describe(console: Console, name: str) -> None:
-    source = registry.source_class(name)
+    with own_words():  # who asks named it
+        source = registry.source_class(name)
     manifest = source.manifest()
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="bold")

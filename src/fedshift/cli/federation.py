@@ -7,10 +7,15 @@ from typing import Annotated
 
 import typer
 
+from fedshift.cli.trusting import may_ask
+
 ExperimentFile = Annotated[Path, typer.Argument(help="The experiment file.", metavar="EXPERIMENT.yaml")]
 Runs = Annotated[Path, typer.Option("--runs", help="Folder that holds the runs.", metavar="DIR")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Fields to set, such as training.rounds=10.", metavar="[KEY.PATH=VALUE]...")
+]
+Trust = Annotated[
+    bool, typer.Option("--trust", help="Trust the code of your own that it names; it is shown, and remembered.")
 ]
 ProjectFile = Annotated[Path, typer.Argument(help="The project's file.", metavar="PROJECT.yaml")]
 Kits = Annotated[Path, typer.Option("--out", help="Folder of the kits.", metavar="DIR")]
@@ -115,11 +120,13 @@ def project_try(
     runs: Runs = Path("runs"),
     port: Annotated[int | None, typer.Option("--port", help="The coordinator's port. [a free one]")] = None,
     keep: Annotated[Path | None, typer.Option("--keep", help="Keep kits and logs here.", metavar="DIR")] = None,
+    trust: Trust = False,
 ) -> None:
     """Run a whole federation on this machine: one process per role, mutual TLS over loopback."""
     from fedshift.cli.project import try_project
 
-    try_project(experiment, overrides or [], runs, port, keep)
+    with may_ask(trust):
+        try_project(experiment, overrides or [], runs, port, keep)
 
 
 coordinator = typer.Typer(
@@ -161,11 +168,12 @@ SiteFile = Annotated[Path, typer.Argument(help="The site's own file.", metavar="
 
 
 @site.command("check")
-def site_check(path: SiteFile = Path("SITE.yaml")) -> None:
+def site_check(path: SiteFile = Path("SITE.yaml"), trust: Trust = False) -> None:
     """Read the site's data as a run would, and show what may and what may not leave the site."""
     from fedshift.cli.site import check_site
 
-    check_site(path)
+    with may_ask(trust):
+        check_site(path)
 
 
 @site.command("agree")
@@ -213,11 +221,12 @@ def site_open(
 
 
 @site.command("start")
-def site_start(path: SiteFile = Path("SITE.yaml"), foreground: Foreground = False) -> None:
+def site_start(path: SiteFile = Path("SITE.yaml"), foreground: Foreground = False, trust: Trust = False) -> None:
     """Start the site's service. It connects out to the coordinator and listens on no port."""
     from fedshift.cli.site import start_site
 
-    start_site(path, foreground)
+    with may_ask(trust):
+        start_site(path, foreground)
 
 
 @site.command("status")

@@ -14,6 +14,7 @@ from fedshift.cli.fields import options_table, written
 from fedshift.methods.advice import GROUPS
 from fedshift.methods.catalogue import ENTRIES, NEEDS_CLASSES, ROUTED, RULES
 from fedshift.methods.settings import PAPER
+from fedshift.trust import own_words
 
 if TYPE_CHECKING:
     from fedshift.methods.base import Method
@@ -36,7 +37,8 @@ def show_methods(name: str | None) -> None:
     from fedshift.methods import registry  # imports torch, which the list above does not need
     from fedshift.methods.base import Method
 
-    method = registry.method_class(name)
+    with own_words():  # who asks named it
+        method = registry.method_class(name)
     prose = (sys.modules[method.__module__].__doc__ or "").strip()
     prose = reflowed(prose, console.width) if console.is_terminal else prose
     console.print(prose, markup=False, highlight=False, soft_wrap=True)

@@ -110,6 +110,7 @@ def stored(path: Path) -> Stored | None:
 
     Example:
         >>> import tempfile
+        >>> from fedshift.digests import write_object
         >>> with tempfile.TemporaryDirectory() as place:
         ...     file = Path(place) / "order.json"
         ...     before, _ = stored(file), write_object(file, {"seeds": [0]})

@@ -33,7 +33,7 @@ CODE: list[tuple[str, str, str]] = [
     ("a syntax error", "class Net(:", "cannot be imported"),
     ("a package that is not there", "import no_such_package_of_mine\n" + NET, "no_such_package_of_mine"),
     ("another class", NET.replace("class Net", "class Nets"), "did you mean 'Nets'"),
-    ("no class but a number", "Net = 3", "no class or function 'Net'"),
+    ("no class but a number", "Net = 3", "no network 'Net' of its own"),
     ("a constructor that fails", NET.replace("super().__init__()", "raise OSError('disk')"), "OSError: disk"),
     ("a constructor of one argument", NET.replace("input_shape, classes, width=4", "width"), "positional arguments"),
     ("a function that makes no module", "def Net(input_shape, classes):\n    return [1]", "gives list"),

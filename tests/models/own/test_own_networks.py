@@ -170,8 +170,8 @@ def test_another_process_makes_the_same_network() -> None:
         ("Strange", {"kinds": "a"}, "kind"),
         ("Pyramid", {}, r"cannot read samples of shape \(4,\): RuntimeError"),
         ("nothing", {}, "gives str, not a torch.nn.Module"),
-        ("Stange", {}, "no class or function 'Stange'; did you mean 'Strange'"),
-        ("FILE", {}, "no class or function 'FILE'"),
+        ("Stange", {}, "no network 'Stange' of its own .*did you mean 'Strange'"),
+        ("FILE", {}, "no network 'FILE' of its own"),
     ],
 )
 def test_faults_of_a_network_are_told_in_one_line(name: str, more: dict[str, Any], said: str) -> None:

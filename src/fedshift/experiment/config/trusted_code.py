@@ -13,6 +13,7 @@ from fedshift.methods.base import Method
 from fedshift.models import registry as models
 from fedshift.models.options import NetworkOptions
 from fedshift.models.own.own_network import given, is_object
+from fedshift.trust import own_words
 
 
 def trusted_network(record: Mapping[str, Any], own_network: Any, file: Path) -> NetworkOptions:
@@ -46,7 +47,8 @@ def trusted_network(record: Mapping[str, Any], own_network: Any, file: Path) -> 
     options = own({key: value for key, value in record.items() if key != "pretrained"})
     if own_network is not None and not trained:
         raise UserError(f"{file} is the model of '{record['name']}', which comes with fedshift: leave out --network")
-    found = given(options) if is_object(options) else models.parse(options, permit=permit)
+    with own_words():
+        found = given(options) if is_object(options) else models.parse(options, permit=permit)
     now = {
         (one.name.rpartition(":")[2], str(one.record().get("sha256"))) for one in found.networks() if ":" in one.name
     }
@@ -79,4 +81,5 @@ def trusted_method(record: Mapping[str, Any], own_method: str | Method | None, f
         if name not in (*methods.METHODS, own_method):
             raise UserError(f"{file} needs the method '{name}', which does not come with fedshift: it was not imported")
 
-    return methods.parse(options, permit=permit)
+    with own_words():
+        return methods.parse(options, permit=permit)

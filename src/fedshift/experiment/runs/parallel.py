@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from fedshift import trust
 from fedshift.data.builders.in_memory import InMemory
 from fedshift.errors import FedshiftError, TrainingDiverged, UserError
 from fedshift.experiment.config.experiment import Experiment
@@ -52,7 +54,12 @@ def parallel_workers(
                 with open(output, "wb") as errors:
                     # In its own session, so that Ctrl-C reaches only this process, which then stops the others.
                     process = subprocess.Popen(
-                        command, stdin=subprocess.PIPE, stdout=errors, stderr=errors, start_new_session=True
+                        command,
+                        stdin=subprocess.PIPE,
+                        stdout=errors,
+                        stderr=errors,
+                        env={**os.environ, **trust.for_children()},
+                        start_new_session=True,
                     )
                 processes.append((process, output))
             yield

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedshift import errors
+from fedshift import errors, trust
 from fedshift.data.domain import Domain, SparseRows
 from fedshift.errors import FedshiftError, KindRefused, TrainingDiverged, UserError
 from fedshift.federation.exchange import Answer, Missing, Request
@@ -53,7 +53,7 @@ class WorkerPool:
         address = min(whole, os.path.relpath(whole), key=len)
         if len(address) > _SOCKET_PATH:
             raise UserError(f"the folder of temporary files ({tempfile.gettempdir()}) has too long a path: set TMPDIR")
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+        environment = {**os.environ, **trust.for_children(), "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
         with Listener(address, "AF_UNIX", backlog=workers, authkey=key) as listener:
             for number in range(workers):
                 process = subprocess.Popen(

@@ -14,11 +14,11 @@ and T'_i. On a batch of every domain, first a step of all T_i, then one of all o
       + L_ge = 1/K Σ_i CE(T'_i(F(x_i)), y_i) behind a reversal of strength α_2          (4, 5)
 A bar: held fixed. Each of the K terms of L_er and L_ge weighs a class by the inverse of its number in the batch.
 
-Where papers and code differ, and what was chosen. Code: sshan-zhao/DG_via_ER, train.py, Trainer._do_epoch; its networks
-are in models/aux_models.py.
+Where papers and code differ, and what was chosen. Code: ``sshan-zhao/DG_via_ER``, train.py, ``Trainer._do_epoch``; its
+networks are in ``models/aux_models.py``.
  1. λ_d = 0.1, α_1 = 0.05, α_2 = 0.001 (get_args, with ResNet-18). The paper's sums over sources are means (code,
-    _compute_cls_loss), and these weights belong to means.
- 2. L_D weighs a domain by the inverse of its number of samples (code, _compute_dis_loss).
+    ``_compute_cls_loss``), and these weights belong to means.
+ 2. L_D weighs a domain by the inverse of its number of samples (code, ``_compute_dis_loss``).
  3. T_i and T'_i learn at ``heads_rate`` = 0.1 of the learning rate (code: 1e-4 beside 1e-3).
  4. In the first ten of 100 epochs the code multiplies every loss by 0.01: ``warm_up`` is the share of the run, and the
     factor holds for the terms beside L_cls only, since it is a change of the learning rate for the others.

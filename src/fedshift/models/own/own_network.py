@@ -19,7 +19,7 @@ from pydantic_core import PydanticSerializationError, to_jsonable_python
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fedshift.class_registry import own_module
+from fedshift.class_registry import made_in, own_module
 from fedshift.errors import UserError, nearest
 from fedshift.import_paths import place_of
 from fedshift.models.network import Network
@@ -155,12 +155,20 @@ def parse(fields: Mapping[str, Any], folder: Path | None) -> OwnNetwork:
         raise
     except Exception as error:
         raise UserError(f"{what} cannot be imported: {one_line(error)}") from error
-    make = getattr(module, attribute, None)
-    if not callable(make):
-        own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
-        raise UserError(f"{place} has no class or function '{attribute}'; {nearest(attribute, own)}")
+    make: Any = getattr(module, attribute, None)
+    if not _makes_networks(make) or not made_in(module, make):
+        own = [key for key, value in vars(module).items() if _makes_networks(value) and made_in(module, value)]
+        raise UserError(
+            f"{place} has no network '{attribute}' of its own (a class derived from torch.nn.Module, or a function); "
+            f"{nearest(attribute, own)}"
+        )
     whole = f"{module.__file__}:{attribute}" if place.endswith(".py") else name
     return _options(fields, whole, make, getattr(module, "__sha256__", None))
+
+
+def _makes_networks(thing: object) -> bool:
+    """Whether it may be called for a network. Whatever else a module has is not called because a file names it."""
+    return inspect.isfunction(thing) or (isinstance(thing, type) and issubclass(thing, nn.Module))
 
 
 def is_object(value: object) -> bool:
