@@ -15,7 +15,8 @@ from fedshift.errors import UserError
 from fedshift.functional.metric_learning import (
     class_confusion,
     confusion_divergence,
-    hard_negative_triplet_loss,
+    drawn_with_repetition,
+    momentum_triplet_loss,
     semi_hard_triplet_loss,
 )
 
@@ -46,18 +47,32 @@ def test_semi_hard_triplets_are_those_of_a_loop(number: int, margin: float, seed
     assert semi_hard_triplet_loss(points, labels, margin).item() == pytest.approx(expected, abs=1e-9)
 
 
-@given(st.integers(1, 6), st.integers(1, 9), st.integers(1, 4), st.integers(0, 99))
-def test_hard_negatives_are_those_of_a_loop(queries: int, keys: int, number: int, seed: int) -> None:
-    (points, labels), (stored, stored_labels) = drawn(queries, seed), drawn(keys, seed + 1)
+@given(st.integers(1, 8), st.integers(1, 9), st.integers(0, 99))
+def test_triplets_over_a_queue_are_those_of_a_loop(number: int, stored: int, seed: int) -> None:
+    """A later sample's key is the positive, and each semi-hard key of the queue a negative."""
+    (points, labels), (keys, _), (queue, queue_labels) = (
+        drawn(number, seed),
+        drawn(number, seed + 1),
+        drawn(stored, seed + 2),
+    )
     losses = []
-    for query, label in zip(points, labels, strict=True):
-        own = [squared(query, key) for key, other in zip(stored, stored_labels, strict=True) if other == label]
-        others = sorted(squared(query, key) for key, other in zip(stored, stored_labels, strict=True) if other != label)
-        if own and others:
-            losses += [max(0.0, max(own) - distance + 2.0) for distance in others[:number]]
-    expected = sum(losses) / len(losses) if losses else 0.0
-    found = hard_negative_triplet_loss(points, labels, stored, stored_labels, 2.0, number)
-    assert found.item() == pytest.approx(expected, abs=1e-9)
+    for i, j in itertools.combinations(range(number), 2):
+        own = squared(points[i], keys[j])
+        others = [squared(points[i], key) for key, other in zip(queue, queue_labels, strict=True) if other != labels[i]]
+        losses += [own - d + 2.0 for d in others if labels[i] == labels[j] and 0 < own - d + 2.0 < 2.0]
+    found = momentum_triplet_loss(points, keys, labels, queue, queue_labels, 2.0)
+    assert found.item() == pytest.approx(sum(losses) / len(losses) if losses else 0.0, abs=1e-9)
+
+
+def test_as_many_are_drawn_as_there_are_but_no_more_than_asked_with_repetition() -> None:
+    found = torch.tensor([[True, True, True, False], [False] * 4, [False, False, False, True]])
+    draws = torch.Generator().manual_seed(0)
+    times = [drawn_with_repetition(found, 2, draws) for _ in range(200)]
+    assert all(one.sum(1).tolist() == [2, 0, 1] for one in times)
+    assert all(not one[~found].any() for one in times)
+    assert max(one.max() for one in times) == 2
+    assert (sum(times, torch.zeros(3, 4))[0, :3] / 400).tolist() == pytest.approx([1 / 3] * 3, abs=0.06)
+    assert drawn_with_repetition(found, None, draws).sum(1).tolist() == [3, 0, 1]
 
 
 def test_gradients() -> None:
@@ -65,7 +80,7 @@ def test_gradients() -> None:
     keys, key_labels = drawn(8, 4)
     points.requires_grad_(True)
     assert gradcheck(lambda x: semi_hard_triplet_loss(x, labels, 4.0), points)
-    assert gradcheck(lambda x: hard_negative_triplet_loss(x, labels, keys, key_labels, 3.0, 2), points)
+    assert gradcheck(lambda x: momentum_triplet_loss(x, keys[:6], labels, keys, key_labels, 3.0), points)
     assert gradcheck(lambda x: class_confusion(x, labels, 3, 2.0)[0], points)
 
 

@@ -158,10 +158,10 @@ CASES = [
         call=lambda x: metric_learning.semi_hard_triplet_loss(x, LABELS, 1.0),
     ),
     case(
-        metric_learning.hard_negative_triplet_loss,
+        metric_learning.momentum_triplet_loss,
         ND,
         ND,
-        call=lambda x, y: metric_learning.hard_negative_triplet_loss(x, LABELS, y, LABELS.flip(0), 1.0, 2),
+        call=lambda x, y: metric_learning.momentum_triplet_loss(x, y, LABELS, y, LABELS.flip(0), 1.0),
     ),
     case(metric_learning.squared_distances, ND, ND),
     case(metric_learning.class_confusion, NC, call=lambda x: metric_learning.class_confusion(x, LABELS, C, 2.0)[0]),
@@ -285,6 +285,7 @@ OTHERS = {
     "masking": {"draws_like"},
     "membership": {"scaled_confidence", "likelihood_ratios"},
     "meta_learning": {"with_gradient"},
+    "metric_learning": {"semi_hard", "drawn_with_repetition"},
     "mixing": {"mixed_inputs", "pasted", "cross_domain_partners", "gradient_perturbed"},
     "pairwise_masks": {"masked"},
     "reference_distribution": {"scaled_one_hot", "random_projection"},
@@ -432,8 +433,8 @@ def test_objectives_at_every_scale(
             marks=pytest.mark.case("losses", "triplets without a positive"),
         ),
         pytest.param(
-            lambda x: metric_learning.hard_negative_triplet_loss(x, LABELS, x.detach(), LABELS + 9, 1.0, 2),
-            marks=pytest.mark.case("losses", "hard triplets without a positive"),
+            lambda x: metric_learning.momentum_triplet_loss(x, x.detach(), torch.arange(N), x.detach(), LABELS, 1.0),
+            marks=pytest.mark.case("losses", "triplets over a queue without a positive"),
         ),
         pytest.param(
             lambda x: segmentation.contrastive_loss(x, torch.zeros(N)),

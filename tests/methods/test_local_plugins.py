@@ -22,7 +22,7 @@ from fedshift.federation.messages import Update
 from fedshift.federation.randomness import derive_seed, drawn_from
 from fedshift.federation.site import Batch, Envelope, Site
 from fedshift.federation.site_runner import SiteRunner
-from fedshift.functional.metric_learning import hard_negative_triplet_loss
+from fedshift.functional.metric_learning import momentum_triplet_loss
 from fedshift.methods import registry
 from fedshift.methods.base import Method
 from fedshift.methods.composition.local import PLUG_INS
@@ -136,14 +136,15 @@ def test_triplets_by_hand() -> None:
     queue = head_of(runner.site, "triplets", lambda: KeyQueue(model, 4, 6, 0.9))
     before = {name: value.clone() for name, value in model.features.state_dict().items()}
     with torch.no_grad():
-        keys = F.normalize(queue.embed(model.features(batch.inputs)))[-6:]
+        keys = F.normalize(queue.embed(model.features(batch.inputs)))
     found = F.normalize(queue.embed(model.features(batch.inputs)))
-    apart = hard_negative_triplet_loss(found, batch.targets, keys, batch.targets[-6:], 2.0, 2)
+    draws = runner.site.generator_for("triplets")
+    apart = momentum_triplet_loss(found, keys, batch.targets, keys[-6:], batch.targets[-6:], 2.0, 2, draws)
     loss = F.cross_entropy(model(batch.inputs), batch.targets) + 0.7 * apart
     descend(loss, [*trainable(model), *queue.embed.parameters()])
     assert_same(fitted(runner, weights), model)
     memory = runner.site.memory.weights("triplets")
-    torch.testing.assert_close(memory["keys"], keys)
+    torch.testing.assert_close(memory["keys"], keys[-6:])
     for name, value in model.features.state_dict().items():
         torch.testing.assert_close(memory[f"encoder.network.0.{name}"], 0.9 * before[name] + 0.1 * value)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Literal, cast
 
 import pytest
 import torch
@@ -11,14 +11,20 @@ from authors_numbers import NOT_YET, Reference, compares
 from linear_pool import batch, linear, network, pool
 from torch import Tensor, nn
 
+from fedshift.federation.site import Site
+from fedshift.functional import metric_learning
 from fedshift.functional.losses import inverse_frequencies
+from fedshift.functional.metric_learning import momentum_triplet_loss
 from fedshift.functional.mixing import gradient_perturbed
+from fedshift.methods.composition.puzzles import Puzzles
+from fedshift.methods.composition.triplets import KeyQueue
 from fedshift.methods.pooled import dger, epi_fcr
 from fedshift.methods.pooled.crossgrad import CrossGrad
 from fedshift.methods.pooled.dger import DGER
+from fedshift.methods.pooled.eisnet import EISNet, Parts
 from fedshift.methods.pooled.epi_fcr import EpiFCR
 from fedshift.methods.pooled.feature_critic import Critic, FeatureCritic
-from fedshift.methods.pooled.jigen import JiGen
+from fedshift.methods.pooled.jigen import JiGen, jigsaw_loss
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -26,9 +32,7 @@ NOT_YET.update(
     {
         ("pooled", f"{name}"): reason
         for names, reason in {
-            ("eisnet_1", "eisnet_2", "eisnet_3", "eisnet_4"): "its triplets are not the authors' yet",
             ("masf_2",): "its outer loss includes the domain that is held back",
-            ("jigen_1",): "images in order keep their colour, the authors' lose it, too",
             ("srdc_1", "srdc_3"): "its k-means starts elsewhere than the authors'",
             ("mixstyle_2",): "it has more places than the authors' network",
         }.items()
@@ -244,14 +248,139 @@ def test_a_step_of_epi_fcr(reference: Reference, monkeypatch: pytest.MonkeyPatch
 def test_jigen_s_loss(reference: Reference) -> None:
     labels, orders = (torch.tensor(reference.inputs[name]) for name in ("labels", "orders"))
     said, named = (reference.tensors[name] for name in ("class_logits", "jigsaw_logits"))
-    jigsaw = F.cross_entropy(named, orders)
-    reference.agree("jigsaw loss", jigsaw)
+    weight = reference.parameters["jig_weight"]
+    reference.agree("jigsaw loss", F.cross_entropy(named, orders))
     whole = "class loss, all images (the code's default and the README's command)"
-    for class_on, name, total in (
+    cases: tuple[tuple[Literal["ordered", "all"], str, str], ...] = (
         ("all", whole, "total, all images"),
         ("ordered", "class loss, ordered images (--classify_only_sane)", "total, ordered images"),
-    ):
-        method = JiGen(class_on=class_on, jigsaw_weight=reference.parameters["jig_weight"])  # type: ignore[arg-type]
-        loss = method.loss(said, labels, named, orders)
-        reference.agree(total, loss)
-        reference.agree(name, loss - method.jigsaw_weight * jigsaw)
+    )
+    for class_on, name, total in cases:
+        reference.agree(total, jigsaw_loss(said, labels, named, orders, weight=weight, class_on=class_on))
+        reference.agree(name, jigsaw_loss(said, labels, named, orders, weight=0.0, class_on=class_on))
+    assert JiGen().jigsaw_weight == weight
+
+
+class Colours:
+    """Stands for a site whose inputs are pixels of three colours."""
+
+    def pixels(self, inputs: Tensor) -> Tensor:
+        return inputs
+
+    inputs_of = pixels
+
+    def generator_for(self, purpose: str) -> torch.Generator:
+        return torch.Generator().manual_seed(0)
+
+
+@compares("pooled", "jigen_1")
+def test_which_tiles_of_jigen_lose_their_colour(reference: Reference) -> None:
+    """Of 300,000 images of nine pixels, by counting."""
+    images = torch.rand(300_000, 3, 3, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
+    grey = reference.parameters["tile_random_grayscale"]
+    for name, ordered in (("shuffled", 0.0), ("in order", 1.0)):
+        found, orders = Puzzles(cast(Site, Colours()), 30, ordered, grey).of(images)
+        kept = (orders > 0) if name == "shuffled" else (orders == 0)
+        tiles = (found[kept].std(dim=1) < 1e-6).sum((1, 2)).double()
+        reference.agree(f"P(some tile grey | {name})", (tiles > 0).double().mean())
+        reference.agree(f"expected grey tiles per image, {name}", tiles.mean())
+    orders = Puzzles(cast(Site, Colours()), 30, reference.parameters["bias_whole_image"], grey).orders(3_000_000)
+    shares = torch.bincount(orders, minlength=31) / len(orders)
+    reference.agree("P(in order)", shares[0])
+    each = "P(permutation p), each p of 1 ... 30"
+    farthest = shares[1:][(shares[1:] - reference.outputs[each]).abs().argmax()]
+    reference.agree(each, farthest)
+    assert farthest.item() == pytest.approx(0.1 / 31, rel=0.05)
+
+
+def eisnet_s_pairs(reference: Reference) -> tuple[Tensor, ...]:
+    """Queries, keys and labels of the batch, the queue and its labels."""
+    q, k, old = (F.normalize(reference.tensors[name]) for name in ("q0", "k0", "o0"))
+    labels = torch.tensor(reference.inputs["labels"])
+    before = torch.tensor(reference.inputs["old_labels"])
+    return q.requires_grad_(True), k, labels, torch.cat([old, k]), torch.cat([before, labels])
+
+
+@compares("pooled", "eisnet_1", "eisnet_2")
+def test_eisnet_s_triplets(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, labels, queue, queue_labels = eisnet_s_pairs(reference)
+    margin = reference.parameters["margin"]
+    value = momentum_triplet_loss(q, k, labels, queue, queue_labels, margin)
+    reference.agree("value", value)
+    reference.agree("gradient", torch.autograd.grad(value, q)[0])
+    seen: list[Tensor] = []
+
+    def noted(found: Tensor, number: int | None, generator: torch.Generator) -> Tensor:
+        """The draw replaced by the first ``first`` entries; ``repeated``: the first one as often as is drawn."""
+        seen.append(found)
+        sizes = found.sum(1).clamp_max(number or 10**9)
+        if repeated:
+            times = torch.zeros(found.shape)
+            times[torch.arange(len(found)), found.int().argmax(1)] = sizes.to(times)
+            return times
+        return (found & (found.cumsum(1) <= sizes[:, None])).double()
+
+    monkeypatch.setattr(metric_learning, "drawn_with_repetition", noted)
+    draws = torch.Generator()
+    repeated = False
+    value = momentum_triplet_loss(q, k, labels, queue, queue_labels, margin, 2, draws)
+    reference.agree("value k=2, first two", value)
+    reference.agree("gradient k=2, first two", torch.autograd.grad(value, q)[0])
+    reference.agree("triplets k=2", int(seen[-1].sum(1).clamp_max(2).sum()))
+    reference.agree("triplets k=256", int(seen[-1].sum()))
+    pairs = (labels[:, None] == labels[None]).triu(1).nonzero()
+    used = seen[-1].any(1)
+    reference.agree("positive_pairs (query, key of the current batch)", pairs[used])
+    reference.agree("semi-hard negatives of each of these pairs", seen[-1].sum(1)[used])
+    reference.agree("rows of the queue that are semi-hard for the first pair", seen[-1][0].nonzero().flatten())
+    repeated = True
+    number = 256 if "value k=256, first one repeated" in reference.outputs else 5
+    value = momentum_triplet_loss(q, k, labels, queue, queue_labels, margin, number, draws)
+    reference.agree(f"value k={number}, first one repeated", value)
+
+
+@compares("pooled", "eisnet_3")
+def test_eisnet_s_loss(reference: Reference) -> None:
+    labels, orders = (torch.tensor(reference.inputs[name]) for name in ("labels", "orders"))
+    said, named = (reference.tensors[name] for name in ("class_logits", "jigsaw_logits"))
+    method = EISNet()
+    assert method.jigsaw_weight == reference.parameters["jig_weight"]
+    reference.agree("jigsaw loss", F.cross_entropy(named, orders))
+    own = jigsaw_loss(said, labels, named, orders, weight=0.0, class_on=method.class_on)
+    whole = jigsaw_loss(said, labels, named, orders, weight=method.jigsaw_weight, class_on=method.class_on)
+    reference.agree("class loss", own)
+    shares = [epoch / reference.parameters["epochs"] for epoch in (0, 25, 50, 75, 99)]
+    reference.agree("beta at epochs 0, 25, 50, 75, 99", [method.beta(share) for share in shares])
+    for epoch, share in ((0, 0.0), (99, 0.99)):
+        reference.agree(f"total at epoch {epoch}", whole + method.beta(share) * 0.8)
+
+
+@compares("pooled", "eisnet_4")
+def test_eisnet_s_keys(reference: Reference) -> None:
+    model = network(nn.BatchNorm1d(2), nn.Linear(2, 3), 2, 3)
+    queue = KeyQueue(model, 128, 8, reference.parameters["m"])
+    encoder = cast(nn.Sequential, queue.encoder.network)[0]
+    with torch.no_grad():
+        encoder.weight.fill_(2.0)
+        model.features.weight.fill_(3.0)  # type: ignore[operator, union-attr]
+        model.features.running_mean.fill_(5.0)  # type: ignore[operator, union-attr]
+    queue.train().follow(model)
+    reference.agree("theta_key after a step", encoder.weight[0])
+    queue.enqueue(torch.randn(4, 2), torch.zeros(4, dtype=torch.int64))
+    reference.agree("mode of the key encoder", "training" if encoder.training else "evaluation")
+    name = "running mean of a key encoder's BatchNorm after a step (own 0, query encoder 5)"
+    reference.agree(name, encoder.running_mean[0])
+    wide = KeyQueue(network(nn.Identity(), nn.Linear(512, 3), 512, 3), 128, 8, 0.999)
+    numbers = sum(parameter.numel() for parameter in wide.embed.parameters())
+    reference.agree("numbers in the embedding head, d = 512", numbers)
+    images = torch.rand(4, 1, 9, 9)
+    flat = network(nn.Flatten(), nn.Linear(81, 3), 81, 3)
+    method = EISNet(ordered=0.0, embedding=4)
+    site, weights = pool(method, flat, [batch(images, [0, 1, 2, 0])], 0.1)
+    site.pixels = site.inputs_of = lambda inputs: inputs  # type: ignore[method-assign, assignment]
+    parts = method.parts(site, lambda: Parts(flat, method))
+    keys = F.normalize(parts.embed(images.flatten(1)))
+    method.fit(site, weights, steps=1)
+    in_order = torch.allclose(site.memory.weights("parts")["keys"], keys)
+    shown = "the image in order (its tiles' view goes to the query encoder)"
+    reference.agree("keys are of", shown if in_order else "the shuffled image")

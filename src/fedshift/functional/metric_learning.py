@@ -38,41 +38,96 @@ def semi_hard_triplet_loss(embeddings: Tensor, labels: Tensor, margin: float) ->
     return losses.where(pairs, 0).sum() / pairs.sum().clamp_min(1)
 
 
-def hard_negative_triplet_loss(
-    queries: Tensor, labels: Tensor, keys: Tensor, key_labels: Tensor, margin: float, number: int
+def momentum_triplet_loss(
+    queries: Tensor,
+    keys: Tensor,
+    labels: Tensor,
+    queue: Tensor,
+    queue_labels: Tensor,
+    margin: float,
+    number: int | None = None,
+    generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Mean of ``max(0, ‖q − p‖² − ‖q − n‖² + ξ)``, p the farthest key of the query's class.
+    """Mean of ``max(0, ‖q − p‖² − ‖q − n‖² + ξ)`` over the triplets of a batch and a queue of keys.
 
-    n is each of the k nearest keys of other classes.
+    A positive pair is a query and the key of a *later* sample of the batch of its class. Its negatives are drawn among
+    the `semi_hard` keys of the queue, as often as there are such keys but at most k times, with repetition.
 
-    Source: EISNet (Wang et al., ECCV 2020, equation 4: triplets with K-hard negatives).
+    Source: EISNet (Wang et al., ECCV 2020, equation 4) as its code has it (EmmaW8/EISNet,
+    code/utils/anchor_selector.py, KSemihardNegativeTripletSelectorFromMomentum).
 
     Args:
         queries: (n, d).
+        keys: Of the same samples, (n, d).
         labels: (n,).
-        keys: (m, d).
-        key_labels: (m,).
+        queue: Keys of this and of earlier batches, (m, d).
+        queue_labels: (m,).
         margin: ξ.
-        number: k; all others where there are fewer.
+        number: k.
+        generator: Draws, on the CPU; None: each semi-hard key once, the expectation of a draw where k is large.
 
     Returns:
-        A scalar; 0 where no query has both a positive and a negative.
+        A scalar; 0 where there is no triplet.
 
     Example:
-        >>> keys, labels = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([0, 1, 1])
-        >>> hard_negative_triplet_loss(torch.tensor([[0.0]]), torch.tensor([0]), keys, labels, margin=2.0, number=2)
-        tensor(0.)
-        >>> hard_negative_triplet_loss(torch.tensor([[0.0]]), torch.tensor([0]), keys, labels, margin=4.0, number=2)
-        tensor(0.5000)
+        >>> points, queue = torch.tensor([[0.0], [1.0]]), torch.tensor([[1.25], [2.0]])
+        >>> momentum_triplet_loss(points, points, torch.tensor([0, 0]), queue, torch.tensor([1, 1]), margin=1.0)
+        tensor(0.4375)
     """
-    distances = squared_distances(queries, keys)
-    same = labels[:, None] == key_labels[None]
+    i, j = ((labels[:, None] == labels[None]).triu(1)).nonzero().T
+    own = squared_distances(queries, keys)[i, j][:, None]
+    other = squared_distances(queries, queue)[i]
     with torch.no_grad():
-        farthest, positive = distances.where(same, -torch.inf).max(1, keepdim=True)
-        nearest, chosen = distances.where(~same, torch.inf).topk(min(number, len(keys)), largest=False, sorted=False)
-        usable = (farthest != -torch.inf) & (nearest != torch.inf)
-    losses = (distances.gather(1, positive) - distances.gather(1, chosen) + margin).clamp_min(0)
-    return losses.where(usable, 0).sum() / usable.sum().clamp_min(1)
+        found = semi_hard(own, other, margin) & (labels[i][:, None] != queue_labels[None])
+        times = (
+            found.to(other.dtype) if generator is None else drawn_with_repetition(found, number, generator).to(other)
+        )
+    losses = (own - other + margin).clamp_min(0)
+    return (losses * times).sum() / times.sum().clamp_min(1)
+
+
+def semi_hard(own: Tensor, other: Tensor, margin: float) -> Tensor:
+    """Which negatives are farther than the positive, but within the margin: ``0 < d_p − d_n + ξ < ξ``.
+
+    Args:
+        own: Squared distances d_p to the positives, (pairs, 1).
+        other: Squared distances d_n to all keys, (pairs, m).
+        margin: ξ.
+
+    Example:
+        >>> semi_hard(torch.tensor([[1.0]]), torch.tensor([[0.5, 1.5, 3.5]]), margin=2.0)
+        tensor([[False,  True, False]])
+    """
+    return (other > own) & (own - other + margin > 0)  # not by the gap alone, which may round to the margin
+
+
+def drawn_with_repetition(found: Tensor, number: int | None, generator: torch.Generator) -> Tensor:
+    """How often each entry is drawn: in each row as many draws as there are entries, at most ``number``.
+
+    Args:
+        found: Which entries may be drawn, (rows, m) bool.
+        number: The most draws; None: no bound.
+        generator: Draws, on the CPU.
+
+    Returns:
+        (rows, m), whole numbers.
+
+    Example:
+        >>> drawn_with_repetition(torch.tensor([[True, False], [False, False]]), 5, torch.Generator())
+        tensor([[1., 0.],
+                [0., 0.]])
+    """
+    chances = found.cpu().float()
+    sizes = chances.sum(1)
+    times = torch.zeros_like(chances)
+    rows = sizes.nonzero().flatten()
+    draws = sizes if number is None else sizes.clamp_max(number)
+    if len(rows):
+        most = int(draws.max())
+        chosen = torch.multinomial(chances[rows], most, replacement=True, generator=generator)
+        counted = (torch.arange(most)[None] < draws[rows][:, None]).float()
+        times[rows] = torch.zeros_like(chances[rows]).scatter_add_(1, chosen, counted)
+    return times.to(found.device)
 
 
 def squared_distances(left: Tensor, right: Tensor) -> Tensor:

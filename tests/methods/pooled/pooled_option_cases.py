@@ -78,6 +78,7 @@ POOLED_METHODS: dict[str, dict[str, tuple[Try, ...]]] = {
         "jigsaw_weight": of(0.0, 3.0),
         "metric_weight": of(0.0, 2.0),
         "metric_weight_end": of(0.0, 5.0),
+        "class_on": of("ordered", ordered=0.5),
         "permutations": of(4),
         "ordered": of(0.2, 1.0),
         "tile_greyscale": of(0.0, 1.0, where="colour", ordered=0.2),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 
 import torch
 from torch import Tensor, nn
@@ -29,13 +28,11 @@ class MeanTeacher(nn.Module):
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
     def follow(self, network: nn.Module) -> None:
-        """One step towards ``network``; buffers are copied."""
+        """One step of its parameters towards ``network``. Its buffers are its own."""
         self.steps += 1
         number = int(self.steps)
         momentum = min(1 - 1 / (number + 1), self.momentum) if self.warm_up else self.momentum
         move_towards(self.network.parameters(), network.parameters(), momentum)
-        for old, new in itertools.zip_longest(self.network.buffers(), network.buffers()):
-            old.copy_(new)
 
     @torch.no_grad()
     def forward(self, inputs: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ class JigsawOption(LocalOption):
     permutations: Annotated[int, Field(ge=1, le=MOST)] = Field(30, description="P")
     ordered: Annotated[float, Field(ge=0, le=1)] = Field(0.9, description="β: probability that an image stays in order")
     tile_greyscale: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.1, description="probability that a tile of a shuffled colour image loses its colour"
+        0.1, description="probability that a tile of a colour image loses its colour"
     )
 
     def at(self, site: Site) -> PlugIn:
@@ -76,16 +76,20 @@ class Puzzles:
         self.table = tile_permutations(permutations)
         self.draws = site.generator_for("puzzles")
 
+    def orders(self, number: int) -> Tensor:
+        """The permutation of each image, (n,): uniformly drawn, the order itself included, and then 0 with β."""
+        orders = torch.randint(len(self.table), (number,), generator=self.draws)
+        orders[torch.rand(number, generator=self.draws) < self.ordered] = 0
+        return orders
+
     def of(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """The batch with some images shuffled, and each image's permutation, (n,); 0: in order."""
-        orders = torch.randint(1, len(self.table), (len(inputs),), generator=self.draws)
-        orders[torch.rand(len(inputs), generator=self.draws) < self.ordered] = 0
+        orders = self.orders(len(inputs))
         faded = torch.rand(len(inputs), GRID * GRID, generator=self.draws) < self.greyscale
         pixels = self.site.pixels(inputs)
         if pixels.shape[1] == 3 and self.greyscale:
-            pixels = torch.where(
-                tile_mask(faded & (orders > 0)[:, None], pixels), grey(pixels).expand_as(pixels), pixels
-            )
+            # In all images: were it in shuffled ones alone, colour would tell which these are.
+            pixels = torch.where(tile_mask(faded, pixels), grey(pixels).expand_as(pixels), pixels)
         return self.site.inputs_of(shuffled_tiles(pixels, self.table[orders].to(pixels.device))), orders.to(
             inputs.device
         )

@@ -10,7 +10,7 @@ from pydantic import Field, NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 
 from fedshift.federation.site import Batch, LossOf, PlugIn, Site
-from fedshift.functional.metric_learning import hard_negative_triplet_loss
+from fedshift.functional.metric_learning import momentum_triplet_loss
 from fedshift.methods.composition.mean_teacher import MeanTeacher
 from fedshift.methods.composition.plug_in import LocalOption
 from fedshift.models.network import Network
@@ -30,7 +30,7 @@ class TripletsOption(LocalOption):
     weight: NonNegativeFloat = Field(0.5, description="β")
     embedding: PositiveInt = Field(128, description="width of the embedding")
     queue: PositiveInt = Field(1024, description="K: keys that are kept")
-    hard_negatives: PositiveInt = Field(256, description="k")
+    hard_negatives: PositiveInt = Field(256, description="k: semi-hard negatives that are drawn for a pair, at most")
     margin: NonNegativeFloat = Field(2.0, description="ξ")
     momentum: Annotated[float, Field(ge=0, le=1)] = Field(0.999, description="m of the key encoder")
 
@@ -46,6 +46,7 @@ class _Triplets(PlugIn):
         super().__init__(site)
         self._option = option
         self._stepped = False
+        self._draws = site.generator_for("triplets")
 
     def make_head(self, model: Network) -> nn.Module:
         option = self._option
@@ -57,9 +58,9 @@ class _Triplets(PlugIn):
         assert head is not None
         self._follow()
         self._stepped = True
-        head.enqueue(batch.inputs, batch.targets)
         features = model.features(batch.inputs)
-        apart = head.triplet_loss(features, batch.targets, option.margin, option.hard_negatives)
+        keys = head.enqueue(batch.inputs, batch.targets)
+        apart = head.triplet_loss(features, keys, batch.targets, option.margin, option.hard_negatives, self._draws)
         return loss_of(batch) + option.weight * apart
 
     def end(self) -> None:
@@ -88,26 +89,29 @@ class KeyQueue(nn.Module):
     def __init__(self, model: Network, width: int, capacity: int, momentum: float) -> None:
         super().__init__()
         features = model.embedding_size
-        self.embed = nn.Sequential(nn.Linear(features, features), nn.ReLU(), nn.Linear(features, width))
+        self.embed = nn.Linear(features, width)
         self.encoder = MeanTeacher(nn.Sequential(model.features, self.embed), momentum, warm_up=False)
         self.capacity = capacity
         self.register_buffer("keys", torch.zeros(0, width))
         self.register_buffer("labels", torch.zeros(0, dtype=torch.int64))
 
-    def triplet_loss(self, features: Tensor, labels: Tensor, margin: float, hard_negatives: int) -> Tensor:
-        """EISNet (4) of the model's features over the keys."""
+    def triplet_loss(
+        self, features: Tensor, keys: Tensor, labels: Tensor, margin: float, number: int, draws: torch.Generator
+    ) -> Tensor:
+        """EISNet (4) of the model's features of a batch, whose keys are in the queue."""
         found = F.normalize(self.embed(features))
-        return hard_negative_triplet_loss(found, labels, self.keys, self.labels, margin, hard_negatives)
+        return momentum_triplet_loss(found, keys, labels, self.keys, self.labels, margin, number, draws)
 
     def follow(self, model: Network) -> None:
         """One step of the key encoder."""
         self.encoder.follow(nn.Sequential(model.features, self.embed))
 
-    def enqueue(self, inputs: Tensor, labels: Tensor) -> None:
-        """Add the keys of a batch; the oldest leave."""
-        new = F.normalize(self.encoder(inputs))
+    def enqueue(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        """Add the keys of a batch, which are returned; the oldest leave. The encoder is in evaluation mode."""
+        new = F.normalize(self.encoder.eval()(inputs))
         self.keys = torch.cat([self.keys, new])[-self.capacity :]
         self.labels = torch.cat([self.labels, labels])[-self.capacity :]
+        return new
 
     def _load_from_state_dict(self, state: dict[str, Tensor], prefix: str, *rest: object) -> None:
         for name in ("keys", "labels"):  # as many as there were

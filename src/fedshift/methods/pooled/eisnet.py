@@ -8,25 +8,32 @@ Wire: every training sample once (the ledger counts them as raw data); no exchan
     L = L_class + α · L_intrinsic + β · L_extrinsic                                                (1)
     L_intrinsic: which permutation the tiles of an image have (JiGen)
     L_extrinsic = mean max(0, ‖q − p‖² − ‖q − n‖² + ξ)                                            (4)
-q is the normalised embedding of an image, p the farthest key of its class, n each of the k nearest keys of others.
-Keys are embeddings that a momentum copy of the network made of the last batches, K of them in a queue:
+q is the normalised embedding of an image whose tiles may be shuffled, p the key of another image of its class in the
+batch. n are drawn among the semi-hard keys of other classes, 0 < ‖q − p‖² − ‖q − n‖² + ξ < ξ, at most k for a pair.
+Keys are embeddings of the images in order that a momentum copy of the network made, K of the last in a queue:
     θ_key ← m θ_key + (1 − m) θ                                                                    (3)
 
-Where papers and code differ, and what was chosen
- 1. β grows from 0.5 to 1 over the run (code: over 100 epochs); α = 0.7, ξ = 2, K = 1024, k = 256, m = 0.999 (the
-    script for PACS with ResNet-50).
- 2. Classes are learnt on images whose tiles lie in order, as JiGen's paper says.
- 3. The embedding head has one hidden layer as wide as the features, and 128 numbers.
- 4. The queue begins empty: a step uses the keys that are there, those of its own batch included.
+Where papers and code differ, and what was chosen. Code: EmmaW8/EISNet, code/train.py, Trainer._do_epoch.
+ 1. α = 0.7, β = 0.5, ξ = 2, K = 1024, k = 256, m = 0.999 (run_PACS_photo_Resnet50.sh). The code defines a growth of β
+    from 0.5 to 1 and never calls it (Trainer.update_moco_weight): ``metric_weight_end``.
+ 2. Classes are learnt on all images, shuffled ones included; ``class_on: ordered`` is JiGen's way.
+ 3. The paper speaks of hard positives and negatives. The code's positives are all pairs of a batch, each once, and its
+    negatives are drawn with repetition (code/utils/anchor_selector.py, KSemihardNegativeTripletSelectorFromMomentum).
+    A batch without a triplet stops the code; here its loss is 0.
+ 4. The embedding is one linear layer of 128 outputs (code/models/resnet.py, ResNet).
+ 5. The copy answers in evaluation mode, with the BatchNorm statistics that it began with: those of trained weights
+    where the network has these (Trainer.momentum_update moves parameters only).
+ 6. The queue begins empty: a step uses the keys that are there, those of its own batch included.
+ 7. In the code a whole image in order, which keys are made of, turns grey with probability 0.1. Here it is as the
+    experiment's augmentation gives it.
 
 Should reproduce: PACS ResNet-18 81.89, 76.44, 95.93, 74.33 (82.15); VLCS AlexNet 74.67.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
-import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 
@@ -37,6 +44,7 @@ from fedshift.methods.base import Samples
 from fedshift.methods.composition.plug_in import check_tiles
 from fedshift.methods.composition.puzzles import Puzzles
 from fedshift.methods.composition.triplets import KeyQueue
+from fedshift.methods.pooled.jigen import jigsaw_loss
 from fedshift.methods.pooled.training import PooledTraining
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -50,15 +58,16 @@ class EISNet(PooledTraining):
 
     jigsaw_weight: NonNegativeFloat = Field(0.7, description="α")
     metric_weight: NonNegativeFloat = Field(0.5, description="β at the start of the run")
-    metric_weight_end: NonNegativeFloat = Field(1.0, description="β at its end")
+    metric_weight_end: NonNegativeFloat = Field(0.5, description="β at its end (a growth to 1 is in the code, unused)")
+    class_on: Literal["ordered", "all"] = Field("all", description="images whose class is learnt (JiGen: ordered)")
     permutations: Annotated[int, Field(ge=1, le=MOST)] = Field(30, description="P")
     ordered: Annotated[float, Field(ge=0, le=1)] = Field(0.9, description="probability that an image stays in order")
     tile_greyscale: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.1, description="probability that a tile of a shuffled colour image loses its colour"
+        0.1, description="probability that a tile of a colour image loses its colour"
     )
     embedding: PositiveInt = Field(128, description="width of the embedding")
     queue: PositiveInt = Field(1024, description="K: keys that are kept")
-    hard_negatives: PositiveInt = Field(256, description="k")
+    hard_negatives: PositiveInt = Field(256, description="k: semi-hard negatives that are drawn for a pair, at most")
     margin: NonNegativeFloat = Field(2.0, description="ξ")
     momentum: Annotated[float, Field(ge=0, le=1)] = Field(0.999, description="m of the key encoder")
 
@@ -70,6 +79,7 @@ class EISNet(PooledTraining):
         model = site.model(weights)
         parts = self.parts(site, lambda: Parts(model, self))
         puzzles = Puzzles(site, self.permutations, self.ordered, self.tile_greyscale)
+        draws = site.generator_for("triplets")
         stepped = False
 
         def loss_of(batch: Batch) -> Tensor:
@@ -79,17 +89,28 @@ class EISNet(PooledTraining):
             stepped = True
             inputs, orders = puzzles.of(batch.inputs)
             features = model.features(inputs)
-            parts.enqueue(inputs, batch.targets)
-            beta = self.metric_weight + (self.metric_weight_end - self.metric_weight) * self.progress(site)
-            loss = self.jigsaw_weight * F.cross_entropy(parts.jigsaw(features), orders)
-            loss = loss + beta * parts.triplet_loss(features, batch.targets, self.margin, self.hard_negatives)
-            return loss + site.objective.loss_of_some(orders == 0, model.classifier(features), batch.targets)
+            keys = parts.enqueue(batch.inputs, batch.targets)
+            apart = parts.triplet_loss(features, keys, batch.targets, self.margin, self.hard_negatives, draws)
+            loss = jigsaw_loss(
+                model.classifier(features),
+                batch.targets,
+                parts.jigsaw(features),
+                orders,
+                weight=self.jigsaw_weight,
+                class_on=self.class_on,
+                objective=site.objective,
+            )
+            return loss + self.beta(self.progress(site)) * apart  # (1)
 
         loss = site.minimise(loss_of, model, parts, steps=steps, remember="optimizer")
         if stepped:
             parts.follow(model)
         site.memory["parts"] = site.weights_of(parts)
         return Update(site.weights_of(model), site.samples, loss)
+
+    def beta(self, progress: float) -> float:
+        """β of (1) after this share of the run."""
+        return self.metric_weight + (self.metric_weight_end - self.metric_weight) * progress
 
 
 class Parts(KeyQueue):

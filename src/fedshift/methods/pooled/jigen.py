@@ -9,14 +9,18 @@ An image is cut into 3×3 tiles. With probability 1 − β they are shuffled by 
 (0: none). A second head on the features names it:
     L = CE(h(x), y) over ordered images  +  α · CE(h_p(z), p) over all images                    (1)
 
-Where papers and code differ, and what was chosen
- 1. ``class_on: all`` classifies shuffled images, too (a default of the code).
- 2. α is 0.7 (the paper's choice for ResNet-18; the code's default is 0.1), β is 0.9.
+Where papers and code differ, and what was chosen. Code: fmcarlucci/JigenDG.
+ 1. ``class_on: all`` classifies shuffled images, too (train_jigsaw.py, Trainer._do_epoch, without
+    ``--classify_only_sane``).
+ 2. α is 0.7, β is 0.9 (the README's command; α's default in the code is 0.1).
  3. The permutations are an exact set of the largest distance instead of a random search: see
     `fedshift.functional.jigsaw`.
- 4. The code enlarges each tile before it puts them together, and turns a tile grey with probability 0.1. Here tiles
-    keep their size; ``tile_greyscale`` greys tiles of colour images.
- 5. Crops, flips and jitter are ``training.augment``'s.
+ 4. Every tile of every image turns grey with probability 0.1, shuffled or not (data/JigsawLoader.py, JigsawDataset.
+    get_tile): ``tile_greyscale``, where images have colours. The code enlarges tiles before it puts them together. Here
+    they keep their size.
+ 5. One of the P + 1 orders is drawn, and with probability β replaced by the order itself (JigsawDataset.__getitem__):
+    so an image stays in order with probability β + (1 − β)/(P + 1).
+ 6. Crops, flips and jitter are ``training.augment``'s.
 
 Should reproduce: PACS ResNet-18 79.42, 75.25, 96.03, 71.35 (80.51); VLCS AlexNet 73.19.
 """
@@ -54,7 +58,7 @@ class JiGen(PooledTraining):
     ordered: Annotated[float, Field(ge=0, le=1)] = Field(0.9, description="β: probability that an image stays in order")
     class_on: Literal["ordered", "all"] = Field("ordered", description="images whose class is learnt (code: all)")
     tile_greyscale: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.1, description="probability that a tile of a shuffled colour image loses its colour"
+        0.1, description="probability that a tile of a colour image loses its colour"
     )
 
     def check_samples(self, samples: Samples) -> tuple[str, ...]:
@@ -69,22 +73,39 @@ class JiGen(PooledTraining):
         def loss_of(batch: Batch) -> Tensor:
             inputs, orders = puzzles.of(batch.inputs)
             features = model.features(inputs)
-            return self.loss(model.classifier(features), batch.targets, head(features), orders, site.objective)
+            return jigsaw_loss(
+                model.classifier(features),
+                batch.targets,
+                head(features),
+                orders,
+                weight=self.jigsaw_weight,
+                class_on=self.class_on,
+                objective=site.objective,
+            )
 
         return self.trained(site, site.batches(steps=steps), loss_of, model, head)
 
-    def loss(
-        self, said: Tensor, labels: Tensor, named: Tensor, orders: Tensor, objective: Objective = CLASSES
-    ) -> Tensor:
-        """L of (1).
 
-        Args:
-            said: Outputs of the classifier.
-            labels: What they should be.
-            named: Outputs of the jigsaw head, (n, P + 1).
-            orders: Each image's permutation, (n,); 0: in order.
-            objective: Compares outputs and labels.
-        """
-        classified = orders == 0 if self.class_on == "ordered" else torch.ones_like(orders, dtype=torch.bool)
-        own = objective.loss_of_some(classified, said, labels)
-        return own + self.jigsaw_weight * F.cross_entropy(named, orders)
+def jigsaw_loss(
+    said: Tensor,
+    labels: Tensor,
+    named: Tensor,
+    orders: Tensor,
+    *,
+    weight: float,
+    class_on: Literal["ordered", "all"],
+    objective: Objective = CLASSES,
+) -> Tensor:
+    """L of (1).
+
+    Args:
+        said: Outputs of the classifier.
+        labels: What they should be.
+        named: Logits of the permutations, (n, P + 1).
+        orders: Each image's permutation, (n,); 0: in order.
+        weight: α.
+        class_on: Images whose class is learnt.
+        objective: Compares outputs and labels.
+    """
+    classified = orders == 0 if class_on == "ordered" else torch.ones_like(orders, dtype=torch.bool)
+    return objective.loss_of_some(classified, said, labels) + weight * F.cross_entropy(named, orders)
