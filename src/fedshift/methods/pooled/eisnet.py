@@ -13,16 +13,16 @@ batch. n are drawn among the semi-hard keys of other classes, 0 < ‖q − p‖�
 Keys are embeddings of the images in order that a momentum copy of the network made, K of the last in a queue:
     θ_key ← m θ_key + (1 − m) θ                                                                    (3)
 
-Where papers and code differ, and what was chosen. Code: EmmaW8/EISNet, code/train.py, Trainer._do_epoch.
- 1. α = 0.7, β = 0.5, ξ = 2, K = 1024, k = 256, m = 0.999 (run_PACS_photo_Resnet50.sh). The code defines a growth of β
-    from 0.5 to 1 and never calls it (Trainer.update_moco_weight): ``metric_weight_end``.
+Where papers and code differ, and what was chosen. Code: EmmaW8/EISNet, code/train.py, ``Trainer._do_epoch``.
+ 1. α = 0.7, β = 0.5, ξ = 2, K = 1024, k = 256, m = 0.999 (``run_PACS_photo_Resnet50.sh``). The code defines a growth
+    of β from 0.5 to 1 and never calls it (``Trainer.update_moco_weight``): ``metric_weight_end``.
  2. Classes are learnt on all images, shuffled ones included; ``class_on: ordered`` is JiGen's way.
  3. The paper speaks of hard positives and negatives. The code's positives are all pairs of a batch, each once, and its
-    negatives are drawn with repetition (code/utils/anchor_selector.py, KSemihardNegativeTripletSelectorFromMomentum).
-    A batch without a triplet stops the code; here its loss is 0.
- 4. The embedding is one linear layer of 128 outputs (code/models/resnet.py, ResNet).
+    negatives are drawn with repetition (``code/utils/anchor_selector.py``,
+    KSemihardNegativeTripletSelectorFromMomentum). A batch without a triplet stops the code; here its loss is 0.
+ 4. The embedding is one linear layer of 128 outputs (``code/models/resnet.py``, ResNet).
  5. The copy answers in evaluation mode, with the BatchNorm statistics that it began with: those of trained weights
-    where the network has these (Trainer.momentum_update moves parameters only).
+    where the network has these (``Trainer.momentum_update`` moves parameters only).
  6. The queue begins empty: a step uses the keys that are there, those of its own batch included.
  7. In the code a whole image in order, which keys are made of, turns grey with probability 0.1. Here it is as the
     experiment's augmentation gives it.

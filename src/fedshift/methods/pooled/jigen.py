@@ -10,16 +10,16 @@ An image is cut into 3×3 tiles. With probability 1 − β they are shuffled by 
     L = CE(h(x), y) over ordered images  +  α · CE(h_p(z), p) over all images                    (1)
 
 Where papers and code differ, and what was chosen. Code: fmcarlucci/JigenDG.
- 1. ``class_on: all`` classifies shuffled images, too (train_jigsaw.py, Trainer._do_epoch, without
+ 1. ``class_on: all`` classifies shuffled images, too (``train_jigsaw.py``, ``Trainer._do_epoch``, without
     ``--classify_only_sane``).
  2. α is 0.7, β is 0.9 (the README's command; α's default in the code is 0.1).
  3. The permutations are an exact set of the largest distance instead of a random search: see
     `fedshift.functional.jigsaw`.
- 4. Every tile of every image turns grey with probability 0.1, shuffled or not (data/JigsawLoader.py, JigsawDataset.
-    get_tile): ``tile_greyscale``, where images have colours. The code enlarges tiles before it puts them together. Here
-    they keep their size.
- 5. One of the P + 1 orders is drawn, and with probability β replaced by the order itself (JigsawDataset.__getitem__):
-    so an image stays in order with probability β + (1 − β)/(P + 1).
+ 4. Every tile of every image turns grey with probability 0.1, shuffled or not (data/JigsawLoader.py,
+    ``JigsawDataset.get_tile``): ``tile_greyscale``, where images have colours. The code enlarges tiles before it puts
+    them together. Here they keep their size.
+ 5. One of the P + 1 orders is drawn, and with probability β replaced by the order itself
+    (``JigsawDataset.__getitem__``): so an image stays in order with probability β + (1 − β)/(P + 1).
  6. Crops, flips and jitter are ``training.augment``'s.
 
 Should reproduce: PACS ResNet-18 79.42, 75.25, 96.03, 71.35 (80.51); VLCS AlexNet 73.19.
