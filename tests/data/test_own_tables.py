@@ -204,7 +204,7 @@ def test_an_encoding_of_another_kind(tmp_path: Path) -> None:
     ("text", "full", "public"),
     [
         ("age,stage,ill\n1,I,no\nJane Doe,I,yes\n", "'Jane Doe' is not", "line 3, column 'age': the cell is not"),
-        ("agee,stage,ill\n1,I,no\n2,I,yes\n", "did you mean 'agee'", "lacks a column"),
+        ("agee,stage,ill\n1,I,no\n2,I,yes\n", "did you mean 'agee'", "lacks the column 'age'"),
         ("age,patient,patient\n1,I,no\n", "column 'patient' appears", "a column appears more than once"),
         ("age,stage,ill\n1,I,no\n2,I,\n", "line 3, column 'ill': the label", "line 3: the label is missing"),
         ("age,stage,ill\n1,I,\n2,I,\n", "column 'ill': no row has a label", "csv: no row has a label"),
@@ -219,6 +219,14 @@ def test_the_owner_is_told_the_cell_and_others_are_not(text: str, full: str, pub
         table.encoded(asked(), ("no", "yes"))
     assert str(there.value) == there.value.public == here.value.public
     assert not [word for word in ("Jane", "agee", "patient", "'ill'") if word in str(there.value)]
+
+
+@pytest.mark.case("few rows", "a site's file lacks its label: the label's name there is not told")
+def test_the_name_of_a_label_that_is_lacking_is_not_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no column 'ill'") as here:
+        one_site(tmp_path, "age,stage,sick\n1,I,no\n2,I,yes\n").build()
+    assert "lacks a column" in here.value.public
+    assert not [word for word in ("'ill'", "sick") if word in here.value.public]
 
 
 def test_a_label_of_no_class_is_not_shown(tmp_path: Path) -> None:

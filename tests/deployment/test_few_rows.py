@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import yaml
 from test_hostile_coordinator import hello
 
-from fedshift.deployment.privacy.few_rows import leaving, of_many_rows
+from fedshift.deployment.privacy.few_rows import few_samples, leaving, of_many_rows
 from fedshift.deployment.site_file import load_site, read_holding
 from fedshift.deployment.site_server import open_site
 from fedshift.errors import UserError
@@ -39,11 +40,11 @@ def site(folder: Path, wards: Sequence[str], ages: Sequence[Any], fields: Any = 
     return folder / "SITE.yaml"
 
 
-def answer(file: Path) -> tuple[dict[str, Any], str]:
+def answer(file: Path, **changes: Any) -> tuple[dict[str, Any], str]:
     """What a site answers to a greeting, and its audit log."""
     program = open_site(file)
     body = body_of({})
-    header = {"do": "hello", "protocol": PROTOCOL, "run": "r", **hello()}
+    header = {"do": "hello", "protocol": PROTOCOL, "run": "r", **hello(**changes)}
     sent = program.handle(seal({"key": request_key(header, body.sha256), **header}, body), "someone")
     return unseal(sent)[0], program.config.audit_log.read_text()
 
@@ -119,6 +120,43 @@ def test_a_few_missing_cells_are_not_told(tmp_path: Path) -> None:
     assert "stays here: that age is missing in 3 rows" in lines(file)
     many = answer(site(tmp_path / "many", ["red"] * ROWS, [*AGES[:-10], *[""] * 10]))[0]["card"]["given"]
     assert (many["count"], many["any_missing"]) == ([ROWS - 10], [True])
+
+
+@pytest.mark.case("few rows", "two columns and the held-out part are too small: numbers at the site only")
+def test_all_that_is_in_few_rows_is_one_refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wards = ["red"] * 14 + ["blue"] * 7
+    ages = [*AGES[:3], *[""] * 18]
+    file = site(tmp_path, wards, ages, rare_categories="refuse")
+    told, _ = answer(file)
+    printed = capsys.readouterr().out
+    for part in ("column 'age'", "column 'ward'", "held-out samples", "protocol.test_fraction"):
+        assert part in told["message"]
+        assert part in printed
+    for number in ("3 rows", "rows: 7", "held-out samples: 6"):
+        assert number not in told["message"]
+        assert number in printed
+    assert printed.startswith("warning: ")
+    assert printed.count("\n") == 1
+
+
+@pytest.mark.case("few rows", "sites of 8, 15, 24, 40 and 60 samples at a limit of 10, held out by 0, 0.3 and 0.5")
+@pytest.mark.parametrize("samples", [8, 15, 24, 40, 60])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.5])
+def test_a_site_knows_what_it_will_refuse_for_its_size(samples: int, share: float, tmp_path: Path) -> None:
+    """What `site check` says is what a greeting is answered."""
+    file = site(tmp_path, ["red"] * samples, AGES[:samples])
+    said = few_samples(samples, load_site(file).file.policy)
+    refused = "error" in answer(file, split={"test_fraction": share, "split": "auto"})[0]
+    if said is None:
+        assert not refused
+    elif "no experiment" in said:
+        assert refused
+    elif "about" in said:
+        low, high = (float(found) for found in re.findall(r"0\.\d\d", said))
+        assert refused == (share != 0.0 and not low <= share <= high)
+    else:
+        assert "test_fraction: 0" in said
+        assert refused == (share != 0.0)
 
 
 @pytest.mark.case("few rows", "every category rare and no number: nothing to encode")

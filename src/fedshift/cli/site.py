@@ -18,7 +18,7 @@ from fedshift.data.domain import DataSet, SparseRows
 from fedshift.data.site_differences import site_differences
 from fedshift.deployment.agreed_terms import AgreedTerms, AskedTerms
 from fedshift.deployment.flare import roles
-from fedshift.deployment.privacy.few_rows import leaving, of_many_rows
+from fedshift.deployment.privacy.few_rows import few_samples, leaving, of_many_rows
 from fedshift.deployment.privacy.ledger import PrivacyLedger
 from fedshift.deployment.privacy.noisy_statistics import lacking
 from fedshift.deployment.privacy.recovery import lost_records, recover_records
@@ -59,7 +59,8 @@ def check_site(path: Path) -> None:
     if config.file.privacy is None:
         for line in leaving(of_many_rows(holding, config.file.policy), config.file.policy):
             say(line)
-    for warning in (*data.warnings, *site_differences(data)):
+    few = few_samples(len(domain), config.file.policy)
+    for warning in (*((few,) if few else ()), *data.warnings, *site_differences(data)):
         say(f"warning: {warning}")
     config.memory.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(config.memory).free

@@ -157,16 +157,21 @@ class Columns:
     def __len__(self) -> int:
         return len(self.lines)
 
-    def column(self, name: str) -> Sequence[str]:
+    def column(self, name: str, *, shared: bool = False) -> Sequence[str]:
         """The cells of one column.
 
+        Args:
+            name: of the column.
+            shared: whether it is an input, whose name all sites have; a label or an ID may be called otherwise here.
+
         Raises:
-            UserError: there is no such column; names the nearest one.
+            UserError: there is no such column; names the nearest one, which is not public.
         """
         if name not in self.cells:
+            which = f"the column '{name}'" if shared else "a column"
             raise UserError(
                 f"{self.path} has no column '{name}'; {nearest(name, self.cells)}",
-                public=f"{self.path} lacks a column that it should have",
+                public=f"{self.path} lacks {which} that it should have",
             )
         return self.cells[name]
 
@@ -194,7 +199,7 @@ class Columns:
             if old not in self.cells and new not in self.cells:
                 raise UserError(
                     f"{self.path}: rename: there is no column '{old}'; {nearest(old, self.cells)}",
-                    public=f"{self.path} lacks a column that it should have",
+                    public=f"{self.path} lacks a column that data.rename names",
                 )
         cells = {names.get(name, name): column for name, column in self.cells.items()}
         if len(cells) < len(self.cells):

@@ -155,7 +155,7 @@ def numbers(table: Columns, name: str, missing_values: Sequence[float] = ()) -> 
         UserError: there is no such column, or a cell is not a finite number.
     """
     out = np.empty(len(table), dtype=np.float64)
-    for row, cell in enumerate(table.column(name)):
+    for row, cell in enumerate(table.column(name, shared=True)):
         if is_missing(cell):
             out[row] = math.nan
             continue
@@ -299,7 +299,7 @@ def encode(table: Columns, encoding: TableEncoding) -> npt.NDArray[np.float32]:
         if numeric.can_be_missing:
             absent.append(gone.astype(np.float64))
     for categorical in encoding.categorical:
-        named = table.column(categorical.name)
+        named = table.column(categorical.name, shared=True)
         if categorical.fill is not None:
             named = [categorical.fill if is_missing(cell) else cell for cell in named]
         cells = np.array([canonical(cell) for cell in named], dtype=object)

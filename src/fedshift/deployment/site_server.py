@@ -67,6 +67,16 @@ from fedshift.text import printable
 from fedshift.version import installed_version
 
 
+def tell_people(error: Exception) -> str:
+    """Print an error for the people of this site, whose service has it in its log; return the text."""
+    if isinstance(error, FedshiftError):
+        print(f"warning: {printable(str(error))}", flush=True)
+        return str(error)
+    text = "".join(traceback.format_exception(error))
+    print(printable(text, keep="\n"), flush=True)
+    return text
+
+
 def open_site(path: Path) -> SiteProgram:
     """Make the program of the site that a SITE.yaml describes."""
     return SiteProgram(load_site(path))
@@ -124,9 +134,7 @@ class SiteProgram:
             self.log.append(**entry)
             return answer
         except Exception as error:
-            text = str(error) if isinstance(error, FedshiftError) else "".join(traceback.format_exception(error))
-            if not isinstance(error, FedshiftError):
-                print(printable(text, keep="\n"), flush=True)  # to the site's own log
+            text = tell_people(error)
             entry.pop("sent", None)
             try:
                 self.log.append(**{**entry, "refused" if isinstance(error, Refused) else "failed": text[:500]})
@@ -192,11 +200,13 @@ class SiteProgram:
     def _check_counts(self, rows: Mapping[str, Sequence[int]]) -> None:
         """Raise Refused unless the numbers of training and held-out samples, by seed, may leave."""
         self.policy.check_kind(self.name, "numbers", "how many samples it has")
-        self.policy.check_group(self.name, "numbers", len(self.holding.domain), "the count of its samples")
+        check = partial(self.policy.check_group, self.name)
+        check("numbers", len(self.holding.domain), "the count of its samples", "leave this site out (protocol.drop)")
         for train, held_out in rows.values():
-            self.policy.check_group(self.name, "numbers", train, "the count of its training samples")
+            check("numbers", train, "the count of its training samples", "lower protocol.test_fraction")
             if held_out:
-                self.policy.check_group(self.name, ACCURACY, held_out, "the count of its held-out samples")
+                remedy = "raise protocol.test_fraction, or write 0"
+                check(ACCURACY, held_out, "the count of its held-out samples", remedy)
 
     def _check_statistics(self) -> None:
         """Raise Refused unless the statistics for a common encoding may leave, where the data have some."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import shutil
 from pathlib import Path
@@ -16,11 +17,14 @@ pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip instal
 from test_kits import provisioned
 
 from fedshift.deployment.flare.deployment_folder import Deployment
+from fedshift.deployment.flare.engine import KIT, SITE, TASK, FlareSite, message_from, shareable_of
 from fedshift.deployment.flare.jobs import Attendance, RunningDeployment
 from fedshift.deployment.flare.kits import load_kit
 from fedshift.deployment.flare.provision import Provisioned
 from fedshift.deployment.flare.service import Service
 from fedshift.digests import write_object
+from fedshift.federation.remote.transport import request_key
+from fedshift.federation.remote.wire import Message, body_of, seal
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +175,26 @@ def test_whom_a_deployment_waits_for(
     if ends:
         assert "'north'" in deployment.state["message"]
         assert (deployment.state["state"], deployment.state["exit_code"]) == ("failed", 2)
+
+
+@pytest.mark.case("few rows", "a site's table lacks a column: the site's log names it and the nearest one")
+def test_what_a_site_cannot_read_is_said_at_both_ends(
+    kits: Provisioned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "t.csv").write_text("agee,ill\n" + "".join(f"{40 + row},{row % 2}\n" for row in range(30)))
+    data = {"name": "table", "sites": {"north": "t.csv"}, "label": "ill", "numeric": ["age"]}
+    (tmp_path / "SITE.yaml").write_text(json.dumps({"site": "north", "data": data}))
+    monkeypatch.setenv(SITE, str(tmp_path / "SITE.yaml"))
+    monkeypatch.setenv(KIT, str(kits.sites["north"]))
+    body = body_of({})
+    asked = seal({"do": "hello", "key": request_key({"do": "hello"}, body.sha256)}, body)
+    context: Any = SimpleNamespace(get_peer_context=lambda: None, get_job_id=lambda: "job")
+    told = message_from(FlareSite().execute(TASK, shareable_of(asked), context, None))
+    assert isinstance(told, Message)
+    message = json.loads(told.header)["message"]
+    assert "lacks the column 'age'" in message
+    assert "agee" not in message
+    assert capsys.readouterr().out.startswith("warning: ")
 
 
 @pytest.mark.case("revoked sites", "every site of a project is revoked")

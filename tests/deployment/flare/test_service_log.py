@@ -69,6 +69,11 @@ def test_each_event_is_one_line_with_its_severity(tmp_path: Path) -> None:
             "ERROR this version of FLARE cannot be locked down",
             marks=pytest.mark.case("logs", "a process that says why it does not start"),
         ),
+        pytest.param(
+            "warning: site 'north' refuses to send statistics of so few samples of column 'age': 3 rows have a value",
+            "WARNING site 'north' refuses",
+            marks=pytest.mark.case("logs", "what a site's program refuses, with column and count"),
+        ),
         pytest.param("ERROR", None, marks=pytest.mark.case("logs", "a line that is not FLARE's")),
     ],
 )

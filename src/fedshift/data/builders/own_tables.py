@@ -419,7 +419,7 @@ class Table(TableFormat, TaskFields):
             }
         for site, table in tables.items():
             for column in (*self.label_columns, *self.numeric, *self.categorical, *([self.id] if self.id else [])):
-                table.column(column)
+                table.column(column, shared=column in (*self.numeric, *self.categorical))
             tables[site] = table.in_units(self._form_of(site).units).without_codes(self._codes(site))
         return tables
 

@@ -37,7 +37,7 @@ from fedshift.deployment.flare.parts import (
     room_of,
     written_in_parts,
 )
-from fedshift.deployment.site_server import open_site
+from fedshift.deployment.site_server import open_site, tell_people
 from fedshift.errors import FedshiftError, UserError
 from fedshift.federation.remote.incoming import Arriving, Held, Spool
 from fedshift.federation.remote.transport import Lost, NewJobNeeded, Sign
@@ -279,6 +279,7 @@ class FlareSite(Executor):  # type: ignore[misc]
             if parts is not None and size_apart(told):
                 parts.bring(answer.body)
         except Exception as error:
+            tell_people(error)
             told = shareable_of(error_answer(message, error))
         return told
 

@@ -63,6 +63,8 @@ def _event_in(line: str) -> tuple[int, str]:
         return logging.ERROR, f"a process of FLARE's failed: see the traceback in {RAW}"
     if line.startswith("error: "):
         return logging.ERROR, line.removeprefix("error: ")
+    if line.startswith("warning: "):  # what a site's program refuses
+        return logging.WARNING, line.removeprefix("warning: ")
     found = _LINE.fullmatch(line)
     if found is None:
         return logging.INFO, ""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from fedshift.data import agreement
 from fedshift.data.few_rows import encoding_without_few, few_rows, without_few
@@ -11,6 +12,9 @@ from fedshift.data.tables import TableEncoding
 from fedshift.deployment.site_file import Holding
 from fedshift.errors import Refused, UserError
 from fedshift.federation.remote.policy import Policy
+
+_USUAL = (0.2, 0.3)
+"""The shares that protocols hold out unless they say otherwise."""
 
 
 def of_many_rows(holding: Holding, policy: Policy) -> Holding:
@@ -46,11 +50,13 @@ def of_many_rows(holding: Holding, policy: Policy) -> Holding:
 
 
 def check_few(site: str, holding: Holding, policy: Policy) -> None:
-    """Raise Refused if the encoding would tell of a part of a column that is in few rows.
+    """Raise Refused if the encoding would tell of parts of columns that are in few rows; it names all of them.
 
     The message has the numbers, which are for the site; its public text has none.
     """
-    for text, public in _refusals(holding, policy):
+    found = list(_refusals(holding, policy))
+    if found:
+        text, public = ("; ".join(texts) for texts in zip(*found, strict=True))
         raise Refused(f"site '{site}' refuses to send {text}", public=f"site '{site}' refuses to send {public}")
 
 
@@ -86,6 +92,8 @@ def leaving(holding: Holding, policy: Policy) -> Iterator[str]:
         policy: the site's.
     """
     given = holding.given
+    if given is not None and not policy.lets_out("statistics"):
+        yield f"warning: it takes part in no experiment: {_of(given)} needs statistics under policy.send"
     if given is None or given["kind"] != agreement.TABLE:
         return
     if given["numeric"]:
@@ -103,5 +111,28 @@ def leaving(holding: Holding, policy: Policy) -> Iterator[str]:
             yield f"stays here: that {one.column} is missing in {one.rows[0]} rows, fewer than {least}"
     for text in refusals(holding, policy):
         yield f"warning: it refuses to send {text}"
-    if not policy.lets_out("statistics"):
-        yield "warning: it takes part in no experiment: a table needs statistics under policy.send"
+
+
+def _of(given: Mapping[str, Any]) -> str:
+    return "a table" if given["kind"] == agreement.TABLE else "data.standardise"
+
+
+def few_samples(samples: int, policy: Policy) -> str | None:
+    """In which experiments a site of so few samples takes part, in words; None if that needs no word.
+
+    Args:
+        samples: of the site.
+        policy: the site's.
+    """
+    least, rule = policy.smallest_group, f"(rule policy.smallest_group: {policy.smallest_group})"
+    if samples < least:
+        return f"it takes part in no experiment: it has {samples} samples {rule}"
+    if samples < 2 * least:
+        return f"it takes part only with protocol.test_fraction: 0: it has {samples} samples {rule}"
+    low, high = least / samples, 1 - least / samples
+    if low <= _USUAL[0] and high >= _USUAL[1]:
+        return None
+    return (
+        f"it takes part only with a protocol.test_fraction of about {low:.2f} to {high:.2f}, or 0: it has {samples} "
+        f"samples {rule}"
+    )

@@ -212,14 +212,15 @@ class Policy(BaseModel):
                 "there may add it in SITE.yaml"
             )
 
-    def check_group(self, site: str, kind: str, samples: int, what: str) -> None:
-        """Raise Refused if ``kind`` is an aggregate of fewer samples than `smallest_group`."""
+    def check_group(self, site: str, kind: str, samples: int, what: str, remedy: str = "") -> None:
+        """Raise Refused if ``kind`` is an aggregate of fewer samples than `smallest_group`.
+
+        The message says how many, for the site; its public text does not, since the rule protects that number.
+        """
         if kind in _AGGREGATES and samples < self.smallest_group:
-            raise Refused(
-                # The message must not say how many: the rule protects that number.
-                f"site '{site}' refuses to send {kind} of so few samples for {what} (rule policy.smallest_group: "
-                f"{self.smallest_group})"
-            )
+            text = f"site '{site}' refuses to send {kind} of so few samples for {what}"
+            rule = f" (rule policy.smallest_group: {self.smallest_group}){remedy and f'; {remedy}'}"
+            raise Refused(f"{text}: {samples}{rule}", public=f"{text}{rule}")
 
     def check_sent(self, site: str, sent: Mapping[str, Any], call: str, samples: int) -> None:
         """Raise Refused unless a reply made of so many ``samples`` may leave; ``sent``: the reply, as `described`."""
