@@ -124,15 +124,22 @@ def read_object(path: Path, remedy: str = REMEDY) -> dict[str, Any]:
 def filled(data: bytes) -> bytes:
     """A file in the format safetensors with its digest, for which its metadata has `BLANK` under `ENTRY`.
 
+    The library writes entries of the metadata in any order; here they are sorted, so that equal models are equal files.
+
     Example:
         >>> from safetensors.numpy import save
         >>> data = filled(save({}, {ENTRY: BLANK}))
         >>> BLANK.encode() in data
         False
     """
-    whole = bytearray(data)
-    begin = whole.index(f'"{ENTRY}":"{BLANK}"'.encode()) + len(f'"{ENTRY}":"')
-    whole[begin : begin + len(BLANK)] = hashlib.sha256(data).hexdigest().encode()
+    begin = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:begin])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    whole = bytearray(b"".join((len(text).to_bytes(8, "little"), text, data[begin:])))
+    place = whole.index(f'"{ENTRY}":"{BLANK}"'.encode()) + len(f'"{ENTRY}":"')
+    whole[place : place + len(BLANK)] = hashlib.sha256(whole).hexdigest().encode()
     return bytes(whole)
 
 

@@ -329,7 +329,58 @@ def flips(whole: bytes, kind: str) -> Iterator[bytes]:
         yield bytes(data)
 
 
-@pytest.mark.parametrize("kind", [pytest.param(name, marks=pytest.mark.case("bit flips", name)) for name in KINDS])
+TRIED = [
+    pytest.param("sealing key", marks=pytest.mark.case("bit flips", "sealing key")),
+    pytest.param("masking key", marks=pytest.mark.case("bit flips", "masking key")),
+    pytest.param("secret of the noise", marks=pytest.mark.case("bit flips", "secret of the noise")),
+    pytest.param("ledger of privacy", marks=pytest.mark.case("bit flips", "ledger of privacy")),
+    pytest.param("audit log", marks=pytest.mark.case("bit flips", "audit log")),
+    pytest.param("end of the audit log", marks=pytest.mark.case("bit flips", "end of the audit log")),
+    pytest.param("rosters", marks=pytest.mark.case("bit flips", "rosters")),
+    pytest.param("kept upload", marks=pytest.mark.case("bit flips", "kept upload")),
+    pytest.param("what was masked", marks=pytest.mark.case("bit flips", "what was masked")),
+    pytest.param("who was confirmed", marks=pytest.mark.case("bit flips", "who was confirmed")),
+    pytest.param("what was asked", marks=pytest.mark.case("bit flips", "what was asked")),
+    pytest.param("keys of other sites", marks=pytest.mark.case("bit flips", "keys of other sites")),
+    pytest.param("agreed terms", marks=pytest.mark.case("bit flips", "agreed terms")),
+    pytest.param("method of sealed models", marks=pytest.mark.case("bit flips", "method of sealed models")),
+    pytest.param("newest sealed models", marks=pytest.mark.case("bit flips", "newest sealed models")),
+    pytest.param("kept answer", marks=pytest.mark.case("bit flips", "kept answer")),
+    pytest.param("body of a kept answer", marks=pytest.mark.case("bit flips", "body of a kept answer")),
+    pytest.param("message", marks=pytest.mark.case("bit flips", "message")),
+    pytest.param("what is wanted", marks=pytest.mark.case("bit flips", "what is wanted")),
+    pytest.param("state", marks=pytest.mark.case("bit flips", "state")),
+    pytest.param("outcome", marks=pytest.mark.case("bit flips", "outcome")),
+    pytest.param("process", marks=pytest.mark.case("bit flips", "process")),
+    pytest.param("a new job", marks=pytest.mark.case("bit flips", "a new job")),
+    pytest.param("experiment of a deployment", marks=pytest.mark.case("bit flips", "experiment of a deployment")),
+    pytest.param("progress", marks=pytest.mark.case("bit flips", "progress")),
+    pytest.param("cards", marks=pytest.mark.case("bit flips", "cards")),
+    pytest.param("what sites spent", marks=pytest.mark.case("bit flips", "what sites spent")),
+    pytest.param("accepted certificates", marks=pytest.mark.case("bit flips", "accepted certificates")),
+    pytest.param("issued certificates", marks=pytest.mark.case("bit flips", "issued certificates")),
+    pytest.param("certificate of the authority", marks=pytest.mark.case("bit flips", "certificate of the authority")),
+    pytest.param("key of the authority", marks=pytest.mark.case("bit flips", "key of the authority")),
+    pytest.param("status of a service", marks=pytest.mark.case("bit flips", "status of a service")),
+    pytest.param("settings of packed runs", marks=pytest.mark.case("bit flips", "settings of packed runs")),
+    pytest.param("packed runs", marks=pytest.mark.case("bit flips", "packed runs")),
+    pytest.param("packed rounds", marks=pytest.mark.case("bit flips", "packed rounds")),
+    pytest.param("digests of packed runs", marks=pytest.mark.case("bit flips", "digests of packed runs")),
+    pytest.param("order of an experiment", marks=pytest.mark.case("bit flips", "order of an experiment")),
+    pytest.param("why a run stopped", marks=pytest.mark.case("bit flips", "why a run stopped")),
+    pytest.param("bytes of sites", marks=pytest.mark.case("bit flips", "bytes of sites")),
+    pytest.param("distances", marks=pytest.mark.case("bit flips", "distances")),
+    pytest.param("places of samples", marks=pytest.mark.case("bit flips", "places of samples")),
+    pytest.param("model", marks=pytest.mark.case("bit flips", "model")),
+]
+"""`KINDS`, with marks whose texts are literals: the list of tried inputs reads them."""
+
+
+def test_every_kind_is_tried() -> None:
+    assert [one.values[0] for one in TRIED] == list(KINDS)
+
+
+@pytest.mark.parametrize("kind", TRIED)
 def test_a_flipped_bit_is_noticed_or_changes_nothing(kind: str, tmp_path: Path) -> None:
     write, name, read = KINDS[kind]
     write(tmp_path)
