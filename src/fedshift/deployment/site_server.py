@@ -77,16 +77,22 @@ def tell_people(error: Exception) -> str:
     return text
 
 
-def open_site(path: Path) -> SiteProgram:
+def open_site(path: Path, *, in_service: bool = False) -> SiteProgram:
     """Make the program of the site that a SITE.yaml describes."""
-    return SiteProgram(load_site(path))
+    return SiteProgram(load_site(path), in_service=in_service)
 
 
 class SiteProgram:
-    """Answers a coordinator's requests at one site, for as long as a job lives."""
+    """Answers a coordinator's requests at one site, for as long as a job lives.
 
-    def __init__(self, config: SiteConfig) -> None:
+    Args:
+        config: the site's.
+        in_service: whether what is printed goes to the log of the site's service, where its people read refusals.
+    """
+
+    def __init__(self, config: SiteConfig, *, in_service: bool = False) -> None:
         self.config = config
+        self._in_service = in_service
         self.name = config.file.site
         self.policy = config.file.policy
         self.terms = AgreedTerms(config.memory, self.name, self.policy)
@@ -134,7 +140,7 @@ class SiteProgram:
             self.log.append(**entry)
             return answer
         except Exception as error:
-            text = tell_people(error)
+            text = tell_people(error) if self._in_service or not isinstance(error, FedshiftError) else str(error)
             entry.pop("sent", None)
             try:
                 self.log.append(**{**entry, "refused" if isinstance(error, Refused) else "failed": text[:500]})

@@ -15,11 +15,13 @@ import pytest
 import yaml
 from loopback import SITES, UNSEEN, write_data
 
+from fedshift import trust
 from fedshift.cli.deploy import fetch, follow
 from fedshift.deployment.flare import roles
 from fedshift.deployment.flare.deployment_folder import ENDS, Deployment
 from fedshift.deployment.flare.parts import IN_FLIGHT_MIB
 from fedshift.experiment.config.experiment import parse
+from fedshift.import_paths import package_source
 
 PATIENCE = 240.0
 """Seconds that anything may take here: test machines are busy."""
@@ -43,6 +45,8 @@ class Network:
         (folder / "project.yaml").write_text(yaml.safe_dump(options))
         self.made = roles.provision(roles.load_project(folder / "project.yaml"), folder / "kits", lambda new: None)
         self.coordinator = self.made.coordinator
+        # As fedshift deploy --trust and fedshift site check --trust write it down for the services.
+        trust.remember(trust.Code("method 'slow_method:Slow'", *package_source("slow_method")))
         for name in self.names:
             self.write_site(name)
 

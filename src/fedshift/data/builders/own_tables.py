@@ -417,9 +417,10 @@ class Table(TableFormat, TaskFields):
                 site: self._table(site, held).renamed(self._form_of(site).rename)
                 for site, held in (self.sites or {}).items()
             }
+        inputs = {*self.numeric, *self.categorical}
         for site, table in tables.items():
             for column in (*self.label_columns, *self.numeric, *self.categorical, *([self.id] if self.id else [])):
-                table.column(column, shared=column in (*self.numeric, *self.categorical))
+                table.column(column, shared=column in inputs)
             tables[site] = table.in_units(self._form_of(site).units).without_codes(self._codes(site))
         return tables
 

@@ -267,7 +267,7 @@ class FlareSite(Executor):  # type: ignore[misc]
         parts = parts_at_site(shareable, fl_ctx, abort_signal)
         room = shareable["room"] if parts else None
         try:
-            self._program = self._program or open_site(Path(os.environ[SITE]))
+            self._program = self._program or open_site(Path(os.environ[SITE]), in_service=True)
             peer = fl_ctx.get_peer_context()
             server = peer.get_identity_name() if peer else ""
             project = own_kit().project
