@@ -24,7 +24,7 @@ PASSES: Mapping[str, float] = {
     "fact": 8 / 3,  # two views, and the teacher's forward passes over both
     "crossgrad": 4,  # two networks: two views each
     "epi_fcr": (6 * DOMAINS + 1) / (3 * DOMAINS),  # a network for each domain; one frozen forward pass
-    "masf": 2,  # before the inner step and after it
+    "masf": (2 * DOMAINS - 1) / DOMAINS,  # the held-back domain passes after the inner step alone
     # For all but one: a step, and the critic's gradient with its derivative; for the other: twice forward, once back.
     "feature_critic": ((3 + 2 + 4) * (DOMAINS - 1) + 4) / (3 * DOMAINS),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fedshift.federation.site import Site
 from fedshift.functional import metric_learning
 from fedshift.functional.losses import inverse_frequencies
+from fedshift.functional.meta_learning import clipped_by_norm, inner_step
 from fedshift.functional.metric_learning import momentum_triplet_loss
 from fedshift.functional.mixing import gradient_perturbed
 from fedshift.methods.composition.puzzles import Puzzles
@@ -25,6 +26,7 @@ from fedshift.methods.pooled.eisnet import EISNet, Parts
 from fedshift.methods.pooled.epi_fcr import EpiFCR
 from fedshift.methods.pooled.feature_critic import Critic, FeatureCritic
 from fedshift.methods.pooled.jigen import JiGen, jigsaw_loss
+from fedshift.methods.pooled.masf import MASF
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -32,7 +34,6 @@ NOT_YET.update(
     {
         ("pooled", f"{name}"): reason
         for names, reason in {
-            ("masf_2",): "its outer loss includes the domain that is held back",
             ("srdc_1", "srdc_3"): "its k-means starts elsewhere than the authors'",
             ("mixstyle_2",): "it has more places than the authors' network",
         }.items()
@@ -102,6 +103,49 @@ def test_a_step_of_feature_critic(reference: Reference) -> None:
     names = ("gradient of -tanh(L_old - L_new) by w1, phi not yet stepped", "by b1", "by w2", "by b2")
     for name, found in zip(names, by_critic, strict=True):
         reference.agree(name, found)
+
+
+@compares("pooled", "masf_2")
+def test_a_step_of_masf(reference: Reference) -> None:
+    """With an identity for the metric network. What is compared before and after the clip is the released gradient."""
+    given, options = reference.tensors, reference.parameters
+    model = network(linear(given["A"]), linear(given["G"]), 3, 3)
+    *train, test = (batch(given["x"][k], reference.inputs["labels"][k], k) for k in range(3))
+    losses = [F.cross_entropy(model(one.inputs), one.targets) for one in (*train, test)]
+    reference.agree("CE of the domains", torch.stack(losses))
+    rate, clip = options["inner rate"], options["gradients_clip_value"]
+    off = {"inner_clip": clip, "global_weight": 0.0, "local_weight": 0.0}
+    task = MASF(**off).loss(model, nn.Identity(), train, test, rate)
+    reference.agree("outer task loss (mean over meta-train only)", task)
+    by_task = torch.autograd.grad(task, list(model.parameters()))
+    reference.agree("norms of its gradient before the inner clip", [float(one.norm()) for one in by_task])
+    ahead = inner_step(dict(model.named_parameters()), clipped_by_norm(by_task, clip), rate)
+    for name, gradient, there in zip("AG", by_task, ahead.values(), strict=True):
+        reference.agree(f"its gradient by {name}", gradient)
+        reference.agree(f"{name}'", there)
+    one = {"inner_clip": clip, "temperature": options["temperature"], "margin": options["margin"]}
+
+    def meta(**weights: Any) -> float:
+        method = MASF(**one, **weights)
+        return (method.loss(model, nn.Identity(), train, test, rate) - task).item()
+
+    reference.agree("global", meta(global_weight=1.0, local_weight=0.0))
+    third = {"setting": "released", "global_weight": 0.0, "local_weight": 1.0}
+    reference.agree("triplet loss on the first third of each batch", meta(**third))
+    reference.agree("triplet loss on whole batches (not what the code does)", meta(global_weight=0.0, local_weight=1.0))
+    weights = {"global_weight": options["beta_1"], "local_weight": options["beta_2"]}
+    for said, chosen in (
+        ("before the clip", {"setting": "released", "meta_clip": None}),
+        ("after the clip", {"setting": "released", "meta_clip": clip}),
+        ("with whole batches, unclipped (not what the code does)", {}),
+    ):
+        whole = MASF(**one, **weights, **chosen).loss(model, nn.Identity(), train, test, rate)  # type: ignore[arg-type]
+        by_all = torch.autograd.grad(whole, list(model.parameters()))
+        by_meta = [both - own for both, own in zip(by_all, by_task, strict=True)]
+        for name, gradient in zip("AG", by_meta, strict=True):
+            reference.agree(f"meta gradient by {name}' {said}", gradient)
+        if said == "before the clip":
+            reference.agree("norms before the clip", [float(gradient.norm()) for gradient in by_meta])
 
 
 def dger_s_parts(reference: Reference) -> dger.Parts:

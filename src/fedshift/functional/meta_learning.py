@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 
 
 def inner_step(
@@ -37,6 +38,29 @@ def inner_step(
     if not second_order:
         steps = [step.detach() for step in steps]
     return {name: parameter - rate * step for (name, parameter), step in zip(parameters.items(), steps, strict=True)}
+
+
+def answer_at(module: nn.Module, parameters: Mapping[str, Tensor], inputs: Tensor, *, part: str | None = None) -> Any:
+    """What a module gives with other parameters, and leaves as it is: its running statistics do not move.
+
+    A virtual step is a thought of the method's, so BatchNorm uses its batch and learns nothing of it.
+
+    Args:
+        module: In training or evaluation mode, which holds.
+        parameters: In place of its own, by name; those that are not named are its own.
+        inputs: What it is asked.
+        part: The submodule that is asked, with the parameters below it; None: the module.
+
+    Example:
+        >>> layer = nn.Linear(1, 1, bias=False)
+        >>> answer_at(layer, {"weight": torch.tensor([[3.0]])}, torch.tensor([[2.0]]))
+        tensor([[6.]])
+    """
+    below = f"{part}." if part else ""
+    asked = module.get_submodule(part) if part else module
+    own = {name.removeprefix(below): value for name, value in parameters.items() if name.startswith(below)}
+    kept = {name: buffer.clone() for name, buffer in asked.named_buffers()}
+    return functional_call(asked, {**kept, **own}, (inputs,))
 
 
 def clipped_by_norm(gradients: Sequence[Tensor], largest: float) -> list[Tensor]:

@@ -114,6 +114,9 @@ POOLED_METHODS: dict[str, dict[str, tuple[Try, ...]]] = {
         "local_weight": of(0.0, 1.0),
         "temperature": of(1.0),
         "margin": of(0.5, local_weight=1.0, where="images for long"),
+        "meta_clip": of(1e-3),
+        "triplet_part": of(3, local_weight=1.0),
+        "hidden": of(4),
         "embedding": of(4),
     },
     "metareg": {
