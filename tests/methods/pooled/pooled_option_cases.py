@@ -129,6 +129,7 @@ POOLED_METHODS: dict[str, dict[str, tuple[Try, ...]]] = {
     "feature_critic": {
         **_POOLED,
         "critic_weight": of(0.0, 1.0),
+        "train_domains": of(1),
         "critic_rate": of(20.0, critic_weight=1.0),
         "hidden": of(8),
         "warm_up": of(0.5, 1.0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
@@ -13,12 +14,13 @@ from pooling import LR, moved
 from tiny import CNN, MLP, NORMED
 from torch import Tensor
 
-from fedshift.federation.site import Envelope
+from fedshift.federation.site import Batch, Envelope
 from fedshift.methods import registry
 from fedshift.methods.pooled import dger, epi_fcr, metareg
 from fedshift.methods.pooled.dmg import DMG, MaskedClassifier, overlap
 from fedshift.methods.pooled.feature_critic import FeatureCritic, critic_network
 from fedshift.methods.pooled.masf import MASF, metric_network
+from fedshift.models.network import Network
 
 BOTH = pytest.mark.parametrize("network", [CNN, MLP], ids=["images", "vectors"])
 Gradients = tuple[Tensor, ...]
@@ -447,3 +449,61 @@ def test_a_step_of_feature_critic_by_hand(network: dict[str, object]) -> None:
     found = site.memory.weights("parts")["0.weight"]
     for index, value in expected.items():
         assert float(found[index]) == pytest.approx(value, abs=2e-6)
+
+
+def seen_by(monkeypatch: pytest.MonkeyPatch, method: FeatureCritic, steps: int) -> list[tuple[set[int], set[int]]]:
+    """The domains that train and those that validate, of each step; recognised by their samples."""
+    site, weights, _ = pool(method, MLP)
+    seen: list[tuple[set[int], set[int]]] = []
+    of_all: dict[bytes, int] = {}
+    drawn = site.domain_batches
+
+    def noted(number: int) -> Iterator[tuple[tuple[Batch, ...], Batch | None]]:
+        for batches, target in drawn(number):
+            of_all.update({row.numpy().tobytes(): k for k, batch in enumerate(batches) for row in batch.inputs})
+            yield batches, target
+
+    def domains_of(inputs: Tensor) -> set[int]:
+        return {of_all[row.numpy().tobytes()] for row in inputs}
+
+    def spy(
+        model: Network, critic: torch.nn.Module, features: Tensor, loss: Tensor, test: Batch, rate: float
+    ) -> Tensor:
+        seen.append((domains_of(inputs[-1]), domains_of(test.inputs)))
+        return loss
+
+    inputs: list[Tensor] = []
+    model = site.model(weights)
+    model.features.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
+    monkeypatch.setattr(site, "model", lambda weights: model)
+    monkeypatch.setattr(site, "domain_batches", noted)
+    monkeypatch.setattr(FeatureCritic, "step_with_critic", staticmethod(spy))
+    step(method, site, weights, mini_batches=3, steps=steps)
+    return seen
+
+
+@pytest.mark.parametrize(("setting", "training"), [("paper", 2), ("released", 1)])
+def test_feature_critic_validates_on_a_domain_that_does_not_train(
+    monkeypatch: pytest.MonkeyPatch, setting: str, training: int
+) -> None:
+    """All others train (paper), or one of them (code)."""
+    method = FeatureCritic(setting=setting)  # type: ignore[call-arg]
+    seen = seen_by(monkeypatch, method, 12)
+    assert len(seen) == 12
+    for train, validated in seen:
+        assert len(train) == training
+        assert len(validated) == 1
+        assert not train & validated
+    assert len({(min(train), min(validated)) for train, validated in seen}) >= 3, "drawn anew"
+
+
+def test_feature_critic_s_virtual_steps_leave_running_statistics_alone() -> None:
+    """The batch that trains moves them once, that which validates never."""
+    method = FeatureCritic(critic_weight=1.0)
+    site, weights, model = pool(method, NORMED)
+    batches = domain_batches(site)
+    train, _ = method.episode(batches, site.generator_for("episodes"))
+    model(torch.cat([batch.inputs for batch in train]))
+    found = step(method, site, weights, mini_batches=3).weights
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(found[name], buffer)
