@@ -16,7 +16,7 @@ from sklearn.utils.validation import check_consistent_length, check_is_fitted, v
 
 from fedshift.data.builders.arrays import Arrays
 from fedshift.data.builders.in_memory import InMemory, listed
-from fedshift.data.identifiers import names_rows
+from fedshift.data.identifiers import names_single_rows
 from fedshift.data.table_files import is_number
 from fedshift.evaluation.tasks.survival import concordance
 from fedshift.experiment.config.experiment import parse
@@ -148,7 +148,7 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
         _check_no_text(X)
         X, y = validate_data(self, X, y)
         check_classification_targets(y)
-        if names_rows(Counter(map(str, y.tolist()))):
+        if names_single_rows(Counter(map(str, y.tolist()))):
             raise ValueError(
                 f"y has {len(np.unique(y))} different values in {len(y)} samples: it names samples and does not class "
                 "them, and its values would be written into the model: give classes"

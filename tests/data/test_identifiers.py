@@ -14,6 +14,7 @@ from fedshift.data.builders.own_tables import Table
 from fedshift.data.domain import DataSet
 from fedshift.data.identifiers import names_rows
 from fedshift.data.registry import parse
+from fedshift.data.site_differences import site_differences
 from fedshift.errors import UserError
 
 pandas = pytest.importorskip("pandas")
@@ -100,6 +101,39 @@ def test_a_listed_identifier_is_refused_unless_it_is_listed_twice(tmp_path: Path
         Table.model_validate({**fields, "categorical": ["g"], "many_categories": ["whom"]})
 
 
+def visits_of(name: str, each: int, patients: int) -> list[str]:
+    return [f"patient {name}-{row // each}" for row in range(each * patients)]
+
+
+@pytest.mark.parametrize(
+    ("each", "patients"),
+    [
+        pytest.param(3, 14, marks=pytest.mark.case("identifiers", "patients with three visits each")),
+        pytest.param(4, 12, marks=pytest.mark.case("identifiers", "patients with four visits each")),
+        pytest.param(8, 60, marks=pytest.mark.case("identifiers", "sixty patients with eight visits each")),
+        pytest.param(9, 30, marks=pytest.mark.case("identifiers", "thirty patients of nine visits each")),
+    ],
+)
+def test_patients_with_some_visits_are_no_categories(tmp_path: Path, each: int, patients: int) -> None:
+    """In a file and a frame; the values are shown neither in the refusal nor, where they may be told, in a warning."""
+    rows = each * patients
+    frames, files = {}, {}
+    for name in "ab":
+        x = np.random.default_rng(ord(name)).normal(size=rows)
+        frames[name] = pandas.DataFrame({"x": x, "who": visits_of(name, each, patients)})
+        files[name] = tmp_path / f"{name}.csv"
+        frames[name].assign(ill=np.arange(rows) % 2).to_csv(files[name], index=False)
+    fields = {"sites": files, "label": "ill", "numeric": ["x"], "categorical": ["who"]}
+    for build in (lambda: built(frames), lambda: Table.model_validate(fields).build()):
+        with pytest.raises(
+            UserError, match=rf"'who' has ({patients}|{2 * patients}) different values.*id.*drop"
+        ) as caught:
+            build()
+        assert "patient " not in str(caught.value) + caught.value.public
+    told = Table.model_validate({**fields, "many_categories": ["who"]}).build()
+    assert "patient " not in " ".join((*told.warnings, *site_differences(told)))
+
+
 @pytest.mark.case("identifiers", "eight rows at each of five sites, one name each")
 def test_small_sites_are_counted_together() -> None:
     frames = {name: site(name, who=names_at(name)).head(8) for name in "abcde"}
@@ -122,7 +156,8 @@ def test_labels_that_name_rows_are_no_classes(tmp_path: Path) -> None:
 @pytest.mark.case("identifiers", "what stays a category: few rows, ten wards, repeated codes")
 def test_categories_stay_categories() -> None:
     assert not names_rows({str(number): 1 for number in range(10)})
-    assert not names_rows({f"ward {number}": 3 for number in range(30)})
+    assert not names_rows({f"ward {number}": 3 + number % 4 for number in range(30)})
+    assert not names_rows({f"code {number}": 20 for number in range(300)})
     assert names_rows({str(number): 1 for number in range(11)})
     assert not names_rows({})
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
 import numpy.typing as npt
 
+from fedshift.data.codings import quoted
 from fedshift.data.domain import DataSet, Domain, SparseRows
 from fedshift.errors import UserError
+from fedshift.files import names_alike
 
 TINY_SITE = 10
 _ROWS_AT_ONCE = 4096
@@ -29,13 +31,15 @@ def checked(dataset: DataSet) -> DataSet:
         The same data set, with warnings added and the input shape written into its preprocessing.
 
     Raises:
-        UserError: there is no domain, or there are fewer than two classes (for segmentation: no structure). Or a domain
+        UserError: there is no domain, or two have one name in other letters. Or there are fewer than two classes (for
+            segmentation: no structure). Or a domain
             is empty, has labels outside 0…C-1, inputs, labels or groups of different lengths, NaN or infinite features,
             or masks that do not match its images. Or shapes or types differ between sites. Names the site.
     """
     where = f"data set {dataset.name}"
     if not dataset.domains:
         raise UserError(f"{where} has no domain: give it at least one site")
+    check_site_names(where, dataset.domains)
     if len(dataset.classes) < (2 if dataset.task == "classification" else 1):
         raise UserError(
             f"{where} has fewer than two classes ({', '.join(dataset.classes) or 'none'}): give it at least two"
@@ -66,6 +70,16 @@ def checked(dataset: DataSet) -> DataSet:
             )
     preprocessing = dataset.preprocessing.model_copy(update={"shape": dataset.input_shape})
     return replace(dataset, preprocessing=preprocessing, warnings=(*dataset.warnings, *_warnings(dataset)))
+
+
+def check_site_names(where: str, names: Iterable[str]) -> None:
+    """Raise UserError if two sites have one name in other letters, such as North and north."""
+    alike = names_alike(names)
+    if alike is not None:
+        raise UserError(
+            f"{where}: sites {quoted(alike[0])} and {quoted(alike[1])} have one name, but for capitals, spaces or "
+            "Unicode forms: write it in one way if they are one site, or rename one"
+        )
 
 
 def _shape(domain: Domain) -> tuple[int, ...]:

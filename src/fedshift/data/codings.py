@@ -16,6 +16,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from fedshift.data.identifiers import names_rows
 from fedshift.data.table_files import Columns, canonical, is_missing
 
 _FOREIGN = 0.1
@@ -187,12 +188,20 @@ def named_warnings(columns: Counted) -> Iterator[str]:
             if isinstance(column, Categories):
                 found.setdefault(name, {})[site] = column.names
     for name, sites in found.items():
-        quoted = {site: {_quoted(what): count for what, count in one.items()} for site, one in sites.items()}
+        if any(map(names_rows, (*sites.values(), _together(sites)))):
+            continue  # a warning shows no number of a patient, whatever may leave the site
+        shown = {site: {quoted(what): count for what, count in one.items()} for site, one in sites.items()}
         yield from (
-            list(category_warnings(name, sites))
-            or list(_slips(name, sites))
-            or list(_constant(in_quotes(name), quoted))
+            list(category_warnings(name, sites)) or list(_slips(name, sites)) or list(_constant(in_quotes(name), shown))
         )
+
+
+def _together(sites: Mapping[str, Mapping[str, int]]) -> Counter[str]:
+    """The rows of each category at all sites."""
+    rows: Counter[str] = Counter()
+    for named in sites.values():
+        rows.update(named)
+    return rows
 
 
 # Categories -----------------------------------------------------------------------------------------------------------
@@ -246,7 +255,7 @@ def _respelt(sites: Mapping[str, Mapping[str, int | None]]) -> Iterator[str]:
                 if category != usual:
                     where = ", ".join(f"'{site}'{_of_rows([category], sites[site])}" for site in having)
                     elsewhere = ", ".join(f"'{site}'" for site in same[usual][:_MOST_NAMED])
-                    yield f"{_quoted(category)} at {where} is {_quoted(usual)} at {elsewhere}"
+                    yield f"{quoted(category)} at {where} is {quoted(usual)} at {elsewhere}"
 
 
 def _foreign(site: str, sites: Mapping[str, Mapping[str, int | None]]) -> list[str]:
@@ -299,12 +308,12 @@ def _slips(column: str, sites: Mapping[str, Mapping[str, int]]) -> Iterator[str]
             rare = min(same, key=lambda category: named[category])
             if len(same) > 1 and named[rare] < _RARE * sum(named.values()):
                 usual = max(same, key=lambda category: named[category])
-                found.append(f"{_quoted(rare)} ({named[rare]} rows) and {_quoted(usual)} at '{site}'")
+                found.append(f"{quoted(rare)} ({named[rare]} rows) and {quoted(usual)} at '{site}'")
     if found:
         yield f"column '{column}' spells a category in more than one way: {_listed(found)}; use one spelling"
 
 
-def _quoted(category: str) -> str:
+def quoted(category: str) -> str:
     """A category in a message: what differs in its Unicode form only is shown by its code points."""
     plain = category.isascii() or category == unicodedata.normalize("NFC", category)
     return f"'{category}'" if plain else f"{category!a}"
@@ -312,7 +321,7 @@ def _quoted(category: str) -> str:
 
 def _listing(names: Sequence[str]) -> str:
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(map(_quoted, sorted(names)[:_MOST_NAMED])) + more
+    return ", ".join(map(quoted, sorted(names)[:_MOST_NAMED])) + more
 
 
 def _listed(parts: Sequence[str]) -> str:

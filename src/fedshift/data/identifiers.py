@@ -15,8 +15,17 @@ MOST_UNASKED = 10
 """A column with no more different values than this is a category, however few rows there are."""
 
 
+FEW_ROWS = 5
+"""A patient has fewer visits than this; among more than `MOST_UNASKED` categories some have more rows."""
+MANY, EACH = 50, 10
+"""Of more values than ``MANY``, each is of ``EACH`` rows on average, the default of policy.smallest_group, or more."""
+
+
 def names_rows(rows: Mapping[str, int]) -> bool:
-    """Whether values name rows: there are half as many as rows or more, or most of them are of one row only.
+    """Whether values name rows, or the patients of a few rows each, rather than group them.
+
+    There are more than `MOST_UNASKED` of them, and there are half as many as rows or more; or most are of one row only;
+    or all are of fewer than `FEW_ROWS` rows; or there are more than `MANY`, of fewer than `EACH` rows on average.
 
     Args:
         rows: value → how many rows have it, without missing ones.
@@ -25,6 +34,15 @@ def names_rows(rows: Mapping[str, int]) -> bool:
         >>> names_rows({f"patient {number}": 1 for number in range(40)}), names_rows({"f": 20, "m": 20})
         (True, False)
     """
+    if names_single_rows(rows):
+        return True
+    return len(rows) > MOST_UNASKED and (
+        max(rows.values()) < FEW_ROWS or (len(rows) > MANY and sum(rows.values()) < EACH * len(rows))
+    )
+
+
+def names_single_rows(rows: Mapping[str, int]) -> bool:
+    """As `names_rows`, by the first two signs only: of a class, which is public as a rule, few samples may be there."""
     single = sum(count == 1 for count in rows.values())
     return len(rows) > MOST_UNASKED and (2 * len(rows) >= sum(rows.values()) or 2 * single > len(rows))
 
@@ -39,22 +57,25 @@ def check_categories(tables: Mapping[str, Columns], columns: Iterable[str], labe
         columns: columns of categories.
         labels: columns of classes.
     """
-    for column, advice in (
-        *((name, "name it under id, drop it, list it under numeric if it counts something") for name in columns),
-        *((name, "name the column of the classes, or write task: regression for a quantity") for name in labels),
+    for names, named, advice in (
+        (columns, names_rows, "name it under id, drop it, list it under numeric if it counts something"),
+        (labels, names_single_rows, "name the column of the classes, or write task: regression for a quantity"),
     ):
-        together: Counter[str] = Counter()
-        for table in tables.values():
-            rows = counted_cells(table.column(column))
-            check_values(table.path, f"column '{column}'", rows, advice)
-            together.update(rows)
-        check_values("data: all sites together", f"column '{column}'", together, advice)
+        for column in names:
+            together: Counter[str] = Counter()
+            for table in tables.values():
+                rows = counted_cells(table.column(column))
+                if named(rows):
+                    raise _refusal(table.path, f"column '{column}'", rows, advice, "data.many_categories")
+                together.update(rows)
+            if named(together):
+                raise _refusal(
+                    "data: all sites together", f"column '{column}'", together, advice, "data.many_categories"
+                )
 
 
-def check_values(
-    where: str, what: str, rows: Mapping[str, int], advice: str, field: str = "data.many_categories"
-) -> None:
-    """Raise UserError if values name rows. The public text has no numbers.
+def check_classes(where: str, what: str, rows: Mapping[str, int], advice: str, field: str) -> None:
+    """Raise UserError if names of classes name rows.
 
     Args:
         where: the file or site.
@@ -63,14 +84,18 @@ def check_values(
         advice: what to do.
         field: where values are listed that may be told.
     """
-    if not names_rows(rows):
-        return
+    if names_single_rows(rows):
+        raise _refusal(where, what, rows, advice, field)
+
+
+def _refusal(where: str, what: str, rows: Mapping[str, int], advice: str, field: str) -> UserError:
+    """What is said of values that name rows. The public text has no numbers."""
     reason = "it names rows and does not group them, and its values would be written into the model file"
     deliberate = f"or, if no value is confidential, list it under {field}"
-    raise UserError(
+    return UserError(
         f"{where}: {what} has {len(rows)} different values in {sum(rows.values())} rows: {reason}: {advice}, "
         f"{deliberate}",
-        public=f"{where}: {what} has about as many values as rows: {reason}: {advice}",
+        public=f"{where}: {what} has a value for every few rows: {reason}: {advice}",
     )
 
 

@@ -253,6 +253,11 @@ def _cut(protocol: LeaveOneOut | AdaptToOne, domains: Mapping[str, Domain]) -> d
     for name, domain in domains.items():
         whole = name == protocol.targets[0]
         parts = [domain] if whole else cut(domain, protocol.sites_each, protocol.cut_by, protocol.label_skew)
+        twice = next((part.name for part in parts if not whole and part.name in domains), None)
+        if twice is not None:
+            raise UserError(
+                f"protocol.sites_each: a part of '{name}' would be called '{twice}', as a site is: rename it"
+            )
         found.update((part.name, part) for part in parts)
     return found
 

@@ -16,7 +16,7 @@ from fedshift.data.agreement import MOMENTS
 from fedshift.data.builders.in_memory import Array, InMemory, SiteSamples
 from fedshift.data.checks import check_finite, checked, natural_order
 from fedshift.data.domain import DataSet, DataSource, Domain, Inputs, Manifest, Preprocessing, SparseRows
-from fedshift.data.identifiers import check_values
+from fedshift.data.identifiers import check_classes
 from fedshift.data.images import as_channels_first
 from fedshift.data.locate import load_npz
 from fedshift.data.tables import moments
@@ -243,7 +243,7 @@ def _named(labels: Mapping[str, Array]) -> tuple[str, ...] | None:
         return None
     for site, y in labels.items():
         rows = Counter(map(str, y.tolist()))
-        check_values(
+        check_classes(
             f"data of site '{site}'",
             "the array of labels",
             rows,

@@ -132,6 +132,8 @@ def described(sites: Mapping[str, Any], **options: Any) -> dict[str, Any]:
         condition = Condition.parse(options["positive"]) if isinstance(options.get("positive"), str) else None
     except ValueError as error:
         raise UserError(f"data: {error}") from None
+    if len(held) < len(sites):
+        raise UserError("data: two sites have the same name, such as 1 and '1': rename one")
     frames = [one for one in held.values() if isinstance(one, InMemory) and one.is_frame]
     if len(frames) < len(held) or not frames:
         return {"name": "arrays", "sites": held, **options}

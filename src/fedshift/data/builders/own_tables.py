@@ -75,7 +75,7 @@ class Table(TableFormat, TaskFields):
     categorical: tuple[str, ...] = Field((), description="columns of categories, one 0/1 column per category")
     many_categories: tuple[str, ...] = Field(
         (),
-        description="columns of categories or classes that may have about as many values as rows; their values leave "
+        description="columns of categories or classes that may have a value for every few rows; their values leave "
         "the site and are written into the model file",
     )
     id: str | None = Field(None, description="the column that names each row; predictions give it back")

@@ -23,7 +23,7 @@ from fedshift.experiment.config.engine_section import ENGINES, Engine, EngineSec
 from fedshift.experiment.config.error_messages import check_booleans, describe, suggest_field
 from fedshift.experiment.config.sections import PROTOCOLS, Evaluation, LeaveOneOut, Protocol, Section, SourceTarget
 from fedshift.federation.training import Training
-from fedshift.files import edited_yaml
+from fedshift.files import edited_yaml, names_alike
 from fedshift.methods import registry as method_registry
 from fedshift.methods.base import Method
 from fedshift.models import registry as model_registry
@@ -206,6 +206,12 @@ def _methods(value: Any, folder: Path) -> tuple[Method, ...]:
             )
         if labels.count(label) > 1:
             raise UserError(f"methods: '{label}' occurs twice: give each its own label")
+    alike = names_alike(labels)
+    if alike is not None:
+        raise UserError(
+            f"methods: '{alike[0]}' and '{alike[1]}' differ in capitals or Unicode form only, and their folders may "
+            "collide: give one another label"
+        )
     return methods
 
 
