@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from fedshift.experiment.config.experiment import Experiment, load
 from fedshift.experiment.plan import Run
 from fedshift.experiment.runs.context import Callback, Reporter
 from fedshift.experiment.runs.experiment_loop import run_experiment
-from fedshift.experiment.runs.lines import Lines
+from fedshift.experiment.runs.lines import Lines, at_work
 from fedshift.report.advice.verdict import verdict
 from fedshift.report.advice.words import two_sentences
 from fedshift.report.collect import collect
@@ -65,8 +65,6 @@ def _run(experiment: Experiment, runs: Path, errors: Console, callbacks: Sequenc
         stop()
     if any(map(is_finished, run_folders(folder))):
         show_results(folder, errors, ShownSamples(experiment) if samples else None)
-    elif reporter.left:
-        errors.print("another process is running all remaining runs of this experiment", highlight=False)
     if diverged is not None:
         raise diverged
 
@@ -146,8 +144,11 @@ class Bars(Reporter):
             self._progress.console.print(name, markup=False, highlight=False, soft_wrap=True)
 
     def skipped(self, run: Run) -> None:
-        self.left += 1
         self._progress.advance(self._whole)
+
+    def elsewhere(self, runs: int, holders: Collection[str]) -> None:
+        self.left = runs
+        self._progress.console.print(at_work(runs, holders), markup=False, highlight=False, soft_wrap=True)
 
     def warn(self, message: str) -> None:
         self._progress.console.print(f"warning: {message}", markup=False, highlight=False, soft_wrap=True)

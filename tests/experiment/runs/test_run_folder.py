@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -332,6 +333,7 @@ def test_half_a_file(cli: Cli, tmp_path: Path) -> None:
     assert cli("run", file, "--runs", runs).code == 0
 
 
+@pytest.mark.case("two processes on one experiment", "both runs held, then one, then none")
 def test_a_folder_belongs_to_one_process(cli: Cli, tmp_path: Path) -> None:
     options = experiment(sites(tmp_path), protocol={"targets": ["a", "b"], "seeds": [0]})
     file, runs = write(tmp_path / "e.yaml", options), tmp_path / "runs"
@@ -339,12 +341,13 @@ def test_a_folder_belongs_to_one_process(cli: Cli, tmp_path: Path) -> None:
     assert all(folder.acquire() for folder in held)
     said = cli("run", file, "--runs", runs)
     assert said.code == 0
-    assert "another process" in said.err
+    assert f"2 runs are being trained by process {os.getpid()} on {socket.gethostname()}" in said.err
     assert not list(runs.rglob("result.json"))
     held[0].release()
     said = cli("run", file, "--runs", runs)
     assert said.code == 0
     assert "1 of 2 runs unfinished" in said.out
+    assert f"1 run is being trained by process {os.getpid()}" in said.err
     held[1].release()
     assert "unfinished" not in cli("run", file, "--runs", runs).out
     fedshift.run(options, tmp_path / "whole")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -38,6 +38,9 @@ class Reporter(Watcher):
 
     def skipped(self, run: Run) -> None:
         """Another process is running this run."""
+
+    def elsewhere(self, runs: int, holders: Collection[str]) -> None:
+        """All else is done, and other processes are still at work on this many runs; ``holders`` names them."""
 
 
 class Callback:

@@ -69,6 +69,8 @@ def run_experiment(
     ):
         context = Context(device, threads, reporter, callbacks)
         diverged += _carry_out_all(context, workers, plan, folders, elsewhere)
+    if not helper:
+        _tell_held(folders, reporter)
     for run_of, planned in elsewhere.items():
         _pass_on(planned, run_of, callbacks)
     if diverged:
@@ -106,6 +108,13 @@ def _unfinished(folders: Sequence[RunFolder]) -> int:
         folder.check_identity()
         unfinished += folder.result() is None
     return unfinished
+
+
+def _tell_held(folders: Sequence[RunFolder], reporter: Reporter) -> None:
+    """Tell which runs other processes, none of this experiment's helpers, are still at work on."""
+    held = [folder.holder() for folder in folders if folder.result() is None and folder.is_held()]
+    if held:
+        reporter.elsewhere(len(held), sorted(set(held)))
 
 
 def _pass_on(planned: PlannedRun, folder: RunFolder, callbacks: Sequence[Callback]) -> None:

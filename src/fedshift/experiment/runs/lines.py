@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from fedshift.evaluation.records import RunResult, with_unit
 from fedshift.experiment.plan import Run
@@ -58,8 +58,11 @@ class Lines(Reporter):
             self._line(f"{_name(run)}: diverged")
 
     def skipped(self, run: Run) -> None:
-        self.left += 1
         self._pass()
+
+    def elsewhere(self, runs: int, holders: Collection[str]) -> None:
+        self.left = runs
+        self._say(at_work(runs, holders))
 
     def warn(self, message: str) -> None:
         self._say(f"{WARNING}{message}")
@@ -105,6 +108,14 @@ def notebook_reporter() -> Lines | None:
 
 def _name(run: Run) -> str:
     return f"{run.method.display} → {run.target}, seed {run.seed}"
+
+
+def at_work(runs: int, holders: Collection[str]) -> str:
+    """That other processes are at work on some runs, and which."""
+    return (
+        f"{runs} run{'s are' if runs > 1 else ' is'} being trained by {', '.join(holders)}: run the same command again "
+        "when that is done, or wait for its own table"
+    )
 
 
 def _minutes(seconds: float) -> str:

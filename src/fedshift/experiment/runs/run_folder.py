@@ -5,10 +5,12 @@ Every file is written atomically.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
 import os
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -44,6 +46,7 @@ from fedshift.federation.secure.closed import in_one, in_two, is_closed
 from fedshift.files import plain_yaml, write_bytes
 from fedshift.methods.base import State
 from fedshift.methods.composition.averaging import Kept
+from fedshift.text import one_line
 from fedshift.weights import Weights
 
 FORMAT = 1
@@ -84,9 +87,27 @@ class RunFolder:
             os.close(handle)
             raise UserError(f"cannot lock {self.path}: {error.strerror}; choose a local folder with --runs") from None
         self._lock = handle
+        with contextlib.suppress(OSError):  # who holds it is only a help
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         for half in self.path.glob(".*.part"):  # left by a process that was killed while it wrote
             half.unlink(missing_ok=True)
         return True
+
+    def is_held(self) -> bool:
+        """Whether a process holds the folder."""
+        if not self.acquire():
+            return True
+        self.release()
+        return False
+
+    def holder(self) -> str:
+        """The process that holds the folder, such as "process 312 on server-2"."""
+        try:
+            said = (self.path / ".lock").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            said = ""
+        return one_line(said[:200]) or "another process"
 
     def release(self) -> None:
         """Unlock the folder."""
