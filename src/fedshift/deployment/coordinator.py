@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fedshift.data.builders.at_sites import AtSites
-from fedshift.deployment.deployed_plan import EVERY_SITE, DeployedPlan, check_budgets
+from fedshift.deployment.deployed_plan import DeployedPlan, check_budgets
 from fedshift.deployment.event_log import EventLog
 from fedshift.deployment.handshake import agree, note_cards, split_rule
 from fedshift.deployment.json_files import DEPLOY_AGAIN
@@ -33,7 +33,7 @@ from fedshift.experiment.config.sections import AdaptToOne, LeaveOneOut, SourceT
 from fedshift.experiment.environment import resolve_device, threads_set
 from fedshift.experiment.plan import PlannedRun, Run
 from fedshift.experiment.privacy import measured_parts
-from fedshift.experiment.protocol import Split, new_site_of
+from fedshift.experiment.protocol import EVERY_SITE, Split, new_site_of
 from fedshift.experiment.runs.context import Context
 from fedshift.experiment.runs.evaluator import Evaluator, Final
 from fedshift.experiment.runs.round_loop import train_and_evaluate

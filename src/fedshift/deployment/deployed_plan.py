@@ -15,12 +15,9 @@ from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.config.sections import AdaptToOne, LeaveOneOut, SourceTarget
 from fedshift.experiment.environment import data_fingerprint
 from fedshift.experiment.plan import Plan, PlannedRun
-from fedshift.experiment.protocol import Split, domain_rows, unseen_rows
+from fedshift.experiment.protocol import EVERY_SITE, Split, domain_rows, unseen_rows
 from fedshift.functional.differential_privacy import NoisySteps, adaptive_epsilon
 from fedshift.text import one_line
-
-EVERY_SITE = "sites"
-"""The target that leaves no site out: the model is measured on the held-out samples of all sites."""
 
 
 class DeployedPlan(Plan):

@@ -121,7 +121,11 @@ class Plan:
         protocol, domains = self.experiment.protocol, self.data.domains
         fewer = []
         if isinstance(protocol, LeaveOneOut) and self.data.manifest.source == "yours":
-            measured = {target: self.split(target, protocol.seeds[0]).measured[target] for target in self.targets}
+            measured = {
+                target: self.split(target, protocol.seeds[0]).measured[target]
+                for target in self.targets
+                if target in domains
+            }
             fewer = [
                 f"{len(rows)} of {len(domains[target])} of '{target}'"
                 for target, rows in measured.items()

@@ -23,6 +23,9 @@ from fedshift.methods.base import Method
 from fedshift.methods.composition.new_site import NewSite
 from fedshift.methods.robust import Trust
 
+EVERY_SITE = "sites"
+"""The target that leaves no site out: all train, and the model is measured on the samples that they hold out."""
+
 
 @dataclass(frozen=True)
 class Split:
@@ -65,13 +68,24 @@ def targets_of(protocol: Protocol, data: DataSet) -> tuple[str, ...]:
     if protocol.targets == "all":
         return tuple(data.domains)
     for target in protocol.targets:
-        if target not in data.domains:
+        if target not in data.domains and target == EVERY_SITE:
+            _check_every_site(protocol)
+        elif target not in data.domains:
             raise UserError(f"protocol.targets: no domain is called '{target}'; {nearest(target, data.domains)}")
         if protocol.targets.count(target) > 1:
             raise UserError(f"protocol.targets: '{target}' is named twice; name it once")
     if not protocol.targets:
         raise UserError("protocol.targets: name at least one domain, or write all")
     return protocol.targets
+
+
+def _check_every_site(protocol: LeaveOneOut | AdaptToOne) -> None:
+    """Raise UserError where the protocol knows no model of all sites."""
+    if not isinstance(protocol, LeaveOneOut):
+        raise UserError(
+            f"protocol.targets: '{EVERY_SITE}' trains one model at all sites, with their labels, and {protocol.kind} "
+            "needs a target without: write protocol.kind: leave_one_out"
+        )
 
 
 def _pairs(protocol: SourceTarget, data: DataSet) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
@@ -99,7 +113,7 @@ def roles_of(protocol: Protocol, data: DataSet, target: str) -> tuple[tuple[str,
     Args:
         protocol: the protocol.
         data: the domains.
-        target: a target, whose sources are all other domains; or the name of a pair.
+        target: a target, whose sources are all other domains; `EVERY_SITE`, of which all are; or the name of a pair.
     """
     if not isinstance(protocol, SourceTarget):
         return tuple(name for name in data.domains if name != target), (target,)
@@ -125,6 +139,11 @@ def split_of(protocol: Protocol, data: DataSet, target: str, seed: int) -> Split
         if len(chosen) == 0:
             _check_groups(data, name)
             raise UserError(f"protocol: site '{name}' has no training samples left; lower protocol.test_fraction")
+    if target not in rows:
+        measured_there = {name: chosen for name, chosen in held_out.items() if len(chosen)}
+        if not measured_there:
+            raise UserError("protocol.test_fraction: no site holds out a sample to measure the model on; raise it")
+        return Split(train, held_out, measured_there)
     if isinstance(protocol, LeaveOneOut):
         if len(rows[target][1]) == 0 and protocol.base_images != "shared":
             _check_groups(data, target)
@@ -262,9 +281,15 @@ def _cut(protocol: LeaveOneOut | AdaptToOne, domains: Mapping[str, Domain]) -> d
     return found
 
 
-def new_site_of(protocol: Protocol, method: Method, input_shape: tuple[int, ...]) -> NewSite | None:
-    """How a method's network adapts to an unseen target before it predicts there; None where no target is unseen."""
-    return method.new_site_for(input_shape) if isinstance(protocol, LeaveOneOut) else None
+def new_site_of(
+    protocol: Protocol, method: Method, input_shape: tuple[int, ...], split: Split | None = None
+) -> NewSite | None:
+    """How a method's network adapts to an unseen target before it predicts there; None where no target is unseen.
+
+    ``split``: of the run, in which targets may have trained; None: they have not.
+    """
+    unseen = isinstance(protocol, LeaveOneOut) and (split is None or not set(split.measured) <= set(split.train))
+    return method.new_site_for(input_shape) if unseen else None
 
 
 def check_drawn(methods: Sequence[Method], quorum: int | None, drawn: int, sources: int) -> None:

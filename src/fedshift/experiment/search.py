@@ -19,7 +19,7 @@ from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.config.sections import LeaveOneOut
 from fedshift.experiment.features import built
 from fedshift.experiment.plan import Plan
-from fedshift.experiment.protocol import taking_part
+from fedshift.experiment.protocol import EVERY_SITE, taking_part
 from fedshift.methods.base import Method
 
 
@@ -69,7 +69,8 @@ def kept_out(experiment: Experiment, names: Sequence[str]) -> tuple[str, ...]:
         raise UserError(f"protocol.kind: a search leaves sources out, and {protocol.kind} does not: use leave_one_out")
     if len(experiment.methods) < 3:
         raise UserError("methods: a search chooses among at least two methods beside the first, which is the yardstick")
-    return tuple(names) or (() if protocol.targets == "all" else protocol.targets)
+    targets = () if protocol.targets == "all" else protocol.targets
+    return tuple(names) or tuple(target for target in targets if target != EVERY_SITE)
 
 
 def budget_of(experiment: Experiment, out: Sequence[str]) -> int:

@@ -53,7 +53,9 @@ class _Protocol(Section):
 class _OneTarget(_Protocol):
     """Base of the protocols in which each domain in turn is the target."""
 
-    targets: Literal["all"] | tuple[str, ...] = Field("all", description="the domains that are the target in turn")
+    targets: Literal["all"] | tuple[str, ...] = Field(
+        "all", description="the domains that are the target in turn; sites: none is, and all train one model"
+    )
     seeds: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**63)], ...], Field(min_length=1)] = Field(
         (0, 1, 2), description="a list: one run for each; a number alone is one seed, not how many"
     )

@@ -29,7 +29,7 @@ def carry_out(context: Context, workers: Workers, planned: PlannedRun, folder: R
     folder.claim()
     experiment, device = planned.experiment, torch.device(context.device)
     resamples, data = experiment.evaluation.resamples, planned.data
-    new_site = new_site_of(experiment.protocol, planned.run.method, data.input_shape)
+    new_site = new_site_of(experiment.protocol, planned.run.method, data.input_shape, planned.split)
     measured = measured_parts(planned.run.method, engine.routing, planned.split)
     evaluator = Evaluator(data, measured, device, experiment.model, resamples, new_site)
     options: dict[str, Any] = {

@@ -11,6 +11,7 @@ from fedshift.data import registry as datasets
 from fedshift.evaluation.records import IN_UNITS, RunResult, shown
 from fedshift.evaluation.selection import RULES
 from fedshift.experiment.predict import TrainedModel
+from fedshift.experiment.protocol import EVERY_SITE
 from fedshift.report.measures import METRICS
 from fedshift.report.table_formats import escape_markdown as text
 from fedshift.text import in_unit
@@ -44,7 +45,10 @@ def _target(trained: TrainedModel) -> tuple[str, str]:
     """The target's name, "" where there is none, and its part in training."""
     if trained.metadata.get("adapted_to"):
         return trained.metadata["adapted_to"], "trained without labels"
-    return trained.metadata.get("unseen") or "", "unseen in training"
+    target = trained.metadata.get("unseen") or ""
+    if target == EVERY_SITE and target not in trained.metadata["sources"]:
+        return "the sites that trained", "on samples that they held out"
+    return target, "unseen in training"
 
 
 def _task(trained: TrainedModel) -> str:
@@ -56,9 +60,8 @@ def _task(trained: TrainedModel) -> str:
 
 def _name(trained: TrainedModel) -> str:
     said = trained.metadata
-    return "-".join(
-        [said["experiment"], said["method"]["name"], *filter(None, [_target(trained)[0]]), str(said["seed"])]
-    )
+    target = said.get("adapted_to") or said.get("unseen")
+    return "-".join([said["experiment"], said["method"]["name"], *filter(None, [target]), str(said["seed"])])
 
 
 def _head(trained: TrainedModel, result: RunResult | None) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class ShownSamples:
                 continue
             chosen = rows[np.unique(np.linspace(0, len(rows) - 1, _PER_SITE).astype(int))]
             view = SiteData([(data.domains[name], chosen, 0)], data.preprocessing)
-            new_site = new_site_of(planned.experiment.protocol, trained.method, view.input_shape)
+            new_site = new_site_of(planned.experiment.protocol, trained.method, view.input_shape, split)
             network = answering(trained.network, view, new_site if is_target else None)
             with torch.no_grad():
                 features = [network.features(inputs).flatten(1) for inputs, _, _ in view.all_batches(_PER_SITE)]
