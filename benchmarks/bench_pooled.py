@@ -19,7 +19,7 @@ PASSES: Mapping[str, float] = {
     "jigen": 1,
     "dmg": 1,
     "dger": 1,
-    "metareg": 1,
+    "metareg": 1 + 4 / (3 * DOMAINS),  # an episode's four mini-batches pass forward
     "eisnet": 4 / 3,  # the key encoder's forward pass
     "fact": 8 / 3,  # two views, and the teacher's forward passes over both
     "crossgrad": 4,  # two networks: two views each

@@ -62,7 +62,7 @@ RATES: dict[str, tuple[float, float]] = {
     "source_only": (0.02, 0.005), "oracle": (0.015, 0.02), "dsbn": (0.03, 0.01), "shot": (0.01, 0.02),
     "dael": (0.025, 0.005), "m3sda": (0.02, 0.005), "cdan": (0.02, 0.005), "cmss": (0.015, 0.005),
     "srdc": (0.007, 0.005), "masf": (0.005, 0.003), "dger": (0.005, 0.003), "epi_fcr": (0.005, 0.003),
-    "metareg": (0.005, 0.003), "feature_critic": (0.005, 0.003),
+    "metareg": (0.0025, 0.003), "feature_critic": (0.005, 0.003),
     "fediir": (0.015, 0.02), "fedomg": (0.01, 0.02),
 }  # fmt: skip
 """Learning rates on images and on vectors with which a run learns something and is not done with it; else LR."""

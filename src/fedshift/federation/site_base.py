@@ -222,6 +222,14 @@ class SiteBase:
             self._count(len(sources) + (target is not None))
             yield tuple(next(source) for source in sources), next(target) if target is not None else None
 
+    def domain_stream(self, domain: int, purpose: str) -> Iterator[Batch]:
+        """A pool's mini-batches of one source domain, without end: what is looked at and not trained on.
+
+        They count against no budget. The same domain and purpose begin with the same batch in an exchange.
+        """
+        rows = torch.nonzero(self.data.domain_numbers.cpu() == domain).flatten()
+        return self._endless(self.data, rows, f"{purpose} of domain {domain}")
+
     def _count(self, number: int) -> None:
         """Count mini-batches that are about to be trained on, and set the learning rates of their step."""
         self._done = self.mini_batches
