@@ -163,7 +163,7 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
     def predict_proba(self, X: Any) -> npt.NDArray[np.float32]:
         """The probability of each class (n, classes), in the order of ``classes_``."""
         check_is_fitted(self)
-        return self.model_.predict_proba(validate_data(self, X, reset=False), accept_shift=True)
+        return self.model_.predict_proba(_new_samples(self, X), accept_shift=True)
 
     def predict(self, X: Any) -> npt.NDArray[Any]:
         """The class of each sample (n,)."""
@@ -238,6 +238,7 @@ class FederatedRegressor(RegressorMixin, _Federated):  # type: ignore[misc]
             TrainingDiverged: weights or losses are no longer finite.
         """
         _check_no_text(X)
+        _check_numbers("y", y)
         X, y = validate_data(self, X, y, y_numeric=True)
         self._train(X, y.astype(np.float32), sites, ("y",))
         return self
@@ -245,7 +246,7 @@ class FederatedRegressor(RegressorMixin, _Federated):  # type: ignore[misc]
     def predict(self, X: Any) -> npt.NDArray[Any]:
         """The quantity of each sample (n,)."""
         check_is_fitted(self)
-        return self.model_.predict(validate_data(self, X, reset=False), accept_shift=True)
+        return self.model_.predict(_new_samples(self, X), accept_shift=True)
 
     def _task(self) -> dict[str, Any]:
         return {"task": "regression", "loss": self.loss}
@@ -329,7 +330,7 @@ class FederatedSurvival(_Federated):
     def predict(self, X: Any) -> npt.NDArray[Any]:
         """The risk of each sample (n,), larger where the event is said to be sooner: the log of a relative hazard."""
         check_is_fitted(self)
-        return self.model_.predict(validate_data(self, X, reset=False), accept_shift=True)
+        return self.model_.predict(_new_samples(self, X), accept_shift=True)
 
     def score(self, X: Any, y: Any) -> float:
         """Harrell's concordance of the predictions, from 0 to 1; 0.5 is chance.
@@ -346,12 +347,36 @@ class FederatedSurvival(_Federated):
         return {"task": "time_to_event"}
 
 
+def _new_samples(estimator: Any, X: Any) -> npt.NDArray[Any]:
+    """Samples to predict, checked as those of training."""
+    _check_no_text(X)
+    found: npt.NDArray[Any] = validate_data(estimator, X, reset=False)
+    return found
+
+
+def _check_numbers(name: str, values: Any) -> None:
+    """Raise ValueError for an array or a list of text, naming no value of it."""
+    if _is_text(values):
+        raise ValueError(
+            f"{name} holds text, and the estimator takes numbers: convert it, with numpy.asarray({name}, dtype=float) "
+            "where it is numbers that are written as text"
+        )
+
+
+def _is_text(values: Any) -> bool:
+    """Whether values are an array or a list of text. Columns of a data frame have types of their own."""
+    try:
+        return isinstance(values, np.ndarray | list | tuple) and np.asarray(values).dtype.kind in "US"
+    except ValueError:  # rows of different lengths, of which scikit-learn speaks
+        return False
+
+
 def _check_no_text(X: Any) -> None:
     """Raise ValueError for a column of text, naming no value of it; numpy's own message would show one."""
     columns: dict[str, Any] = {}
     if hasattr(X, "columns"):
         columns = {f"column '{name}'": X[name] for name in X.columns}
-    elif isinstance(X, np.ndarray) and X.ndim == 2 and X.dtype.kind in "OUS":
+    elif isinstance(X, np.ndarray) and X.ndim == 2 and X.dtype.kind in "OU":
         columns = {f"column {place}": column for place, column in enumerate(X.T)}
     for name, column in columns.items():
         values = listed(column) if np.asarray(column).dtype.kind in "OUST" else []
@@ -361,6 +386,7 @@ def _check_no_text(X: Any) -> None:
                 f"X: {name} holds text, {len(set(words))} different values in {len(values)} rows, and the estimator "
                 "takes numbers: drop it if it names rows, else encode it, with sklearn's OneHotEncoder for example"
             )
+    _check_numbers("X", X)
 
 
 def _times_and_events(y: Any) -> npt.NDArray[np.float64]:

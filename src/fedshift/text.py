@@ -30,6 +30,17 @@ def printable(text: str, keep: str = "") -> str:
     return "".join(letter if letter.isprintable() or letter in keep else " " for letter in text)
 
 
+def type_in_words(dtype: Any) -> str:
+    """The type of an array, in messages.
+
+    Example:
+        >>> import numpy
+        >>> type_in_words(numpy.array(["1"]).dtype), type_in_words(numpy.zeros(1).dtype)
+        ('text', 'float64')
+    """
+    return {"U": "text", "S": "text", "T": "text", "O": "Python objects"}.get(dtype.kind, str(dtype))
+
+
 def one_line(text: str, most: int = 500) -> str:
     """A stranger's text as one line, cut to ``most`` characters."""
     text = printable(text[:most])

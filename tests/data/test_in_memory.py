@@ -86,7 +86,7 @@ def test_labels_that_are_words(tmp_path: Path) -> None:
     assert data.domains["a"].labels.tolist() == [1, 0, 1, 0, 1, 0]
     ordered = built({"name": "arrays", "sites": words, "classes": ["well", "ill"]})
     assert ordered.domains["a"].labels.tolist() == [0, 1, 0, 1, 0, 1]
-    with pytest.raises(UserError, match=r"site 'a'.*label 'well' is none"):
+    with pytest.raises(UserError, match=r"text at site 'a'.*numbers at site 'b'"):
         built({**words, "b": FEATURES["b"]})
 
 

@@ -115,7 +115,7 @@ def with_value(value: float) -> np.ndarray:
         ({"x": FEATURES, "y": LABELS - 1}, r"b\.npz.*label -1 is out of range"),
         ({"x": FEATURES, "y": LABELS + 40}, r"label 42 \(site 'b'\) is out of range"),
         ({"x": FEATURES, "y": LABELS + 0.5}, r"not whole numbers"),
-        ({"x": FEATURES, "y": np.array(["a"] * 12)}, r"expected integers"),
+        ({"x": FEATURES, "y": np.array(["a"] * 12)}, r"text at site 'b' and numbers at site 'a'"),
         ({"x": IMAGES.astype(np.float32), "y": LABELS}, r"float32, expected uint8"),
         ({"x": IMAGES.astype(np.int64), "y": LABELS}, r"int64, expected uint8"),
         ({"x": FEATURES.astype(np.int64), "y": LABELS}, r"features x are int64"),

@@ -22,6 +22,7 @@ from fedshift.data.locate import load_npz
 from fedshift.data.tables import moments
 from fedshift.data.tasks.fields import TaskFields, flags, label_sums, quantities, times
 from fedshift.errors import UserError, nearest
+from fedshift.text import type_in_words
 
 _LAYOUT = (
     "one .npz per site: x uint8 images (n, c, h, w), (n, h, w) or (n, h, w, c), or float features (n, d), or "
@@ -239,7 +240,13 @@ def _is_text(y: Array) -> bool:
 
 def _named(labels: Mapping[str, Array]) -> tuple[str, ...] | None:
     """The classes of labels that are text; None unless all sites have such labels."""
-    if not all(map(_is_text, labels.values())):
+    words = [site for site, y in labels.items() if _is_text(y)]
+    others = [site for site in labels if site not in words]
+    if words and others:
+        raise UserError(
+            f"labels y are text at site '{words[0]}' and numbers at site '{others[0]}': give one kind at all sites"
+        )
+    if others:
         return None
     for site, y in labels.items():
         rows = Counter(map(str, y.tolist()))
@@ -268,7 +275,9 @@ def readable_inputs(where: str, x: Array) -> npt.NDArray[np.uint8] | npt.NDArray
     """
     if x.ndim in (3, 4):
         if x.dtype != np.uint8:
-            raise UserError(f"{where}: images x are {x.dtype}, expected uint8 with values 0 to 255: convert them")
+            raise UserError(
+                f"{where}: images x are {type_in_words(x.dtype)}, expected uint8 with values 0 to 255: convert them"
+            )
         try:
             return as_channels_first(x.astype(np.uint8, copy=False))
         except ValueError as error:
@@ -276,7 +285,7 @@ def readable_inputs(where: str, x: Array) -> npt.NDArray[np.uint8] | npt.NDArray
     if x.ndim not in (2, 5):
         raise UserError(f"{where}: x has shape {x.shape}; expected {_LAYOUT}")
     if not np.issubdtype(x.dtype, np.floating):
-        raise UserError(f"{where}: features x are {x.dtype}, expected float32 or float64: convert them")
+        raise UserError(f"{where}: features x are {type_in_words(x.dtype)}, expected float32 or float64: convert them")
     with np.errstate(over="ignore"):
         features = x.astype(np.float32)
     check_finite(where, features)
@@ -289,7 +298,7 @@ def _integers(where: str, name: str, values: Array, samples: int, advice: str = 
     if len(values) != samples:
         raise UserError(f"{where}: x has {samples} samples but {name} has {len(values)}")
     if values.dtype.kind not in "iubf":
-        raise UserError(f"{where}: {name} is {values.dtype}, expected integers")
+        raise UserError(f"{where}: {name} is {type_in_words(values.dtype)}, expected integers")
     numbers = values.astype(np.float64)
     if not (np.isfinite(numbers) & (numbers == np.floor(numbers))).all():
         raise UserError(f"{where}: {name} holds values that are not whole numbers{advice}")

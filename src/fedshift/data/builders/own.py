@@ -16,7 +16,7 @@ from fedshift.data.builders.table_labels import Condition
 from fedshift.data.domain import DataSet, DataSource, Manifest, Preprocessing
 from fedshift.data.identifiers import MOST_UNASKED
 from fedshift.data.table_files import from_columns, is_missing, is_number
-from fedshift.errors import UserError, in_words
+from fedshift.errors import UserError, in_words, nearest
 
 
 class OwnData(DataSource):
@@ -170,7 +170,8 @@ def _kinds_of_columns(frames: Mapping[str, Any], taken: Collection[Any]) -> tupl
         if lacking is not None:
             raise UserError(
                 f"data: the table of site '{lacking}' has no column '{name}', which '{has[0]}' has: add it, drop it "
-                "at all sites, or list the columns to use under numeric and categorical"
+                "at all sites, or list the columns to use under numeric and categorical; "
+                f"{nearest(str(name), map(str, frames[lacking].columns))}"
             )
         columns = [frame[name] for frame in frames.values()]
         (numeric if _is_numeric(columns) else categorical).append(str(name))

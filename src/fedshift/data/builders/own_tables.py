@@ -417,12 +417,20 @@ class Table(TableFormat, TaskFields):
                 site: self._table(site, held).renamed(self._form_of(site).rename)
                 for site, held in (self.sites or {}).items()
             }
-        inputs = {*self.numeric, *self.categorical}
         for site, table in tables.items():
-            for column in (*self.label_columns, *self.numeric, *self.categorical, *([self.id] if self.id else [])):
-                table.column(column, shared=column in inputs)
+            self._check_columns(site, table)
             tables[site] = table.in_units(self._form_of(site).units).without_codes(self._codes(site))
         return tables
+
+    def _check_columns(self, site: str, table: Columns) -> None:
+        """Raise UserError for a column that a site's table lacks; people at other sites read inputs' names only."""
+        inputs = {*self.numeric, *self.categorical}
+        for column in (*self.label_columns, *self.numeric, *self.categorical, *([self.id] if self.id else [])):
+            try:
+                table.column(column, shared=column in inputs)
+            except UserError as error:
+                where = "" if f"'{site}'" in str(table.path) else f"site '{site}': "
+                raise UserError(f"{where}{error}", public=error.public) from None
 
     def _table(self, site: str, held: Path | InMemory) -> Columns:
         form = self._form_of(site)

@@ -14,6 +14,7 @@ from pydantic import Field, PositiveFloat, model_validator
 
 from fedshift.data.domain import DataSource, Preprocessing
 from fedshift.errors import UserError
+from fedshift.text import type_in_words
 
 Declared = Literal["classification", "regression", "time_to_event", "multi_label"]
 """The tasks that a data section can name; data with masks are for segmentation by themselves."""
@@ -122,6 +123,11 @@ def label_sums(labels: npt.NDArray[Any]) -> dict[str, float]:
         return {"count": len(values), "total": float(values.sum()), "squares": float((values**2).sum())}
 
 
+def _shown(values: npt.NDArray[Any]) -> str:
+    """What labels are that cannot be read."""
+    return f"y is {type_in_words(values.dtype)} of shape {values.shape}"
+
+
 def quantities(where: str, values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
     """Labels of a regression, checked.
 
@@ -136,7 +142,7 @@ def quantities(where: str, values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
         UserError: they are not one finite number for each sample.
     """
     if values.ndim != 1 or values.dtype.kind not in "iufb":
-        raise UserError(f"{where}: y is {values.dtype} of shape {values.shape}; task regression needs one number each")
+        raise UserError(f"{where}: {_shown(values)}; task regression needs one number each")
     with np.errstate(over="ignore"):
         labels = values.astype(np.float32)
     if not np.isfinite(labels).all():
@@ -160,7 +166,7 @@ def times(where: str, values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
     """
     if values.ndim != 2 or values.shape[1] != 2 or values.dtype.kind not in "iufb":
         raise UserError(
-            f"{where}: y is {values.dtype} of shape {values.shape}; task time_to_event needs (n, 2): the time, and 1 "
+            f"{where}: {_shown(values)}; task time_to_event needs (n, 2): the time, and 1 "
             "where the event happened, else 0"
         )
     with np.errstate(over="ignore"):
@@ -189,8 +195,7 @@ def flags(where: str, values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
     """
     if values.ndim != 2 or values.shape[1] < 2 or values.dtype.kind not in "iufb":
         raise UserError(
-            f"{where}: y is {values.dtype} of shape {values.shape}; task multi_label needs (n, labels) of 0 and 1 "
-            "with at least two labels"
+            f"{where}: {_shown(values)}; task multi_label needs (n, labels) of 0 and 1 with at least two labels"
         )
     wrong = ~np.isin(values, (0, 1)).all(axis=1)
     if wrong.any():
