@@ -34,7 +34,6 @@ NOT_YET.update(
     {
         ("pooled", f"{name}"): reason
         for names, reason in {
-            ("srdc_1", "srdc_3"): "its k-means starts elsewhere than the authors'",
             ("mixstyle_2",): "it has more places than the authors' network",
         }.items()
         for name in names

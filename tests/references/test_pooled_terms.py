@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from authors_numbers import Reference, compares
-from linear_pool import batch, linear, network
+from linear_pool import batch, linear, network, pool
 from torch import Tensor, nn
 
 from fedshift.functional.adversarial import (
@@ -30,10 +32,11 @@ from fedshift.functional.schedules import ramp, sigmoid_ramp
 from fedshift.functional.spectra import amplitude, interpolated
 from fedshift.methods.composition.mean_teacher import MeanTeacher
 from fedshift.methods.heads import Experts
-from fedshift.methods.pooled import dsbn
+from fedshift.methods.pooled import dsbn, srdc
 from fedshift.methods.pooled.dael import DAEL
 from fedshift.methods.pooled.dmg import DMG, MaskedClassifier, overlap
 from fedshift.methods.pooled.fact import FACT
+from fedshift.methods.pooled.srdc import SRDC
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -141,6 +144,38 @@ def test_dsbn_s_centroids(reference: Reference) -> None:
         reference.agree(f"{name}: centroids", torch.stack(moved))
         reference.agree(f"{name}: gradient by f", torch.autograd.grad(loss, f)[0])
     reference.agree("ramp at 0, 0.1, 0.25, 0.5, 1", [ramp(share) for share in (0, 0.1, 0.25, 0.5, 1)])
+
+
+@compares("pooled", "srdc_1")
+def test_srdc_s_start_of_k_means(reference: Reference) -> None:
+    """A pool whose sources and target have the entry's features: the network is its classifier W."""
+    given, options = reference.tensors, reference.parameters
+    model = network(nn.Identity(), linear(given["W"]), 4, 5)
+    labels = torch.arange(15) % 5
+    method = SRDC()
+    assert method.cluster_passes == options["cluster_iter"]
+    site, _ = pool(method, model, [], 0.1)
+    target = SimpleNamespace(all_batches=lambda size: iter([(given["ft"], None, None)]))
+    site.unlabelled = target  # type: ignore[assignment]
+    site.all_batches = lambda mixed=False: iter([batch(given["fs"], labels.tolist())])  # type: ignore[method-assign]
+    predicted = (given["ft"] @ given["W"].T).argmax(1)
+    reference.agree("predicted classes of the target", predicted)
+    starts = []
+    with pytest.MonkeyPatch.context() as patch:
+        original = srdc.kmeans_from
+        patch.setattr(srdc, "kmeans_from", lambda *one: (starts.append(one[1]), original(*one))[1])
+        for first, name in ((True, "epoch 0"), (False, "later epochs")):
+            found = method.clustered(site, model, first)
+            reference.agree(f"clusters in {name}", found.clusters)
+            reference.agree(f"centres after k-means in {name}", found.centres)
+    reference.agree("start in epoch 0 (means of the sources' classes)", starts[0])
+    reference.agree("start in later epochs (means of the target's predicted classes now)", starts[1])
+
+
+@compares("pooled", "srdc_3")
+def test_srdc_s_weights_of_sources(reference: Reference) -> None:
+    labels = torch.tensor(reference.inputs["labels"])
+    reference.agree("weights", srdc.affinity(reference.tensors["fs"], reference.tensors["c"][labels]))
 
 
 @compares("pooled", "srdc_2")

@@ -119,7 +119,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, content: Content) -> None:
 
 
 def begin_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Give parameters that had no gradient so far a momentum of zero. Fused SGD wants that of all parameters or of none."""
+    """Give parameters that had no gradient so far a momentum of zero. Fused SGD wants it of all or of none."""
     for group in optimizer.param_groups:
         if group.get("momentum"):
             for parameter in group["params"]:

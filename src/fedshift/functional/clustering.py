@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedshift.errors import UserError
+from fedshift.functional.metric_learning import squared_distances
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,39 @@ def class_means(features: Tensor, labels: Tensor, classes: int) -> tuple[Tensor,
     """
     sums, counts = _sums(features, labels, classes)
     return sums / counts.clamp(min=1)[:, None], counts > 0
+
+
+@torch.no_grad()
+def kmeans_from(features: Tensor, start: Tensor, passes: int, present: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """k-means by squared distances from given centres, with a fixed number of assignments (SRDC, Tang et al., 2020).
+
+    A cluster's number is that of its centre. One that has lost all its samples has the centre 0, as in the released
+    code of SRDC (trainer.py, k_means).
+
+    Args:
+        features: f, (n, d).
+        start: The centres at first, (C, d).
+        passes: How often samples are assigned, at least 1.
+        present: Which centres take part, (C,) bool; all by default. The others have no sample, and the centre 0.
+
+    Returns:
+        The clusters of the last pass, (n,), and their means, (C, d).
+
+    Example:
+        >>> points = torch.tensor([[0.0], [1.0], [9.0]])
+        >>> kmeans_from(points, torch.tensor([[0.0], [4.0]]), passes=2)
+        (tensor([0, 0, 1]), tensor([[0.5000],
+                [9.0000]]))
+    """
+    centres = start
+    labels = torch.zeros(len(features), dtype=torch.int64, device=features.device)
+    for _ in range(passes):
+        distances = squared_distances(features, centres)
+        if present is not None:
+            distances = distances.masked_fill(~present, torch.inf)
+        labels = distances.argmin(1)
+        centres, _ = class_means(features, labels, len(start))
+    return labels, centres
 
 
 def compactness(features: Tensor, labels: Tensor) -> float:

@@ -141,6 +141,7 @@ POOLED_METHODS: dict[str, dict[str, tuple[Try, ...]]] = {
         "detach": of(False, auxiliary="batch"),
         "embedding_weight": of(0.0, 3.0),
         "source_selection": of(False),
+        "cluster_passes": of(1),
         "centre_rate": of(1.0),
     },
 }

@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 import torch
 from pooling import LEFT, SIZES, assert_same, first_batches, fit, pool_of, start, trainable
-from tiny import LINEAR, MLP, domains, federation, vectors
+from tiny import LINEAR, MLP, NORMED, domains, federation, vectors
 from torch import Tensor
 from torch.nn import functional
 
 from fedshift.data.domain import Domain
 from fedshift.errors import UserError
 from fedshift.federation.local.in_process import LocalFederation
-from fedshift.federation.messages import Statistics
 from fedshift.federation.site import Envelope
 from fedshift.functional.schedules import ramp
 from fedshift.methods.pooled import srdc
@@ -33,17 +32,17 @@ def sharpened(p: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("later", [False, True])
 def test_a_step_by_hand(later: bool) -> None:
-    method = SRDC(beta=0.6, embedding_weight=0.8, setting="released", detach=True)
+    method = SRDC(beta=0.6, embedding_weight=0.8, setting="released", detach=True, source_selection=True)  # type: ignore
     site, weights = pool_of(method), start(method)
-    means = torch.randn(3, 6, generator=torch.Generator().manual_seed(2))
-    if later:
-        site.memory["centres"] = Statistics({"centres": means})
+    begun = 0.5 if later else 0.0
+    site.begin(Envelope(2, 2, begun, LEFT))
     sources, target = first_batches(site)
     model = site.model(weights)
-    clusters, centres, _ = method._clusters(site, model)
+    found = method.clustered(site, model, not later)
+    clusters, centres = found.clusters, found.centres
     update = fit(method, site, weights)
 
-    rate = ramp(WORK / LEFT)
+    rate = ramp(begun + (1 - begun) * WORK / LEFT)
     inputs, labels = torch.cat([b.inputs for b in sources]), torch.cat([b.targets for b in sources])
     moving = centres.clone().requires_grad_()
     features, at_target = model.features(inputs), model.features(target.inputs)
@@ -57,7 +56,8 @@ def test_a_step_by_hand(later: bool) -> None:
         return 0.4 * own + 0.6 * sharpened(p) if later else own
 
     p, soft = model.classifier(at_target).softmax(1), assigned(at_target)
-    weight = (1 + functional.cosine_similarity(features.detach(), centres[labels])) / 2
+    # The network has no BatchNorm and no dropout, so features are those of evaluation mode.
+    weight = (1 + functional.cosine_similarity(features.detach(), centres[labels])) / 2 if later else torch.ones(())
     of_source = -assigned(features).log()[torch.arange(len(labels)), labels]
     plain = functional.cross_entropy(model.classifier(features), labels, reduction="none")
     loss = rate * (cross_entropy(truth(p), p) + 0.8 * cross_entropy(truth(soft), soft))
@@ -66,17 +66,14 @@ def test_a_step_by_hand(later: bool) -> None:
     for parameter, slope in zip(trainable(model), torch.autograd.grad(loss, trainable(model)), strict=True):
         parameter.data -= 0.05 * slope
     assert_same(update.weights, model)
-    # What the next k-means starts from are this one's centres, before training moved them.
-    kept = site.memory["centres"]
-    assert isinstance(kept, Statistics)
-    torch.testing.assert_close(kept["centres"], centres)
 
 
 def test_clusters_have_the_numbers_of_the_classes() -> None:
     """Far apart classes: k-means from the sources' means finds the target's classes, without a look at its labels."""
     method = SRDC()
     site = pool_of(method, network={"name": "linear"})
-    clusters, centres, auxiliary = method._clusters(site, site.model())
+    found = method.clustered(site, site.model(), True)
+    clusters, centres, auxiliary = found.clusters, found.centres, found.auxiliary
     torch.testing.assert_close(auxiliary.sum(2), torch.ones(2, len(clusters)))
     assert site.unlabelled is not None
     assert (clusters == site.unlabelled.labels).double().mean() > 0.9
@@ -90,21 +87,20 @@ def test_a_class_without_source_samples_takes_no_part_and_a_tiny_target_is_no_ob
     assert isinstance(where, LocalFederation)
     site = where._runners["pool"].site
     site.begin(Envelope(1, 1, 0.0, LEFT))
-    clusters, *_ = method._clusters(site, site.model())
+    clusters = method.clustered(site, site.model(), True).clusters
     assert set(clusters.tolist()) <= {0, 1}
     assert site.unlabelled is not None
     site.unlabelled._rows = site.unlabelled._rows[:1]
-    assert method._clusters(site, site.model())[0].shape == (1,)
+    assert method.clustered(site, site.model(), True).clusters.shape == (1,)
 
 
 def test_labels_of_the_target_stand_still_within_a_round() -> None:
     """Predictions of now over sums of the round's beginning would drive a rare class up without an end."""
     method = SRDC(embedding_weight=0, source_selection=False)
     site = pool_of(method)
-    site.memory["centres"] = Statistics({"centres": torch.eye(3, 6)})
     site.begin(Envelope(2, 2, 1.0, LEFT))
     model = site.model(start(method))
-    expected = method._clusters(site, model)[2][0]
+    expected = method.clustered(site, model, False).auxiliary[0]
     seen: list[Tensor] = []
     with pytest.MonkeyPatch.context() as patch:
         original = srdc.soft_cross_entropy
@@ -139,7 +135,8 @@ def test_clusters_are_of_the_classes_that_sources_have() -> None:
     assert site.unlabelled is not None
     site.unlabelled._rows = np.flatnonzero(vectors("target", 14).labels > 0)
     site.begin(Envelope(1, 1, 0.0, LEFT))
-    clusters, centres, _ = method._clusters(site, site.model())
+    found = method.clustered(site, site.model(), True)
+    clusters, centres = found.clusters, found.centres
     truth = vectors("target", 14).labels
     assert clusters.tolist() == truth[truth > 0].tolist()
     for cluster in (1, 2):
@@ -147,26 +144,78 @@ def test_clusters_are_of_the_classes_that_sources_have() -> None:
         torch.testing.assert_close(centres[cluster], torch.from_numpy(mean), atol=1e-5, rtol=1e-5)
 
 
-def test_a_later_round_starts_from_the_centres_of_the_one_before() -> None:
-    """Kept centres with their numbers moved on by one: so are the clusters, whatever the sources' means are."""
+def test_a_later_round_starts_from_the_classes_that_are_predicted_now() -> None:
+    """A classifier whose classes are moved on by one: so are the clusters, whatever the sources' means are."""
     method = SRDC()
     site = pool_of(method, LINEAR)
-    first, centres, _ = method._clusters(site, site.model())
-    site.memory["centres"] = Statistics({"centres": centres.roll(1, 0)})
-    then, moved, _ = method._clusters(site, site.model())
-    assert len(first.unique()) == 3
-    assert then.tolist() == ((first + 1) % 3).tolist()
-    torch.testing.assert_close(moved, centres.roll(1, 0))
+    model = site.model()
+    first = method.clustered(site, model, True)
+    assert len(first.clusters.unique()) == 3
+    with torch.no_grad():  # as near to a class as to its centre: its logits are those of the nearest mean
+        model.classifier.weight.copy_(2 * first.centres.roll(1, 0))  # type: ignore[operator, arg-type]
+        model.classifier.bias.copy_(-first.centres.roll(1, 0).square().sum(1))  # type: ignore[operator, arg-type]
+    then = method.clustered(site, model, False)
+    assert then.clusters.tolist() == ((first.clusters + 1) % 3).tolist()
+    torch.testing.assert_close(then.centres, first.centres.roll(1, 0))
+    assert not torch.equal(method.clustered(site, model, True).clusters, then.clusters)
+
+
+def test_the_run_s_first_round_alone_starts_from_the_sources() -> None:
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        original = SRDC.clustered
+        patch.setattr(SRDC, "clustered", lambda *given: (seen.append(given[-1]), original(*given))[1])
+        method = SRDC()
+        site = pool_of(method)
+        for exchange, progress in enumerate((0.0, 0.1, 0.6), 1):
+            site.begin(Envelope(exchange, exchange, progress, LEFT))
+            fit(method, site, start(method))
+    assert seen == [True, False, False]
+
+
+def test_source_samples_near_the_target_s_centre_of_their_class_have_more_weight() -> None:
+    """From the second round on; not at all as the authors' script runs."""
+    site = pool_of(SRDC())
+    model = site.model()
+    found = SRDC().clustered(site, model, False)
+    model.eval()
+    with torch.no_grad():
+        for number, batch in enumerate(site.all_batches()):
+            f, c = model.features(batch.inputs), found.centres[batch.targets]
+            expected = 0.5 + 0.5 * (f * c).sum(1) / (f.norm(dim=1) * c.norm(dim=1)).clamp_min(1e-12)
+            torch.testing.assert_close(found.weights[batch.rows], expected, msg=f"batch {number}")
+    for method, first in ((SRDC(), True), (SRDC(setting="released"), False)):  # type: ignore[call-arg]
+        assert (method.clustered(site, model, first).weights == 1).all()
+
+
+def test_clusters_are_of_the_network_in_evaluation_mode() -> None:
+    """It normalises by its running statistics, which stay as they are, and trains afterwards."""
+    method = SRDC()
+    site = pool_of(method, NORMED)
+    model = site.model().train()
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("running_mean"):
+                buffer.fill_(0.7)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    found = method.clustered(site, model, False)
+    assert model.training
+    assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
+    assert site.unlabelled is not None
+    model.eval()
+    with torch.no_grad():
+        features = torch.cat([model.features(inputs) for inputs, _, _ in site.unlabelled.all_batches(500)])
+        expected = sharpened(model.classifier(features).softmax(1))
+    torch.testing.assert_close(found.auxiliary[0], expected)
 
 
 def test_predictions_and_assignments_have_labels_of_their_own() -> None:
     """q of the whole target, by hand: of softmax outputs for the first term, of distances to centres for the second."""
     method = SRDC(source_selection=False)
     site, weights = pool_of(method), start(method)
-    site.memory["centres"] = Statistics({"centres": torch.eye(3, 6)})
     site.begin(Envelope(2, 2, 0.5, LEFT))
     model = site.model(weights)
-    _, centres, _ = method._clusters(site, model)
+    centres = method.clustered(site, model, False).centres
     assert site.unlabelled is not None
     with torch.no_grad():
         features = torch.cat([model.features(inputs) for inputs, _, _ in site.unlabelled.all_batches(500)])

@@ -12,21 +12,28 @@ Features f, predictions p, learnable centres c; λ = 2/(1 + e^(−10t)) − 1 wi
     L_s = CE on the sources, each sample weighted by ½(1 + cos(f, target's centre of its class))
     L_s^emb = CE(y, p') on the sources, with the same weights
 In every round, k-means on the target's features gives clusters and centres. It starts from the sources' class means in
-the first round, then from the last round's centres.
+the first round, then from the means of the classes that the network predicts now. So do the learnable centres.
 
-Where papers and code differ. The defaults are the paper's; ``setting: released`` is the authors' code.
+Where papers and code differ. The defaults are the paper's; ``setting: released`` is the authors' script
+(``Gorilla-Lab-SCUT/SRDC-CVPR2020``, run_office31.sh).
  1. In the paper q and p are found in turn, q over the whole target. Here q is that of the model at the start of a
     round. In the code q is computed from every batch of 64, where a class that the batch lacks counts too much, and it
     has a gradient (``auxiliary``, ``detach``). (New predictions over old sums would increase rare classes without
     limit.)
+ 2. The script gives every source sample the weight 1: its option --src_soft_select is off (main.py, main).
+    ``source_selection: true`` has the paper's weights beside the rest of ``released``.
 No setting changes these:
- 2. The paper's class-balance term is missing in the code, and here. q may be mixed with the cluster,
-    (1 − β)·1[ŷ] + β·q (β = 1; 0.5 for one pair, ``beta``).
- 3. The code has embedding terms on the backbone's output, too. Here: only on the network's features. On frozen features
+ 3. The paper's class-balance term is missing in the code, and here. q may be mixed with the cluster,
+    (1 − β)·1[ŷ] + β·q (β = 1; 0.5 for one pair, ``beta``; trainer.py, TarDisClusterLoss).
+ 4. The code has embedding terms on the backbone's output, too. Here: only on the network's features. On frozen features
     the other terms would train nothing but their centres.
- 4. Centres start each epoch at the k-means of the target, or at the mean of that and the source's. Here: the former.
- 5. The paper has one source. Here the batches of all sources together are the source side.
- 6. Rates of the backbone are 0.1 of the others', the decay is η·(1 + 10t)^−0.75 (code). Here: the experiment's for the
+ 5. k-means is the code's (trainer.py, k_means): squared distances, ``cluster_passes`` = 5 assignments, and a class
+    that has lost all its samples has the centre 0. Here a class that no source has takes no part.
+ 6. Centres start each epoch at the k-means of the target, or at the mean of that and the source's. Here: the former.
+ 7. Weights of source samples are computed once a round in evaluation mode, and are 1 in the first (main.py, main; the
+    paper does not say when).
+ 8. The paper has one source. Here the batches of all sources together are the source side.
+ 9. Rates of the backbone are 0.1 of the others', the decay is η·(1 + 10t)^−0.75 (code). Here: the experiment's for the
     network, ``centre_rate`` of it for the centres.
 Equal work: an optimiser step counts K + 1 mini-batches, one of each source and one of the target.
 
@@ -35,19 +42,21 @@ Should reproduce (as run by MDFNet, ACC_s / ACC_t): Image-CLEF 87.78 / 86.89; Of
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, NonNegativeFloat
+from pydantic import Field, NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 
 from fedshift.errors import UserError
-from fedshift.federation.messages import Statistics, Update
+from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.clustering import (
     auxiliary_distribution,
     class_means,
+    kmeans_from,
     soft_cross_entropy,
     student_assignment,
 )
@@ -62,9 +71,9 @@ class SRDC(PooledAdaptation):
     """Deep clustering of the target's samples, regularised by the sources' labels."""
 
     name: ClassVar[str] = "srdc"
-    memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "centres")
+    memory_names: ClassVar[tuple[str, ...]] = ("optimizer",)
     relative_cost: ClassVar[float] = 1.3
-    settings: ClassVar[Settings] = {"released": {"auxiliary": "batch", "detach": False}}
+    settings: ClassVar[Settings] = {"released": {"auxiliary": "batch", "detach": False, "source_selection": False}}
 
     beta: Annotated[float, Field(ge=0, le=1)] = Field(1.0, description="β: share of q in the target's labels")
     auxiliary: Literal["batch", "target"] = Field(
@@ -73,6 +82,7 @@ class SRDC(PooledAdaptation):
     detach: bool = Field(True, description="q of a batch is a label (paper); false: it has a gradient (code)")
     embedding_weight: NonNegativeFloat = Field(1.0, description="weight of both terms on centres; 0 = without")
     source_selection: bool = Field(True, description="source samples near the target's centres have more weight")
+    cluster_passes: PositiveInt = Field(5, description="assignments of k-means in a round")
     centre_rate: NonNegativeFloat = Field(0.1, description="learning rate of the centres, times the network's")
 
     def check(self, network: Network) -> None:
@@ -82,107 +92,94 @@ class SRDC(PooledAdaptation):
     def fit(self, site: Site, weights: Weights, steps: int) -> Update:
         """Cluster the target's samples, then train on this round's mini-batches in the pool."""
         model = site.model(weights)
-        first = "centres" not in site.memory
-        clusters, means, auxiliary = self._clusters(site, model)
-        centres = nn.ParameterList([nn.Parameter(means.clone())])
+        first = site.envelope.progress == 0
+        found = self.clustered(site, model, first)
+        centres = nn.ParameterList([nn.Parameter(found.centres.clone())])
         optimizer = site.optimizer(model, memory="optimizer")
         slow = site.training.build_optimizer(centres, self.centre_rate * site.learning_rate)
 
         def loss_of(batches: DomainBatches) -> Tensor:
             sources, target = batches
+            rows = target.rows.to(site.device)
+            at_target, at_source, truth, weight = self._passed(model, sources, target, found)
+            own = F.one_hot(found.clusters[rows], model.classes).to(at_target)
+
+            def to_target(log_probabilities: Tensor, fixed: Tensor) -> Tensor:
+                """L_t or L_t^emb."""
+                labels = own if first else self._labels(own, log_probabilities, fixed[rows])
+                return soft_cross_entropy(labels, log_probabilities)
+
             rate = ramp(self.progress(site))
-            at_target = model.features(target.inputs)
-            logits = model.classifier(at_target)
-            rows = target.rows.to(clusters.device)
-            own = F.one_hot(clusters[rows], model.classes).to(logits)
-
-            def labels(log_probabilities: Tensor, fixed: Tensor) -> Tensor:
-                if first:
-                    return own
-                mixed = fixed[rows]
-                if self.auxiliary == "batch":
-                    mixed = auxiliary_distribution(
-                        (log_probabilities.detach() if self.detach else log_probabilities).exp()
-                    )
-                return (1 - self.beta) * own + self.beta * mixed
-
-            predicted = logits.log_softmax(1)
-            loss = rate * soft_cross_entropy(labels(predicted, auxiliary[0]), predicted)
-            at_source, truth = _together(model, sources)
-            weight = self._source_weights(at_source.detach(), truth, means)
+            loss = rate * to_target(model.classifier(at_target).log_softmax(1), found.auxiliary[0])
             loss = loss + (weight * F.cross_entropy(model.classifier(at_source), truth, reduction="none")).mean()
             if self.embedding_weight:
-                assigned = student_assignment(at_target, centres[0])
-                embedded = soft_cross_entropy(labels(assigned, auxiliary[1]), assigned)
+                embedded = to_target(student_assignment(at_target, centres[0]), found.auxiliary[1])
                 of_source = F.nll_loss(student_assignment(at_source, centres[0]), truth, reduction="none")
                 loss = loss + rate * self.embedding_weight * (embedded + (weight * of_source).mean())
             return loss
 
         loss = site.minimise_over(self.with_target(site, steps), loss_of, model, centres, optimizers=[optimizer, slow])
         site.remember_optimizer(optimizer, "optimizer")
-        site.memory["centres"] = Statistics({"centres": means.cpu()})
         return Update(site.weights_of(model), site.samples, loss)
 
-    def _source_weights(self, features: Tensor, labels: Tensor, means: Tensor) -> Tensor:
-        """½(1 + cos(f, target's centre of the class)) of each source sample, or ones."""
-        if not self.source_selection:
-            return torch.ones_like(labels, dtype=features.dtype)
-        return (1 + F.cosine_similarity(features, means[labels])) / 2
+    def _passed(
+        self, model: Network, sources: tuple[Batch, ...], target: Batch, found: Clustered
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Features of the target and of all sources together, and the latter's labels and weights."""
+        at_target = model.features(target.inputs)
+        at_source = model.features(torch.cat([batch.inputs for batch in sources]))
+        truth = torch.cat([batch.targets for batch in sources])
+        rows = torch.cat([batch.rows for batch in sources]).to(truth.device)
+        return at_target, at_source, truth, found.weights[rows]
+
+    def _labels(self, own: Tensor, log_probabilities: Tensor, fixed: Tensor) -> Tensor:
+        """(1 − β)·1[ŷ] + β·q."""
+        mixed = fixed
+        if self.auxiliary == "batch":
+            mixed = auxiliary_distribution((log_probabilities.detach() if self.detach else log_probabilities).exp())
+        return (1 - self.beta) * own + self.beta * mixed
 
     @torch.no_grad()
-    def _clusters(self, site: Site, model: Network) -> tuple[Tensor, Tensor, Tensor]:
-        """k-means of the target's features.
-
-        Returns:
-            The cluster of each sample as a class number (n,); the centres (C, d); and q of the predictions and of the
-            assignments to centres (2, n, C).
-        """
-        import warnings
-
-        from sklearn.cluster import KMeans
-        from threadpoolctl import threadpool_limits
-
-        model.eval()
+    def clustered(self, site: Site, model: Network, first: bool) -> Clustered:
+        """k-means of the target's features, and what a round takes from it; all of it in evaluation mode."""
         assert site.unlabelled is not None
+        model.eval()
         own = torch.cat([model.features(inputs) for inputs, _, _ in site.unlabelled.all_batches(_BATCH)])
-        start, present = self._start(site, model)
         predicted = model.classifier(own).softmax(1)
-        model.train()
-        # A class that no source has is not clustered: no sample gets it.
-        labels = torch.zeros(len(own), dtype=torch.int64)
-        chosen = present.nonzero().flatten()
-        centres = start.clone()
-        if len(own) >= len(chosen):
-            # One thread, so that the order of sums is fixed. The warning about equal features is harmless.
-            with threadpool_limits(1), warnings.catch_warnings(action="ignore"):
-                found = KMeans(len(chosen), init=start[chosen].cpu().numpy(), n_init=1).fit(own.cpu().numpy())
-            labels = chosen.cpu()[torch.from_numpy(found.labels_).long()]
-            centres[chosen] = torch.from_numpy(found.cluster_centers_).to(start)
-        else:  # fewer samples than classes: each gets the nearest class
-            labels = chosen.cpu()[torch.cdist(own, start[chosen]).argmin(1).cpu()]
-        pair = predicted, student_assignment(own, centres).exp()
-        return labels.to(site.device), centres, torch.stack([auxiliary_distribution(one) for one in pair])
-
-    def _start(self, site: Site, model: Network) -> tuple[Tensor, Tensor]:
-        """The start of k-means (the last round's centres, at first the sources' means), and which classes it has."""
         batches = [(model.features(batch.inputs), batch.targets) for batch in site.all_batches()]
+        model.train()
         features, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
-        means, present = class_means(features, labels, model.classes)
-        if "centres" in site.memory:
-            means = _centres(site).to(means)
-        return means, present
+        start, present = class_means(features, labels, model.classes)
+        if not first:
+            start, _ = class_means(own, predicted.argmax(1), model.classes)
+        clusters, centres = kmeans_from(own, start, self.cluster_passes, present)
+        pair = predicted, student_assignment(own, centres).exp()
+        weights = torch.ones_like(features[:, 0])
+        if self.source_selection and not first:
+            weights = affinity(features, centres[labels])
+        return Clustered(clusters, centres, torch.stack([auxiliary_distribution(one) for one in pair]), weights)
+
+
+@dataclass(frozen=True)
+class Clustered:
+    """What a round knows of the target before it trains.
+
+    Attributes:
+        clusters: Of each of the target's samples, as a class number, (n,).
+        centres: (C, d).
+        auxiliary: q of the predictions and of the assignments to centres, (2, n, C).
+        weights: Of every source sample, (m,).
+    """
+
+    clusters: Tensor
+    centres: Tensor
+    auxiliary: Tensor
+    weights: Tensor
+
+
+def affinity(features: Tensor, centres: Tensor) -> Tensor:
+    """``½(1 + cos(f, c))`` of each row, (n,)."""
+    return (1 + F.cosine_similarity(features, centres)) / 2
 
 
 _BATCH = 500
-
-
-def _centres(site: Site) -> Tensor:
-    found = site.memory["centres"]
-    assert isinstance(found, Statistics)
-    return found["centres"]
-
-
-def _together(model: Network, sources: tuple[Batch, ...]) -> tuple[Tensor, Tensor]:
-    """Features and labels of the batches of all sources."""
-    features = model.features(torch.cat([batch.inputs for batch in sources]))
-    return features, torch.cat([batch.targets for batch in sources])
