@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
 from fedshift.errors import UserError
-from fedshift.functional.mixing import cross_domain_partners, gradient_perturbed, mixed_styles
+from fedshift.functional.mixing import gradient_perturbed, mixed_styles, partners_in_the_other_half
 
 X = torch.tensor([0.0, 2.0, 4.0, 6.0]).view(1, 1, 2, 2)
 Y = torch.tensor([1.0, 1.0, 1.0, 5.0]).view(1, 1, 2, 2)
@@ -50,19 +50,21 @@ def test_without_positions_or_with_other_partners_there_is_no_style(shape: tuple
         mixed_styles(torch.zeros(shape), torch.zeros(partners, dtype=torch.int64), torch.ones(2))
 
 
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=12), st.integers(0, 99))
-def test_a_partner_is_of_another_domain_where_there_is_one(domains: list[int], seed: int) -> None:
-    numbers = torch.tensor(domains)
-    partners = cross_domain_partners(numbers, torch.Generator().manual_seed(seed))
-    if len(set(domains)) > 1:
-        assert (numbers[partners] != numbers).all()
-    assert ((partners >= 0) & (partners < len(domains))).all()
+@given(st.integers(1, 13), st.integers(0, 99))
+def test_partners_are_of_the_other_half_and_each_is_one_once(number: int, seed: int) -> None:
+    partners = partners_in_the_other_half(number, torch.Generator().manual_seed(seed))
+    half = number // 2
+    assert len(partners) == number
+    if half:
+        assert all((own < half) != (int(other) < half) for own, other in enumerate(partners))
+        assert len(partners.unique()) >= number - number % 2
 
 
-def test_every_sample_of_another_domain_can_be_the_partner() -> None:
+def test_every_sample_of_the_other_half_can_be_the_partner() -> None:
     draws = torch.Generator().manual_seed(0)
-    seen = {int(cross_domain_partners(torch.tensor([0, 0, 1, 2, 1]), draws)[0]) for _ in range(60)}
-    assert seen == {2, 3, 4}
+    drawn = [partners_in_the_other_half(6, draws) for _ in range(60)]
+    assert {int(one[0]) for one in drawn} == {3, 4, 5}
+    assert {int(one[4]) for one in drawn} == {0, 1, 2}
 
 
 @given(st.floats(0, 10), st.floats(0.01, 1))

@@ -7,7 +7,7 @@ from typing import Any, Literal, cast
 import pytest
 import torch
 import torch.nn.functional as F
-from authors_numbers import NOT_YET, Reference, compares
+from authors_numbers import Reference, compares
 from linear_pool import batch, linear, network, pool
 from torch import Tensor, nn
 
@@ -29,16 +29,6 @@ from fedshift.methods.pooled.jigen import JiGen, jigsaw_loss
 from fedshift.methods.pooled.masf import MASF
 
 pytestmark = pytest.mark.usefixtures("double")
-
-NOT_YET.update(
-    {
-        ("pooled", f"{name}"): reason
-        for names, reason in {
-            ("mixstyle_2",): "it has more places than the authors' network",
-        }.items()
-        for name in names
-    }
-)
 
 
 @compares("pooled", "crossgrad_1")

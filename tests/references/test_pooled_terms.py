@@ -26,17 +26,20 @@ from fedshift.functional.jigsaw import shuffled_tiles
 from fedshift.functional.losses import entropy
 from fedshift.functional.masking import straight_through_mask
 from fedshift.functional.metric_learning import class_confusion, confusion_divergence, semi_hard_triplet_loss
-from fedshift.functional.mixing import mixed_styles
+from fedshift.functional.mixing import mixed_styles, partners_in_the_other_half
 from fedshift.functional.moments import classifier_discrepancy, moment_distance
 from fedshift.functional.schedules import ramp, sigmoid_ramp
 from fedshift.functional.spectra import amplitude, interpolated
 from fedshift.methods.composition.mean_teacher import MeanTeacher
+from fedshift.methods.composition.mixstyle import Mixer
 from fedshift.methods.heads import Experts
 from fedshift.methods.pooled import dsbn, srdc
 from fedshift.methods.pooled.dael import DAEL
 from fedshift.methods.pooled.dmg import DMG, MaskedClassifier, overlap
 from fedshift.methods.pooled.fact import FACT
+from fedshift.methods.pooled.mixstyle import MixStyle
 from fedshift.methods.pooled.srdc import SRDC
+from fedshift.models.registry import build, parse
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -322,3 +325,16 @@ def test_mixstyle_with_given_partners(reference: Reference) -> None:
         reference.agree(name, mixed)
         if f"gradient {name}" in reference.outputs:
             reference.agree(f"gradient {name}", torch.autograd.grad((w * mixed).sum(), x)[0])
+
+
+@compares("pooled", "mixstyle_2")
+def test_where_mixstyle_stands_and_whom_it_mixes(reference: Reference) -> None:
+    model = build(parse({"name": "resnet18"}), (3, 32, 32), 7, seed=0)
+    Mixer(reference.parameters["p"], reference.parameters["alpha"], torch.Generator(), across=True).attach(model, None)
+    places = [name for name, place in model.stages.items() if model.get_submodule(place)._forward_hooks]
+    reference.agree("places", [name.replace("block", "behind layer") for name in places])
+    reference.agree("number of places", len(places))
+    partners = partners_in_the_other_half(16, torch.Generator().manual_seed(0))
+    reference.agree("different partners among 16 rows", len(partners.unique()))
+    site, _ = pool(MixStyle(partners="cross_domain"), network(nn.Identity(), linear(torch.ones(3, 5)), 5, 3), [], 0.1)
+    reference.agree("domains in a batch", len(next(site.paired_batches(1)).domains.unique()))

@@ -37,6 +37,11 @@ class Batch:
     domains: Tensor
     rows: Tensor
 
+    def part(self, rows: slice) -> Batch:
+        """Some of the samples."""
+        labels = None if self.labels is None else self.labels[rows]
+        return Batch(self.inputs[rows], labels, self.domains[rows], self.rows[rows])
+
     @property
     def targets(self) -> Tensor:
         """The labels.
@@ -47,6 +52,25 @@ class Batch:
         if self.labels is None:
             raise FedshiftError("a call asked an unlabelled target for labels")
         return self.labels
+
+
+def halved(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """The first half of every batch, then its second half, which has the odd sample; a sample alone is one half."""
+    for batch in batches:
+        cut = max(1, len(batch.inputs) // 2)
+        yield batch.part(slice(cut))
+        if len(batch.inputs) > cut:
+            yield batch.part(slice(cut, None))
+
+
+def joined(first: Batch, second: Batch) -> Batch:
+    """Two labelled batches, one behind the other."""
+    return Batch(
+        torch.cat([first.inputs, second.inputs]),
+        torch.cat([first.targets, second.targets]),
+        torch.cat([first.domains, second.domains]),
+        torch.cat([first.rows, second.rows]),
+    )
 
 
 @dataclass(frozen=True)
@@ -221,6 +245,23 @@ class SiteBase:
                 return
             self._count(len(sources) + (target is not None))
             yield tuple(next(source) for source in sources), next(target) if target is not None else None
+
+    def paired_batches(self, steps: int) -> Iterator[Batch]:
+        """Iterate ``steps`` times, at a pool, over a mini-batch of two source domains drawn anew, half of each.
+
+        The halves are equally long, one behind the other. Each mini-batch counts against the budget. With one domain
+        both halves are its own. Ends early like `batches`.
+        """
+        draws = self.generator_for("pairs of domains")
+        halves = [halved(self.domain_stream(number, "half")) for number in range(self.domains)]
+        for _ in range(steps):
+            if self.mini_batches >= self.envelope.mini_batches_left:
+                return
+            self._count(1)
+            order = torch.randperm(self.domains, generator=draws).tolist()
+            first, second = next(halves[order[0]]), next(halves[order[1 % self.domains]])
+            size = min(len(first.inputs), len(second.inputs))
+            yield joined(first.part(slice(size)), second.part(slice(size)))
 
     def domain_stream(self, domain: int, purpose: str) -> Iterator[Batch]:
         """A pool's mini-batches of one source domain, without end: what is looked at and not trained on.

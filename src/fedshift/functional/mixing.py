@@ -86,24 +86,28 @@ def pasted(images: Tensor, partners: Tensor, share: float, centre: tuple[float, 
     return mixed, 1 - taken / (height * width)
 
 
-def cross_domain_partners(domains: Tensor, generator: torch.Generator) -> Tensor:
-    """A partner of another domain for each sample, drawn at random; of any domain where there is one domain only.
+def partners_in_the_other_half(number: int, generator: torch.Generator) -> Tensor:
+    """A partner for each sample: the other half of the batch, in a random order (MixStyle "with domain label").
+
+    Each sample is the partner of one other, so half a batch of one domain takes the styles of a half of another.
+    Source: Dassl.pytorch, dassl/modeling/ops/mixstyle.py, MixStyle.forward, ``crossdomain``.
 
     Args:
-        domains: The number of each sample's domain, (n,).
+        number: n, of samples; the first half has the smaller part of an odd number, and then one partner comes twice.
         generator: Draws, on the CPU.
 
     Returns:
-        Row numbers (n,), on the device of ``domains``.
+        Row numbers (n,).
 
     Example:
-        >>> cross_domain_partners(torch.tensor([0, 1]), torch.Generator())
+        >>> partners_in_the_other_half(2, torch.Generator())
         tensor([1, 0])
     """
-    draws = torch.rand(len(domains), len(domains), generator=generator)
-    other = (domains[:, None] != domains[None]).cpu()
-    alone = ~other.any(1, keepdim=True)
-    return draws.masked_fill(~(other | alone), -1.0).argmax(1).to(domains.device)
+    half = number // 2
+    first, second = torch.randperm(half, generator=generator), half + torch.randperm(number - half, generator=generator)
+    if half == 0:
+        return second
+    return torch.cat([second[:half], first, first[: number - 2 * half]])
 
 
 def gradient_perturbed(inputs: Tensor, gradients: Tensor, size: float, bound: float = 0.1) -> Tensor:

@@ -29,6 +29,7 @@ from fedshift.methods.pooled.eisnet import EISNet, Parts
 from fedshift.methods.pooled.fact import FACT
 from fedshift.methods.pooled.jigen import JiGen
 from fedshift.methods.pooled.mixstyle import MixStyle
+from fedshift.models.registry import build, parse
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,6 @@ def test_a_stage_answers_with_mixed_styles() -> None:
     inputs = torch.randn(6, *site.data.input_shape, generator=torch.Generator().manual_seed(0))
     _, stages = model.with_stages(inputs, ["conv1"])
     mixer = Mixer(1.0, 0.1, torch.Generator().manual_seed(5), across=False)
-    mixer.domains = torch.arange(6) % 2  # are known, and partners of any domain are asked for
     mixer.attach(model, ("conv1",))
     _, mixed = model.with_stages(inputs, ["conv1"])
     draws = torch.Generator().manual_seed(5)
@@ -93,6 +93,52 @@ def test_all_stages_mix_but_the_last() -> None:
     Mixer(1.0, 0.1, torch.Generator(), across=False).attach(model, None)
     mixing = [name for name, place in model.stages.items() if model.get_submodule(place)._forward_hooks]
     assert mixing == list(model.stages)[:-1]
+
+
+def test_mixstyle_with_domain_labels_mixes_halves_of_two_domains() -> None:
+    """Its step by hand. The paper's order of partners; the code's halves."""
+    method = MixStyle(partners="cross_domain", probability=1.0, stages=("conv1",))
+    site, weights, model = pool(method)
+    batch = next(site.paired_batches(1))
+    site.mini_batches = 0
+    draws = site.generator_for("mixstyle")
+    torch.rand((), generator=draws)
+    first, second = torch.randperm(4, generator=draws), 4 + torch.randperm(4, generator=draws)
+    order, weight = torch.cat([second, first]), beta(0.1, 8, draws).float()
+
+    def mixed(_: object, __: object, maps: torch.Tensor) -> torch.Tensor:
+        return mixed_styles(maps, order, weight)
+
+    model.get_submodule(model.stages["conv1"]).register_forward_hook(mixed)
+    descend(F.cross_entropy(model(batch.inputs), batch.targets), trainable(model))
+    assert_same(step(method, site, weights).weights, model)
+
+
+def test_a_paired_batch_has_half_of_each_of_two_domains() -> None:
+    """Every pair is drawn, in both orders; every sample comes as often as any of its domain."""
+    site, _, _ = pool(MixStyle())
+    pairs, rows = set(), []
+    for batch in site.paired_batches(120):
+        assert len(batch.inputs) == 8
+        first, second = batch.domains[:4].unique().tolist(), batch.domains[4:].unique().tolist()
+        assert len(first) == len(second) == 1
+        pairs.add((*first, *second))
+        rows.append(batch.rows)
+        for inputs, row in zip(batch.inputs, batch.rows, strict=True):
+            torch.testing.assert_close(inputs, site.data.batch(row[None], None)[0][0])
+    assert pairs == set(itertools.permutations(range(3), 2))
+    assert site.mini_batches == 120
+    counts, numbers = torch.cat(rows).bincount(), site.data.domain_numbers
+    for number in range(3):
+        own = counts[numbers == number]
+        assert own.max() - own.min() <= 1
+
+
+def test_mixstyle_has_no_place_behind_a_stem() -> None:
+    network = build(parse({"name": "resnet18"}), (3, 32, 32), 3, seed=0)
+    Mixer(0.5, 0.1, torch.Generator(), across=False).attach(network, None)
+    mixing = [name for name, place in network.stages.items() if network.get_submodule(place)._forward_hooks]
+    assert mixing == ["block1", "block2", "block3"]
 
 
 def test_the_weights_are_of_a_beta_distribution() -> None:

@@ -17,9 +17,12 @@ from torch.utils.hooks import RemovableHandle
 
 from fedshift.errors import UserError, nearest
 from fedshift.federation.site import PlugIn, Site
-from fedshift.functional.mixing import cross_domain_partners, mixed_styles
+from fedshift.functional.mixing import mixed_styles, partners_in_the_other_half
 from fedshift.methods.composition.plug_in import LocalOption, check_images, maps_of
 from fedshift.models.network import Network
+
+STEM = "stem"
+"""What stands before a network's blocks. The authors mix behind blocks alone (ResNet.featuremaps, resnet18_ms_l123)."""
 
 
 class MixStyleOption(LocalOption):
@@ -31,7 +34,7 @@ class MixStyleOption(LocalOption):
     probability: Annotated[float, Field(ge=0, le=1)] = Field(0.5, description="p: of mixing in a forward pass")
     alpha: PositiveFloat = Field(0.1, description="α of λ ~ Beta(α, α)")
     stages: tuple[str, ...] | None = Field(
-        None, description="behind which stages; none = all with positions but the last"
+        None, description="behind which stages; none = all with positions but the stem and the last"
     )
 
     def at(self, site: Site) -> PlugIn:
@@ -72,15 +75,14 @@ class Mixer:
         probability: p.
         alpha: α.
         draws: Draws whether to mix, λ and the partners.
-        across: Whether a partner is of another domain; ``domains`` says which domain each sample is of.
+        across: Whether a partner is of the other half of the batch, which is of another domain; else of the batch.
     """
 
     def __init__(self, probability: float, alpha: float, draws: torch.Generator, across: bool) -> None:
         self.probability, self.alpha, self.draws, self.across = probability, alpha, draws, across
-        self.domains: Tensor | None = None
 
     def attach(self, model: Network, stages: tuple[str, ...] | None) -> list[RemovableHandle]:
-        """Mix behind these stages of ``model``; None: behind all that have positions, except the last stage."""
+        """Mix behind these stages of ``model``; None: behind all that have positions, but ``stem`` and the last."""
         return [
             model.get_submodule(model.stages[name]).register_forward_hook(self._mixed)
             for name in _chosen(model, stages)
@@ -91,15 +93,21 @@ class Mixer:
             return maps
         if torch.rand((), generator=self.draws) >= self.probability:
             return maps
-        if self.across and self.domains is not None:
-            order = cross_domain_partners(self.domains, self.draws)
-        else:
-            order = torch.randperm(len(maps), generator=self.draws).to(maps.device)
-        return mixed_styles(maps, order, beta(self.alpha, len(maps), self.draws).to(maps))
+        drawn = partners_in_the_other_half if self.across else shuffled
+        return mixed_styles(
+            maps, drawn(len(maps), self.draws).to(maps.device), beta(self.alpha, len(maps), self.draws).to(maps)
+        )
 
 
 def _chosen(network: Network, stages: tuple[str, ...] | None) -> list[str]:
-    return list(network.stages)[:-1] if stages is None else list(stages)
+    if stages is not None:
+        return list(stages)
+    return [name for name in list(network.stages)[:-1] if name != STEM]
+
+
+def shuffled(number: int, generator: torch.Generator) -> Tensor:
+    """Row numbers in a random order, (n,)."""
+    return torch.randperm(number, generator=generator)
 
 
 def beta(alpha: float, number: int, draws: torch.Generator) -> Tensor:
