@@ -42,7 +42,7 @@ def site(folder: Path, wards: Sequence[str], ages: Sequence[Any], fields: Any = 
 
 def answer(file: Path, **changes: Any) -> tuple[dict[str, Any], str]:
     """What a site answers to a greeting, and its audit log."""
-    program = open_site(file)
+    program = open_site(file, in_service=True)
     body = body_of({})
     header = {"do": "hello", "protocol": PROTOCOL, "run": "r", **hello(**changes)}
     sent = program.handle(seal({"key": request_key(header, body.sha256), **header}, body), "someone")

@@ -79,6 +79,12 @@ class Network:
                 kit = roles.load_kit(self.made.sites[name], "site")
                 roles.start(kit, self.made.sites[name] / "SITE.yaml", wait=0 if not names else PATIENCE)
 
+    def start_again(self, *names: str) -> None:
+        """Start those of the sites that do not run, as another test may have killed them."""
+        for name in names:
+            if roles.status(roles.load_kit(self.made.sites[name], "site")).pid is None:
+                self.start(name)
+
     def stop(self) -> None:
         for kit in (*self.made.sites.values(), self.coordinator):
             with contextlib.suppress(Exception):

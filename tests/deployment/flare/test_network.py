@@ -321,6 +321,7 @@ def test_a_revoked_a_removed_and_a_dropped_site_are_not_waited_for(network: Netw
         network.finish(deployment)
         return {event["site"] for event in deployment.events() if event["what"] == "fit"}
 
+    network.start_again("east")
     try:
         roles.set_revoked(network.coordinator, "south", True)
         assert trained("revoked") == {"north", "east"}
@@ -334,7 +335,7 @@ def test_a_revoked_a_removed_and_a_dropped_site_are_not_waited_for(network: Netw
     finally:
         file.write_bytes(text)
         network.made = roles.provision(roles.load_project(file), kits, lambda new: None)
-        network.start("south")
+        network.start_again("south")
 
 
 def test_one_kit_on_two_machines_is_said(network: Network, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ class Played:
         kit: Any = SimpleNamespace(folder=Path(), project=SimpleNamespace(largest_message=1))
         patch.setattr(engine, "own_kit", lambda: kit)
         patch.setattr(engine, "revoked_sites", lambda kit: set())
-        patch.setattr(engine, "open_site", lambda file: SimpleNamespace(handle=self.handle))
+        patch.setattr(engine, "open_site", lambda file, in_service: SimpleNamespace(handle=self.handle))
         patch.setattr(parts, "_AGAIN_SECONDS", 0.0)
         patch.setenv(engine.SITE, "SITE.yaml")
         patch.setattr(engine.FlareSite, "__init__", lambda site: setattr(site, "_program", None))
