@@ -46,6 +46,9 @@ class ReplyRefused(FedshiftError):
     """A site's reply is not what its call promises. The message names the site."""
 
 
+OUT_OF_MEMORY = "out of memory: take less data or a smaller model, or lower training.batch_size or engine.workers"
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that there is not enough memory: Python's, NumPy's, torch's, on any device.
 

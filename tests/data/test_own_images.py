@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -234,6 +235,22 @@ def test_empty_and_missing_folders(tmp_path: Path) -> None:
     (tmp_path / "bare").mkdir()
     with pytest.raises(UserError, match="no folder of a site"):
         ImageFolder(root=tmp_path / "bare").build()
+
+
+@pytest.mark.parametrize(
+    ("root", "meant"),
+    [
+        pytest.param("above", "above/root", marks=pytest.mark.case("folders", "root one folder too high")),
+        pytest.param("above/root/north", "above/root", marks=pytest.mark.case("folders", "root one folder too low")),
+        pytest.param("", None, marks=pytest.mark.case("folders", "root two folders too high")),
+    ],
+)
+def test_a_root_beside_the_right_one_is_asked_about(tmp_path: Path, root: str, meant: str | None) -> None:
+    collection(tmp_path / "above" / "root")
+    with pytest.raises(UserError, match="is empty") as caught:
+        ImageFolder(root=tmp_path / root, size=8).build()
+    hints = re.findall(r"did you mean root: (\S+)\?", str(caught.value))
+    assert hints == ([] if meant is None else [str((tmp_path / meant).resolve())])
 
 
 def test_corrupt_images_are_skipped_and_listed_by_choice(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def _run() -> int:
     import typer
 
     from fedshift.cli.app import command
-    from fedshift.errors import FedshiftError, is_out_of_memory
+    from fedshift.errors import OUT_OF_MEMORY, FedshiftError, is_out_of_memory
     from fedshift.text import printable
 
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"  # one line, without the code
@@ -56,7 +56,7 @@ def _run() -> int:
         return 2
     except Exception as error:
         if is_out_of_memory(error):
-            print("error: out of memory: take less data, lower training.batch_size or engine.workers", file=sys.stderr)
+            print(f"error: {OUT_OF_MEMORY}", file=sys.stderr)
             return 2
         # Typer's error for a wrong option. It has no importable class: some versions of typer bundle their own click.
         if not hasattr(error, "format_message"):

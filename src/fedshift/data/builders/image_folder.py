@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -37,6 +38,8 @@ from fedshift.errors import UserError
 _LAYOUT = "root/<domain>/<class>/<image>: one folder per site, in it one folder per class; other files are left out"
 Width = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _MOST_NAMED = 3
+_MOST_TRIED = 20
+"""Folders, and files of each, that are looked at where the root may be a wrong one."""
 _MADE_BY_SYSTEMS = frozenset({"thumbs.db", "desktop.ini", "icon\r"})
 _MOSTLY = 0.9
 """From this share of a site's images with one patient ID on, it is taken for a placeholder."""
@@ -98,8 +101,9 @@ class ImageFolder(DataSource):
         empty = next((site for site, labels in held.items() if not labels), None)
         if empty is not None:
             others = "".join(f"; {text}" for text in left_out.warnings(self.root / empty))
+            hint = root_hint(self.root, lambda place: any(_images_in(folder) for folder in folders(place)))
             raise UserError(
-                f"site '{empty}' is empty: no images in {self.root / empty}/<class>/{others}; expected {_LAYOUT}"
+                f"site '{empty}' is empty: no images in {self.root / empty}/<class>/{others}; {hint}expected {_LAYOUT}"
             )
         classes = agreed_classes(held, what="class folders", allow_missing=self.missing_classes == "allow")
         files = {site: [(label, file) for label in classes for file in found[site].get(label, [])] for site in found}
@@ -334,6 +338,26 @@ def site_folders(root: Path, layout: str) -> list[Path]:
     if not found:
         raise UserError(f"data.root: {root} holds no folder of a site; expected {layout}")
     return found
+
+
+def root_hint(root: Path, is_site: Callable[[Path], bool]) -> str:
+    """A question about the root where the folders of the sites lie one folder above or below it; else empty.
+
+    Args:
+        root: the option ``data.root``, below which a site's folder has no images.
+        is_site: whether a folder is laid out as a site's.
+    """
+    root = root.resolve()
+    for place in (*folders(root)[:_MOST_TRIED], *([root.parent] if is_site(root) else [])):
+        if sum(map(is_site, folders(place)[:_MOST_TRIED])) > 1:
+            return f"did you mean root: {place}? "
+    return ""
+
+
+def _images_in(folder: Path) -> bool:
+    """Whether a folder holds an image, by the first files' names or content."""
+    files = (path for path in itertools.islice(folder.iterdir(), _MOST_TRIED) if path.is_file())
+    return any(is_image(path.name) or is_medical(path) for path in files)
 
 
 def folders(place: Path) -> list[Path]:

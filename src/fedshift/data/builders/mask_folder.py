@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field, FiniteFloat
 
-from fedshift.data.builders.image_folder import LeftOut, Width, folders, image_warnings, site_folders
+from fedshift.data.builders.image_folder import LeftOut, Width, folders, image_warnings, root_hint, site_folders
 from fedshift.data.checks import agreed_classes, checked
 from fedshift.data.domain import DataSet, DataSource, Domain, Manifest, Preprocessing
 from fedshift.data.images import ImageFile, decoded, has_colour, is_image, on_disk, size_of
@@ -56,7 +56,8 @@ class MaskFolder(DataSource):
         """
         left_out = LeftOut()
         sites = site_folders(self.root, _LAYOUT)
-        found = {site.name: _of_site(site, left_out) for site in sites}
+        hint = root_hint(self.root, lambda place: (place / "images").is_dir())
+        found = {site.name: _of_site(site, left_out, hint) for site in sites}
         for folder in (self.root, *sites, *(site / "masks" for site in sites)):
             left_out.misplaced(folder)
         structures = agreed_classes(
@@ -113,11 +114,11 @@ class MaskFolder(DataSource):
 Files = dict[str, ImageFile]
 
 
-def _of_site(site: Path, left_out: LeftOut) -> tuple[Files, dict[str, Files]]:
+def _of_site(site: Path, left_out: LeftOut, hint: str) -> tuple[Files, dict[str, Files]]:
     """The files of one site: images by name, and masks by structure and name, in the order of the images."""
     images = _images(site / "images", left_out)
     if not images:
-        raise UserError(f"site '{site.name}' is empty: no images in {site / 'images'}; expected {_LAYOUT}")
+        raise UserError(f"site '{site.name}' is empty: no images in {site / 'images'}; {hint}expected {_LAYOUT}")
     masks = {folder.name: _images(folder, left_out) for folder in folders(site / "masks")}
     if not masks:
         raise UserError(f"site '{site.name}' has no masks: no folder in {site / 'masks'}; expected {_LAYOUT}")

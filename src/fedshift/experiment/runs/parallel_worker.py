@@ -14,7 +14,7 @@ import sys
 import threading
 from pathlib import Path
 
-from fedshift.errors import FedshiftError, TrainingDiverged
+from fedshift.errors import OUT_OF_MEMORY, FedshiftError, TrainingDiverged, UserError, is_out_of_memory
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.experiment.runs.parallel import DIVERGED
@@ -37,6 +37,11 @@ def main() -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return 130
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        print(OUT_OF_MEMORY, file=sys.stderr)
+        return UserError.exit_code
     return 0
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from fedshift.data.domain import Domain, SparseRows
-from fedshift.errors import FedshiftError
+from fedshift.errors import OUT_OF_MEMORY, FedshiftError, is_out_of_memory
 from fedshift.federation.local.allocator import keep_freed_memory
 from fedshift.federation.messages import decode, encode, reply_content
 from fedshift.federation.setting_json import setting_from
@@ -88,14 +88,20 @@ class Worker:
                 answer = encode(*commands[header["do"]](header, dict(content)))
             except FedshiftError as error:
                 answer = encode({}, {"error": type(error).__name__, "message": str(error)})
-            except Exception:
-                # A bug, not a user's mistake: send the whole traceback to the server.
-                message = f"a worker failed:\n{traceback.format_exc()}"
-                answer = encode({}, {"error": "FedshiftError", "message": message})
+            except Exception as error:
+                answer = encode({}, _failure(error))
             try:
                 connection.send_bytes(answer)
             except OSError:
                 return
+
+
+def _failure(error: Exception) -> dict[str, str]:
+    """What the server is told of an error: one line where memory ran out, else, of a bug, the whole traceback."""
+    if is_out_of_memory(error):
+        return {"error": "UserError", "message": OUT_OF_MEMORY}
+    trace = "".join(traceback.format_exception(error))
+    return {"error": "FedshiftError", "message": f"a worker failed:\n{trace}"}
 
 
 def read_domain(name: str, folder: Path) -> Domain:
