@@ -133,7 +133,7 @@ def combine_domains(
     domain_losses: Tensor,
     mu: float = 1e-2,
     gamma: float = 10.0,
-    rule: Literal["dynamic", "maxmin"] = "dynamic",
+    rule: Literal["dynamic", "hard", "maxmin"] = "dynamic",
 ) -> Tensor:
     """Combine the source sites' errors ℓ_k and domain losses d_k into one scalar loss.
 
@@ -145,7 +145,8 @@ def combine_domains(
         mu: weight of the domain losses.
         gamma: sharpness of the dynamic rule, above 0.
         rule: ``"dynamic"`` is ``1/γ · log Σ_k exp(γ(ℓ_k + μ d_k))``; its gradient weights sites by the softmax of
-            ``γ(ℓ_k + μ d_k)``. ``"maxmin"`` is ``max_k ℓ_k + μ · min_k d_k``, the hard version of the released code.
+            ``γ(ℓ_k + μ d_k)``. ``"hard"`` is ``max_k (ℓ_k + μ d_k)``, its limit for large γ and the paper's hard
+            version. ``"maxmin"`` is ``max_k ℓ_k + μ · min_k d_k``, the hard version of the released code.
 
     Raises:
         UserError: there is no site, the shapes differ, or γ is not positive.
@@ -161,6 +162,8 @@ def combine_domains(
         )
     if rule == "maxmin":
         return source_losses.max() + mu * domain_losses.min()
+    if rule == "hard":
+        return (source_losses + mu * domain_losses).max()
     if not gamma > 0:
         raise UserError(f"gamma must be positive, found {gamma}")
     return (gamma * (source_losses + mu * domain_losses)).logsumexp(0) / gamma

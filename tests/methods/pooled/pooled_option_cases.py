@@ -10,7 +10,13 @@ POOLED_METHODS: dict[str, dict[str, tuple[Try, ...]]] = {
     "deepall": _POOLED,
     "source_only": _POOLED,
     "oracle": _POOLED,
-    "mdan": {**_POOLED, "rule": of("maxmin"), "mu": of(0.0, 0.5), "gamma": of(0.5), "reversal": of(0.0, 0.3, mu=0.5)},
+    "mdan": {
+        **_POOLED,
+        "rule": of("maxmin", "hard"),
+        "mu": of(0.0, 0.5),
+        "gamma": of(0.5),
+        "reversal": of(0.0, 0.3, mu=0.5),
+    },
     "m3sda": {**_POOLED, "moment_weight": of(0.0, 3.0), "moments": of("mean_variance"), "generator_steps": of(0, 1)},
     "dael": {
         **_POOLED,

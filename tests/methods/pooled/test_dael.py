@@ -152,3 +152,23 @@ def test_options_of_the_strong_view() -> None:
         DAEL(threshold=1.5)
     whole = setting(DAEL(strong="kd3a"), domains(MLP), MLP)  # type: ignore[arg-type]
     assert setting_from(setting_recipe(whole)) == whole
+
+
+def test_pseudo_labels_are_of_the_weak_view() -> None:
+    """The strong view learns them, whatever the experts say of itself."""
+    method = DAEL(threshold=0.0)
+    site = pool_of(method)
+    model = site.model(start(method))
+    _, target = first_batches(site)
+    strong = target.inputs.flip(0) * -3.0
+    heads = experts_of(model)
+    with torch.no_grad():
+        weak, own = (
+            torch.stack([head(model.features(inputs)).softmax(1) for head in heads])
+            for inputs in (target.inputs, strong)
+        )
+        surest = weak.amax(2).argmax(0)
+        labels = weak.argmax(2)[surest, torch.arange(len(surest))]
+        assert not torch.equal(labels, own.argmax(2)[own.amax(2).argmax(0), torch.arange(len(surest))])
+        expected = -(own.mean(0)[torch.arange(len(labels)), labels] + 1e-5).log().mean()
+        torch.testing.assert_close(method.target_loss(model, target, strong), expected)

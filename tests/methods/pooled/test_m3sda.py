@@ -77,6 +77,26 @@ def test_a_step_by_hand(options: dict[str, Any], moments: str, weight: float) ->
     assert_same(site.memory.weights("parts"), rivals)
 
 
+def test_the_target_s_distances_are_those_to_the_target() -> None:
+    """With two sources they weigh half of that between the sources; with three all pairs would weigh alike."""
+    with_it, without = M3SDA(moment_weight=1.0), M3SDA(moment_weight=0.0)
+    sizes = {"north": 9, "south": 8}
+    site = pool_of(with_it, sizes=sizes)
+    model = site.model(start(with_it, sizes=sizes))
+    rivals = with_it.parts(site, lambda: nn.ModuleList(redrawn(head) for head in cast(Experts, model.classifier).heads))
+    sources, target = first_batches(site)
+    with torch.no_grad():
+        north, south, there = (model.features(batch.inputs) for batch in (*sources, target))
+        found = step_loss(with_it, "A", model, rivals, sources, target)
+        found = found - step_loss(without, "A", model, rivals, sources, target)
+
+    def apart(a: Tensor, b: Tensor) -> Tensor:
+        return (a.mean(0) - b.mean(0)).norm() + (a.pow(2).mean(0) - b.pow(2).mean(0)).norm()
+
+    expected = (apart(north, there) + apart(south, there)) / 2 + apart(north, south)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
 def test_step_b_leaves_the_features_alone_and_step_c_the_classifiers() -> None:
     method = M3SDA()
     site = pool_of(method)

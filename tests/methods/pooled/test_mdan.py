@@ -16,6 +16,7 @@ from fedshift.errors import UserError
 from fedshift.experiment.config.experiment import parse
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.site import Site
+from fedshift.functional.adversarial import combine_domains
 from fedshift.methods.pooled.mdan import MDAN
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -135,3 +136,11 @@ def test_identifiers_go_on_from_round_to_round() -> None:
     assert moved(drawn, kept)
     again = parts_at(method, site, site.model(weights)).state_dict()
     assert not moved(kept, again)
+
+
+def test_the_hard_version_is_the_limit_of_the_soft_one() -> None:
+    """max_k (l_k + mu d_k); the code's takes the largest error and the smallest domain loss of different sources."""
+    errors, apart = torch.tensor([1.0, 2.0, 1.5]), torch.tensor([9.0, 1.0, 8.0])
+    assert combine_domains(errors, apart, 0.5, rule="hard").item() == 5.5
+    assert combine_domains(errors, apart, 0.5, 1e4, "dynamic").item() == pytest.approx(5.5, abs=1e-3)
+    assert combine_domains(errors, apart, 0.5, rule="maxmin").item() == 2.5

@@ -80,6 +80,19 @@ def test_a_step_of_dmg_by_hand(network: dict[str, object]) -> None:
     assert_same(update.weights, model)
 
 
+def test_masks_begin_uniformly_between_0_and_1_and_each_with_its_own() -> None:
+    """As the authors' code, which draws the logits so."""
+    _, _, model = pool(DMG(), {**MLP, "hidden": [400]})
+    masks = cast(MaskedClassifier, model.classifier).masks.detach()
+    assert masks.shape == (3, 400)
+    assert masks.min() >= 0
+    assert masks.max() < 1
+    for mask in masks:
+        assert mask.mean().item() == pytest.approx(0.5, abs=0.07)
+        assert mask.var().item() == pytest.approx(1 / 12, rel=0.2)
+    assert not torch.equal(masks[0], masks[1])
+
+
 def test_equal_masks_overlap_wholly_and_disjoint_ones_not_at_all() -> None:
     one = torch.tensor([1.0, 0.0, 1.0])
     assert overlap(torch.stack([one, one])).item() == pytest.approx(1.0)

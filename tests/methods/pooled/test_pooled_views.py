@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from pooled_step import assert_same, descend, mixed_batch, pool, step, trainable
 from pooling import LR
-from tiny import CNN, MLP, NORMED
+from tiny import CNN, MLP, NORMED, NORMED_CNN
 
 from fedshift.errors import UserError
 from fedshift.federation.site import Envelope, Site
@@ -176,6 +176,20 @@ def test_a_step_of_crossgrad_by_hand(network: dict[str, object]) -> None:
     assert_same(site.memory.weights("parts"), domain)
 
 
+def test_both_networks_of_crossgrad_train_in_training_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """BatchNorm of the domain network follows its batches, also after a round."""
+    method = CrossGrad()
+    site, weights, _ = pool(method, NORMED)
+    first = step(method, site, weights)
+    kept = site.memory.weights("parts")
+    site.begin(Envelope(2, 2, 0.1, 300))
+    later = step(method, site, first.weights)
+    for before, after in ((first.weights, later.weights), (kept, site.memory.weights("parts"))):
+        statistics = [name for name in before if name.endswith("running_mean")]
+        assert statistics
+        assert all(not torch.equal(before[name], after[name]) for name in statistics)
+
+
 def test_the_domain_network_begins_with_the_features_of_the_experiment() -> None:
     """With a fresh classifier of as many outputs as there are domains."""
     _, _, model = pool(CrossGrad(), NORMED)
@@ -274,7 +288,41 @@ def test_a_teacher_answers_as_in_training(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(MeanTeacher, "forward", noted)
     site, weights, _ = pool(FACT())
     step(FACT(), site, weights)
-    assert said == [True, True]
+    assert said == [True]
+
+
+def test_batch_norm_sees_both_views_of_fact_together() -> None:
+    """Student and teacher alike, as the authors' code; one view alone has other statistics."""
+    method = FACT(temperature=1.0)
+    site, _, model = pool(method, NORMED_CNN)
+    batch, teacher = mixed_batch(site), MeanTeacher(model, 0.9, warm_up=True).train()
+    mixed = batch.inputs.flip(0) * 3.0 + 1.0
+    with torch.no_grad():
+        found = method.loss(model, teacher, batch, mixed, 5.0)
+        whole = torch.cat([batch.inputs, mixed])
+        plain, other = model(whole).split(len(mixed))
+        first, second = teacher.network(whole).split(len(mixed))
+        expected = F.cross_entropy(plain, batch.targets) + F.cross_entropy(other, batch.targets)
+        for target, student in ((first, other), (second, plain)):
+            gap = target.softmax(1) * (target.log_softmax(1) - student.log_softmax(1))
+            expected = expected + 2.0 * gap.sum(1).mean()
+        assert (model(mixed) - other).abs().max() > 1e-3, "apart it would be another number"
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_epoch_of_fact_is_a_whole_number_of_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    whole = FACT.loss
+
+    def noted(*given: Any) -> torch.Tensor:
+        seen.append(given[-1])
+        return whole(*given)
+
+    monkeypatch.setattr(FACT, "loss", noted)
+    site, weights, _ = pool(FACT())
+    step(FACT(), site, weights, steps=13)
+    assert site.batches_per_epoch == 6
+    assert seen == [0] * 6 + [1] * 6 + [2]
 
 
 def test_a_teacher_forgets_its_start_and_has_statistics_of_its_own() -> None:

@@ -28,8 +28,9 @@ Where papers and code differ
  7. The teacher sees the same augmented view as the student.
  8. The saved model is an ordinary network whose BatchNorm is the target's branch, also when it is measured at a source.
     The sources' branches, D and the centroids are not in it: prediction does not use them.
- 9. The code halves L_adv, scales D's own loss by r(p) too, takes ŷ of stage 1 in evaluation mode and mixes logits in
-    stage 2. Here: L_adv as written, D's loss unscaled, ŷ of the training pass, and probabilities.
+ 9. The code halves L_adv, scales D's own loss by r(p) too, takes ŷ of stage 1 and the student's part of ŷ of stage 2 in
+    evaluation mode, and mixes logits in stage 2. Here: L_adv as written, D's loss unscaled, ŷ of the training pass in
+    both stages, and probabilities.
 Equal work: an optimiser step counts K + 1 mini-batches, one of each source and one of the target, in both stages.
 
 Should reproduce (as re-run by KD3A): Digit-5 86.3; Office-Caltech10 95.8; DomainNet 42.4.

@@ -13,9 +13,11 @@ On a mini-batch x with its amplitude-mixed view x̂ (partner: the batch in anoth
 Where papers and code differ, and what was chosen
  1. The paper adds both cross-entropies; the code takes their mean, which doubles the other terms beside them.
     ``cross_entropy_weight: 0.5`` and ``setting: released`` are the code.
- 2. β grows as 2·exp(−5(1 − e/5)²) over the first five epochs e (code; the paper says a sigmoid ramp-up).
+ 2. β grows as 2·exp(−5(1 − e/5)²) over the first five epochs e, whole numbers from 0 (code; the paper says a sigmoid
+    ramp-up).
  3. The teacher's momentum is min(1 − 1/(t+1), m), so that it follows the student at first (code).
- 4. Teacher and student see their batches in training mode, so BatchNorm normalises each by the batch (code).
+ 4. Teacher and student see their batches in training mode, both views in one batch, so BatchNorm normalises these
+    together (code).
  5. λ is drawn per image. Mixed images may leave the range of pixels and are cut to it, as images are stored.
  6. Equal work: a step counts one mini-batch, though the student passes over two views.
 
@@ -26,6 +28,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
+import torch
 import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
@@ -76,7 +79,7 @@ class FACT(PooledTraining):
                 teacher.follow(model)
             stepped = True
             mixed = amplitude_mixed(site, batch.inputs, self.strength, draws)
-            epoch = int(teacher.steps) / site.batches_per_epoch
+            epoch = int(teacher.steps) // site.batches_per_epoch
             return self.loss(model, teacher, batch, mixed, epoch)
 
         loss = site.minimise(loss_of, model, steps=steps, remember="optimizer")
@@ -87,9 +90,11 @@ class FACT(PooledTraining):
 
     def loss(self, model: Network, teacher: MeanTeacher, batch: Batch, mixed: Tensor, epoch: float) -> Tensor:
         """L of (6–9) at this epoch."""
-        plain, other = model(batch.inputs), model(mixed)
+        views = torch.cat([batch.inputs, mixed])
+        plain, other = model(views).chunk(2)
         labels = F.cross_entropy(plain, batch.targets) + F.cross_entropy(other, batch.targets)
         weight = self.consistency_weight * (sigmoid_ramp(epoch / self.ramp_epochs) if self.ramp_epochs else 1.0)
-        agreement = softened_divergence(teacher(batch.inputs), other, self.temperature)
-        agreement = agreement + softened_divergence(teacher(mixed), plain, self.temperature)
+        of_plain, of_mixed = teacher(views).chunk(2)
+        agreement = softened_divergence(of_plain, other, self.temperature)
+        agreement = agreement + softened_divergence(of_mixed, plain, self.temperature)
         return self.cross_entropy_weight * labels + weight * agreement

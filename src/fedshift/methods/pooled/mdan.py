@@ -9,10 +9,11 @@ Common features F, one classifier, and a domain classifier D_k per source that t
     ℓ_k = CE on a mini-batch of source k
     d_k = −E log D_k(F(x^k)) − E log(1 − D_k(F(x^T))),   F before a gradient reversal of strength ``reversal``
     dynamic   min 1/γ · log Σ_k exp(γ(ℓ_k + μ d_k))                                   (soft version)
-    maxmin    min max_k ℓ_k + μ · min_k d_k                                           (hard version)
+    hard      min max_k (ℓ_k + μ d_k)                                                 (hard version)
 
 Where papers and code differ
-* Paper and code have both versions; the default is the soft one.
+* Paper and code have a soft and a hard version; the default is the soft one. The code's hard version (hanzhaoml/MDAN,
+  main_amazon.py, "maxmin") is another: max_k ℓ_k + μ · min_k d_k, ``rule: maxmin``.
 * The code's domain classifier has two outputs and a log-softmax. Here: one logit, which gives the same probabilities.
 * The domain classifiers are linear whatever the network, as in the code for Amazon Reviews.
 * Adadelta with learning rate 1 and batches of 20 (code, Amazon). Here: the experiment's optimiser and batches, as for
@@ -48,7 +49,9 @@ class MDAN(PooledAdaptation):
     tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
     relative_cost: ClassVar[float] = 1.1
 
-    rule: Literal["dynamic", "maxmin"] = Field("dynamic", description="soft or hard version")
+    rule: Literal["dynamic", "hard", "maxmin"] = Field(
+        "dynamic", description="soft version, hard version, or the code's hard version"
+    )
     mu: NonNegativeFloat = Field(1e-2, description="μ: weight of the domain losses")
     gamma: PositiveFloat = Field(10.0, description="γ of the soft version: how much the hardest source counts")
     reversal: NonNegativeFloat = Field(1.0, description="strength of the gradient reversal")
