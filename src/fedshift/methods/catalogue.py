@@ -139,7 +139,7 @@ ENTRIES: Mapping[str, Entry] = {
         tasks=WITHOUT_MASKS,
     ),
     "jigen": pooled("jigen:JiGen", "Carlucci et al., CVPR 2019", tasks=WITHOUT_MASKS),
-    "masf": pooled("masf:MASF", "Dou et al., NeurIPS 2019"),
+    "masf": pooled("masf:MASF", "Dou et al., NeurIPS 2019", ("released",)),
     "dger": pooled("dger:DGER", "Zhao et al., NeurIPS 2020"),
     "dmg": pooled("dmg:DMG", "Chattopadhyay et al., ECCV 2020", ("released",), tasks=WITHOUT_MASKS),
     "fact": pooled("fact:FACT", "Xu et al., CVPR 2021", ("released",)),
@@ -148,7 +148,9 @@ ENTRIES: Mapping[str, Entry] = {
     "eisnet": pooled("eisnet:EISNet", "Wang et al., ECCV 2020"),
     "crossgrad": pooled("crossgrad:CrossGrad", "Shankar et al., ICLR 2018", ("original",), tasks=WITHOUT_MASKS),
     "metareg": pooled("metareg:MetaReg", "Balaji et al., NeurIPS 2018", tasks=WITHOUT_MASKS),
-    "feature_critic": pooled("feature_critic:FeatureCritic", "Li et al., ICML 2019", tasks=WITHOUT_MASKS),
+    "feature_critic": pooled(
+        "feature_critic:FeatureCritic", "Li et al., ICML 2019", ("released",), tasks=WITHOUT_MASKS
+    ),
     "source_only": pooled("source_only:SourceOnly", "as in Feng et al., ICML 2021", tasks=ALL_TASKS),
     "oracle": federated(
         "oracle:Oracle",
