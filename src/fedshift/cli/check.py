@@ -14,6 +14,8 @@ from fedshift.report.folding import Folded
 
 _MOST_COLUMNS = 20
 """Columns whose missing cells are listed."""
+_LONG = 2.0
+"""Hours of training on a processor from which a frozen network is named."""
 
 
 def check_file(path: Path, overrides: Sequence[str], runs: Path = Path("runs"), *, noise_cost: bool = False) -> None:
@@ -75,6 +77,9 @@ def check_file(path: Path, overrides: Sequence[str], runs: Path = Path("runs"), 
         "and saving add to this",
         highlight=False,
     )
+    slow = _faster(experiment, found)
+    if slow is not None:
+        console.print(slow, markup=False, highlight=False, soft_wrap=True)
     drawn = experiment.protocol.sites_per_round
     if drawn is not None:
         number = f"{drawn}" if isinstance(drawn, int) else f"{drawn:g} of the"
@@ -110,6 +115,17 @@ def check_file(path: Path, overrides: Sequence[str], runs: Path = Path("runs"), 
     refused = () if progress.refused is None else (f"fedshift run will refuse to start: {progress.refused}",)
     for warning in (*found.warnings, *(refused or _place(experiment, place))):
         console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _faster(experiment: Experiment, found: Check) -> str | None:
+    """That a frozen backbone takes far less, where training a pre-trained network takes hours on a processor."""
+    hours, weights = sum(method.hours for method in found.methods), getattr(experiment.model, "pretrained", False)
+    if found.device != "cpu" or hours < _LONG or not weights or ":" in experiment.model.name:
+        return None
+    return (
+        "much less with the features of a frozen network, computed once: model: {name: frozen, backbone: "
+        f"{{name: {experiment.model.name}, pretrained: {str(weights).lower() if weights is True else weights}}}}}; or on a GPU"
+    )
 
 
 def _missing(found: Check) -> Iterator[str]:
