@@ -122,9 +122,10 @@ def _faster(experiment: Experiment, found: Check) -> str | None:
     hours, weights = sum(method.hours for method in found.methods), getattr(experiment.model, "pretrained", False)
     if found.device != "cpu" or hours < _LONG or not weights or ":" in experiment.model.name:
         return None
+    given = "true" if weights is True else weights
     return (
         "much less with the features of a frozen network, computed once: model: {name: frozen, backbone: "
-        f"{{name: {experiment.model.name}, pretrained: {str(weights).lower() if weights is True else weights}}}}}; or on a GPU"
+        f"{{name: {experiment.model.name}, pretrained: {given}}}}}; or on a GPU"
     )
 
 
