@@ -145,7 +145,8 @@ def test_all_that_is_in_few_rows_is_one_refusal(tmp_path: Path, capsys: pytest.C
 def test_a_site_knows_what_it_will_refuse_for_its_size(samples: int, share: float, tmp_path: Path) -> None:
     """What `site check` says is what a greeting is answered."""
     file = site(tmp_path, ["red"] * samples, AGES[:samples])
-    said = few_samples(samples, load_site(file).file.policy)
+    config = load_site(file)
+    said = few_samples(read_holding(config).domain, config.file.policy)
     refused = "error" in answer(file, split={"test_fraction": share, "split": "auto"})[0]
     if said is None:
         assert not refused

@@ -37,6 +37,12 @@ def check_file(path: Path, overrides: Sequence[str], runs: Path = Path("runs"), 
         [one.name, *map(str, own), ", ".join(one.missing)] for one, own in zip(found.domains, numbers, strict=True)
     ]
     console.print(Folded(head, domains, words=(len(head) - 1,)))
+    if fixed := [one.name for one in found.domains if one.fixed_split]:
+        console.print(
+            f"test samples fixed by data.split, not by protocol.test_fraction: {', '.join(map(escape, fixed))}",
+            highlight=False,
+            soft_wrap=True,
+        )
     for line in _missing(found):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print(

@@ -17,6 +17,7 @@ import yaml
 
 from fedshift.cli.console import safe_console
 from fedshift.data.domain import DataSet, Domain, SparseRows
+from fedshift.data.splits import TEST, TRAIN
 from fedshift.deployment.flare import roles
 from fedshift.errors import UserError
 from fedshift.experiment.config.engine_section import FlareEngine, LocalEngine
@@ -260,13 +261,15 @@ def spread(experiment: Experiment, folder: Path) -> tuple[Experiment, dict[str, 
 
 
 def _write(path: Path, domain: Domain) -> None:
-    if isinstance(domain.inputs, SparseRows) or domain.train_rows is not None:
+    if isinstance(domain.inputs, SparseRows) or (domain.train_rows is not None and not domain.fixed_split):
         raise UserError(f"data: '{domain.name}' cannot be written as an .npz file for a site; use another data set")
     path.parent.mkdir(parents=True, exist_ok=True)
-    if domain.groups is None:
-        np.savez(path, x=domain.inputs, y=domain.labels)
-    else:
-        np.savez(path, x=domain.inputs, y=domain.labels, groups=domain.groups)
+    arrays: dict[str, Any] = {"x": domain.inputs, "y": domain.labels}
+    if domain.groups is not None:
+        arrays["groups"] = domain.groups
+    if domain.fixed_split:
+        arrays["split"] = np.where(np.isin(np.arange(len(domain)), domain.described), TRAIN, TEST)
+    np.savez(path, **arrays)
 
 
 def _described(data: DataSet, names: Sequence[str], folder: Path) -> dict[str, object]:

@@ -55,11 +55,14 @@ def check_site(path: Path) -> None:
         say("classes: " + ", ".join(f"{name} {count}" for name, count in zip(data.classes, counts, strict=True)))
     else:
         say(f"task: {data.task} of {', '.join(data.classes)}")
+    if domain.fixed_split:
+        train = len(domain.described)
+        say(f"split: {train} samples train and {len(domain) - train} are a fixed test set (data.split)")
     say(_values(data))
     if config.file.privacy is None:
         for line in leaving(of_many_rows(holding, config.file.policy), config.file.policy):
             say(line)
-    few = few_samples(len(domain), config.file.policy)
+    few = few_samples(domain, config.file.policy)
     for warning in (*((few,) if few else ()), *data.warnings, *site_differences(data)):
         say(f"warning: {warning}")
     config.memory.mkdir(parents=True, exist_ok=True)

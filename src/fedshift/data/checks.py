@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from fedshift.data.codings import quoted
 from fedshift.data.domain import DataSet, Domain, SparseRows
+from fedshift.data.splits import check_fixed_split
 from fedshift.errors import UserError
 from fedshift.files import names_alike
 
@@ -124,6 +125,7 @@ def _check_split(where: str, domain: Domain) -> None:
     for title, rows in (("training", domain.train_rows), ("test", domain.test_rows)):
         if rows is not None and len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= samples):
             raise UserError(f"{where}: the {title} rows go beyond its {samples} samples")
+    check_fixed_split(where, domain)
 
 
 def _check_inputs(where: str, domain: Domain) -> None:

@@ -78,6 +78,8 @@ class Domain:
             MNIST). A split must keep such rows on one side.
         train_rows: training rows of the data set's own split, if it has one.
         test_rows: test rows of that split.
+        fixed_split: whether their owner fixed the test rows: they hold under every protocol, and no statistics of the
+            data, such as an encoding's, are made of them.
         masks: for segmentation, uint8 (n, structures, height, width) of 0 and 1, one mask per entry of ``classes``,
             which then names structures. Masks may overlap.
         ids: names of the samples in the order of the rows (n), such as patients' numbers, if the data have any. They
@@ -92,9 +94,17 @@ class Domain:
     test_rows: Rows | None = None
     masks: npt.NDArray[np.uint8] | None = None
     ids: tuple[str, ...] | None = None
+    fixed_split: bool = False
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @property
+    def described(self) -> Rows:
+        """The rows that statistics of the data are made of: all, or the training rows of a fixed split."""
+        if self.fixed_split and self.train_rows is not None:
+            return self.train_rows
+        return np.arange(len(self), dtype=np.int64)
 
 
 def part_of(domain: Domain, rows: Rows, name: str) -> Domain:
@@ -117,6 +127,7 @@ def part_of(domain: Domain, rows: Rows, name: str) -> Domain:
         test_rows=None if domain.test_rows is None else np.flatnonzero(np.isin(rows, domain.test_rows)),
         masks=None if domain.masks is None else domain.masks[rows],
         ids=None if domain.ids is None else tuple(domain.ids[row] for row in rows),
+        fixed_split=domain.fixed_split,
     )
 
 

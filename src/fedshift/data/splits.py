@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -12,6 +13,64 @@ from fedshift.data.domain import Domain, Rows, part_of
 from fedshift.errors import UserError
 
 _BLOCK = 10
+
+
+TRAIN, TEST = "train", "test"
+"""What the cells of a split say, in any case of letters."""
+
+
+def fixed_split(cells: Sequence[str], place: Callable[[int], str]) -> tuple[Rows, Rows]:
+    """The training and the test rows of a split that the data themselves have.
+
+    Args:
+        cells: train or test, for each row.
+        place: where a row stands, for messages.
+
+    Raises:
+        UserError: a cell says neither, or no row is on one of the sides. It shows no cell.
+    """
+    sides = [cell.strip().lower() for cell in cells]
+    for row, side in enumerate(sides):
+        if side not in (TRAIN, TEST):
+            what = "is neither train nor test" if side else "is empty"
+            raise UserError(f"{place(row)}: the cell of data.split {what}: write {TRAIN} or {TEST} in every row")
+    found = [np.array([row for row, side in enumerate(sides) if side == one], dtype=np.int64) for one in (TRAIN, TEST)]
+    return found[0], found[1]
+
+
+def check_fixed_split(where: str, domain: Domain) -> None:
+    """Raise UserError unless a fixed split has rows on both sides and no group on both."""
+    if not domain.fixed_split:
+        return
+    train, test = domain.train_rows, domain.test_rows
+    if train is None or test is None:
+        raise UserError(f"{where}: a fixed split needs both its training and its test rows")
+    for side, rows in ((TRAIN, train), (TEST, test)):
+        if len(rows) == 0:
+            raise UserError(f"{where}: data.split has no row of {side}: each site needs rows of {TRAIN} and of {TEST}")
+    if domain.groups is not None:
+        both = np.intersect1d(domain.groups[train], domain.groups[test])
+        if len(both):
+            raise UserError(
+                f"{where}: {len(both)} groups, such as patients, have rows of {TRAIN} and of {TEST} in data.split: put "
+                "all rows of a group on one side"
+            )
+
+
+def split_kind(domain: Domain, wanted: Literal["auto", "random", "official"]) -> Literal["random", "official"]:
+    """Whether rows are drawn or those of the data's own split, for ``protocol.split``.
+
+    Raises:
+        UserError: they would be drawn, and the data fix their test rows.
+    """
+    if domain.fixed_split and wanted == "random":
+        raise UserError(
+            f"protocol.split: random, but data.split fixes the test rows of '{domain.name}': leave one of them out"
+        )
+    if wanted != "auto":
+        return wanted
+    own = domain.train_rows is not None and domain.test_rows is not None
+    return "official" if own else "random"
 
 
 def stratified_split(

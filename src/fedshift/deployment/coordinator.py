@@ -29,7 +29,7 @@ from fedshift.experiment.budgets import site_budget
 from fedshift.experiment.compatibility import check_fit
 from fedshift.experiment.config.engine_section import FlareEngine
 from fedshift.experiment.config.experiment import Experiment, method_name, parse
-from fedshift.experiment.config.sections import AdaptToOne, LeaveOneOut, SourceTarget
+from fedshift.experiment.config.sections import AdaptToOne, SourceTarget
 from fedshift.experiment.environment import resolve_device, threads_set
 from fedshift.experiment.plan import PlannedRun, Run
 from fedshift.experiment.privacy import measured_parts
@@ -315,13 +315,11 @@ def _recipe(setting: Setting) -> dict[str, Any]:
 
 def _part(plan: DeployedPlan, run: Run, site: str, role: tuple[Role, int] | None) -> dict[str, Any]:
     """What a site is told of its own part in a run; ``role``: its role and domain number, None for an unseen one."""
-    protocol = plan.experiment.protocol
-    shared = isinstance(protocol, LeaveOneOut) and protocol.base_images == "shared"
     return {
         "role": role[0] if role else "unseen",
         "number": role[1] if role else 0,
         "split": split_rule(plan.experiment) | {"seed": run.seed},
-        "whole": role is None and (not plan.agreed.grouped[site] or shared),
+        "whole": role is None and plan.agreed.measures_all(site, plan.experiment.protocol),
         "fingerprint": plan.agreed.fingerprints[site],
     }
 

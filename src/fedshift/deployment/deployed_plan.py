@@ -108,7 +108,7 @@ class DeployedPlan(Plan):
         unlabelled, measured = rows[target]
         if not isinstance(protocol, LeaveOneOut):
             return Split(train, held_out, {target: measured}, {target: unlabelled})
-        whole = not agreed.grouped[target] or protocol.base_images == "shared"
+        whole = agreed.measures_all(target, protocol)
         count = len(agreed.data.domains[target]) if whole else len(measured)
         return Split(train, held_out, {target: np.arange(count, dtype=np.int64)})
 

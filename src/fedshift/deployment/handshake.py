@@ -22,7 +22,7 @@ from fedshift.digests import write_object
 from fedshift.errors import FedshiftError, UserError
 from fedshift.experiment.config.engine_section import FlareEngine
 from fedshift.experiment.config.experiment import Experiment, method_name
-from fedshift.experiment.config.sections import LeaveOneOut, SourceTarget
+from fedshift.experiment.config.sections import LeaveOneOut, Protocol, SourceTarget
 from fedshift.experiment.environment import versions
 from fedshift.federation.remote.transport import Lost, Transport, ask_plain
 from fedshift.text import one_line
@@ -43,6 +43,7 @@ class Agreed:
         own: the coordinator's own unseen set; None without one.
         rows: site → seed → numbers of training and held-out samples.
         grouped: whether a site keeps samples of one person together when it splits them.
+        fixed_split: the sites whose data fix the test samples.
         fingerprints: a checksum of each site's data.
         smallest_sums: site → the smallest number of sites whose sum it helps to unmask.
         colluders: site → how many sites may work with a coordinator that lies about who answered.
@@ -57,6 +58,7 @@ class Agreed:
     own: DataSet | None
     rows: Mapping[str, Mapping[str, Sequence[int]]]
     grouped: Mapping[str, bool]
+    fixed_split: frozenset[str]
     fingerprints: Mapping[str, str]
     smallest_sums: Mapping[str, int]
     colluders: Mapping[str, int]
@@ -69,6 +71,12 @@ class Agreed:
     @property
     def sites(self) -> tuple[str, ...]:
         return tuple(self.rows)
+
+    def measures_all(self, site: str, protocol: Protocol) -> bool:
+        """Whether an unseen site is measured on all its samples, not on those that it would hold out."""
+        if site in self.fixed_split:
+            return False
+        return not self.grouped[site] or (isinstance(protocol, LeaveOneOut) and protocol.base_images == "shared")
 
 
 def agree(
@@ -221,6 +229,7 @@ def _agreed(experiment: Experiment, cards: Mapping[str, Mapping[str, Any]]) -> A
         colluders = {site: int(card["colluders"]) for site, card in cards.items()}
         one_roster = tuple(site for site, card in cards.items() if card["one_roster"])
         grouped = {site: bool(card["grouped"]) for site, card in cards.items()}
+        fixed = frozenset(site for site, card in cards.items() if card["fixed_split"])
         privacy = {site: card["privacy"] for site, card in cards.items() if card["privacy"] is not None}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise FedshiftError(f"what a site says of itself cannot be read ({type(error).__name__})") from None
@@ -237,7 +246,9 @@ def _agreed(experiment: Experiment, cards: Mapping[str, Mapping[str, Any]]) -> A
         warnings=warnings,
     )
     sums = smallest, colluders, one_roster
-    return Agreed(data, own, rows, grouped, fingerprints, *sums, given or None, privacy, cards, _common_id(cards))
+    return Agreed(
+        data, own, rows, grouped, fixed, fingerprints, *sums, given or None, privacy, cards, _common_id(cards)
+    )
 
 
 def _check_alike(cards: Mapping[str, Mapping[str, Any]], given: Mapping[str, Mapping[str, Any]]) -> None:

@@ -114,6 +114,7 @@ class Card(_Part):
 
     Attributes:
         rows: the numbers of training and held-out samples, by seed.
+        fixed_split: whether its data fix the test samples; then statistics are of the others.
         privacy: its budget, if it has one.
     """
 
@@ -126,6 +127,7 @@ class Card(_Part):
     rows: dict[Word, tuple[Count, Count]]
     given: Annotated[GivenMoments | GivenTable, Field(discriminator="kind")] | None
     grouped: bool
+    fixed_split: bool = False
     fingerprint: Annotated[str, StringConstraints(min_length=1, max_length=100)]
     send: Annotated[tuple[Word, ...], Field(max_length=50)]
     secure: Literal["allowed", "required"] = "allowed"
@@ -156,7 +158,8 @@ class Card(_Part):
         label = None if self.given is None else self.given.label
         if (label is None) != (objective is None or objective.get("task") != "regression"):
             raise ValueError("given has sums of the label, and preprocessing a regression, or neither")
-        if label is not None and label.count != self.samples:
+        described = {train for train, _ in self.rows.values()} if self.fixed_split else {self.samples}
+        if label is not None and label.count not in described:
             raise ValueError(f"given counts {label.count} labels of {self.samples} samples")
         if objective is not None:
             try:
@@ -198,6 +201,7 @@ def card_of(holding: Holding, rows: Mapping[str, Sequence[int]], policy: Policy,
         "rows": dict(rows),
         "given": holding.given,
         "grouped": domain.groups is not None,
+        "fixed_split": domain.fixed_split,
         "fingerprint": holding.fingerprint,
         "send": list(policy.send),
         "secure": policy.secure,

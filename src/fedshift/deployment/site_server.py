@@ -208,10 +208,11 @@ class SiteProgram:
         self.policy.check_kind(self.name, "numbers", "how many samples it has")
         check = partial(self.policy.check_group, self.name)
         check("numbers", len(self.holding.domain), "the count of its samples", "leave this site out (protocol.drop)")
+        fixed = "let data.split put more rows there" if self.holding.domain.fixed_split else None
         for train, held_out in rows.values():
-            check("numbers", train, "the count of its training samples", "lower protocol.test_fraction")
+            check("numbers", train, "the count of its training samples", fixed or "lower protocol.test_fraction")
             if held_out:
-                remedy = "raise protocol.test_fraction, or write 0"
+                remedy = fixed or "raise protocol.test_fraction, or write 0"
                 check(ACCURACY, held_out, "the count of its held-out samples", remedy)
 
     def _check_statistics(self) -> None:
@@ -222,7 +223,7 @@ class SiteProgram:
         check_few(self.name, self.holding, self.policy)
         # A column may have values for only a few of the samples.
         counts = self.holding.given["count"]
-        for filled in [len(self.holding.domain), *(counts if isinstance(counts, list) else [counts])]:
+        for filled in [len(self.holding.domain.described), *(counts if isinstance(counts, list) else [counts])]:
             self.policy.check_group(self.name, "statistics", filled, "the encoding of its data")
 
     def _check_sums(self, header: Mapping[str, Any]) -> None:
@@ -413,7 +414,7 @@ class SiteProgram:
         self._check_terms(header, method, agree=True)
         _, held_out = self._rows(header["part"]["split"])
         unseen = header["part"]["role"] == "unseen"
-        if unseen and header["part"]["whole"]:
+        if unseen and header["part"]["whole"] and not self.holding.domain.fixed_split:
             held_out = np.arange(len(self.holding.domain), dtype=np.int64)
         self.policy.check_group(self.name, ACCURACY, len(held_out), "measuring a model")
         digest, setting = digest_of(header), self._setting(header["setting"], method)

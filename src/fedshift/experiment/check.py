@@ -54,6 +54,7 @@ class DomainCheck:
         held_out: those held out as a source.
         measured_as_target: those it is measured on as a target.
         missing: classes without a sample.
+        fixed_split: whether the data fix its test samples.
     """
 
     name: str
@@ -62,6 +63,7 @@ class DomainCheck:
     held_out: int
     measured_as_target: int
     missing: tuple[str, ...]
+    fixed_split: bool = False
 
 
 @dataclass(frozen=True)
@@ -352,6 +354,7 @@ def _domain(plan: Plan, name: str) -> DomainCheck:
         held_out=len(given.held_out[name]) if given else 0,
         measured_as_target=len(plan.split(as_target, seed).measured[name]) if as_target is not None else 0,
         missing=absent_classes(data, data.domains[name]),
+        fixed_split=data.domains[name].fixed_split,
     )
 
 

@@ -124,7 +124,7 @@ class Plan:
             measured = {
                 target: self.split(target, protocol.seeds[0]).measured[target]
                 for target in self.targets
-                if target in domains
+                if target in domains and domains[target].groups is not None
             }
             fewer = [
                 f"{len(rows)} of {len(domains[target])} of '{target}'"

@@ -9,7 +9,7 @@ import numpy as np
 
 from fedshift.data.domain import DataSet, Domain, Rows
 from fedshift.data.site_data import batches_per_epoch
-from fedshift.data.splits import cut, part_rows
+from fedshift.data.splits import cut, part_rows, split_kind
 from fedshift.data.tasks.objective import objective_of
 from fedshift.errors import UserError, nearest
 from fedshift.evaluation.records import ERRORS
@@ -175,28 +175,40 @@ def _check_groups(data: DataSet, name: str) -> None:
 
 
 def _pair_split(protocol: SourceTarget, data: DataSet, target: str, seed: int) -> Split:
-    """Labelled sites train on some rows and are measured on the others. Unlabelled sites use all rows for both."""
+    """Labelled sites train on some rows and are measured on the others. Unlabelled sites use all rows for both.
+
+    Where the data fix their test rows, every site trains on the others and is measured on these.
+    """
     labelled, unlabelled = roles_of(protocol, data, target)
     train, held_out = {}, {}
     for name in labelled:
         domain = data.domains[name]
-        train[name], held_out[name] = part_rows(domain, protocol.labelled_test_fraction, seed, "random")
+        kind = split_kind(domain, "auto" if domain.fixed_split else "random")
+        train[name], held_out[name] = part_rows(domain, protocol.labelled_test_fraction, seed, kind)
         if len(train[name]) == 0 or len(held_out[name]) == 0:
             _check_groups(data, name)
             raise UserError(
                 f"protocol: labelled site '{name}' has {len(domain)} sample(s), {len(train[name])} to train on and "
                 f"{len(held_out[name])} to be measured on; change protocol.labelled_test_fraction or leave it out"
             )
-    whole = {name: np.arange(len(data.domains[name]), dtype=np.int64) for name in unlabelled}
-    return Split(train, held_out, whole, dict(whole))
+    used, measured = {}, {}
+    for name in unlabelled:
+        domain = data.domains[name]
+        whole = np.arange(len(domain), dtype=np.int64)
+        used[name], measured[name] = part_rows(domain, 0, seed, "official") if domain.fixed_split else (whole, whole)
+    return Split(train, held_out, measured, used)
 
 
 def unseen_rows(protocol: LeaveOneOut, domain: Domain, held_out: Rows) -> Rows:
     """The rows that an unseen target is measured on: all, or those of base samples that no source trained on.
 
+    Of a split that the data fix, the test rows.
+
     Raises:
         UserError: there are no such base samples.
     """
+    if domain.fixed_split:
+        return held_out
     if domain.groups is None or protocol.base_images == "shared":
         return np.arange(len(domain), dtype=np.int64)
     if protocol.test_fraction == 0:
@@ -214,9 +226,7 @@ def unseen_rows(protocol: LeaveOneOut, domain: Domain, held_out: Rows) -> Rows:
 
 def domain_rows(protocol: LeaveOneOut | AdaptToOne, domain: Domain, seed: int) -> tuple[Rows, Rows]:
     """The training and the held-out rows of one domain. They do not depend on other domains."""
-    official = domain.train_rows is not None and domain.test_rows is not None
-    kind = protocol.split if protocol.split != "auto" else ("official" if official else "random")
-    return part_rows(domain, protocol.test_fraction, seed, kind)
+    return part_rows(domain, protocol.test_fraction, seed, split_kind(domain, protocol.split))
 
 
 def shortest_epochs(training: Training, splits: Iterable[Split]) -> dict[str, int]:

@@ -15,10 +15,22 @@ from pydantic import Field, model_validator
 from fedshift.data.agreement import MOMENTS
 from fedshift.data.builders.in_memory import Array, InMemory, SiteSamples
 from fedshift.data.checks import check_finite, checked, natural_order
-from fedshift.data.domain import DataSet, DataSource, Domain, Inputs, Manifest, Preprocessing, SparseRows
+from fedshift.data.domain import (
+    DataSet,
+    DataSource,
+    Domain,
+    Inputs,
+    Labels,
+    Manifest,
+    Preprocessing,
+    Rows,
+    SparseRows,
+    part_of,
+)
 from fedshift.data.identifiers import check_classes
 from fedshift.data.images import as_channels_first
 from fedshift.data.locate import load_npz
+from fedshift.data.splits import fixed_split
 from fedshift.data.tables import moments
 from fedshift.data.tasks.fields import TaskFields, flags, label_sums, quantities, times
 from fedshift.errors import UserError, nearest
@@ -27,7 +39,7 @@ from fedshift.text import type_in_words
 _LAYOUT = (
     "one .npz per site: x uint8 images (n, c, h, w), (n, h, w) or (n, h, w, c), or float features (n, d), or "
     "float volumes (n, c, d, h, w); y integers or names (n,); optional groups integers (n,), the same number for "
-    "samples that must not be split apart"
+    "samples that must not be split apart; optional split train or test (n,), a fixed test set"
 )
 _LARGE = 10.0
 """A column with a larger root mean square gives a warning."""
@@ -95,12 +107,13 @@ class Arrays(TaskFields):
             return None
         ((site, held),) = self.sites.items()
         arrays = _arrays(site, held)
-        count, total, squares = len(arrays["y"]), np.zeros(0), np.zeros(0)
+        known = np.arange(len(arrays["y"])) if (rows := _split(str(held), arrays)) is None else rows[0]
+        count, total, squares = len(known), np.zeros(0), np.zeros(0)
         if self.standardise:
-            count, total, squares = _sums(readable_inputs(str(held), arrays["x"]))
+            count, total, squares = _sums(readable_inputs(str(held), arrays["x"])[known])
         given = {"kind": MOMENTS, "count": count, "total": total.tolist(), "squares": squares.tolist()}
         if self.scales_labels:
-            given["label"] = label_sums(quantities(str(held), arrays["y"]))
+            given["label"] = label_sums(quantities(str(held), arrays["y"])[known])
         return given
 
     def encoded(self, preprocessing: Preprocessing, classes: tuple[str, ...]) -> DataSet:
@@ -130,13 +143,14 @@ class Arrays(TaskFields):
                 raise UserError(f"data.mean: {len(self.mean)} numbers for samples of {shape[0]} channels or columns")
             preprocessing = preprocessing.model_copy(update={"mean": self.mean, "std": self.std})
         scaling = sites_for_statistics(self.label_statistics_from or self.statistics_from, domains)
-        objective = self.objective([label_sums(domains[site].labels) for site in scaling] if self.scales_labels else [])
+        told = [domains[site] for site in scaling] if self.scales_labels else []
+        objective = self.objective([label_sums(domain.labels[domain.described]) for domain in told])
         preprocessing = preprocessing.model_copy(update={"objective": objective})
         dataset = checked(DataSet(self.name, domains, classes, preprocessing, self.manifest()))
         if not self.standardise:
             return replace(dataset, warnings=(*dataset.warnings, *_unscaled(dataset)))
         chosen = sites_for_statistics(self.statistics_from, domains)
-        mean, std = _moments([domains[site].inputs for site in chosen])
+        mean, std = _moments([described_inputs(domains[site]) for site in chosen])
         scaled = dataset.preprocessing.model_copy(update={"mean": tuple(mean.tolist()), "std": tuple(std.tolist())})
         return DataSet(dataset.name, domains, classes, scaled, dataset.manifest, dataset.warnings)
 
@@ -156,9 +170,15 @@ class Arrays(TaskFields):
         inputs = readable_inputs(where, arrays["x"])
         y = arrays["y"]
         groups = _integers(where, "groups", arrays["groups"], len(inputs)) if "groups" in arrays else None
+        rows = _split(where, arrays)
+
+        def domain(labels: Labels) -> Domain:
+            train, test = rows or (None, None)
+            return Domain(site, inputs, labels, groups, train, test, fixed_split=rows is not None)
+
         if not self.has_classes:
             read = {"time_to_event": times, "multi_label": flags}.get(self.task, quantities)
-            return Domain(site, inputs, read(where, y), groups)
+            return domain(read(where, y))
         if _is_text(y) and not isinstance(held, Path):
             number_of = {name: number for number, name in enumerate(named or ())}
             unknown = next((name for name in y.tolist() if str(name) not in number_of), None)
@@ -170,7 +190,21 @@ class Arrays(TaskFields):
         labels = _integers(where, "y", y, len(inputs), "; for regression write data.task: regression")
         if len(labels) and labels.min() < 0:
             raise UserError(f"{where}: label {labels.min()} is out of range: labels must be 0 or more")
-        return Domain(site, inputs, labels, groups)
+        return domain(labels)
+
+
+def described_inputs(domain: Domain) -> Inputs:
+    """The inputs that statistics are made of: those of no fixed test set."""
+    return part_of(domain, domain.described, domain.name).inputs if domain.fixed_split else domain.inputs
+
+
+def _split(where: str, arrays: Mapping[str, Array]) -> tuple[Rows, Rows] | None:
+    """The training and test rows of an array ``split``, if there is one."""
+    if (split := arrays.get("split")) is None:
+        return None
+    if split.shape != (len(arrays["x"]),) or split.dtype.kind != "U":
+        raise UserError(f"{where}: split is {type_in_words(split.dtype)} {split.shape}, expected train or test (n,)")
+    return fixed_split(split.tolist(), lambda row: f"{where}, row {row}")
 
 
 def _unscaled(dataset: DataSet) -> tuple[str, ...]:
@@ -211,9 +245,9 @@ def sites_for_statistics(chosen: tuple[str, ...] | None, sites: Mapping[str, obj
 
 
 def _arrays(site: str, held: Path | InMemory) -> dict[str, Array]:
-    """Arrays ``x``, ``y`` and perhaps ``groups`` of a site."""
+    """Arrays ``x``, ``y`` and perhaps ``groups`` and ``split`` of a site."""
     if isinstance(held, Path):
-        return load_npz(held, ["x", "y"], ["groups"])
+        return load_npz(held, ["x", "y"], ["groups", "split"])
     where = f"data of site '{site}'"
     inputs, labels = held.arrays(where)
     return {"x": _as_stored(where, inputs), "y": labels}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -23,8 +24,9 @@ from fedshift.data.builders.table_labels import (
 )
 from fedshift.data.checks import agreed_classes, checked
 from fedshift.data.codings import counted
-from fedshift.data.domain import DataSet, DataSource, Domain, Labels, Manifest, Preprocessing
+from fedshift.data.domain import DataSet, DataSource, Domain, Inputs, Labels, Manifest, Preprocessing, Rows
 from fedshift.data.identifiers import check_categories
+from fedshift.data.splits import fixed_split
 from fedshift.data.table_files import (
     PLAIN,
     Codes,
@@ -79,6 +81,11 @@ class Table(TableFormat, TaskFields):
         "the site and are written into the model file",
     )
     id: str | None = Field(None, description="the column that names each row; predictions give it back")
+    split: str | None = Field(
+        None,
+        description="the column that says train or test in each row: a fixed test set, which takes the place of "
+        "protocol.test_fraction",
+    )
     missing_values: Codes = Field(
         default_factory=dict,
         description="numeric column: numbers that mean missing, such as {cholesterol: 0}, in the file's own unit",
@@ -129,6 +136,8 @@ class Table(TableFormat, TaskFields):
         columns = [*self.label_columns, *self.numeric, *self.categorical]
         if self.site_column in columns:
             raise ValueError(f"column '{self.site_column}' names the site: it may be neither label nor feature")
+        if self.split is not None and self.split in (*columns, self.site_column, self.id):
+            raise ValueError(f"column '{self.split}' is the split: it may be neither label, feature, site nor id")
         twice = next((name for name, count in Counter(columns).items() if count > 1), None)
         if twice is not None:
             raise ValueError(f"column '{twice}' is listed more than once among label, numeric and categorical")
@@ -270,17 +279,17 @@ class Table(TableFormat, TaskFields):
         classes = self._classes(named)
         labels = {site: self._numbered(table, named.get(site, ()), classes) for site, table in tables.items()}
         chosen = sites_for_statistics(self.statistics_from, tables)
-        statistics = [site_statistics(tables[site], self.numeric, self.categorical) for site in chosen]
+        statistics = [site_statistics(self._trained(tables[site]), self.numeric, self.categorical) for site in chosen]
         encoding = agreed_encoding(statistics, self.numeric, self.categorical)
         self._check_fills(encoding)
         form = None if self._form == PLAIN else self._form
         encoding = encoding.with_choices(self._codes(""), self._fills, form, self.id)
         domains = {
-            site: Domain(site, encode(table, encoding), labels[site], ids=self._ids(table))
-            for site, table in tables.items()
+            site: self._domain(site, table, encode(table, encoding), labels[site]) for site, table in tables.items()
         }
         scaling = sites_for_statistics(self.label_statistics_from or self.statistics_from, tables)
-        objective = self.objective([label_sums(labels[site]) for site in scaling] if self.scales_labels else [])
+        known = [label_sums(labels[site][domains[site].described]) for site in scaling] if self.scales_labels else []
+        objective = self.objective(known)
         preprocessing = encoding.preprocessing().model_copy(update={"objective": objective})
         columns = {site: counted(table, self.numeric, self.categorical) for site, table in self._compared(whole)}
         return checked(DataSet(self.name, domains, classes, preprocessing, self.manifest(), columns=columns))
@@ -325,12 +334,12 @@ class Table(TableFormat, TaskFields):
         given = table_given(self.statistics(), self.numeric, self.categorical)
         if self.scales_labels:
             (table,) = self._tables().values()
-            given["label"] = label_sums(quantities_of(table, self.label_column))
+            given["label"] = label_sums(quantities_of(self._trained(table), self.label_column))
         return given
 
     def statistics(self, ranges: Ranges | None = None) -> TableStatistics:
         (table,) = self._tables().values()
-        return site_statistics(table, self.numeric, self.categorical, ranges)
+        return site_statistics(self._trained(table), self.numeric, self.categorical, ranges)
 
     def encoded(self, preprocessing: Preprocessing, classes: tuple[str, ...]) -> DataSet:
         """The tables in the agreed encoding. The coordinator can choose the encoding, and it sees the error messages.
@@ -383,7 +392,7 @@ class Table(TableFormat, TaskFields):
                 # The largest number in place of one that is too large: with a chosen mean and std, an error would tell
                 # whether a cell is above a bound, at no cost to a budget of privacy.
                 features = np.nan_to_num(encode(table, encoding), copy=False)
-            domains[site] = Domain(site, features, numbers, ids=self._ids(table))
+            domains[site] = self._domain(site, table, features, numbers)
         return checked(DataSet(self.name, domains, classes, preprocessing, self.manifest()))
 
     def _tables(self) -> dict[str, Columns]:
@@ -425,7 +434,8 @@ class Table(TableFormat, TaskFields):
     def _check_columns(self, site: str, table: Columns) -> None:
         """Raise UserError for a column that a site's table lacks; people at other sites read inputs' names only."""
         inputs = {*self.numeric, *self.categorical}
-        for column in (*self.label_columns, *self.numeric, *self.categorical, *([self.id] if self.id else [])):
+        others = [name for name in (self.id, self.split) if name is not None]
+        for column in (*self.label_columns, *self.numeric, *self.categorical, *others):
             try:
                 table.column(column, shared=column in inputs)
             except UserError as error:
@@ -438,6 +448,20 @@ class Table(TableFormat, TaskFields):
             return read_table(held, form, self._numbers)
         where = f"the table of site '{site}'"
         return from_columns(where, held.columns(self.label_column), form, self._numbers)
+
+    def _domain(self, site: str, table: Columns, inputs: Inputs, labels: Labels) -> Domain:
+        domain = Domain(site, inputs, labels, ids=self._ids(table))
+        if self.split is None:
+            return domain
+        train, test = self._sides(table, self.split)
+        return replace(domain, train_rows=train, test_rows=test, fixed_split=True)
+
+    def _sides(self, table: Columns, split: str) -> tuple[Rows, Rows]:
+        return fixed_split(table.column(split), table.place)
+
+    def _trained(self, table: Columns) -> Columns:
+        """The rows that statistics are made of: none of a fixed test set."""
+        return table if self.split is None else table.rows(self._sides(table, self.split)[0].tolist())
 
     def _ids(self, table: Columns) -> tuple[str, ...] | None:
         return None if self.id is None else tuple(table.column(self.id))

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from fedshift.data import agreement
+from fedshift.data.domain import Domain
 from fedshift.data.few_rows import encoding_without_few, few_rows, without_few
 from fedshift.data.tables import TableEncoding
 from fedshift.deployment.site_file import Holding
@@ -25,7 +26,7 @@ def of_many_rows(holding: Holding, policy: Policy) -> Holding:
     """
     if holding.given is None or holding.given["kind"] != agreement.TABLE or policy.smallest_group == 1:
         return holding
-    statistics, samples, least = holding.source.statistics(), len(holding.domain), policy.smallest_group
+    statistics, samples, least = holding.source.statistics(), len(holding.domain.described), policy.smallest_group
     if statistics is None or len(statistics.rows) != len(holding.given["categorical"]):
         raise UserError(
             f"data set {holding.data.name} gives categories and does not count their rows, which policy.smallest_group "
@@ -117,14 +118,19 @@ def _of(given: Mapping[str, Any]) -> str:
     return "a table" if given["kind"] == agreement.TABLE else "data.standardise"
 
 
-def few_samples(samples: int, policy: Policy) -> str | None:
+def few_samples(domain: Domain, policy: Policy) -> str | None:
     """In which experiments a site of so few samples takes part, in words; None if that needs no word.
 
     Args:
-        samples: of the site.
+        domain: the site's samples.
         policy: the site's.
     """
-    least, rule = policy.smallest_group, f"(rule policy.smallest_group: {policy.smallest_group})"
+    samples, least, rule = len(domain), policy.smallest_group, f"(rule policy.smallest_group: {policy.smallest_group})"
+    if domain.fixed_split:
+        train = len(domain.described)
+        if min(train, samples - train) >= least:
+            return None
+        return f"it takes part in no experiment: data.split has {train} rows of train, {samples - train} of test {rule}"
     if samples < least:
         return f"it takes part in no experiment: it has {samples} samples {rule}"
     if samples < 2 * least:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from fedshift.data.domain import Domain, Rows
 from fedshift.data.site_data import SiteData
-from fedshift.data.splits import part_rows, random_split
+from fedshift.data.splits import part_rows, random_split, split_kind
 from fedshift.data.tasks.objective import Objective
 from fedshift.deployment.privacy.few_rows import of_many_rows
 from fedshift.deployment.privacy.ledger import PrivacyLedger
@@ -121,8 +121,7 @@ class SiteRules:
         groups it looks at their numbers alone.
         """
         fraction, seed = float(split["test_fraction"]), int(split["seed"])
-        official = domain.train_rows is not None and domain.test_rows is not None
-        own = split["split"] == "official" or (split["split"] == "auto" and official)
+        own = split_kind(domain, split["split"]) == "official"
         if self.budget is not None and not own and domain.groups is None:
             return random_split(len(domain), fraction, seed)
         return part_rows(domain, fraction, seed, "official" if own else "random")
