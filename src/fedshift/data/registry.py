@@ -22,6 +22,7 @@ _SOURCES: ClassRegistry[DataSource] = ClassRegistry(
         "pacs_features": "fedshift.data.builders.pacs_features:PacsFeatures",
         "heart_disease": "fedshift.data.builders.heart_disease:HeartDisease",
         "discs_and_cups": "fedshift.data.builders.discs_and_cups:DiscsAndCups",
+        "drawn_letters": "fedshift.data.builders.drawn_letters:DrawnLetters",
         "mask_folder": "fedshift.data.builders.mask_folder:MaskFolder",
         "image_folder": "fedshift.data.builders.image_folder:ImageFolder",
         "arrays": "fedshift.data.builders.arrays:Arrays",

@@ -13,8 +13,12 @@ from torch import Tensor
 Second = Literal["adagrad", "adam", "yogi"]
 
 
-def momentum_step(weight: Tensor, change: Tensor, momentum: Tensor, beta: float, rate: float) -> tuple[Tensor, Tensor]:
+def momentum_step(
+    weight: Tensor, change: Tensor, momentum: Tensor, beta: float, rate: float, ahead: bool = False
+) -> tuple[Tensor, Tensor]:
     """``m ← βm + Δ, θ ← θ + ηm``: FedAvgM (Hsu, Qi, Brown, 2019). With β = 0 and η = 1 it is FedAvg.
+
+    ``ahead``: ``θ ← θ + η(Δ + βm)``, Nesterov's, so that sites begin where momentum would bring the model by itself.
 
     Args:
         weight: θ before the round.
@@ -22,6 +26,7 @@ def momentum_step(weight: Tensor, change: Tensor, momentum: Tensor, beta: float,
         momentum: m, zero at first.
         beta: β.
         rate: η.
+        ahead: whether the step is Nesterov's.
 
     Returns:
         The new θ and m.
@@ -32,7 +37,7 @@ def momentum_step(weight: Tensor, change: Tensor, momentum: Tensor, beta: float,
         (tensor([1.6000]), tensor([0.6000]))
     """
     momentum = beta * momentum + change
-    return weight + rate * momentum, momentum
+    return weight + rate * (change + beta * momentum if ahead else momentum), momentum
 
 
 def adaptive_step(

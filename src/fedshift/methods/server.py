@@ -47,15 +47,19 @@ class _Optimizer(BaseModel, ABC):
 
 
 class Momentum(_Optimizer):
-    """FedAvgM: ``m ← βm + Δ, θ ← θ + ηm``."""
+    """FedAvgM: ``m ← βm + Δ, θ ← θ + ηm``; with ``nesterov`` ``θ ← θ + η(Δ + βm)``.
+
+    Sites that begin at θ + βm are those of FedACG (Kim, Kim, Han, CVPR 2024) without its term at the sites.
+    """
 
     optimizer: Literal["momentum"] = "momentum"
     beta: Beta = Field(0.9, description="β: how much of the last rounds' direction is kept")
     rate: PositiveFloat = Field(1.0, description="η: learning rate of the server")
+    nesterov: bool = Field(False, description="sites begin where momentum would bring the model by itself")
 
     def step(self, before: Weights, change: Weights, kept: Moments) -> tuple[Weights, Moments]:
-        old = kept.get("first") or _filled(change, 0.0)
-        found = {name: momentum_step(before[name], change[name], old[name], self.beta, self.rate) for name in change}
+        old, own = kept.get("first") or _filled(change, 0.0), (self.beta, self.rate, self.nesterov)
+        found = {name: momentum_step(before[name], change[name], old[name], *own) for name in change}
         return _part(found, 0), {"first": _part(found, 1)}
 
 
