@@ -58,7 +58,8 @@ class Momentum(_Optimizer):
     nesterov: bool = Field(False, description="sites begin where momentum would bring the model by itself")
 
     def step(self, before: Weights, change: Weights, kept: Moments) -> tuple[Weights, Moments]:
-        old, own = kept.get("first") or _filled(change, 0.0), (self.beta, self.rate, self.nesterov)
+        old = kept.get("first") or _filled(change, 0.0)
+        own = self.beta, self.rate, self.nesterov
         found = {name: momentum_step(before[name], change[name], old[name], *own) for name in change}
         return _part(found, 0), {"first": _part(found, 1)}
 
