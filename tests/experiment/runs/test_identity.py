@@ -97,3 +97,15 @@ def test_an_augmentation_among_a_methods_options_gets_its_later_fields() -> None
     assert first_difference(comparable(old), comparable(new)) is None
     turned = {"method": {"name": "copa", "strong": {**strong, "flip_vertical": 0.5}}}
     assert first_difference(comparable(old), comparable(turned)) == ("method.strong.flip_vertical", 0.0, 0.5)
+
+
+def test_a_servers_optimizer_gets_its_later_fields() -> None:
+    """Runs made before momentum could be Nesterov's are those of a file that says nothing of it."""
+    first = {"optimizer": "momentum", "beta": 0.9, "rate": 1.0}
+    old = {"method": {"name": "fedavg", "server": first}}
+    server = {**first, "nesterov": False}
+    assert first_difference(comparable(old), comparable({"method": {"name": "fedavg", "server": server}})) is None
+    other = {"method": {"name": "fedavg", "server": {**server, "nesterov": True}}}
+    assert first_difference(comparable(old), comparable(other)) == ("method.server.nesterov", False, True)
+    unknown = {"method": {"name": "fedavg", "server": {"optimizer": "of a later version"}}}
+    assert comparable(unknown)["method"]["server"] == {"optimizer": "of a later version"}

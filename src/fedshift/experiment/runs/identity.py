@@ -14,6 +14,7 @@ from fedshift.errors import UserError
 from fedshift.experiment.config.sections import EXTENT, PROTOCOLS
 from fedshift.federation.training import Training
 from fedshift.methods import registry as method_registry
+from fedshift.methods.server import OPTIMIZERS
 from fedshift.models import registry as model_registry
 
 _NOT_IDENTITY = ("engine", "device", "versions")
@@ -30,9 +31,7 @@ def comparable(settings: Any) -> dict[str, Any]:
     identity = {key: value for key, value in dict(settings or {}).items() if key not in _NOT_IDENTITY}
     for section, kind in _kinds(identity):
         given = identity[section]
-        fields = [name for name, field in kind.model_fields.items() if field.annotation is Augmentation]
-        moved = {name: given[name] for name in fields if isinstance(given.get(name), Mapping)}
-        whole = {name: {**_defaults(Augmentation), **augmentation} for name, augmentation in moved.items()}
+        whole = {name: {**_defaults(inner), **given[name]} for name, inner in _inner(kind, given)}
         identity[section] = {**_defaults(kind), **given, **whole}
     if isinstance(identity.get("method"), Mapping):  # its options are compared, so its name need not be
         identity["method"] = {key: value for key, value in identity["method"].items() if key != "setting"}
@@ -75,6 +74,16 @@ def _kinds(identity: Mapping[str, Any]) -> Iterator[tuple[str, type[BaseModel]]]
                 yield name, find(identity[name])
             except (UserError, KeyError):
                 continue
+
+
+def _inner(kind: type[BaseModel], given: Mapping[str, Any]) -> Iterator[tuple[str, type[BaseModel]]]:
+    """The fields of a section that are mappings with defaults of their own, and the class of each."""
+    for name, field in kind.model_fields.items():
+        if isinstance(value := given.get(name), Mapping):
+            if field.annotation is Augmentation:
+                yield name, Augmentation
+            elif name == "server" and (optimizer := OPTIMIZERS.get(value.get("optimizer", ""))):
+                yield name, optimizer
 
 
 def _known_source(name: str) -> type[BaseModel]:
