@@ -70,7 +70,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "equal mini-batches alone 55.94; 94.61 on Rotated MNIST, below deepall (95.15).",
         "epi_fcr": "For three domains or more, at several times the cost; no gain shown: 55.24 on SURF, where deepall "
         "with its equal mini-batches has 55.94.",
-        "masf": "For three domains or more, with small steps; no gain shown: 54.23 on SURF, where deepall with its "
+        "masf": "For three domains or more, with small steps; no gain shown: 54.65 on SURF, where deepall with its "
         "equal mini-batches has 55.94.",
         "metareg": "For a classifier that overfits on fixed features: 56.69 on SURF, where deepall has 53.19 and by "
         "equal mini-batches alone 55.94; 93.86 on Rotated MNIST, below deepall (95.15).",
