@@ -240,13 +240,13 @@ def test_empty_and_missing_folders(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("root", "meant"),
     [
-        pytest.param("above", "above/root", marks=pytest.mark.case("folders", "root one folder too high")),
-        pytest.param("above/root/north", "above/root", marks=pytest.mark.case("folders", "root one folder too low")),
+        pytest.param("all", "all/images", marks=pytest.mark.case("folders", "root one folder too high")),
+        pytest.param("all/images/north", "all/images", marks=pytest.mark.case("folders", "root one folder too low")),
         pytest.param("", None, marks=pytest.mark.case("folders", "root two folders too high")),
     ],
 )
 def test_a_root_beside_the_right_one_is_asked_about(tmp_path: Path, root: str, meant: str | None) -> None:
-    collection(tmp_path / "above" / "root")
+    collection(tmp_path / "all" / "images")
     with pytest.raises(UserError, match="is empty") as caught:
         ImageFolder(root=tmp_path / root, size=8).build()
     hints = re.findall(r"did you mean root: (\S+)\?", str(caught.value))

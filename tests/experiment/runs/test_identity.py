@@ -99,13 +99,26 @@ def test_an_augmentation_among_a_methods_options_gets_its_later_fields() -> None
     assert first_difference(comparable(old), comparable(turned)) == ("method.strong.flip_vertical", 0.0, 0.5)
 
 
-def test_a_servers_optimizer_gets_its_later_fields() -> None:
-    """Runs made before momentum could be Nesterov's are those of a file that says nothing of it."""
-    first = {"optimizer": "momentum", "beta": 0.9, "rate": 1.0}
-    old = {"method": {"name": "fedavg", "server": first}}
-    server = {**first, "nesterov": False}
-    assert first_difference(comparable(old), comparable({"method": {"name": "fedavg", "server": server}})) is None
-    other = {"method": {"name": "fedavg", "server": {**server, "nesterov": True}}}
-    assert first_difference(comparable(old), comparable(other)) == ("method.server.nesterov", False, True)
-    unknown = {"method": {"name": "fedavg", "server": {"optimizer": "of a later version"}}}
-    assert comparable(unknown)["method"]["server"] == {"optimizer": "of a later version"}
+@pytest.mark.parametrize(
+    ("option", "old", "later", "value", "other"),
+    [
+        ("server", {"optimizer": "momentum", "beta": 0.9, "rate": 1.0}, "nesterov", False, True),
+        ("server", {"optimizer": "adam"}, "tau", 1e-3, 1e-2),
+        ("average", {"kind": "swa"}, "start", 0.75, 0.5),
+    ],
+)
+def test_an_option_of_several_kinds_gets_its_later_fields(
+    option: str, old: dict[str, Any], later: str, value: Any, other: Any
+) -> None:
+    """A run made before its server's momentum could be Nesterov's is that of a file that says nothing of it."""
+
+    def settings(**fields: Any) -> dict[str, Any]:
+        return comparable({"method": {"name": "fedavg", option: {**old, **fields}}})
+
+    assert first_difference(settings(), settings(**{later: value})) is None
+    assert first_difference(settings(), settings(**{later: other})) == (f"method.{option}.{later}", value, other)
+
+
+def test_an_option_that_cannot_be_read_is_compared_as_it_is() -> None:
+    unknown = {"optimizer": "of a later version"}
+    assert comparable({"method": {"name": "fedavg", "server": unknown}})["method"]["server"] == unknown

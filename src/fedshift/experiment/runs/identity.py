@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from contextlib import suppress
+from functools import cache
+from typing import Annotated, Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
 from fedshift.data import registry as data_registry
-from fedshift.data.transforms import Augmentation
 from fedshift.errors import UserError
 from fedshift.experiment.config.sections import EXTENT, PROTOCOLS
 from fedshift.federation.training import Training
 from fedshift.methods import registry as method_registry
-from fedshift.methods.server import OPTIMIZERS
 from fedshift.models import registry as model_registry
 
 _NOT_IDENTITY = ("engine", "device", "versions")
@@ -31,8 +31,7 @@ def comparable(settings: Any) -> dict[str, Any]:
     identity = {key: value for key, value in dict(settings or {}).items() if key not in _NOT_IDENTITY}
     for section, kind in _kinds(identity):
         given = identity[section]
-        whole = {name: {**_defaults(inner), **given[name]} for name, inner in _inner(kind, given)}
-        identity[section] = {**_defaults(kind), **given, **whole}
+        identity[section] = {**_defaults(kind), **given, **_inner(kind, given)}
     if isinstance(identity.get("method"), Mapping):  # its options are compared, so its name need not be
         identity["method"] = {key: value for key, value in identity["method"].items() if key != "setting"}
     if isinstance(identity.get("data"), Mapping):
@@ -76,14 +75,22 @@ def _kinds(identity: Mapping[str, Any]) -> Iterator[tuple[str, type[BaseModel]]]
                 continue
 
 
-def _inner(kind: type[BaseModel], given: Mapping[str, Any]) -> Iterator[tuple[str, type[BaseModel]]]:
-    """The fields of a section that are mappings with defaults of their own, and the class of each."""
-    for name, field in kind.model_fields.items():
-        if isinstance(value := given.get(name), Mapping):
-            if field.annotation is Augmentation:
-                yield name, Augmentation
-            elif name == "server" and (optimizer := OPTIMIZERS.get(value.get("optimizer", ""))):
-                yield name, optimizer
+def _inner(kind: type[BaseModel], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a section that have fields of their own, with all of these. What cannot be read stays as it is."""
+    whole: dict[str, Any] = {}
+    for name in kind.model_fields:
+        if name not in _PATHS and isinstance(given.get(name), Mapping | list | tuple):
+            with suppress(UserError, ValidationError):
+                adapter = _adapter(kind, name)
+                whole[name] = adapter.dump_python(adapter.validate_python(given[name]), mode="json")
+    return whole
+
+
+@cache
+def _adapter(kind: type[BaseModel], name: str) -> TypeAdapter[Any]:
+    field = kind.model_fields[name]
+    option: Any = Annotated[field.annotation, field]
+    return TypeAdapter(option)
 
 
 def _known_source(name: str) -> type[BaseModel]:
