@@ -89,7 +89,7 @@ def _inner(kind: type[BaseModel], given: Mapping[str, Any]) -> dict[str, Any]:
 @cache
 def _adapter(kind: type[BaseModel], name: str) -> TypeAdapter[Any]:
     field = kind.model_fields[name]
-    option: Any = Annotated[field.annotation, field]
+    option: Any = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
     return TypeAdapter(option)
 
 
