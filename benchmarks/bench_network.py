@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from bench_processes import memory_of, processes, usage
+from bench_processes import memory_of, processes, trust_module, usage
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Reply
 from fedshift.federation.site import Site
@@ -109,9 +109,9 @@ def federation(sites: Sequence[str], methods: Sequence[str]) -> Iterator[tuple[P
 
     from fedshift.deployment.flare import roles
 
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory(prefix="fedshift-bench-") as name, _clock() as provisioning:
         folder = Path(name)
+        trust_module("bench_network:Echo", folder)
         project = {
             "name": "bench",
             "contact": "bench@example.org",

@@ -1,11 +1,29 @@
-"""What the processes of a federation on this machine use: memory and processor time, by role."""
+"""Federations that a benchmark plays on this machine: the code that they trust, the memory and time that they use."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+
+def trust_module(name: str, folder: Path) -> None:
+    """The method of a benchmark is imported by all processes that this one starts from now on.
+
+    They look for it beside this file, and trust it by a list in ``folder``; the user's own list stays as it is.
+
+    Args:
+        name: the method, ``module:Class``.
+        folder: where the list lies; it outlives the processes.
+    """
+    from fedshift import trust
+    from fedshift.import_paths import package_source
+
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    os.environ["FEDSHIFT_CONFIG"] = str(folder / "config")
+    trust.remember(trust.Code(f"method '{name}'", *package_source(name.partition(":")[0])))
 
 
 def processes(folder: Path) -> Iterator[tuple[str, Any]]:

@@ -44,6 +44,7 @@ from loopback import SITES, Without, model, options_of, same, simulate
 from namespaces import Namespaces, why_not
 from network import Network, rounds
 
+from bench_processes import trust_module
 from campaign_faults import SECONDS, Fault, Faults
 from campaign_site import Played
 from fedshift.deployment.flare.deployment_folder import ENDS, Deployment
@@ -222,10 +223,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     asked = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing stays behind
     folder = Path(tempfile.mkdtemp(prefix="campaign-", dir="/tmp"))  # a short path: sockets lie in it
+    trust_module(Played.name, folder)
     network = Network(folder, SITES) if why_not() else Namespaces(folder, SITES)
     before = json.loads(asked.out.read_text()) if asked.out.exists() else {"each": []}
     campaign = Campaign(network, folder, asked.seed, before["each"])
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     os.environ["FEDSHIFT_CAMPAIGN"] = str(campaign.faults.orders)
     policy = {
         "smallest_group": 1,

@@ -289,6 +289,18 @@ def test_measurements_have_noise_and_are_counted(tmp_path: Path) -> None:
     assert len(lines(site)) == 30
 
 
+def test_a_result_says_how_much_noise_its_accuracies_have(tmp_path: Path) -> None:
+    """Of 12 samples that a site holds out, two more or fewer may be said to be right: 17 points."""
+    protocol = {"targets": ["sites"], "seeds": [0], "test_fraction": 0.3}
+    runs = deployed(tmp_path / "a", {}, protocol, epsilon=50.0, measurement_noise=2.0)
+    said = result(runs, "fedavg", "sites")["data"]
+    noise = {site: pytest.approx(200 / samples) for site, samples in said["measured_samples"].items()}
+    assert said["measurement_noise"] == noise
+    assert noise["north"] == 200 / 12
+    plain = deployed(tmp_path / "b", {})
+    assert "measurement_noise" not in result(plain, "fedavg", "west")["data"]
+
+
 def test_the_coordinator_foresees_what_sites_cannot_pay(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"'north' has spent ε = 0 of 1 .* it would be"):
         deployed(tmp_path / "a", {}, epsilon=1.0)

@@ -98,7 +98,7 @@ def test_the_headline_is_the_first_table_and_the_pages(measured: Path) -> None:
 
 
 def test_a_method_below_the_majority_class_is_a_warning(measured: Path) -> None:
-    (said,) = (text for text in cautions(collect(measured).results) if "most frequent" in text)
+    (said,) = (text for text in cautions(collect(measured).results) if "less accurate" in text)
     assert "fedavg" in said
     assert "south (91.00 < 95.00)" in said
     assert "csac" not in said

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedshift.evaluation.records import RunResult, SelectedRound, SiteMetrics
+from fedshift.evaluation.records import RunResult, SelectedRound, SiteMetrics, SitePrivacy
 from fedshift.report.advice.verdict import MAJORITY, verdict
 from fedshift.report.advice.words import first_sentence, paragraphs, two_sentences
 from fedshift.report.collect import Collected, FinishedRun, Order, collect
@@ -303,6 +303,93 @@ def test_no_interval_from_a_single_target_or_from_pairs() -> None:
     assert found.expected is not None
     assert found.expected.low is None
     assert all(one.p_sites is None for one in found.against), "pairs share sites, so they are no independent draws"
+
+
+def survival_at(target: str, concordance: float, events: int, low: float, high: float) -> RunResult:
+    values, limits = {"concordance": concordance}, {"concordance": (low, high)}
+    site = SiteMetrics(
+        site=target,
+        part="target",
+        samples=150,
+        support=[],
+        values=values,
+        intervals=limits,
+        baseline=50.0,
+        events=events,
+    )
+    return one_run("fedavg", target, 0, concordance, sites=[site], metric="concordance", classes=[])
+
+
+@pytest.mark.case("words of a verdict", "a site with three deaths is no part of what the next site is promised")
+def test_a_target_of_few_events_is_flagged_and_left_out() -> None:
+    sites = {"a": 58.0, "b": 60.8, "c": 64.8, "d": 61.0, "e": 57.9}
+    runs = [survival_at(name, value, 40, value - 9, value + 9) for name, value in sites.items()]
+    collected = gathered([*runs, survival_at("f", 91.7, 3, 80.0, 99.0)])
+    found = verdict(collected)
+    assert found.expected is not None
+    assert found.expected.few == ("f",)
+    assert found.expected.mean == pytest.approx(np.mean(list(sites.values())))
+    assert found.expected.average == pytest.approx(np.mean([*sites.values(), 91.7]))
+    told = " ".join(line for _, lines in paragraphs(found) for line in lines)
+    assert "without f, of few samples" in first_sentence(found)
+    assert "f (3)" in told
+    assert any("with the event: f (3)" in note for note in table_of(collected).notes)
+
+
+@pytest.mark.case("words of a verdict", "targets of few samples that agree by chance promise no narrow interval")
+def test_sampling_errors_are_in_the_interval() -> None:
+    """Five sites within seven points, of which each is known to within nine: one more may lie further off."""
+    values = (57.9, 58.0, 60.8, 61.0, 64.8)
+    widths = {}
+    for half in (0.5, 9.0, 18.0):
+        runs = [
+            survival_at(name, value, 40, value - half, value + half)
+            for name, value in zip("abcde", values, strict=True)
+        ]
+        expected = verdict(gathered(runs)).expected
+        assert expected is not None
+        assert expected.low is not None
+        assert expected.high is not None
+        assert 0 < expected.low < expected.mean < expected.high < 100
+        widths[half] = expected.high - expected.low
+    assert widths[0.5] < widths[9.0] < widths[18.0]
+    # t(4) = 2.776, five targets: 2.776 sqrt(1.2) (9 / 1.96) points on each side, a little less on the scale of logits.
+    assert widths[9.0] == pytest.approx(2 * 2.776 * 1.2**0.5 * 9 / 1.96, rel=0.1)
+    wide = verdict(gathered([survival_at(n, v, 40, v - 18, v + 18) for n, v in zip("abcde", values, strict=True)]))
+    assert "too few to say" in first_sentence(wide)
+
+
+def test_if_all_targets_are_small_none_is_left_out() -> None:
+    small = [SiteMetrics(site="t", part="target", samples=12, support=[5, 7], values={})]
+    found = verdict(simulated(np.random.default_rng(0), {"fedavg": 80.0}, sites=small))
+    assert found.expected is not None
+    assert found.expected.few == ()
+    assert found.expected.sites == 4
+    assert any("a (5)" in one.why for one in found.unknown)
+
+
+PRIVATE = {
+    "a": SitePrivacy(
+        epsilon=8.0, delta=1e-5, unit="sample", clip_norm=1.0, noise_multiplier=1.0, sample_rate=0.1, steps=10
+    )
+}
+
+
+@pytest.mark.case("words of a verdict", "private sites say no shares of classes: 48 % of two classes is worth nothing")
+@pytest.mark.case("words of a verdict", "accuracies with noise are said to have it")
+@pytest.mark.parametrize(("accuracy", "worth"), [(48.0, False), (63.0, True)])
+def test_private_runs_stand_beside_the_most_frequent_class(accuracy: float, worth: bool) -> None:
+    noisy = {"measurement_noise": {"a": 12.5}}
+    found = verdict(
+        gathered([one_run("fedavg", "a", seed, accuracy, privacy=PRIVATE, data=noisy) for seed in range(3)])
+    )
+    assert first_sentence(found).startswith("Take none") != worth
+    told = " ".join(one.why for one in found.unknown)
+    assert "at least 50.0 %" in told
+    assert "12.5 points" in told
+    assert MAJORITY in two_sentences(found)
+    known = [one_run("fedavg", "a", 0, accuracy, privacy=PRIVATE, sites=guessed(55.0))]
+    assert verdict(gathered(known)).guess is None, "where shares are on record the method is compared with them"
 
 
 def test_less_is_better() -> None:

@@ -78,6 +78,11 @@ class DeployedPlan(Plan):
         """Nothing: sites do not say how their images look."""
         return {}
 
+    def measurement_noise(self, site: str) -> float | None:
+        """As in `Plan`: what a site with a budget of privacy says on its card."""
+        budget = self.agreed.privacy.get(site)
+        return None if budget is None or budget["measurement_noise"] is None else float(budget["measurement_noise"])
+
     def in_groups(self, site: str, rows: Rows) -> bool:
         """As in `Plan`, as the site's card says."""
         return self.agreed.grouped.get(site, False)

@@ -25,6 +25,9 @@ _RATES_APART = 25.0
 """Percentage points between a class's shares at two sites from which they differ in rate."""
 _ENOUGH = 30
 """Samples of a site from which its shares are compared with those of others."""
+_FEW = 10
+"""Samples with an event, or outside the most frequent class, below which a target's number says next to nothing. To
+validate a prediction model takes 100 of them (Collins et al., Statistics in Medicine 2016)."""
 _SAME_WORK = 0.02
 """The share by which runs may differ in mini-batches, which are rounded up for every site, and still count as equal."""
 
@@ -38,14 +41,14 @@ def cautions(results: Sequence[RunResult]) -> list[str]:
         >>> print(*cautions([run]))
         measured on one class only, so nothing shows whether the model tells classes apart: a (cat)
     """
-    return [*_worse_than_baseline(results), *_one_class(results), *_rates(results)]
+    return [*_worse_than_baseline(results), *_one_class(results), *_few(results), *_rates(results)]
 
 
 def warnings_of(results: Sequence[RunResult]) -> list[str]:
     """`cautions`, then what the runs themselves warned of, each once.
 
     Example:
-        >>> site = SiteMetrics(site="a", part="target", samples=2, support=[1, 1], values={})
+        >>> site = SiteMetrics(site="a", part="target", samples=40, support=[20, 20], values={})
         >>> run = RunResult.model_construct(method="m", target="a", classes=["cat", "dog"], selected={}, sites=[site])
         >>> warnings_of([run.model_copy(update={"seed": seed, "warnings": ["few samples"]}) for seed in (0, 1)])
         ['few samples']
@@ -102,6 +105,31 @@ def _worse_than_baseline(results: Sequence[RunResult]) -> Iterator[str]:
                 )
         if below:
             yield f"{method} {_WORSE[metric]} at {', '.join(below)}"
+
+
+def few_informative(results: Sequence[RunResult]) -> dict[str, int]:
+    """Targets at which fewer than ten samples had the event, or are outside the most frequent class: target → samples.
+
+    Example:
+        >>> site = SiteMetrics(site="a", part="target", samples=51, support=[48, 3], values={})
+        >>> few_informative([RunResult.model_construct(target="a", sites=[site])])
+        {'a': 3}
+    """
+    found: dict[str, int] = {}
+    for result in results:
+        if result.metric == "label_accuracy":
+            continue  # each label has a rarer answer of its own
+        known = [number for site in result.targets if (number := site.informative) is not None]
+        if known and len(known) == len(result.targets) and sum(known) < _FEW:
+            found[result.target] = max(sum(known), found.get(result.target, 0))
+    return found
+
+
+def _few(results: Sequence[RunResult]) -> Iterator[str]:
+    named = [f"{target} ({number})" for target, number in few_informative(results).items() if number]
+    if named:
+        what = "with the event" if any(site.events is not None for one in results for site in one.targets) else ""
+        yield f"measured on few samples {what or 'outside the most frequent class'}: {', '.join(named)}"
 
 
 def _one_class(results: Sequence[RunResult]) -> Iterator[str]:

@@ -209,6 +209,9 @@ class SiteMetrics(_Record):
         description="what a model without inputs reaches: for regression the error of always saying the mean of the "
         "sources, for time to event 50 by chance, for several labels always saying the more frequent answer",
     )
+    events: Count | None = Field(
+        default=None, description="time to event: samples that had it; None elsewhere, and where a site does not say"
+    )
 
     @model_validator(mode="after")
     def _shares_are_percent(self) -> SiteMetrics:
@@ -226,6 +229,19 @@ class SiteMetrics(_Record):
         known = [count for count in self.support if count is not None]
         largest = max(known, default=0)
         return 100.0 * largest / self.samples if largest >= self.samples - sum(known) else None
+
+    @property
+    def informative(self) -> int | None:
+        """How many samples tell a model that knows something from one that does not; None where a record does not say.
+
+        With classes those outside the most frequent one, for time to event those that had it, for quantities all.
+        """
+        if self.events is not None:
+            return self.events
+        if "rmse" in self.values:
+            return self.samples
+        share = self.majority
+        return None if share is None else round(self.samples * (1 - share / 100.0))
 
 
 class SitePrivacy(_Record):

@@ -185,6 +185,10 @@ class Plan:
         groups = self.data.domains[site].groups
         return 1 if groups is None else int(np.unique(groups[rows], return_counts=True)[1].max(initial=1))
 
+    def measurement_noise(self, site: str) -> float | None:
+        """Standard deviation of what a site adds to its number of right samples for its privacy; None: nothing."""
+        return None
+
     def data_for(self, target: str) -> DataSet:
         """The data in the encoding of this target: sites that are unseen or not in the pair do not influence it."""
         if target not in self._encoded:

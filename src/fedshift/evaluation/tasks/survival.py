@@ -89,4 +89,5 @@ def survival_metrics(site: str, part: Part, scored: Scored, resamples: int = 0) 
         values={} if found is None else {"concordance": found},
         intervals=limits,
         baseline=CHANCE,
+        events=int((labels[:, 1] > 0).sum()),
     )

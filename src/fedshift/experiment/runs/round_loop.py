@@ -344,8 +344,10 @@ class _RunLoop:
 
     def _data_record(self) -> dict[str, Any]:
         """The data that the run was trained and measured on: name, fingerprint, shape and numbers of samples."""
-        split = self.planned.split
-        return {
+        split, plan = self.planned.split, self.planned.plan
+        deviations = ((name, plan.measurement_noise(name), len(rows)) for name, rows in split.measured.items())
+        noise = {name: 100.0 * one / samples for name, one, samples in deviations if one is not None and samples}
+        return ({"measurement_noise": noise} if noise else {}) | {
             "name": self.planned.data.name,
             "fingerprint": self.planned.plan.fingerprint,
             "input_shape": list(self.planned.data.input_shape),

@@ -122,6 +122,7 @@ def _checked_metrics(value: Any, samples: int, classes: int, measuring: Measurin
         found.samples != samples
         or (sum(counts) if measuring.counts_classes else max(counts, default=0)) > samples
         or sum(of_bins) > samples
+        or (found.events or 0) > samples
     ):
         raise FedshiftError("its metrics are of another number of samples than it measured")
     if any(low > high for low, high in found.intervals.values()):

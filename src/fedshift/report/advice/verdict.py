@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from fedshift.evaluation.cautions import majorities
+from fedshift.evaluation.cautions import few_informative, majorities
 from fedshift.evaluation.records import RunResult, Selection
 from fedshift.evaluation.summary import AVERAGE, Row
 from fedshift.report.advice.expected import Expected, next_site
@@ -122,6 +122,8 @@ class Verdict:
         setting: the setting of `method`.
         expected: what it reaches at the next site, or at the sites that trained.
         measured_new: whether what it is measured by did not train with labels; else nothing is known of a new site.
+        guess: what always naming the most frequent class is right for at the least, in percent, where sites do not say
+            how many samples each class has; None where it is compared, or makes no sense.
         against: it compared with every other row, in the order of the table.
         left: mean bytes that left all sites in a run of it, by kind of content.
         guarantee: its differential privacy; None without any.
@@ -142,6 +144,7 @@ class Verdict:
     unknown: tuple[Unknown, ...]
     differences: tuple[Difference, ...]
     measured_new: bool = True
+    guess: float | None = None
 
     @property
     def looks(self) -> int:
@@ -185,6 +188,7 @@ class Verdict:
             "left_the_sites": dict(self.left),
             "privacy": self.guarantee,
             "at_sites_that_trained": not self.measured_new,
+            "guessing": self.guess,
             "unknown": [one.why for one in self.unknown],
         }
 
@@ -220,7 +224,8 @@ def verdict(collected: Collected, table: Table | None = None) -> Verdict:
         role=role,
         used=used[chosen].words if chosen is not None else (),
         setting=next((run.setting for run in runs), ""),
-        expected=None if chosen is None else next_site(chosen, list(able), table),
+        expected=None if chosen is None else next_site(chosen, list(able), table, few_informative(results)),
+        guess=_least_of_guessing(results, table.measure),
         against=tuple(
             replace(one, unlike=used[chosen].unlike(used[one.name])) if chosen and one.name in used else one
             for one in against
@@ -329,12 +334,13 @@ def _against(
 
 def _unknown(collected: Collected, table: Table, whole: Mapping[str, Row], there: Set[Role]) -> Iterator[Unknown]:
     """What the runs leave open. ``there``: the roles of the table's methods."""
-    repeat, targets = table.measure.repeat, table.columns[:-1]
+    repeat = table.measure.repeat
     most = max((row.n for row in table.rows), default=0)
     if most == 1:
         yield Unknown(f"one {repeat}", f"One {repeat}: nothing here shows whether a difference is more than chance.")
     elif most < FEW_SEEDS:
         yield Unknown(f"{most} {repeat}s", f"{most} {repeat}s: only very large differences can be told from chance.")
+    yield from _of_samples(collected.results, table.measure)
     if collected.unfinished:
         count = f"{collected.unfinished} of {collected.planned} runs missing"
         yield Unknown(count, f"{collected.progress}. What is missing could change every statement.")
@@ -342,18 +348,7 @@ def _unknown(collected: Collected, table: Table, whole: Mapping[str, Row], there
     if lacking:
         names = ", ".join(lacking)
         yield Unknown(f"no result at some targets: {names}", f"Not measured at every target, so not judged: {names}.")
-    if table.measure.repeat == "split":
-        yield Unknown("no interval", "These pairs share sites, so they give no interval for a pair that was not tried.")
-    elif measured_where_trained(collected.results):
-        yield Unknown(
-            "how it does at a new site",
-            "All sites trained, so nothing here shows what to expect at a new one: leave some out as targets.",
-        )
-    elif len(targets) < FEW_SITES:
-        count = f"{len(targets)} target{'s' if len(targets) > 1 else ''}"
-        yield Unknown(
-            f"only {count}", f"Only {count}: sites like these say little about how different the next one is."
-        )
+    yield from _of_targets(collected.results, table)
     for name, labels in _labels(collected.results).items():
         if (tried := len(labels)) > 1:
             why = f"{tried} settings of {name} were compared at these targets: the best looks a little too good."
@@ -367,6 +362,58 @@ def _unknown(collected: Collected, table: Table, whole: Mapping[str, Row], there
         "The records do not say how settings were chosen. If it was by looking at these targets, all numbers are too "
         "good." + ("" if measured_where_trained(collected.results) else _SAME_KIND),
     )
+
+
+def _of_targets(results: Sequence[RunResult], table: Table) -> Iterator[Unknown]:
+    """What the number of targets leaves open of the next one."""
+    targets = table.columns[:-1]
+    if table.measure.repeat == "split":
+        yield Unknown("no interval", "These pairs share sites, so they give no interval for a pair that was not tried.")
+    elif measured_where_trained(results):
+        yield Unknown(
+            "how it does at a new site",
+            "All sites trained, so nothing here shows what to expect at a new one: leave some out as targets.",
+        )
+    elif len(targets) < FEW_SITES:
+        count = f"{len(targets)} target{'s' if len(targets) > 1 else ''}"
+        yield Unknown(
+            f"only {count}", f"Only {count}: sites like these say little about how different the next one is."
+        )
+
+
+def _of_samples(results: Sequence[RunResult], measure: Measure) -> Iterator[Unknown]:
+    """What the measured samples are too few for, or what noise on their numbers hides."""
+    noise = {site: points for one in results for site, points in dict(one.data.get("measurement_noise") or {}).items()}
+    if noise:
+        listing = ", ".join(
+            f"{site} (standard deviation at least {points:.1f} points)" for site, points in noise.items()
+        )
+        yield Unknown(
+            "what is noise of the measurements",
+            f"For their budgets of privacy sites add noise to every accuracy that they tell: {listing}.",
+        )
+    if (least := _least_of_guessing(results, measure)) is not None:
+        yield Unknown(
+            f"whether any is better than always naming the {MAJORITY}",
+            f"The records do not say how frequent each class is, so nothing here shows that a model is better than "
+            f"always naming the {MAJORITY}, which is right for at least {least:.1f} %.",
+        )
+    few = few_informative(results)
+    if few:
+        of = "had the event" if results[0].metric == "concordance" else f"are outside the {MAJORITY}"
+        of = "are measured" if results[0].metric == "rmse" else of
+        listing = ", ".join(f"{target} ({number})" for target, number in few.items())
+        yield Unknown(
+            f"much at {', '.join(few)}", f"Fewer than ten samples {of}, so the number says little: {listing}."
+        )
+
+
+def _least_of_guessing(results: Sequence[RunResult], measure: Measure) -> float | None:
+    """What always naming the most frequent class is right for at the least where no private run says its share."""
+    if measure.metric != "accuracy" or not any(one.privacy for one in results) or majorities(results):
+        return None
+    classes = max((len(one.classes) for one in results), default=0)
+    return 100.0 / classes if classes > 1 else None
 
 
 def _labels(results: Sequence[RunResult]) -> dict[str, set[str]]:

@@ -30,6 +30,8 @@ _SHORT: Mapping[str, str] = {
 _SITES: Mapping[str, str] = {QUESTIONS["adapt_to_one"]: "site that takes part without labels"}
 """What the next site is one of, by the question that the runs ask; others ask for a site that takes no part."""
 _MOST_NAMED = 3
+_SAYS_NOTHING = 50.0
+"""Percentage points from which an interval for the next site says no more than that there were too few targets."""
 
 
 def short_kind(kind: str) -> str:
@@ -47,22 +49,18 @@ def first_sentence(verdict: Verdict) -> str:
     method, expected = verdict.method, verdict.expected
     if method is None or expected is None:
         return "No method has results at every target, so none can be recommended."
-    number = _measured(verdict.measure, expected.mean)
-    majority, alone = verdict.best_of("majority"), verdict.best_of("alone")
+    number = _measured(verdict.measure, expected.average)
+    alone = verdict.best_of("alone")
     ahead = any(one.gain < 0 and one.role not in (verdict.role, "majority") for one in verdict.against)
     best = "best federated method" if ahead else "best method"
-    if majority is not None and (majority.gain <= 0 or (majority.p is not None and not majority.told)):
-        how = "is not shown to be better than" if majority.gain > 0 else "is no better than"
-        how = "is worse than" if majority.gain < 0 and majority.told else how
-        return (
-            f"Take none of these methods yet: {method}, the {best} ({number}), {how} always naming a site's most "
-            f"frequent class, which is right for {expected.mean - majority.gain:.2f} %."
-        )
+    guessing = _no_better_than_guessing(verdict)
+    if guessing:
+        return f"Take none of these methods yet: {method}, the {best} ({number}), {guessing}."
     if alone is not None and alone.told and alone.gain < 0:
         how = "Do not federate yet: models" if alone.shown_elsewhere else "At these targets, models"
         by = _points(-alone.gain, alone.unit)
         return f"{how} that the sites train alone are better than {method} ({number}) by {by}."
-    expect = _expected(verdict, expected.mean)
+    expect = _expected(verdict, expected.mean if verdict.measured_new else expected.average)
     if verdict.role == "pooled":
         pooled = "All methods pool the samples, which is not private"
         return f"{pooled}; {method} has the best average: {expect}."
@@ -78,6 +76,20 @@ def first_sentence(verdict: Verdict) -> str:
         return f"{method} is the {best} at these targets{among}: {expect}."
     average = "best average of the federated methods" if ahead else "best average"
     return f"{method} has the {average}, but is not shown to be the best of {among[4:] or 'them'}: {expect}."
+
+
+def _no_better_than_guessing(verdict: Verdict) -> str:
+    """How the chosen method stands to always naming the most frequent class, unless it is shown to be better."""
+    majority, average = verdict.best_of("majority"), verdict.expected.average if verdict.expected else 0.0
+    named = "always naming a site's most frequent class, which is right for"
+    if majority is None:
+        none = verdict.guess is None or average > verdict.guess
+        return "" if none else f"is no better than {named} at least {verdict.guess:.1f} %"
+    if majority.gain > 0 and (majority.p is None or majority.told):
+        return ""
+    how = "is not shown to be better than" if majority.gain > 0 else "is no better than"
+    how = "is worse than" if majority.gain < 0 and majority.told else how
+    return f"{how} {named} {average - majority.gain:.2f} %"
 
 
 def _kind(verdict: Verdict) -> str:
@@ -100,14 +112,17 @@ def _interval(verdict: Verdict) -> str:
     if not verdict.measured_new:
         return " at the sites that trained, on samples that they held out"
     where = "pair of sites" if verdict.measure.repeat == "split" else _SITES.get(verdict.question, "site")
+    without = f", without {', '.join(expected.few)}, of few samples" if expected.few else ""
     if expected.low is None or expected.high is None:
-        return f" at the next {where}, with no interval" + ("" if expected.sites > 1 else " from a single target")
+        none = ", with no interval" + ("" if expected.sites > 1 else " from a single target")
+        return f" at the next {where}{none}{without}"
+    low, high = f"{expected.low:.0f}", f"{expected.high:.0f}"
     if not verdict.measure.unit:
-        low, high = in_unit(max(0.0, expected.low)), in_unit(expected.high)
-        return f" at the next {where} ({low} to {high} for 95 of 100 such sites)"
-    if expected.low <= 0 and expected.high >= 100:
-        return f" at the next {where}, where it can be anything: {expected.sites} targets are too few for an interval"
-    return f" at the next {where} ({expected.low:.0f} to {expected.high:.0f} for 95 of 100 such sites)"
+        low, high = in_unit(expected.low), in_unit(expected.high)
+    elif verdict.measure.unit == "%" and expected.high - expected.low > _SAYS_NOTHING:
+        few = f"{expected.sites} targets are too few to say"
+        return f" at the next {where}, where {few}: it can be {low} to {high}{without}"
+    return f" at the next {where} ({low} to {high} for 95 of 100 such sites){without}"
 
 
 def _second_sentence(verdict: Verdict) -> str:
@@ -204,10 +219,11 @@ def paragraphs(verdict: Verdict) -> Iterator[tuple[str, list[str]]]:
         lines = [f"{verdict.method} is {comparison(one)}." for one in compared]
         yield "By how much", [*lines, *_correction(verdict)]
     if verdict.method is not None and verdict.expected is not None:
-        number = _measured(verdict.measure, verdict.expected.mean)
+        new, few = verdict.measured_new, verdict.expected.few
+        number = _measured(verdict.measure, verdict.expected.mean if new else verdict.expected.average)
         text = f"{verdict.method}: {number}{_interval(verdict)}."
-        heading = "What to expect at the next site" if verdict.measured_new else "What was measured where sites trained"
-        yield heading, [text, "The first number is the average over the targets."]
+        heading = "What to expect at the next site" if new else "What was measured where sites trained"
+        yield heading, [text, f"The first number is the average over the {'other ' if few and new else ''}targets."]
         yield "What left the sites", [left_sites(verdict)]
     yield "What is not known", [one.why for one in verdict.unknown]
 
