@@ -206,7 +206,7 @@ ENTRIES: Mapping[str, Entry] = {
     "m3sda": pooled("m3sda:M3SDA", "Peng et al., ICCV 2019", ("reimplementation",), scenario=_NO_LABELS),
     "dael": pooled("dael:DAEL", "Zhou et al., IEEE TIP 2021", scenario=_NO_LABELS),
     "cmss": pooled("cmss:CMSS", "Yang et al., ECCV 2020", scenario=_NO_LABELS, tasks=WITHOUT_MASKS),
-    "dsbn": pooled("dsbn:DSBN", "Chang et al., CVPR 2019", scenario=_NO_LABELS),
+    "dsbn": pooled("dsbn:DSBN", "Chang et al., CVPR 2019", ("released",), scenario=_NO_LABELS),
     "cdan": pooled("cdan:CDAN", "Long et al., NeurIPS 2018", ("released",), scenario=_NO_LABELS),
     "srdc": pooled("srdc:SRDC", "Tang et al., CVPR 2020", ("released",), scenario=_NO_LABELS),
 }

@@ -35,6 +35,8 @@ POOLED_METHODS: dict[str, dict[str, tuple[Try, ...]]] = {
         "centroid_momentum": of(0.1, first_stage=1.0),
         "centroid_start": of("zero", first_stage=1.0),
         "student": of("teacher", first_stage=0.2),
+        "pseudo_labels": of("evaluation", first_stage=1.0),
+        "ramped_identifier": of(True, first_stage=1.0, adversarial_weight=1.0),
         "width": of(8, first_stage=1.0),
     },
     "cdan": {

@@ -17,6 +17,7 @@ from fedshift.errors import UserError
 from fedshift.federation.site import Site
 from fedshift.methods.pooled.dsbn import DSBN, Parts, batch_norms, branches_of
 from fedshift.models.network import Network
+from fedshift.weights import Weights
 
 
 def normed_pool(method: DSBN, progress: float = 0.0, **options: Any) -> Site:
@@ -150,12 +151,74 @@ def test_centroids_move_with_their_classes() -> None:
     assert not parts.centroids[1].any()
 
 
+def labelled_in_evaluation(trained: Network, inputs: Tensor) -> Tensor:
+    """Logits by the running statistics, which the training pass of the same batch has moved already."""
+    logits: Tensor = copy.deepcopy(trained).eval()(inputs)
+    return logits
+
+
+@pytest.mark.parametrize("mode", ["training", "evaluation"])
+def test_the_mode_in_which_stage_1_labels_the_target(mode: Any) -> None:
+    """The target's centroids are the means of the classes that the model says in that mode."""
+    method = DSBN(pseudo_labels=mode)
+    site, weights = normed_pool(method), start(method, NORMED)
+    weights = skewed(weights)
+    network = site.model(weights).train()
+    _, target = first_batches(site)
+    features = network.features(target.inputs)
+    said = {
+        "training": network.classifier(features).argmax(1),
+        "evaluation": labelled_in_evaluation(network, target.inputs).argmax(1),
+    }
+    assert not torch.equal(said["training"], said["evaluation"])  # else the case shows nothing
+    fit(method, site, weights)
+    found = site.memory.weights("parts")
+    assert found["seen"][-1].tolist() == [bool((said[mode] == label).any()) for label in range(3)]
+    for label in said[mode].unique().tolist():
+        assert_close(found["centroids"][-1, label], features[said[mode] == label].mean(0))
+
+
+def skewed(weights: Weights) -> Weights:
+    """The same model with statistics of other samples, so that both modes say different classes."""
+    moved = {name: value + 3.0 if name.endswith("running_mean") else value for name, value in weights.items()}
+    return Weights(moved)
+
+
+def test_the_code_multiplies_the_identifiers_own_loss_by_the_ramp() -> None:
+    """Features get the same gradient; the identifier's is r(p) times as long."""
+    steps = []
+    for ramped in (False, True):
+        method = DSBN(width=8, ramped_identifier=ramped, first_stage=1.0, semantic_weight=0.0, adversarial_weight=0.5)
+        site, weights = normed_pool(method), start(method, NORMED)
+        before = method.parts(site, lambda site=site, weights=weights: Parts(site.model(weights), 3, 8)).discriminator
+        update = fit(method, site, weights)
+        after = site.memory.weights("parts").select("discriminator")
+        steps.append(
+            (update.weights, {name: after[f"discriminator.{name}"] - p for name, p in before.named_parameters()})
+        )
+    (plain, whole), (ramped_weights, part) = steps
+    for name, value in plain.items():
+        torch.testing.assert_close(ramped_weights[name], value, atol=1e-6, rtol=1e-5)
+    rate = math.tanh(5 * 4 / LEFT)
+    for name, move in whole.items():
+        torch.testing.assert_close(part[name], rate * move, atol=1e-7, rtol=1e-4)
+
+
 # Stage 2 --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("student", ["new", "teacher"])
-def test_a_second_step_by_hand(student: Any) -> None:
-    method = DSBN(student=student, first_stage=0.5)
+@pytest.mark.parametrize(
+    ("student", "mode", "mixed"),
+    [
+        ("new", "training", "probabilities"),
+        ("teacher", "training", "probabilities"),
+        ("new", "evaluation", "logits"),
+        ("new", "evaluation", "probabilities"),
+        ("new", "training", "logits"),
+    ],
+)
+def test_a_second_step_by_hand(student: Any, mode: Any, mixed: Any) -> None:
+    method = DSBN(student=student, first_stage=0.5, pseudo_labels=mode, mixed=mixed)
     trained = fit(method, normed_pool(method), start(method, NORMED), steps=5).weights
     site = normed_pool(method, progress=0.5)
     teacher = site.model(trained).eval()
@@ -163,7 +226,9 @@ def test_a_second_step_by_hand(student: Any) -> None:
     sources, target = first_batches(site)
     rate = math.tanh(5 * ((0.5 + 0.5 * 4 / LEFT) - 0.5) / 0.5)
     logits = networks[3](target.inputs)
-    labels = ((1 - rate) * teacher(target.inputs).softmax(1) + rate * logits.softmax(1)).argmax(1)
+    own = logits if mode == "training" else labelled_in_evaluation(networks[3], target.inputs)
+    scores = (teacher(target.inputs), own) if mixed == "logits" else (teacher(target.inputs).softmax(1), own.softmax(1))
+    labels = ((1 - rate) * scores[0] + rate * scores[1]).argmax(1)
     loss = sum(
         F.cross_entropy(network(batch.inputs), batch.targets) for network, batch in zip(networks, sources, strict=False)
     ) / 3 + F.cross_entropy(logits, labels)
@@ -176,6 +241,36 @@ def test_a_second_step_by_hand(student: Any) -> None:
         each = [own[place] for own in gradients]
         expected = parameter - LR * (each[3] if id(parameter) in normal else sum(each))
         assert_close(update.weights[name], expected)
+
+
+@pytest.mark.parametrize("progress", [0.0, 0.5])
+def test_labelling_in_evaluation_mode_moves_no_statistics_and_ends_with_the_label(progress: float) -> None:
+    """Each step moves the target's statistics once: by its training pass."""
+    method = DSBN(pseudo_labels="evaluation", first_stage=0.5)
+    update = fit(method, normed_pool(method, progress=progress), start(method, NORMED), steps=3)
+    counted = [int(value) for name, value in update.weights.items() if name.endswith("num_batches_tracked")]
+    assert counted
+    assert set(counted) == {3}
+
+
+def test_what_is_mixed_decides_between_a_loud_teacher_and_a_student_that_counts_more() -> None:
+    """With a share of 0.0002, the teacher's logits decide if they are large; its probabilities, at most one, do not."""
+    found = {}
+    for mixed in ("probabilities", "logits"):
+        method = DSBN(mixed=mixed)
+        site, student = normed_pool(method, progress=0.95), start(method, NORMED)
+        loud = {"classifier.bias": torch.tensor([0.0, 0.0, 1e6]), "classifier.weight": 0 * student["classifier.weight"]}
+        site.memory["teacher"] = student.merge(loud)
+        network = site.model(student)
+        sources, target = first_batches(site)
+        logits = network(target.inputs)
+        labels = logits.argmax(1) if mixed == "probabilities" else torch.full((len(logits),), 2)
+        assert not bool((logits.argmax(1) == 2).all())
+        supervised = [F.cross_entropy(site.model(student)(batch.inputs), batch.targets) for batch in sources]
+        expected = torch.stack(supervised).mean() + F.cross_entropy(logits, labels)
+        found[mixed] = fit(method, site, student).loss
+        assert found[mixed] == pytest.approx(expected.item(), rel=1e-5)
+    assert found["logits"] != pytest.approx(found["probabilities"], rel=1e-2)
 
 
 def test_the_second_stage_begins_with_a_round_and_forgets_the_first() -> None:

@@ -18,9 +18,9 @@ Where papers and code differ
  1. Stage 1 is MSTN (Xie et al., ICML 2018), one of the methods the paper builds on, with branches.
  2. Several sources: one domain classifier tells all of them from the target, one hidden layer of ``width`` units; a
     centroid per class and domain; losses are means over the sources. MSTN's classifier is deeper.
- 3. In the code (wgchang/DSBN, model/centroids.py, Centroids.forward) a centroid starts at zero, and the first batch
-    mixes with that (``centroid_start: zero``). Here it starts with the first batch that has its class, and classes
-    unseen in either domain do not count. It does not change in batches without its class (code, too).
+ 3. In the code (woozch/DSBN, once wgchang/DSBN; model/centroids.py, Centroids.forward) a centroid starts at zero, and
+    the first batch mixes with that (``centroid_start: zero``). Here it starts with the first batch that has its class,
+    and classes unseen in either domain do not count. It does not change in batches without its class (code, too).
  4. ``first_stage`` divides the mini-batches; stage 2 starts with the first round at or after it. A run of a single
     round has only stage 1.
  5. ``student: teacher`` continues from the model of stage 1 instead of a new network (paper and code).
@@ -28,9 +28,13 @@ Where papers and code differ
  7. The teacher sees the same augmented view as the student.
  8. The saved model is an ordinary network whose BatchNorm is the target's branch, also when it is measured at a source.
     The sources' branches, D and the centroids are not in it: prediction does not use them.
- 9. The code halves L_adv, scales D's own loss by r(p) too, takes ŷ of stage 1 and the student's part of ŷ of stage 2 in
-    evaluation mode, and mixes logits in stage 2. Here: L_adv as written, D's loss unscaled, ŷ of the training pass in
-    both stages, and probabilities.
+ 9. The formula of ŷ names no mode of the model that labels the target. Here it is the training pass itself, and stage 2
+    mixes probabilities. The code passes the target a second time, in evaluation mode, after the batch has moved the
+    branch's statistics (trainval_multi.py and finetune_multi.py, main: ``pseudo_labels: evaluation``), and mixes logits
+    (finetune_multi.py, main: ``mixed: logits``).
+10. The code halves L_adv and multiplies what D learns from by r(p), too (trainval_multi.py, main:
+    ``adversarial_weight: 0.05``, ``ramped_identifier: true``). Here D learns from L_adv as it is.
+``setting: released`` is 3, 9 and 10 as in the code.
 Equal work: an optimiser step counts K + 1 mini-batches, one of each source and one of the target, in both stages.
 
 Should reproduce (as re-run by KD3A): Digit-5 86.3; Office-Caltech10 95.8; DomainNet 42.4.
@@ -53,6 +57,7 @@ from fedshift.federation.site import Site
 from fedshift.functional.adversarial import domain_identifier_loss, reverse_gradient
 from fedshift.functional.schedules import ramp
 from fedshift.methods.pooled.adaptation import DomainBatches, PooledAdaptation, domain_classifier
+from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -63,6 +68,15 @@ class DSBN(PooledAdaptation):
     name: ClassVar[str] = "dsbn"
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "parts", "teacher")
     relative_cost: ClassVar[float] = 1.2
+    settings: ClassVar[Settings] = {
+        "released": {
+            "adversarial_weight": 0.05,
+            "centroid_start": "zero",
+            "pseudo_labels": "evaluation",
+            "mixed": "logits",
+            "ramped_identifier": True,
+        }
+    }
 
     first_stage: Annotated[float, Field(gt=0, le=1)] = Field(0.5, description="share of the work in stage 1; 1 = all")
     adversarial_weight: NonNegativeFloat = Field(0.1, description="weight of L_adv in stage 1")
@@ -76,6 +90,13 @@ class DSBN(PooledAdaptation):
     student: Literal["new", "teacher"] = Field(
         "new", description="start of stage 2: a new network (paper) or the teacher"
     )
+    pseudo_labels: Literal["training", "evaluation"] = Field(
+        "training", description="mode in which the model that trains labels the target (code: evaluation)"
+    )
+    mixed: Literal["probabilities", "logits"] = Field(
+        "probabilities", description="what teacher and student mix in stage 2 (code: logits)"
+    )
+    ramped_identifier: bool = Field(False, description="the domain classifier's own loss grows with r(p), too (code)")
     width: PositiveInt = Field(64, description="hidden units of the domain classifier")
 
     def check(self, network: Network) -> None:
@@ -105,7 +126,7 @@ class DSBN(PooledAdaptation):
             if teacher is None:
                 return self.first_loss(model, parts, batches, ramp(done / self.first_stage))
             rate = ramp((done - self.first_stage) / (1 - self.first_stage))
-            return second_loss(model, parts, batches, teacher, rate)
+            return self.second_loss(model, parts, batches, teacher, rate)
 
         return self.trained(site, self.with_target(site, steps), loss_of, model, parts)
 
@@ -113,15 +134,16 @@ class DSBN(PooledAdaptation):
         """Stage 1: cross-entropy, adversarial and semantic alignment at the ramp's value ``rate``."""
         sources, target = batches
         at_target = model.features(target.inputs)
-        pseudo = model.classifier(at_target).argmax(1)
+        pseudo = self.said(model, target.inputs, model.classifier(at_target)).argmax(1)
         at_sources = [branch.features(batch.inputs) for branch, batch in zip(parts.branches, sources, strict=True)]
         losses = [
             F.cross_entropy(model.classifier(features), batch.targets)
             for features, batch in zip(at_sources, sources, strict=True)
         ]
-        adversarial = domain_identifier_loss(
-            parts.discriminator(reverse_gradient(torch.cat(at_sources), rate)),
-            parts.discriminator(reverse_gradient(at_target, rate)),
+        of_identifier, reversal = (rate, 1.0) if self.ramped_identifier else (1.0, rate)
+        adversarial = of_identifier * domain_identifier_loss(
+            parts.discriminator(reverse_gradient(torch.cat(at_sources), reversal)),
+            parts.discriminator(reverse_gradient(at_target, reversal)),
         )
         moved = [
             parts.move(number, features, labels, self.centroid_momentum)
@@ -131,6 +153,32 @@ class DSBN(PooledAdaptation):
         ]
         semantic = self.semantic_weight * rate * centroid_distance(parts, moved)
         return torch.stack(losses).mean() + self.adversarial_weight * adversarial + semantic
+
+    def second_loss(
+        self, model: Network, parts: Parts, batches: DomainBatches, teacher: Network, rate: float
+    ) -> Tensor:
+        """Stage 2: cross-entropy on sources and the target's pseudo-labels, where the student has weight ``rate``."""
+        sources, target = batches
+        losses = [
+            F.cross_entropy(branch(batch.inputs), batch.targets)
+            for branch, batch in zip(parts.branches, sources, strict=True)
+        ]
+        logits = model(target.inputs)
+        with torch.no_grad():
+            both = teacher(target.inputs), self.said(model, target.inputs, logits)
+            of_teacher, of_student = both if self.mixed == "logits" else (said.softmax(1) for said in both)
+            labels = ((1 - rate) * of_teacher + rate * of_student).argmax(1)
+        return torch.stack(losses).mean() + F.cross_entropy(logits, labels)
+
+    @torch.no_grad()
+    def said(self, model: Network, inputs: Tensor, trained: Tensor) -> Tensor:
+        """Logits that label the target: those of the training pass, ``trained``, or of one in evaluation mode."""
+        if self.pseudo_labels == "training":
+            return trained
+        model.eval()
+        found: Tensor = model(inputs)
+        model.train()
+        return found
 
 
 def centroid_distance(parts: Parts, moved: Sequence[Tensor]) -> Tensor:
@@ -142,19 +190,6 @@ def centroid_distance(parts: Parts, moved: Sequence[Tensor]) -> Tensor:
     """
     known = parts.seen[:-1] & parts.seen[-1]
     return (known[:, :, None] * (torch.stack([*moved[:-1]]) - moved[-1]).square()).mean()
-
-
-def second_loss(model: Network, parts: Parts, batches: DomainBatches, teacher: Network, rate: float) -> Tensor:
-    """Stage 2: cross-entropy on sources and on the target's pseudo-labels, where the student has weight ``rate``."""
-    sources, target = batches
-    losses = [
-        F.cross_entropy(branch(batch.inputs), batch.targets)
-        for branch, batch in zip(parts.branches, sources, strict=True)
-    ]
-    logits = model(target.inputs)
-    with torch.no_grad():
-        mixed = (1 - rate) * teacher(target.inputs).softmax(1) + rate * logits.softmax(1)
-    return torch.stack(losses).mean() + F.cross_entropy(logits, mixed.argmax(1))
 
 
 class Parts(nn.Module):
