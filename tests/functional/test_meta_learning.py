@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import gradcheck
 
-from fedshift.functional.meta_learning import clipped_by_norm, inner_step, utility, weighted_l1, with_gradient
+from fedshift.functional.meta_learning import (
+    answer_at,
+    clipped_by_norm,
+    inner_step,
+    utility,
+    weighted_l1,
+    with_gradient,
+)
 
 
 def train(w: Tensor) -> Tensor:
@@ -62,3 +71,30 @@ def test_the_weighted_l1_penalty_of_metareg() -> None:
 def test_a_step_that_changed_nothing_is_of_no_use() -> None:
     assert utility(torch.tensor(0.7), torch.tensor(0.7)).item() == 0
     assert utility(torch.tensor(1.0), torch.tensor(0.5)).item() == pytest.approx(0.4621172, abs=1e-6)
+
+
+def test_an_answer_at_other_parameters_is_that_of_a_module_that_has_them_and_moves_no_statistics() -> None:
+    layers = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).train()
+    other = {name: torch.randn_like(value).requires_grad_() for name, value in layers.named_parameters()}
+    twin = copy.deepcopy(layers)
+    twin.load_state_dict({**twin.state_dict(), **{name: value.detach() for name, value in other.items()}})
+    inputs, before = torch.randn(5, 3), copy.deepcopy(layers.state_dict())
+    found = answer_at(layers, other, inputs)
+    torch.testing.assert_close(found, twin(inputs))
+    for name, value in layers.state_dict().items():
+        assert torch.equal(value, before[name])
+    torch.autograd.grad(found.sum(), list(other.values()))  # every parameter takes part
+    answer_at(layers, other, inputs, counts=True)
+    for name, value in layers.state_dict().items():
+        expected = twin.state_dict()[name] if "running" in name or "tracked" in name else before[name]
+        torch.testing.assert_close(value, expected)
+    # by the definition: a tenth of what the layer before gives at the other parameters
+    middle = inputs @ other["0.weight"].T + other["0.bias"]
+    torch.testing.assert_close(layers.state_dict()["1.running_mean"], 0.1 * middle.mean(0).detach())
+
+
+def test_an_answer_of_a_part_takes_the_parameters_below_it() -> None:
+    whole = nn.ModuleDict({"features": nn.Linear(2, 2), "classifier": nn.Linear(2, 1)})
+    other = {"features.weight": torch.eye(2) * 3, "classifier.weight": torch.zeros(1, 2)}
+    found = answer_at(whole, other, torch.tensor([[1.0, 2.0]]), part="features")
+    torch.testing.assert_close(found, torch.tensor([[3.0, 6.0]]) + whole["features"].bias)

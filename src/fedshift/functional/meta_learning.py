@@ -40,8 +40,15 @@ def inner_step(
     return {name: parameter - rate * step for (name, parameter), step in zip(parameters.items(), steps, strict=True)}
 
 
-def answer_at(module: nn.Module, parameters: Mapping[str, Tensor], inputs: Tensor, *, part: str | None = None) -> Any:
-    """What a module gives with other parameters, and leaves as it is: its running statistics do not move.
+def answer_at(
+    module: nn.Module,
+    parameters: Mapping[str, Tensor],
+    inputs: Tensor,
+    *,
+    part: str | None = None,
+    counts: bool = False,
+) -> Any:
+    """What a module gives with other parameters. It stays as it is, unless the pass ``counts``.
 
     A virtual step is a thought of the method's, so BatchNorm uses its batch and learns nothing of it.
 
@@ -50,6 +57,7 @@ def answer_at(module: nn.Module, parameters: Mapping[str, Tensor], inputs: Tenso
         parameters: In place of its own, by name; those that are not named are its own.
         inputs: What it is asked.
         part: The submodule that is asked, with the parameters below it; None: the module.
+        counts: Whether running statistics follow this pass, too.
 
     Example:
         >>> layer = nn.Linear(1, 1, bias=False)
@@ -59,7 +67,7 @@ def answer_at(module: nn.Module, parameters: Mapping[str, Tensor], inputs: Tenso
     below = f"{part}." if part else ""
     asked = module.get_submodule(part) if part else module
     own = {name.removeprefix(below): value for name, value in parameters.items() if name.startswith(below)}
-    kept = {name: buffer.clone() for name, buffer in asked.named_buffers()}
+    kept = {} if counts else {name: buffer.clone() for name, buffer in asked.named_buffers()}
     return functional_call(asked, {**kept, **own}, (inputs,))
 
 

@@ -39,7 +39,14 @@ def transformed(image: Tensor, donor: Tensor, rate: float, half: int) -> Tensor:
 
 
 def plain_round(
-    inner_rate: float, order: str, *, half: int = 2, drawn: bool = False, law: str = "uniform", share: float = 16 / 24
+    inner_rate: float,
+    order: str,
+    *,
+    half: int = 2,
+    drawn: bool = False,
+    law: str = "uniform",
+    share: float = 16 / 24,
+    network: dict[str, object] = CNN,
 ) -> Weights:
     """One round at the sites ``a`` and ``b`` by the equations, without functional calls, windows or shared code.
 
@@ -47,7 +54,7 @@ def plain_round(
     """
     method, second = ELCFS(), order == "second"
     found = [images("a", 16), images("b", 8)]
-    whole = setting(method, found, momentum=0.0, lr=0.05)
+    whole = setting(method, found, network, momentum=0.0, lr=0.05)
     start = whole.build_network()
     trained: list[dict[str, Tensor]] = []
     for own, other in ((0, 1), (1, 0)):
@@ -88,6 +95,9 @@ def plain_round(
                     for p, g in zip(twin.parameters(), gradients, strict=True):
                         p -= inner_rate * g
                 extra = torch.autograd.grad(F.cross_entropy(twin(copies), labels[rows]), list(twin.parameters()))
+                if order != "none":  # the pass on the copies is one of the model's own
+                    for own_buffer, moved_buffer in zip(model.buffers(), twin.buffers(), strict=True):
+                        own_buffer.copy_(moved_buffer)
             if order == "none":
                 extra = tuple(torch.zeros_like(one) for one in extra)
             with torch.no_grad():
@@ -247,6 +257,30 @@ def test_rounded_shares() -> None:
     assert state.report["aggregation_weights"] == pytest.approx({"a": 0.33, "b": 0.24, "c": 0.43})
     exact, _ = run(ELCFS(), found, rounds=1)
     assert exact.report["aggregation_weights"] == pytest.approx({"a": 7 / 21, "b": 5 / 21, "c": 9 / 21})
+
+
+@pytest.mark.parametrize(
+    ("options", "expected", "passes"),
+    [
+        ({"window": WIDE}, {"order": "second"}, 2),
+        ({"window": WIDE, "setting": "light"}, {"order": "first", "drawn": True}, 2),
+        ({"setting": "ccst_port"}, {"order": "none", "drawn": True, "half": 0, "law": "tenths", "share": 0.5}, 1),
+    ],
+    ids=str,
+)
+def test_statistics_of_batch_norm_follow_both_passes_but_in_the_port_that_at_the_start(
+    options: dict[str, Any], expected: dict[str, Any], passes: int
+) -> None:
+    """By a round on a network with BatchNorm, whose copies pass a twin (CCST's train_meta asks a copy of the model)."""
+    method = ELCFS.model_validate({"inner_rate": 0.5, **options})
+    found = [images("a", 16), images("b", 8)]
+    state, _ = run(method, found, NORMED_CNN, rounds=1, momentum=0.0, lr=0.05)
+    plain = plain_round(0.5, network=NORMED_CNN, **expected)
+    for key, tensor in plain.items():
+        if tensor.is_floating_point() and not key.endswith("num_batches_tracked"):
+            torch.testing.assert_close(state.weights[key], tensor, atol=5e-5, rtol=1e-3)
+    counts = {int(value) for key, value in state.weights.items() if key.endswith("num_batches_tracked")}
+    assert counts == {passes * 2}  # the larger site has two mini-batches
 
 
 def test_batch_norm_statistics_are_averaged() -> None:

@@ -20,12 +20,14 @@ def test_without_a_radius_it_is_fedavg_bit_for_bit(adaptive: bool) -> None:
     assert run(FedSAM(radius=0, adaptive=adaptive), **options)[0].weights == run(FedAvg(), **options)[0].weights
 
 
+@pytest.mark.parametrize("network", [LINEAR, NORMED], ids=["linear", "BatchNorm"])
 @pytest.mark.parametrize("setting", ["paper", "asam"])
-def test_two_steps_by_hand(setting: str) -> None:
+def test_two_steps_by_hand(setting: str, network: dict[str, object]) -> None:
+    """With BatchNorm, statistics follow both passes of a step."""
     method = FedSAM(steps_per_round=2, setting=setting)
     found = [vectors("alone", 6)]
-    where = federation(method, found, LINEAR, momentum=0.0, lr=0.3)
-    site, start = site_of(where, "alone"), start_of(method, found, LINEAR)
+    where = federation(method, found, network, momentum=0.0, lr=0.3)
+    site, start = site_of(where, "alone"), start_of(method, found, network)
     (reply,) = where.ask(method.fit, to=where.sources, weights=start)
     batch = next(site.all_batches())  # the whole site is one mini-batch
     model = site.model(start)
@@ -47,5 +49,8 @@ def test_two_steps_by_hand(setting: str) -> None:
         with torch.no_grad():
             for parameter, weight, gradient in zip(parameters, here, gradients, strict=True):
                 parameter.copy_(weight - 0.3 * gradient)
+    counts = [tensor for name, tensor in model.state_dict().items() if name.endswith("num_batches_tracked")]
+    assert all(int(tensor) == 4 for tensor in counts)
+    assert bool(counts) == (network is NORMED)
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(reply.weights[name], tensor, atol=1e-6, rtol=1e-5)

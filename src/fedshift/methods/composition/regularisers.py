@@ -21,7 +21,10 @@ Rate = Annotated[float, Field(ge=0, lt=1)]
 
 
 class SharpnessOption(LocalOption):
-    """Sharpness-aware steps (SAM, ASAM): the gradient of L is taken at ``θ + ε``, where L is worst nearby."""
+    """Sharpness-aware steps (SAM, ASAM): the gradient of L is taken at ``θ + ε``, where L is worst nearby.
+
+    BatchNorm's statistics move at both, as in `fedsam`.
+    """
 
     cost = 1.0
 

@@ -36,8 +36,10 @@ Where the paper and its code differ. The defaults are the paper's; ``setting: re
     at θ, where the paper takes all of them at θ̂ (train_ELCFS.py, main loop; ``boundary``).
 No setting changes these:
  6. The printed formula would drop the low band at λ = 0. Here, as in every implementation: the form above.
- 7. The code averages no buffers (its network has none). Here BatchNorm statistics, which both passes update, are
-    averaged like weights.
+ 7. The code averages no buffers (its network has none: networks/unet2d.py, Unet2D, InstanceNorm). Here BatchNorm's
+    statistics are averaged like weights. A mini-batch moves them twice: by its images at θ and by the copies at θ̂. In
+    the port it moves them once, by its images, since the port asks a copy of the model for L(t; θ̂)
+    (JeremyCJM/CCST, federated/fed_run.py, train_meta); so it is with ``meta_gradient: none``.
  8. The threshold of 0.75 and the largest component belong to the model (``unet``), so that all methods share them.
  9. The code keeps optimisers over rounds: ``training.reset_optimizer_each_round: false``. Foreign amplitudes are those
     of images without augmentation. The rows that CSAC prints have no boundary term, nor has classification here.
@@ -54,7 +56,6 @@ from typing import Annotated, ClassVar, Literal, cast
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
-from torch.func import functional_call
 
 from fedshift.data.domain import ALL_TASKS, Task
 from fedshift.errors import UserError
@@ -62,7 +63,7 @@ from fedshift.federation.federation import Federation
 from fedshift.federation.messages import PerSite, Reply, Spectra, Update
 from fedshift.federation.reply_bounds import About, Between, Bounds, Tensors
 from fedshift.federation.site import Batch, Site
-from fedshift.functional.meta_learning import inner_step, with_gradient
+from fedshift.functional.meta_learning import answer_at, inner_step, with_gradient
 from fedshift.functional.segmentation import boundary_loss
 from fedshift.functional.source_weights import rounded_shares
 from fedshift.functional.spectra import half_width, interpolated, low_frequencies
@@ -294,15 +295,20 @@ class ELCFS(Method):
         """
         targets = batch.targets.repeat(len(copies) // len(batch.inputs), *[1] * (batch.targets.dim() - 1))
         if targets.dim() < 4 or self.boundary_weight == 0:
-            return site.objective.loss(functional_call(model, dict(ahead), (copies,)), targets)
+            return site.objective.loss(self._answer(model, ahead, copies), targets)
         own = len(batch.inputs)
         inputs = torch.cat([batch.inputs, copies]) if maps_at_start is None else copies
-        maps = functional_call(model.features, _below("features", ahead), (inputs,))
+        maps = self._answer(model, ahead, inputs, part="features")
         maps = maps if maps_at_start is None else torch.cat([maps_at_start, maps])
-        scores = functional_call(model.classifier, _below("classifier", ahead), (maps[own:],))
+        scores = self._answer(model, ahead, maps[own:], part="classifier")
         masks, added = torch.cat([batch.targets, targets]), maps_at_start is not None
         boundary = boundary_loss(maps, masks, self.temperature, added=added)
         return site.objective.loss(scores, targets) + self.boundary_weight * boundary
+
+    def _answer(self, model: Network, ahead: Mapping[str, Tensor], inputs: Tensor, part: str | None = None) -> Tensor:
+        """The answer at θ̂. BatchNorm's statistics follow it, but in the port, which asks a copy of the model."""
+        answer: Tensor = answer_at(model, ahead, inputs, part=part, counts=self.meta_gradient != "none")
+        return answer
 
 
 class _Bank:
@@ -345,8 +351,3 @@ class _Bank:
             return torch.rand(number, generator=self.draws)
         law = torch.tensor(_LAWS[self.method.rates])
         return law[torch.randint(len(law), (number,), generator=self.draws)]
-
-
-def _below(part: str, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parameters of one part of a network, by their names inside it."""
-    return {name.removeprefix(f"{part}."): value for name, value in parameters.items() if name.startswith(f"{part}.")}

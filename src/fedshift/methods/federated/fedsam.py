@@ -16,7 +16,8 @@ Where papers and code differ, and what was chosen
  3. The code (debcaldarola/fedsam, models/clients/minimizers.py, `ASAM.ascent_step`) scales only tensors with "weight"
     in their name, and T of biases is 1 (``scaled_biases: false``); the paper scales all weights. ``setting:
     asam_released`` is ASAM with the code's T.
- 4. BatchNorm sees each batch twice, at θ and at θ + ε; statistics move in both passes, as in the code.
+ 4. BatchNorm sees each batch twice, at θ and at θ + ε, and its statistics move in both passes. So would the code's,
+    whose passes are both in training mode (models/clients/sam_client.py, `run_epoch`); its own networks have none.
 
 Should reproduce: no published table of this setting is known to us; as ρ goes to 0 it is FedAvg.
 """
