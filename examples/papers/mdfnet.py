@@ -5,7 +5,8 @@ Anonymous: Privacy-Protected Multi-Domain Collaborative Learning. Under review, 
     python examples/papers/mdfnet.py
 
 Digits turned by 45 degrees are at a site without labels, others at sites with labels. All take part and share a model.
-All are in one process here; `methods: [mdfnet]` in an experiment is the same, with messages.
+All are in one process here; `methods: [mdfnet]` in an experiment is the same, with messages. There is no code of the
+authors, and the paper leaves much open: `fedshift methods mdfnet` says what was chosen, and why.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def mdfnet(start: Model, sites: list[Site], batches: Batches, rounds: int) -> Mo
     """The shared model after ``rounds``, an epoch of every site each."""
     shared = start
     for number in range(rounds):
-        r = number / max(1, rounds - 1)
+        r = number / max(1, rounds - 1)  # progress; were r the round's number, η would end after one
         weight = (1 - math.exp(-RHO * r)) / (2 * (1 + math.exp(-RHO * r)))  # η
         for place, site in enumerate(sites):
             site.model.load_state_dict(shared)
@@ -111,7 +112,7 @@ def train(site: Site, batches: Iterator[Tensor]) -> None:
         f = site.features[rows]
         g = site.model.encoder(f)
         common, own = site.model.mask(g), site.private.mask(g)  # g^I = m^I ⊗ g,  g^s = m^s ⊗ g
-        reconstruction = (site.private.decoder(torch.cat([own, common], 1)) - f).square().mean()  # L_r
+        reconstruction = (site.private.decoder(torch.cat([own, common], 1)) - f).square().mean()  # L_r; the paper sums
         separation = interaction(site.private.mask.logits.sigmoid(), site.model.mask.logits.sigmoid())  # L_s
         task = loss_of(site.model.classifier(common), labels[rows])
         site.optimizer.zero_grad()
@@ -175,13 +176,8 @@ def main() -> None:
     encoder = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, EMBEDDING), nn.ReLU())
     model = Shared(encoder, EMBEDDING, 10)
     sites = [
-        Site(
-            features[name],
-            None if name == UNLABELLED else labels[name],
-            copy.deepcopy(model),
-            Private(EMBEDDING, DECODER, 64),
-        )
-        for name in data
+        Site(f, None if name == UNLABELLED else labels[name], copy.deepcopy(model), Private(EMBEDDING, DECODER, 64))
+        for name, f in features.items()
     ]
 
     def batches(place: int, number: int) -> Iterator[Tensor]:
