@@ -8,13 +8,15 @@ from sklearn.metrics import (
     average_precision_score,
     balanced_accuracy_score,
     brier_score_loss,
+    matthews_corrcoef,
     recall_score,
     roc_auc_score,
 )
 
-from fedshift.evaluation.bootstrap import Outcomes, intervals, weighted
+from fedshift.evaluation.bootstrap import intervals, weighted
 from fedshift.evaluation.records import SiteMetrics
 from fedshift.evaluation.site_metrics import Scored, best_threshold, common_threshold, site_metrics
+from fedshift.evaluation.weighted_samples import Outcomes
 
 
 def drawn(n: int, classes: int, seed: int = 0) -> Scored:
@@ -38,6 +40,7 @@ def test_two_classes_are_measured_as_scikit_learn_does() -> None:
     found = site_metrics("a", "target", scored, threshold=0.4).values
     wanted = {
         "balanced_accuracy": balanced_accuracy_score(y, scored.predicted),
+        "mcc": matthews_corrcoef(y, scored.predicted),
         "auroc": roc_auc_score(y, p),
         "auprc": average_precision_score(y, p),
         "brier": brier_score_loss(y, p.astype(np.float64)),
@@ -54,6 +57,7 @@ def test_more_classes_are_measured_one_against_the_others() -> None:
     p /= p.sum(axis=1, keepdims=True)
     scored = Scored(y, p.argmax(axis=1), p)  # type: ignore[arg-type]
     found = site_metrics("a", "target", scored, threshold=0.5).values  # a threshold is for two classes
+    assert found["mcc"] / 100 == pytest.approx(matthews_corrcoef(y, scored.predicted), abs=1e-12)
     assert found["auroc"] / 100 == pytest.approx(roc_auc_score(y, p, multi_class="ovr", average="macro"), abs=1e-12)
     true = np.eye(4)[y]
     assert found["auprc"] / 100 == pytest.approx(average_precision_score(true, p, average="macro"), abs=1e-12)
@@ -65,7 +69,7 @@ def test_more_classes_are_measured_one_against_the_others() -> None:
 def test_weights_count_as_they_do_in_scikit_learn(classes: int) -> None:
     scored = drawn(120, classes)
     w = np.random.default_rng(1).integers(0, 4, 120).astype(np.float64)
-    found = weighted(outcomes(scored), ("auroc", "auprc", "balanced_accuracy"), np.stack([np.ones(120), w]))
+    found = weighted(outcomes(scored), ("auroc", "auprc", "balanced_accuracy", "mcc"), np.stack([np.ones(120), w]))
     single = range(classes) if classes > 2 else (1,)
     y, p = scored.labels, scored.scores
     areas = [roc_auc_score(y == c, p[:, c], sample_weight=w) for c in single]
@@ -75,6 +79,21 @@ def test_weights_count_as_they_do_in_scikit_learn(classes: int) -> None:
     assert found["balanced_accuracy"][1] / 100 == pytest.approx(
         balanced_accuracy_score(y, scored.predicted, sample_weight=w), abs=1e-12
     )
+    assert found["mcc"][1] / 100 == pytest.approx(matthews_corrcoef(y, scored.predicted, sample_weight=w), abs=1e-12)
+
+
+@pytest.mark.parametrize("said", [0, 1])
+def test_one_class_always_said_has_no_correlation(said: int) -> None:
+    """As scikit-learn, for which 0/0 is 0."""
+    labels, predicted = np.repeat([0, 1], [30, 10]), np.full(40, said)
+    found = site_metrics("a", "target", Scored(labels, predicted, np.eye(2, dtype=np.float32)[predicted]))
+    assert found.values["mcc"] == 100 * matthews_corrcoef(labels, predicted) == 0
+
+
+def test_what_is_worse_than_guessing_has_a_correlation_below_0() -> None:
+    labels = np.array([0, 0, 1, 1])
+    scored = Scored(labels, 1 - labels, np.eye(2, dtype=np.float32)[1 - labels])
+    assert site_metrics("a", "target", scored, resamples=50).values["mcc"] == -100
 
 
 def test_intervals_are_as_wide_as_the_binomial_says() -> None:

@@ -16,6 +16,7 @@ from fedshift.cli.federation import ExperimentFile, KitFolder, Overrides, Runs, 
 from fedshift.cli.results import results
 from fedshift.cli.security import security
 from fedshift.cli.trusting import may_ask
+from fedshift.evaluation.metric_entries import ENTRIES
 
 TRAIN, READ, LOOK_UP = "Train on this machine", "Read finished and running experiments", "Look up names and options"
 NETWORK, PRIVACY = "Train over a network", "Privacy and security"
@@ -142,8 +143,7 @@ def table(
         str,
         typer.Option(
             "--metric",
-            help="accuracy, balanced_accuracy, auroc, auprc, sensitivity, specificity, brier or calibration_error; "
-            "dice, hausdorff, rmse, mae, r2, concordance, label_accuracy and f1 by task. [the experiment's headline]",
+            help=f"As the task has them: {', '.join(ENTRIES)}. [the experiment's headline]",
         ),
     ] = "",
 ) -> None:

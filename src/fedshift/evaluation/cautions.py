@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import fmean
 
-from fedshift.evaluation.records import ERRORS, Metric, RunResult, SiteMetrics, shown
+from fedshift.evaluation.metric_entries import Metric
+from fedshift.evaluation.records import ERRORS, RunResult, SiteMetrics, shown
 
 BASELINES: dict[Metric, str] = {
     "accuracy": "Always saying a target's most frequent class would be right for",

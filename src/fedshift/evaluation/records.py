@@ -3,36 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from statistics import fmean
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from fedshift.evaluation.metric_entries import ENTRIES, OF_SITES, Metric
 from fedshift.evaluation.metrics import harmonic_mean
 from fedshift.evaluation.site_bytes import SiteBytes
 from fedshift.text import in_unit
 
 Selection = Literal["last", "source", "oracle"]
-Metric = Literal["accuracy", "dice", "rmse", "concordance", "label_accuracy"]
-"""What the fields called accuracy hold: accuracy in percent; for segmentation the Dice coefficient in percent; for
-regression the root mean squared error in the label's unit; for time to event Harrell's concordance in percent;
-for several labels the share of labels that are right, in percent."""
-ClassMetric = Literal[
-    "accuracy", "balanced_accuracy", "auroc", "auprc", "sensitivity", "specificity", "brier", "calibration_error"
-]
 Part = Literal["target", "held_out"]
 """Which samples of a site are measured."""
-SiteMetric = Literal[ClassMetric, "rmse", "mae", "r2", "concordance", "label_accuracy", "f1"]
-"""What is computed once, from the scores of the last round's model (see `site_metrics`). All but the errors of a
-regression, which are in the label's unit, are in percent; ``r2`` may be below 0."""
-OF_CLASSES: tuple[SiteMetric, ...] = get_args(ClassMetric)
-ERRORS: frozenset[str] = frozenset({"brier", "calibration_error", "rmse", "mae"})
+if TYPE_CHECKING:
+    SiteMetric = str
+else:
+    SiteMetric = Literal[OF_SITES]
+"""What is computed once, from the scores of the last round's model (see `metric_entries`)."""
+ERRORS: frozenset[str] = frozenset(name for name, entry in ENTRIES.items() if entry.better == "less")
 """The metrics of which less is better."""
-IN_UNITS: frozenset[str] = frozenset({"rmse", "mae"})
-"""The metrics in the label's unit; all others are in percent."""
-_NO_SHARES: frozenset[str] = frozenset({"rmse", "mae", "r2"})
-"""The metrics that need not lie between 0 and 100."""
 Percent = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -49,7 +40,7 @@ def shown(metric: str, number: float) -> str:
         >>> shown("accuracy", 70.126), shown("rmse", 0.0123456)
         ('70.13', '0.0123')
     """
-    return in_unit(number) if metric in IN_UNITS else f"{number:.2f}"
+    return f"{number:.2f}" if ENTRIES[metric].unit else in_unit(number)
 
 
 def with_unit(metric: str, number: float) -> str:
@@ -59,7 +50,8 @@ def with_unit(metric: str, number: float) -> str:
         >>> with_unit("accuracy", 70.126), with_unit("rmse", 0.0123456)
         ('70.13 %', 'RMSE 0.0123')
     """
-    return f"RMSE {shown(metric, number)}" if metric in IN_UNITS else f"{number:.2f} %"
+    entry = ENTRIES[metric]
+    return f"{number:.2f} {entry.unit}" if entry.unit else f"{entry.title} {shown(metric, number)}"
 
 
 class _Record(BaseModel):
@@ -103,14 +95,14 @@ class RoundRecord(_Record):
 
     @model_validator(mode="after")
     def _shares_are_percent(self) -> RoundRecord:
-        if self.metric not in _NO_SHARES:
-            _check_percent(self.metric, (*self.target_accuracy.values(), *self.source_accuracy.values()))
+        for value in (*self.target_accuracy.values(), *self.source_accuracy.values()):
+            ENTRIES[self.metric].check(value)
         return self
 
     @model_serializer(mode="wrap")
     def _as_before(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
         written: dict[str, Any] = plain(self)
-        if self.metric not in _NO_SHARES:
+        if ENTRIES[self.metric].unit == "%":
             written.pop("metric", None)
         return written
 
@@ -145,13 +137,6 @@ class RoundRecord(_Record):
         if not both or at_target is None:
             return at_target
         return None if at_source is None else harmonic_mean(at_source, at_target)
-
-
-def _check_percent(metric: str, values: Iterable[float]) -> None:
-    """Raise ValueError for a value that is no percentage."""
-    for value in values:
-        if not 0 <= value <= 100:
-            raise ValueError(f"{metric} is {value}, which is no percentage")
 
 
 def _numbers(path: str, value: Any) -> Iterator[tuple[str, float]]:
@@ -217,8 +202,7 @@ class SiteMetrics(_Record):
     def _shares_are_percent(self) -> SiteMetrics:
         bounds = ((metric, bound) for metric, pair in self.intervals.items() for bound in pair)
         for metric, value in (*self.values.items(), *bounds):
-            if metric not in _NO_SHARES:
-                _check_percent(metric, (value,))
+            ENTRIES[metric].check(value)
         return self
 
     @property
@@ -302,8 +286,9 @@ class RunResult(_Record):
     def _has_a_headline(self) -> RunResult:
         if self.selected.get(self.headline) is None:
             raise ValueError("selected: the last round is missing")
-        if self.metric not in _NO_SHARES:
-            _check_percent(self.metric, (one.accuracy for one in self.selected.values() if one))
+        for one in self.selected.values():
+            if one is not None:
+                ENTRIES[self.metric].check(one.accuracy)
         return self
 
     @property

@@ -13,15 +13,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedshift.evaluation.bootstrap import Outcomes, intervals, weighted
+from fedshift.evaluation.bootstrap import intervals, weighted
+from fedshift.evaluation.metric_entries import ENTRIES, metrics_of
 from fedshift.evaluation.metrics import accuracy, withheld
-from fedshift.evaluation.records import OF_CLASSES, Part, SiteMetric, SiteMetrics
+from fedshift.evaluation.records import Part, SiteMetric, SiteMetrics
+from fedshift.evaluation.weighted_samples import Outcomes
 
 BINS = 10
 """Bins of scores, of equal width, in a reliability curve."""
-_WEIGHTED = tuple(metric for metric in OF_CLASSES if metric not in ("accuracy", "calibration_error"))
-_BY_CLASS: tuple[SiteMetric, ...] = ("balanced_accuracy", "auroc", "auprc", "sensitivity", "specificity")
-"""Metrics that treat classes apart. A site that does not tell the support of a class tells none of them."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ def site_metrics(
         curve, values["calibration_error"] = _calibration(outcomes)
         if resamples:
             limits = intervals(outcomes, tuple(values), scored.groups, resamples)
-    told = [metric for metric in values if not hidden or metric not in _BY_CLASS]
+    told = [metric for metric in values if not hidden or not ENTRIES[metric].by_class]
     unseen = withheld([count for *_, count in curve], smallest_group)
     return SiteMetrics(
         site=site,
@@ -138,10 +137,14 @@ def common_threshold(sources: Sequence[SiteMetrics]) -> float | None:
 
 def _unweighted(outcomes: Outcomes) -> dict[SiteMetric, float]:
     """The metrics of a bootstrap in which every sample counts once, as far as the classes that are there allow."""
-    found = weighted(outcomes, _WEIGHTED, np.ones((1, len(outcomes.labels))))
-    if len(np.unique(outcomes.labels)) < 2:
-        del found["auroc"], found["auprc"]
-    return {metric: min(100.0, float(value)) for metric, (value,) in found.items() if np.isfinite(value)}
+    alone = len(np.unique(outcomes.labels)) < 2
+    names = [
+        name
+        for name in metrics_of("accuracy")
+        if name != "accuracy" and not (alone and "several classes present" in ENTRIES[name].needs)
+    ]
+    found = weighted(outcomes, names, np.ones((1, len(outcomes.labels))))
+    return {name: min(100.0, float(value)) for name, (value,) in found.items() if np.isfinite(value)}
 
 
 def _calibration(outcomes: Outcomes) -> tuple[list[tuple[float, float, int]], float]:

@@ -9,6 +9,7 @@ from fedshift.data.builders.at_sites import AtSites
 from fedshift.data.domain import DataSet
 from fedshift.data.tasks.objective import CLASSES, objective_of
 from fedshift.errors import UserError, nearest
+from fedshift.evaluation.metric_entries import ENTRIES
 from fedshift.evaluation.tasks.measuring import measuring_of
 from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.config.sections import LeaveOneOut, SourceTarget
@@ -204,7 +205,7 @@ def _check_headline(experiment: Experiment, data: DataSet) -> None:
             f"evaluation.headline: {headline} is no measure of {data.task}, which data set {data.name} is for: choose "
             f"{' or '.join(measuring.metrics)}"
         )
-    if headline in ("sensitivity", "specificity") and len(data.classes) != 2:
+    if "two classes" in ENTRIES[headline].needs and len(data.classes) != 2:
         raise UserError(
             f"evaluation.headline: {headline} needs two classes, but data set {data.name} has {len(data.classes)}: "
             "choose balanced_accuracy or auroc"

@@ -18,7 +18,8 @@ from fedshift.data.domain import DataSet, Preprocessing, Rows, SparseRows
 from fedshift.data.input_guard import LOOKED_AT, image_statistics
 from fedshift.data.site_differences import shared_groups, site_differences
 from fedshift.data.tasks.objective import objective_of
-from fedshift.evaluation.records import Metric, SitePrivacy
+from fedshift.evaluation.metric_entries import Metric
+from fedshift.evaluation.records import SitePrivacy
 from fedshift.evaluation.tasks.measuring import measuring_of
 from fedshift.experiment.budgets import budgets, rounds_needed
 from fedshift.experiment.config.experiment import Experiment, data_record, method_record

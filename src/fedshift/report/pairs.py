@@ -8,8 +8,9 @@ from statistics import fmean
 
 from pydantic import Field
 
+from fedshift.evaluation.metric_entries import Metric
 from fedshift.evaluation.metrics import harmonic_mean
-from fedshift.evaluation.records import Metric, RunResult, Selection
+from fedshift.evaluation.records import RunResult, Selection
 from fedshift.evaluation.summary import AVERAGE, Row, rows
 from fedshift.report.measures import HAUSDORFF, METRICS, Measure
 

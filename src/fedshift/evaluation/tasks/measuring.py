@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from fedshift.data.domain import Task
 from fedshift.data.tasks.objective import Objective, Regression
+from fedshift.evaluation.metric_entries import Metric, metrics_of
 from fedshift.evaluation.metrics import accuracy, per_class_accuracy
-from fedshift.evaluation.records import OF_CLASSES, Metric, Part, SiteMetric, SiteMetrics
+from fedshift.evaluation.records import Part, SiteMetric, SiteMetrics
 from fedshift.evaluation.site_metrics import Scored, site_metrics
 from fedshift.evaluation.tasks import multi_label, regression, survival
 
@@ -42,15 +43,18 @@ class Measuring(ABC):
 
     Attributes:
         metric: what is measured after every round, and what methods are compared by.
-        metrics: all that is measured at the end.
         counts_classes: whether labels are classes, so that right predictions of each can be counted.
         tells_support: whether a site says how many samples have each class or label.
     """
 
     metric: ClassVar[Metric]
-    metrics: ClassVar[tuple[SiteMetric, ...]]
     counts_classes: ClassVar[bool] = False
     tells_support: ClassVar[bool] = False
+
+    @property
+    def metrics(self) -> tuple[SiteMetric, ...]:
+        """All that is measured at the end."""
+        return metrics_of(self.metric)
 
     @abstractmethod
     def value(self, predicted: Predicted, labels: NDArray[Any]) -> float | None:
@@ -73,7 +77,6 @@ class OfClasses(Measuring):
     """Classification."""
 
     metric: ClassVar[Metric] = "accuracy"
-    metrics: ClassVar[tuple[SiteMetric, ...]] = OF_CLASSES
     counts_classes: ClassVar[bool] = True
     tells_support: ClassVar[bool] = True
 
@@ -92,7 +95,6 @@ class OfQuantities(Measuring):
     """Regression. ``mean``: of the label at the sources, which is what a model without inputs would say."""
 
     metric: ClassVar[Metric] = "rmse"
-    metrics: ClassVar[tuple[SiteMetric, ...]] = regression.METRICS
 
     def __init__(self, mean: float) -> None:
         self._mean = mean
@@ -108,7 +110,6 @@ class OfTimes(Measuring):
     """Time to event."""
 
     metric: ClassVar[Metric] = "concordance"
-    metrics: ClassVar[tuple[SiteMetric, ...]] = survival.METRICS
 
     def value(self, predicted: Predicted, labels: NDArray[Any]) -> float | None:
         return survival.concordance(predicted, labels)
@@ -124,7 +125,6 @@ class OfLabels(Measuring):
     """Multi-label classification."""
 
     metric: ClassVar[Metric] = "label_accuracy"
-    metrics: ClassVar[tuple[SiteMetric, ...]] = multi_label.METRICS
     tells_support: ClassVar[bool] = True
 
     def value(self, predicted: Predicted, labels: NDArray[Any]) -> float | None:

@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedshift.evaluation.bootstrap import LIMITS, Outcomes, resampled, weighted
+from fedshift.evaluation.bootstrap import limits_of, resampled
+from fedshift.evaluation.metric_entries import values_of
 from fedshift.evaluation.records import Part, SiteMetric, SiteMetrics
 from fedshift.evaluation.site_metrics import Scored
-
-Numbers = NDArray[np.float64]
-METRICS: tuple[SiteMetric, ...] = ("label_accuracy", "auroc", "auprc", "f1")
+from fedshift.evaluation.weighted_samples import Numbers, Tagged
 
 
 def label_accuracy(predicted: NDArray[Any], labels: NDArray[Any]) -> float:
@@ -67,12 +66,12 @@ def label_metrics(
             )
     limits: dict[SiteMetric, tuple[float, float]] = {}
     if resamples:
-        drawn = resampled(
-            lambda weights: _weighted(labels, predicted, scores, weights), n, scored.groups, resamples, labels.shape[1]
-        )
-        for metric in values:
-            low, high = np.clip(np.percentile(drawn[metric], LIMITS), 0.0, 100.0)
-            limits[metric] = float(low), float(high)
+
+        def weighted(weights: Numbers) -> dict[str, Numbers]:
+            with np.errstate(invalid="ignore", divide="ignore"):
+                return values_of("label_accuracy", Tagged(labels, predicted, scores, weights), values)
+
+        limits = limits_of(resampled(weighted, n, scored.groups, resamples, labels.shape[1]))
     rates = counts / n
     return SiteMetrics(
         site=site,
@@ -83,22 +82,3 @@ def label_metrics(
         intervals=limits,
         baseline=None if any(hidden) else 100.0 * float(np.maximum(rates, 1 - rates).mean()),
     )
-
-
-def _weighted(
-    labels: NDArray[np.int64], predicted: NDArray[np.int64], scores: NDArray[np.float32], weights: Numbers
-) -> dict[SiteMetric, Numbers]:
-    """The metrics of weighted samples; ``weights``: one for each sample, (b, n)."""
-    right = (predicted == labels).mean(axis=1)
-    found: dict[SiteMetric, Numbers] = {"label_accuracy": 100.0 * (weights @ right) / weights.sum(axis=1)}
-    hits, said, true = weights @ (labels * predicted), weights @ predicted, weights @ labels
-    with np.errstate(invalid="ignore", divide="ignore"):
-        found["f1"] = 100.0 * np.nan_to_num(2 * hits / (said + true)).mean(axis=1)
-        parts = []
-        for number in np.flatnonzero((labels.min(axis=0) == 0) & (labels.max(axis=0) == 1)):
-            pair = np.stack([1 - scores[:, number], scores[:, number]], axis=1)
-            outcomes = Outcomes.of(labels[:, number], predicted[:, number], pair, None)
-            parts.append(weighted(outcomes, ["auroc", "auprc"], weights))
-        for metric in ("auroc", "auprc") if parts else ():
-            found[metric] = np.nanmean([part[metric] for part in parts], axis=0)
-    return found

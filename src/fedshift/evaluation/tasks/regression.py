@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedshift.evaluation.bootstrap import LIMITS, resampled
+from fedshift.evaluation.bootstrap import limits_of, resampled
+from fedshift.evaluation.metric_entries import values_of
 from fedshift.evaluation.records import Part, SiteMetric, SiteMetrics
 from fedshift.evaluation.site_metrics import Scored
-
-Numbers = NDArray[np.float64]
-METRICS: tuple[SiteMetric, ...] = ("rmse", "mae", "r2")
+from fedshift.evaluation.weighted_samples import Numbers, Quantities
 
 
 def rmse(predicted: NDArray[Any], labels: NDArray[Any]) -> float:
@@ -57,12 +56,12 @@ def regression_metrics(site: str, part: Part, scored: Scored, mean: float, resam
         values["r2"] = 100.0 * float(r2_score(labels, said))
     limits: dict[SiteMetric, tuple[float, float]] = {}
     if resamples:
-        for metric, drawn in resampled(
-            lambda weights: _weighted(labels, said, weights), len(labels), scored.groups, resamples
-        ).items():
-            if metric in values and len(drawn):
-                low, high = np.percentile(drawn, LIMITS)
-                limits[metric] = float(low), float(high)
+
+        def weighted(weights: Numbers) -> dict[str, Numbers]:
+            with np.errstate(divide="ignore", invalid="ignore"):
+                return values_of("rmse", Quantities(labels, said, weights), values)
+
+        limits = limits_of(resampled(weighted, len(labels), scored.groups, resamples))
     return SiteMetrics(
         site=site,
         part=part,
@@ -72,15 +71,3 @@ def regression_metrics(site: str, part: Part, scored: Scored, mean: float, resam
         intervals=limits,
         baseline=rmse(np.full_like(labels, mean), labels),
     )
-
-
-def _weighted(labels: Numbers, said: Numbers, weights: Numbers) -> dict[SiteMetric, Numbers]:
-    """The metrics of weighted samples; ``weights``: one for each sample, (b, n)."""
-    total, error = weights.sum(axis=1), said - labels
-    centred = labels - labels.mean()  # the sums of squares of labels far from 0 would lose digits
-    spread = weights @ centred**2 - (weights @ centred) ** 2 / total
-    squares = weights @ error**2
-    with np.errstate(divide="ignore", invalid="ignore"):
-        explained = np.where(spread > 1e-12 * total * np.var(labels), 100.0 * (1 - squares / spread), np.nan)
-    found = np.sqrt(squares / total), weights @ np.abs(error) / total, explained
-    return dict(zip(METRICS, found, strict=True))

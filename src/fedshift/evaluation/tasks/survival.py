@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedshift.evaluation.bootstrap import LIMITS, resampled
+from fedshift.evaluation.bootstrap import limits_of, resampled
+from fedshift.evaluation.metric_entries import values_of
 from fedshift.evaluation.records import Part, SiteMetric, SiteMetrics
 from fedshift.evaluation.site_metrics import Scored
+from fedshift.evaluation.weighted_samples import Numbers, Pairs
 
-Numbers = NDArray[np.float64]
-METRICS: tuple[SiteMetric, ...] = ("concordance",)
 _MOST = 4000
 """Samples of a site from which there are no intervals: these need every pair of samples in memory."""
 _ROWS = 256
@@ -73,14 +73,11 @@ def survival_metrics(site: str, part: Part, scored: Scored, resamples: int = 0) 
     if found is not None and resamples and n <= _MOST:
         comparable, ordered = _pairs(risks, labels, slice(None))
 
-        def weighted(weights: Numbers) -> dict[SiteMetric, Numbers]:
+        def weighted(weights: Numbers) -> dict[str, Numbers]:
             with np.errstate(invalid="ignore", divide="ignore"):
-                share = ((weights @ ordered) * weights).sum(1) / ((weights @ comparable) * weights).sum(1)
-            return {"concordance": 100.0 * share}
+                return values_of("concordance", Pairs(comparable, ordered, weights), ("concordance",))
 
-        drawn = resampled(weighted, n, scored.groups, resamples, width=n)["concordance"]
-        low, high = np.clip(np.percentile(drawn, LIMITS), 0.0, 100.0)
-        limits["concordance"] = float(low), float(high)
+        limits = limits_of(resampled(weighted, n, scored.groups, resamples, width=n))
     return SiteMetrics(
         site=site,
         part=part,

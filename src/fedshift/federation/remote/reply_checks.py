@@ -13,7 +13,8 @@ from pydantic import ValidationError
 from fedshift.data.domain import Preprocessing
 from fedshift.data.tasks.objective import objective_of
 from fedshift.errors import FedshiftError
-from fedshift.evaluation.records import IN_UNITS, SiteMetrics
+from fedshift.evaluation.metric_entries import ENTRIES
+from fedshift.evaluation.records import SiteMetrics
 from fedshift.evaluation.site_metrics import BINS
 from fedshift.evaluation.tasks.measuring import Measuring, measuring_of
 from fedshift.federation.messages import Statistics
@@ -95,7 +96,7 @@ def checked_measures(value: Any, recipe: Mapping[str, Any]) -> dict[str, Any]:
     if not (fits(said, float) and all(fits(count, int) for count in counts)):
         raise FedshiftError("its measurement cannot be read")
     measuring = measuring_of(objective_of(Preprocessing.model_validate(recipe["preprocessing"])))
-    most = math.inf if measuring.metric in IN_UNITS else 100
+    most = ENTRIES[measuring.metric].high or math.inf
     if not (0 <= said <= most and samples >= 1 and all(0 <= pair[0] <= pair[1] <= samples for pair in pairs if pair)):
         raise FedshiftError("its measurement is not an accuracy")
     counted = int(recipe["classes"]) if measuring.counts_classes else 0

@@ -8,7 +8,8 @@ from typing import Any
 import yaml
 
 from fedshift.data import registry as datasets
-from fedshift.evaluation.records import IN_UNITS, RunResult, shown
+from fedshift.evaluation.metric_entries import ENTRIES
+from fedshift.evaluation.records import RunResult, shown
 from fedshift.evaluation.selection import RULES
 from fedshift.experiment.predict import TrainedModel
 from fedshift.experiment.protocol import EVERY_SITE
@@ -83,7 +84,7 @@ def _head(trained: TrainedModel, result: RunResult | None) -> dict[str, Any]:
         "metrics": [
             {
                 "type": result.metric,
-                "value": round(accuracy if result.metric in IN_UNITS else accuracy / 100, 6),
+                "value": round(accuracy / 100 if ENTRIES[result.metric].unit == "%" else accuracy, 6),
                 "name": name,
             }
         ],

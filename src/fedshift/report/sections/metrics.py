@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from fedshift.evaluation.cautions import baselines
-from fedshift.evaluation.records import Metric, RunResult, SiteMetric, shown
+from fedshift.evaluation.metric_entries import ENTRIES, Metric, metrics_of
+from fedshift.evaluation.records import RunResult, SiteMetric, shown
 from fedshift.report import plots
 from fedshift.report.averages import mean_per_class, mean_site_metrics, pooled_reliability
 from fedshift.report.sections.blocks import MISSING, Block, Cells, Entry, Section, Text, figure, grid, number, section
@@ -14,23 +15,6 @@ from fedshift.report.table import Table
 _MOST_NAMED = 20
 """Classes whose samples are counted in a note."""
 _MOST_CLASSES = 20
-_OF_CLASSES: dict[SiteMetric, str] = {
-    "accuracy": "accuracy",
-    "balanced_accuracy": "balanced",
-    "auroc": "AUROC",
-    "auprc": "AUPRC",
-    "sensitivity": "sensitivity",
-    "specificity": "specificity",
-    "brier": "Brier",
-    "calibration_error": "calibration error",
-}
-COLUMNS: dict[Metric, dict[SiteMetric, str]] = {
-    "accuracy": _OF_CLASSES,
-    "dice": _OF_CLASSES,
-    "rmse": {"rmse": "RMSE", "mae": "MAE", "r2": "R², %"},
-    "concordance": {"concordance": "concordance"},
-    "label_accuracy": {"label_accuracy": "label accuracy", "auroc": "AUROC", "auprc": "AUPRC", "f1": "F1"},
-}
 _NOTES: dict[Metric, tuple[str, str]] = {
     "rmse": (
         "mean of the sources",
@@ -59,7 +43,7 @@ def metrics_section(results: Sequence[RunResult], methods: Sequence[str]) -> Sec
     }
     columns = {  # several classes have no sensitivity and no specificity
         name: title
-        for name, title in COLUMNS[metric].items()
+        for name, title in columns_of(metric).items()
         if any(values.get(name) is not None for values in found.values())
     }
     lines: list[Cells] = []
@@ -89,6 +73,12 @@ def metrics_section(results: Sequence[RunResult], methods: Sequence[str]) -> Sec
         grid("Metrics of the last round", head, lines, [note, *_class_counts(results)], "classes"),
         *_reliability(results, methods),
     )
+
+
+def columns_of(metric: Metric) -> dict[SiteMetric, str]:
+    """The page's columns of a task, by the metric of its rounds. Pixels of masks are classes."""
+    names = metrics_of("accuracy" if metric == "dice" else metric)
+    return {name: ENTRIES[name].column or ENTRIES[name].title for name in names}
 
 
 def _entry(metric: str, value: float | None) -> Entry:

@@ -11,7 +11,8 @@ from statistics import fmean
 from typing import Any
 
 from fedshift.errors import UserError
-from fedshift.evaluation.records import IN_UNITS, RoundRecord, RunResult, with_unit
+from fedshift.evaluation.metric_entries import ENTRIES
+from fedshift.evaluation.records import RoundRecord, RunResult, with_unit
 from fedshift.evaluation.site_bytes import SiteBytes, read_site_bytes
 from fedshift.evaluation.stored import ORDER, RESULT, ROUNDS, SETTINGS, is_finished, read_failure, run_folders
 from fedshift.files import plain_yaml
@@ -241,9 +242,7 @@ def _runs(caption: str, runs: Sequence[WatchedRun], under_way: bool = True) -> G
         last = run.rounds[-1] if run.rounds else None
         score: Any = run.result.score() if run.result else last.target_mean if last else None
         metric = run.result.metric if run.result else last.metric if last else "accuracy"
-        told = (
-            number(score) if metric not in IN_UNITS or score is None else Entry(with_unit(metric, score), value=score)
-        )
+        told = number(score) if ENTRIES[metric].unit or score is None else Entry(with_unit(metric, score), value=score)
         done = run.result.rounds if run.result else last.round if last else 0
         of = f" of {run.planned_rounds}" if run.planned_rounds else ""
         rows.append([run.names[0], run.names[1], told, run.names[2].removeprefix("seed-"), f"{done}{of}"])
