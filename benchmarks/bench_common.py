@@ -14,7 +14,6 @@ from fedshift.data.domain import DataSet, DataSource, Domain, Preprocessing
 from fedshift.data.domain import Manifest as DataManifest
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.plan import site_plans
-from fedshift.experiment.protocol import split_of
 from fedshift.federation.federation import Federation
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.local.pool import PoolFederation, WorkerPool
@@ -88,7 +87,7 @@ class Work:
         )
         self.data = self.experiment.data.build()
         self.method: Method = self.experiment.methods[0]
-        split = split_of(self.experiment.protocol, self.data, target or next(iter(self.data.domains)), 0)
+        split = self.experiment.protocol.split_of(self.data, target or next(iter(self.data.domains)), 0)
         self.plans: list[SitePlan] = site_plans(self.method, self.data, split)
         self.setting = Setting(
             method=self.method,

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 import fedshift
-from fedshift.experiment.config.sections import PROTOCOLS
+from fedshift.experiment.protocols.index import PROTOCOLS
 from fedshift.methods.federated.csac import CSAC
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,4 +1,4 @@
-"""The rooms of the package: who may import whom, no circles, and no three files of one name."""
+"""The rooms of the package: who may import whom, no circles, no three files of one name, and who knows protocols."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import functools
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+
+from fedshift.experiment.protocols.index import PROTOCOLS
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "fedshift"
 FLOORS = (
@@ -162,3 +164,37 @@ def test_circles_and_imports_are_found() -> None:
 def test_no_three_files_have_one_name() -> None:
     counts = Counter(path.name for path in FILES if path.name not in SAME_ROLE)
     assert {name: number for name, number in counts.items() if number > 2} == {}
+
+
+def told_apart(tree: ast.AST) -> list[str]:
+    """The places of a module that name a protocol's class, or compare its ``kind`` with a word."""
+    kinds = set(PROTOCOLS)
+    classes = {kind.__name__ for kind in PROTOCOLS.values()}
+    asked = [
+        node
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and ast.unparse(call.func) in ("isinstance", "issubclass")
+        for node in ast.walk(call)
+        if isinstance(node, ast.Name | ast.Attribute) and ast.unparse(node).rpartition(".")[2] in classes
+    ]
+    compared = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Compare | ast.MatchValue)
+        for word in ast.walk(node)
+        if isinstance(word, ast.Constant) and word.value in kinds
+    ]
+    return [f"line {node.lineno}: {ast.unparse(node)}" for node in (*asked, *compared)]
+
+
+def test_only_a_protocol_knows_which_it_is() -> None:
+    """All others ask it, so that a new protocol is one file and its place in the index."""
+    also = {"functional/consensus_focus", "methods/federated/kd3a"}  # a rule of KD3A has the name of a protocol
+    found = {
+        module: places
+        for module, tree in trees().items()
+        if not module.startswith("experiment/protocols/") and module not in also and (places := told_apart(tree))
+    }
+    assert found == {}
+    seen = "isinstance(p, (int, x.LeaveOneOut)) or p.kind == 'source_target' or p['kind'] in ('adapt_to_one', 'b')"
+    assert len(told_apart(ast.parse(seen))) == 3

@@ -23,7 +23,6 @@ from fedshift.data.builders.own_tables import Table
 from fedshift.errors import UserError
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.environment import data_fingerprint
-from fedshift.experiment.protocol import split_of
 
 SIZES = {"north": 40, "south": 30, "east": 26}
 PROTOCOLS: list[dict[str, Any]] = [
@@ -86,7 +85,7 @@ def test_every_protocol_trains_on_the_training_rows_and_measures_the_test_rows(
     whole = parse(experiment(section(tmp_path), {**protocol, **given_fraction, **named}))
     data = Table.model_validate({key: value for key, value in section(tmp_path).items() if key != "name"}).build()
     target = "north+south-east" if protocol.get("kind") == "source_target" else protocol["targets"][0]
-    split = split_of(whole.protocol, data, target, 3)
+    split = whole.protocol.split_of(data, target, 3)
     for site, size in SIZES.items():
         test = np.arange(0, size, 3)
         train = np.setdiff1d(np.arange(size), test)

@@ -22,8 +22,7 @@ from fedshift.data.domain import DataSet, Domain, Preprocessing
 from fedshift.data.images import FORMATS, SUFFIXES, decode, has_colour, on_disk, size_of
 from fedshift.data.inference import load_for_prediction
 from fedshift.errors import UserError
-from fedshift.experiment.config.sections import Protocol
-from fedshift.experiment.protocol import split_of
+from fedshift.experiment.protocols.index import Protocol
 
 
 @pytest.fixture(autouse=True)
@@ -468,7 +467,7 @@ def split_often(data: DataSet, target: str, kind: str, fraction: float) -> None:
     fields = {"kind": kind, "test_fraction": fraction, "targets": [target]}
     protocol: Protocol = TypeAdapter(Protocol).validate_python(fields)
     for seed in range(20):
-        split_of(protocol, data, target, seed)
+        protocol.split_of(data, target, seed)
 
 
 @pytest.mark.case("patients", "one ID for all images of a site: the message counts them and shows no ID")

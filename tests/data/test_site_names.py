@@ -16,8 +16,7 @@ from fedshift.data.registry import parse
 from fedshift.errors import UserError
 from fedshift.estimator import FederatedClassifier
 from fedshift.experiment.config.experiment import parse as parse_experiment
-from fedshift.experiment.config.sections import LeaveOneOut
-from fedshift.experiment.protocol import taking_part
+from fedshift.experiment.protocols.leave_one_out import LeaveOneOut
 from fedshift.files import names_alike
 
 pandas = pytest.importorskip("pandas")
@@ -100,4 +99,4 @@ def test_a_part_of_a_source_takes_no_other_sites_place(tmp_path: Path) -> None:
     data = arrays(tmp_path, ("a", "b"))
     data.domains["a.1"] = Domain("a.1", X, Y)
     with pytest.raises(UserError, match=r"'a\.1'"):
-        taking_part(LeaveOneOut(targets=("b",), sites_each=2), data)
+        LeaveOneOut(targets=("b",), sites_each=2).taking_part(data)

@@ -21,9 +21,10 @@ from fedshift.data.site_data import batches_per_epoch
 from fedshift.errors import FedshiftError, UserError
 from fedshift.experiment.budgets import budgets, rounds_needed, site_budget
 from fedshift.experiment.config.experiment import parse
-from fedshift.experiment.config.sections import AdaptToOne, LeaveOneOut
 from fedshift.experiment.plan import site_plans
-from fedshift.experiment.protocol import Split, split_of
+from fedshift.experiment.protocols.adapt_to_one import AdaptToOne
+from fedshift.experiment.protocols.base import Split
+from fedshift.experiment.protocols.leave_one_out import LeaveOneOut
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.site_runner import Setting
 from fedshift.federation.training import Training
@@ -42,7 +43,7 @@ from fedshift.weights import Weights
 def test_the_target_gives_its_training_part_and_is_measured_on_the_rest() -> None:
     data = data_of(a=domain("a", 30), b=domain("b", 60), c=domain("c", 45))
     protocol = AdaptToOne(test_fraction=0.2)
-    split = split_of(protocol, data, "b", 0)
+    split = protocol.split_of(data, "b", 0)
     assert set(split.train) == set(split.held_out) == {"a", "c"}
     assert set(split.unlabelled) == set(split.measured) == {"b"}
     given, measured = split.unlabelled["b"], split.measured["b"]
@@ -52,11 +53,11 @@ def test_the_target_gives_its_training_part_and_is_measured_on_the_rest() -> Non
     for name in ("a", "c"):
         assert sorted([*split.train[name], *split.held_out[name]]) == list(range(len(data.domains[name])))
     # The same parts as when it is a source, so nothing is measured that another run trained on.
-    other = split_of(protocol, data, "a", 0)
+    other = protocol.split_of(data, "a", 0)
     assert np.array_equal(other.train["b"], given)
     assert np.array_equal(other.held_out["b"], measured)
-    assert not np.array_equal(split_of(protocol, data, "b", 1).measured["b"], measured)
-    unseen = split_of(LeaveOneOut(test_fraction=0.2), data, "b", 0)
+    assert not np.array_equal(protocol.split_of(data, "b", 1).measured["b"], measured)
+    unseen = LeaveOneOut(test_fraction=0.2).split_of(data, "b", 0)
     assert not unseen.unlabelled
     assert len(unseen.measured["b"]) == 60
 
@@ -65,15 +66,15 @@ def test_official_parts() -> None:
     train, test = np.array([5, 1, 0]), np.array([4, 3])
     known = domain("a", 6, train_rows=train, test_rows=test)
     data = data_of(a=known, b=domain("b", 9))
-    split = split_of(AdaptToOne(), data, "a", 0)
+    split = AdaptToOne().split_of(data, "a", 0)
     assert split.unlabelled["a"].tolist() == [0, 1, 5]
     assert split.measured["a"].tolist() == [3, 4]
     assert len(split.held_out["b"]) == 3  # drawn at random: the domain has no official parts
     random = AdaptToOne(split="random", test_fraction=0.4)
-    drawn = [split_of(random, data, "a", seed).measured["a"].tolist() for seed in range(5)]
+    drawn = [random.split_of(data, "a", seed).measured["a"].tolist() for seed in range(5)]
     assert any(rows != [3, 4] for rows in drawn)
     with pytest.raises(UserError, match=r"'b'.*official"):
-        split_of(AdaptToOne(split="official"), data, "a", 0)
+        AdaptToOne(split="official").split_of(data, "a", 0)
 
 
 @pytest.mark.parametrize(("train", "test"), [([0, 1, 2], []), ([], [0, 1])])
@@ -81,7 +82,7 @@ def test_a_target_needs_both_parts(train: list[int], test: list[int]) -> None:
     parts = {"train_rows": np.array(train, np.int64), "test_rows": np.array(test, np.int64)}
     data = data_of(a=domain("a", 6, **parts), b=domain("b", 9))
     with pytest.raises(UserError, match=rf"'a' has {len(train)} samples to adapt to and {len(test)} to be measured on"):
-        split_of(AdaptToOne(), data, "a", 0)
+        AdaptToOne().split_of(data, "a", 0)
 
 
 def test_no_base_image_on_both_sides() -> None:
@@ -95,7 +96,7 @@ def test_no_base_image_on_both_sides() -> None:
         return set(groups[rows].tolist())
 
     for seed in range(3):
-        split = split_of(AdaptToOne(test_fraction=0.2), built, "D30", seed)
+        split = AdaptToOne(test_fraction=0.2).split_of(built, "D30", seed)
         measured, given = base("D30", split.measured["D30"]), base("D30", split.unlabelled["D30"])
         assert len(measured) == 40
         assert not measured & given
@@ -110,12 +111,12 @@ def test_a_target_with_one_sample_of_each_class(fraction: float) -> None:
     """A share of every class is nothing there: its samples are parted whatever their classes."""
     few = Domain("a", np.zeros((8, 3), np.float32), np.arange(8))
     data = data_of(a=few, b=domain("b", 90))
-    split = split_of(AdaptToOne(test_fraction=fraction), data, "a", 0)
+    split = AdaptToOne(test_fraction=fraction).split_of(data, "a", 0)
     assert len(split.measured["a"]) == round(8 * fraction)
     assert sorted([*split.measured["a"], *split.unlabelled["a"]]) == list(range(8))
     alone = data_of(a=Domain("a", few.inputs[:1], few.labels[:1]), b=domain("b", 90))
     with pytest.raises(UserError, match="'a' has 1 samples to adapt to and 0 to be measured on"):
-        split_of(AdaptToOne(test_fraction=fraction), alone, "a", 0)
+        AdaptToOne(test_fraction=fraction).split_of(alone, "a", 0)
 
 
 # Whose sites ----------------------------------------------------------------------------------------------------------
@@ -123,7 +124,7 @@ def test_a_target_with_one_sample_of_each_class(fraction: float) -> None:
 
 def test_who_takes_part_in_which_role() -> None:
     data = data_of(a=domain("a", 30), b=domain("b", 21), c=domain("c", 9))
-    split = split_of(AdaptToOne(), data, "b", 0)
+    split = AdaptToOne().split_of(data, "b", 0)
 
     def roles(method: Method) -> list[tuple[str, str, list[tuple[str, int, int]], int]]:
         return [
@@ -151,7 +152,7 @@ def test_who_takes_part_in_which_role() -> None:
 def test_no_step_reaches_a_label_of_the_target() -> None:
     data = data_of(a=domain("a", 30), b=domain("b", 20))
     method = KD3A()
-    plans = site_plans(method, data, split_of(AdaptToOne(), data, "b", 0))
+    plans = site_plans(method, data, AdaptToOne().split_of(data, "b", 0))
     setting = Setting(
         method, Training(batch_size=8), models.parse({"name": "linear"}), data.preprocessing, (2,), 3, 1, 0, "cpu"
     )
@@ -167,7 +168,7 @@ def test_labels_of_the_target_change_nothing_but_the_oracle(tmp_path: Path) -> N
     """Groups make the parts independent of the labels, so that the target's can be replaced."""
     kept = {name: {**features(seed), "groups": np.arange(30)} for name, seed in (("a", 1), ("b", 2), ("c", 3))}
     data = data_of(**{name: Domain(name, one["x"], one["y"], one["groups"]) for name, one in kept.items()})
-    split = split_of(AdaptToOne(test_fraction=0.3), data, "a", 0)
+    split = AdaptToOne(test_fraction=0.3).split_of(data, "a", 0)
     runs = {}
     for place in ("none", "given", "measured"):
         labels = kept["a"]["y"].copy()

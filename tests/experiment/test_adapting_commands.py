@@ -15,8 +15,7 @@ from small import features, outcome, save, sites, write
 
 import fedshift
 from fedshift.experiment.config.experiment import parse
-from fedshift.experiment.config.sections import AdaptToOne
-from fedshift.experiment.protocol import split_of
+from fedshift.experiment.protocols.adapt_to_one import AdaptToOne
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +93,7 @@ def test_a_model_file_predicts(cli: Cli, finished: tuple[Path, dict[str, Any]], 
     """On what was measured of the target the predictions have the accuracy that the run reports."""
     runs, options = finished
     arrays = np.load(options["data"]["sites"]["b"])
-    split = split_of(parse(options).protocol, parse(options).data.build(), "b", 0)
+    split = parse(options).protocol.split_of(parse(options).data.build(), "b", 0)
     rows = split.measured["b"]
     np.savez(tmp_path / "measured.npz", x=arrays["x"][rows])
     for method in ("source_only", "fedavg", "kd3a", "oracle"):

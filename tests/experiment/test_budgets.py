@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fedshift.data.site_data import batches_per_epoch, epoch_batches
 from fedshift.experiment.budgets import budgets, rounds_needed, site_budget
 from fedshift.experiment.plan import POOL
-from fedshift.experiment.protocol import Split
+from fedshift.experiment.protocols.base import Split
 from fedshift.federation.site_runner import SitePlan
 from fedshift.federation.training import Training
 from fedshift.methods.federated.csac import CSAC

@@ -11,12 +11,11 @@ from small import experiment, sites
 
 import fedshift
 from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing
-from fedshift.experiment import plan as plan_module
 from fedshift.experiment.budgets import budgets, site_budget
 from fedshift.experiment.config.experiment import parse
-from fedshift.experiment.config.sections import LeaveOneOut
 from fedshift.experiment.plan import POOL, Plan, pooled_bytes, site_plans
-from fedshift.experiment.protocol import Split, split_of
+from fedshift.experiment.protocols.base import Split
+from fedshift.experiment.protocols.leave_one_out import LeaveOneOut
 from fedshift.experiment.runs import one_run
 from fedshift.methods import registry
 from fedshift.methods.base import Method
@@ -72,7 +71,7 @@ def test_numbers_of_domains_are_their_places() -> None:
 
 
 def test_the_target_is_not_among_the_sites() -> None:
-    split = split_of(LeaveOneOut(), data(), "a", 0)
+    split = LeaveOneOut().split_of(data(), "a", 0)
     plans = site_plans(named("fedavg"), data(), split)
     assert [plan.name for plan in plans] == ["b", "t"]
     assert [number for plan in plans for _, _, number in plan.parts] == [0, 1]
@@ -105,11 +104,13 @@ def test_one_site_in_place_of_all_has_the_work_of_all() -> None:
 def test_a_split_is_computed_once_for_all_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, int]] = []
 
-    def counted(protocol: Any, data: DataSet, target: str, seed: int) -> Split:
+    split_of = LeaveOneOut.split_of
+
+    def counted(protocol: LeaveOneOut, data: DataSet, target: str, seed: int) -> Split:
         asked.append((target, seed))
         return split_of(protocol, data, target, seed)
 
-    monkeypatch.setattr(plan_module, "split_of", counted)
+    monkeypatch.setattr(LeaveOneOut, "split_of", counted)
     protocol = {"targets": ["a", "b"], "seeds": [3, 5], "test_fraction": 0.3}
     whole = parse(experiment(sites(tmp_path), protocol=protocol, methods=["fedavg", "deepall"]))
     plan = Plan(whole, whole.data.build())

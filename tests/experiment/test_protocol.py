@@ -11,8 +11,8 @@ import pytest
 from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing, SparseRows, part_of
 from fedshift.errors import UserError
 from fedshift.experiment.config.experiment import parse
-from fedshift.experiment.config.sections import AdaptToOne, LeaveOneOut
-from fedshift.experiment.protocol import split_of, taking_part
+from fedshift.experiment.protocols.adapt_to_one import AdaptToOne
+from fedshift.experiment.protocols.leave_one_out import LeaveOneOut
 
 FOLDER = Manifest("", "", "", "", "")
 
@@ -31,7 +31,7 @@ def test_no_base_image_on_both_sides() -> None:
     data = parse({"data": {"name": "rotated_digits", "per_class": 20}, "model": "mnist_cnn", "methods": ["fedavg"]})
     built = data.data.build()
     for seed in range(3):
-        careful = split_of(LeaveOneOut(test_fraction=0.3), built, "D30", seed)
+        careful = LeaveOneOut(test_fraction=0.3).split_of(built, "D30", seed)
         groups = {name: set(built.domains[name].groups[rows].tolist()) for name, rows in careful.train.items()}
         measured = set(built.domains["D30"].groups[careful.measured["D30"]].tolist())
         held_out = {name: set(built.domains[name].groups[rows].tolist()) for name, rows in careful.held_out.items()}
@@ -41,7 +41,7 @@ def test_no_base_image_on_both_sides() -> None:
             assert not trained & measured
             assert trained | held_out[name] == set(range(200))
             assert not trained & held_out[name]
-        shared = split_of(LeaveOneOut(test_fraction=0.3, base_images="shared"), built, "D30", seed)
+        shared = LeaveOneOut(test_fraction=0.3, base_images="shared").split_of(built, "D30", seed)
         assert len(shared.measured["D30"]) == 200
         assert all(np.array_equal(shared.train[name], careful.train[name]) for name in shared.train)
 
@@ -50,17 +50,17 @@ def test_the_reading_of_the_literature() -> None:
     """test_fraction 0 and shared base images: sources train on everything, the target is measured on everything."""
     groups = np.arange(30)
     data = data_of(a=domain("a", 30, groups), b=domain("b", 30, groups), c=domain("c", 30, groups))
-    split = split_of(LeaveOneOut(test_fraction=0, base_images="shared"), data, "b", 0)
+    split = LeaveOneOut(test_fraction=0, base_images="shared").split_of(data, "b", 0)
     assert {name: len(rows) for name, rows in split.train.items()} == {"a": 30, "c": 30}
     assert {name: len(rows) for name, rows in split.held_out.items()} == {"a": 0, "c": 0}
     assert len(split.measured["b"]) == 30
     with pytest.raises(UserError, match="test_fraction"):
-        split_of(LeaveOneOut(test_fraction=0), data, "b", 0)
+        LeaveOneOut(test_fraction=0).split_of(data, "b", 0)
 
 
 def test_domains_that_share_nothing_are_measured_whole() -> None:
     data = data_of(a=domain("a", 30), b=domain("b", 20))
-    split = split_of(LeaveOneOut(test_fraction=0.5), data, "a", 0)
+    split = LeaveOneOut(test_fraction=0.5).split_of(data, "a", 0)
     assert len(split.measured["a"]) == 30
     assert sorted([*split.train["b"], *split.held_out["b"]]) == list(range(20))
 
@@ -68,9 +68,9 @@ def test_domains_that_share_nothing_are_measured_whole() -> None:
 def test_splits_depend_on_the_seed_alone() -> None:
     data = data_of(a=domain("a", 30), b=domain("b", 60), c=domain("c", 60))
     protocol = LeaveOneOut(test_fraction=0.4)
-    first, again = split_of(protocol, data, "a", 0), split_of(protocol, data, "a", 0)
-    other_target = split_of(protocol, data, "b", 0)
-    other_seed = split_of(protocol, data, "a", 1)
+    first, again = protocol.split_of(data, "a", 0), protocol.split_of(data, "a", 0)
+    other_target = protocol.split_of(data, "b", 0)
+    other_seed = protocol.split_of(data, "a", 1)
     assert np.array_equal(first.train["c"], again.train["c"])
     assert np.array_equal(first.train["c"], other_target.train["c"])
     assert not np.array_equal(first.train["c"], other_seed.train["c"])
@@ -80,16 +80,16 @@ def test_official_parts() -> None:
     train, test = np.array([5, 1, 0]), np.array([2, 3, 4])
     known = domain("a", 6, train_rows=train, test_rows=test)
     data = data_of(a=known, b=domain("b", 9))
-    auto = split_of(LeaveOneOut(), data, "b", 0)
+    auto = LeaveOneOut().split_of(data, "b", 0)
     assert auto.train["a"].tolist() == [0, 1, 5]
     assert auto.held_out["a"].tolist() == [2, 3, 4]
     with pytest.raises(UserError, match=r"'b'.*official"):
-        split_of(LeaveOneOut(split="official"), data, "a", 0)
-    random = [split_of(LeaveOneOut(split="random"), data, "b", seed).train["a"].tolist() for seed in range(5)]
+        LeaveOneOut(split="official").split_of(data, "a", 0)
+    random = [LeaveOneOut(split="random").split_of(data, "b", seed).train["a"].tolist() for seed in range(5)]
     assert any(rows != [0, 1, 5] for rows in random)
     empty = data_of(a=domain("a", 6, train_rows=test[:0], test_rows=test), b=domain("b", 9))
     with pytest.raises(UserError, match="'a' has no training samples"):
-        split_of(LeaveOneOut(), empty, "b", 0)
+        LeaveOneOut().split_of(empty, "b", 0)
 
 
 @pytest.mark.parametrize("protocol", [LeaveOneOut, AdaptToOne])
@@ -101,7 +101,7 @@ def test_sources_are_cut_into_sites_that_share_no_sample(
     groups = np.arange(30) // 2 if grouped else None
     marked = [replace(domain(name, 30, groups), inputs=np.arange(60, dtype=np.float32).reshape(30, 2)) for name in "ab"]
     data = data_of(a=marked[0], b=marked[1])
-    found = taking_part(protocol(targets=("b",), sites_each=sites_each), data).domains
+    found = protocol(targets=("b",), sites_each=sites_each).taking_part(data).domains
     names = ["a"] if sites_each == 1 else [f"a.{number}" for number in range(1, sites_each + 1)]
     assert list(found) == [*names, "b"]
     rows = [found[name].inputs[:, 0] / 2 for name in names]  # type: ignore[index]
@@ -117,7 +117,7 @@ def test_cut_by_labels_the_sites_classes_differ() -> None:
     data = data_of(a=domain("a", 300), b=domain("b", 3))
 
     def spread(**options: Any) -> float:
-        found = taking_part(LeaveOneOut(targets=("b",), sites_each=5, **options), data).domains
+        found = LeaveOneOut(targets=("b",), sites_each=5, **options).taking_part(data).domains
         sizes = [len(one) for name, one in found.items() if name != "b"]
         assert sizes == [60] * 5
         shares = [np.bincount(one.labels, minlength=3) / 60 for name, one in found.items() if name != "b"]
@@ -151,14 +151,14 @@ def test_rows_of_a_sparse_site_and_of_its_own_split() -> None:
 def test_what_cannot_be_cut(options: dict[str, Any], said: str) -> None:
     data = data_of(a=domain("a", 30), b=domain("b", 30))
     with pytest.raises(UserError, match=said):
-        taking_part(LeaveOneOut(**{"sites_each": 2, **options}), data)
+        LeaveOneOut(**{"sites_each": 2, **options}).taking_part(data)
 
 
 def test_wrong_labels_of_a_source_that_is_cut_are_refused() -> None:
     """No site has the source's name, so its labels would silently stay true."""
     data = data_of(a=domain("a", 30), b=domain("b", 30))
     with pytest.raises(UserError, match="wrong_labels"):
-        taking_part(AdaptToOne(targets=("b",), wrong_labels={"a": 0.5}, sites_each=2), data)
+        AdaptToOne(targets=("b",), wrong_labels={"a": 0.5}, sites_each=2).taking_part(data)
 
 
 def test_settings_of_runs_without_cut_sources_are_those_of_earlier_versions() -> None:

@@ -16,7 +16,6 @@ from fedshift.evaluation.stored import run_folders
 from fedshift.experiment.config.experiment import load, parse
 from fedshift.experiment.features import built
 from fedshift.experiment.plan import Plan
-from fedshift.experiment.protocol import taking_part
 from fedshift.experiment.search import going_on, kept_out, on_rung, ranked, rungs
 from fedshift.report.search_page import Climbed, outcome
 
@@ -60,7 +59,7 @@ def test_what_is_kept_out_is_in_no_run(file: Path) -> None:
     assert kept_out(whole, []) == ("z",)
     part = on_rung(whole, rungs(5, 2)[0], whole.methods, kept_out(whole, ["b"]), 24)
     assert (part.training.mini_batches, part.training.rounds) == (12, 3)
-    plan = Plan(part, taking_part(part.protocol, built(part)))
+    plan = Plan(part, part.protocol.taking_part(built(part)))
     assert plan.targets == ("a", "c", "z")
     assert all("b" not in (*planned.split.train, *planned.split.measured) for planned in plan.runs)
 

@@ -19,10 +19,9 @@ from fedshift.errors import UserError
 from fedshift.evaluation.metrics import harmonic_mean
 from fedshift.experiment.config.engine_section import LocalEngine
 from fedshift.experiment.config.experiment import parse
-from fedshift.experiment.config.sections import SourceTarget
 from fedshift.experiment.distance import proxy_distances
 from fedshift.experiment.plan import Plan, site_plans
-from fedshift.experiment.protocol import roles_of, split_of, targets_of
+from fedshift.experiment.protocols.source_target import SourceTarget
 from fedshift.federation.site_runner import Setting
 from fedshift.federation.training import Training
 from fedshift.methods.base import Method
@@ -56,26 +55,26 @@ def pairs(where: dict[str, str], protocol: dict[str, Any] | None = None, **chang
 def test_labelled_sites_are_parted_and_unlabelled_ones_give_all() -> None:
     data = data_of(a=30, b=24, c=33)
     protocol = SourceTarget(pairs=[["a", "b"], [["a", "c"], "b"]])
-    assert targets_of(protocol, data) == ("a-b", "a+c-b")
-    split = split_of(protocol, data, "a-b", 0)
+    assert protocol.targets_of(data) == ("a-b", "a+c-b")
+    split = protocol.split_of(data, "a-b", 0)
     assert {name: len(rows) for name, rows in split.train.items()} == {"a": 15}
     assert sorted([*split.train["a"], *split.held_out["a"]]) == list(range(30))
     assert np.bincount(data.domains["a"].labels[split.held_out["a"]]).tolist() == [5, 5, 5]
     for rows in (split.unlabelled, split.measured):
         assert rows.keys() == {"b"}
         assert rows["b"].tolist() == list(range(24))
-    again = split_of(protocol, data, "a+c-b", 0)
+    again = protocol.split_of(data, "a+c-b", 0)
     assert set(again.train) == {"a", "c"}
     assert np.array_equal(again.train["a"], split.train["a"])  # a site's parts do not depend on the others
-    assert not np.array_equal(split_of(protocol, data, "a-b", 1).train["a"], split.train["a"])
-    fewer = split_of(SourceTarget(labelled_test_fraction=0.7), data, "a-b", 0)  # the 3:7 split
+    assert not np.array_equal(protocol.split_of(data, "a-b", 1).train["a"], split.train["a"])
+    fewer = SourceTarget(labelled_test_fraction=0.7).split_of(data, "a-b", 0)  # the 3:7 split
     assert len(fewer.train["a"]) == 9
 
 
 def test_all_ordered_pairs_and_every_split() -> None:
     data = data_of(a=30, b=24, c=33)
     protocol = SourceTarget(splits=4)
-    assert targets_of(protocol, data) == ("a-b", "a-c", "b-a", "b-c", "c-a", "c-b")
+    assert protocol.targets_of(data) == ("a-b", "a-c", "b-a", "b-c", "c-a", "c-b")
     assert protocol.seeds == (0, 1, 2, 3)
     whole = parse(pairs({"a": "a.npz", "b": "b.npz", "c": "c.npz"}, {"pairs": "all"}))
     assert len(Plan(whole, data).runs) == 6 * 2 * len(METHODS)
@@ -87,8 +86,8 @@ def test_all_ordered_pairs_and_every_split() -> None:
 def test_whose_sites() -> None:
     data = data_of(a=30, b=24, c=33, d=12)
     protocol = SourceTarget(pairs=[[["c", "a"], ["d", "b"]]])
-    assert roles_of(protocol, data, "c+a-d+b") == (("a", "c"), ("b", "d"))
-    split = split_of(protocol, data, "c+a-d+b", 0)
+    assert protocol.roles_of(data, "c+a-d+b") == (("a", "c"), ("b", "d"))
+    split = protocol.split_of(data, "c+a-d+b", 0)
 
     def roles(method: Method) -> list[tuple[str, str, int, int]]:
         plans = site_plans(method, data, split)
@@ -217,7 +216,7 @@ def test_proxy_distance_of_like_and_unlike_sites() -> None:
         made[name] = Domain(name, inputs, np.arange(300) % 3)
     data = DataSet("x", made, ("0", "1", "2"), Preprocessing(kind="features"), FOLDER)
     protocol = SourceTarget(pairs=[["here", ["twin", "far"]]])
-    split = split_of(protocol, data, "here-twin+far", 0)
+    split = protocol.split_of(data, "here-twin+far", 0)
     linear = models.parse({"name": "linear"})
     setting = Setting(FedAvg(), Training(), linear, data.preprocessing, data.input_shape, 3, 1, 0, "cpu")
     found = proxy_distances(data, split, setting, LocalEngine())
@@ -328,4 +327,4 @@ def test_methods_for_one_target_run_on_pairs(tmp_path: Path, method: str) -> Non
 def test_pair_names_must_differ() -> None:
     data = data_of(**{"a": 9, "b-c": 9, "a-b": 9, "c": 9})
     with pytest.raises(UserError, match=r"'a-b-c' .*rename a site"):
-        targets_of(SourceTarget(pairs=[["a", "b-c"], ["a-b", "c"]]), data)
+        SourceTarget(pairs=[["a", "b-c"], ["a-b", "c"]]).targets_of(data)

@@ -11,8 +11,8 @@ from small import features, outcome, save, sites
 
 import fedshift
 from fedshift.errors import UserError
-from fedshift.experiment.config.sections import AdaptToOne, LeaveOneOut
-from fedshift.experiment.protocol import split_of, taking_part, with_wrong_labels
+from fedshift.experiment.protocols.adapt_to_one import AdaptToOne
+from fedshift.experiment.protocols.leave_one_out import LeaveOneOut
 
 
 def test_a_dropped_domain_takes_no_part(tmp_path: Path) -> None:
@@ -35,8 +35,8 @@ def test_wrong_labels_are_those_of_training_rows_of_the_named_source() -> None:
     data = data_of(a=domain("a", 30), b=domain("b", 90), c=domain("c", 45))
     before = {name: one.labels.copy() for name, one in data.domains.items()}
     protocol = AdaptToOne(wrong_labels={"b": 0.5, "a": 1.0})  # a is the target: it has no labels to make wrong
-    split = split_of(protocol, data, "a", 0)
-    shown = with_wrong_labels(protocol, data, split, 0)
+    split = protocol.split_of(data, "a", 0)
+    shown = protocol.with_wrong_labels(data, split, 0)
     changed = np.flatnonzero(shown.domains["b"].labels != before["b"])
     assert len(changed) == round(len(split.train["b"]) / 2)
     assert set(changed) <= set(split.train["b"])
@@ -45,12 +45,12 @@ def test_wrong_labels_are_those_of_training_rows_of_the_named_source() -> None:
     assert shown.domains["b"].inputs is data.domains["b"].inputs
     for name, labels in before.items():  # what is measured is the data as they were
         assert np.array_equal(data.domains[name].labels, labels)
-    again = with_wrong_labels(protocol, data, split, 0)
+    again = protocol.with_wrong_labels(data, split, 0)
     assert np.array_equal(again.domains["b"].labels, shown.domains["b"].labels)
-    other = with_wrong_labels(protocol, data, split, 1)
+    other = protocol.with_wrong_labels(data, split, 1)
     assert not np.array_equal(other.domains["b"].labels, shown.domains["b"].labels)
-    assert with_wrong_labels(AdaptToOne(), data, split, 0) is data
-    assert with_wrong_labels(LeaveOneOut(), data, split, 0) is data
+    assert AdaptToOne().with_wrong_labels(data, split, 0) is data
+    assert LeaveOneOut().with_wrong_labels(data, split, 0) is data
 
 
 def test_a_source_with_wrong_labels_is_no_target() -> None:
@@ -58,16 +58,16 @@ def test_a_source_with_wrong_labels_is_no_target() -> None:
     data = data_of(a=domain("a", 30), b=domain("b", 90), c=domain("c", 45))
     for protocol in (AdaptToOne(wrong_labels={"b": 0.5}), AdaptToOne(wrong_labels={"b": 0.5}, targets=("a", "b"))):
         with pytest.raises(UserError, match=r"wrong_labels: 'b' is a target too.*targets: \[a"):
-            taking_part(protocol, data)
-    assert taking_part(AdaptToOne(wrong_labels={"b": 0.5}, targets=("a", "c")), data) is data
-    assert list(taking_part(AdaptToOne(wrong_labels={"b": 0.5}, drop=("b",)), data).domains) == ["a", "c"]
+            protocol.taking_part(data)
+    assert AdaptToOne(wrong_labels={"b": 0.5}, targets=("a", "c")).taking_part(data) is data
+    assert list(AdaptToOne(wrong_labels={"b": 0.5}, drop=("b",)).taking_part(data).domains) == ["a", "c"]
 
 
 def test_the_released_rule_takes_the_next_class() -> None:
     data = data_of(a=domain("a", 30), b=domain("b", 90))
     protocol = AdaptToOne(wrong_labels={"b": 1.0}, wrong_labels_rule="shift")
-    split = split_of(protocol, data, "a", 0)
-    shown, rows = with_wrong_labels(protocol, data, split, 0).domains["b"].labels, split.train["b"]
+    split = protocol.split_of(data, "a", 0)
+    shown, rows = protocol.with_wrong_labels(data, split, 0).domains["b"].labels, split.train["b"]
     assert np.array_equal(shown[rows], (data.domains["b"].labels[rows] + 1) % 3)
     held_out = split.held_out["b"]
     assert np.array_equal(shown[held_out], data.domains["b"].labels[held_out])
@@ -79,12 +79,12 @@ def test_names_that_no_domain_has() -> None:
         with pytest.raises(
             UserError, match=rf"^protocol\.{next(iter(field))}: no domain is called 'soth'; did you mean 'south'\?"
         ):
-            taking_part(AdaptToOne(**field), data)
-    assert taking_part(AdaptToOne(), data) is data
-    assert taking_part(LeaveOneOut(), data) is data
+            AdaptToOne(**field).taking_part(data)
+    assert AdaptToOne().taking_part(data) is data
+    assert LeaveOneOut().taking_part(data) is data
     # A malicious domain that is dropped does no harm: one experiment file serves both.
     both = AdaptToOne(drop=("south",), wrong_labels={"south": 0.5})
-    assert list(taking_part(both, data).domains) == ["north"]
+    assert list(both.taking_part(data).domains) == ["north"]
 
 
 def test_what_is_measured_has_true_labels(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from fedshift.errors import UserError
 from fedshift.experiment.budgets import rounds_needed
-from fedshift.experiment.protocol import Split
+from fedshift.experiment.protocols.base import Split
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.setting_json import setting_from, setting_recipe
 from fedshift.federation.site import Envelope

@@ -24,9 +24,11 @@ from tiny import (
 )
 
 from fedshift.data.domain import DataSet, Domain
-from fedshift.experiment import budgets, protocol
+from fedshift.experiment import budgets
 from fedshift.experiment import plan as plan_module
-from fedshift.experiment.config.sections import AdaptToOne, LeaveOneOut, Protocol
+from fedshift.experiment.protocols.adapt_to_one import AdaptToOne
+from fedshift.experiment.protocols.index import Protocol
+from fedshift.experiment.protocols.leave_one_out import LeaveOneOut
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.site_runner import Setting
 from fedshift.methods import registry
@@ -83,7 +85,7 @@ def test_the_unseen_site_is_never_touched(name: str) -> None:
     if method.needs_target:
         pytest.skip("the target takes part")
     data = data_set([images("hidden", 12), *domains()])
-    split = protocol.split_of(LeaveOneOut(test_fraction=0), data, "hidden", 0)
+    split = LeaveOneOut(test_fraction=0).split_of(data, "hidden", 0)
     poisoned = DataSet(
         data.name, {**data.domains, "hidden": Untouchable()}, data.classes, data.preprocessing, data.manifest
     )
@@ -105,7 +107,7 @@ def test_the_labels_of_a_target_that_takes_part_change_nothing(name: str) -> Non
     if method.target in ("unseen", "labelled"):
         pytest.skip("no target, or one with labels")
     data = data_set([images("hidden", 20), *domains()])
-    split = protocol.split_of(AdaptToOne(), data, "hidden", 0)
+    split = AdaptToOne().split_of(data, "hidden", 0)
     assert not set(split.unlabelled["hidden"]) & set(split.measured["hidden"])
     states = []
     for shift in (0, 1):
@@ -122,7 +124,7 @@ def test_the_labels_of_a_target_that_takes_part_change_nothing(name: str) -> Non
 def test_all_methods_train_on_the_same_number_of_mini_batches(kind: Protocol) -> None:
     """What comes before the first round and what the target trains included; a pool may do the work of all sites."""
     data = data_set([*domains(sizes={"large": 25, "small": 5, "one": 1}), images("hidden", 12)])
-    split = protocol.split_of(kind, data, "hidden", 0)
+    split = kind.split_of(data, "hidden", 0)
     methods = [method_of(name) for name in registry.names()]
     methods = [method for method in methods if isinstance(kind, AdaptToOne) or not method.needs_target]
     totals = []

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from tiny import domains, run
 
 from fedshift.experiment.budgets import budgets, rounds_needed
-from fedshift.experiment.protocol import Split
+from fedshift.experiment.protocols.base import Split
 from fedshift.federation.training import Training
 from fedshift.methods import registry
 from fedshift.methods.base import per_round, work_of

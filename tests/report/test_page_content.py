@@ -22,7 +22,7 @@ from fedshift.evaluation.site_metrics import Scored
 from fedshift.experiment.budgets import budgets
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.plan import common_settings
-from fedshift.experiment.protocol import Split
+from fedshift.experiment.protocols.base import Split
 from fedshift.report.advice.verdict import verdict
 from fedshift.report.advice.words import short_kind
 from fedshift.report.averages import weights_by_layer

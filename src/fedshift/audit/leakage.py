@@ -32,7 +32,6 @@ from fedshift.experiment.features import built
 from fedshift.experiment.plan import Plan, PlannedRun, Run
 from fedshift.experiment.predict import load_model
 from fedshift.experiment.privacy import draws_of
-from fedshift.experiment.protocol import taking_part, with_wrong_labels
 from fedshift.federation.remote.policy import Policy
 from fedshift.federation.secure.sums import SMALLEST_ROSTER
 from fedshift.federation.site import Site
@@ -125,14 +124,14 @@ def audit_leakage(
     sizes = list(dict.fromkeys(batches))
     if not sizes or min(sizes) < 1 or iterations < 1 or starts < 1 or repeats < 1:
         raise UserError("--batch, --iterations, --starts and --repeats: give whole numbers of at least 1")
-    plan = Plan(experiment, taking_part(experiment.protocol, built(experiment)))
+    plan = Plan(experiment, experiment.protocol.taking_part(built(experiment)))
     whole = plan.data
     if whole.task != "classification":
         raise UserError(f"data set {whole.name} is for {whole.task}, and the audit only attacks classification")
     target, name = target_and_site(plan, site)
     seed = experiment.protocol.seeds[0]
     data, split = plan.data_for(target), plan.split(target, seed)
-    shown = with_wrong_labels(experiment.protocol, data, split, seed)
+    shown = experiment.protocol.with_wrong_labels(data, split, seed)
     device, threads = resolve_device(experiment.device), experiment.engine.thread_count()
     sources = [name, *(other for other in plan.roles(target)[0] if other != name)]
     parts = {source: (shown.domains[source], split.train[source], 0) for source in sources}

@@ -32,7 +32,7 @@ from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.environment import resolve_device, threads_set, versions
 from fedshift.experiment.features import built
 from fedshift.experiment.plan import Plan, PlannedRun, Run
-from fedshift.experiment.protocol import Split, taking_part
+from fedshift.experiment.protocols.base import Split
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.functional.membership import found_at, likelihood_ratios, scaled_confidence
 from fedshift.methods.rounds import play_round
@@ -151,7 +151,7 @@ def audit_membership(
     began, worked = time.perf_counter(), time.process_time()
     if trainings < 2:
         raise UserError("--trainings: at least 2, since the calibrated attack compares each with the others")
-    plan = _Coins(experiment, taking_part(experiment.protocol, built(experiment)))
+    plan = _Coins(experiment, experiment.protocol.taking_part(built(experiment)))
     if plan.data.task != "classification":
         raise UserError(f"data set {plan.data.name} is for {plan.data.task}, and the audit only attacks classification")
     plan.target, plan.site = target_and_site(plan, site)

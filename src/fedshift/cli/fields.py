@@ -36,7 +36,8 @@ def show_fields(section: str | None) -> None:
     """Print the fields of an experiment's sections of one kind, and of options of a method."""
     from fedshift.data.transforms import Augmentation
     from fedshift.experiment.config.engine_section import ENGINES
-    from fedshift.experiment.config.sections import PROTOCOLS, Evaluation
+    from fedshift.experiment.config.evaluation_section import Evaluation
+    from fedshift.experiment.protocols.index import PROTOCOLS
     from fedshift.federation.training import Privacy, Training
     from fedshift.methods.composition.averaging import AVERAGES
     from fedshift.methods.composition.local import PLUG_INS

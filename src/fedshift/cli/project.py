@@ -22,8 +22,6 @@ from fedshift.deployment.flare import roles
 from fedshift.errors import UserError
 from fedshift.experiment.config.engine_section import FlareEngine, LocalEngine
 from fedshift.experiment.config.experiment import Experiment, load, parse
-from fedshift.experiment.config.sections import LeaveOneOut
-from fedshift.experiment.protocol import taking_part, targets_of
 
 if TYPE_CHECKING:
     from fedshift.deployment.flare.authority import Ask
@@ -209,9 +207,9 @@ def spread(experiment: Experiment, folder: Path) -> tuple[Experiment, dict[str, 
     Returns:
         The experiment to deploy, and the content of each site's SITE.yaml.
     """
-    data = taking_part(experiment.protocol, experiment.data.build())
-    targets = targets_of(experiment.protocol, data)
-    own = targets if isinstance(experiment.protocol, LeaveOneOut) and len(targets) == 1 else ()
+    data = experiment.protocol.taking_part(experiment.data.build())
+    targets = experiment.protocol.targets_of(data)
+    own = targets if experiment.protocol.unseen and len(targets) == 1 else ()
     files = getattr(experiment.data, "sites", None)  # of arrays and tables: each site uses its own file unchanged
     if not isinstance(files, Mapping) or not all(isinstance(file, Path) for file in files.values()):
         files = None

@@ -18,7 +18,7 @@ import torch
 from fedshift.data.builders.at_sites import AtSites
 from fedshift.deployment.deployed_plan import DeployedPlan, check_budgets
 from fedshift.deployment.event_log import EventLog
-from fedshift.deployment.handshake import agree, note_cards, split_rule
+from fedshift.deployment.handshake import agree, note_cards
 from fedshift.deployment.json_files import DEPLOY_AGAIN
 from fedshift.deployment.members import CARDS, members
 from fedshift.digests import read_object
@@ -29,11 +29,10 @@ from fedshift.experiment.budgets import site_budget
 from fedshift.experiment.compatibility import check_fit
 from fedshift.experiment.config.engine_section import FlareEngine
 from fedshift.experiment.config.experiment import Experiment, method_name, parse
-from fedshift.experiment.config.sections import AdaptToOne, SourceTarget
 from fedshift.experiment.environment import resolve_device, threads_set
 from fedshift.experiment.plan import PlannedRun, Run
 from fedshift.experiment.privacy import measured_parts
-from fedshift.experiment.protocol import EVERY_SITE, Split, new_site_of
+from fedshift.experiment.protocols.base import EVERY_SITE, Split
 from fedshift.experiment.runs.context import Context
 from fedshift.experiment.runs.evaluator import Evaluator, Final
 from fedshift.experiment.runs.round_loop import train_and_evaluate
@@ -66,8 +65,7 @@ def check_deployable(experiment: Experiment) -> FlareEngine:
             f"data.name: {experiment.data.name} lies on this machine; write data: {{name: sites}}, and each site its "
             "own data in its SITE.yaml (fedshift project try plays such a federation with data on this machine)"
         )
-    if isinstance(experiment.protocol, SourceTarget):
-        raise UserError("protocol.kind: source_target is a simulation; deploy leave_one_out or adapt_to_one")
+    experiment.protocol.deployed()
     for network in experiment.model.networks():
         if network.name.rpartition(":")[0].endswith(".py"):
             raise UserError(
@@ -83,8 +81,6 @@ def check_deployable(experiment: Experiment) -> FlareEngine:
                 f"methods: {method.display} is a file, and no code travels; install it as a package at every site and "
                 "name it package.module:Class, which sites must allow in policy.methods"
             )
-    if isinstance(experiment.protocol, AdaptToOne) and experiment.protocol.wrong_labels:
-        raise UserError("protocol.wrong_labels: only a simulation can make labels wrong; sites keep theirs")
     return experiment.engine
 
 
@@ -100,10 +96,9 @@ def check_members(experiment: Experiment, sites: Sequence[str], revoked: Collect
         UserError: a target or a dropped site is not there, or no site is left.
     """
     protocol = experiment.protocol
-    assert not isinstance(protocol, SourceTarget)  # as `check_deployable` made sure
     present = [site for site in sites if site not in revoked]
     own = isinstance(experiment.data, AtSites) and experiment.data.unseen is not None
-    for target in () if protocol.targets == "all" else protocol.targets:
+    for target in protocol.named_targets:
         if target in revoked and target in sites:
             raise UserError(
                 f"protocol.targets: the kit of site '{target}' was revoked: name another site, or take it back with "
@@ -111,13 +106,15 @@ def check_members(experiment: Experiment, sites: Sequence[str], revoked: Collect
             )
         if target in revoked:
             raise UserError(f"protocol.targets: site '{target}' was removed from the project: name another site")
-    known = {"targets": (*sites, EVERY_SITE), "drop": (*sites, *revoked)}
-    for field, names in known.items():
-        named = getattr(protocol, field)
-        unknown = [name for name in named if name not in names] if named != "all" else []
+    known = {
+        "targets": (protocol.named_targets, (*sites, EVERY_SITE)),
+        "drop": (protocol.left_out, (*sites, *revoked)),
+    }
+    for field, (named, names) in known.items():
+        unknown = [name for name in named if name not in names]
         if unknown and not (own and field == "targets"):
             raise UserError(f"protocol.{field}: no site is called '{unknown[0]}'; {nearest(unknown[0], present)}")
-    if not set(present) - set(protocol.drop):
+    if not set(present) - set(protocol.left_out):
         raise UserError("no site is left: all are revoked (fedshift project accept) or in protocol.drop")
 
 
@@ -137,7 +134,7 @@ def coordinate(folder: Path, transport: Transport, sites: Sequence[str]) -> None
     engine = check_deployable(experiment)
     log = EventLog(folder / PROGRESS)
     begun = (folder / CARDS).exists()
-    dropped = () if isinstance(experiment.protocol, SourceTarget) else experiment.protocol.drop
+    dropped = experiment.protocol.left_out
     with threads_set(engine.thread_count()):
         names = members(folder, sites, dropped)
         for site in [site for site in sites if begun and site not in (*names, *dropped)]:
@@ -315,11 +312,12 @@ def _recipe(setting: Setting) -> dict[str, Any]:
 
 def _part(plan: DeployedPlan, run: Run, site: str, role: tuple[Role, int] | None) -> dict[str, Any]:
     """What a site is told of its own part in a run; ``role``: its role and domain number, None for an unseen one."""
+    protocol = plan.experiment.protocol.deployed()
     return {
         "role": role[0] if role else "unseen",
         "number": role[1] if role else 0,
-        "split": split_rule(plan.experiment) | {"seed": run.seed},
-        "whole": role is None and plan.agreed.measures_all(site, plan.experiment.protocol),
+        "split": protocol.split_rule() | {"seed": run.seed},
+        "whole": role is None and plan.agreed.measures_all(site, protocol),
         "fingerprint": plan.agreed.fingerprints[site],
     }
 
@@ -337,7 +335,7 @@ class _AtSites:
         split = measured_parts(planned.run.method, plan.experiment.engine.routing, planned.split)
         self._resamples, model = plan.experiment.evaluation.resamples, plan.experiment.model
         here = Split({}, {}, split.measured)
-        new_site = new_site_of(plan.experiment.protocol, planned.run.method, data.input_shape)
+        new_site = plan.experiment.protocol.new_site_of(planned.run.method, data.input_shape)
         self._here = Evaluator(data, here, device, model, self._resamples, new_site) if own else None
         self._targets = [] if own else list(split.measured)
         self._sources = [site for site, rows in split.held_out.items() if len(rows)]

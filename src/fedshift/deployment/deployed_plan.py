@@ -10,12 +10,11 @@ import numpy as np
 from fedshift.data import agreement
 from fedshift.data.domain import DataSet, Preprocessing, Rows
 from fedshift.deployment.handshake import Agreed, encoded_for
-from fedshift.errors import UserError, nearest
+from fedshift.errors import UserError
 from fedshift.experiment.config.experiment import Experiment
-from fedshift.experiment.config.sections import AdaptToOne, LeaveOneOut, SourceTarget
 from fedshift.experiment.environment import data_fingerprint
 from fedshift.experiment.plan import Plan, PlannedRun
-from fedshift.experiment.protocol import EVERY_SITE, Split, domain_rows, unseen_rows
+from fedshift.experiment.protocols.base import EVERY_SITE, Split
 from fedshift.functional.differential_privacy import NoisySteps, adaptive_epsilon
 from fedshift.text import one_line
 
@@ -38,21 +37,7 @@ class DeployedPlan(Plan):
         Raises:
             UserError: a target does not exist or cannot take part.
         """
-        protocol = self.experiment.protocol
-        assert not isinstance(protocol, SourceTarget)  # as `check_deployable` made sure
-        if protocol.targets == "all":
-            return self.own if self.own and isinstance(protocol, LeaveOneOut) else self.agreed.sites
-        known = (*self.agreed.sites, *self.own)
-        for target in protocol.targets:
-            if target == EVERY_SITE and isinstance(protocol, LeaveOneOut):
-                continue
-            if target not in known:
-                raise UserError(f"protocol.targets: no site is called '{target}'; {nearest(target, known)}")
-            if target in self.own and isinstance(protocol, AdaptToOne):
-                raise UserError(
-                    f"protocol.targets: '{target}' lies at the coordinator and cannot take part in training"
-                )
-        return tuple(protocol.targets)
+        return self.experiment.protocol.deployed().targets_among(self.agreed.sites, self.own)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -89,7 +74,7 @@ class DeployedPlan(Plan):
 
     def _split(self, target: str, seed: int) -> Split:
         """How many rows of each site train and are held out; which rows of the coordinator's own set are measured."""
-        protocol, agreed = self.experiment.protocol, self.agreed
+        protocol, agreed = self.experiment.protocol.deployed(), self.agreed
         sources = [site for site in agreed.sites if site != target]
         if not sources:
             raise UserError(f"protocol.targets: no site is left to train when '{target}' is the target")
@@ -106,12 +91,11 @@ class DeployedPlan(Plan):
         if target == EVERY_SITE:
             return Split(train, held_out, {site: chosen for site, chosen in held_out.items() if len(chosen)})
         if agreed.own is not None and target in self.own:
-            assert isinstance(protocol, LeaveOneOut)
             domain = agreed.own.domains[target]
-            own_held_out = domain_rows(protocol, domain, seed)[1]
-            return Split(train, held_out, {target: unseen_rows(protocol, domain, own_held_out)})
+            own_held_out = protocol.domain_rows(domain, seed)[1]
+            return Split(train, held_out, {target: protocol.measured_rows(domain, own_held_out)})
         unlabelled, measured = rows[target]
-        if not isinstance(protocol, LeaveOneOut):
+        if not protocol.unseen:
             return Split(train, held_out, {target: measured}, {target: unlabelled})
         whole = agreed.measures_all(target, protocol)
         count = len(agreed.data.domains[target]) if whole else len(measured)

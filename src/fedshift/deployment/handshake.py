@@ -22,8 +22,8 @@ from fedshift.digests import write_object
 from fedshift.errors import FedshiftError, UserError
 from fedshift.experiment.config.engine_section import FlareEngine
 from fedshift.experiment.config.experiment import Experiment, method_name
-from fedshift.experiment.config.sections import LeaveOneOut, Protocol, SourceTarget
 from fedshift.experiment.environment import versions
+from fedshift.experiment.protocols.base import DeployedProtocol
 from fedshift.federation.remote.transport import Lost, Transport, ask_plain
 from fedshift.text import one_line
 from fedshift.version import installed_version
@@ -72,11 +72,9 @@ class Agreed:
     def sites(self) -> tuple[str, ...]:
         return tuple(self.rows)
 
-    def measures_all(self, site: str, protocol: Protocol) -> bool:
+    def measures_all(self, site: str, protocol: DeployedProtocol) -> bool:
         """Whether an unseen site is measured on all its samples, not on those that it would hold out."""
-        if site in self.fixed_split:
-            return False
-        return not self.grouped[site] or (isinstance(protocol, LeaveOneOut) and protocol.base_images == "shared")
+        return site not in self.fixed_split and protocol.measures_all(self.grouped[site])
 
 
 def agree(
@@ -102,7 +100,7 @@ def agree(
         ],
         "network": experiment.model.model_dump(mode="json"),
         "training": experiment.training.model_dump(mode="json"),
-        "split": split_rule(experiment),
+        "split": experiment.protocol.deployed().split_rule(),
         "seeds": list(experiment.protocol.seeds),
         "on_refusal": engine.on_refusal,
         "aggregation": engine.aggregation,
@@ -144,8 +142,7 @@ def _check_all_take_part(faults: Sequence[UserError], sites: int) -> None:
 
 def _in_sums(experiment: Experiment, sites: Sequence[str]) -> list[str]:
     """The sites that may be in one sum: all but one that is the only target."""
-    assert not isinstance(experiment.protocol, SourceTarget)  # as `check_deployable` made sure
-    return [site for site in sites if experiment.protocol.targets != (site,)]
+    return [site for site in sites if experiment.protocol.named_targets != (site,)]
 
 
 def note_cards(folder: Path, agreed: Agreed) -> None:
@@ -329,7 +326,7 @@ def encoded_for(experiment: Experiment, agreed: Agreed, target: str) -> DataSet:
     """The agreed data, in an encoding computed without the unseen ``target``."""
     if agreed.given is None:
         return agreed.data
-    unseen = isinstance(experiment.protocol, LeaveOneOut)
+    unseen = experiment.protocol.unseen
     given = {site: one for site, one in agreed.given.items() if not (unseen and site == target)}
     labelled = [site for site in given if site != target]
     preprocessing = _encoding(given, agreed.data.preprocessing, labelled)
@@ -378,9 +375,3 @@ def _without_samples(name: str, samples: int, shape: tuple[int, ...]) -> Domain:
     """A domain of which only the size is known here: arrays of the right shape that take no memory and hold zeros."""
     inputs = np.broadcast_to(np.zeros((), dtype=np.float32), (samples, *shape))
     return Domain(name, inputs, np.broadcast_to(np.zeros((), dtype=np.int64), (samples,)))
-
-
-def split_rule(experiment: Experiment) -> dict[str, Any]:
-    """How every site splits its samples."""
-    assert not isinstance(experiment.protocol, SourceTarget)  # as `check_deployable` made sure
-    return {"test_fraction": experiment.protocol.test_fraction, "split": experiment.protocol.split}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from fedshift.data.site_data import batches_per_epoch
 from fedshift.errors import UserError
-from fedshift.experiment.protocol import Split
+from fedshift.experiment.protocols.base import Split
 from fedshift.federation.site_runner import SitePlan
 from fedshift.federation.training import Training
 from fedshift.methods.base import Method, Trained, per_round, work_of
@@ -131,3 +131,13 @@ def _rounds_work(trained: Trained, samples: int, training: Training, exchanges: 
 def site_budget(budget: Mapping[str, int], plans: Sequence[SitePlan]) -> dict[str, int]:
     """The budget of each site of ``plans``. A single site, such as the pool, has the total."""
     return {plans[0].name: sum(budget.values())} if len(plans) == 1 else dict(budget)
+
+
+def shortest_epochs(training: Training, splits: Iterable[Split]) -> dict[str, int]:
+    """Source → mini-batches of an epoch, in the split in which it has the fewest."""
+    fewest: dict[str, int] = {}
+    for split in splits:
+        for site, rows in split.train.items():
+            steps = batches_per_epoch(len(rows), training.batch_size)
+            fewest[site] = min(steps, fewest.get(site, steps))
+    return fewest

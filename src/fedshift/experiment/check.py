@@ -21,13 +21,11 @@ from fedshift.evaluation.records import RunResult
 from fedshift.evaluation.stored import run_folders
 from fedshift.experiment.compatibility import check_fit
 from fedshift.experiment.config.experiment import Experiment, method_record
-from fedshift.experiment.config.sections import SourceTarget
 from fedshift.experiment.costs import DryRun, Spent, dry_run_of, spent_by_experiment, traffic, trained_of
 from fedshift.experiment.environment import resolve_device
 from fedshift.experiment.features import built
 from fedshift.experiment.loading_trial import try_loading
 from fedshift.experiment.plan import Plan, PlannedRun
-from fedshift.experiment.protocol import taking_part
 from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.experiment.runs.run_folder import run_folder
 from fedshift.experiment.trial import try_method
@@ -170,7 +168,7 @@ def check(experiment: Experiment, runs: Path | None = None) -> Check:
     Raises:
         UserError: something would stop the experiment later.
     """
-    plan = Plan(experiment, taking_part(experiment.protocol, built(experiment)))
+    plan = Plan(experiment, experiment.protocol.taking_part(built(experiment)))
     data = plan.data
     device, threads = resolve_device(experiment.device), experiment.engine.thread_count()
     warnings = list(check_fit(plan))
@@ -343,7 +341,7 @@ def _domain(plan: Plan, name: str) -> DomainCheck:
     protocol, data = plan.experiment.protocol, plan.data
     seed = protocol.seeds[0]
     # A domain that is not a target of the protocol is described as if it were one.
-    targets = plan.targets if isinstance(protocol, SourceTarget) else tuple(data.domains)
+    targets = protocol.possible_targets(data)
     as_source = next((target for target in targets if name in plan.roles(target)[0]), None)
     as_target = next((target for target in targets if name in plan.roles(target)[1]), None)
     given = plan.split(as_source, seed) if as_source is not None else None

@@ -10,14 +10,14 @@ from fedshift.data.domain import DataSet
 from fedshift.data.tasks.objective import CLASSES, objective_of
 from fedshift.errors import UserError, nearest
 from fedshift.evaluation.metric_entries import ENTRIES
+from fedshift.evaluation.records import ERRORS
 from fedshift.evaluation.tasks.measuring import measuring_of
+from fedshift.experiment.budgets import shortest_epochs
 from fedshift.experiment.config.experiment import Experiment
-from fedshift.experiment.config.sections import LeaveOneOut, SourceTarget
 from fedshift.experiment.costs import privacy_warnings
 from fedshift.experiment.environment import resolve_device
 from fedshift.experiment.plan import Plan
 from fedshift.experiment.privacy import check_private, check_private_task, check_routed, check_sums
-from fedshift.experiment.protocol import check_compared, check_drawn, shortest_epochs
 from fedshift.experiment.trial import try_training
 from fedshift.federation.local.stacked import check_side_by_side
 from fedshift.methods import registry
@@ -25,6 +25,7 @@ from fedshift.methods.base import Method, Samples
 from fedshift.methods.catalogue import NEEDS_CLASSES
 from fedshift.methods.composition.new_site import turns
 from fedshift.methods.composition.plug_in import LocalOption
+from fedshift.methods.robust import Trust
 from fedshift.models import registry as models
 from fedshift.models.adapters import check_adapters, merged
 from fedshift.models.network import Network
@@ -57,7 +58,7 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
     private = experiment.training.privacy is not None
     if private:
         check_private_task(data)
-    check_compared(experiment.protocol, data)
+    _check_compared(experiment, data)
     models.check_task(experiment.model, data.task, data.name)
     experiment.training.for_classes(data.classes)
     if experiment.training.class_weights is not None and data.task != "classification":
@@ -65,7 +66,7 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
     _check_headline(experiment, data)
     _check_measurable(plan)
     numbers = {len(sources) for sources, _ in roles}
-    unseen = isinstance(experiment.protocol, LeaveOneOut)
+    unseen = experiment.protocol.unseen
     most = max(len(sources) + (0 if unseen else len(others)) for sources, others in roles)
     if engine.quorum is not None and engine.quorum > most:
         raise UserError(
@@ -80,7 +81,7 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
         warnings.append(f"training.{fixed}: the weights that stay fixed are drawn at random; {given}")
     fewest = min(len(sources) for sources, _ in roles)
     if (drawn := experiment.protocol.drawn(fewest)) is not None:
-        check_drawn(experiment.methods, engine.quorum, drawn, fewest)
+        _check_drawn(experiment.methods, engine.quorum, drawn, fewest)
         if engine.sums_only and not private:
             raise UserError(
                 "protocol.sites_per_round: sums of drawn sites differ by a few, and these differences show single "
@@ -140,6 +141,49 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
     for method in experiment.methods:
         warnings += method.check_samples(samples)
     return (*warnings, *privacy_warnings(plan))
+
+
+def _check_compared(experiment: Experiment, data: DataSet) -> None:
+    """Raise UserError where the protocol cannot compare what the task is measured by."""
+    if experiment.protocol.both_sides and measuring_of(objective_of(data.preprocessing)).metric in ERRORS:
+        raise UserError(
+            f"protocol.kind: {experiment.protocol.kind} compares by the harmonic mean of both sides, which is near the "
+            f"smaller number, so the better side's of two errors, and {data.task} is compared by errors: use "
+            "leave_one_out or adapt_to_one"
+        )
+
+
+def _check_drawn(methods: Sequence[Method], quorum: int | None, drawn: int, sources: int) -> None:
+    """Check that a round can do without the sources that are not drawn for it.
+
+    Args:
+        methods: of the experiment.
+        quorum: of its engine.
+        drawn: how many are drawn.
+        sources: the fewest sources of a run.
+
+    Raises:
+        UserError: it cannot.
+    """
+    if drawn > sources:
+        raise UserError(f"protocol.sites_per_round: {drawn} of {sources} sources cannot be drawn; lower it")
+    if quorum is not None and quorum > drawn:
+        raise UserError(
+            f"engine.quorum: {quorum} sites must answer, but {drawn} are drawn for a round "
+            "(protocol.sites_per_round): lower it"
+        )
+    for method in methods:
+        if method.pooled or method.target == "labelled":
+            why = "trains in one place, where no site can be drawn"
+        elif method.needs_target:
+            why = "weighs the models of all sources for its target in every round"
+        elif isinstance(method.robust, Trust):
+            why = f"compares all models with that of '{method.robust.trusted}', which may not be drawn"
+        else:
+            continue
+        raise UserError(
+            f"protocol.sites_per_round: {method.display} {why}: choose another method, or leave sites_per_round out"
+        )
 
 
 def _why(method: Method) -> str:
@@ -219,9 +263,7 @@ def _check_measurable(plan: Plan) -> None:
         return
     for target in plan.targets:
         split = plan.split(target, plan.experiment.protocol.seeds[0])
-        sides = [split.measured]
-        if isinstance(plan.experiment.protocol, SourceTarget):
-            sides.append(split.held_out)
+        sides = plan.experiment.protocol.compared(split)
         for site, rows in ((site, rows) for side in sides for site, rows in side.items()):
             labels = plan.data.domains[site].labels[rows]
             if measuring.value(labels[:, 0], labels) is None:
@@ -253,7 +295,7 @@ def _check_new_site(method: Method, experiment: Experiment, network: Network) ->
         fits = turns(method.evaluated_network(network, 1)) and network.objective == CLASSES
         unfit["classifier_at_new_site"] = "" if fits else "the network's classifier is not one linear layer for classes"
     for option, reason in unfit.items():
-        if not isinstance(experiment.protocol, LeaveOneOut):
+        if not experiment.protocol.unseen:
             reason = f"protocol {experiment.protocol.kind} has no unseen site"
         if reason:
             raise UserError(f"methods: {method.display}: {option}: {reason}; leave it out")
@@ -261,7 +303,7 @@ def _check_new_site(method: Method, experiment: Experiment, network: Network) ->
 
 def _check_judged(method: Method, experiment: Experiment) -> None:
     """Raise UserError where an average that looks at the sources' held-out parts after every round cannot."""
-    if getattr(experiment.protocol, "test_fraction", 1.0) == 0:
+    if not experiment.protocol.holds_out:
         raise UserError(
             f"methods: {method.display}: average: it chooses rounds by the sources' held-out parts, and "
             "protocol.test_fraction is 0: raise it, or choose swa or ema"

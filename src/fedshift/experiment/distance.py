@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedshift.data.domain import DataSet
 from fedshift.experiment.config.engine_section import Engine
-from fedshift.experiment.protocol import Split
+from fedshift.experiment.protocols.base import Split
 from fedshift.extras import compiler_comes_later
 from fedshift.federation.federation import Federation
 from fedshift.federation.local.in_process import LocalFederation

@@ -23,18 +23,10 @@ from fedshift.evaluation.records import SitePrivacy
 from fedshift.evaluation.tasks.measuring import measuring_of
 from fedshift.experiment.budgets import budgets, rounds_needed
 from fedshift.experiment.config.experiment import Experiment, data_record, method_record
-from fedshift.experiment.config.sections import EXTENT, LeaveOneOut
 from fedshift.experiment.environment import data_fingerprint, versions
 from fedshift.experiment.features import built
 from fedshift.experiment.privacy import draws_of, site_privacy
-from fedshift.experiment.protocol import (
-    Split,
-    roles_of,
-    split_of,
-    taking_part,
-    targets_of,
-    with_wrong_labels,
-)
+from fedshift.experiment.protocols.base import Roles, Split
 from fedshift.federation.site_runner import Setting, SitePlan
 from fedshift.methods.base import Method
 from fedshift.models.network import Network
@@ -68,7 +60,7 @@ class Plan:
         """``data`` holds the domains that take part."""
         self.experiment = experiment
         self.data = data
-        self._roles: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
+        self._roles: dict[str, Roles] = {}
         self._splits: dict[tuple[str, int], Split] = {}
         self._encoded: dict[str, DataSet] = {}
 
@@ -77,9 +69,9 @@ class Plan:
         """The targets, in order.
 
         Raises:
-            UserError: as in `protocol.targets_of`.
+            UserError: as in `targets_of` of the protocol.
         """
-        return targets_of(self.experiment.protocol, self.data)
+        return self.experiment.protocol.targets_of(self.data)
 
     @cached_property
     def runs(self) -> tuple[PlannedRun, ...]:
@@ -121,7 +113,7 @@ class Plan:
         pairs = [f"{count} of '{one}' and '{other}'" for (one, other), count in shared_groups(self.data).items()]
         protocol, domains = self.experiment.protocol, self.data.domains
         fewer = []
-        if isinstance(protocol, LeaveOneOut) and self.data.manifest.source == "yours":
+        if protocol.unseen and self.data.manifest.source == "yours":
             measured = {
                 target: self.split(target, protocol.seeds[0]).measured[target]
                 for target in self.targets
@@ -161,17 +153,17 @@ class Plan:
         found = image_statistics(images, sides)
         return {} if found is None else {"training_images": found.model_dump()}
 
-    def roles(self, target: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def roles(self, target: str) -> Roles:
         """The sources and the targets of the runs with this target."""
         if target not in self._roles:
-            self._roles[target] = roles_of(self.experiment.protocol, self.data, target)
+            self._roles[target] = self.experiment.protocol.roles_of(self.data, target)
         return self._roles[target]
 
     def split(self, target: str, seed: int) -> Split:
         """The rows of the runs with this target and seed.
 
         Raises:
-            UserError: as in `protocol.split_of`.
+            UserError: as in `split_of` of the protocol.
         """
         if (target, seed) not in self._splits:
             self._splits[target, seed] = self._split(target, seed)
@@ -198,19 +190,19 @@ class Plan:
         return self._encoded[target]
 
     def _split(self, target: str, seed: int) -> Split:
-        return split_of(self.experiment.protocol, self.data, target, seed)
+        return self.experiment.protocol.split_of(self.data, target, seed)
 
     def _data_for(self, target: str) -> DataSet:
         """As `data_for`. A target that trains without labels influences the encoding as the sources do, but with its
         inputs only."""
         sources, targets = self.roles(target)
         protocol = self.experiment.protocol
-        unseen = isinstance(protocol, LeaveOneOut)
+        unseen = protocol.unseen
         source = self.experiment.data
-        for name in (*self.data.domains, *(protocol.drop if isinstance(protocol, LeaveOneOut) else ())):
+        for name in (*self.data.domains, *(protocol.left_out if unseen else ())):
             if name not in sources:
                 source = source.without(name) if unseen or name not in targets else source.without_labels(name)
-        return self.data if source == self.experiment.data else taking_part(protocol, built(self.experiment, source))
+        return self.data if source == self.experiment.data else protocol.taking_part(built(self.experiment, source))
 
 
 @dataclass(frozen=True)
@@ -238,7 +230,7 @@ class PlannedRun:
     @property
     def shown_data(self) -> DataSet:
         """The data that the sites train on: those of `data`, but with wrong labels at malicious sources."""
-        return with_wrong_labels(self.experiment.protocol, self.data, self.split, self.run.seed)
+        return self.experiment.protocol.with_wrong_labels(self.data, self.split, self.run.seed)
 
     def sites(self, data: DataSet) -> list[SitePlan]:
         """The sites of the run, with their rows of ``data`` and the kinds that each refuses."""
@@ -339,7 +331,7 @@ def common_settings(experiment: Experiment, method: Method) -> dict[str, Any]:
     return {
         "name": experiment.name,
         "data": data_record(experiment.data),
-        "protocol": {key: value for key, value in whole["protocol"].items() if key not in EXTENT},
+        "protocol": {key: value for key, value in whole["protocol"].items() if key not in experiment.protocol.extent},
         "model": experiment.model.record(),
         "training": whole["training"],
         "method": method_record(method),
@@ -361,7 +353,7 @@ def model_metadata(planned: PlannedRun) -> dict[str, Any]:
         "labelled_by": experiment.data.labelled_by(),
         **planned.plan.about_images(planned),
         "sources": list(sources),
-        "unseen" if isinstance(experiment.protocol, LeaveOneOut) else "adapted_to": "+".join(targets),
+        "unseen" if experiment.protocol.unseen else "adapted_to": "+".join(targets),
         "seed": run.seed,
         "experiment": experiment.name,
         "versions": versions(),

@@ -12,7 +12,7 @@ from fedshift.data.domain import DataSet
 from fedshift.data.tasks.objective import objective_of
 from fedshift.errors import UserError
 from fedshift.evaluation.records import SitePrivacy
-from fedshift.experiment.protocol import Split
+from fedshift.experiment.protocols.base import Split
 from fedshift.federation.private_training import check_network
 from fedshift.federation.randomness import Draws
 from fedshift.federation.secure.sums import SMALLEST_ROSTER

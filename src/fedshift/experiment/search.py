@@ -16,10 +16,9 @@ from statistics import fmean
 from fedshift.errors import UserError
 from fedshift.evaluation.records import RunResult
 from fedshift.experiment.config.experiment import Experiment
-from fedshift.experiment.config.sections import LeaveOneOut
 from fedshift.experiment.features import built
 from fedshift.experiment.plan import Plan
-from fedshift.experiment.protocol import EVERY_SITE, taking_part
+from fedshift.experiment.protocols.base import EVERY_SITE
 from fedshift.methods.base import Method
 
 
@@ -65,18 +64,16 @@ def kept_out(experiment: Experiment, names: Sequence[str]) -> tuple[str, ...]:
         UserError: the experiment cannot be searched.
     """
     protocol = experiment.protocol
-    if not isinstance(protocol, LeaveOneOut):
-        raise UserError(f"protocol.kind: a search leaves sources out, and {protocol.kind} does not: use leave_one_out")
+    protocol.searched(names)  # refuses one that leaves no source out
     if len(experiment.methods) < 3:
         raise UserError("methods: a search chooses among at least two methods beside the first, which is the yardstick")
-    targets = () if protocol.targets == "all" else protocol.targets
-    return tuple(names) or tuple(target for target in targets if target != EVERY_SITE)
+    return tuple(names) or tuple(target for target in protocol.named_targets if target != EVERY_SITE)
 
 
 def budget_of(experiment: Experiment, out: Sequence[str]) -> int:
     """The whole budget: mini-batches of each site in a run, as the experiment's methods need them."""
     searched = _without(experiment, out)
-    plan = Plan(searched, taking_part(searched.protocol, built(searched)))
+    plan = Plan(searched, searched.protocol.taking_part(built(searched)))
     return max(planned.mini_batches for planned in plan.runs)
 
 
@@ -130,7 +127,4 @@ def going_on(ranking: Sequence[tuple[Method, float | None]], first: Method, numb
 
 
 def _without(experiment: Experiment, out: Sequence[str]) -> Experiment:
-    protocol = experiment.protocol
-    assert isinstance(protocol, LeaveOneOut)
-    searched = protocol.model_copy(update={"targets": "all", "drop": tuple(dict.fromkeys((*protocol.drop, *out)))})
-    return experiment.model_copy(update={"protocol": searched})
+    return experiment.model_copy(update={"protocol": experiment.protocol.searched(out)})

@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from fedshift.evaluation.records import RunResult
+from fedshift.experiment.protocols.index import protocol_of
 from fedshift.methods.catalogue import ENTRIES
 from fedshift.report.roles import Role, method_name, role_of
 
@@ -23,7 +24,6 @@ USES: Mapping[Use, str] = {
 """What a row may use beyond the sources' samples as they are, in words."""
 _VECTORS = ("mlp", "linear")
 _ONE_CHANNEL = ("rotated_digits", "rotated_mnist", "rotated_mnist_ghifary")
-_WITHOUT_LABELS = ("adapt_to_one", "source_target")
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,8 @@ def _changes(augmentation: object) -> bool:
 def _reads_target(result: RunResult) -> bool:
     """Whether the model that is measured depends on the target's samples, without their labels."""
     method, name = _section(result, "method"), method_name(result)
-    if _section(result, "protocol").get("kind") in _WITHOUT_LABELS:
+    protocol = protocol_of(result.options.get("protocol"))
+    if protocol is not None and not protocol.unseen:
         scenario = ENTRIES[name].scenario if name in ENTRIES else "without labels"
         return "without labels" in scenario or "unlabelled" in scenario
     if method.get("unseen") == "target":

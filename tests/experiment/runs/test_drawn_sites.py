@@ -15,11 +15,10 @@ import fedshift
 from fedshift.errors import UserError
 from fedshift.experiment import check as check_module
 from fedshift.experiment.config.experiment import parse
-from fedshift.experiment.config.sections import LeaveOneOut
 from fedshift.experiment.costs import privacy_warnings
 from fedshift.experiment.features import built
 from fedshift.experiment.plan import Plan
-from fedshift.experiment.protocol import taking_part
+from fedshift.experiment.protocols.leave_one_out import LeaveOneOut
 from fedshift.experiment.runs.experiment_loop import run_experiment
 
 CSAC = {"name": "csac", "acquisition_epochs": 1, "calibration_epochs": 1}
@@ -37,7 +36,7 @@ def options(folder: Path, *methods: dict[str, Any], drawn: Any = 2, **changes: A
 
 def plan(folder: Path, drawn: Any, **changes: Any) -> Plan:
     whole = parse(options(folder, {"name": "fedavg"}, drawn=drawn, **changes))
-    return Plan(whole, taking_part(whole.protocol, built(whole)))
+    return Plan(whole, whole.protocol.taking_part(built(whole)))
 
 
 def lines(runs: Path, method: str) -> list[dict[str, Any]]:

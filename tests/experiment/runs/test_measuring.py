@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing
 from fedshift.data.site_data import SiteData
-from fedshift.experiment.protocol import Split
+from fedshift.experiment.protocols.base import Split
 from fedshift.experiment.runs.evaluator import Evaluator, predictions
 from fedshift.models import registry as models
 from fedshift.models.network import Network

@@ -26,8 +26,7 @@ from torch import Tensor
 
 from fedshift.data.site_data import SiteData
 from fedshift.experiment import plan as plan_module
-from fedshift.experiment import protocol
-from fedshift.experiment.config.sections import LeaveOneOut
+from fedshift.experiment.protocols.leave_one_out import LeaveOneOut
 from fedshift.federation.federation import Federation
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.local.pool import PoolFederation, WorkerPool
@@ -233,7 +232,7 @@ def test_the_code_for_vlcs_projects_features_and_class_together() -> None:
 
 def held_out(method: FedADG, pool: WorkerPool | None = None) -> tuple[Federation, Any]:
     data = data_set([images("a", 30), images("b", 30), images("hidden", 9)])
-    split = protocol.split_of(LeaveOneOut(test_fraction=0.3), data, "hidden", 0)
+    split = LeaveOneOut(test_fraction=0.3).split_of(data, "hidden", 0)
     plans = plan_module.site_plans(method, data, split)
     whole = Setting(method, training(lr=0.3), models.parse(CNN), data.preprocessing, (1, 12, 12), 3, 2, 0, "cpu")
     options: dict[str, Any] = {"budget": dict.fromkeys("ab", 100), "rounds": 1}

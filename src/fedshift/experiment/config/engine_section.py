@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from fedshift.errors import nearest
-from fedshift.experiment.config.sections import Section
+from fedshift.experiment.section import Section
 from fedshift.federation.federation import OnRefusal
 from fedshift.federation.messages import known_kinds
 

@@ -21,7 +21,11 @@ from fedshift.errors import UserError, nearest
 from fedshift.experiment.config.data_section import data_name, data_source, named, own_file_record
 from fedshift.experiment.config.engine_section import ENGINES, Engine, EngineSection, FlareEngine, LocalEngine
 from fedshift.experiment.config.error_messages import check_booleans, describe, suggest_field
-from fedshift.experiment.config.sections import PROTOCOLS, Evaluation, LeaveOneOut, Protocol, Section, SourceTarget
+from fedshift.experiment.config.evaluation_section import Evaluation
+from fedshift.experiment.protocols.base import ProtocolSection
+from fedshift.experiment.protocols.index import PROTOCOLS, Protocol
+from fedshift.experiment.protocols.leave_one_out import LeaveOneOut
+from fedshift.experiment.section import Section
 from fedshift.federation.training import Training
 from fedshift.files import edited_yaml, names_alike
 from fedshift.methods import registry as method_registry
@@ -111,7 +115,7 @@ def parse(options: Mapping[str, Any], folder: Path | None = None) -> Experiment:
     fields["data"] = data_source(fields["data"], folder or Path())
     fields["model"] = _model(fields["model"], folder or Path())
     fields["methods"] = _methods(fields["methods"], folder or Path())
-    if "protocol" in fields and not isinstance(fields["protocol"], Protocol):
+    if "protocol" in fields and not isinstance(fields["protocol"], ProtocolSection):
         fields["protocol"] = _protocol(fields["protocol"])
     for section, kind in _SECTIONS.items():
         if section in fields and not isinstance(fields[section], kind):
@@ -123,18 +127,7 @@ def parse(options: Mapping[str, Any], folder: Path | None = None) -> Experiment:
     except ValidationError as error:
         raise UserError(describe(error, "", Experiment)) from None
     for method in experiment.methods:
-        if method.needs_target and isinstance(experiment.protocol, LeaveOneOut):
-            raise UserError(
-                f"methods: {method.display} adapts to a target that takes part without labels; write protocol: "
-                "{kind: adapt_to_one, …} or source_target"
-            )
-        pairs = experiment.protocol.pairs if isinstance(experiment.protocol, SourceTarget) else "all"
-        one = method.target in ("one unlabelled", "labelled")
-        if one and pairs != "all" and any(len(unlabelled) > 1 for _, unlabelled in pairs):
-            raise UserError(
-                f"methods: {method.display} adapts to one target, but protocol.pairs has a pair with several "
-                "unlabelled sites; give pairs with one, or choose a method for several, such as mdfnet"
-            )
+        experiment.protocol.check_method(method)
     if experiment.engine.on_refusal == "leave_out" and experiment.engine.quorum is None:
         raise UserError(
             "engine.on_refusal: leave_out needs engine.quorum, the fewest sites that must answer an exchange"
@@ -142,7 +135,7 @@ def parse(options: Mapping[str, Any], folder: Path | None = None) -> Experiment:
     engine = experiment.engine
     if isinstance(engine, FlareEngine) and engine.grace is not None and engine.quorum is None:
         raise UserError("engine.grace: it begins when those of engine.quorum have answered; set engine.quorum, too")
-    if isinstance(engine, FlareEngine) and getattr(experiment.protocol, "sites_each", 1) > 1:
+    if isinstance(engine, FlareEngine) and experiment.protocol.cuts_sources:
         raise UserError("protocol.sites_each: a deployed site keeps its samples together; leave it out")
     if own_network.is_given(experiment.model) and (engine.processes > 1 or isinstance(engine, FlareEngine)):
         raise UserError(

@@ -20,7 +20,7 @@ from fedshift.evaluation.predictions import SitePredictions
 from fedshift.evaluation.records import Part, SiteMetrics
 from fedshift.evaluation.site_metrics import Scored, common_threshold
 from fedshift.evaluation.tasks.measuring import MetricOptions, measuring_of
-from fedshift.experiment.protocol import Split
+from fedshift.experiment.protocols.base import Split
 from fedshift.methods.composition.new_site import NewSite
 from fedshift.models.network import Network
 from fedshift.models.networks.unet import SegmentationOptions

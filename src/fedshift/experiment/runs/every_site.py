@@ -14,7 +14,7 @@ from fedshift.experiment.compatibility import check_fit
 from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.environment import resolve_device, threads_set
 from fedshift.experiment.plan import Plan, PlannedRun, model_metadata
-from fedshift.experiment.protocol import Split
+from fedshift.experiment.protocols.base import Split
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.methods.rounds import play_round
 from fedshift.methods.screening import screening_of

@@ -13,7 +13,6 @@ from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.environment import resolve_device, threads_set
 from fedshift.experiment.features import built
 from fedshift.experiment.plan import Plan, PlannedRun
-from fedshift.experiment.protocol import taking_part
 from fedshift.experiment.runs.context import Callback, Context, Reporter, Workers
 from fedshift.experiment.runs.one_run import carry_out
 from fedshift.experiment.runs.parallel import parallel_workers
@@ -53,7 +52,7 @@ def run_experiment(
         raise UserError(f"engine.name: {experiment.engine.name} runs over a network: use fedshift deploy")
     engine, folder, reporter = experiment.engine, runs / experiment.name, reporter or Reporter()
     device, threads = resolve_device(experiment.device), engine.thread_count()
-    plan = Plan(experiment, taking_part(experiment.protocol, built(experiment, watcher=reporter)))
+    plan = Plan(experiment, experiment.protocol.taking_part(built(experiment, watcher=reporter)))
     folders = _checked(plan, folder, reporter)
     unfinished = _unfinished(folders)
     elsewhere = dict(pair for pair in zip(folders, plan.runs, strict=True) if callbacks and pair[0].result() is None)

@@ -12,7 +12,7 @@ from pydantic_core import to_jsonable_python
 
 from fedshift.data import registry as data_registry
 from fedshift.errors import UserError
-from fedshift.experiment.config.sections import EXTENT, PROTOCOLS
+from fedshift.experiment.protocols.index import EXTENT, PROTOCOLS
 from fedshift.federation.training import Training
 from fedshift.methods import registry as method_registry
 from fedshift.models import registry as model_registry

@@ -10,7 +10,6 @@ from fedshift.evaluation.records import RunResult
 from fedshift.experiment.budgets import site_budget
 from fedshift.experiment.plan import PlannedRun
 from fedshift.experiment.privacy import measured_parts
-from fedshift.experiment.protocol import new_site_of
 from fedshift.experiment.runs.context import Context, Workers
 from fedshift.experiment.runs.evaluator import Evaluator
 from fedshift.experiment.runs.round_loop import train_and_evaluate
@@ -29,7 +28,7 @@ def carry_out(context: Context, workers: Workers, planned: PlannedRun, folder: R
     folder.claim()
     experiment, device = planned.experiment, torch.device(context.device)
     resamples, data = experiment.evaluation.resamples, planned.data
-    new_site = new_site_of(experiment.protocol, planned.run.method, data.input_shape, planned.split)
+    new_site = experiment.protocol.new_site_of(planned.run.method, data.input_shape, planned.split)
     measured = measured_parts(planned.run.method, engine.routing, planned.split)
     evaluator = Evaluator(data, measured, device, experiment.model, resamples, new_site)
     options: dict[str, Any] = {

@@ -15,7 +15,6 @@ from fedshift.evaluation.predictions import as_parquet
 from fedshift.evaluation.records import ERRORS, RoundRecord, RunResult
 from fedshift.evaluation.selection import selected_rounds
 from fedshift.evaluation.site_bytes import site_bytes
-from fedshift.experiment.config.sections import SourceTarget
 from fedshift.experiment.environment import Usage, versions
 from fedshift.experiment.plan import PlannedRun, Run, model_metadata
 from fedshift.experiment.runs.context import Context
@@ -308,7 +307,7 @@ class _RunLoop:
     def _result(self, state: State, final: Final) -> RunResult:
         context, planned, run, data = self.context, self.planned, self.run, self.planned.data
         labelled, unlabelled = planned.plan.roles(run.target)
-        both = isinstance(planned.experiment.protocol, SourceTarget)
+        both = planned.experiment.protocol.both_sides
         return RunResult(
             method=run.method.display,
             target=run.target,

@@ -15,6 +15,8 @@ from typing import Any
 from fedshift.evaluation.cautions import few_informative, majorities
 from fedshift.evaluation.records import RunResult, Selection
 from fedshift.evaluation.summary import AVERAGE, Row
+from fedshift.experiment.protocols.base import ProtocolSection
+from fedshift.experiment.protocols.index import protocol_of
 from fedshift.report.advice.expected import Expected, next_site
 from fedshift.report.averages import mean_by_kind
 from fedshift.report.collect import Collected
@@ -35,13 +37,6 @@ _NOT_RUN: Sequence[tuple[Role, str, str]] = (
 )
 """Baselines that an experiment may lack, in a few words, and as a sentence."""
 _SAME_KIND = " The next site is taken to be one more of the same kind."
-QUESTIONS = {
-    "leave_one_out": "Does it work at a new site? Each target in turn took no part in training and was only tested.",
-    "adapt_to_one": "Does it work at a site without labels? Each target in turn took part without its labels.",
-    "source_target": "Does everybody win? Labelled and unlabelled sites train together and are both tested.",
-}
-
-
 READS_TARGET = " Some methods read its samples there, without labels, before they answer: {}."
 """What the question of a target that took no part leaves out, with the methods of which it is not the whole truth."""
 HELD_OUT = (
@@ -129,6 +124,7 @@ class Verdict:
         guarantee: its differential privacy; None without any.
         unknown: what is left open.
         differences: all comparisons that were tested.
+        next_target: what the next site is one of, in words.
     """
 
     question: str
@@ -145,6 +141,7 @@ class Verdict:
     differences: tuple[Difference, ...]
     measured_new: bool = True
     guess: float | None = None
+    next_target: str = "site"
 
     @property
     def looks(self) -> int:
@@ -235,6 +232,7 @@ def verdict(collected: Collected, table: Table | None = None) -> Verdict:
         unknown=tuple(_unknown(collected, table, means, set(roles.values()))),
         differences=tuple(found),
         measured_new=not measured_where_trained(results),
+        next_target="site" if (protocol := common_protocol(results)) is None else protocol.next_target,
     )
 
 
@@ -242,12 +240,18 @@ def question_of(results: Sequence[RunResult]) -> str:
     """The question that these runs ask; "" if they ask several, or none that is known."""
     if measured_where_trained(results):
         return HELD_OUT
-    protocols = [result.options.get("protocol") for result in results]
-    kinds = {str(one.get("kind", "")) if isinstance(one, Mapping) else "" for one in protocols}
-    kind = kinds.pop() if len(kinds) == 1 else ""
+    protocol = common_protocol(results)
+    if protocol is None:
+        return ""
     reading = [name for name, row in conditions(results).items() if "target" in row.uses]
-    more = READS_TARGET.format(", ".join(reading)) if reading and kind == "leave_one_out" else ""
-    return QUESTIONS.get(kind, "") + more
+    more = READS_TARGET.format(", ".join(reading)) if reading and protocol.unseen else ""
+    return protocol.question + more
+
+
+def common_protocol(results: Sequence[RunResult]) -> type[ProtocolSection] | None:
+    """The protocol of these runs; None if they have several, or one that is not known."""
+    protocols = {protocol_of(result.options.get("protocol")) for result in results}
+    return protocols.pop() if len(protocols) == 1 else None
 
 
 def measured_where_trained(results: Sequence[RunResult]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from fedshift.report.advice.verdict import MAJORITY, QUESTIONS, Against, Verdict
+from fedshift.report.advice.verdict import MAJORITY, Against, Verdict
 from fedshift.report.measures import Measure
 from fedshift.text import in_unit
 
@@ -27,8 +27,6 @@ _SHORT: Mapping[str, str] = {
     "masked": "masked sums",
     "sealed": "sealed models",
 }
-_SITES: Mapping[str, str] = {QUESTIONS["adapt_to_one"]: "site that takes part without labels"}
-"""What the next site is one of, by the question that the runs ask; others ask for a site that takes no part."""
 _MOST_NAMED = 3
 _SAYS_NOTHING = 50.0
 """Percentage points from which an interval for the next site says no more than that there were too few targets."""
@@ -111,7 +109,7 @@ def _interval(verdict: Verdict) -> str:
     assert expected is not None
     if not verdict.measured_new:
         return " at the sites that trained, on samples that they held out"
-    where = "pair of sites" if verdict.measure.repeat == "split" else _SITES.get(verdict.question, "site")
+    where = verdict.next_target
     without = f", without {', '.join(expected.few)}, of few samples" if expected.few else ""
     if expected.low is None or expected.high is None:
         none = ", with no interval" + ("" if expected.sites > 1 else " from a single target")

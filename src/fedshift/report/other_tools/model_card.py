@@ -12,7 +12,7 @@ from fedshift.evaluation.metric_entries import ENTRIES
 from fedshift.evaluation.records import RunResult, shown
 from fedshift.evaluation.selection import RULES
 from fedshift.experiment.predict import TrainedModel
-from fedshift.experiment.protocol import EVERY_SITE
+from fedshift.experiment.protocols.base import EVERY_SITE
 from fedshift.report.measures import METRICS
 from fedshift.report.table_formats import escape_markdown as text
 from fedshift.text import in_unit

@@ -21,7 +21,6 @@ from fedshift.errors import UserError, nearest
 from fedshift.evaluation.stored import ORDER, is_finished, run_folders
 from fedshift.evaluation.summary import AVERAGE
 from fedshift.experiment.config.experiment import Experiment, load
-from fedshift.experiment.config.sections import SourceTarget
 from fedshift.report.collect import read_order
 
 ENTRIES, PUBLISHED, EXPERIMENTS, RESULTS = "papers.yaml", "published.json", "experiments", "results"
@@ -192,7 +191,7 @@ class Catalogue:
         if source.audit_iterations:
             return State(experiment, int((folder / "leakage.json").exists()), 1)
         found = {run.relative_to(folder.absolute()).parts for run in run_folders(folder) if is_finished(run)}
-        targets = _targets(experiment) or tuple(
+        targets = experiment.protocol.named_targets or tuple(
             dict.fromkeys([*read_order(folder / ORDER).targets, *(target for _, target, _ in found)])
         )
         planned = {
@@ -239,12 +238,3 @@ def absent(source: DataSource) -> str:
         return "" if Path(root).is_dir() else f"the folder {root}"
     lacking = [file for file in type(source).manifest().sha256 if data_root() is None or find([file]) is None]
     return ", ".join(lacking)
-
-
-def _targets(experiment: Experiment) -> tuple[str, ...]:
-    """The targets that the file names; empty where they are all that the data have."""
-    protocol = experiment.protocol
-    if isinstance(protocol, SourceTarget):
-        pairs = () if protocol.pairs == "all" else protocol.pairs
-        return tuple(f"{'+'.join(labelled)}-{'+'.join(unlabelled)}" for labelled, unlabelled in pairs)
-    return () if protocol.targets == "all" else tuple(protocol.targets)

@@ -10,6 +10,7 @@ from typing import Any
 
 from fedshift.evaluation.cautions import cautions
 from fedshift.evaluation.records import RunResult
+from fedshift.experiment.protocols.index import protocol_of
 from fedshift.report import plots
 from fedshift.report.advice.words import short_kind
 from fedshift.report.averages import mean_by_kind
@@ -130,13 +131,9 @@ def experiment_file(collected: Collected) -> dict[str, Any]:
     shares = {_budget(result) for result in results}
     if len(shares) == 1 and (budget := shares.pop()) is not None:
         whole["training"]["mini_batches"] = budget
-    if isinstance(protocol := whole.get("protocol"), Mapping) and "kind" in protocol:
-        pairs = protocol["kind"] == "source_target"
-        repeats = {"splits": max(order.seeds) + 1} if pairs else {"targets": order.targets, "seeds": order.seeds}
-        whole["protocol"] = {**protocol, **repeats}
-        if pairs:
-            named = {result.target: [result.labelled, result.unlabelled] for result in results}
-            whole["protocol"]["pairs"] = list(named.values())
+    if (protocol := protocol_of(whole.get("protocol"))) is not None:
+        pairs = {result.target: (result.labelled, result.unlabelled) for result in results}
+        whole["protocol"] = {**whole["protocol"], **protocol.extent_of(order.targets, order.seeds, pairs)}
     first = {method: next(one for one in results if one.method == method) for method in order.methods}
     own = [one.options["method"] for one in first.values() if "method" in one.options]
     methods = [{"name": one.get("name"), **one} for one in own]  # packing does not keep the order of options

@@ -22,7 +22,6 @@ from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.features import built
 from fedshift.experiment.plan import Plan, PlannedRun
 from fedshift.experiment.predict import load_model
-from fedshift.experiment.protocol import new_site_of, taking_part
 from fedshift.experiment.runs.evaluator import answering
 from fedshift.report.collect import FinishedRun
 
@@ -79,7 +78,7 @@ class ShownSamples:
                 continue
             chosen = rows[np.unique(np.linspace(0, len(rows) - 1, _PER_SITE).astype(int))]
             view = SiteData([(data.domains[name], chosen, 0)], data.preprocessing)
-            new_site = new_site_of(planned.experiment.protocol, trained.method, view.input_shape, split)
+            new_site = planned.experiment.protocol.new_site_of(trained.method, view.input_shape, split)
             network = answering(trained.network, view, new_site if is_target else None)
             with torch.no_grad():
                 features = [network.features(inputs).flatten(1) for inputs, _, _ in view.all_batches(_PER_SITE)]
@@ -118,7 +117,7 @@ class ShownSamples:
 
     @cached_property
     def _plan(self) -> Plan:
-        return Plan(self._experiment, taking_part(self._experiment.protocol, built(self._experiment)))
+        return Plan(self._experiment, self._experiment.protocol.taking_part(built(self._experiment)))
 
 
 def _is(planned: PlannedRun, run: FinishedRun) -> bool:

@@ -1,0 +1,267 @@
+"""What every protocol answers, and what it needs to be deployed. No torch: the report asks the protocol of a record."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+
+from fedshift.data.domain import DataSet, Domain, Rows
+from fedshift.errors import UserError
+from fedshift.evaluation.summary import AVERAGE
+from fedshift.experiment.section import Section
+from fedshift.files import names_a_folder
+
+if TYPE_CHECKING:  # these need torch
+    from fedshift.methods.base import Method
+    from fedshift.methods.composition.new_site import NewSite
+
+EVERY_SITE = "sites"
+"""The target that leaves no site out: all train, and the model is measured on the samples that they hold out."""
+Roles = tuple[tuple[str, ...], tuple[str, ...]]
+"""The sources of a run, and its targets."""
+Sides = Mapping[str, tuple[Sequence[str], Sequence[str]]]
+"""Target → its labelled and its unlabelled sites."""
+SitesPerRound = Annotated[int, Field(strict=True, ge=1)] | Annotated[float, Field(strict=True, gt=0, lt=1)]
+
+
+@dataclass(frozen=True)
+class Split:
+    """Rows of one (target, seed), by site.
+
+    Args:
+        train: rows that each source trains on.
+        held_out: rows that each source holds out; may be empty.
+        measured: rows that each target is measured on.
+        unlabelled: rows that each target trains on without labels.
+    """
+
+    train: Mapping[str, Rows]
+    held_out: Mapping[str, Rows]
+    measured: Mapping[str, Rows]
+    unlabelled: Mapping[str, Rows] = field(default_factory=dict)
+
+
+class ProtocolSection(Section):
+    """Base of the protocols: the fields that all have, and the questions that the rest of fedshift asks them.
+
+    Attributes:
+        question: what an experiment under the protocol asks, in words.
+        next_target: what the next site is one of that its answer holds for, in words.
+        unseen: whether a target takes no part in training.
+        both_sides: whether methods are compared at sources and targets alike, by the harmonic mean of the two.
+        extent: fields that say which runs an experiment has. They are not settings of a single run.
+    """
+
+    question: ClassVar[str]
+    next_target: ClassVar[str] = "site"
+    unseen: ClassVar[bool] = False
+    both_sides: ClassVar[bool] = False
+    extent: ClassVar[tuple[str, ...]]
+
+    kind: str = Field(description="the protocol")
+    sites_per_round: SitesPerRound | None = Field(
+        None,
+        description="sources that are drawn for each round: a number, or a share below 1; none: all take part",
+    )
+
+    def drawn(self, sources: int) -> int | None:
+        """How many of the ``sources`` of a run are drawn for each round; None: all take part."""
+        asked = self.sites_per_round
+        return asked if asked is None or isinstance(asked, int) else max(1, round(asked * sources))
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        written: dict[str, Any] = plain(self)
+        if self.sites_per_round is None:  # private noise is drawn from the settings, which are those of earlier runs
+            written.pop("sites_per_round", None)
+        return written
+
+    # Which runs there are.
+
+    @property
+    @abstractmethod
+    def named_targets(self) -> tuple[str, ...]:
+        """The targets that the file names; empty where they are all that the data have."""
+
+    @abstractmethod
+    def targets_of(self, data: DataSet) -> tuple[str, ...]:
+        """The targets, in order; each is the name of a domain, of a pair, or `EVERY_SITE`.
+
+        Raises:
+            UserError: a target does not exist or is named twice, the data have one domain only, or a domain's name
+                cannot name a folder.
+        """
+
+    def possible_targets(self, data: DataSet) -> tuple[str, ...]:
+        """Targets under which every domain can be described, also one that the experiment leaves out as a target."""
+        return tuple(data.domains)
+
+    @classmethod
+    @abstractmethod
+    def extent_of(cls, targets: Sequence[str], seeds: Sequence[int], pairs: Sides) -> dict[str, Any]:
+        """The fields of `extent` for runs that exist, whose targets have these ``pairs`` of sites."""
+
+    # Who plays which part, on which rows.
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Domains that do not take part."""
+        return ()
+
+    @property
+    def cuts_sources(self) -> bool:
+        """Whether the samples of a source are given to several sites."""
+        return False
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether sources hold samples out."""
+        return True
+
+    def taking_part(self, data: DataSet) -> DataSet:
+        """The data without the domains that are left out, and with sources cut into sites where the protocol says so.
+
+        Raises:
+            UserError: a field names a domain that does not exist, or fields contradict each other on these data.
+        """
+        return data
+
+    @abstractmethod
+    def roles_of(self, data: DataSet, target: str) -> Roles:
+        """The sources and the targets of the runs with a target of `targets_of`, in the order of the data."""
+
+    @abstractmethod
+    def split_of(self, data: DataSet, target: str, seed: int) -> Split:
+        """The rows of one (target, seed). They are the same for every method.
+
+        Raises:
+            UserError: a source has no sample to train on, or the target has none to be measured on.
+        """
+
+    def with_wrong_labels(self, data: DataSet, split: Split, seed: int) -> DataSet:
+        """The data as sites train on them: with a share of wrong labels at malicious sources. Held-out labels are true.
+
+        Raises:
+            UserError: the labels are no classes.
+        """
+        return data
+
+    # What is measured, and with which methods.
+
+    def compared(self, split: Split) -> tuple[Mapping[str, Rows], ...]:
+        """The rows that methods are compared on, by site: of each side that counts."""
+        return (split.measured, split.held_out) if self.both_sides else (split.measured,)
+
+    def new_site_of(self, method: Method, input_shape: tuple[int, ...], split: Split | None = None) -> NewSite | None:
+        """How a method's network adapts to an unseen target before it predicts there; None where no target is unseen.
+
+        ``split``: of the run, in which targets may have trained; None: they have not.
+        """
+        unseen = self.unseen and (split is None or not set(split.measured) <= set(split.train))
+        return method.new_site_for(input_shape) if unseen else None
+
+    def check_method(self, method: Method) -> None:
+        """Check that a method has the sites that it expects.
+
+        Raises:
+            UserError: it has not.
+        """
+
+    # What else can be done with it.
+
+    def searched(self, out: Sequence[str]) -> Self:
+        """The protocol of a search, in which each source in turn is the target and ``out`` is never read.
+
+        Raises:
+            UserError: no source can be left out.
+        """
+        raise UserError(f"protocol.kind: a search leaves sources out, and {self.kind} does not: use leave_one_out")
+
+    def deployed(self) -> DeployedProtocol:
+        """The same protocol, if sites on other machines can carry it out.
+
+        Raises:
+            UserError: they cannot.
+        """
+        raise UserError(f"protocol.kind: {self.kind} is a simulation; deploy leave_one_out or adapt_to_one")
+
+
+class DeployedProtocol(ProtocolSection):
+    """A protocol that can be deployed: what the coordinator asks of it, who knows the sites' counts and no samples."""
+
+    @abstractmethod
+    def split_rule(self) -> dict[str, Any]:
+        """How every site splits its samples, as they are told."""
+
+    @abstractmethod
+    def targets_among(self, sites: tuple[str, ...], own: tuple[str, ...]) -> tuple[str, ...]:
+        """The targets of a deployment.
+
+        Args:
+            sites: those that take part.
+            own: domains whose samples lie at the coordinator.
+
+        Raises:
+            UserError: a target does not exist or cannot take part.
+        """
+
+    @abstractmethod
+    def domain_rows(self, domain: Domain, seed: int) -> tuple[Rows, Rows]:
+        """The training and the held-out rows of one domain. They do not depend on other domains."""
+
+    def measures_all(self, grouped: bool) -> bool:
+        """Whether an unseen target is measured on all its samples, not on those that it would hold out.
+
+        ``grouped``: whether some of its samples belong together.
+        """
+        return not grouped
+
+    def measured_rows(self, domain: Domain, held_out: Rows) -> Rows:
+        """The rows that a target is measured on, of which it would hold ``held_out`` out.
+
+        Raises:
+            UserError: there are none.
+        """
+        return held_out
+
+
+def check_names(kind: str, data: DataSet) -> None:
+    """Check that the domains can be targets of a protocol of this kind.
+
+    Raises:
+        UserError: there is one domain only, or one whose name can name no folder, or no column of a table.
+    """
+    if len(data.domains) < 2:
+        raise UserError(f"data: {kind} needs at least 2 domains, but there is only '{next(iter(data.domains))}'")
+    for name in data.domains:
+        if not names_a_folder(name):
+            raise UserError(
+                f"data: site '{name[:80]}' cannot name a folder (no '/', no '\\', no '.' at the beginning, at most 255 "
+                "bytes); rename it"
+            )
+        if name == AVERAGE:
+            raise UserError(f"data: a site cannot be called '{AVERAGE}', the name of a column in tables; rename it")
+
+
+def check_groups(data: DataSet, name: str) -> None:
+    """Check that a site can be split: not all its samples are in one group, which no fraction could divide.
+
+    Raises:
+        UserError: they are.
+    """
+    groups = data.domains[name].groups
+    if groups is None or len(groups) < 2 or (groups != groups[0]).any():
+        return
+    if data.name == "image_folder":
+        raise UserError(
+            f"all {len(groups)} images of site '{name}' have the same patient ID, so the site cannot be split: set "
+            "data.patient to study, series or file if the export gave one ID to all, or leave the site out"
+        )
+    raise UserError(
+        f"all {len(groups)} samples of site '{name}' are in one group, so the site cannot be split: give it several "
+        "groups or none, or leave the site out"
+    )
