@@ -30,8 +30,8 @@ from fedshift.experiment.compatibility import check_fit
 from fedshift.experiment.config.engine_section import FlareEngine
 from fedshift.experiment.config.experiment import Experiment, method_name, parse
 from fedshift.experiment.environment import resolve_device, threads_set
+from fedshift.experiment.fits.sealed_routing import measured_parts
 from fedshift.experiment.plan import PlannedRun, Run
-from fedshift.experiment.privacy import measured_parts
 from fedshift.experiment.protocols.base import EVERY_SITE, Split
 from fedshift.experiment.runs.context import Context
 from fedshift.experiment.runs.evaluator import Evaluator, Final

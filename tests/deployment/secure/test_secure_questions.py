@@ -15,7 +15,7 @@ from test_secure_site import ENVELOPE, START, Coordinator
 
 from fedshift.deployment.secure.site_sums import promised_masked
 from fedshift.errors import FedshiftError, UserError
-from fedshift.experiment.compatibility import check_sums
+from fedshift.experiment.fits.secure_sums import check_sums
 from fedshift.federation.messages import Content, Update
 from fedshift.federation.remote.policy import AuditLog
 from fedshift.federation.remote.wire import body_of

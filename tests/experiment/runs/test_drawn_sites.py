@@ -15,8 +15,9 @@ import fedshift
 from fedshift.errors import UserError
 from fedshift.experiment import check as check_module
 from fedshift.experiment.config.experiment import parse
-from fedshift.experiment.costs import privacy_warnings
 from fedshift.experiment.features import built
+from fedshift.experiment.fits.about import About
+from fedshift.experiment.fits.private import what_epsilon_means
 from fedshift.experiment.plan import Plan
 from fedshift.experiment.protocols.leave_one_out import LeaveOneOut
 from fedshift.experiment.runs.experiment_loop import run_experiment
@@ -148,5 +149,5 @@ def test_drawing_does_not_lower_epsilon(tmp_path: Path) -> None:
     private = {"privacy": {"noise_multiplier": 1.0}}
     whole, drawn = (plan(tmp_path, number, training=private) for number in (None, 2))
     assert whole.runs[0].budget == drawn.runs[0].budget
-    told = [any("sites_per_round" in warning for warning in privacy_warnings(one)) for one in (whole, drawn)]
+    told = [any("sites_per_round" in warning for warning in what_epsilon_means(About(one))) for one in (whole, drawn)]
     assert told == [False, True]

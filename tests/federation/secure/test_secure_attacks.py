@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedshift.digests import write_object
 from fedshift.errors import Refused
-from fedshift.experiment.compatibility import check_sums
+from fedshift.experiment.fits.secure_sums import check_sums
 from fedshift.federation.secure import at_site
 from fedshift.federation.secure.at_server import SecureSum
 from fedshift.federation.secure.at_site import Revealed, SecureSite

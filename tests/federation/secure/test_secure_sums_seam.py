@@ -10,7 +10,7 @@ import torch
 from tiny import CNN, NORMED, domains, federation, start_of, step_on
 
 from fedshift.errors import FedshiftError, TrainingDiverged, UserError
-from fedshift.experiment.compatibility import check_sums
+from fedshift.experiment.fits.secure_sums import check_sums
 from fedshift.federation.exchange import Answer, Missing, Request
 from fedshift.federation.federation import Federation
 from fedshift.federation.local.pool import WorkerPool

@@ -33,7 +33,7 @@ from fedshift.deployment.site_measures import measured
 from fedshift.errors import Refused, UserError
 from fedshift.evaluation.tasks.measuring import measuring_of
 from fedshift.experiment.environment import versions
-from fedshift.experiment.privacy import check_private
+from fedshift.experiment.fits.private import check_private
 from fedshift.experiment.runs.evaluator import answering, predictions
 from fedshift.federation.randomness import SecretDraws
 from fedshift.federation.remote.policy import ACCURACY, AuditLog

@@ -8,8 +8,8 @@ import torch
 
 from fedshift.evaluation.records import RunResult
 from fedshift.experiment.budgets import site_budget
+from fedshift.experiment.fits.sealed_routing import measured_parts
 from fedshift.experiment.plan import PlannedRun
-from fedshift.experiment.privacy import measured_parts
 from fedshift.experiment.runs.context import Context, Workers
 from fedshift.experiment.runs.evaluator import Evaluator
 from fedshift.experiment.runs.round_loop import train_and_evaluate

@@ -1,0 +1,33 @@
+"""The network: whether it can be made, trained, and used by a method with its options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fedshift.experiment.budgets import shortest_epochs
+from fedshift.experiment.fits.about import About
+from fedshift.experiment.trial import try_training
+from fedshift.methods.base import Method, Samples
+from fedshift.models.network import Network
+
+
+def start_fits(about: About) -> Iterator[str]:
+    """Check that the network can be made for the samples, and that one of the user's own trains."""
+    experiment, start = about.experiment, about.start
+    if experiment.model.code is not None:
+        try_training(start, experiment.model, experiment.training, about.data.input_shape)
+    yield from ()
+
+
+def method_fits(about: About, method: Method, network: Network) -> Iterator[str]:
+    """Check that the network has what a method's equations and options need."""
+    method.check(network)
+    yield from ()
+
+
+def samples_fit(about: About) -> Iterator[str]:
+    """What methods say of their options on so many samples."""
+    training = about.experiment.training
+    samples = Samples(about.data.input_shape, shortest_epochs(training, (one.split for one in about.plan.runs)))
+    for method in about.experiment.methods:
+        yield from method.check_samples(samples)

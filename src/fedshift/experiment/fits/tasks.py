@@ -1,0 +1,43 @@
+"""The task of the data: the network's, the methods', and samples that are drawn by class."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fedshift.errors import UserError
+from fedshift.experiment.fits.about import About
+from fedshift.methods import registry
+from fedshift.methods.base import Method
+from fedshift.methods.catalogue import NEEDS_CLASSES
+from fedshift.models import registry as models
+
+
+def network_fits(about: About) -> Iterator[str]:
+    """Check that the network is one for the task."""
+    models.check_task(about.experiment.model, about.data.task, about.data.name)
+    yield from ()
+
+
+def class_weights_fit(about: About) -> Iterator[str]:
+    """Check that samples have classes, where they are drawn by class."""
+    training, data = about.experiment.training, about.data
+    training.for_classes(data.classes)
+    if training.class_weights is not None and data.task != "classification":
+        raise UserError(f"training.class_weights: an image of data set {data.name} has no single class; leave it out")
+    yield from ()
+
+
+def method_fits(about: About, method: Method) -> Iterator[str]:
+    """Check that a method is one for the task."""
+    task = about.data.task
+    if task not in method.tasks:
+        known = {name: registry.method_class(name).tasks for name in registry.names()}
+        # A wrapper has the tasks of the method that it wraps, so its class has no list of them.
+        fitting = [name for name, tasks in known.items() if isinstance(tasks, tuple) and task in tasks]
+        reason = NEEDS_CLASSES.get(getattr(method, "inner", method).name)
+        because = f", because {reason}" if reason else ""
+        raise UserError(
+            f"methods: {method.display} is a method for {' and '.join(method.tasks)}{because}, but data set "
+            f"{about.data.name} is for {task}: choose {', '.join(fitting)}"
+        )
+    yield from ()
