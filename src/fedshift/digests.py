@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ class Damaged(UserError):
     """A stored file is not what was written. The message names the file and the way out."""
 
     def __init__(self, path: Path, remedy: str = REMEDY) -> None:
-        super().__init__(f"{path} is damaged or was not written by fedshift: {remedy}")
+        super().__init__(f"{path} is damaged or was not written by this version of fedshift: {remedy}")
 
 
 def with_digest(data: bytes) -> bytes:
@@ -95,12 +95,14 @@ def write_object(
     write_bytes(path, text.encode() + b"\n", private=private, flush=flush)
 
 
-def read_object(path: Path, remedy: str = REMEDY) -> dict[str, Any]:
+def read_object(path: Path, remedy: str = REMEDY, older: Collection[str] = ()) -> dict[str, Any]:
     """What `write_object` wrote; empty if the file does not exist.
 
     Args:
         path: the file.
         remedy: what to do about a damaged file, for the message.
+        older: fields of an object that earlier versions wrote without a digest. Such an object is read if it has no
+            other fields, so the name of a digest that is damaged does not pass for one that was not there.
 
     Raises:
         Damaged: it holds something else than what was written, or cannot be read.
@@ -111,6 +113,8 @@ def read_object(path: Path, remedy: str = REMEDY) -> dict[str, Any]:
     """
     try:
         content = json.loads(path.read_bytes())
+        if older and FIELD not in content and set(content) <= set(older):
+            return dict(content)
         written = content.pop(FIELD)
     except FileNotFoundError:
         return {}

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from fedshift.encryption import write_private
 from fedshift.errors import FedshiftError, UserError
-from fedshift.federation.messages import Statistics
+from fedshift.federation.message_files import read_message
+from fedshift.federation.messages import Statistics, encode
 from fedshift.federation.site_memory import SiteMemory
 from fedshift.weights import Weights
 
@@ -72,6 +74,17 @@ def test_files_of_two_runs_are_not_mistaken_for_each_other(tmp_path: Path) -> No
     files[0].write_bytes(files[1].read_bytes())
     with pytest.raises(UserError, match="another name"):
         memory.load(files[0].parent, {"count": files[0].name})
+
+
+@pytest.mark.case("files of earlier versions", "a site's memory that does not hold its name is refused as what it is")
+def test_memory_of_before_files_held_their_names(tmp_path: Path) -> None:
+    memory = SiteMemory(["count"])
+    memory["count"] = 1
+    files = memory.save(tmp_path, 3)
+    content, _ = read_message(tmp_path / files["count"])
+    write_private(tmp_path / files["count"], encode(content))
+    with pytest.raises(UserError, match="not written by this version"):
+        memory.load(tmp_path, files)
 
 
 def test_memory_files_that_are_damaged_or_of_another_entry(tmp_path: Path) -> None:

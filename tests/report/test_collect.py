@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+import json
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,19 @@ def test_a_copy_of_a_part_is_refused(experiment: Path) -> None:
     source = experiment / "csac" / "M5" / "seed-0" / "result.json"
     (experiment / "csac" / "M5" / "seed-1" / "result.json").write_text(source.read_text())
     with pytest.raises(UserError, match="same run"):
+        collect(experiment)
+
+
+@pytest.mark.case("files of earlier versions", "the order of an experiment without a digest is read")
+@pytest.mark.case("files of earlier versions", "a damaged name of a digest does not pass for an older file")
+def test_an_order_of_before_digests_is_read(experiment: Path) -> None:
+    path = experiment / "order.json"
+    planned = {"methods": ["fedavg", "csac"], "targets": ["M15", "M5"], "seeds": [0, 1]}
+    path.write_text(json.dumps(planned))
+    assert collect(experiment).order.methods == ["fedavg", "csac"]
+    write_object(path, planned)
+    path.write_text(path.read_text().replace("_sha256", "_sha257"))
+    with pytest.raises(UserError, match=r"order\.json is damaged"):
         collect(experiment)
 
 

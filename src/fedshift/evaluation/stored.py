@@ -26,6 +26,8 @@ from fedshift.files import write_bytes
 FAILURE = "failure.json"
 """Why an unfinished run stopped."""
 RESULT, ROUNDS, ORDER, SETTINGS = "result.json", "rounds.jsonl", "order.json", "experiment.yaml"
+_ORDERED = ("methods", "targets", "seeds", "headline")
+"""The fields of an order, which had no digest at first."""
 _SEED = re.compile(r"seed-\d+")
 _DEPTH = 3
 """How many folders deep a run is below its experiment."""
@@ -120,7 +122,8 @@ def stored(path: Path) -> Stored | None:
     folder = path.parent.absolute()
     if path.name == ORDER:
         if path.exists():
-            return Stored(_json(read_object(path, "restore it, or delete it: names then come in natural order")), path)
+            remedy = "restore it, or delete it: names then come in natural order"
+            return Stored(_json(read_object(path, remedy, older=_ORDERED)), path)
         pack = pack_of(folder)
         return None if pack is None else Stored(_json(pack.order), folder / packed.SETTINGS)
     pack, name = (None, "") if (folder / RESULT).exists() else _pack_and_name(folder)

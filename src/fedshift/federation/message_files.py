@@ -48,6 +48,9 @@ def read_message(path: Path) -> tuple[dict[str, Content], dict[str, Any]]:
         raise
     except FedshiftError:
         raise UserError(f"{path} was not written by this version of fedshift: delete it and run again") from None
-    if header.pop(_NAME, None) != path.name:
+    name = header.pop(_NAME, None)
+    if name is None:  # as before files held their names
+        raise UserError(f"{path} was not written by this version of fedshift: delete it and run again")
+    if name != path.name:
         raise UserError(f"{path} was written under another name: {REMEDY}")
     return content, header

@@ -174,7 +174,7 @@ def _of_another_seed(path: Path) -> None:
         (lambda path: path.write_bytes(path.read_bytes()[:30]), ["damaged"]),
         (lambda path: path.write_bytes(b""), ["damaged"]),
         (lambda path: path.write_bytes(os.urandom(5000)), ["damaged"]),
-        (_foreign, ["not written by fedshift"]),
+        (_foreign, ["not written by"]),
         (_of_another_seed, ["another experiment"]),
     ],
     ids=["cut", "cut early", "empty", "noise", "foreign", "of another seed"],
