@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from PIL import Image
 from pydantic import ValidationError
 from safetensors.torch import load_file
 from sklearn.metrics import accuracy_score
@@ -19,6 +21,7 @@ from typer.testing import CliRunner
 import fedshift
 from fedshift.cli.app import app
 from fedshift.data.builders.arrays import Arrays
+from fedshift.data.builders.image_folder import ImageFolder
 from fedshift.data.builders.own_tables import Table
 from fedshift.errors import UserError
 from fedshift.experiment.config.experiment import parse
@@ -202,6 +205,73 @@ def test_arrays_whose_split_is_none_are_one_line(split: list[Any], said: str, tm
     np.savez(tmp_path / "a.npz", x=np.ones((6, 2)), y=np.arange(6) % 2, groups=[7, 7, 8, 8, 9, 9], split=split)
     with pytest.raises(UserError, match=said):
         Arrays(sites={"a": tmp_path / "a.npz"}).build()
+
+
+def photos(folder: Path, tested: list[str]) -> dict[str, Any]:
+    """Eight grey images a site and class, of which a file lists some for testing."""
+    draws = np.random.default_rng(0)
+    for site, label, number in itertools.product(SIZES, ("cat", "dog"), range(8)):
+        path = folder / "photos" / site / label / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(draws.integers(0, 255, (8, 8), dtype=np.uint8)).save(path)
+    (folder / "test.txt").write_text("\n".join(tested) + "\n")
+    return {"name": "image_folder", "root": str(folder / "photos"), "size": 8, "split": str(folder / "test.txt")}
+
+
+LISTED = [f"{site}/{label}/{number}.png" for site in SIZES for label in ("cat", "dog") for number in (0, 5)]
+
+
+@pytest.mark.case("fixed splits", "folders of images: a list of the test images")
+@pytest.mark.parametrize("protocol", PROTOCOLS[:3], ids=["unseen", "sites", "unlabelled"])
+def test_folders_of_images_have_a_list(
+    protocol: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "cache"))
+    options = photos(tmp_path, LISTED)
+    experiment = parse({"name": "e", "data": options, "protocol": protocol, "model": "linear", "methods": ["fedavg"]})
+    data = experiment.data.build()
+    split = split_of(experiment.protocol, data, protocol["targets"][0], 3)
+    test = {site: [0, 5, 8, 13] for site in SIZES}
+    for site, rows in {**split.train, **split.unlabelled}.items():
+        assert sorted(rows) == [row for row in range(16) if row not in test[site]]
+    for site, rows in split.measured.items():
+        assert sorted(rows) == test[site]
+
+
+@pytest.mark.case("fixed splits", "a list that names no image, all images, none, or cannot be read")
+@pytest.mark.parametrize(
+    ("tested", "said"),
+    [
+        ([*LISTED, "north/cat/80.png"], ["line 13", "north/cat/0.png"]),
+        (["../other/cat/0.png"], ["line 1", "names no image"]),
+        (LISTED[4:], ["'north'", "no row of test"]),
+        (
+            [f"{site}/{label}/{n}.png" for site in SIZES for label in ("cat", "dog") for n in range(8)],
+            ["no row of train"],
+        ),
+    ],
+    ids=["a wrong name", "outside", "none of a site", "all"],
+)
+def test_a_list_that_is_none_is_one_line(
+    tested: list[str], said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "cache"))
+    options = photos(tmp_path, tested)
+    with pytest.raises(UserError) as told:
+        ImageFolder.model_validate(options).build()
+    assert all(word in str(told.value) for word in said), told.value
+    assert "\n" not in str(told.value)
+    with pytest.raises(UserError, match=r"no-such-list.* cannot be read"):
+        ImageFolder.model_validate(options | {"split": str(tmp_path / "no-such-list")}).build()
+
+
+@pytest.mark.case("fixed splits", "an image of the list that does not decode is left out as any other")
+def test_a_listed_image_may_be_corrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "cache"))
+    options = photos(tmp_path, LISTED)
+    (tmp_path / "photos" / "north" / "cat" / "5.png").write_bytes(b"no image")
+    north = ImageFolder.model_validate(options | {"on_corrupt": "skip"}).build().domains["north"]
+    assert (len(north), north.test_rows.tolist()) == (15, [0, 7, 12])  # type: ignore[union-attr]
 
 
 def test_a_random_split_beside_a_fixed_one_is_refused(tmp_path: Path) -> None:

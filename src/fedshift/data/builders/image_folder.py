@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -70,6 +71,11 @@ class ImageFolder(DataSource):
     on_corrupt: Literal["stop", "skip"] = Field(
         "stop", description="an image that does not decode: stop, or leave it out and list it among the warnings"
     )
+    split: Path | None = Field(
+        None,
+        description="a text file with the images of a fixed test set, one a line, as <domain>/<class>/<image>; the "
+        "others train",
+    )
     missing_classes: Literal["check", "allow"] = Field(
         "check", description="check: refuse when two sites each have a class that the other lacks; allow: warn only"
     )
@@ -94,6 +100,7 @@ class ImageFolder(DataSource):
         """
         left_out = LeftOut()
         found = self._images(left_out)
+        tested = None if self.split is None else _listed(self.split, self.root, found)
         warnings: tuple[str, ...] = ()
         if self.on_corrupt == "skip":
             found, warnings = _without_corrupt(found, self.window)
@@ -115,7 +122,8 @@ class ImageFolder(DataSource):
         for site, pairs in files.items():
             labels = np.array([classes.index(label) for label, _ in pairs], dtype=np.int64)
             own = None if groups is None else groups[begin : begin + len(pairs)]
-            domains[site] = Domain(site, made.pixels[begin : begin + len(pairs)], labels, own)
+            domain = Domain(site, made.pixels[begin : begin + len(pairs)], labels, own)
+            domains[site] = domain if tested is None else _divided(domain, [one.path in tested for _, one in pairs])
             begin += len(pairs)
         half = (0.5,) * channels
         preprocessing = Preprocessing(
@@ -142,7 +150,7 @@ class ImageFolder(DataSource):
         found = []
         for path in sorted(label.iterdir()):
             if is_image(path.name) and path.is_file():
-                found.append(_Image(on_disk(path)))
+                found.append(_Image(on_disk(path), path))
             elif path.is_file() and is_medical(path):
                 found += self._slices(path, site, left_out)
             else:
@@ -157,22 +165,53 @@ class ImageFolder(DataSource):
         except UserError:
             if self.on_corrupt == "stop" or not can_read(path):
                 raise
-            return [_Image(on_disk(path))]  # which does not decode, so it is left out and listed
+            return [_Image(on_disk(path), path)]  # which does not decode, so it is left out and listed
         if not found:
             left_out.without_pixels.append(path)
-        return [_Image(one.image, f"{site.name}/{one.patient}", one.colour) for one in found]
+        return [_Image(one.image, path, f"{site.name}/{one.patient}", one.colour) for one in found]
 
 
 class _Image(NamedTuple):
-    """An image, for medical ones with the patient, and whether it has colour."""
+    """An image and its file, for medical ones with the patient, and whether it has colour."""
 
     file: ImageFile
+    path: Path
     patient: str | None = None
     colour: bool | None = None
 
 
 Found = dict[str, dict[str, list[_Image]]]
 """Site → class folder → its images."""
+
+
+def _listed(listing: Path, root: Path, images: Found) -> set[Path]:
+    """The images that a file names, one a line.
+
+    Raises:
+        UserError: the file cannot be read, or a line names no image below ``root``.
+    """
+    try:
+        lines = listing.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        raise UserError(f"data.split: {listing} cannot be read: {why}") from None
+    every = (one.path for classes in images.values() for of_class in classes.values() for one in of_class)
+    known = {path.relative_to(root).as_posix(): path for path in every}
+    found = set()
+    for number, line in enumerate(lines, 1):
+        name = line.strip().replace("\\", "/").removeprefix("./")
+        if name and name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else "write <domain>/<class>/<image>, as the files are called"
+            raise UserError(f"data.split: line {number} of {listing} names no image below {root}: {hint}")
+        found.update([known[name]] if name else [])
+    return found
+
+
+def _divided(domain: Domain, tested: Sequence[bool]) -> Domain:
+    """A domain whose test rows are fixed."""
+    test = np.array(tested, dtype=bool)
+    return replace(domain, train_rows=np.flatnonzero(~test), test_rows=np.flatnonzero(test), fixed_split=True)
 
 
 def _any_colour(images: Sequence[_Image]) -> bool:
