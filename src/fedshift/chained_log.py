@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,6 +22,8 @@ START = "0" * 64
 """What the first line carries as the digest of the line before it."""
 _OWN = ', "sha256": "'
 """What a line's digest of itself stands behind."""
+_OLDER = re.compile(r', "previous": "[0-9a-f]{64}"\}$')
+"""How a line of an earlier version ends, which no damage to a line with a digest of its own brings about."""
 _TAIL = 1 << 16
 _REMEDY = "keep it, and start a new one"
 
@@ -102,7 +105,9 @@ def digest_of(line: str) -> str:
 
 
 def is_undamaged(line: str) -> bool:
-    """Whether a line is the one that was written, by its own digest alone."""
+    """Whether a line is the one that was written, by its own digest alone. Lines of earlier versions have none."""
+    if _OLDER.search(line):
+        return True
     text, found, own = line.rpartition(_OWN)
     return bool(found) and own == f'{digest_of(text + "}")}"}}'
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,14 +95,14 @@ def write_object(
     write_bytes(path, text.encode() + b"\n", private=private, flush=flush)
 
 
-def read_object(path: Path, remedy: str = REMEDY, older: Collection[str] = ()) -> dict[str, Any]:
+def read_object(path: Path, remedy: str = REMEDY, *, older: bool = False) -> dict[str, Any]:
     """What `write_object` wrote; empty if the file does not exist.
 
     Args:
         path: the file.
         remedy: what to do about a damaged file, for the message.
-        older: fields of an object that earlier versions wrote without a digest. Such an object is read if it has no
-            other fields, so the name of a digest that is damaged does not pass for one that was not there.
+        older: whether an object without a digest is read, as earlier versions wrote it. A damaged name of a digest does
+            not pass for none.
 
     Raises:
         Damaged: it holds something else than what was written, or cannot be read.
@@ -113,7 +113,7 @@ def read_object(path: Path, remedy: str = REMEDY, older: Collection[str] = ()) -
     """
     try:
         content = json.loads(path.read_bytes())
-        if older and FIELD not in content and set(content) <= set(older):
+        if older and isinstance(content, dict) and not any(map(_like_field, content)):
             return dict(content)
         written = content.pop(FIELD)
     except FileNotFoundError:
@@ -123,6 +123,11 @@ def read_object(path: Path, remedy: str = REMEDY, older: Collection[str] = ()) -
     if written != _digest_of(content):
         raise Damaged(path, remedy)
     return dict(content)
+
+
+def _like_field(name: str) -> bool:
+    """Whether a name is `FIELD`, or was it before a letter of it changed."""
+    return len(name) == len(FIELD) and sum(map(str.__ne__, name, FIELD)) < 2
 
 
 def filled(data: bytes) -> bytes:

@@ -41,12 +41,13 @@ def write_private(path: Path, data: bytes, *, flush: bool = True) -> None:
     write_bytes(path, with_digest(data) if key is None else _closed(data, key, path), private=True, flush=flush)
 
 
-def read_private(path: Path, remedy: str = REMEDY) -> bytes:
+def read_private(path: Path, remedy: str = REMEDY, *, older: int | None = None) -> bytes:
     """Read what `write_private` wrote.
 
     Args:
         path: the file.
         remedy: what to do about a damaged file, for the message.
+        older: bytes of the content. A file that holds no more was written by an earlier version, without a digest.
 
     Raises:
         OSError: the file cannot be read.
@@ -58,7 +59,7 @@ def read_private(path: Path, remedy: str = REMEDY) -> bytes:
         return _opened(data, key, path)
     if data.startswith(MAGIC):
         raise UserError(f"{path} is encrypted: set {KEY_FILE} to the file of its key, or {KEY} to the key")
-    return without_digest(data, path, remedy)
+    return data if len(data) == older else without_digest(data, path, remedy)
 
 
 def write_scratch(path: Path, data: bytes) -> None:

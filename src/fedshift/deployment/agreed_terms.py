@@ -305,7 +305,7 @@ class AgreedTerms:
             Damaged: it holds something else than what was written.
         """
         try:
-            return _File.model_validate_json(json.dumps(read_object(self._file, _REMEDY)))
+            return _File.model_validate_json(json.dumps(read_object(self._file, _REMEDY, older=True)))
         except ValidationError:
             raise Damaged(self._file, _REMEDY) from None
 

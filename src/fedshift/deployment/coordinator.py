@@ -130,7 +130,7 @@ def coordinate(folder: Path, transport: Transport, sites: Sequence[str]) -> None
         NewJobNeeded: the run has to go on in a new job.
         UserError, FedshiftError: the run ends.
     """
-    experiment = parse(read_object(folder / EXPERIMENT, DEPLOY_AGAIN))
+    experiment = parse(read_object(folder / EXPERIMENT, DEPLOY_AGAIN, older=True))
     engine = check_deployable(experiment)
     log = EventLog(folder / PROGRESS)
     begun = (folder / CARDS).exists()

@@ -18,7 +18,7 @@ def cards_of(folder: Path) -> dict[str, Any]:
     Raises:
         Damaged: the file is.
     """
-    return read_object(folder / CARDS, "delete it, and the sites send their cards again")
+    return read_object(folder / CARDS, "delete it, and the sites send their cards again", older=True)
 
 
 def members(folder: Path, sites: Sequence[str], drop: Collection[str]) -> list[str]:

@@ -26,8 +26,6 @@ from fedshift.files import write_bytes
 FAILURE = "failure.json"
 """Why an unfinished run stopped."""
 RESULT, ROUNDS, ORDER, SETTINGS = "result.json", "rounds.jsonl", "order.json", "experiment.yaml"
-_ORDERED = ("methods", "targets", "seeds", "headline")
-"""The fields of an order, which had no digest at first."""
 _SEED = re.compile(r"seed-\d+")
 _DEPTH = 3
 """How many folders deep a run is below its experiment."""
@@ -123,7 +121,7 @@ def stored(path: Path) -> Stored | None:
     if path.name == ORDER:
         if path.exists():
             remedy = "restore it, or delete it: names then come in natural order"
-            return Stored(_json(read_object(path, remedy, older=_ORDERED)), path)
+            return Stored(_json(read_object(path, remedy, older=True)), path)
         pack = pack_of(folder)
         return None if pack is None else Stored(_json(pack.order), folder / packed.SETTINGS)
     pack, name = (None, "") if (folder / RESULT).exists() else _pack_and_name(folder)

@@ -25,7 +25,7 @@ from fedshift.federation.remote.transport import Lost
 from fedshift.federation.remote.wire import Message
 from fedshift.playground.flooding import Flood, seconds_to_greet
 from fedshift.playground.in_process import rehearse
-from fedshift.playground.played import Played
+from fedshift.playground.played import PATIENCE, Played
 from fedshift.playground.promise import Broken, Promise, expect
 
 
@@ -132,9 +132,10 @@ def _watched_page(played: Played) -> str:
         return answer.status, text
 
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         while not (listening := [held.laddr.ip for held in watching.net_connections("inet") if not held.raddr]):
-            expect(time.monotonic() < deadline and watching.is_running(), "fedshift watch does not start")
+            expect(watching.poll() is None, f"fedshift watch ends with {watching.returncode}")
+            expect(time.monotonic() < deadline, f"fedshift watch does not start within {PATIENCE:g} s")
             time.sleep(0.2)
         expect(listening == ["127.0.0.1"], f"it listens on {listening}")
         status, text = asked("GET", "127.0.0.1")

@@ -31,7 +31,8 @@ POLICY: dict[str, Any] = {
 }
 """What the sites allow. `ccst` may run, but the styles that it needs may not leave; `deepall` may run, but the samples
 that it needs leave no site of a deployment."""
-_PATIENCE = 120.0
+PATIENCE = 120.0
+"""Seconds that anything may take: the machine may be busy."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Played:
 
     def experiment(self, name: str, method: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
         """Options of a small experiment of the federation; ``changes`` replace sections, and options of the engine."""
-        engine = {"name": "flare", "threads": 1, "deadline": _PATIENCE, **changes.pop("engine", {})}
+        engine = {"name": "flare", "threads": 1, "deadline": PATIENCE, **changes.pop("engine", {})}
         return {
             "name": name,
             "data": {"name": "sites"},
@@ -73,10 +74,10 @@ class Played:
         experiment = parse(self.experiment(name, method))
         write_object(deployment.folder / EXPERIMENT, experiment.dump())
         deployment.want("run")
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + PATIENCE
         while not deployment.ended:
             if time.monotonic() > deadline:
-                raise FedshiftError(f"the deployment did not end within {_PATIENCE:g} s: {deployment.state}")
+                raise FedshiftError(f"the deployment did not end within {PATIENCE:g} s: {deployment.state}")
             time.sleep(0.1)
         return deployment, deployment.state
 

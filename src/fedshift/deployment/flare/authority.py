@@ -53,7 +53,7 @@ class Authority:
         except (ValueError, TypeError):
             raise UserError(f"{folder / KEY} cannot be read with this passphrase") from None
         _check_own(folder / CERTIFICATE, key)
-        return cls((folder / CERTIFICATE).read_bytes(), key, dict(read_object(folder / ISSUED, RENEW)))
+        return cls((folder / CERTIFICATE).read_bytes(), key, dict(read_object(folder / ISSUED, RENEW, older=True)))
 
     @classmethod
     def _adopted(cls, folder: Path, project: str, ask: Ask) -> Authority | None:

@@ -87,6 +87,7 @@ def _listed(kit: Path) -> dict[str, Any]:
     return read_object(
         kit / CERTIFICATES,
         "restore it; or delete it, call fedshift project provision, and revoke again whom you had revoked",
+        older=True,
     )
 
 

@@ -69,7 +69,7 @@ class Deployment:
     @property
     def wanted(self) -> dict[str, Any]:
         ask = f"ask again with fedshift deploy resume {self.name} or abort {self.name}"
-        return read_object(self.folder / "wanted.json", ask)
+        return read_object(self.folder / "wanted.json", ask, older=True)
 
     @property
     def engine(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class Deployment:
         return self._section("engine")
 
     def _section(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = read_object(self.folder / "experiment.json", DEPLOY_AGAIN).get(name, {})
+        found: dict[str, Any] = read_object(self.folder / "experiment.json", DEPLOY_AGAIN, older=True).get(name, {})
         return found
 
     # State ------------------------------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ class Deployment:
     @property
     def state(self) -> dict[str, Any]:
         """``state`` (waiting, running, finished, failed or aborted), request, message, job, and jobs that died."""
-        return read_object(self.folder / "state.json", _GOES_ON) or {"state": "waiting"}
+        return read_object(self.folder / "state.json", _GOES_ON, older=True) or {"state": "waiting"}
 
     @property
     def ended(self) -> bool:
@@ -130,7 +130,7 @@ class Deployment:
         """Whether the process that ran a job has ended; False while none has begun."""
         import psutil
 
-        noted = read_object(self.folder / "process.json", _GOES_ON)
+        noted = read_object(self.folder / "process.json", _GOES_ON, older=True)
         if noted.get("job") != job:
             return False
         try:
@@ -145,7 +145,7 @@ class Deployment:
 
     def outcome(self, job: str) -> dict[str, Any]:
         """A job's outcome; empty while there is none. A job that was left may still write its own."""
-        found = read_object(self.folder / "outcome.json", _GOES_ON)
+        found = read_object(self.folder / "outcome.json", _GOES_ON, older=True)
         return found if found.get("job") == job else {}
 
     def request_new_job(self, reason: str) -> None:
@@ -154,5 +154,5 @@ class Deployment:
 
     def new_job_requested(self) -> str | None:
         """Why the job should end; None if it should not."""
-        reason: str | None = read_object(self.folder / "elsewhere.json", _GOES_ON).get("reason")
+        reason: str | None = read_object(self.folder / "elsewhere.json", _GOES_ON, older=True).get("reason")
         return reason

@@ -116,7 +116,7 @@ def provision(project: Project, out: Path, ask: Ask, *, renew: bool = False) -> 
         authority_folder.mkdir(mode=0o700)
         authority = None
     else:
-        known = read_object(authority_folder / ISSUED, RENEW)
+        known = read_object(authority_folder / ISSUED, RENEW, older=True)
         certified = coordinator.exists() and not _renamed(coordinator, project)
         if certified and all(site in known for site in project.sites):
             return finish(project, folder, known, ())

@@ -35,7 +35,7 @@ def remove(path: Path, out: Path, site: str) -> Provisioned:
     if len(project.sites) == 1:
         raise UserError(f"{path}: '{site}' is the only site of the project, which needs one")
     folder = out / project.name
-    issued = read_object(folder / "authority" / ISSUED, RENEW)
+    issued = read_object(folder / "authority" / ISSUED, RENEW, older=True)
     if not issued or not (folder / "coordinator" / "kit.json").exists():
         raise UserError(f"{folder} does not hold the kits of the project: say with --out where they are")
     check_certified(project, folder / "coordinator")

@@ -154,7 +154,7 @@ def status(kit: Kit) -> Status:
     """The status of a kit's service."""
     pid = holder(kit)
     try:
-        found = read_object(kit.folder / "service.json", "restart the service")
+        found = read_object(kit.folder / "service.json", "restart the service", older=True)
     except Damaged as error:
         return Status("stopped" if pid is None else "starting", str(error), pid)
     if pid is not None and found.get("pid") != pid:  # it has said nothing yet

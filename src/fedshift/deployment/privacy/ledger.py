@@ -265,7 +265,7 @@ class PrivacyLedger:
                 raise self._without_secret()
             return self._begin()
         try:
-            secret = read_private(file, RECOVER)
+            secret = read_private(file, RECOVER, older=SECRET_BYTES)
         except OSError as error:
             raise UserError(f"{file}: cannot be read: {error.strerror}") from None
         if len(secret) != SECRET_BYTES:
@@ -278,7 +278,7 @@ class PrivacyLedger:
     def _begin(self) -> bytes:
         """Begin the ledger with a line of the secret, which is drawn if there is none."""
         file = self._memory / SECRET
-        secret = read_private(file, RECOVER) if file.exists() else os.urandom(SECRET_BYTES)
+        secret = read_private(file, RECOVER, older=SECRET_BYTES) if file.exists() else os.urandom(SECRET_BYTES)
         self._write(_mark(secret, ledger=self.site), NoisySteps(1.0, 1.0, 0), {"call": "begin"})
         if not file.exists():  # a kill before this leaves a ledger that counts nothing: the next secret begins it again
             write_private(file, secret)
@@ -306,7 +306,7 @@ def _mark(secret: bytes, **of: Any) -> str:
 def _is_secret(file: Path) -> bool:
     """Whether a file holds a secret that can be gone on with."""
     try:
-        return len(read_private(file)) == SECRET_BYTES
+        return len(read_private(file, older=SECRET_BYTES)) == SECRET_BYTES
     except (FileNotFoundError, Damaged):
         return False
 

@@ -445,7 +445,7 @@ def _end_of(log: Path) -> _End | None:
     Raises:
         Damaged: what was written down is.
     """
-    found = read_object(_end_file(log), RECOVER)
+    found = read_object(_end_file(log), RECOVER, older=True)
     return _End.model_validate(found) if found else None
 
 

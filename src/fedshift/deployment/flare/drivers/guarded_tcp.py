@@ -466,7 +466,7 @@ class _Listener:
     def _accepted(self) -> dict[str, str]:
         """The certificates that are accepted now: digest → name. A list that cannot be read changes nothing."""
         try:
-            entries = read_object(self._list).items()
+            entries = read_object(self._list, older=True).items()
         except Damaged as error:
             _log.error(f"{error}; what was accepted before is accepted still")
             return self._names
