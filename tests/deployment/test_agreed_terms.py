@@ -238,7 +238,9 @@ def test_without_the_rule_nothing_is_bound(tmp_path: Path) -> None:
         pytest.param(
             {"agreed": {"training": [{"lr": -1}]}}, marks=pytest.mark.case("stored agreements", "a negative bound")
         ),
-        pytest.param('{"agreed": {}}', marks=pytest.mark.case("stored agreements", "a file without its digest")),
+        pytest.param(
+            '{"agreed": {}, "_sha257": ""}', marks=pytest.mark.case("stored agreements", "a damaged name of its digest")
+        ),
     ],
 )
 def test_a_damaged_file_agrees_to_nothing(content: str | dict[str, Any], tmp_path: Path) -> None:
