@@ -230,7 +230,7 @@ def test_folders_of_images_have_a_list(
     options = photos(tmp_path, LISTED)
     experiment = parse({"name": "e", "data": options, "protocol": protocol, "model": "linear", "methods": ["fedavg"]})
     data = experiment.data.build()
-    split = split_of(experiment.protocol, data, protocol["targets"][0], 3)
+    split = experiment.protocol.split_of(data, protocol["targets"][0], 3)
     test = {site: [0, 5, 8, 13] for site in SIZES}
     for site, rows in {**split.train, **split.unlabelled}.items():
         assert sorted(rows) == [row for row in range(16) if row not in test[site]]
