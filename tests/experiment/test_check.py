@@ -12,6 +12,7 @@ import fedshift
 from fedshift.errors import UserError
 from fedshift.methods.base import RunPlan, Traffic
 from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.report.conditions import conditions
 
 METHODS = [
     "deepall",
@@ -51,6 +52,30 @@ def test_check_foretells_the_run(tmp_path: Path, training: dict[str, Any], model
         assert sum(sum(run.bytes_up.values()) for run in runs) == method.bytes_up, method.label
         assert sum(sum(run.bytes_down.values()) for run in runs) == method.bytes_down, method.label
         assert set(method.shares) >= set(runs[0].bytes_up)
+
+
+def test_check_foretells_the_steps_that_tables_say(tmp_path: Path) -> None:
+    """And says so, before training, where a mini-batch is too small to be divided over the domains."""
+    where = save(tmp_path, a=features(1, 30), b=features(2, 50), c=features(3, 90))
+    methods = [
+        "deepall",
+        "fedavg",
+        "mdan",
+        {"name": "mdan", "label": "split", "domain_batches": "split"},
+        {"name": "deepall", "label": "by_domain", "domain_batches": "full"},
+    ]
+    options = experiment(where, methods=methods, model="linear", protocol={"kind": "adapt_to_one", "targets": ["a"]})
+    foretold = fedshift.check(options).methods
+    results = fedshift.run(options, tmp_path / "runs")
+    said = {name: row.steps for name, row in conditions(results.runs).items()}
+    assert said == {method.label: method.steps for method in foretold}
+    assert said["fedavg"] is None
+    assert said["split"] == pytest.approx(said["deepall"], abs=1)  # a target's share is rounded, too
+    assert said["mdan"] == said["split"] / 3
+    assert said["by_domain"] == said["deepall"] / 2
+    options["training"]["batch_size"] = 5
+    with pytest.raises(UserError, match="batch_size"):
+        fedshift.check(options)
 
 
 def test_a_method_that_foretells_its_bytes_is_told_of_whole_sites(

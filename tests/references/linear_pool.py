@@ -59,7 +59,7 @@ def pool(
     site = where._runners["pool"].site
     site.begin(Envelope(1, 1, 0.0, LEFT))
     site.model = lambda weights=None: copy.deepcopy(model).train()  # type: ignore[method-assign, assignment]
-    site.domain_batches = lambda steps: iter([(tuple(batches), None)])  # type: ignore[method-assign]
+    site.domain_batches = lambda steps, split: iter([(tuple(batches), None)])  # type: ignore[method-assign]
     site.batches = lambda epochs=1, steps=None: iter(batches)  # type: ignore[method-assign]
     if parts is not None:
         site.memory["parts"] = site.weights_of(parts)

@@ -124,6 +124,53 @@ def test_the_rows_that_explain_the_recipe_stand_beside_it() -> None:
     assert not any("explain" in note for note in used_note([run("fedavg"), run("csac")], ["fedavg", "csac"]))
 
 
+def pooled_row(name: str, label: str = "", **method: Any) -> RunResult:
+    """A finished run of three sources and a target that takes no part, 60 mini-batches together."""
+    made = run(name, **method)
+    training = {"augmentation": AS_THEY_ARE, "mini_batches": {"a": 30, "b": 20, "c": 10, "d": 0}}
+    return made.model_copy(update={"method": label or name, "options": {**made.options, "training": training}})
+
+
+def steps_said(*rows: RunResult) -> str | None:
+    return next((note for note in used_note(rows, [row.method for row in rows]) if note.startswith("Optim")), None)
+
+
+def test_a_table_says_the_steps_of_its_pooled_rows() -> None:
+    deepall, masf = pooled_row("deepall"), pooled_row("masf")
+    assert conditions([deepall])["deepall"].steps == 60
+    assert conditions([masf])["masf"].steps == 20  # as before the record had the option: one of each of three domains
+    assert conditions([run("fedavg")])["fedavg"].steps is None
+    said = steps_said(deepall, masf, pooled_row("dger"), run("fedavg"))
+    assert said is not None
+    assert "deepall 60; masf, dger 20." in said
+    assert "only those of equal steps are alike" in said
+    equal = steps_said(deepall, pooled_row("masf", domain_batches="split"))
+    assert equal is not None
+    assert "60 in every pooled row" in equal
+    rounded = pooled_row("dmg").model_copy(update={"options": {**pooled_row("dmg").options, "training": {
+        "augmentation": AS_THEY_ARE, "mini_batches": {"a": 30, "b": 20, "c": 11}}}})  # fmt: skip
+    assert "60 to 61 in every pooled row" in str(steps_said(deepall, rounded))
+    by_domain = pooled_row("deepall", "by_domain", domain_batches="full")
+    assert "20 in every pooled row" in str(steps_said(by_domain, masf))
+    assert steps_said(deepall, run("fedavg")) is None
+
+
+def test_records_that_do_not_say_their_steps_stay_readable() -> None:
+    """Of other versions, of a method from a user's file, or without the mini-batches of each site."""
+    others = [
+        pooled_row("masf", "older", removed_option=3),
+        pooled_row("masf", "other", temperature="cold"),
+        run("masf").model_copy(update={"method": "short"}),
+        pooled_row("deepall"),
+    ]
+    assert conditions(others)["older"].steps == 20
+    assert conditions(others)["other"].steps is None
+    assert conditions(others)["short"].steps is None
+    said = str(steps_said(*others))
+    assert "older 20" in said
+    assert not {"other", "short"} & set(said.replace(",", " ").split())
+
+
 def judged(rows: dict[str, float], make: dict[str, dict[str, Any]]) -> Verdict:
     results = [
         run(name, mean + at + 0.1 * seed * (1 if name < "d" else -1), target, seed, **make.get(name, {}))

@@ -11,6 +11,7 @@ from fedshift.experiment.check import Check, MethodCheck, check, noise_costs
 from fedshift.experiment.config.experiment import Experiment, load
 from fedshift.experiment.runs.run_folder import check_place
 from fedshift.report.folding import Folded
+from fedshift.report.steps import steps_in_words
 
 _MOST_COLUMNS = 20
 """Columns whose missing cells are listed."""
@@ -95,6 +96,9 @@ def check_file(path: Path, overrides: Sequence[str], runs: Path = Path("runs"), 
     why = _why_rounds_differ(found.methods)
     if why is not None:
         console.print(why, markup=False, highlight=False)
+    steps = steps_in_words({method.label: method.steps for method in found.methods if method.steps is not None})
+    if steps is not None:
+        console.print(steps, markup=False, highlight=False, soft_wrap=True)
     if found.privacy:
         delta = next(iter(found.privacy.values())).delta
         sites = [[site, f"{spent.run:.2f}", f"{spent.together:.2f}"] for site, spent in found.privacy.items()]

@@ -34,6 +34,7 @@ from fedshift.federation.messages import promised_kinds
 from fedshift.methods import registry as method_registry
 from fedshift.methods.base import Method, Traffic, calls_of, cost_of, in_order
 from fedshift.methods.catalogue import ROUTED
+from fedshift.methods.pooled.equal_steps import steps_of_run
 from fedshift.models.network import Network, freeze_backbone
 from fedshift.models.own.trial import told_of
 from fedshift.models.payload import payload
@@ -79,6 +80,7 @@ class MethodCheck:
         bytes_down: bytes that reach the sites in all its runs; None where they are not known.
         shares: kinds of content that leave a site.
         reads: what the server reads of the sites' models: sums, norms or models; with sealed ones in words.
+        steps: of the optimiser of a pooled method, in its longest run; None for others.
     """
 
     label: str
@@ -91,6 +93,7 @@ class MethodCheck:
     bytes_down: int | None
     shares: tuple[str, ...]
     reads: str
+    steps: float | None = None
 
 
 @dataclass(frozen=True)
@@ -246,6 +249,7 @@ class _Need:
     per_round: float
     seconds: float
     traffic: Traffic | None
+    steps: float | None
 
 
 def _needs(plan: Plan, per_batch: Mapping[bool, float], warnings: list[str]) -> dict[str, list[_Need]]:
@@ -295,7 +299,9 @@ def _need(planned: PlannedRun, network: Network, per_batch: Mapping[bool, float]
     frozen = min(1.0, planned.experiment.training.thaw_after / max(1, planned.rounds))
     seconds = trained * (frozen * per_batch[True] + (1 - frozen) * per_batch[False]) * cost / speed_up
     sent = traffic(planned, network, dry) if dry is not None else None
-    return _Need(planned.rounds, round(trained / len(planned.split.train)), _per_round(planned), seconds, sent)
+    per_site = round(trained / len(planned.split.train))
+    steps = steps_of_run(method, planned.budget)
+    return _Need(planned.rounds, per_site, _per_round(planned), seconds, sent, steps)
 
 
 def _per_round(planned: PlannedRun) -> float:
@@ -323,6 +329,7 @@ def _method(method: Method, needs: Sequence[_Need], sealed: bool) -> MethodCheck
         bytes_down=sum(one.down for one in sent) if known else None,
         shares=_leaving(method) if sealed else method.shares,
         reads=ROUTED[getattr(method, "inner", method).name] if sealed else method.reads,
+        steps=max((need.steps for need in needs if need.steps is not None), default=None),
     )
 
 

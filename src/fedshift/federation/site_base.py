@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedshift.data.site_data import SiteData, batches_per_epoch, epoch_batches, mixed_order, poisson_batches
 from fedshift.data.tasks.objective import CLASSES, Objective
-from fedshift.errors import FedshiftError
+from fedshift.errors import FedshiftError, UserError
 from fedshift.federation.randomness import Draws, derive_seed, generator
 from fedshift.federation.site_memory import SiteMemory, begin_momentum, load_optimizer, optimizer_state
 from fedshift.federation.training import Training
@@ -63,14 +63,32 @@ def halved(batches: Iterator[Batch]) -> Iterator[Batch]:
             yield batch.part(slice(cut, None))
 
 
-def joined(first: Batch, second: Batch) -> Batch:
-    """Two labelled batches, one behind the other."""
+def joined(*batches: Batch) -> Batch:
+    """Labelled batches, one behind the other."""
     return Batch(
-        torch.cat([first.inputs, second.inputs]),
-        torch.cat([first.targets, second.targets]),
-        torch.cat([first.domains, second.domains]),
-        torch.cat([first.rows, second.rows]),
+        torch.cat([batch.inputs for batch in batches]),
+        torch.cat([batch.targets for batch in batches]),
+        torch.cat([batch.domains for batch in batches]),
+        torch.cat([batch.rows for batch in batches]),
     )
+
+
+def parts_of(batch_size: int, domains: int) -> list[int]:
+    """A mini-batch divided over so many domains, as evenly as it goes.
+
+    Raises:
+        UserError: a domain would have less than two samples, and BatchNorm cannot train on one.
+
+    Example:
+        >>> parts_of(64, 5)
+        [13, 13, 13, 13, 12]
+    """
+    if batch_size < 2 * domains:
+        raise UserError(
+            f"training.batch_size: {batch_size} samples, divided over {domains} domains, are less than two of each: "
+            "raise it, or write domain_batches: full"
+        )
+    return [batch_size // domains + (number < batch_size % domains) for number in range(domains)]
 
 
 @dataclass(frozen=True)
@@ -230,20 +248,31 @@ class SiteBase:
         while True:
             yield poisson_batches(self.data, size, self.batches_per_epoch, draws)
 
-    def domain_batches(self, steps: int) -> Iterator[tuple[tuple[Batch, ...], Batch | None]]:
+    def domain_batches(self, steps: int, *, split: bool = False) -> Iterator[tuple[tuple[Batch, ...], Batch | None]]:
         """Iterate ``steps`` times, at a pool, over a mini-batch of every source domain and one of the target.
 
         The target's batch has no labels, and is None where the pool holds no target. Each mini-batch counts against
         the budget. A domain that runs out of samples starts again. Ends early like `batches`.
+
+        Args:
+            steps: how often.
+            split: whether these are the parts of one mini-batch, which counts once.
+
+        Raises:
+            UserError: a mini-batch cannot be divided over so many domains.
         """
         numbers = self.data.domain_numbers.cpu()
-        rows = [torch.nonzero(numbers == number).flatten() for number in range(self.domains)]
-        sources = [self._endless(self.data, chosen, f"domain {number}") for number, chosen in enumerate(rows)]
-        target = self._endless(self.unlabelled, None, "target") if self.unlabelled is not None else None
+        whole, domains = self.training.batch_size, self.domains + (self.unlabelled is not None)
+        sizes = parts_of(whole, domains) if split else [whole] * domains
+        sources = [
+            self._endless(self.data, torch.nonzero(numbers == number).flatten(), f"domain {number}", sizes[number])
+            for number in range(self.domains)
+        ]
+        target = self._endless(self.unlabelled, None, "target", sizes[-1]) if self.unlabelled is not None else None
         for _ in range(steps):
             if self.mini_batches >= self.envelope.mini_batches_left:
                 return
-            self._count(len(sources) + (target is not None))
+            self._count(1 if split else domains)
             yield tuple(next(source) for source in sources), next(target) if target is not None else None
 
     def paired_batches(self, steps: int) -> Iterator[Batch]:
@@ -284,13 +313,13 @@ class SiteBase:
                 group["lr"] *= rate / before  # a method may have set a multiple of the rate
             self._scheduled[place] = optimizer, rate
 
-    def _endless(self, data: SiteData, rows: Tensor | None, purpose: str) -> Iterator[Batch]:
+    def _endless(self, data: SiteData, rows: Tensor | None, purpose: str, size: int | None = None) -> Iterator[Batch]:
         """Mini-batches of ``rows``, or of all rows, pass after pass. Unlabelled data give no labels."""
         order, augmentation = self.generator_for(f"{purpose} order"), self.generator_for(f"{purpose} augmentation")
         whole = data.labels.cpu() if rows is None else data.labels.cpu()[rows]
         chances = None if data is self.unlabelled else self.training.chances(whole)
         while True:
-            for places in epoch_batches(len(whole), self.training.batch_size, order, chances):
+            for places in epoch_batches(len(whole), size or self.training.batch_size, order, chances):
                 chosen = places if rows is None else rows[places]
                 inputs, labels, domains = data.batch(chosen, augmentation)
                 yield Batch(inputs, None if data is self.unlabelled else labels, domains, chosen)

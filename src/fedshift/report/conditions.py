@@ -15,6 +15,7 @@ from fedshift.evaluation.records import RunResult
 from fedshift.experiment.protocols.index import protocol_of
 from fedshift.methods.catalogue import ENTRIES
 from fedshift.report.roles import Role, method_name, role_of
+from fedshift.report.steps import steps_in_words, steps_of
 
 Use = Literal["augmented", "target"]
 USES: Mapping[Use, str] = {
@@ -37,6 +38,7 @@ class Conditions:
         momentum: whether the server has momentum.
         exchanges: mean number of rounds.
         sent: mean bytes in a run, of all sites, both ways.
+        steps: of the optimiser of a pooled row, mean over its runs; None for others and where a record does not say it.
     """
 
     role: Role
@@ -45,6 +47,7 @@ class Conditions:
     momentum: bool
     exchanges: float
     sent: float
+    steps: float | None = None
 
     def unlike(self, other: Conditions) -> tuple[str, ...]:
         """What ``other`` did without that this row used, and the reverse; empty: of one role they are alike."""
@@ -85,6 +88,7 @@ def conditions(results: Sequence[RunResult]) -> dict[str, Conditions]:
             momentum=_momentum(runs[0]),
             exchanges=fmean(run.rounds for run in runs),
             sent=fmean(sum(run.bytes_up.values()) + sum(run.bytes_down.values()) for run in runs),
+            steps=steps_of(runs),
         )
         for method, runs in by_method.items()
     }
@@ -175,6 +179,9 @@ def used_note(results: Sequence[RunResult], methods: Sequence[str]) -> Iterator[
         images = {row.images for row in rows.values() if row.images}
         kinds += "; not all of these images were augmented alike" if len(images) > 1 else ""
         yield f"Used, beyond the sources' samples as they are: {kinds}. Only rows that used the same are alike."
+    steps = steps_in_words({name: row.steps for name, row in rows.items() if row.steps is not None})
+    if steps is not None:
+        yield steps
     sent: dict[str, list[str]] = {}
     for name, row in rows.items():
         if row.sent:

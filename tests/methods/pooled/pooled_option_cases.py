@@ -4,30 +4,32 @@ from __future__ import annotations
 
 from option_cases import Try, of
 
-_POOLED = {"local_epochs": of(2, where="plan")}  # all of a pool's work is what the most demanding method needs
+_ONE_PLACE = {"local_epochs": of(2, where="plan")}  # all of a pool's work is what the most demanding method needs
+_POOLED = {**_ONE_PLACE, "domain_batches": of("split", "full")}
+_BY_DOMAIN = {**_ONE_PLACE, "domain_batches": of("split")}
 
 POOLED_METHODS: dict[str, dict[str, tuple[Try, ...]]] = {
     "deepall": _POOLED,
     "source_only": _POOLED,
-    "oracle": _POOLED,
+    "oracle": _ONE_PLACE,
     "mdan": {
-        **_POOLED,
+        **_BY_DOMAIN,
         "rule": of("maxmin", "hard"),
         "mu": of(0.0, 0.5),
         "gamma": of(0.5),
         "reversal": of(0.0, 0.3, mu=0.5),
     },
-    "m3sda": {**_POOLED, "moment_weight": of(0.0, 3.0), "moments": of("mean_variance"), "generator_steps": of(0, 1)},
+    "m3sda": {**_BY_DOMAIN, "moment_weight": of(0.0, 3.0), "moments": of("mean_variance"), "generator_steps": of(0, 1)},
     "dael": {
-        **_POOLED,
+        **_BY_DOMAIN,
         "threshold": of(0.3),
         "unlabelled_weight": of(0.0, 2.0, threshold=0.3),
         "consensus_weight": of(0.0, 3.0),
         "strong": of({"brightness": 0.1}),
     },
-    "cmss": {**_POOLED, "reversal": of(0.0, 3.0), "ramp": of(True), "width": of(8)},
+    "cmss": {**_BY_DOMAIN, "reversal": of(0.0, 3.0), "ramp": of(True), "width": of(8)},
     "dsbn": {
-        **_POOLED,
+        **_BY_DOMAIN,
         "first_stage": of(0.2, 1.0),
         # A new student forgets what stage 1 did but for its labels, so these are looked at without stage 2.
         "adversarial_weight": of(0.0, 1.0, first_stage=1.0),
@@ -40,7 +42,7 @@ POOLED_METHODS: dict[str, dict[str, tuple[Try, ...]]] = {
         "width": of(8, first_stage=1.0),
     },
     "cdan": {
-        **_POOLED,
+        **_BY_DOMAIN,
         "entropy_conditioning": of(False),
         "adversarial_weight": of(0.0, 3.0),
         "ramp_share": of(0.1, 0.5),
@@ -98,7 +100,7 @@ POOLED_METHODS: dict[str, dict[str, tuple[Try, ...]]] = {
     },
     "dmg": {**_POOLED, "overlap_weight": of(0.0, 3.0), "together": of("logits")},
     "dger": {
-        **_POOLED,
+        **_BY_DOMAIN,
         "reversal": of(0.0, 3.0),
         "agreement_weight": of(0.0, 1.0),
         "entropy_reversal": of(0.0, 1.0),
@@ -107,7 +109,7 @@ POOLED_METHODS: dict[str, dict[str, tuple[Try, ...]]] = {
         "hidden": of((8,), ()),
     },
     "epi_fcr": {
-        **_POOLED,
+        **_BY_DOMAIN,
         "feature_weight": of(0.0, 0.5),
         "classifier_weight": of(0.0, 1.0),
         "random_weight": of(0.0, 1.0),
@@ -115,7 +117,7 @@ POOLED_METHODS: dict[str, dict[str, tuple[Try, ...]]] = {
         "warm_up": of(0.0, 1.0),
     },
     "masf": {
-        **_POOLED,
+        **_BY_DOMAIN,
         "inner_rate": of(1.0),
         "inner_clip": of(1e-3, inner_rate=1.0),
         "global_weight": of(0.0, 10.0),
@@ -128,14 +130,14 @@ POOLED_METHODS: dict[str, dict[str, tuple[Try, ...]]] = {
         "embedding": of(4),
     },
     "metareg": {
-        **_POOLED,
+        **_BY_DOMAIN,
         "meta_share": of(0.0, 1.0),
         "inner_steps": of(1),
         "inner_rate": of(1.0),
         "regulariser_rate": of(20.0),
     },
     "feature_critic": {
-        **_POOLED,
+        **_BY_DOMAIN,
         "critic_weight": of(0.0, 1.0),
         "train_domains": of(1),
         "critic_rate": of(20.0, critic_weight=1.0),
@@ -143,7 +145,7 @@ POOLED_METHODS: dict[str, dict[str, tuple[Try, ...]]] = {
         "warm_up": of(0.5, 1.0),
     },
     "srdc": {
-        **_POOLED,
+        **_BY_DOMAIN,
         "beta": of(0.0, 0.5),
         "auxiliary": of("batch"),
         "detach": of(False, auxiliary="batch"),

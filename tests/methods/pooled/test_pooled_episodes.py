@@ -569,8 +569,8 @@ def seen_by(monkeypatch: pytest.MonkeyPatch, method: FeatureCritic, steps: int) 
     of_all: dict[bytes, int] = {}
     drawn = site.domain_batches
 
-    def noted(number: int) -> Iterator[tuple[tuple[Batch, ...], Batch | None]]:
-        for batches, target in drawn(number):
+    def noted(number: int, *, split: bool) -> Iterator[tuple[tuple[Batch, ...], Batch | None]]:
+        for batches, target in drawn(number, split=split):
             of_all.update({row.numpy().tobytes(): k for k, batch in enumerate(batches) for row in batch.inputs})
             yield batches, target
 

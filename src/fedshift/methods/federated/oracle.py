@@ -18,12 +18,11 @@ from __future__ import annotations
 from typing import ClassVar
 
 from fedshift.methods.base import Target
-from fedshift.methods.pooled.deepall import DeepAll
+from fedshift.methods.pooled.deepall import InOnePlace
 
 
-class Oracle(DeepAll):
+class Oracle(InOnePlace):
     """Cross-entropy on the target's labels: the result if every sample had a label."""
 
     name: ClassVar[str] = "oracle"
-    pooled: ClassVar[bool] = False
     target: ClassVar[Target] = "labelled"

@@ -9,13 +9,13 @@ from torch import nn
 
 from fedshift.federation.site import Batch, Site
 from fedshift.methods.base import Target
-from fedshift.methods.pooled.training import PooledTraining
+from fedshift.methods.pooled.training import DomainTraining
 
 DomainBatches = tuple[tuple[Batch, ...], Batch]
 """A mini-batch of every source domain, and one of the target's without labels."""
 
 
-class PooledAdaptation(PooledTraining):
+class PooledAdaptation(DomainTraining):
     """Base of methods on a pool of all sources and of the target's samples without labels. A subclass writes `fit`."""
 
     target: ClassVar[Target] = "unlabelled"
@@ -24,8 +24,8 @@ class PooledAdaptation(PooledTraining):
         return self.mini_batches(batches_per_epoch, rounds) if self.needs_target else 0
 
     def with_target(self, site: Site, due: int) -> Iterator[DomainBatches]:
-        """As `batches`, for methods that always train on the target."""
-        for sources, target in self.batches(site, due):
+        """As `of_each`, for methods that always train on the target."""
+        for sources, target in self.of_each(site, due):
             assert target is not None  # ensured by the protocol
             yield sources, target
 

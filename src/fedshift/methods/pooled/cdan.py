@@ -23,7 +23,8 @@ No setting changes these:
  5. SGD with Nesterov momentum 0.9, weight decay 5e-4, new layers 10 times faster, a schedule in iterations; ten crops
     in testing (code). Here: the experiment's optimiser, schedule and inputs, as for every method.
  6. D is not in the saved model, which is the ordinary network.
-Equal work: an optimiser step counts K + 1 mini-batches, one of each source and one of the target.
+Equal work: an optimiser step counts K + 1 mini-batches, one of each source and one of the target. With
+``domain_batches: split`` these are the parts of one.
 
 Should reproduce (as run by MDFNet, ACC_s / ACC_t): Image-CLEF 84.50 / 85.36; Office-Home 75.75 / 61.42.
 """

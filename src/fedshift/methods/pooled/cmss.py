@@ -17,7 +17,8 @@ Where papers and code differ: no code by the authors was at hand; this follows t
 * The strength of the reversal is constant; ``ramp: true`` lets it grow as DANN does, 2/(1 + e^(−10p)) − 1.
 * All sources pass through the network as one batch and the target as another, so BatchNorm sees their mixture.
 * D and CM are not in the saved model, which is the ordinary network. The experiment's optimiser trains all.
-* Equal work: an optimiser step counts K + 1 mini-batches, one of each source and one of the target.
+* Equal work: an optimiser step counts K + 1 mini-batches, one of each source and one of the target. With
+  ``domain_batches: split`` these are the parts of one.
 
 Should reproduce (as printed by KD3A): Digit-5 90.8; Office-Caltech10 97.2; DomainNet 46.5.
 """

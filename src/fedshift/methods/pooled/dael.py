@@ -22,7 +22,7 @@ Where papers and code differ
   statistics: as in the code.
 * One optimiser for features and experts, the experiment's; the code has one of the same settings for each.
 * Equal work: an optimiser step counts K + 1 mini-batches, one of each source and one of the target, although each has
-  two views.
+  two views. With ``domain_batches: split`` these are the parts of one.
 
 Should reproduce (as printed by KD3A): DomainNet 48.7.
 """
@@ -81,7 +81,7 @@ class DAEL(PooledAdaptation):
             view = strong_view(target.inputs, self.strong, site.data.preprocessing, draws)
             return loss + self.unlabelled_weight * self.target_loss(model, target, view)
 
-        return self.trained(site, self.batches(site, steps), loss_of, model)
+        return self.trained(site, self.of_each(site, steps), loss_of, model)
 
     def source_loss(self, model: Network, sources: tuple[Batch, ...], strong: list[Tensor]) -> Tensor:
         """L_x + L_cr."""

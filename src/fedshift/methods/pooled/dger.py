@@ -26,7 +26,7 @@ networks are in ``models/aux_models.py``.
     uniformly drawn with Xavier's rule times 0.1 (code, DisNet and ClsNet).
  6. The code's one optimiser steps twice on all parameters; with momentum those without a gradient move on. Here a step
     is of those that have one. Both see the batch anew, so BatchNorm's statistics move twice (code, too).
- 7. A step counts K mini-batches, one of each source.
+ 7. A step counts K mini-batches, one of each source; with ``domain_batches: split`` these are the parts of one.
 
 Should reproduce: PACS ResNet-18 80.70, 76.40, 96.65, 71.77 (81.38); VLCS AlexNet 74.38; Rotated MNIST 96.36.
 """
@@ -48,14 +48,14 @@ from fedshift.federation.site import Batch, Site
 from fedshift.functional.adversarial import reverse_gradient
 from fedshift.functional.losses import inverse_frequencies
 from fedshift.methods.heads import Dropout
-from fedshift.methods.pooled.training import PooledTraining
+from fedshift.methods.pooled.training import DomainTraining
 from fedshift.weights import Weights
 
 WARM_UP = 0.01
 """What the other terms are multiplied by at first."""
 
 
-class DGER(PooledTraining):
+class DGER(DomainTraining):
     """Adversarial domains, and classifiers that must agree across them."""
 
     name: ClassVar[str] = "dger"

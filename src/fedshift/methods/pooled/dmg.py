@@ -75,7 +75,7 @@ class DMG(PooledTraining):
             loss = site.objective.loss(logits, batch.targets)
             return loss + self.overlap_weight * overlap(masked.masks.sigmoid())
 
-        return self.trained(site, site.batches(steps=steps), loss_of, model)
+        return self.trained(site, self.of_all(site, steps), loss_of, model)
 
 
 class MaskedClassifier(nn.Module):

@@ -36,6 +36,7 @@ Where papers and code differ
     ``adversarial_weight: 0.05``, ``ramped_identifier: true``). Here D learns from L_adv as it is.
 ``setting: released`` is 3, 9 and 10 as in the code.
 Equal work: an optimiser step counts K + 1 mini-batches, one of each source and one of the target, in both stages.
+With ``domain_batches: split`` these are the parts of one.
 
 Should reproduce (as re-run by KD3A): Digit-5 86.3; Office-Caltech10 95.8; DomainNet 42.4.
 """

@@ -80,13 +80,8 @@ class EISNet(PooledTraining):
         parts = self.parts(site, lambda: Parts(model, self))
         puzzles = Puzzles(site, self.permutations, self.ordered, self.tile_greyscale)
         draws = site.generator_for("triplets")
-        stepped = False
 
         def loss_of(batch: Batch) -> Tensor:
-            nonlocal stepped
-            if stepped:  # since the batch before
-                parts.follow(model)
-            stepped = True
             inputs, orders = puzzles.of(batch.inputs)
             features = model.features(inputs)
             keys = parts.enqueue(batch.inputs, batch.targets)
@@ -102,11 +97,9 @@ class EISNet(PooledTraining):
             )
             return loss + self.beta(self.progress(site)) * apart  # (1)
 
-        loss = site.minimise(loss_of, model, parts, steps=steps, remember="optimizer")
-        if stepped:
-            parts.follow(model)
-        site.memory["parts"] = site.weights_of(parts)
-        return Update(site.weights_of(model), site.samples, loss)
+        optimizer = site.optimizer(model, parts, memory="optimizer")
+        optimizer.register_step_post_hook(lambda *_: parts.follow(model))
+        return self.trained(site, self.of_all(site, steps), loss_of, model, parts, {"optimizer": optimizer})
 
     def beta(self, progress: float) -> float:
         """β of (1) after this share of the run."""

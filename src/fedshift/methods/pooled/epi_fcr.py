@@ -24,7 +24,8 @@ Where papers and code differ, and what was chosen. Code: HAHA-DL/Episodic-DG, PA
     first step on (bn_eval): for that, a network with ``batch_norm: stored``.
  5. The code steps the domains' networks first, on batches of their own (train). Here both step on the same batches, and
     the published network sees its partners as they are before this step.
- 6. A step counts K mini-batches, one of each source, and passes them through two to four networks.
+ 6. A step counts K mini-batches, one of each source; with ``domain_batches: split`` these are the parts of one. They
+    pass through two to four networks.
 
 Should reproduce: PACS ResNet-18 82.1, 77.0, 93.9, 73.0 (81.5); VLCS AlexNet 72.9.
 """
@@ -46,13 +47,13 @@ from fedshift.data.tasks.objective import Objective
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.methods.heads import redrawn
-from fedshift.methods.pooled.training import PooledTraining
+from fedshift.methods.pooled.training import DomainTraining
 from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
 
-class EpiFCR(PooledTraining):
+class EpiFCR(DomainTraining):
     """Episodes in which features and classifier meet partners from other domains."""
 
     name: ClassVar[str] = "epi_fcr"

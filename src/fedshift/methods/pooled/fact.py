@@ -71,22 +71,16 @@ class FACT(PooledTraining):
         model = site.model(weights)
         teacher = self.parts(site, lambda: MeanTeacher(model, self.momentum, warm_up=True)).train()
         draws = site.generator_for("amplitude mix")
-        stepped = False
+        counted = self.mini_batches_of_a_step(site.domains)
 
         def loss_of(batch: Batch) -> Tensor:
-            nonlocal stepped
-            if stepped:  # since the batch before
-                teacher.follow(model)
-            stepped = True
             mixed = amplitude_mixed(site, batch.inputs, self.strength, draws)
-            epoch = int(teacher.steps) // site.batches_per_epoch
+            epoch = int(teacher.steps) * counted // site.batches_per_epoch
             return self.loss(model, teacher, batch, mixed, epoch)
 
-        loss = site.minimise(loss_of, model, steps=steps, remember="optimizer")
-        if stepped:
-            teacher.follow(model)
-        site.memory["parts"] = site.weights_of(teacher)
-        return Update(site.weights_of(model), site.samples, loss)
+        optimizer = site.optimizer(model, memory="optimizer")
+        optimizer.register_step_post_hook(lambda *_: teacher.follow(model))
+        return self.trained(site, self.of_all(site, steps), loss_of, model, teacher, {"optimizer": optimizer})
 
     def loss(self, model: Network, teacher: MeanTeacher, batch: Batch, mixed: Tensor, epoch: float) -> Tensor:
         """L of (6–9) at this epoch."""

@@ -24,7 +24,8 @@ Model_Feature_Critic_PACS.train.
  5. The code starts from a DeepAll model (pre_train). Here DeepAll's step is made alone for ``warm_up`` of the run, 0 by
     default.
  6. The variant that flattens the batch's covariance ("Flatten_FTF") is not here.
- 7. A step counts K mini-batches, one of each source, also where one of them trains alone.
+ 7. A step counts K mini-batches, one of each source, also where one of them trains alone. With ``domain_batches:
+    split`` these are the parts of one.
 
 Should reproduce: Rotated MNIST 87.04, 99.53, 99.41, 99.52, 99.23, 91.52 (96.04).
 """
@@ -42,13 +43,13 @@ from fedshift.data.domain import WITHOUT_MASKS, Task
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.meta_learning import answer_at, utility, with_gradient
-from fedshift.methods.pooled.training import PooledTraining
+from fedshift.methods.pooled.training import DomainTraining
 from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
 
-class FeatureCritic(PooledTraining):
+class FeatureCritic(DomainTraining):
     """A learnt auxiliary loss on the features."""
 
     name: ClassVar[str] = "feature_critic"

@@ -83,7 +83,7 @@ class JiGen(PooledTraining):
                 objective=site.objective,
             )
 
-        return self.trained(site, site.batches(steps=steps), loss_of, model, head)
+        return self.trained(site, self.of_all(site, steps), loss_of, model, head)
 
 
 def jigsaw_loss(

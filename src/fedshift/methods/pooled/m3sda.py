@@ -28,7 +28,8 @@ No setting changes these:
     BatchNorm sees the batches of A, B and C.
  6. C'_k is not in the saved model: prediction does not use it.
 Equal work: A, B and C together count K + 1 mini-batches, one of each source and one of the target, although they train
-six times on them. This takes more time than other methods have. The reported loss is that of A.
+six times on them. This takes more time than other methods have. With ``domain_batches: split`` these are the parts of
+one. The reported loss is that of A.
 
 Should reproduce (as printed by KD3A): Digit-5 87.7; Office-Caltech10 96.4; DomainNet 42.6.
 """
@@ -77,6 +78,10 @@ class M3SDA(PooledAdaptation):
     def check(self, network: Network) -> None:
         if not any(parameter.requires_grad for parameter in network.features.parameters()):
             raise UserError("m3sda: the network has no features to train; choose one with a hidden layer, such as mlp")
+
+    def steps(self, mini_batches: int, domains: int) -> float:
+        """A, B and each C is a step of its own."""
+        return (2 + self.generator_steps) * super().steps(mini_batches, domains)
 
     def fit(self, site: Site, weights: Weights, steps: int) -> Update:
         """Train on this round's mini-batches in the pool: A, B and C on each."""

@@ -29,7 +29,8 @@ unless another function is named.
     the sum.
  8. Two domains of three are meta-train domains in the paper and the code; here all but one.
  9. Their AlexNet has no BatchNorm. Here its running statistics follow the meta-train batches at θ alone.
-10. A step counts K mini-batches, one of each source. It passes those of the meta-train domains twice.
+10. A step counts K mini-batches, one of each source; with ``domain_batches: split`` these are the parts of one. It
+    passes those of the meta-train domains twice.
 
 Should reproduce: PACS AlexNet 70.35, 72.46, 90.68, 67.33 (75.21); ResNet-18 80.29, 77.17, 94.99, 71.69 (81.04).
 """
@@ -48,7 +49,7 @@ from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.meta_learning import answer_at, clipped_by_norm, inner_step, with_gradient
 from fedshift.functional.metric_learning import class_confusion, confusion_divergence, semi_hard_triplet_loss
-from fedshift.methods.pooled.training import PooledTraining
+from fedshift.methods.pooled.training import DomainTraining
 from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -57,7 +58,7 @@ SLOPE = 0.2
 """Of the metric network's leaky ReLU."""
 
 
-class MASF(PooledTraining):
+class MASF(DomainTraining):
     """Global class alignment and local sample clustering after a virtual step."""
 
     name: ClassVar[str] = "masf"

@@ -21,7 +21,8 @@ Where papers and code differ
 * Every domain is passed through the network separately, as in the code, so BatchNorm sees one domain at a time. The
   target is first; in the code, which has no BatchNorm, it is last.
 * The domain classifiers are not in the saved model, which is the ordinary network.
-* Equal work: an optimiser step counts K + 1 mini-batches, one of each source and one of the target.
+* Equal work: an optimiser step counts K + 1 mini-batches, one of each source and one of the target. With
+  ``domain_batches: split`` these are the parts of one.
 
 Should reproduce (as printed by KD3A): Amazon Review 82.8; Digit-5 86.7; Office-Caltech10 96.1; DomainNet 42.8.
 """

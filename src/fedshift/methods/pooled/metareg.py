@@ -20,8 +20,9 @@ Where the paper is silent, and what was chosen
  3. The regulariser is on all parameters of the classifier but biases.
  4. Between the stages the published classifier is the mean of all T_i.
  5. The episode's batches move no BatchNorm statistics: they are the paper's F as it stands.
- 6. A step counts K mini-batches, one of each source, and is K optimiser steps in stage 1, one in stage 2. The l + 1
-    further ones of an episode train neither F nor any T_i, and do not count.
+ 6. In stage 1 every mini-batch, of one source, is an optimiser step. In stage 2 a step counts K mini-batches, one of
+    each source; with ``domain_batches: split`` these are the parts of one. The l + 1 further ones of an episode train
+    neither F nor any T_i, and do not count.
 
 Should reproduce: Rotated MNIST 85.70, 98.87, 98.32, 98.58, 98.93, 89.44 (94.97).
 """
@@ -44,12 +45,12 @@ from fedshift.federation.site_memory import begin_momentum
 from fedshift.functional.averaging import weighted_average
 from fedshift.functional.meta_learning import answer_at, inner_step, weighted_l1
 from fedshift.methods.heads import redrawn
-from fedshift.methods.pooled.training import PooledTraining
+from fedshift.methods.pooled.training import DomainTraining
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
 
-class MetaReg(PooledTraining):
+class MetaReg(DomainTraining):
     """A meta-learnt weighted L1 penalty on the classifier."""
 
     name: ClassVar[str] = "metareg"
@@ -62,12 +63,20 @@ class MetaReg(PooledTraining):
     inner_rate: PositiveFloat | None = Field(None, description="α; none = the learning rate")
     regulariser_rate: PositiveFloat = Field(1.0, description="learning rate of φ beside that of the networks")
 
+    def steps(self, mini_batches: int, domains: int) -> float:
+        """As many as mini-batches in stage 1."""
+        first = self.meta_share * mini_batches
+        return first + super().steps(round(mini_batches - first), domains)
+
     def fit(self, site: Site, weights: Weights, steps: int) -> Update:
         """Train on this round's mini-batches in the pool."""
         model = site.model(weights)
         parts = self.parts(site, lambda: Parts(model, site.domains))
-        batches = self.of_sources(site, steps)
-        if site.envelope.progress < self.meta_share:
+        first = site.envelope.progress < self.meta_share
+        # In stage 1 each domain's mini-batch makes a step of its own, so divided ones would make too many.
+        drawing = self.model_copy(update={"domain_batches": "full"}) if first else self
+        batches = drawing.of_sources(site, steps)
+        if first:
             loss = self.first_stage(site, model, parts, batches)
         else:
             if not parts.second_stage:

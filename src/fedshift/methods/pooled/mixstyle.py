@@ -25,9 +25,9 @@ Should reproduce: PACS ResNet-18 82.8 on average; with ``cross_domain`` 84.1, 78
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field, PositiveFloat, model_validator
 from torch import Tensor
 
 from fedshift.data.domain import WITHOUT_MASKS, Task
@@ -55,6 +55,12 @@ class MixStyle(DeepAll):
         None, description="behind which stages; none = all with positions but the stem and the last"
     )
 
+    @model_validator(mode="after")
+    def _batches_fit(self) -> Self:
+        if self.partners == "cross_domain" and self.domain_batches is not None:
+            raise ValueError("domain_batches: with partners: cross_domain a batch is of two domains; leave it out")
+        return self
+
     def check(self, network: Network) -> None:
         for stage in self.stages or ():
             if stage not in network.stages:
@@ -71,13 +77,11 @@ class MixStyle(DeepAll):
         """Train on this round's mini-batches in the pool."""
         model = site.model(weights)
         across = self.partners == "cross_domain"
+        batches = site.paired_batches(steps) if across else self.of_all(site, steps)
         Mixer(self.probability, self.alpha, site.generator_for("mixstyle"), across).attach(model, self.stages)
 
         def loss_of(batch: Batch) -> Tensor:
             return site.objective.loss(model(batch.inputs), batch.targets)
 
-        if across:
-            loss = site.minimise_over(site.paired_batches(steps), loss_of, model, remember="optimizer")
-        else:
-            loss = site.minimise(loss_of, model, steps=steps, remember="optimizer")
+        loss = site.minimise_over(batches, loss_of, model, remember="optimizer")
         return Update(site.weights_of(model), site.samples, loss)

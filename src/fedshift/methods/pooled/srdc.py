@@ -35,7 +35,8 @@ No setting changes these:
  8. The paper has one source. Here the batches of all sources together are the source side.
  9. Rates of the backbone are 0.1 of the others', the decay is η·(1 + 10t)^−0.75 (code). Here: the experiment's for the
     network, ``centre_rate`` of it for the centres.
-Equal work: an optimiser step counts K + 1 mini-batches, one of each source and one of the target.
+Equal work: an optimiser step counts K + 1 mini-batches, one of each source and one of the target. With
+``domain_batches: split`` these are the parts of one.
 
 Should reproduce (as run by MDFNet, ACC_s / ACC_t): Image-CLEF 87.78 / 86.89; Office-Home 76.36 / 64.86.
 """

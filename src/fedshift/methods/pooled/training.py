@@ -7,17 +7,16 @@ memory, drawn from the experiment's seed. So a model file holds nothing that pre
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import ClassVar, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
+from pydantic import Field
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fedshift.data.domain import Task
-from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Update
 from fedshift.federation.randomness import derive_seed, drawn_from
 from fedshift.federation.site import Batch, Site
-from fedshift.methods.base import State
 from fedshift.methods.pooled.deepall import DeepAll
 from fedshift.models.network import Network
 
@@ -30,26 +29,6 @@ class PooledTraining(DeepAll):
 
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "parts")
     tasks: ClassVar[tuple[Task, ...]] = ("classification",)
-
-    def round(self, federation: Federation, state: State) -> State:
-        (pool,) = federation.sources
-        due = federation.round * federation.share(pool) - federation.progress.used[pool]
-        update = federation.ask(self.fit, to=federation.sources, weights=state.weights, steps=max(0, due)).only()
-        return state.advance(update.weights, report={"losses": {pool: update.loss}})
-
-    def batches(self, site: Site, due: int) -> Iterator[tuple[tuple[Batch, ...], Batch | None]]:
-        """Mini-batches of all domains together, until ``due`` of them are used or none is left.
-
-        An optimiser step uses one of every domain. A remainder of ``due`` that is too small for this is used in the
-        next round; in the last round it makes a step, too.
-        """
-        domains = site.domains + (site.unlabelled is not None)
-        last = due >= site.envelope.mini_batches_left
-        return site.domain_batches(-(-due // domains) if last else due // domains)
-
-    def of_sources(self, site: Site, due: int) -> Iterator[tuple[Batch, ...]]:
-        """The sources' part of `batches`."""
-        return (sources for sources, _ in self.batches(site, due))
 
     def progress(self, site: Site) -> float:
         """The share of the run's mini-batches that are done, with those of the current optimiser step."""
@@ -91,3 +70,17 @@ class PooledTraining(DeepAll):
         if parts is not None:
             site.memory["parts"] = site.weights_of(parts)
         return Update(site.weights_of(model), site.samples, loss)
+
+
+class DomainTraining(PooledTraining):
+    """Base of those that need the domains apart: a step draws a batch of each."""
+
+    domain_batches: Literal["split", "full"] = Field(
+        "full",
+        description="a step's batches of the domains: full, a mini-batch of each; split, one mini-batch divided over "
+        "them, with as many steps as deepall",
+    )
+
+    def of_sources(self, site: Site, due: int) -> Iterator[tuple[Batch, ...]]:
+        """The sources' part of `of_each`."""
+        return (sources for sources, _ in self.of_each(site, due))
