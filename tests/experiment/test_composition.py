@@ -49,7 +49,7 @@ def test_a_wrong_average_is_refused_in_one_line(tmp_path: Path, cli: Cli, method
         ({"local": ["mixstyle"]}, "local.mixstyle needs images"),
         ({"local": ["jigsaw"]}, "local.jigsaw needs images"),
         ({"local": ["mixtsyle"]}, "mixstyle"),
-        ({"name": "deepall", "local": ["triplets"]}, "no local training"),
+        ({"name": "masf", "local": ["triplets"]}, "a batch of every domain"),
     ],
 )
 def test_a_plug_in_that_does_not_fit_is_refused_in_one_line(tmp_path: Path, cli: Cli, method: Any, words: str) -> None:

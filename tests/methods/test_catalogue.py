@@ -31,7 +31,7 @@ def test_an_entry_is_its_class(name: str) -> None:
         reads=method.reads,
         rules=robust_rules(method),
         server=bool(method.averages),
-        local=not kind.pooled and method.takes_plug_ins,
+        local=method.takes_plug_ins,
         tasks=method.tasks,
     )
     assert kind.name == name

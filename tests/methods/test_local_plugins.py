@@ -259,7 +259,7 @@ def test_workers_give_the_same_bits(name: str, pool: WorkerPool) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"name": "deepall", "local": ["mixstyle"]}, "no local training"),
+        ({"name": "metareg", "local": ["mixstyle"]}, "several networks"),
         ({"name": "fada", "local": ["mixstyle"]}, "several networks"),
         ({"name": "fedadg", "local": ["mixstyle"]}, "several networks"),
         ({"name": "fedavg", "local": ["mixstyle", "mixstyle"]}, "twice"),

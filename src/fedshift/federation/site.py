@@ -212,7 +212,11 @@ class PlugIn:
         return nullcontext()
 
     def loss(self, loss_of: LossOf, batch: Batch) -> Tensor:
-        """The loss of a mini-batch, computed with the method's loss."""
+        """The loss of a mini-batch, computed with the method's loss.
+
+        A pooled method may draw a batch of each domain. A plug-in that reads more than one batch is not for such a
+        method (``unfit_plug_ins``); `with_labelled` changes the batches of each.
+        """
         return loss_of(batch)
 
     def begin(self, model: Network) -> None:
@@ -241,6 +245,25 @@ class PlugIn:
         if self.head is not None and self.optimizer is not None:
             self.site.memory[self.name] = self.site.weights_of(self.head)
             self.site.remember_optimizer(self.optimizer, f"{self.name}_optimizer")
+
+
+def with_labelled(drawn: Any, change: Callable[[Batch], Batch]) -> Any:
+    """What a step trains on, with every labelled batch changed: a batch, or one of each domain, as a method draws them.
+
+    Args:
+        drawn: a batch, or tuples of batches and of what else the method says of a step.
+        change: gives another batch with as many samples.
+
+    Example:
+        >>> rows = torch.arange(2)
+        >>> source, target = Batch(rows, rows, rows, rows), Batch(rows, None, rows, rows)
+        >>> sources, other = with_labelled(((source, source), target), lambda batch: batch.part(slice(1)))
+        >>> [len(batch.inputs) for batch in (*sources, other)]
+        [1, 1, 2]
+    """
+    if isinstance(drawn, Batch):
+        return drawn if drawn.labels is None else change(drawn)
+    return tuple(with_labelled(part, change) for part in drawn) if isinstance(drawn, tuple) else drawn
 
 
 def regularised(loss_of: Callable[[Any], Tensor], regulariser: Callable[[], Tensor] | None) -> Callable[[Any], Tensor]:

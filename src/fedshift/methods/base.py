@@ -131,6 +131,7 @@ class Method(Composed, ABC):
         averages: the calls whose models it averages over sites. Robust aggregation can screen them, and a server's
             optimiser can follow.
         takes_plug_ins: whether it takes plug-ins of local training: its sites train one network with `Site.minimise`.
+        unfit_plug_ins: plug-ins that do not go with it, and why: "which …".
         trains_privately: whether it takes ``training.privacy``: its sites train with `Site.minimise` alone, send
             nothing else that is computed from samples, and its loss is a mean over samples and a ``regulariser``. A
             subclass must set it again.

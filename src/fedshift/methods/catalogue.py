@@ -78,18 +78,19 @@ def pooled(
     settings: tuple[str, ...] = (),
     *,
     scenario: str = "unseen target",
+    local: bool = True,
     tasks: tuple[Task, ...] = _CLASSES,
 ) -> Entry:
     """An entry of a method that trains on all samples in one place.
 
     Args:
         place: ``file:Class`` in ``methods/pooled``.
-        citation, settings, tasks: see `Entry`.
+        citation, settings, local, tasks: see `Entry`.
         scenario: what sites there are, without ``, pooled``.
     """
     module, shares = f"fedshift.methods.pooled.{place}", ("raw_data", *_MODELS)
     reads: Literal["models"] = "models"
-    return Entry(module, f"{scenario}, pooled", shares, citation, settings, reads, (), False, False, tasks)
+    return Entry(module, f"{scenario}, pooled", shares, citation, settings, reads, (), False, local, tasks)
 
 
 _NO_LABELS = "target without labels"
@@ -147,7 +148,7 @@ ENTRIES: Mapping[str, Entry] = {
     "mixstyle": pooled("mixstyle:MixStyle", "Zhou et al., ICLR 2021", tasks=WITHOUT_MASKS),
     "eisnet": pooled("eisnet:EISNet", "Wang et al., ECCV 2020"),
     "crossgrad": pooled("crossgrad:CrossGrad", "Shankar et al., ICLR 2018", ("original",), tasks=WITHOUT_MASKS),
-    "metareg": pooled("metareg:MetaReg", "Balaji et al., NeurIPS 2018", tasks=WITHOUT_MASKS),
+    "metareg": pooled("metareg:MetaReg", "Balaji et al., NeurIPS 2018", local=False, tasks=WITHOUT_MASKS),
     "feature_critic": pooled(
         "feature_critic:FeatureCritic", "Li et al., ICML 2019", ("released",), tasks=WITHOUT_MASKS
     ),
@@ -206,7 +207,7 @@ ENTRIES: Mapping[str, Entry] = {
     "m3sda": pooled("m3sda:M3SDA", "Peng et al., ICCV 2019", ("reimplementation",), scenario=_NO_LABELS),
     "dael": pooled("dael:DAEL", "Zhou et al., IEEE TIP 2021", scenario=_NO_LABELS),
     "cmss": pooled("cmss:CMSS", "Yang et al., ECCV 2020", scenario=_NO_LABELS, tasks=WITHOUT_MASKS),
-    "dsbn": pooled("dsbn:DSBN", "Chang et al., CVPR 2019", ("released",), scenario=_NO_LABELS),
+    "dsbn": pooled("dsbn:DSBN", "Chang et al., CVPR 2019", ("released",), scenario=_NO_LABELS, local=False),
     "cdan": pooled("cdan:CDAN", "Long et al., NeurIPS 2018", ("released",), scenario=_NO_LABELS),
     "srdc": pooled("srdc:SRDC", "Tang et al., CVPR 2020", ("released",), scenario=_NO_LABELS),
 }

@@ -30,6 +30,7 @@ class Composed(BaseModel, ABC):
     averages: ClassVar[Averages] = {}
     pooled: ClassVar[bool] = False
     takes_plug_ins: ClassVar[bool] = True
+    unfit_plug_ins: ClassVar[Mapping[str, str]] = {}
 
     label: str | None = Field(None, description="name in tables and folders; needed when a method appears twice")
     setting: str = Field(PAPER, description="named values of its own options; options given beside it win")
@@ -81,13 +82,20 @@ class Composed(BaseModel, ABC):
             raise ValueError(f"server: {self.name} averages no models of sites, so there is no step; leave it out")
         if self.average is not None and self.average_rounds > 1:
             raise ValueError("average: average_rounds is an average over rounds, too; choose one of the two")
-        if self.local and self.pooled:
-            raise ValueError(f"local: {self.name} has no local training, its samples lie in one place; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _plug_ins_fit(self) -> Self:
         if self.local and not self.takes_plug_ins:
-            raise ValueError(f"local: {self.name} trains several networks against each other; leave it out")
+            raise ValueError(f"local: {self.name} trains several networks, and plug-ins act on one; leave it out")
         names = [plug_in.name for plug_in in self.local]
         if len(set(names)) < len(names):
             raise ValueError("local: a plug-in occurs twice")
+        for name in names:
+            if name in self.unfit_plug_ins:
+                raise ValueError(
+                    f"local: {name} does not go with {self.name}, {self.unfit_plug_ins[name]}; leave it out"
+                )
         return self
 
     @property

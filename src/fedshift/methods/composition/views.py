@@ -18,7 +18,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from fedshift.data.transforms import NamedAugmentation, augment, augment_with_masks
-from fedshift.federation.site import Batch, LossOf, PlugIn, Site
+from fedshift.federation.site import Batch, LossOf, PlugIn, Site, with_labelled
 from fedshift.functional.mixing import gradient_perturbed
 from fedshift.functional.spectra import amplitude, interpolated
 from fedshift.methods.composition.plug_in import LocalOption, check_images
@@ -106,12 +106,15 @@ class _Augment(PlugIn):
         self._by, self._draws = option.by, site.generator_for("augment")
 
     def loss(self, loss_of: LossOf, batch: Batch) -> Tensor:
+        return loss_of(with_labelled(batch, self._moved))
+
+    def _moved(self, batch: Batch) -> Batch:
         pixels, labels = self.site.pixels(batch.inputs).clamp(0, 1), batch.targets
         if labels.dim() == 4:  # masks
             pixels, labels = augment_with_masks(pixels, labels, self._by, self._draws)
         else:
             pixels = augment(pixels, self._by, self._draws)
-        return loss_of(replace(batch, inputs=self.site.inputs_of(pixels), labels=labels))
+        return replace(batch, inputs=self.site.inputs_of(pixels), labels=labels)
 
 
 class LabelGradientOption(LocalOption):

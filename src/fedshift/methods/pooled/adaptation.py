@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 from torch import nn
@@ -19,6 +19,10 @@ class PooledAdaptation(DomainTraining):
     """Base of methods on a pool of all sources and of the target's samples without labels. A subclass writes `fit`."""
 
     target: ClassVar[Target] = "unlabelled"
+    unfit_plug_ins: ClassVar[Mapping[str, str]] = {
+        **DomainTraining.unfit_plug_ins,
+        "augment": "which compares sources with the target: write training.augmentation, which changes both",
+    }
 
     def target_mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
         return self.mini_batches(batches_per_epoch, rounds) if self.needs_target else 0

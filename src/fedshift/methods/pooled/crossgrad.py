@@ -26,7 +26,7 @@ Should reproduce: Rotated MNIST 86.03, 98.92, 98.60, 98.39, 98.68, 88.94 (94.93)
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, ClassVar
 
 import torch
@@ -39,7 +39,7 @@ from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.meta_learning import with_gradient
 from fedshift.functional.mixing import gradient_perturbed
-from fedshift.methods.pooled.training import PooledTraining
+from fedshift.methods.pooled.training import ITS_OWN, PooledTraining
 from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
 from fedshift.models.pixel_gradients import with_pixel_gradients
@@ -51,6 +51,12 @@ class CrossGrad(PooledTraining):
 
     name: ClassVar[str] = "crossgrad"
     tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
+    unfit_plug_ins: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("mixup", "cutmix", "amplitude_mix"), "which needs samples of one domain each"),
+        "label_gradient": ITS_OWN,
+        "label_smoothing": "which classifies a sample twice",
+        "sharpness": "which takes gradients by the weights itself",
+    }
     relative_cost: ClassVar[float] = 4.0
     settings: ClassVar[Settings] = {"original": {"perturbation": 10.0, "parameter_clip": 0.1}}
 

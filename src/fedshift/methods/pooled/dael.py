@@ -29,6 +29,7 @@ Should reproduce (as printed by KD3A): DomainNet 48.7.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, cast
 
 import torch
@@ -50,6 +51,10 @@ class DAEL(PooledAdaptation):
     """One expert per source, trained on its domain and by the other experts; the most confident labels the target."""
 
     name: ClassVar[str] = "dael"
+    unfit_plug_ins: ClassVar[Mapping[str, str]] = {
+        **PooledAdaptation.unfit_plug_ins,
+        "dropout": "which has a classifier for every source",
+    }
     relative_cost: ClassVar[float] = 2.0
 
     threshold: Annotated[float, Field(ge=0, le=1)] = Field(0.95, description="least probability of a pseudo-label")

@@ -25,6 +25,7 @@ Should reproduce: PACS ResNet-18 76.90, 80.38, 92.35, 75.21 (printed 81.46; thes
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from typing import ClassVar, Literal, cast
 
 import torch
@@ -49,6 +50,10 @@ class DMG(PooledTraining):
     name: ClassVar[str] = "dmg"
     tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer",)
+    unfit_plug_ins: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("mixup", "cutmix", "amplitude_mix"), "which needs samples of one domain each"),
+        **dict.fromkeys(("dropout", "label_smoothing"), "which classifies every sample under a mask of its own"),
+    }
     relative_cost: ClassVar[float] = 1.1
 
     settings: ClassVar[Settings] = {"released": {"together": "logits"}}

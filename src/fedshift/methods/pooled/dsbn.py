@@ -68,6 +68,7 @@ class DSBN(PooledAdaptation):
 
     name: ClassVar[str] = "dsbn"
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "parts", "teacher")
+    takes_plug_ins: ClassVar[bool] = False
     relative_cost: ClassVar[float] = 1.2
     settings: ClassVar[Settings] = {
         "released": {

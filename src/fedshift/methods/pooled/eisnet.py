@@ -32,6 +32,7 @@ Should reproduce: PACS ResNet-18 81.89, 76.44, 95.93, 74.33 (82.15); VLCS AlexNe
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveInt
@@ -45,7 +46,7 @@ from fedshift.methods.composition.plug_in import check_tiles
 from fedshift.methods.composition.puzzles import Puzzles
 from fedshift.methods.composition.triplets import KeyQueue
 from fedshift.methods.pooled.jigen import jigsaw_loss
-from fedshift.methods.pooled.training import PooledTraining
+from fedshift.methods.pooled.training import ITS_OWN, OF_ONE_BATCH, PooledTraining
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -54,6 +55,10 @@ class EISNet(PooledTraining):
     """Jigsaw puzzles and triplets over a queue of keys."""
 
     name: ClassVar[str] = "eisnet"
+    unfit_plug_ins: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(OF_ONE_BATCH, "whose queue of keys takes a batch once"),
+        **dict.fromkeys(("jigsaw", "triplets"), ITS_OWN),
+    }
     relative_cost: ClassVar[float] = 1.6
 
     jigsaw_weight: NonNegativeFloat = Field(0.7, description="α")

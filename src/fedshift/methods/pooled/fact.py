@@ -26,6 +26,7 @@ Should reproduce: PACS ResNet-18 85.37, 78.38, 95.15, 79.15 (84.51).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
 import torch
@@ -41,7 +42,7 @@ from fedshift.functional.schedules import sigmoid_ramp
 from fedshift.methods.base import Samples
 from fedshift.methods.composition.mean_teacher import MeanTeacher
 from fedshift.methods.composition.views import amplitude_mixed
-from fedshift.methods.pooled.training import PooledTraining
+from fedshift.methods.pooled.training import ITS_OWN, PooledTraining
 from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -51,6 +52,10 @@ class FACT(PooledTraining):
     """A co-teacher on amplitude-mixed images."""
 
     name: ClassVar[str] = "fact"
+    unfit_plug_ins: ClassVar[Mapping[str, str]] = {
+        "amplitude_mix": ITS_OWN,
+        "label_smoothing": "which classifies two views of an image",
+    }
     relative_cost: ClassVar[float] = 2.7
     settings: ClassVar[Settings] = {"released": {"cross_entropy_weight": 0.5}}
 

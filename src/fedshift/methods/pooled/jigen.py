@@ -27,6 +27,7 @@ Should reproduce: PACS ResNet-18 79.42, 75.25, 96.03, 71.35 (80.51); VLCS AlexNe
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -42,7 +43,7 @@ from fedshift.functional.jigsaw import MOST
 from fedshift.methods.base import Samples
 from fedshift.methods.composition.plug_in import check_tiles
 from fedshift.methods.composition.puzzles import Puzzles
-from fedshift.methods.pooled.training import PooledTraining
+from fedshift.methods.pooled.training import ITS_OWN, PooledTraining
 from fedshift.weights import Weights
 
 
@@ -51,6 +52,10 @@ class JiGen(PooledTraining):
 
     name: ClassVar[str] = "jigen"
     tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
+    unfit_plug_ins: ClassVar[Mapping[str, str]] = {
+        "jigsaw": ITS_OWN,
+        "label_smoothing": "which learns no class of the images that it shuffles",
+    }
     relative_cost: ClassVar[float] = 1.1
 
     jigsaw_weight: NonNegativeFloat = Field(0.7, description="α (code's default: 0.1)")

@@ -36,7 +36,7 @@ Should reproduce (as printed by KD3A): Digit-5 87.7; Office-Caltech10 96.4; Doma
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar, Literal, cast
 
@@ -61,6 +61,10 @@ class M3SDA(PooledAdaptation):
 
     name: ClassVar[str] = "m3sda"
     thaws: ClassVar[bool] = False
+    unfit_plug_ins: ClassVar[Mapping[str, str]] = {
+        **PooledAdaptation.unfit_plug_ins,
+        "dropout": "which has a classifier for every source",
+    }
     relative_cost: ClassVar[float] = 2.5
     settings: ClassVar[Settings] = {"reimplementation": {"moments": "mean_variance", "moment_weight": 0.5}}
 

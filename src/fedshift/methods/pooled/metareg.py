@@ -56,6 +56,7 @@ class MetaReg(DomainTraining):
     name: ClassVar[str] = "metareg"
     tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "parts", "regulariser")
+    takes_plug_ins: ClassVar[bool] = False
     relative_cost: ClassVar[float] = 1.5
 
     meta_share: Annotated[float, Field(ge=0, le=1)] = Field(0.5, description="share of the run that is stage 1")

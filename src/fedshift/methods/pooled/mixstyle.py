@@ -25,6 +25,7 @@ Should reproduce: PACS ResNet-18 82.8 on average; with ``cross_domain`` 84.1, 78
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveFloat, model_validator
@@ -46,6 +47,7 @@ class MixStyle(DeepAll):
 
     name: ClassVar[str] = "mixstyle"
     tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
+    unfit_plug_ins: ClassVar[Mapping[str, str]] = {"mixstyle": "which mixes styles by itself"}
     relative_cost: ClassVar[float] = 1.1
 
     probability: Annotated[float, Field(ge=0, le=1)] = Field(0.5, description="p: of mixing in a forward pass")

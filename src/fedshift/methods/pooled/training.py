@@ -24,6 +24,20 @@ B = TypeVar("B")
 M = TypeVar("M", bound=nn.Module)
 
 
+OF_ONE_BATCH = (
+    "amplitude_mix",
+    "label_gradient",
+    "jigsaw",
+    "triplets",
+    "label_smoothing",
+    "mixup",
+    "cutmix",
+    "sharpness",
+)
+"""The plug-ins that read a step's samples as one batch, or ask for its loss more than once."""
+ITS_OWN = "which has it in its own loss"
+
+
 class PooledTraining(DeepAll):
     """Base of methods on a pool of all sources, with modules besides the model. A subclass writes `fit`."""
 
@@ -74,6 +88,8 @@ class PooledTraining(DeepAll):
 
 class DomainTraining(PooledTraining):
     """Base of those that need the domains apart: a step draws a batch of each."""
+
+    unfit_plug_ins: ClassVar[Mapping[str, str]] = dict.fromkeys(OF_ONE_BATCH, "which draws a batch of every domain")
 
     domain_batches: Literal["split", "full"] = Field(
         "full",

@@ -1,0 +1,218 @@
+"""Plug-ins with pooled methods: which go, what they do there, and what refuses the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from every_method import method_of
+from pooled_step import assert_same, deepall_step, mixed_batch, pool, step
+from pydantic import ValidationError
+from tiny import CNN, NORMED_CNN, domains, run
+from torch import Tensor
+
+from fedshift.data.transforms import Augmentation, augment
+from fedshift.federation.local.in_process import LocalFederation
+from fedshift.federation.site import Batch, Site
+from fedshift.methods import registry
+from fedshift.methods.composition.local import PLUG_INS
+from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.methods.federated.recipe import SHAPES
+from fedshift.methods.pooled.deepall import DeepAll
+from fedshift.methods.pooled.epi_fcr import EpiFCR
+from fedshift.methods.pooled.fact import FACT
+from fedshift.models.network import Network
+
+POOLED = [name for name in registry.names() if registry.method_class(name).pooled]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "augment": {"by": {"shear": 0.3, "shift": 0.1}},
+    "cutmix": {"probability": 1.0},
+    "mixstyle": {"probability": 1.0},
+    "jigsaw": {"ordered": 0.0},
+}
+ON_IMAGES = [name for name in PLUG_INS if name != "stochastic_depth"]
+"""All but the one that needs a network with residual blocks."""
+SIZES = {"north": 12, "south": 9, "west": 10}
+GOES_WITH = {
+    "deepall": ON_IMAGES,
+    "source_only": ON_IMAGES,
+    "mixstyle": [name for name in ON_IMAGES if name != "mixstyle"],
+    "jigen": [name for name in ON_IMAGES if name not in ("jigsaw", "label_smoothing")],
+    "fact": [name for name in ON_IMAGES if name not in ("amplitude_mix", "label_smoothing")],
+    "eisnet": ["augment", "mixstyle", "dropout"],
+    "crossgrad": ["augment", "mixstyle", "dropout", "jigsaw", "triplets"],
+    "dmg": ["augment", "mixstyle", "label_gradient", "jigsaw", "triplets", "sharpness"],
+    **dict.fromkeys(("masf", "dger", "epi_fcr", "feature_critic"), ("augment", "mixstyle", "dropout")),
+    **dict.fromkeys(("mdan", "cmss", "cdan", "srdc"), ("mixstyle", "dropout")),
+    **dict.fromkeys(("m3sda", "dael"), ("mixstyle",)),
+    **dict.fromkeys(("metareg", "dsbn"), ()),
+}
+"""Which go with which method. A new method, or a new plug-in, fails here until it has been thought of."""
+
+
+def option_of(name: str, **more: Any) -> dict[str, Any]:
+    return {"name": name, **OPTIONS.get(name, {}), **more}
+
+
+def trained(method: Any, budget: int = 8) -> tuple[Any, LocalFederation]:
+    network = NORMED_CNN if method.name == "dsbn" else CNN
+    state, where = run(method, domains(network, SIZES), network, rounds=1, budget=budget)
+    assert isinstance(where, LocalFederation)
+    return state, where
+
+
+def test_every_pooled_method_has_a_line() -> None:
+    assert set(GOES_WITH) == set(POOLED)
+
+
+@pytest.mark.parametrize("name", [name for name in POOLED if GOES_WITH[name]])
+def test_those_that_go_change_the_result_and_nothing_else(name: str) -> None:
+    plain, where = trained(method_of(name))
+    sent = where.ledger.settle()[1]
+    others = []
+    for plug_in in GOES_WITH[name]:
+        state, plugged = trained(method_of(name, local=[option_of(plug_in)]))
+        assert all(tensor.isfinite().all() for tensor in state.weights.values())
+        assert state.weights != plain.weights, plug_in
+        assert set(state.weights) == set(plain.weights)
+        assert plugged.ledger.settle()[1] == sent
+        assert plugged.progress.used == where.progress.used
+        site = plugged._runners["pool"].site
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in site.network.modules())
+        assert (plug_in in site.memory) == (plug_in in ("jigsaw", "triplets"))
+        others.append(state.weights)
+    assert all(one not in others[:number] for number, one in enumerate(others))
+
+
+@pytest.mark.parametrize("name", POOLED)
+def test_the_others_are_refused_with_the_reason(name: str) -> None:
+    for plug_in in (one for one in ON_IMAGES if one not in GOES_WITH[name]):
+        with pytest.raises(ValidationError) as refused:
+            method_of(name, local=[option_of(plug_in)])
+        said = refused.value.errors()[0]["msg"]
+        assert "\n" not in said
+        assert name in said
+        assert "leave it out" in said
+        if registry.method_class(name).takes_plug_ins:
+            assert f"local: {plug_in} does not go with {name}, wh" in said
+    assert set(registry.method_class(name).unfit_plug_ins) <= set(PLUG_INS)
+
+
+# The same as elsewhere ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "local",
+    [[{"name": "augment", "by": SHAPES.model_dump()}, "mixup", "label_smoothing"], ON_IMAGES[::2], ON_IMAGES[1::2]],
+    ids=["recipe", "one half", "other half"],
+)
+def test_deepall_of_one_domain_is_fedavg_at_one_site(local: list[Any]) -> None:
+    """Bit for bit, with the plug-ins' heads and their memory over two rounds."""
+    chosen = [option_of(one) if isinstance(one, str) else one for one in local]
+    options: Any = {"found": domains(CNN, {"pool": 21}), "rounds": 2, "budget": 6}
+    here, there = (run(kind(local=chosen), **options)[0].weights for kind in (DeepAll, FedAvg))
+    assert here == there
+    assert here != run(DeepAll(), **options)[0].weights
+
+
+def test_label_smoothing_is_torch_s() -> None:
+    method = DeepAll(local=[{"name": "label_smoothing", "smoothing": 0.3}])
+    site, weights, model = pool(method)
+    batch = mixed_batch(site)
+    loss = F.cross_entropy(model(batch.inputs), batch.targets, label_smoothing=0.3)
+    site.plug_ins = method.plug_ins(site)
+    expected = deepall_step(site, weights, loss, model)
+    assert_same(step(method, site, weights).weights, expected)
+
+
+def test_mixup_of_nothing_is_nothing() -> None:
+    """With α near 0, λ is 0 or 1: a mini-batch as it is, or the same in another order."""
+    plain, _ = trained(DeepAll())
+    found, _ = trained(DeepAll(local=[{"name": "mixup", "alpha": 1e-6}]))
+    for name, tensor in plain.weights.items():
+        torch.testing.assert_close(found.weights[name], tensor, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"name": "mixup", "probability": 0.0},
+        {"name": "cutmix", "probability": 0.0},
+        {"name": "mixstyle", "probability": 0.0},
+        {"name": "dropout", "rate": 0.0},
+        {"name": "amplitude_mix", "share": 0.0},
+        {"name": "label_gradient", "share": 0.0},
+        {"name": "label_smoothing", "smoothing": 0.0},
+        {"name": "jigsaw", "weight": 0.0},
+    ],
+    ids=lambda option: option["name"],
+)
+def test_a_plug_in_of_no_strength_is_none(option: dict[str, Any]) -> None:
+    plain, found = trained(DeepAll())[0].weights, trained(DeepAll(local=[option]))[0].weights
+    for name, tensor in plain.items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=1e-5)
+
+
+def test_mixup_mixes_the_samples_of_all_domains_by_hand() -> None:
+    method = DeepAll(local=[{"name": "mixup", "alpha": 1.0}])
+    site, weights, model = pool(method)
+    batch = mixed_batch(site)
+    assert len(batch.domains.unique()) > 1
+    draws = site.generator_for("mixup")
+    torch.rand((), generator=draws)
+    order = torch.randperm(len(batch.inputs), generator=draws)
+    logs = torch.rand(2, 4, generator=draws, dtype=torch.float64).log()  # Beta(1, 1), as Jöhnk draws it
+    total = torch.logaddexp(logs[0], logs[1])
+    share = float((logs[0] - total).exp()[total <= 0][0])
+    said = model(share * batch.inputs + (1 - share) * batch.inputs[order])
+    soft = share * F.one_hot(batch.targets, 3) + (1 - share) * F.one_hot(batch.targets[order], 3)
+    expected = deepall_step(site, weights, F.cross_entropy(said, soft), model)
+    site.plug_ins = method.plug_ins(site)
+    assert_same(step(method, site, weights).weights, expected)
+
+
+# Batches of domains ---------------------------------------------------------------------------------------------------
+
+
+def test_images_of_every_domain_are_moved_by_draws_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    method = EpiFCR(local=[{"name": "augment", "by": {"shear": 0.4}}])
+    site, weights, _ = pool(method)
+    sources, _ = next(site.domain_batches(1))
+    site.mini_batches = 0
+    draws = site.generator_for("augment")
+    seen: list[Batch] = []
+
+    def noted(self: EpiFCR, model: Network, parts: Any, batches: tuple[Batch, ...], pair: Any) -> Tensor:
+        seen.extend(batches)
+        return F.cross_entropy(model(batches[0].inputs), batches[0].targets)
+
+    monkeypatch.setattr(EpiFCR, "published_loss", noted)
+    site.plug_ins = method.plug_ins(site)
+    step(method, site, weights, mini_batches=3)
+    for found, batch in zip(seen, sources, strict=True):
+        expected = augment(site.pixels(batch.inputs).clamp(0, 1), Augmentation(shear=0.4), draws)
+        torch.testing.assert_close(site.pixels(found.inputs), expected, atol=1e-6, rtol=1e-5)
+        assert torch.equal(found.rows, batch.rows)
+        assert not torch.equal(found.inputs, batch.inputs)
+
+
+def test_fact_s_teacher_follows_once_a_step_however_often_the_loss_is_asked() -> None:
+    method = FACT(local=[{"name": "mixup", "alpha": 1.0}, "sharpness"])
+    site, weights, _ = pool(method)
+    site.plug_ins = method.plug_ins(site)
+    step(method, site, weights, steps=3)
+    assert int(site.memory.weights("parts")["steps"]) == 3
+
+
+def test_plug_ins_go_with_batches_of_domains_in_deepall() -> None:
+    """Mixup then mixes domains, of which each has its part."""
+    plain, mixed = (trained(DeepAll(domain_batches="split", local=local))[0].weights for local in ([], ["mixup"]))
+    assert plain != mixed
+
+
+def test_a_pool_of_a_site_s_role_has_its_plug_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    site, _, _ = pool(DeepAll(local=["dropout"]))
+    assert isinstance(site, Site)
+    assert [plug_in.name for plug_in in DeepAll(local=["dropout"]).plug_ins(site)] == ["dropout"]
