@@ -17,6 +17,9 @@ from calling import Cli
 from small import experiment, images, outcome, sites, start, write
 
 import fedshift
+from fedshift.evaluation.records import RunResult
+from fedshift.experiment.plan import common_settings
+from fedshift.report.conditions import used_note
 
 METHODS = [
     {"name": "deepall"},
@@ -283,6 +286,35 @@ def test_the_demo_needs_no_download(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(demo.data.build().domains) == 6
     demo = fedshift.load(Path(fedshift.cli.__file__).with_name("demo.yaml"), "data.per_class=2", "data.angles=[0,30]")
     assert fedshift.check(demo).methods[0].runs == 2 * len(demo.protocol.seeds)
+
+
+def test_the_explained_demo_is_the_demo_with_the_rows_that_explain_the_recipe() -> None:
+    """Of the same name and settings, so that the demo's finished runs are not repeated; and no such row is missing."""
+    import fedshift.cli
+
+    plain, whole = (
+        fedshift.load(Path(fedshift.cli.__file__).with_name(name)) for name in ("demo.yaml", "demo_explained.yaml")
+    )
+    kept = whole.model_copy(update={"methods": whole.methods[: len(plain.methods)]})
+    assert kept.dump() == plain.dump()
+    assert [method.display for method in whole.methods[len(plain.methods) :]] == ["deepall-moved", "fedavg-moved"]
+    made = RunResult.model_construct
+    rows = [
+        made(
+            method=method.display,
+            metric="accuracy",
+            options={**common_settings(whole, method), "target": "D0"},
+            data={"input_shape": [1, 28, 28]},
+            bytes_up={"raw_data": 1} if method.pooled else {"weights": 1},
+            bytes_down={},
+            rounds=5,
+        )
+        for method in whole.methods
+    ]
+    said = next(note for note in used_note(rows, [row.method for row in rows]) if note.startswith("Rows that explain"))
+    assert "fedavg with the same images and momentum: fedavg-moved" in said
+    assert "deepall with the same images and samples: deepall-moved" in said
+    assert "not run" not in said
 
 
 _HELP = """

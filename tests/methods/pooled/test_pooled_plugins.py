@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedshift.data.transforms import Augmentation, augment
 from fedshift.federation.local.in_process import LocalFederation
-from fedshift.federation.site import Batch, Site
+from fedshift.federation.site import Batch, with_labelled
 from fedshift.methods import registry
 from fedshift.methods.composition.local import PLUG_INS
 from fedshift.methods.federated.fedavg import FedAvg
@@ -198,6 +198,24 @@ def test_images_of_every_domain_are_moved_by_draws_of_their_own(monkeypatch: pyt
         assert not torch.equal(found.inputs, batch.inputs)
 
 
+def test_what_a_step_draws_is_changed_where_it_has_labels() -> None:
+    """Every source's batch, in a method's own tuples; not the target's, nor what is no batch."""
+    site, _, _ = pool(method_of("mdan"))
+    (first, *_), target = drawn = next(site.domain_batches(1))
+    assert target is not None
+    asked: list[Batch] = []
+
+    def noted(batch: Batch) -> Batch:
+        asked.append(batch)
+        return first
+
+    phase, (sources, other) = with_labelled(("A", drawn), noted)
+    assert (phase, sources, len(asked)) == ("A", (first, first, first), 3)
+    assert other is target
+    assert with_labelled(None, noted) is None
+    assert with_labelled(first, noted) is first
+
+
 def test_fact_s_teacher_follows_once_a_step_however_often_the_loss_is_asked() -> None:
     method = FACT(local=[{"name": "mixup", "alpha": 1.0}, "sharpness"])
     site, weights, _ = pool(method)
@@ -210,9 +228,3 @@ def test_plug_ins_go_with_batches_of_domains_in_deepall() -> None:
     """Mixup then mixes domains, of which each has its part."""
     plain, mixed = (trained(DeepAll(domain_batches="split", local=local))[0].weights for local in ([], ["mixup"]))
     assert plain != mixed
-
-
-def test_a_pool_of_a_site_s_role_has_its_plug_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    site, _, _ = pool(DeepAll(local=["dropout"]))
-    assert isinstance(site, Site)
-    assert [plug_in.name for plug_in in DeepAll(local=["dropout"]).plug_ins(site)] == ["dropout"]
