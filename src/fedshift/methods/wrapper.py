@@ -128,6 +128,11 @@ class Wrapper(Method):
         return self.inner.takes_plug_ins
 
     @property
+    def unfit_plug_ins(self) -> Mapping[str, str]:  # type: ignore[override]
+        """The inner method's: its sites train."""
+        return self.inner.unfit_plug_ins
+
+    @property
     def tasks(self) -> tuple[Task, ...]:  # type: ignore[override]
         """What the inner method can learn."""
         return self.inner.tasks
