@@ -10,7 +10,7 @@ import numpy as np
 
 from fedshift.deployment.privacy.ledger import LEDGER, SECRET
 from fedshift.deployment.site_server import SiteProgram
-from fedshift.errors import UserError
+from fedshift.errors import Refused, UserError
 from fedshift.federation.remote.wire import Message, unseal
 from fedshift.playground.in_process import answer_to, caught_requests, folder_of, forged, rehearse
 from fedshift.playground.played import FOUR, NASTY, Played, of_four
@@ -96,6 +96,31 @@ def _repeated(played: Played) -> str:
     return "the same answer, counted once"
 
 
+def _shorter_ledger(played: Played) -> str:
+    """Three answers are paid; then an older ledger, or none, lies in the place of the site's."""
+    program, request = _asked(played, "older-ledger")
+    envelope = json.loads(request.header)["envelope"]
+
+    def ask(number: int) -> dict[str, Any]:
+        changed = forged(request, envelope={**envelope, "exchange": number, "round": number})
+        try:
+            return answer_to(SiteProgram(program.config), changed)
+        except Refused as error:  # it does not even start
+            return {"error": "Refused", "message": str(error)}
+
+    expect(not any("error" in ask(number) for number in (1, 2, 3)), "the site does not answer")
+    file, said = program.config.memory / LEDGER, []
+    whole = file.read_bytes()
+    for older in (b"".join(whole.splitlines(keepends=True)[:2]), b""):
+        file.write_bytes(older) if older else file.unlink()
+        answer = ask(4)
+        expect("error" in answer, f"the site answers with {'an older' if older else 'no'} ledger")
+        said.append(str(answer["message"]))
+    file.write_bytes(whole)
+    expect("error" not in ask(5), "the site does not answer with its own ledger, either")
+    return said[0]
+
+
 def _from_the_seed(played: Played) -> str:
     """All that the coordinator knows is alike at two copies of a site; their secrets are not."""
     bodies = []
@@ -166,4 +191,5 @@ PROMISES = (
     Promise(COORDINATOR, "asks again for other noise on the same update", _repeated, _OPACUS),
     Promise(COORDINATOR, "computes a site's noise from what it knows", _from_the_seed, _OPACUS),
     Promise(COORDINATOR, "asks a site with a budget for the means of its table", _statistics, _OPACUS),
+    Promise("whoever can write to a role's disk", "puts an older ledger back, or none", _shorter_ledger, _OPACUS),
 )
