@@ -29,7 +29,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -165,128 +167,169 @@ _CSAC_MEMORY = {
 }
 
 
+@dataclass(frozen=True)
+class _Layout:
+    """How a part is printed: headings, the cells of a row, and what is said below."""
+
+    headings: Sequence[str]
+    cells: Callable[[Row], Sequence[str]]
+    caption: str = ""
+
+
+def _engine_cells(row: Row) -> Sequence[str]:
+    return (
+        row["data"],
+        row["bare_loop"],
+        f"{row['fedshift_images_per_second']:,.0f}",
+        f"{row['bare_images_per_second']:,.0f}",
+        f"{row['ratio']:.3f}",
+        f"{row['ratio_of_processor_seconds']:.3f}",
+        f"{row['difference_of_weights_after_a_round']:.0e}",
+    )
+
+
+def _workers_cells(row: Row) -> Sequence[str]:
+    return (
+        row["model"],
+        f"{row['mini_batches_per_second_one_worker']:,.0f}",
+        *(f"{row[key]:.2f}" for key in ("two_workers", "two_threads", "two_runs")),
+        row["winner_of_one_run"],
+    )
+
+
+def _sites_cells(row: Row) -> Sequence[str]:
+    return (
+        row["case"],
+        str(row["sites"]),
+        *(f"{value:.3f}" for value in row["processor_milliseconds_per_mini_batch"].values()),
+        f"{row['ratio']:.2f}",
+        f"{row['ratio_of_processor_seconds']:.2f}",
+        f"{row['difference_of_weights_after_a_round']:.0e}",
+    )
+
+
+def _kd3a_cells(row: Row) -> Sequence[str]:
+    return (
+        row["data"],
+        str(row["mini_batches"]),
+        f"{row['fedshift_seconds_per_epoch']:.2f}",
+        f"{row['bare_seconds_per_epoch']:.2f}",
+        f"{row['ratio']:.3f}",
+        f"{row['ratio_of_processor_seconds']:.3f}",
+        f"{row['difference_of_weights_after_a_round']:.0e}",
+    )
+
+
+def _csac_cells(row: Row) -> Sequence[str]:
+    per_batch = row["milliseconds_per_mini_batch"]
+    return (
+        row["case"],
+        *(f"{per_batch[key]:.2f}" for key in ("fedavg", "acquisition", "calibration")),
+        f"{row['calibration_ratio']:.2f}",
+        f"{row['calibration_ratio_of_processor_seconds']:.2f}",
+        f"{row['calibration_ratio_of_multiply_accumulates']:.2f}",
+        f"{row['whole_run_ratio']:.2f}",
+    )
+
+
+def _elcfs_cells(row: Row) -> Sequence[str]:
+    per_batch = row["milliseconds_per_mini_batch"]
+    return (
+        row["case"],
+        *(f"{per_batch[key]:.2f}" for key in ("fedavg", "elcfs")),
+        str(row["passes_per_image"]),
+        f"{row['ratio_per_image_gone_through']:.2f}",
+        f"{row['ratio_of_processor_seconds']:.2f}",
+    )
+
+
+def _pooled_cells(row: Row) -> Sequence[str]:
+    keys = ("ratio", "ratio_of_processor_seconds", "passes", "operations", "beside_its_arithmetic")
+    milliseconds = f"{row['milliseconds_per_mini_batch']:.1f}"
+    return f"{row['method']}, {row['case']}", milliseconds, *(f"{row[name]:.2f}" for name in keys)
+
+
+def _allocator_cells(row: Row) -> Sequence[str]:
+    ways = [row[key].values() for key in ("milliseconds", "new_pages", "peak_bytes")]
+    milliseconds, pages = ("  ".join(f"{value:,.1f}" for value in values) for values in ways[:2])
+    peaks = "  ".join(f"{value / 2**20:,.0f}" for value in ways[2])
+    return row["case"], milliseconds, f"{row['ratio_of_processor_seconds']:.2f}", pages, peaks
+
+
+def _mdfnet_cells(row: Row) -> Sequence[str]:
+    counts = (f"{row[key]:,}" for key in ("images", "mini_batches"))
+    return str(row["features"]), row["matrix_products"], *counts, f"{row['seconds_per_100_rounds']:.1f}"
+
+
+def _vote_cells(row: Row) -> Sequence[str]:
+    sizes = (f"{row[key] / 2**20:,.0f}" for key in ("growth_bytes", "peak_bytes", "predictions_bytes"))
+    return row["part"], f"{row['seconds']:.1f}", *sizes
+
+
+def _memory_cells(row: Row) -> Sequence[str]:
+    return (
+        _CSAC_MEMORY[row["part"]],
+        f"{row['sites']:,}",
+        f"{row['growth_bytes'] / 2**20:,.0f}",
+        f"{row['peak_bytes'] / 2**20:,.0f}",
+        f"{1000 * row['seconds'] / row['sites']:,.0f}",
+    )
+
+
+_LAYOUTS = {
+    "engine": _Layout(
+        ("data", "bare loop", "fedshift img/s", "bare img/s", "ratio", "of CPU time", "difference"), _engine_cells
+    ),
+    "workers": _Layout(
+        ("model", "batches/s", "2 workers", "2 threads", "2 runs at once", "wins in one run"), _workers_cells
+    ),
+    "sites": _Layout(
+        ("ms of the processor", "sites", "one by one", "side by side", "ratio", "of CPU time", "difference"),
+        _sites_cells,
+    ),
+    "kd3a": _Layout(
+        ("one epoch", "mini-batches", "fedshift s", "bare s", "ratio", "of CPU time", "difference"), _kd3a_cells
+    ),
+    "csac": _Layout(
+        ("ms per mini-batch", "FedAvg", "acquire", "calibrate", "ratio", "of CPU time", "arithmetic", "whole run"),
+        _csac_cells,
+        "whole run: 30 + 40×5 epochs; arithmetic: multiply-accumulates of layers, without MMD",
+    ),
+    "elcfs": _Layout(
+        ("ms per mini-batch", "FedAvg", "ELCFS", "passes", "ratio per pass", "of CPU time"),
+        _elcfs_cells,
+        "a mini-batch and its copy are two passes an image, with the boundary term three",
+    ),
+    "pooled": _Layout(
+        ("mini-batch of", "ms", "ratio", "of CPU time", "passes", "operations", "beside its arithmetic"),
+        _pooled_cells,
+        "passes: by the equations, heads left out; operations: counted; in those of DeepAll",
+    ),
+    "allocator": _Layout(
+        ("FedAvg's mini-batch", "CPU ms", "ratio", "new pages", "peak MiB"),
+        _allocator_cells,
+        "each cell: as the C library does it, then with freed memory kept",
+    ),
+    "mdfnet": _Layout(
+        ("features of an image", "matrix products", "images", "mini-batches", "seconds of 100 rounds"), _mdfnet_cells
+    ),
+    "vote": _Layout(
+        ("10 sources × 100,000 × 345", "seconds", "growth MiB", "with libraries", "predictions MiB"), _vote_cells
+    ),
+    "memory": _Layout(("aggregation", "sites", "growth MiB", "with libraries", "ms per site"), _memory_cells),
+}
+
+
 def _table(part: str, rows: list[Row]) -> Table:
-    table = Table(title=f"{part}: {AIMS[part]}", title_justify="left")
-    if part == "engine":
-        _columns(table, "data", "bare loop", "fedshift img/s", "bare img/s", "ratio", "of CPU time", "difference")
-        for row in rows:
-            table.add_row(
-                row["data"],
-                row["bare_loop"],
-                f"{row['fedshift_images_per_second']:,.0f}",
-                f"{row['bare_images_per_second']:,.0f}",
-                f"{row['ratio']:.3f}",
-                f"{row['ratio_of_processor_seconds']:.3f}",
-                f"{row['difference_of_weights_after_a_round']:.0e}",
-            )
-    elif part == "workers":
-        _columns(table, "model", "batches/s", "2 workers", "2 threads", "2 runs at once", "wins in one run")
-        for row in rows:
-            table.add_row(
-                row["model"],
-                f"{row['mini_batches_per_second_one_worker']:,.0f}",
-                *(f"{row[key]:.2f}" for key in ("two_workers", "two_threads", "two_runs")),
-                row["winner_of_one_run"],
-            )
-    elif part == "sites":
-        _columns(
-            table, "ms of the processor", "sites", "one by one", "side by side", "ratio", "of CPU time", "difference"
-        )
-        for row in rows:
-            table.add_row(
-                row["case"],
-                str(row["sites"]),
-                *(f"{value:.3f}" for value in row["processor_milliseconds_per_mini_batch"].values()),
-                f"{row['ratio']:.2f}",
-                f"{row['ratio_of_processor_seconds']:.2f}",
-                f"{row['difference_of_weights_after_a_round']:.0e}",
-            )
-    elif part == "kd3a":
-        headings = ("mini-batches", "fedshift s", "bare s", "ratio", "of CPU time", "difference")
-        _columns(table, "one epoch", *headings)
-        for row in rows:
-            table.add_row(
-                row["data"],
-                str(row["mini_batches"]),
-                f"{row['fedshift_seconds_per_epoch']:.2f}",
-                f"{row['bare_seconds_per_epoch']:.2f}",
-                f"{row['ratio']:.3f}",
-                f"{row['ratio_of_processor_seconds']:.3f}",
-                f"{row['difference_of_weights_after_a_round']:.0e}",
-            )
-    elif part == "csac":
-        table.caption = "whole run: 30 + 40×5 epochs; arithmetic: multiply-accumulates of layers, without MMD"
-        names = ("FedAvg", "acquire", "calibrate", "ratio", "of CPU time", "arithmetic", "whole run")
-        _columns(table, "ms per mini-batch", *names)
-        for row in rows:
-            per_batch = row["milliseconds_per_mini_batch"]
-            table.add_row(
-                row["case"],
-                *(f"{per_batch[key]:.2f}" for key in ("fedavg", "acquisition", "calibration")),
-                f"{row['calibration_ratio']:.2f}",
-                f"{row['calibration_ratio_of_processor_seconds']:.2f}",
-                f"{row['calibration_ratio_of_multiply_accumulates']:.2f}",
-                f"{row['whole_run_ratio']:.2f}",
-            )
-    elif part == "elcfs":
-        table.caption = "a mini-batch and its copy are two passes an image, with the boundary term three"
-        _columns(table, "ms per mini-batch", "FedAvg", "ELCFS", "passes", "ratio per pass", "of CPU time")
-        for row in rows:
-            per_batch = row["milliseconds_per_mini_batch"]
-            table.add_row(
-                row["case"],
-                *(f"{per_batch[key]:.2f}" for key in ("fedavg", "elcfs")),
-                str(row["passes_per_image"]),
-                f"{row['ratio_per_image_gone_through']:.2f}",
-                f"{row['ratio_of_processor_seconds']:.2f}",
-            )
-    elif part == "pooled":
-        table.caption = "passes: by the equations, heads left out; operations: counted; in those of DeepAll"
-        headings = ("ms", "ratio", "of CPU time", "passes", "operations", "beside its arithmetic")
-        _columns(table, "mini-batch of", *headings)
-        for row in rows:
-            keys = ("ratio", "ratio_of_processor_seconds", "passes", "operations", "beside_its_arithmetic")
-            milliseconds = f"{row['milliseconds_per_mini_batch']:.1f}"
-            table.add_row(f"{row['method']}, {row['case']}", milliseconds, *(f"{row[name]:.2f}" for name in keys))
-    elif part == "allocator":
-        table.caption = "each cell: as the C library does it, then with freed memory kept"
-        _columns(table, "FedAvg's mini-batch", "CPU ms", "ratio", "new pages", "peak MiB")
-        for row in rows:
-            ways = [row[key].values() for key in ("milliseconds", "new_pages", "peak_bytes")]
-            milliseconds, pages = ("  ".join(f"{value:,.1f}" for value in values) for values in ways[:2])
-            peaks = "  ".join(f"{value / 2**20:,.0f}" for value in ways[2])
-            table.add_row(row["case"], milliseconds, f"{row['ratio_of_processor_seconds']:.2f}", pages, peaks)
-    elif part == "mdfnet":
-        _columns(table, "features of an image", "matrix products", "images", "mini-batches", "seconds of 100 rounds")
-        for row in rows:
-            counts = (f"{row[key]:,}" for key in ("images", "mini_batches"))
-            seconds = f"{row['seconds_per_100_rounds']:.1f}"
-            table.add_row(str(row["features"]), row["matrix_products"], *counts, seconds)
-    elif part == "vote":
-        _columns(table, "10 sources × 100,000 × 345", "seconds", "growth MiB", "with libraries", "predictions MiB")
-        for row in rows:
-            table.add_row(
-                row["part"],
-                f"{row['seconds']:.1f}",
-                *(f"{row[key] / 2**20:,.0f}" for key in ("growth_bytes", "peak_bytes", "predictions_bytes")),
-            )
-    else:
-        _columns(table, "aggregation", "sites", "growth MiB", "with libraries", "ms per site")
-        for row in rows:
-            table.add_row(
-                _CSAC_MEMORY[row["part"]],
-                f"{row['sites']:,}",
-                f"{row['growth_bytes'] / 2**20:,.0f}",
-                f"{row['peak_bytes'] / 2**20:,.0f}",
-                f"{1000 * row['seconds'] / row['sites']:,.0f}",
-            )
-    return table
-
-
-def _columns(table: Table, first: str, *others: str) -> None:
+    layout = _LAYOUTS[part]
+    table = Table(title=f"{part}: {AIMS[part]}", title_justify="left", caption=layout.caption or None)
+    first, *others = layout.headings
     table.add_column(first)
     for other in others:
         table.add_column(other, justify="right")
+    for row in rows:
+        table.add_row(*layout.cells(row))
+    return table
 
 
 def _remarks(part: str, rows: list[Row]) -> list[str]:

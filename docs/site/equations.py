@@ -52,41 +52,34 @@ SYMBOL = re.compile(
 
 def described(docstring: str) -> str:
     """A docstring as Markdown. Lines that are indented and belong to no list are equations."""
-    parts: list[str] = []
-    prose: list[str] = []
-    formulas: list[str] = []
-    in_item = False
-
-    def flush() -> None:
-        if formulas:
-            parts.append(display(formulas))
-        elif prose:
-            parts.append(paragraph(" ".join(prose)))
-        prose.clear()
-        formulas.clear()
-
+    blocks: list[tuple[str, list[str]]] = [("blank", [])]
     for line in docstring.strip().splitlines():
-        indented, item = line.startswith("  "), ITEM.match(line)
-        if item:
-            flush()
-            in_item = True
-            prose.append(f"{item[1]} {item[2]}")
-        elif not line.strip():
-            flush()
-            in_item = False
-        elif in_item and indented:
-            prose.append(line.strip())
-        elif indented:
-            if prose:
-                flush()
-            formulas.append(line)
-        else:
-            if in_item or formulas or line.startswith(LEADS):
-                flush()
-            in_item = False
-            prose.append(line.strip())
-    flush()
-    return "\n\n".join(parts)
+        before = blocks[-1][0]
+        kind = _kind(line, in_item=before == "item")
+        if kind in ("item", "blank") or kind not in (before, "more") or line.startswith(LEADS):
+            blocks.append((kind, []))
+        blocks[-1][1].append(line)
+    return "\n\n".join(_shown(kind, lines) for kind, lines in blocks if kind != "blank")
+
+
+def _kind(line: str, *, in_item: bool) -> str:
+    """What a line is: the beginning of an item, more of it, blank, an equation or prose."""
+    if ITEM.match(line):
+        return "item"
+    if not line.strip():
+        return "blank"
+    if line.startswith("  "):
+        return "more" if in_item else "equation"
+    return "prose"
+
+
+def _shown(kind: str, lines: list[str]) -> str:
+    """The lines of a paragraph, an item or a display of equations as Markdown."""
+    if kind == "equation":
+        return display(lines)
+    if (item := ITEM.match(lines[0])) is not None:
+        lines = [f"{item[1]} {item[2]}", *lines[1:]]
+    return paragraph(" ".join(line.strip() for line in lines))
 
 
 def paragraph(text: str) -> str:

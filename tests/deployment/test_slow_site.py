@@ -40,6 +40,12 @@ class Threads(Loopback):
         self.one = threading.Lock()
         self.late: list[str] = []
 
+    def _let_come_back(self, number: int) -> None:
+        if number >= self.back:
+            self.go.set()
+            with self.idle[self.slow]:
+                pass  # it has done the request before
+
     def exchange(
         self, messages: Iterator[tuple[str, Message]], deadline: float, patience: Mapping[str, float]
     ) -> Generator[tuple[str, Message | Lost | Sign], None, None]:
@@ -47,10 +53,7 @@ class Threads(Loopback):
         over = threading.Event()
         whole = list(messages)
         number = max(json.loads(message.header).get("envelope", {}).get("round", 0) for _, message in whole)
-        if number >= self.back:
-            self.go.set()
-            with self.idle[self.slow]:
-                pass  # it has done the request before
+        self._let_come_back(number)
 
         def work(site: str, message: Message) -> None:
             with self.idle[site]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
-from fedshift.cli.console import escape, safe_console
+from fedshift.cli.console import safe_console
 from fedshift.errors import UserError
 from fedshift.experiment.check import Check, MethodCheck, check, noise_costs
 from fedshift.experiment.config.experiment import Experiment, load
@@ -19,6 +21,17 @@ _LONG = 2.0
 """Hours of training on a processor from which a frozen network is named."""
 
 
+@dataclass(frozen=True)
+class _Line:
+    """A line of the output. ``whole``: it is broken by no width, so that it is one line in a file, too."""
+
+    text: str
+    whole: bool = True
+
+
+_Block = _Line | Folded
+
+
 def check_file(path: Path, overrides: Sequence[str], runs: Path = Path("runs"), *, noise_cost: bool = False) -> None:
     """Print what is known about an experiment before it trains, and what of it is finished in the folder ``runs``.
 
@@ -27,32 +40,49 @@ def check_file(path: Path, overrides: Sequence[str], runs: Path = Path("runs"), 
     experiment = load(path, overrides)
     found = check(experiment, runs)
     console = safe_console()
-    shape = "×".join(str(size) for size in found.input_shape)
-    console.print(
-        f"data {escape(found.data)} ({found.fingerprint}): {escape(found.learned)}, samples of {shape}",
-        highlight=False,
+    parts = (
+        _of_data(found),
+        _of_model(found),
+        _of_methods(experiment, found),
+        _of_privacy(found),
+        _of_noise(experiment) if noise_cost else (),
+        _of_runs(experiment, found, runs / experiment.name),
     )
+    for block in chain.from_iterable(parts):
+        if isinstance(block, _Line):
+            console.print(block.text, markup=False, highlight=False, soft_wrap=block.whole)
+        else:
+            console.print(block)
+
+
+def _of_data(found: Check) -> Iterator[_Block]:
+    """The data set and its domains."""
+    shape = "×".join(str(size) for size in found.input_shape)
+    yield _Line(f"data {found.data} ({found.fingerprint}): {found.learned}, samples of {shape}", whole=False)
     head = ("domain", "samples", "trains", "held out", "measured as target", "without samples of")
     numbers = [(one.samples, one.train, one.held_out, one.measured_as_target) for one in found.domains]
     domains = [
         [one.name, *map(str, own), ", ".join(one.missing)] for one, own in zip(found.domains, numbers, strict=True)
     ]
-    console.print(Folded(head, domains, words=(len(head) - 1,)))
+    yield Folded(head, domains, words=(len(head) - 1,))
     if fixed := [one.name for one in found.domains if one.fixed_split]:
-        console.print(
-            f"test samples fixed by data.split, not by protocol.test_fraction: {', '.join(map(escape, fixed))}",
-            highlight=False,
-            soft_wrap=True,
-        )
-    for line in _missing(found):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-    console.print(
-        f"model {escape(found.model)}: {found.parameters:,} parameters, {found.payload:,} bytes; on {found.device}, "
+        yield _Line(f"test samples fixed by data.split, not by protocol.test_fraction: {', '.join(fixed)}")
+    yield from map(_Line, _missing(found))
+
+
+def _of_model(found: Check) -> Iterator[_Block]:
+    """The network, and what runs it."""
+    yield _Line(
+        f"model {found.model}: {found.parameters:,} parameters, {found.payload:,} bytes; on {found.device}, "
         f"{found.threads} thread(s) per process",
-        highlight=False,
+        whole=False,
     )
     for sentence in found.found:
-        console.print(f"  {sentence}", markup=False, highlight=False, soft_wrap=True)
+        yield _Line(f"  {sentence}")
+
+
+def _of_methods(experiment: Experiment, found: Check) -> Iterator[_Block]:
+    """What each method trains and sends, and how long all take."""
     columns = (
         "method",
         "runs",
@@ -78,53 +108,50 @@ def check_file(path: Path, overrides: Sequence[str], runs: Path = Path("runs"), 
         ]
         for method in found.methods
     ]
-    console.print(Folded(columns, methods, words=(len(columns) - 2, len(columns) - 1)))
-    console.print(
+    yield Folded(columns, methods, words=(len(columns) - 2, len(columns) - 1))
+    yield _Line(
         f"training of all runs: about {_duration(sum(method.hours for method in found.methods))}; starting, evaluating "
         "and saving add to this",
-        highlight=False,
+        whole=False,
     )
-    slow = _faster(experiment, found)
-    if slow is not None:
-        console.print(slow, markup=False, highlight=False, soft_wrap=True)
-    drawn = experiment.protocol.sites_per_round
-    if drawn is not None:
+    if (slow := _faster(experiment, found)) is not None:
+        yield _Line(slow)
+    if (drawn := experiment.protocol.sites_per_round) is not None:
         number = f"{drawn}" if isinstance(drawn, int) else f"{drawn:g} of the"
-        console.print(
-            f"{number} sources are drawn for each round; mini-batches and bytes count only these", soft_wrap=True
-        )
-    why = _why_rounds_differ(found.methods)
-    if why is not None:
-        console.print(why, markup=False, highlight=False)
+        yield _Line(f"{number} sources are drawn for each round; mini-batches and bytes count only these")
+    if (why := _why_rounds_differ(found.methods)) is not None:
+        yield _Line(why, whole=False)
     steps = steps_in_words({method.label: method.steps for method in found.methods if method.steps is not None})
     if steps is not None:
-        console.print(steps, markup=False, highlight=False, soft_wrap=True)
+        yield _Line(steps)
+
+
+def _of_privacy(found: Check) -> Iterator[_Block]:
+    """The ε that each site spends."""
     if found.privacy:
         delta = next(iter(found.privacy.values())).delta
         sites = [[site, f"{spent.run:.2f}", f"{spent.together:.2f}"] for site, spent in found.privacy.items()]
-        console.print(Folded(["site", f"ε of a run at δ = {delta:g}", "ε of all runs together"], sites))
-    for cost in noise_costs(experiment) if noise_cost else ():
-        what = f"{escape(cost.method)} → {escape(cost.target)}, seed {experiment.protocol.seeds[0]}"
-        console.print(
-            f"{what}: {cost.private:.2f} % with noise, {cost.plain:.2f} % without",
-            highlight=False,
-            soft_wrap=True,
-        )
-    place, progress = runs / experiment.name, found.progress
+        yield Folded(["site", f"ε of a run at δ = {delta:g}", "ε of all runs together"], sites)
+
+
+def _of_noise(experiment: Experiment) -> Iterator[_Block]:
+    """What the noise of private training costs; a line as soon as it is known."""
+    for cost in noise_costs(experiment):
+        what = f"{cost.method} → {cost.target}, seed {experiment.protocol.seeds[0]}"
+        yield _Line(f"{what}: {cost.private:.2f} % with noise, {cost.plain:.2f} % without")
+
+
+def _of_runs(experiment: Experiment, found: Check, place: Path) -> Iterator[_Block]:
+    """What is finished, what is sent before training, and warnings."""
+    progress = found.progress
     if progress.finished or progress.others or progress.refused:
         others = f"; {progress.others} more in this folder are not of this experiment" if progress.others else ""
-        console.print(
-            f"{escape(str(place))}: {progress.finished} of {progress.planned} runs are finished{others}",
-            highlight=False,
-            soft_wrap=True,
-        )
+        yield _Line(f"{place}: {progress.finished} of {progress.planned} runs are finished{others}")
     for kind in found.encoding_shares:
-        console.print(
-            f"before training, each source sends {kind}, from which all sites get one encoding", highlight=False
-        )
+        yield _Line(f"before training, each source sends {kind}, from which all sites get one encoding", whole=False)
     refused = () if progress.refused is None else (f"fedshift run will refuse to start: {progress.refused}",)
     for warning in (*found.warnings, *(refused or _place(experiment, place))):
-        console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
+        yield _Line(f"warning: {warning}")
 
 
 def _faster(experiment: Experiment, found: Check) -> str | None:

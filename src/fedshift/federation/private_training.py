@@ -74,23 +74,14 @@ def minimise_privately(
         for batch in batches:
             for optimizer in steppers:
                 optimizer.zero_grad(set_to_none=True)
-            if len(batch.rows):
-                loss_of(batch).backward()  # type: ignore[no-untyped-call]
-                gradients = gradients_of(parameters, len(batch.rows), compared=draws.compares)
-                groups = None if data.groups is None else data.groups[batch.rows]
-                sums = clipped_sum(gradients, privacy.clip_norm, groups)
-            else:
-                sums = [torch.zeros_like(value) for value in parameters]
+            sums = _clipped_sums(site, batch, loss_of, parameters, privacy.clip_norm, compared=draws.compares)
             noise = draws.generator(site.envelope.exchange, f"noise {site.mini_batches}")
             for value, total in zip(parameters, sums, strict=True):
                 noisy = total.cpu().double() + draws.noise_multiplier * privacy.clip_norm * gaussian(value.shape, noise)
                 value.grad = torch.empty_like(value).copy_(noisy / expected)
                 _forget(value)
             if regulariser is not None:
-                pulls = torch.autograd.grad(regulariser(), parameters, allow_unused=True)
-                for value, pull in zip(parameters, pulls, strict=True):
-                    if pull is not None and value.grad is not None:
-                        value.grad += pull
+                _pull(parameters, regulariser())
             for optimizer in steppers:
                 optimizer.step()
     if not all(bool(value.isfinite().all()) for value in parameters):
@@ -101,6 +92,31 @@ def minimise_privately(
     if remember is not None:
         site.remember_optimizer(steppers[0], remember)
     return 0.0
+
+
+def _clipped_sums(
+    site: SiteBase,
+    batch: Batch,
+    loss_of: Callable[[Batch], Tensor],
+    parameters: list[nn.Parameter],
+    clip_norm: float,
+    *,
+    compared: bool,
+) -> list[Tensor]:
+    """The sum over a mini-batch of each sample's gradient, or each group's, clipped; 0 where it has no sample."""
+    if not len(batch.rows):
+        return [torch.zeros_like(value) for value in parameters]
+    loss_of(batch).backward()  # type: ignore[no-untyped-call]
+    gradients = gradients_of(parameters, len(batch.rows), compared=compared)
+    groups = None if site.data.groups is None else site.data.groups[batch.rows]
+    return clipped_sum(gradients, clip_norm, groups)
+
+
+def _pull(parameters: Sequence[nn.Parameter], loss: Tensor) -> None:
+    """Add the gradient of a loss that depends on no sample."""
+    for value, pull in zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True):
+        if pull is not None and value.grad is not None:
+            value.grad += pull
 
 
 @contextmanager

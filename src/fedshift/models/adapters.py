@@ -73,16 +73,9 @@ def with_adapters(network: Network, adapters: Adapters, input_shape: tuple[int, 
         UserError: peft is not installed, the network has no head, or a target cannot have an adapter.
     """
     peft = needed("peft", extra="networks", what="training.adapters")
-    head = network.classifier
-    kept = {id(tensor) for tensor in (*head.parameters(), *head.buffers())}
-    if not kept:
-        raise UserError("training.adapters: the network has no head with parameters; name it: model.parts.classifier")
-    trained = {id(parameter) for parameter in head.parameters() if parameter.requires_grad}
-    if adapters.normalisation:
-        for module in network.features.modules():
-            if isinstance(module, _NORMALISATION):
-                kept |= {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-                trained |= {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+    whole = _trained_whole(network, adapters)
+    kept = {id(tensor) for module in whole for tensor in (*module.parameters(), *module.buffers())}
+    trained = {id(value) for module in whole for value in module.parameters() if value.requires_grad}
     paths = _targets(network, adapters, input_shape)
     options = peft.LoraConfig(
         r=adapters.rank,
@@ -111,6 +104,15 @@ def with_adapters(network: Network, adapters: Adapters, input_shape: tuple[int, 
     if len(input_shape) == 3 and network.channels_last:
         network.to(memory_format=torch.channels_last)
     return network
+
+
+def _trained_whole(network: Network, adapters: Adapters) -> list[nn.Module]:
+    """The parts of a network that are trained as they are, beside adapters: its head, and normalisation if asked."""
+    head = network.classifier
+    if not [*head.parameters(), *head.buffers()]:
+        raise UserError("training.adapters: the network has no head with parameters; name it: model.parts.classifier")
+    layers = network.features.modules() if adapters.normalisation else ()
+    return [head, *(layer for layer in layers if isinstance(layer, _NORMALISATION))]
 
 
 def merged(network: Network, weights: Weights) -> Weights:

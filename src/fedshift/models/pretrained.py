@@ -9,7 +9,7 @@ import os
 import sys
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
@@ -191,24 +191,24 @@ def copy_weights(backbone: nn.Module, found: Mapping[str, Tensor], *, origin: st
         for kind in ("weight", "bias"):
             given.pop(f"{head}.{kind}", None)
             needed.pop(f"{head}.{kind}")
-    missing = {name: tensor for name, tensor in needed.items() if name not in given}
-    surplus = {name: tensor for name, tensor in given.items() if name not in needed}
-    reshaped = [name for name in needed if name in given and given[name].shape != needed[name].shape]
-    faults = []
-    if missing:
-        faults.append(f"missing {_listing(missing)}")
-    if surplus:
-        faults.append(f"not known to the model {_listing(surplus)}")
-    if reshaped:
-        pairs = [f"{name} is {tuple(given[name].shape)}, model has {tuple(needed[name].shape)}" for name in reshaped]
-        faults.append(f"of another shape: {_few(pairs)}")
-    if faults:
+    if faults := list(_misfits(needed, given)):
         raise UserError(f"{origin} does not fit model '{model}': {'; '.join(faults)}")
     for name in needed:
         if not bool(torch.isfinite(given[name]).all()):
             raise UserError(f"{origin}: {name} holds NaN or infinite values")
     # strict=False only because the last layer may be absent; everything else was compared above.
     backbone.load_state_dict({name: given[name] for name in needed}, strict=False)
+
+
+def _misfits(needed: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> Iterator[str]:
+    """In what names and shapes the weights that are given differ from those that a network needs."""
+    if missing := {name: tensor for name, tensor in needed.items() if name not in given}:
+        yield f"missing {_listing(missing)}"
+    if surplus := {name: tensor for name, tensor in given.items() if name not in needed}:
+        yield f"not known to the model {_listing(surplus)}"
+    if reshaped := [name for name in needed if name in given and given[name].shape != needed[name].shape]:
+        pairs = [f"{name} is {tuple(given[name].shape)}, model has {tuple(needed[name].shape)}" for name in reshaped]
+        yield f"of another shape: {_few(pairs)}"
 
 
 def _unfold(name: str, norm: nn.BatchNorm2d, given: dict[str, Tensor]) -> None:

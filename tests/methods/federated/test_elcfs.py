@@ -38,6 +38,16 @@ def transformed(image: Tensor, donor: Tensor, rate: float, half: int) -> Tensor:
     return torch.from_numpy(np.clip(np.real(np.fft.ifft2(mixed * np.exp(1j * np.angle(own)))), 0, 1)).float()
 
 
+def drawn_rates(law: str, images: int, draws: torch.Generator) -> Tensor:
+    """How much of an image's amplitude is another's, by image."""
+    if law == "uniform":
+        return torch.rand(images, generator=draws)
+    if law == "own amplitude gone":
+        torch.randint(1, (images,), generator=draws)
+        return torch.ones(images)
+    return (1 + torch.randint(9, (images,), generator=draws)) / 10
+
+
 def plain_round(
     inner_rate: float,
     order: str,
@@ -66,13 +76,7 @@ def plain_round(
             if drawn:
                 torch.randint(1, (len(rows),), generator=donors)  # which site: there is one
             chosen = (torch.rand(len(rows), generator=donors) * len(foreign)).long()
-            if law == "uniform":
-                rates = torch.rand(len(rows), generator=donors)
-            elif law == "own amplitude gone":
-                torch.randint(1, (len(rows),), generator=donors)
-                rates = torch.ones(len(rows))
-            else:
-                rates = (1 + torch.randint(9, (len(rows),), generator=donors)) / 10
+            rates = drawn_rates(law, len(rows), donors)
             mixed = torch.stack(
                 [
                     transformed(pixels[i, 0], foreign[j, 0], float(r), half)[None]

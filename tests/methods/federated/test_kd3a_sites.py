@@ -81,6 +81,18 @@ def test_a_run_goes_on_from_its_files(case: str, tmp_path: Path) -> None:
 # What travels ---------------------------------------------------------------------------------------------------------
 
 
+def round_of(first: int, sites: dict[str, int], size: int, remembered: int) -> Iterator[tuple[int, str, str, str, int]]:
+    """What crosses borders in a round whose first exchange is ``first``: exchange, site, direction, field, bytes."""
+    number = len(sites)
+    for name in sites:
+        yield first, name, "down", "weights", size
+        yield from ((first, name, "up", *sent) for sent in (("weights", size), ("samples", 8), ("loss", 8)))
+    down = {"weights": size, "models": number * size, "samples": 8 * number, "previous": remembered}
+    yield from ((first + 1, "target", "down", *sent) for sent in down.items() if sent[1])
+    up = {"weights": size, "shares": 8 * number, "target_share": 8, "confident": 8, "loss": 8}
+    yield from ((first + 1, "target", "up", *sent) for sent in up.items())
+
+
 @pytest.mark.parametrize("sites", [SITES, {"east": 19, "south": 9}, {"alone": 11}])
 def test_what_travels(sites: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Up K models, down to the target those and the aggregate before, up the aggregate, down to every source."""
@@ -101,25 +113,9 @@ def test_what_travels(sites: dict[str, int], monkeypatch: pytest.MonkeyPatch) ->
     first = step_on(method, where, State(start))
     second = step_on(method, where, first)
     size, number = start.nbytes, len(sites)
-    expected = Counter[tuple[int, str, str, str, int]]()
-    for exchange, remembered in ((1, 0), (3, 8 * (number + 1))):
-        for name in sites:
-            expected[exchange, name, "down", "weights", size] += 1
-            for field, bytes_ in (("weights", size), ("samples", 8), ("loss", 8)):
-                expected[exchange, name, "up", field, bytes_] += 1
-        for field, bytes_ in (("weights", size), ("models", number * size), ("samples", 8 * number)):
-            expected[exchange + 1, "target", "down", field, bytes_] += 1
-        if remembered:
-            expected[exchange + 1, "target", "down", "previous", remembered] += 1
-        for field, bytes_ in (("weights", size), ("shares", 8 * number)):
-            expected[exchange + 1, "target", "up", field, bytes_] += 1
-        for field in ("target_share", "confident", "loss"):
-            expected[exchange + 1, "target", "up", field, 8] += 1
     entries = where.ledger.entries
-    assert (
-        Counter((entry.exchange, entry.site, entry.direction, entry.field, entry.bytes) for entry in entries)
-        == expected
-    )
+    found = Counter((entry.exchange, entry.site, entry.direction, entry.field, entry.bytes) for entry in entries)
+    assert found == Counter([*round_of(1, sites, size, 0), *round_of(3, sites, size, 8 * (number + 1))])
     assert {entry.kind for entry in entries} == {"weights", "numbers"}
     # A source gets the aggregate and nothing beside it, no model of another source.
     to_sources = [request for _, request in delivered if request.site != "target"]

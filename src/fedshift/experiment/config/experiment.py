@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,6 @@ class Experiment(Section):
 
 
 _NAME = re.compile(r"(?!\.)[\w.-]+")
-_SECTIONS: dict[str, type[BaseModel]] = {"training": Training, "evaluation": Evaluation}
 
 
 def method_name(method: Method) -> str:
@@ -101,33 +100,37 @@ def parse(options: Mapping[str, Any], folder: Path | None = None) -> Experiment:
     """
     if not isinstance(options, Mapping):
         raise UserError("an experiment is a mapping of name, data, protocol, model, training, methods, engine, device")
-    fields = dict(options)
-    for name in fields:
-        if name not in Experiment.model_fields:
-            raise UserError(f"{name}: there is no such field; {nearest(str(name), Experiment.model_fields)}")
-    for name in ("data", "model", "methods"):
-        if name not in fields:
-            raise UserError(f"{name}: this section is missing from the experiment")
-    name = fields.get("name", "experiment")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise UserError(f"name: '{name}' cannot name a folder: use letters, digits, '-', '_' and '.' only")
-    fields["name"] = name
-    fields["data"] = data_source(fields["data"], folder or Path())
-    fields["model"] = _model(fields["model"], folder or Path())
-    fields["methods"] = _methods(fields["methods"], folder or Path())
-    if "protocol" in fields and not isinstance(fields["protocol"], ProtocolSection):
-        fields["protocol"] = _protocol(fields["protocol"])
-    for section, kind in _SECTIONS.items():
-        if section in fields and not isinstance(fields[section], kind):
-            fields[section] = _section(kind, fields[section], section)
-    if "engine" in fields and not isinstance(fields["engine"], EngineSection):
-        fields["engine"] = _engine(fields["engine"])
+    fields: dict[str, Any] = {"name": "experiment", **options}
+    _check_fields(fields)
+    for section, parsed in _SECTIONS.items():
+        if section in fields:
+            fields[section] = parsed(fields[section], folder or Path())
     try:
         experiment = Experiment(**fields)
     except ValidationError as error:
         raise UserError(describe(error, "", Experiment)) from None
     for method in experiment.methods:
         experiment.protocol.check_method(method)
+    _check_engine(experiment)
+    _check_training(experiment)
+    return experiment
+
+
+def _check_fields(fields: Mapping[str, Any]) -> None:
+    """Raise UserError where a field is not known or missing, or the name cannot name a folder."""
+    for name in fields:
+        if name not in Experiment.model_fields:
+            raise UserError(f"{name}: there is no such field; {nearest(str(name), Experiment.model_fields)}")
+    for name in ("data", "model", "methods"):
+        if name not in fields:
+            raise UserError(f"{name}: this section is missing from the experiment")
+    name = fields["name"]
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise UserError(f"name: '{name}' cannot name a folder: use letters, digits, '-', '_' and '.' only")
+
+
+def _check_engine(experiment: Experiment) -> None:
+    """Raise UserError where fields of the engine contradict each other, or what it has to run."""
     if experiment.engine.on_refusal == "leave_out" and experiment.engine.quorum is None:
         raise UserError(
             "engine.on_refusal: leave_out needs engine.quorum, the fewest sites that must answer an exchange"
@@ -142,6 +145,10 @@ def parse(options: Mapping[str, Any], folder: Path | None = None) -> Experiment:
             "model: it was given as an object, which other processes cannot make; name it file.py:Class, or leave out "
             "engine.workers and engine.parallel_runs"
         )
+
+
+def _check_training(experiment: Experiment) -> None:
+    """Raise UserError where fields of the training contradict each other, or the network."""
     training = experiment.training
     if isinstance(experiment.model, Frozen) and not training.augmentation.is_identity:
         raise UserError(
@@ -150,7 +157,14 @@ def parse(options: Mapping[str, Any], folder: Path | None = None) -> Experiment:
         )
     if training.optimizer == "sgd" and training.nesterov and training.momentum == 0:
         raise UserError("training.nesterov: needs training.momentum above 0")
-    return experiment
+
+
+def _training(value: Any, folder: Path) -> BaseModel:
+    return value if isinstance(value, Training) else _section(Training, value, "training")
+
+
+def _evaluation(value: Any, folder: Path) -> BaseModel:
+    return value if isinstance(value, Evaluation) else _section(Evaluation, value, "evaluation")
 
 
 def _section(kind: type[BaseModel], value: Any, path: str) -> BaseModel:
@@ -165,14 +179,18 @@ def _section(kind: type[BaseModel], value: Any, path: str) -> BaseModel:
         raise UserError(f"{path}: {error}") from None
 
 
-def _protocol(value: Any) -> BaseModel:
+def _protocol(value: Any, folder: Path) -> BaseModel:
+    if isinstance(value, ProtocolSection):
+        return value
     kind = value.get("kind", "leave_one_out") if isinstance(value, Mapping) else "leave_one_out"
     if not isinstance(kind, str) or kind not in PROTOCOLS:
         raise UserError(f"protocol.kind: there is no protocol '{kind}'; {nearest(str(kind), PROTOCOLS)}")
     return _section(PROTOCOLS[kind], value, "protocol")
 
 
-def _engine(value: Any) -> BaseModel:
+def _engine(value: Any, folder: Path) -> BaseModel:
+    if isinstance(value, EngineSection):
+        return value
     name = value.get("name", "local") if isinstance(value, Mapping) else "local"
     if not isinstance(name, str) or name not in ENGINES:
         raise UserError(f"engine.name: there is no engine '{name}'; {nearest(str(name), ENGINES)}")
@@ -221,6 +239,18 @@ def _method(value: Any, path: str, folder: Path) -> Method:
         raise UserError(describe(error, f"{path} ({kind.name})", kind)) from None
     except (ValueError, TypeError, SyntaxError) as error:  # raised by the import of a user's own file
         raise UserError(f"{path}: method '{fields['name']}' cannot be imported: {error}") from error
+
+
+_SECTIONS: Mapping[str, Callable[[Any, Path], Any]] = {
+    "data": data_source,
+    "model": _model,
+    "methods": _methods,
+    "protocol": _protocol,
+    "training": _training,
+    "evaluation": _evaluation,
+    "engine": _engine,
+}
+"""How each section is read, in the order of the messages; relative paths are relative to the folder."""
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:
@@ -282,26 +312,28 @@ def override_field(options: dict[str, Any], override: str) -> None:
     if keys[0] not in Experiment.model_fields:
         raise UserError(f"override '{path}': there is no such field; {nearest(keys[0], Experiment.model_fields)}")
     place: Any = options
-    for number, key in enumerate(keys):
-        last = number == len(keys) - 1
-        where = ".".join(keys[: number + 1])
-        if isinstance(place, list):
-            index = _index(place, key, where)
-            if last:
-                place[index] = value
-            else:
-                place[index] = named(place[index], where)
-                place = place[index]
-        elif last:
-            place[key] = value
-        else:
-            if isinstance(place.get(key), str) and key in ("data", "model"):
-                place[key] = {"name": place[key]}
-            if place.setdefault(key, {}) is None:
-                place[key] = {}
-            place = place[key]
-            if not isinstance(place, dict | list):
-                raise UserError(f"override '{path}': {where} is not a mapping; {suggest_field(path)}")
+    for number, key in enumerate(keys[:-1], 1):
+        place = _below(place, key, ".".join(keys[:number]), path)
+    place[_index(place, keys[-1], path) if isinstance(place, list) else keys[-1]] = value
+
+
+def _below(place: Any, key: str, where: str, path: str) -> Any:
+    """What ``key`` names in a mapping or a list, written out where it is short for a mapping or not there yet.
+
+    Raises:
+        UserError: it is neither a mapping nor a list, or is no entry of the list.
+    """
+    if isinstance(place, list):
+        index = _index(place, key, where)
+        place[index] = named(place[index], where)
+        return place[index]
+    if isinstance(place.get(key), str) and key in ("data", "model"):
+        place[key] = {"name": place[key]}
+    if place.setdefault(key, {}) is None:
+        place[key] = {}
+    if not isinstance(place[key], dict | list):
+        raise UserError(f"override '{path}': {where} is not a mapping; {suggest_field(path)}")
+    return place[key]
 
 
 def _index(items: list[Any], key: str, where: str) -> int:

@@ -229,28 +229,40 @@ class _RunLoop:
         for warning in report.get("warnings", []):
             if warning not in known:
                 self.context.reporter.warn(f"{self.run.target}, seed {self.run.seed}: {warning}")
-        screened = self.screening.settle() if self.screening is not None else {}
         if self.planned.privacy:
             report.pop("losses", None)  # the sites send none
-        if screened:
-            report["robust"] = screened
-            if self.screening is not None and self.screening.rule.one_model:
-                report.pop("aggregation_weights", None)  # one model took the place of all: no site's share counted
+        self._report_screened(report)
         if self.federation.per_round is not None and state.round:
             report["drawn"] = list(self.federation.drawn)
-        if self.federation.missing:
-            report["missing"] = dict(self.federation.missing)
-            for reason in self.federation.missing.values():
+        self._report_missing(report)
+        self._report_refused(report)
+        return report
+
+    def _report_screened(self, report: dict[str, Any]) -> None:
+        """What a rule of robust aggregation did with the round's replies."""
+        if self.screening is None or not (screened := self.screening.settle()):
+            return
+        report["robust"] = screened
+        if self.screening.rule.one_model:
+            report.pop("aggregation_weights", None)  # one model took the place of all: no site's share counted
+
+    def _report_missing(self, report: dict[str, Any]) -> None:
+        """Which sites did not answer, and why."""
+        if missing := self.federation.missing:
+            report["missing"] = dict(missing)
+            for reason in missing.values():
                 self.context.reporter.warn(f"{self.run.method.display} continues without a site: {reason}")
-            self.federation.missing.clear()
-        if self.federation.refused:
-            report["refused"] = dict(self.federation.refused)
+            missing.clear()
+
+    def _report_refused(self, report: dict[str, Any]) -> None:
+        """What sites refused to send."""
+        if refused := self.federation.refused:
+            report["refused"] = dict(refused)
             before = self._refusals()
-            for reason in itertools.chain.from_iterable(self.federation.refused.values()):
+            for reason in itertools.chain.from_iterable(refused.values()):
                 if reason not in before:
                     self.context.reporter.warn(f"{self.run.method.display} continues without it: {reason}")
-            self.federation.refused.clear()
-        return report
+            refused.clear()
 
     def _check_losses(self, losses: Mapping[str, float], number: int) -> None:
         """Raise TrainingDiverged if a site's loss explodes, compared with its first one of the run."""

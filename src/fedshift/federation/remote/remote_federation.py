@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -31,6 +31,35 @@ from fedshift.weights import NamedTensors, Weights
 
 Event = Callable[[dict[str, Any]], None]
 """Called with each event of an exchange (asked, answered, lost, refused), for people who watch."""
+
+
+@dataclass
+class _Exchange:
+    """What was asked, and what has come in and is not handed on yet."""
+
+    call: str
+    kind: type[Reply]
+    asked: Mapping[str, Request]
+    keys: Mapping[str, str]
+    arrivals: Generator[tuple[str, Message | Lost | Sign], None, None]
+    grace: Grace
+    spool: Spool
+    waiting: dict[str, Taken | Lost] = field(default_factory=dict)
+
+    def stop_if_over(self) -> None:
+        """Wait no longer for the sites that are missing, if their time is over."""
+        missing = self.asked.keys() - self.waiting.keys()
+        if self.grace.over(missing):
+            self.arrivals.close()
+            self.waiting.update(dict.fromkeys(missing, self.grace.too_late))
+
+    def keep(self, site: str, taken: Taken | Lost, message: Message | Lost, *, awaited: bool) -> None:
+        """Keep what a site answered; unless it is awaited, its message may go to a file."""
+        # Whether an open field fits shows when all have answered, so such an exchange waits for all.
+        self.grace.answered(usable=isinstance(taken, Taken) and taken.layout is None)
+        if isinstance(taken, Taken) and isinstance(message, Message) and not awaited:
+            taken = taken.put_by(self.spool.hold(message))
+        self.waiting[site] = taken
 
 
 class RemoteFederation(Federation):
@@ -120,57 +149,57 @@ class RemoteFederation(Federation):
         spool: Spool,
     ) -> Generator[Answer[Any] | Missing, None, None]:
         """Send requests and yield the answers in the order asked; those that come too early wait in the spool."""
-        kind, arrivals = reply_type(self.method, call), self._arrivals(call, outgoing)
         grace = Grace(self.grace, self.quorum, len(asked), self._lost)
-        waiting: dict[str, Taken | Lost] = {}
-
-        def takes_in(awaited: str) -> bool:
-            """Take in what comes next; False when nothing more will come."""
-            if (found := next(arrivals, None)) is None:
-                return False
-            site, message = found
-            if message is Sign.QUIET:
-                missing = asked.keys() - waiting.keys()
-                if grace.over(missing):
-                    arrivals.close()
-                    waiting.update(dict.fromkeys(missing, grace.too_late))
-            elif isinstance(message, Sign):
-                grace.fetched(site)
-            elif site not in asked:
-                self._record(call, site, "refused", "a reply from a site that was not asked")
-            elif site in waiting:
-                self._record(call, site, "refused", "a second reply to one request")
-            else:
-                taken = self._taken(kind, call, asked[site], message, keys[site])
-                # Whether an open field fits shows when all have answered, so such an exchange waits for all.
-                grace.answered(usable=isinstance(taken, Taken) and taken.layout is None)
-                if isinstance(taken, Taken) and isinstance(message, Message) and site != awaited:
-                    taken = taken.put_by(spool.hold(message))
-                waiting[site] = taken
-            return True
-
-        for site, request in asked.items():
-            while site not in waiting and takes_in(site):
-                pass
-            outcome = waiting.setdefault(site, Lost("did not answer"))
-            if isinstance(outcome, Taken) and outcome.layout is not None:
-                while takes_in(site):  # open fields can be compared only when all sites have answered
-                    pass
-                self._compare(call, waiting, len(asked))
-                outcome = waiting[site]
-            if isinstance(outcome, Taken) and outcome.held is not None:
-                outcome = self._taken(kind, call, request, spool.take(outcome.held), keys[site])
+        kind, arrivals = reply_type(self.method, call), self._arrivals(call, outgoing)
+        exchange = _Exchange(call, kind, asked, keys, arrivals, grace, spool)
+        for site in asked:
+            outcome = self._outcome(exchange, site)
             if isinstance(outcome, Lost):
                 self._record(call, site, "refused" if outcome.refused else "lost", outcome.reason)
                 yield self._missing(call, site, outcome)
                 continue
-            waiting[site] = Lost("handed on")
+            exchange.waiting[site] = Lost("handed on")
             self._lost.discard(site)
             self._memory[site] = outcome.memory
             self._outbox.delivered(call, site, residuals[site])
             assert outcome.answer is not None
             yield outcome.answer
             del outcome  # before the next is read
+
+    def _outcome(self, exchange: _Exchange, site: str) -> Taken | Lost:
+        """The answer of a site, for which what comes before it is taken in, or why there is none."""
+        waiting = exchange.waiting
+        while site not in waiting and self._takes_in(exchange, site):
+            pass
+        outcome = waiting.setdefault(site, Lost("did not answer"))
+        if isinstance(outcome, Taken) and outcome.layout is not None:
+            while self._takes_in(exchange, site):  # open fields can be compared only when all sites have answered
+                pass
+            self._compare(exchange.call, waiting, len(exchange.asked))
+            outcome = waiting[site]
+        if isinstance(outcome, Taken) and outcome.held is not None:
+            return self._taken_of(exchange, site, exchange.spool.take(outcome.held))
+        return outcome
+
+    def _takes_in(self, exchange: _Exchange, awaited: str) -> bool:
+        """Take in what comes next; False when nothing more will come."""
+        if (found := next(exchange.arrivals, None)) is None:
+            return False
+        site, message = found
+        if message is Sign.QUIET:
+            exchange.stop_if_over()
+        elif isinstance(message, Sign):
+            exchange.grace.fetched(site)
+        elif site not in exchange.asked:
+            self._record(exchange.call, site, "refused", "a reply from a site that was not asked")
+        elif site in exchange.waiting:
+            self._record(exchange.call, site, "refused", "a second reply to one request")
+        else:
+            exchange.keep(site, self._taken_of(exchange, site, message), message, awaited=site == awaited)
+        return True
+
+    def _taken_of(self, exchange: _Exchange, site: str, message: Message | Lost) -> Taken | Lost:
+        return self._taken(exchange.kind, exchange.call, exchange.asked[site], message, exchange.keys[site])
 
     def _arrivals(
         self, what: str, outgoing: list[tuple[str, Message]]
@@ -284,6 +313,31 @@ class RemoteFederation(Federation):
         Returns:
             What `checked_measures` returns, by site; lost sites are left out.
         """
+        outgoing, keys = self._asked_to_measure(weights, sites, whole)
+        found, grace = dict[str, dict[str, Any]](), Grace(self.grace, self.quorum, len(sites), self._lost)
+        missing = dict.fromkeys(sites, grace.too_late)
+        for site, message in self._arrivals("measure", outgoing):
+            if message is Sign.FETCHED:
+                grace.fetched(site)
+            elif isinstance(message, Sign):
+                if missing.keys().isdisjoint(needed) and grace.over(missing):
+                    break
+            elif isinstance(message, Lost):
+                missing[site] = message
+            else:
+                missing.pop(site, None)
+                grace.answered(usable=site in keys)
+                self._take_measures(site, message, keys.get(site, ""), found)
+        for site, lost in missing.items():
+            self._record("measure", site, "lost", lost.reason)
+            self._lost.add(site)
+        return {site: found[site] for site in sites if site in found}
+
+    def _asked_to_measure(
+        self, weights: Weights, sites: Sequence[str], whole: Mapping[str, Any]
+    ) -> tuple[list[tuple[str, Message]], dict[str, str]]:
+        """The requests to measure a model, and their keys by site. Only they hold its body: the transport may write it
+        to a file."""
         body = body_of(in_two("weights", weights), self.wire)
         size = sum(value.nbytes for value in body.content.values() if isinstance(value, NamedTensors))
         outgoing: list[tuple[str, Message]] = []
@@ -293,42 +347,33 @@ class RemoteFederation(Federation):
             keys[site] = header["key"] = request_key(header, body.sha256)
             outgoing.append((site, seal(header, body)))
             self.ledger.record(0, "measure", site, "down", {"measured": measured_bytes(size)})
-        del body  # the transport may hold it elsewhere
-        found, grace = dict[str, dict[str, Any]](), Grace(self.grace, self.quorum, len(sites), self._lost)
-        missing = dict.fromkeys(sites, grace.too_late)
-        for site, message in self._arrivals("measure", outgoing):
-            if isinstance(message, Sign):
-                if message is Sign.FETCHED:
-                    grace.fetched(site)
-                elif missing.keys().isdisjoint(needed) and grace.over(missing):
-                    break
-                continue
-            if isinstance(message, Lost):
-                missing[site] = message
-                continue
-            missing.pop(site, None)
-            grace.answered(usable=site in keys)
-            try:
-                header, _, _ = opened(message, keys.get(site, ""))
-                if "error" in header:
-                    lost = self._site_error(site, header)
-                    self._record("measure", site, "refused" if lost.refused else "lost", lost.reason)
-                    if lost.refused:
-                        self.note_refusal(site, lost.reason)
-                    continue
-                if site in found:
-                    raise FedshiftError("a second reply to one request")
-                found[site] = checked_measures(header.get("measures"), self._recipe)
-            except Stop as stop:
-                raise stop.reason from None
-            except FedshiftError as error:
-                self._record("measure", site, "refused", str(error))
-                continue
-            self.ledger.record(0, "measure", site, "up", {"measures": report_bytes(found[site])})
-        for site, lost in missing.items():
-            self._record("measure", site, "lost", lost.reason)
-            self._lost.add(site)
-        return {site: found[site] for site in sites if site in found}
+        return outgoing, keys
+
+    def _take_measures(self, site: str, message: Message, key: str, found: dict[str, dict[str, Any]]) -> None:
+        """Add what a site measured to ``found``, or record why it is refused.
+
+        Raises:
+            FedshiftError: the site's own error, where it ends the run.
+        """
+        try:
+            header, _, _ = opened(message, key)
+            if "error" in header:
+                self._record_error(site, self._site_error(site, header))
+                return
+            if site in found:
+                raise FedshiftError("a second reply to one request")
+            found[site] = checked_measures(header.get("measures"), self._recipe)
+        except Stop as stop:
+            raise stop.reason from None
+        except FedshiftError as error:
+            self._record("measure", site, "refused", str(error))
+            return
+        self.ledger.record(0, "measure", site, "up", {"measures": report_bytes(found[site])})
+
+    def _record_error(self, site: str, lost: Lost) -> None:
+        self._record("measure", site, "refused" if lost.refused else "lost", lost.reason)
+        if lost.refused:
+            self.note_refusal(site, lost.reason)
 
     # Checkpoints ------------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 
@@ -61,25 +62,34 @@ def _axes(panel: Panel) -> tuple[str, str]:
 
 
 def _series(catalogue: Catalogue, panel: Panel, runs: Runs) -> Iterator[Series]:
-    if panel.kind == "cells":
-        yield from _cells(compared(catalogue, panel, runs))
-    elif panel.kind == "leakage":
-        yield from _leakage(catalogue, runs.folder(Place()))
-    elif panel.kind == "distances":
-        for pairs, layers in distances.read(catalogue.results / runs.folder(Place())).items():
-            numbers = [mean_and_standard_error(values) for values in layers.values()]
-            yield Series(pairs, list(layers), [mean for mean, _ in numbers], [error for _, error in numbers])
-    elif panel.kind == "features":
-        for place in panel.rows.values():
-            yield from _placed(catalogue.results / runs.folder(place), place.method, panel.by)
-    elif panel.kind == "weights" and not panel.site:
-        for place in panel.rows.values():
-            yield from _sites(panel, runs, place)
-    else:
-        for name, place in panel.rows.items():
-            x, mean, error = _curve(panel, runs, place)
-            if x:
-                yield Series(name, x, mean, error)
+    """What a panel shows, by its kind."""
+    match panel.kind:
+        case "cells":
+            return _cells(compared(catalogue, panel, runs))
+        case "leakage":
+            return _leakage(catalogue, runs.folder(Place()))
+        case "distances":
+            return _distances(catalogue.results / runs.folder(Place()))
+        case "features":
+            folders = [(catalogue.results / runs.folder(place), place.method) for place in panel.rows.values()]
+            return chain.from_iterable(_placed(folder, method, panel.by) for folder, method in folders)
+        case "weights" if not panel.site:
+            return chain.from_iterable(_sites(panel, runs, place) for place in panel.rows.values())
+        case _:
+            return _curves(panel, runs)
+
+
+def _distances(folder: Path) -> Iterator[Series]:
+    for pairs, layers in distances.read(folder).items():
+        numbers = [mean_and_standard_error(values) for values in layers.values()]
+        yield Series(pairs, list(layers), [mean for mean, _ in numbers], [error for _, error in numbers])
+
+
+def _curves(panel: Panel, runs: Runs) -> Iterator[Series]:
+    for name, place in panel.rows.items():
+        x, mean, error = _curve(panel, runs, place)
+        if x:
+            yield Series(name, x, mean, error)
 
 
 def _cells(found: Compared) -> Iterator[Series]:
