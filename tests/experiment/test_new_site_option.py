@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from small import experiment, features, save
 
 import fedshift
@@ -16,6 +17,8 @@ from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.plan import Plan
 from fedshift.experiment.predict import load_model
 from fedshift.methods import registry
+from fedshift.methods.composition.new_site import NewSite
+from fedshift.report.conditions import conditions
 
 
 def options(where: dict[str, str], **changes: Any) -> dict[str, Any]:
@@ -59,6 +62,27 @@ def test_the_recipe_turns_the_classifier_for_vectors(tmp_path: Path) -> None:
     for run, scores in zip(found.runs, (kept, turned, by_option), strict=True):
         right = 100 * np.mean(scores.argmax(1) == np.asarray(far["y"]))
         assert run.accuracy() == pytest.approx(right, abs=0.02)
+
+
+def test_pooled_training_turns_its_classifier_as_the_recipe_does(tmp_path: Path) -> None:
+    """On the recipe's terms: its plug-in, its turned classifier. Training is that of the row without the new site."""
+    far = features(4, 60, 1.0)
+    where = save(tmp_path, a=features(1, 60), b=features(2, 60), z=far)
+    names = {"kept": {}, "turned": {"classifier_at_new_site": 16}}
+    methods = [{"name": "deepall", "label": label, "local": ["dropout"], **one} for label, one in names.items()]
+    changes = {"protocol": {"targets": ["z"], "seeds": [0]}, "training": {"rounds": 4, "batch_size": 8, "lr": 0.1}}
+    found = fedshift.run(options(where, **changes) | {"methods": methods}, tmp_path / "runs")
+    kept, turned = (load_model(found.folder / name / "z" / "seed-0") for name in names)
+    inputs = np.asarray(far["x"], dtype=np.float32)
+    np.testing.assert_array_equal(turned.scores(inputs, adapted=False), kept.scores(inputs))
+    by_hand = NewSite(classifier=16).adapted(kept.network, lambda: [torch.from_numpy(inputs)])
+    with torch.no_grad():
+        expected = by_hand(torch.from_numpy(inputs)).softmax(1).numpy()
+    np.testing.assert_allclose(turned.scores(inputs), expected, atol=1e-5)
+    assert np.abs(turned.scores(inputs) - kept.scores(inputs)).max() > 0.01
+    for run, model in zip(found.runs, (kept, turned), strict=True):
+        assert run.accuracy() == pytest.approx(100 * np.mean(model.scores(inputs).argmax(1) == far["y"]), abs=0.02)
+    assert conditions(found.runs)["turned"].words == ("pooled samples", "the target's unlabelled samples")
 
 
 @pytest.mark.parametrize(
