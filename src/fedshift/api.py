@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy.typing as npt
 
 from fedshift.errors import UserError, nearest
+from fedshift.evaluation.estimate.combination import Estimate
 from fedshift.evaluation.records import RunResult, Selection, SiteMetric, SiteMetrics
 from fedshift.evaluation.stored import ROUNDS
 from fedshift.experiment import check as checks
@@ -166,6 +167,17 @@ class Results:
             UserError: the choice is not of one run, or the samples are not what the model reads.
         """
         return self.model(method, target, seed).predict(X, accept_shift)
+
+    def estimate(
+        self, X: Samples, method: str | None = None, target: str | None = None, seed: int | None = None
+    ) -> Estimate:
+        """The accuracy of one run's model to expect on samples without labels: see `model` for the choice,
+        `Model.estimate` for the rest.
+
+        Raises:
+            UserError: the choice is not of one run, or the samples are not what the model reads.
+        """
+        return self.model(method, target, seed).estimate(X)
 
     def page(self, samples: Given | None = None) -> Path:
         """Write the page, ``report.html`` in the experiment's folder: tables, figures, warnings and settings.

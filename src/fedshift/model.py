@@ -10,8 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from fedshift.data.input_guard import InputShift
+from fedshift.evaluation.estimate.combination import Estimate
 from fedshift.evaluation.records import RunResult
 from fedshift.evaluation.stored import RESULT, stored
+from fedshift.experiment.estimate import estimate_at
 from fedshift.experiment.export import Exported, export
 from fedshift.experiment.predict import TrainedModel, how_written, load_model
 from fedshift.experiment.runs.run_folder import model_file
@@ -39,6 +41,7 @@ class Model:
         classes_: the names of the classes, in the order of their probabilities.
         metadata: what the run wrote about the model: method, network, sources, target, versions.
         result: the result of its run, if the model was loaded from the run's folder.
+        folder: from which it was loaded; None if it was not.
 
     Example:
         >>> from fedshift import FederatedClassifier
@@ -48,9 +51,10 @@ class Model:
         ['low', 'high']
     """
 
-    def __init__(self, trained: TrainedModel, result: RunResult | None = None) -> None:
+    def __init__(self, trained: TrainedModel, result: RunResult | None = None, folder: Path | None = None) -> None:
         self.trained = trained
         self.result = result
+        self.folder = folder
         self.classes_: npt.NDArray[np.str_] = np.array(trained.classes)
         self.metadata = trained.metadata
 
@@ -69,7 +73,8 @@ class Model:
         """
         path = Path(path)
         finished = path.is_dir() and stored(path / RESULT) is not None
-        return cls(load_model(path, method, network), read_result(path / RESULT) if finished else None)
+        folder = path if path.is_dir() else path.parent
+        return cls(load_model(path, method, network), read_result(path / RESULT) if finished else None, folder)
 
     def save(self, path: str | Path) -> None:
         """Write the model as one ``.safetensors`` file, which `load` and ``fedshift predict`` read.
@@ -129,6 +134,16 @@ class Model:
             UserError: the samples are not what the model reads.
         """
         return self.trained.read(Path(X) if isinstance(X, str) else X, how_written(written or {})).shift
+
+    def estimate(self, X: Samples, written: Written = None) -> Estimate:
+        """The accuracy to expect on samples without labels, in percent, with an interval of 90 %, or why there is none.
+
+        It needs the runs beside that of the model, each of which left another site out: see `estimate_accuracy`.
+
+        Raises:
+            UserError: the samples are not what the model reads, or it does not tell classes apart.
+        """
+        return estimate_at(self.trained, self.folder, Path(X) if isinstance(X, str) else X, how_written(written or {}))
 
     def predictions(self, X: Samples, accept_shift: bool = False, written: Written = None) -> pandas.DataFrame:
         """One row per sample: id, label if the samples say it, predicted class, and ``score_<class>`` for each class.

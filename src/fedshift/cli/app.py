@@ -227,6 +227,24 @@ def predict(
 
 
 @app.command(rich_help_panel=READ)
+def estimate(
+    run: Annotated[Path, typer.Argument(help="A run's folder, beside those that left out others.", metavar="RUN")],
+    data: Annotated[Path, typer.Argument(help="Samples of a new site: as for predict.", metavar="DATA")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="How a table is written, such as data.decimal=,", metavar="[data.FIELD=VALUE]..."),
+    ] = None,
+    format: Annotated[str, typer.Option("--format", help="terminal or json.")] = "terminal",
+    method: OwnMethod = None,
+    network: OwnNetwork = None,
+) -> None:
+    """Estimate a model's accuracy at a site without labels, with an interval; or say why that is not possible."""
+    from fedshift.cli.estimate import print_estimate
+
+    print_estimate(run, data, format, method, network, overrides or [])
+
+
+@app.command(rich_help_panel=READ)
 def export(
     model: Annotated[Path, typer.Argument(help="A run's folder or a model.safetensors.", metavar="RUN_OR_MODEL")],
     to: Annotated[str, typer.Option("--to", help="onnx, torchscript or safetensors.")],

@@ -22,11 +22,16 @@ def _warn(text: str) -> None:
     print(printable(f"warning: {text}"), file=sys.stderr)
 
 
-def _written(overrides: Sequence[str]) -> SiteFormat | None:
+def table_format(overrides: Sequence[str], command: str) -> SiteFormat | None:
+    """How a table is written, by ``data.FIELD=VALUE`` of a command line; None if nothing is said.
+
+    Raises:
+        UserError: there is no such field, or its value does not fit.
+    """
     options: dict[str, Any] = {}
     for override in overrides:
         if not override.startswith("data."):
-            raise UserError(f"'{override}': predict takes data.FIELD=VALUE, how a table is written: data.decimal=,")
+            raise UserError(f"'{override}': {command} takes data.FIELD=VALUE, how a table is written: data.decimal=,")
         override_field(options, override)
     return how_written(options.get("data", {}))
 
@@ -51,7 +56,7 @@ def print_predictions(
     """
     if format not in _FORMATS:
         raise UserError(f"--format: there is no format '{format}'; {nearest(format, _FORMATS)}")
-    written = _written(overrides)
+    written = table_format(overrides, "predict")
     trained = load_model(model, own_method, own_network)
     if masks is not None:
         if written is not None:

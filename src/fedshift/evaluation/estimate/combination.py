@@ -189,7 +189,7 @@ def estimate_accuracy(
     notes = [*([unusual] if unusual and not unlike else []), *_few_events(left_out)]
     if len(left_out) < FEWEST_SITES or len(shares) == 0:
         return replace(known, reasons=(*stop, *notes), harmful=bool(unlike))
-    cases = _Cases.of(left_out)
+    cases = Cases.of(left_out)
     found = read(cases.whole, shares)
     beyond, far = found.unexplained - cases.unexplained, found.far - cases.far
     stop += _too_unlike(beyond, far)
@@ -207,7 +207,7 @@ def estimate_accuracy(
 
 
 @dataclass(frozen=True)
-class _Cases:
+class Cases:
     """What the left-out sites say of estimates: the sums of all, their usual unlikeness, and a factor of errors."""
 
     whole: SiteSums
@@ -217,7 +217,8 @@ class _Cases:
     sites: int
 
     @classmethod
-    def of(cls, left_out: Mapping[str, LeftOut]) -> _Cases:
+    def of(cls, left_out: Mapping[str, LeftOut]) -> Cases:
+        """Read at least two left-out sites, each from the sums of the others."""
         sums = {name: sums_of(site.scores, site.labels) for name, site in left_out.items()}
         readings = {
             name: read(reduce(add, (one for other, one in sums.items() if other != name)), site.scores)

@@ -1,0 +1,149 @@
+"""``fedshift estimate``: the cases are the runs beside, and what comes in may be anything."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fedshift
+from fedshift.cli.estimate import print_estimate
+from fedshift.errors import UserError
+from fedshift.evaluation.predictions import PREDICTIONS
+
+SITES = ("north", "south", "east", "west")
+
+
+def hospital(seed: int, n: int = 90) -> list[dict[str, Any]]:
+    """Patients whose illness depends on age and pressure; some are exceptions."""
+    rng = np.random.default_rng(seed)
+    age, pressure = rng.normal(55 + 2 * (seed % 4), 10, n), rng.normal(120 + seed % 4, 15, n)
+    ill = (age - 55) / 10 + (pressure - 120) / 15 + 0.8 * rng.normal(size=n) > 0
+    return [
+        {"age": f"{a:.1f}", "pressure": f"{p:.1f}", "outcome": "ill" if one else "well"}
+        for a, p, one in zip(age, pressure, ill, strict=True)
+    ]
+
+
+def written(path: Path, rows: list[dict[str, Any]], names: tuple[str, ...] = ("age", "pressure", "outcome")) -> Path:
+    path.write_text("\n".join([",".join(names), *(",".join(row[name] for name in names) for row in rows)]) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> fedshift.api.Results:
+    place = tmp_path_factory.mktemp("estimate")
+    sites = {name: str(written(place / f"{name}.csv", hospital(at))) for at, name in enumerate(SITES)}
+    return fedshift.run(
+        {
+            "name": "estimate",
+            "data": {"name": "table", "sites": sites, "label": "outcome", "numeric": ["age", "pressure"]},
+            "protocol": {"targets": "all", "seeds": [0, 1]},
+            "model": "linear",
+            "training": {"rounds": 8, "batch_size": 16, "lr": 0.1},
+            "methods": ["fedavg"],
+            "engine": {"threads": 1},
+            "evaluation": {"resamples": 0},
+            "device": "cpu",
+        },
+        place / "runs",
+    )
+
+
+def run_of(results: fedshift.api.Results, site: str) -> Path:
+    return results.folder / "fedavg" / site / "seed-0"
+
+
+def test_a_new_site_is_estimated_from_the_sites_left_out(
+    results: fedshift.api.Results, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = hospital(9, 200)
+    data = written(tmp_path / "new.csv", new, ("age", "pressure"))
+    found = results.estimate(data, target="north", seed=0)
+    model = results.model(target="north", seed=0)
+    truth = 100 * np.mean(model.predict(data) == np.array([row["outcome"] for row in new]))
+    assert found.sites == 4
+    assert "agreement" in found.parts
+    assert found.estimate == pytest.approx(truth, abs=12)
+    assert found.low is not None
+    assert found.high is not None
+    assert found.low <= truth <= found.high
+    print_estimate(run_of(results, "north"), data, "json", None)
+    said = json.loads(capsys.readouterr().out)
+    assert {"estimate", "low", "high", "abstain", "reasons"} <= set(said)
+    assert said["estimate"] == pytest.approx(found.estimate)
+    print_estimate(run_of(results, "north") / "model.safetensors", data, "terminal", None)
+    assert f"{found.estimate:.1f} %" in capsys.readouterr().out
+
+
+def test_labels_of_the_data_are_not_read(results: fedshift.api.Results, tmp_path: Path) -> None:
+    rows = hospital(9)
+    wrong = [{**row, "outcome": "well"} for row in rows]
+    one, other = (results.model(target="north", seed=0).estimate(written(tmp_path / "a.csv", r)) for r in (rows, wrong))
+    assert one == other
+
+
+def test_the_runs_own_target_is_no_case_of_itself(results: fedshift.api.Results) -> None:
+    """North's labels are known in the run's folder: they would say the answer."""
+    data = results.folder.parents[1] / "north.csv"
+    found = results.estimate(data, target="north", seed=0)
+    assert found.sites == 3
+    assert not found.abstain
+
+
+def test_a_site_that_trained_is_no_new_site(results: fedshift.api.Results) -> None:
+    found = results.estimate(results.folder.parents[1] / "south.csv", target="north", seed=0)
+    assert found.abstain
+    assert "south" in found.reasons[0]
+    assert (found.estimate, found.low, found.high) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda rows: rows[:7],
+        lambda rows: [rows[0]] * 60,
+        lambda rows: [{**row, "age": str(12 * float(row["age"]))} for row in rows],
+        lambda rows: [{**row, "pressure": ""} for row in rows],
+    ],
+    ids=["seven rows", "one patient", "months for years", "an empty column"],
+)
+def test_data_that_allow_no_estimate_get_none(results: fedshift.api.Results, tmp_path: Path, change: Any) -> None:
+    found = results.estimate(written(tmp_path / "x.csv", change(hospital(9))), target="north", seed=0)
+    assert found.abstain
+    assert found.reasons
+    assert found.estimate is None
+
+
+def test_a_model_alone_has_no_cases(results: fedshift.api.Results, tmp_path: Path) -> None:
+    model = results.model(target="north", seed=0)
+    model.save(tmp_path / "model.safetensors")
+    alone = fedshift.Model.load(tmp_path / "model.safetensors")
+    found = alone.estimate(written(tmp_path / "new.csv", hospital(9)))
+    assert found.abstain
+    assert "too few sites" in found.reasons[0]
+    assert model.trained.metadata == alone.trained.metadata
+
+
+def test_mistakes_are_one_line(results: fedshift.api.Results, tmp_path: Path) -> None:
+    run, data = run_of(results, "north"), written(tmp_path / "new.csv", hospital(9))
+    with pytest.raises(UserError, match="jsn") as error:
+        print_estimate(run, data, "jsn", None)
+    assert "json" in str(error.value)
+    with pytest.raises(UserError, match="pressure"):
+        print_estimate(run, written(tmp_path / "less.csv", hospital(9), ("age",)), "json", None)
+    with pytest.raises(UserError, match="estimate takes"):
+        print_estimate(run, data, "json", None, None, ["training.rounds=3"])
+    with pytest.raises(UserError, match="did you mean"):
+        print_estimate(results.folder, data, "json", None)
+    file = run_of(results, "west") / PREDICTIONS
+    kept = file.read_bytes()
+    file.write_bytes(kept[:-40])
+    try:
+        with pytest.raises(UserError, match="predictions"):
+            print_estimate(run, data, "json", None)
+    finally:
+        file.write_bytes(kept)
