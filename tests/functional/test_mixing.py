@@ -9,10 +9,32 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
 from fedshift.errors import UserError
-from fedshift.functional.mixing import gradient_perturbed, mixed_styles, partners_in_the_other_half
+from fedshift.functional.mixing import gradient_perturbed, mixed_styles, partners_in_the_other_half, pasted
 
 X = torch.tensor([0.0, 2.0, 4.0, 6.0]).view(1, 1, 2, 2)
 Y = torch.tensor([1.0, 1.0, 1.0, 5.0]).view(1, 1, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("share", "centre", "rows", "columns"),
+    [
+        (0.75, (0.5, 0.5), range(3, 9), range(6, 18)),  # sides of half: √(1 − λ) of 12 and of 24
+        (0.75, (0.0, 0.0), range(3), range(6)),  # cut at the corner: a quarter of that rectangle is inside
+        (0.75, (0.5, 1.0), range(3, 9), range(18, 24)),
+        (0.0, (0.5, 0.5), range(12), range(24)),
+    ],
+)
+def test_cutmix_pastes_a_rectangle_of_the_share_and_counts_what_was_pasted(
+    share: float, centre: tuple[float, float], rows: range, columns: range
+) -> None:
+    """By a drawing of the rectangle (Yun et al., ICCV 2019: sides √(1 − λ), and λ again by the pixels inside)."""
+    mixed, kept = pasted(torch.zeros(1, 1, 12, 24), torch.ones(1, 1, 12, 24), share, centre)
+    drawn = torch.zeros(12, 24)
+    for row in rows:
+        for column in columns:
+            drawn[row, column] = 1
+    assert torch.equal(mixed[0, 0], drawn)
+    assert kept == pytest.approx(1 - len(rows) * len(columns) / (12 * 24))
 
 
 def test_worked_numbers() -> None:

@@ -46,6 +46,16 @@ def test_cosine_against_torch() -> None:
         reference.step()
 
 
+def test_warm_up_against_torch() -> None:
+    """A warm-up of a tenth of 200 steps, which torch counts by itself."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    reference = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.01, total_iters=20)
+    for step in range(30):
+        assert schedules.warm_up(step / 200, 0.1) == pytest.approx(reference.get_last_lr()[0], abs=1e-12)
+        optimizer.step()
+        reference.step()
+
+
 def test_inverse_power() -> None:
     for progress, factor in ((0, 1.0), (0.1, 0.594604), (0.5, 0.260847), (1, 0.165560)):
         assert schedules.inverse_power(progress, 2.0) == pytest.approx(2 * factor, abs=2e-6)

@@ -38,6 +38,16 @@ def test_worked_numbers_of_dice() -> None:
     assert both.item() == pytest.approx((0.222222 + 1) / 2, abs=1e-5)  # the mean over structures
 
 
+def test_the_sums_of_dice_run_over_the_whole_batch() -> None:
+    """Two images of structures of different sizes are one image of both."""
+    masks, said = torch.zeros(2, 1, 3, 3).double(), torch.rand(2, 1, 3, 3).double()
+    masks[0, 0, 0, 0], masks[1] = 1, 1
+    as_one = [torch.cat([*values], dim=1)[None] for values in (said, masks)]
+    assert dice_loss(said, masks).item() == pytest.approx(dice_loss(*as_one).item(), abs=1e-12)
+    of_each = torch.stack([dice_loss(said[[n]], masks[[n]]) for n in range(2)]).mean().item()
+    assert dice_loss(said, masks).item() != pytest.approx(of_each, abs=1e-3)
+
+
 @given(st.integers(0, 99))
 def test_dice_is_between_zero_and_one(seed: int) -> None:
     masks = blobs(seed)

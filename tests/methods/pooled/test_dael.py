@@ -65,6 +65,18 @@ def test_a_step_by_hand(options: dict[str, Any], network: dict[str, object]) -> 
     assert set(site.memory) <= {"optimizer"}
 
 
+def test_the_weight_of_the_consensus_multiplies_it() -> None:
+    site = pool_of(DAEL())
+    model = site.model(start(DAEL()))
+    sources, _ = first_batches(site)
+    views = [batch.inputs for batch in sources]
+    without, once, thrice = (
+        DAEL(consensus_weight=weight).source_loss(model, sources, views).item() for weight in (0.0, 1.0, 3.0)
+    )
+    assert thrice - without == pytest.approx(3 * (once - without), rel=1e-4)
+    assert once - without > 1e-3
+
+
 def test_an_expert_is_taught_by_the_other_domain_and_never_as_the_teacher() -> None:
     """K = 2: L_cr moves expert 0 on the images of domain 1 alone, expert 1's word being constant, and vice versa."""
     sizes = {"north": 9, "south": 8}

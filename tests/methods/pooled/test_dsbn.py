@@ -273,6 +273,34 @@ def test_what_is_mixed_decides_between_a_loud_teacher_and_a_student_that_counts_
     assert found["logits"] != pytest.approx(found["probabilities"], rel=1e-2)
 
 
+def test_the_share_of_the_student_grows_over_the_second_stage() -> None:
+    """Halfway through a stage of a fifth of the run the student has 0.99 of the word: its classes are the labels."""
+    method = DSBN(first_stage=0.8)
+    site, student = normed_pool(method, progress=0.9), start(method, NORMED)
+    loud = {"classifier.bias": torch.tensor([0.0, 0.0, 1e6]), "classifier.weight": 0 * student["classifier.weight"]}
+    site.memory["teacher"] = student.merge(loud)
+    sources, target = first_batches(site)
+    said = site.model(student)(target.inputs)
+    rate = math.tanh(5 * (0.1 + 0.1 * 4 / LEFT) / 0.2)
+    labels = (rate * said.softmax(1) + (1 - rate) * torch.tensor([0.0, 0.0, 1.0])).argmax(1)
+    assert len(labels.unique()) > 1
+    supervised = [F.cross_entropy(site.model(student)(batch.inputs), batch.targets) for batch in sources]
+    expected = torch.stack(supervised).mean() + F.cross_entropy(said, labels)
+    assert fit(method, site, student).loss == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_a_new_student_has_no_momentum_of_the_teacher() -> None:
+    """Its first step is that of a site that never trained in stage 1."""
+    method, options = DSBN(), {"momentum": 0.9, "reset_optimizer_each_round": False}
+    site = normed_pool(method, **options)
+    teacher = fit(method, site, start(method, NORMED), steps=3).weights
+    found = []
+    for pool in (site, normed_pool(method, **options)):
+        pool.begin(type(pool.envelope)(2, 2, 0.5, LEFT))
+        found.append(fit(method, pool, teacher).weights)
+    assert found[0] == found[1]
+
+
 def test_the_second_stage_begins_with_a_round_and_forgets_the_first() -> None:
     method = DSBN()
     site = normed_pool(method, reset_optimizer_each_round=False, momentum=0.5)

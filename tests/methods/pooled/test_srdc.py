@@ -68,6 +68,35 @@ def test_a_step_by_hand(later: bool) -> None:
     assert_same(update.weights, model)
 
 
+def test_centres_move_at_their_own_rate() -> None:
+    """Two steps of a network that stands still: 1e-12 of a step is nothing, and 5e10 times that is 0.05."""
+    method = SRDC(centre_rate=5e10, embedding_weight=0.8, source_selection=False)
+    site, weights = pool_of(method, lr=1e-12), start(method)
+    model = site.model(weights)
+    found = method.clustered(site, model, True)
+    drawn = list(site.domain_batches(2))
+    site.mini_batches = 0
+    centres, losses = found.centres.clone().requires_grad_(), []
+    for number, (sources, target) in enumerate(drawn, 1):
+        assert target is not None
+        inputs, labels = torch.cat([b.inputs for b in sources]), torch.cat([b.targets for b in sources])
+        own = functional.one_hot(found.clusters[target.rows], 3).float()
+        assigned = [
+            (1 / (1 + (model.features(rows)[:, None] - centres[None]).square().sum(2))).softmax(1)
+            for rows in (inputs, target.inputs)
+        ]
+        embedded = functional.nll_loss(assigned[0].log(), labels) + cross_entropy(own, assigned[1])
+        rate = ramp(number * WORK / LEFT)
+        loss = functional.cross_entropy(model(inputs), labels)
+        loss = loss + rate * (cross_entropy(own, model(target.inputs).softmax(1)) + 0.8 * embedded)
+        losses.append(loss.item())
+        (slope,) = torch.autograd.grad(loss, centres)
+        assert slope.abs().max() > 1e-3
+        centres = (centres - 0.05 * slope).detach().requires_grad_()
+    site.begin(Envelope(1, 1, 0.0, LEFT))
+    assert fit(method, site, weights, steps=2).loss == pytest.approx(sum(losses) / 2, abs=1e-6)
+
+
 def test_clusters_have_the_numbers_of_the_classes() -> None:
     """Far apart classes: k-means from the sources' means finds the target's classes, without a look at its labels."""
     method = SRDC()
