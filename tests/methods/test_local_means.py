@@ -159,3 +159,26 @@ def test_stochastic_depth_leaves_the_short_cut() -> None:
     gone = (found == 0).flatten(1).all(1)
     assert 8 < gone.sum() < 32
     torch.testing.assert_close(found[~gone], 2 * plain[~gone], atol=1e-5, rtol=1e-4)
+
+
+class _Block(torch.nn.Module):
+    """A residual block as MobileNet's are known by, whose branch gives what it gets."""
+
+    use_res_connect = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Identity()
+
+
+def test_stochastic_depth_drops_more_the_deeper_a_block_lies() -> None:
+    """Block l of L is dropped with probability l/L of the last one's (Huang et al., ECCV 2016, section 3)."""
+    network: Any = torch.nn.Sequential(*(_Block() for _ in range(4))).train()
+    (plug_in,) = FedAvg(local=[{"name": "stochastic_depth", "rate": 0.6}]).local
+    runner, _ = site_of(FedAvg())
+    runner.site.begin(runner.site.envelope)
+    with plug_in.at(runner.site).attached(network):
+        for number, block in enumerate(network, 1):
+            found = block.conv(torch.ones(400, 1))
+            assert sorted(found.unique().tolist()) == pytest.approx([0.0, 1 / (1 - 0.15 * number)])
+            assert float((found == 0).float().mean()) == pytest.approx(0.15 * number, abs=0.1)

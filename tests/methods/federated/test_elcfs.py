@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from fedshift.errors import ReplyRefused, UserError
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.messages import Spectra
 from fedshift.federation.randomness import generator
+from fedshift.federation.site import Batch
 from fedshift.methods.base import Samples
 from fedshift.methods.federated import elcfs
 from fedshift.methods.federated.elcfs import ELCFS, _Bank
@@ -184,6 +186,18 @@ def test_the_ports_meta_loss_changes_nothing() -> None:
     for key, tensor in plain.weights.items():
         torch.testing.assert_close(ported.weights[key], tensor, atol=1e-6, rtol=1e-5)
     assert ported.report["losses"] != plain.report["losses"]
+
+
+def test_the_copies_of_an_image_have_its_label() -> None:
+    """Of two foreign sites: the loss of all copies is the mean of the losses of either site's."""
+    method, found = ELCFS(), [images("a", 8)]
+    model = setting(method, found).build_network()
+    labels, first, second = torch.tensor([0, 1, 2, 0]), torch.randn(4, 1, 12, 12), torch.randn(4, 1, 12, 12)
+    batch = Batch(torch.randn(4, 1, 12, 12), labels, torch.zeros(4, dtype=torch.int64), torch.arange(4))
+    site: Any = SimpleNamespace(objective=model.objective)
+    loss = method._meta_loss(site, model, dict(model.named_parameters()), batch, torch.cat([first, second]))
+    each = [F.cross_entropy(model(copies), labels) for copies in (first, second)]
+    torch.testing.assert_close(loss, (each[0] + each[1]) / 2)
 
 
 def test_laws_of_the_rate() -> None:

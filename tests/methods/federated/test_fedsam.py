@@ -21,7 +21,7 @@ def test_without_a_radius_it_is_fedavg_bit_for_bit(adaptive: bool) -> None:
 
 
 @pytest.mark.parametrize("network", [LINEAR, NORMED], ids=["linear", "BatchNorm"])
-@pytest.mark.parametrize("setting", ["paper", "asam"])
+@pytest.mark.parametrize("setting", ["paper", "asam", "asam_released"])
 def test_two_steps_by_hand(setting: str, network: dict[str, object]) -> None:
     """With BatchNorm, statistics follow both passes of a step."""
     method = FedSAM(steps_per_round=2, setting=setting)
@@ -39,9 +39,12 @@ def test_two_steps_by_hand(setting: str, network: dict[str, object]) -> None:
             norm = sum(gradient.square().sum() for gradient in gradients) ** 0.5
             moves = [0.05 * gradient / norm for gradient in gradients]
         else:
-            scaled = [(weight.abs() + 0.2) * gradient for weight, gradient in zip(here, gradients, strict=True)]
+            names = [name for name, _ in model.named_parameters()]
+            whole = [setting == "asam" or "weight" in name for name in names]  # the code leaves biases as they are
+            scales = [w.abs() + 0.2 if own else torch.ones_like(w) for w, own in zip(here, whole, strict=True)]
+            scaled = [scale * gradient for scale, gradient in zip(scales, gradients, strict=True)]
             norm = sum(tensor.square().sum() for tensor in scaled) ** 0.5
-            moves = [0.5 * (weight.abs() + 0.2) * t / norm for weight, t in zip(here, scaled, strict=True)]
+            moves = [0.5 * scale * tensor / norm for scale, tensor in zip(scales, scaled, strict=True)]
         with torch.no_grad():
             for parameter, move in zip(parameters, moves, strict=True):
                 parameter += move
