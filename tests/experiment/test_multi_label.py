@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sklearn.dummy import DummyClassifier
 
 import fedshift
 from fedshift.data.registry import parse
@@ -104,3 +105,12 @@ def test_columns_of_zeros_and_ones(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("x,p,q\n1,0,1\n2,1,2\n")
     with pytest.raises(UserError, match=r"line 3, column 'q'"):
         parse(data).build()
+
+
+def test_the_baseline_is_scikit_learn_s_most_frequent_answer_to_each_label() -> None:
+    draws = np.random.default_rng(0)
+    labels = (draws.random((40, 3)) < (0.9, 0.4, 0.2)).astype(np.float32)
+    frequent = DummyClassifier(strategy="most_frequent").fit(np.zeros((40, 1)), labels).predict(np.zeros((40, 1)))
+    found = label_metrics("a", "target", Scored(labels, labels, labels))
+    assert found.baseline == pytest.approx(100 * float((frequent == labels).mean()))
+    assert found.baseline > 60

@@ -38,6 +38,9 @@ def markdown(
     for room in sorted({_room(mutation) for mutation in mutations}):
         lines.append(_row(room, [m for m in mutations if _room(m) == room], tried))
     lines.append(_row("**all**", mutations, tried))
+    lines += ["", "By list (`lists/`), those of `unseen_by_tests` without a look at the tests:", "", *lines[8:10]]
+    for area in sorted({mutation.area for mutation in mutations}):
+        lines.append(_row(area, [m for m in mutations if m.area == area], tried))
     bad = [m for m in mutations if m.name in tried and tried[m.name]["status"] not in KILLED]
     lines += ["", "## Not noticed", ""]
     lines += [f"- `{m.name}` ({tried[m.name]['status']}): `{_short(m.old)}` → `{_short(m.new)}`" for m in bad]

@@ -75,7 +75,11 @@ def main() -> int:
     """Run what is asked for; 0 when no mutation survived."""
     options = _options()
     mutations = all_mutations()
-    chosen = [mutation for mutation in mutations if any(part in mutation.name for part in options.only)]
+    chosen = [
+        mutation
+        for mutation in mutations
+        if any(part in mutation.name for part in options.only) and options.list in ("", mutation.area)
+    ]
     kept, known = _kept(), named_tests()
     waiting = [
         mutation
@@ -111,6 +115,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="mutations at a time")
     parser.add_argument("--timeout", type=int, default=60, help="processor seconds for one mutation's tests")
     parser.add_argument("--only", nargs="+", default=[""], help="parts of names; the default is all")
+    parser.add_argument("--list", default="", help="only those of one file of lists/, such as evaluation")
     parser.add_argument("--again", action="store_true", help="also those that have a result")
     parser.add_argument("--report", action="store_true", help="write the report anew and run nothing")
     return parser.parse_args()
