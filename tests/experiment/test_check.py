@@ -9,7 +9,9 @@ import pytest
 from small import experiment, features, save, sites
 
 import fedshift
+from fedshift.data.domain import Domain, Rows
 from fedshift.errors import UserError
+from fedshift.experiment.protocols import one_target
 from fedshift.methods.base import RunPlan, Traffic
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.report.conditions import conditions
@@ -127,6 +129,24 @@ def test_check_finds_what_a_method_refuses_in_its_first_round(tmp_path: Path) ->
     (tmp_path / "own.py").write_text(OWN, encoding="utf-8")
     with pytest.raises(UserError, match="2 sites are too few"):
         fedshift.check(experiment(sites(tmp_path / "data"), methods=[f"{tmp_path}/own.py:Many"]))
+
+
+@pytest.mark.case("many sites", "check of twice as many sites splits twice as many domains")
+def test_check_splits_each_domain_a_few_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    where, split = save(tmp_path, a=features(1, 200), b=features(2, 200), c=features(3, 200)), one_target.part_rows
+    calls: list[str] = []
+
+    def counted(domain: Domain, *arguments: Any) -> tuple[Rows, Rows]:
+        calls.append(domain.name)
+        return split(domain, *arguments)
+
+    monkeypatch.setattr(one_target, "part_rows", counted)
+    counts = []
+    for each in (5, 10, 20):
+        calls.clear()
+        found = fedshift.check(experiment(where, protocol={"targets": ["a"], "seeds": [0], "sites_each": each}))
+        counts.append(len(calls) / len(found.domains))
+    assert counts[2] <= counts[0] <= 10, counts
 
 
 def test_check_trains_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,6 +84,11 @@ class Column:
         """The share of the rows with a value that have this one."""
         return float(self.rows[self.values == value].sum()) / self.count if self.count else 0.0
 
+    def repeated(self) -> list[float]:
+        """The values that a considerable share of the rows has."""
+        found: list[float] = self.values[self.rows / self.count >= _REPEATED].tolist() if self.count else []
+        return found
+
     def without(self, values: Sequence[float]) -> Column:
         """The other values."""
         others = ~np.isin(self.values, values)
@@ -344,7 +349,8 @@ def _has(sites: Sequence[str]) -> str:
 def codes_of(sites: Mapping[str, Column]) -> list[float]:
     """The numbers at the ends of a column's range that look like codes for "missing"."""
     ends = {float(value) for one in sites.values() if one.count for value in (one.values[0], one.values[-1])}
-    suspects = sorted(value for value in ends if any(one.share(value) >= _REPEATED for one in sites.values()))
+    repeated = {value for one in sites.values() for value in one.repeated()}
+    suspects = sorted(ends & repeated)
     rest = pooled([one.without([value for value in suspects if value in _CODES]) for one in sites.values()])
     return [value for value in suspects if _is_code(value, rest.without([value]), sites)]
 

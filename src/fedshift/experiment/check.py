@@ -357,7 +357,7 @@ def _domain(plan: Plan, name: str) -> DomainCheck:
         samples=len(data.domains[name]),
         train=len(given.train[name]) if given else 0,
         held_out=len(given.held_out[name]) if given else 0,
-        measured_as_target=len(plan.split(as_target, seed).measured[name]) if as_target is not None else 0,
+        measured_as_target=protocol.measured_at(data, as_target, name, seed) if as_target is not None else 0,
         missing=absent_classes(data, data.domains[name]),
         fixed_split=data.domains[name].fixed_split,
     )

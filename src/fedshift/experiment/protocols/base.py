@@ -142,6 +142,10 @@ class ProtocolSection(Section):
             UserError: a source has no sample to train on, or the target has none to be measured on.
         """
 
+    def measured_at(self, data: DataSet, target: str, site: str, seed: int) -> int:
+        """How many rows of a site are measured where it is the target, or one of them: those of `split_of`."""
+        return len(self.split_of(data, target, seed).measured[site])
+
     def with_wrong_labels(self, data: DataSet, split: Split, seed: int) -> DataSet:
         """The data as sites train on them: with a share of wrong labels at malicious sources. Held-out labels are true.
 

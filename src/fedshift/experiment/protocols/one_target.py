@@ -166,6 +166,12 @@ class OneTarget(DeployedProtocol):
         """The training and the held-out rows of one domain. They do not depend on other domains."""
         return part_rows(domain, self.test_fraction, seed, split_kind(domain, self.split))
 
+    def measured_at(self, data: DataSet, target: str, site: str, seed: int) -> int:
+        """As in the base. Rows of a domain do not depend on others, so with many sites not all are split for each."""
+        rows = self.domain_rows(data.domains[site], seed)
+        self._check_target_rows(data, site, rows)
+        return len(self.measured_rows(data.domains[site], rows[1]))
+
     def split_of(self, data: DataSet, target: str, seed: int) -> Split:
         """The rows of one (target, seed)."""
         rows = {name: self.domain_rows(domain, seed) for name, domain in data.domains.items()}
