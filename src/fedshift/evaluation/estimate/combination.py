@@ -6,7 +6,7 @@ how far those estimates were off says how far this one may be.
 
 The estimate is the median of five (`USED`), since each of them is far off somewhere. Where no class frequencies explain
 the predictions (`unexplained`, beyond what the left-out sites show of each other), inputs have changed and not only
-frequencies: then confidence misleads most, and the mean of the three that do not read it alone takes the median's
+frequencies: then confidence misleads most, and the median of the three that do not read it alone takes its
 place. These choices, and the constants below, are the same for all data; benchmarks/estimate.md says how they do.
 """
 
@@ -33,10 +33,10 @@ from fedshift.evaluation.estimate.sums import Numbers, SiteSums, probabilities, 
 USED = ("sureness", "thresholded confidence", "transport", "difference of transport", "confusion")
 """Whose median is the estimate where only class frequencies moved."""
 OF_CHANGED_INPUTS = ("transport", "difference of transport", "confusion")
-"""Whose mean is the estimate where inputs changed."""
-_FROM, _TO = 0.05, 0.15
+"""Whose median is the estimate where inputs changed."""
+_FROM, _TO = 0.1, 0.3
 """Shares of unexplained samples, beyond those of the left-out sites, between which the one gives way to the other."""
-FLOOR, SPREAD = 0.35, 1.1
+FLOOR, SPREAD = 0.42, 1.3
 """The error of an estimate, on the logit scale, before any left-out site is looked at: √(FLOOR² + (SPREAD · s)²), where
 s is the standard deviation of the five."""
 PRIOR = 3
@@ -46,10 +46,9 @@ _MOST_SQUARE = 9.0
 FEWEST_SITES, FEWEST_SAMPLES, FEW_EVENTS = 2, 10, 10
 UNEXPLAINED, FAR = 0.45, 0.06
 """From these, beyond what the left-out sites show of each other, scores are too unlike for an estimate."""
-NOTICED = 0.009
-"""The distance of confidence, beyond the same, from which a shift may be harmful: 5 % of unharmed targets exceed it."""
-LOSS = 14.0
-"""Points below the left-out sites' mean from which the estimate itself says so."""
+LOSS, ODD, DISTANT, ALARM = 14.0, 0.15, 0.02, 2.5
+"""A shift may be harmful from a sum of ALARM: points below the left-out sites' mean over LOSS, unexplained answers over
+ODD, and distance of confidence over DISTANT. About 6 % of unharmed targets reach it."""
 WIDEST = 70.0
 """An interval of more points than these says nothing, and no estimate is given."""
 LEVEL = 0.9
@@ -129,7 +128,7 @@ class Reading:
         """The estimate; ``usual``: the share of unexplained samples at left-out sites."""
         weight = min(1.0, max(0.0, (self.unexplained - usual - _FROM) / (_TO - _FROM)))
         median = float(np.median([self.parts[name] for name in USED]))
-        changed = float(np.mean([self.parts[name] for name in OF_CHANGED_INPUTS]))
+        changed = float(np.median([self.parts[name] for name in OF_CHANGED_INPUTS]))
         return (1 - weight) * median + weight * changed
 
     @property
@@ -154,6 +153,7 @@ def estimate_accuracy(
     others: Sequence[ArrayLike] = (),
     unlike: str | None = None,
     unusual: str | None = None,
+    cases: Cases | None = None,
 ) -> Estimate:
     """Estimate the accuracy of a model at a site without labels.
 
@@ -163,6 +163,7 @@ def estimate_accuracy(
         others: what models of other seeds say of them.
         unlike: what is too unlike the training data about the inputs; None: nothing.
         unusual: what is unusual about them.
+        cases: of the same sites, if they were read before.
 
     Example:
         >>> draw = np.random.default_rng(0)
@@ -189,14 +190,15 @@ def estimate_accuracy(
     notes = [*([unusual] if unusual and not unlike else []), *_few_events(left_out)]
     if len(left_out) < FEWEST_SITES or len(shares) == 0:
         return replace(known, reasons=(*stop, *notes), harmful=bool(unlike))
-    cases = Cases.of(left_out)
+    cases = cases or Cases.of(left_out)
     found = read(cases.whole, shares)
     beyond, far = found.unexplained - cases.unexplained, found.far - cases.far
     stop += _too_unlike(beyond, far)
     centre, low, high = cases.interval(found, len(shares))
     if not stop and 100 * (high - low) > WIDEST:
         stop.append(f"its interval would be {100 * (high - low):.0f} points wide")
-    harmful = bool(unlike) or far > NOTICED or 100 * (usual or 0.0) - 100 * centre > LOSS
+    lost = 100 * ((usual or 0.0) - centre)
+    harmful = bool(unlike) or lost / LOSS + beyond / ODD + far / DISTANT > ALARM
     parts = {name: 100 * value for name, value in found.parts.items()}
     if others:
         parts["agreement"] = 100 * agreement(np.stack([shares, *map(np.asarray, others)]))

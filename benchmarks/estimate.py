@@ -1,0 +1,326 @@
+"""Accuracy at sites without labels, estimated and known: ``python benchmarks/estimate.py [SEED …]``.
+
+Each site of each data set in turn is the one without labels. Its model is the one that never saw it, and the cases with
+known truth are the other sites, as the runs that left these out measured them. There are three kinds of targets:
+
+* natural: the site as it is;
+* synthetic: the same samples with noise, in another scale or unit, with columns or parts of the image missing, …;
+* moved: the same samples drawn again so that class frequencies differ (Dirichlet, 0.3 and 1 a class).
+
+What is known of a target is compared with what `estimate_accuracy` says of its scores alone, without a look at inputs.
+It writes results/estimate.json and prints the tables of estimate.md. The constants in
+`fedshift.evaluation.estimate.combination` were chosen on these data sets, the same for all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+import fedshift
+from fedshift.data.domain import DataSet, SparseRows
+from fedshift.evaluation.estimate import combination
+from fedshift.evaluation.estimate.combination import LeftOut, estimate_accuracy
+from fedshift.experiment.config.experiment import parse
+from fedshift.experiment.estimate import measured
+from fedshift.experiment.features import built
+from fedshift.version import installed_version
+
+RESULT = Path(__file__).parent / "results" / "estimate.json"
+SETS: dict[str, dict[str, Any]] = {
+    "heart_disease": {"data": {}, "model": {"name": "mlp", "hidden": [16]}, "training": (15, 64, 0.1)},
+    "office_caltech_surf": {"data": {}, "model": {"name": "mlp", "hidden": [64]}, "training": (15, 32, 0.05)},
+    "pacs_features": {"data": {}, "model": {"name": "mlp", "hidden": [64]}, "training": (6, 64, 0.01)},
+    "rotated_digits": {
+        "data": {"per_class": 60, "size": 8},
+        "model": {"name": "mlp", "hidden": [64]},
+        "training": (20, 32, 0.1),
+    },
+    "drawn_letters": {
+        "data": {"per_class": 40, "size": 16},
+        "model": {"name": "mlp", "hidden": [64]},
+        "training": (10, 32, 0.1),
+    },
+    "amazon_reviews": {
+        "data": {"scaling": "log"},
+        "model": {"name": "mlp", "hidden": [32]},
+        "training": (5, 50, 0.05),
+    },
+    "five_digits": {
+        "data": {"samples_per_domain": 700},
+        "model": {"name": "mlp", "hidden": [64]},
+        "training": (10, 50, 0.05),
+    },
+}
+"""Data set → its options, the network, and rounds, batch size and rate of FedAvg."""
+MOST = 600
+"""Samples of a target that are looked at."""
+Inputs = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One target: what is known of it and what is said of it, in percent."""
+
+    data: str
+    seed: int
+    site: str
+    kind: str
+    shift: str
+    truth: float
+    natural: float
+    usual: float
+    estimate: float
+    low: float
+    high: float
+    abstain: bool
+    harmful: bool
+    unexplained: float
+    far: float
+    parts: Mapping[str, float]
+
+
+def changed_images(images: Inputs, draw: np.random.Generator) -> Iterator[tuple[str, Inputs]]:
+    """Images (n, c, h, w) of uint8 as other devices and hands would have them."""
+    x = images.astype(np.float32)
+    dark = x.copy()
+    dark[..., : x.shape[3] // 3] = 0
+    blurred = sum(np.roll(x, (i, j), (2, 3)) for i in (-1, 0, 1) for j in (-1, 0, 1)) / 9
+    made = {
+        "noise 25": x + draw.normal(0, 25, x.shape),
+        "noise 70": x + draw.normal(0, 70, x.shape),
+        "contrast": (x - 128) * 0.3 + 128,
+        "brighter": x + 70,
+        "a third missing": dark,
+        "negative": 255 - x,
+        "blur": blurred,
+    }
+    for name, changed in made.items():
+        yield name, np.clip(np.rint(changed), 0, 255).astype(np.uint8)
+
+
+def changed_columns(rows: Inputs, mean: Inputs, std: Inputs, draw: np.random.Generator) -> Iterator[tuple[str, Inputs]]:
+    """Rows (n, d) in other units, with noise or with columns missing; mean and deviation (d,) are of the sources."""
+    width = rows.shape[1]
+    some, most = draw.random(width) < 0.3, draw.random(width) < 0.6
+    made = {
+        "noise 0.7": rows + 0.7 * std * draw.normal(size=rows.shape),
+        "noise 2": rows + 2 * std * draw.normal(size=rows.shape),
+        "scale 3": 3 * rows,
+        "scale 0.3": 0.3 * rows,
+        "units of 30 %": np.where(some, 8 * rows, rows),
+        "offset of 30 %": np.where(some, rows + 1.5 * std, rows),
+        "30 % missing": np.where(some, mean, rows),
+        "60 % missing": np.where(most, mean, rows),
+    }
+    for name, changed in made.items():
+        yield name, changed.astype(np.float32)
+
+
+def dense(data: DataSet, site: str, rows: NDArray[np.int64]) -> Inputs:
+    """Some samples of a site as an array."""
+    inputs = data.domains[site].inputs
+    return inputs.dense(rows) if isinstance(inputs, SparseRows) else np.asarray(inputs)[rows]
+
+
+def synthetic(data: DataSet, site: str, rows: NDArray[np.int64], seed: int) -> Iterator[tuple[str, Inputs]]:
+    """The samples of a site under every change."""
+    draw = np.random.default_rng([seed, list(data.domains).index(site)])
+    inputs = dense(data, site, rows)
+    if inputs.dtype == np.uint8:
+        yield from changed_images(inputs, draw)
+        return
+    others = [
+        dense(data, name, np.arange(min(len(domain), 700))) for name, domain in data.domains.items() if name != site
+    ]
+    pooled = np.concatenate(others)
+    yield from changed_columns(inputs, pooled.mean(axis=0), pooled.std(axis=0), draw)
+
+
+def moved(labels: NDArray[np.int64], classes: int, seed: int) -> Iterator[tuple[str, NDArray[np.int64]]]:
+    """Rows drawn again so that class frequencies are those of a draw from a Dirichlet distribution."""
+    draw = np.random.default_rng([seed, 1])
+    for number, alpha in enumerate((0.3, 1.0, 1.0)):
+        there = np.bincount(labels, minlength=classes) > 0
+        shares = np.where(there, draw.dirichlet([alpha] * classes), 0)
+        counts = draw.multinomial(min(len(labels), MOST), shares / shares.sum())
+        rows = [draw.choice(np.flatnonzero(labels == one), count) for one, count in enumerate(counts) if count]
+        yield f"draw {number}", np.concatenate(rows)
+
+
+def outcomes(name: str, seed: int, runs: Path, trained_for: list[float]) -> Iterator[Outcome]:
+    """All targets of a data set. ``trained_for`` receives the seconds of its runs."""
+    chosen = SETS[name]
+    rounds, batch, rate = chosen["training"]
+    experiment = parse(
+        {
+            "name": name,
+            "data": {"name": name, **chosen["data"]},
+            "protocol": {"targets": "all", "seeds": [seed]},
+            "model": chosen["model"],
+            "training": {"rounds": rounds, "batch_size": batch, "lr": rate, "measure_every": rounds},
+            "methods": ["fedavg"],
+            "engine": {"threads": 1},
+            "evaluation": {"resamples": 0},
+            "device": "cpu",
+        }
+    )
+    data = built(experiment)
+    results = fedshift.run(experiment, runs)
+    trained_for.append(sum(run.seconds for run in results.runs))
+    folder = results.folder / "fedavg"
+    known = {
+        one.site: one
+        for site in data.domains
+        for one in measured(folder / site / f"seed-{seed}", tuple(data.classes))
+        if one.unseen
+    }
+    cases = {site: one.known for site, one in known.items()}
+    for site, one in known.items():
+        others = {name: case for name, case in cases.items() if name != site}
+        trained = fedshift.Model.load(folder / site / f"seed-{seed}").trained
+        some = np.sort(np.random.default_rng(seed).permutation(len(one.rows))[:MOST])
+        scores, labels, rows = one.known.scores[some], one.known.labels[some], one.rows[some]
+        outcome = partial(outcome_of, others, combination.Cases.of(others), name, seed, site, accuracy(scores, labels))
+        yield outcome("natural", "", scores, labels)
+        for shift, inputs in synthetic(data, site, rows, seed):
+            yield outcome("synthetic", shift, trained.scores(inputs), labels)
+        for shift, chosen_rows in moved(labels, len(data.classes), seed):
+            yield outcome("moved", shift, scores[chosen_rows], labels[chosen_rows])
+
+
+def outcome_of(
+    others: Mapping[str, LeftOut],
+    cases: combination.Cases,
+    data: str,
+    seed: int,
+    site: str,
+    natural: float,
+    kind: str,
+    shift: str,
+    scores: Inputs,
+    labels: NDArray[np.int64],
+) -> Outcome:
+    """What is said of one target's scores, and what is known."""
+    found = estimate_accuracy(others, scores, cases=cases)
+    assert found.usual is not None
+    estimate, low, high = in_any_case(cases, scores)
+    return Outcome(
+        data=data,
+        seed=seed,
+        site=site,
+        kind=kind,
+        shift=shift,
+        truth=accuracy(scores, labels),
+        natural=natural,
+        usual=found.usual,
+        estimate=estimate,
+        low=low,
+        high=high,
+        abstain=found.abstain,
+        harmful=found.harmful,
+        unexplained=found.unexplained or 0.0,
+        far=found.far or 0.0,
+        parts=found.parts,
+    )
+
+
+def in_any_case(cases: combination.Cases, scores: Inputs) -> tuple[float, float, float]:
+    """Estimate and interval, also where none would be given: so abstention cannot make the errors smaller."""
+    centre, low, high = cases.interval(combination.read(cases.whole, scores), len(scores))
+    return 100 * centre, 100 * low, 100 * high
+
+
+def accuracy(scores: Inputs, labels: NDArray[np.int64]) -> float:
+    """In percent."""
+    return 100 * float((scores.argmax(axis=1) == labels).mean())
+
+
+def by_set(found: list[Outcome], value: Any) -> float:
+    """The mean over data sets of a value's mean."""
+    names = list(dict.fromkeys(one.data for one in found))
+    return float(np.mean([np.mean([value(one) for one in found if one.data == name]) for name in names]))
+
+
+def summary(found: list[Outcome]) -> dict[str, dict[str, float]]:
+    """By kind of target: mean absolute errors in points; coverage, width of intervals and abstentions in percent."""
+    table = {}
+    for kind in ("natural", "synthetic", "moved"):
+        own = [one for one in found if one.kind == kind]
+        errors = np.array([one.estimate - one.truth for one in own])
+        given = [one for one in own if not one.abstain]
+        table[kind] = {
+            "targets": len(own),
+            "error": by_set(own, lambda one: abs(one.estimate - one.truth)),
+            "error where given": by_set(given, lambda one: abs(one.estimate - one.truth)),
+            "mean of the other sites": by_set(own, lambda one: abs(one.usual - one.truth)),
+            **{name: by_set(own, lambda one, name=name: abs(one.parts[name] - one.truth)) for name in own[0].parts},
+            "covered": by_set(own, lambda one: 100 * (one.low <= one.truth <= one.high)),
+            "width": by_set(own, lambda one: one.high - one.low),
+            "width of an oracle": float(np.quantile(errors, 0.95) - np.quantile(errors, 0.05)),
+            "no estimate": by_set(own, lambda one: 100 * one.abstain),
+        }
+    harmed = [one for one in found if one.natural - one.truth >= 10]
+    spared = [one for one in found if one.kind == "natural" or (one.kind == "moved" and one.natural - one.truth < 3)]
+    table["harmful shifts"] = {
+        "targets": len(harmed),
+        "noticed": 100 * float(np.mean([one.harmful for one in harmed])) if harmed else 0.0,
+        "unharmed targets": len(spared),
+        "false alarms": 100 * float(np.mean([one.harmful for one in spared])),
+    }
+    return table
+
+
+def main() -> None:
+    """Measure all data sets with every seed."""
+    seeds = [int(text) for text in sys.argv[1:]] or [0]
+    trained_for: list[float] = []
+    found: list[Outcome] = []
+    began = time.time()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as place:
+        runs = Path(os.environ.get("ESTIMATE_RUNS", place))
+        for seed in seeds:
+            for name in SETS:
+                found += list(outcomes(name, seed, runs / f"seed-{seed}", trained_for))
+                print(f"{name}, seed {seed}: {time.time() - began:.0f} s", file=sys.stderr)
+    result = {
+        "command": f"python benchmarks/estimate.py {' '.join(map(str, seeds))}",
+        "seconds": round(time.time() - began),
+        "seconds of the runs": round(sum(trained_for)),
+        "versions": {"python": platform.python_version(), "fedshift": installed_version(), "torch": torch.__version__},
+        "summary": summary(found),
+        "by data set": {
+            name: summary([one for one in found if one.data == name]) for name in dict.fromkeys(o.data for o in found)
+        },
+        "targets": [asdict(one) for one in found],
+    }
+    RESULT.write_text(json.dumps(rounded(result), indent=1) + "\n", encoding="utf-8")
+    for kind, numbers in result["summary"].items():  # type: ignore[attr-defined]
+        print(kind, {name: round(value, 1) for name, value in numbers.items()})
+
+
+def rounded(value: Any) -> Any:
+    """Numbers to four digits."""
+    if isinstance(value, dict):
+        return {name: rounded(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [rounded(one) for one in value]
+    return round(value, 4) if isinstance(value, float) else value
+
+
+if __name__ == "__main__":
+    main()
