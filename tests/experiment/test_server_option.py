@@ -56,3 +56,18 @@ def test_the_list_of_methods_and_the_fields_show_it(cli: Cli) -> None:
     for word in ("momentum", "yogi", "beta2", "tau"):
         assert word in shown
     assert "optimiser of every site" in cli("fields", "training").out
+
+
+@pytest.mark.parametrize(
+    ("beta", "rounds", "few"), [(0.9, 29, True), (0.9, 30, False), (0.7, 9, True), (0.7, 10, False)]
+)
+def test_momentum_that_has_no_time_to_come_up_to_its_speed_is_named(
+    tmp_path: Path, beta: float, rounds: int, few: bool
+) -> None:
+    """Of equal changes it has 1 − β³ᐟ⁽¹⁻ᵝ⁾ of its size after 3/(1 − β) rounds, which is 95 %."""
+    assert 1 - beta ** (3 / (1 - beta)) == pytest.approx(0.96, abs=0.02)
+    given = options(tmp_path, "fedavg", {"optimizer": "momentum", "beta": beta})
+    given["training"]["rounds"] = rounds
+    warnings = [line for line in fedshift.check(given).warnings if "momentum" in line]
+    assert len(warnings) == few
+    assert all(str(rounds) in line for line in warnings)

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from every_method import method_of
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 from test_contract import assert_close
 from tiny import NORMED, domains, normed_for, run, start_of
@@ -32,6 +34,10 @@ def model(weight: float, mean: float = 0.0, counter: int = 0) -> Weights:
     )
 
 
+def double(weight: float) -> Weights:
+    return Weights({"w": torch.tensor(weight, dtype=torch.float64)})
+
+
 def test_two_steps_by_hand() -> None:
     """β = 0.5, η = 2: Δ = 1, m = 1, θ = 0 + 2; then Δ = 3, m = 3.5, θ = 2 + 7. Statistics are the method's."""
     first, kept = after_round(Momentum(beta=0.5, rate=2.0), model(0.0), model(1.0, 4.0, 5), {})
@@ -52,10 +58,57 @@ def test_the_second_moment_begins_at_tau_squared(rule: Any, second: float) -> No
     assert moved["w"].item() == pytest.approx(1 + 0.1 * first / (second**0.5 + 0.5))
 
 
+@given(
+    st.lists(st.floats(-2, 2), min_size=1, max_size=8), st.floats(0.01, 0.95), st.floats(0.05, 1.5), st.floats(0.1, 0.9)
+)
+def test_with_nesterov_s_momentum_sites_begin_where_torch_s_sgd_is(
+    targets: list[float], beta: float, rate: float, work: float
+) -> None:
+    """A round's sites go a share ``work`` of the way to a target, which is a gradient where they began."""
+    theirs = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.SGD([theirs], lr=rate, momentum=beta, nesterov=True)
+    server, state, kept = Momentum(beta=beta, rate=rate, nesterov=True), double(0.0), {}
+    for target in targets:
+        begun = server.start(state, kept)
+        assert begun["w"].item() == pytest.approx(theirs.item(), abs=1e-9)
+        after = Weights({"w": begun["w"] + work * (target - begun["w"])})
+        theirs.grad = -work * (target - theirs.detach())
+        optimizer.step()
+        state, kept = after_round(server, state, after, kept)
+        if rate == 1:
+            assert state["w"].item() == pytest.approx(after["w"].item(), abs=1e-12)
+    ahead = rate * beta * kept["first"]["w"].item()
+    assert state["w"].item() == pytest.approx(theirs.item() - ahead, abs=1e-9)
+
+
+def test_at_rate_one_nesterov_s_momentum_hands_out_the_mean_of_the_sites() -> None:
+    """FedACG (CVPR 2024, Algorithm 1): θ = 0, sites at 1, m = 1; they begin at 1 + 0.5 and end at 3; θ is their 3."""
+    server = Momentum(beta=0.5, nesterov=True)
+    first, kept = after_round(server, model(0.0), model(1.0, 4.0, 5), {})
+    assert first == model(1.0, 4.0, 5)
+    assert server.start(first, kept) == model(1.5, 4.0, 5)
+    second, kept = after_round(server, first, model(3.0, 6.0, 7), kept)
+    assert second == model(3.0, 6.0, 7)
+    assert kept["first"] == Weights({"w": torch.tensor([2.0])})
+
+
 def test_what_is_personal_does_not_move() -> None:
     moved, kept = after_round(Momentum(rate=5.0), model(1.0), model(3.0), {}, personal=("w",))
     assert moved == model(3.0)
     assert not kept["first"]
+
+
+def test_rounds_of_fedavg_whose_sites_begin_ahead() -> None:
+    """Two rounds by hand: the second is FedAvg's from θ₁ + β(θ₁ − θ₀), and its mean is what comes out."""
+    method, found = FedAvg(server=Momentum(beta=0.6, nesterov=True)), domains(NORMED)
+    start = start_of(method, found, NORMED)
+    (first, _), (second, _) = (run(method, found, NORMED, rounds=rounds) for rounds in (1, 2))
+    plain, _ = run(FedAvg(), found, NORMED, rounds=1)
+    assert_close(first.weights, plain.weights)
+    ahead = {key: plain.weights[key] + 0.6 * (plain.weights[key] - start[key]) for key in parameters_of(start)}
+    assert method.server is not None
+    assert_close(method.server.start(first.weights, first.server), plain.weights.merge(Weights(ahead)))
+    assert second.weights != run(FedAvg(), found, NORMED, rounds=2)[0].weights
 
 
 @pytest.mark.parametrize("name", SERVED)

@@ -329,6 +329,13 @@ def values_of(metric: Metric, samples: Any, names: Mapping[str, Any] | tuple[str
         metric: what the rounds of the task measure.
         samples: of `fedshift.evaluation.weighted_samples`.
         names: the metrics to compute. Those that cannot be computed are left out.
+
+    Example:
+        >>> import numpy as np
+        >>> from fedshift.evaluation.weighted_samples import Quantities
+        >>> samples = Quantities(np.array([1.0, 3.0]), np.array([2.0, 5.0]), np.ones((1, 2)))
+        >>> values_of("rmse", samples, ("mae",))["mae"].tolist()
+        [1.5]
     """
     found: dict[str, Numbers] = {}
     for name in names:

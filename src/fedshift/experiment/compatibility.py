@@ -23,6 +23,7 @@ from fedshift.experiment.fits import (
     robust_rules,
     sealed_routing,
     secure_sums,
+    server_momentum,
     side_by_side,
     tasks,
 )
@@ -59,6 +60,7 @@ OF_NETWORK: tuple[OfNetwork, ...] = (
 OF_METHOD_AMONG_SITES: tuple[OfMethod, ...] = (
     robust_rules.fits,
     averages.fits,
+    server_momentum.fits,
     refusals.method_fits,
 )
 OF_ALL_RUNS: tuple[OfExperiment, ...] = (

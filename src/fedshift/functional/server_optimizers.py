@@ -1,7 +1,7 @@
 """Optimisers of a server: the change of the common model in a round is taken for the gradient of a step.
 
 Source: Reddi, Charles, Zaheer, Garrett, Rush, Konečný, Kumar, McMahan: Adaptive Federated Optimization. ICLR 2021,
-Algorithms 1 and 2. Δ is the mean model after the round minus the one before.
+Algorithms 1 and 2. Δ is the mean model after the round minus the one that the sites began with.
 """
 
 from __future__ import annotations
@@ -13,20 +13,17 @@ from torch import Tensor
 Second = Literal["adagrad", "adam", "yogi"]
 
 
-def momentum_step(
-    weight: Tensor, change: Tensor, momentum: Tensor, beta: float, rate: float, ahead: bool = False
-) -> tuple[Tensor, Tensor]:
+def momentum_step(weight: Tensor, change: Tensor, momentum: Tensor, beta: float, rate: float) -> tuple[Tensor, Tensor]:
     """``m ← βm + Δ, θ ← θ + ηm``: FedAvgM (Hsu, Qi, Brown, 2019). With β = 0 and η = 1 it is FedAvg.
 
-    ``ahead``: ``θ ← θ + η(Δ + βm)``, Nesterov's, so that sites begin where momentum would bring the model by itself.
+    With Δ from sites that begin at θ + ηβm, where momentum would bring the model by itself, it is Nesterov's.
 
     Args:
         weight: θ before the round.
-        change: Δ.
+        change: Δ: the mean model after the round minus the one that the sites began with.
         momentum: m, zero at first.
         beta: β.
         rate: η.
-        ahead: whether the step is Nesterov's.
 
     Returns:
         The new θ and m.
@@ -37,7 +34,7 @@ def momentum_step(
         (tensor([1.6000]), tensor([0.6000]))
     """
     momentum = beta * momentum + change
-    return weight + rate * (change + beta * momentum if ahead else momentum), momentum
+    return weight + rate * momentum, momentum
 
 
 def adaptive_step(

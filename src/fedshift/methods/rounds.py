@@ -17,12 +17,12 @@ def play_round(method: Method, federation: Federation, state: State) -> State:
         FedshiftError: the method returned something else than the next state.
     """
     federation.round = state.round + 1
-    new = method.round(federation, state)
+    optimizer = method.server
+    begun = state if optimizer is None else replace(state, weights=optimizer.start(state.weights, state.server))
+    new = method.round(federation, begun)
     if not isinstance(new, State) or new.round != federation.round:
         raise FedshiftError(f"{method.name}: round() must return state.advance(...)")
-    if method.server is None:
+    if optimizer is None:
         return new
-    weights, moments = after_round(
-        method.server, state.weights, new.weights, state.server, method.personal(new.weights)
-    )
+    weights, moments = after_round(optimizer, state.weights, new.weights, state.server, method.personal(new.weights))
     return replace(new, weights=weights, server=moments)

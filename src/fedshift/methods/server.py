@@ -12,6 +12,7 @@ Source: Reddi et al., Adaptive Federated Optimization, ICLR 2021; momentum: Hsu,
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal
@@ -35,6 +36,10 @@ class _Optimizer(BaseModel, ABC):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    def start(self, before: Weights, kept: Moments) -> Weights:
+        """The model that the sites begin a round with; ``before`` itself, unless the rule says otherwise."""
+        return before
+
     @abstractmethod
     def step(self, before: Weights, change: Weights, kept: Moments) -> tuple[Weights, Moments]:
         """The new parameters, and what is remembered.
@@ -47,9 +52,11 @@ class _Optimizer(BaseModel, ABC):
 
 
 class Momentum(_Optimizer):
-    """FedAvgM: ``m ← βm + Δ, θ ← θ + ηm``; with ``nesterov`` ``θ ← θ + η(Δ + βm)``.
+    """FedAvgM: ``m ← βm + Δ, θ ← θ + ηm``; with ``nesterov`` Δ is from sites that began at θ + ηβm.
 
-    Sites that begin at θ + βm are those of FedACG (Kim, Kim, Han, CVPR 2024) without its term at the sites.
+    With η = 1 a round then hands out the plain mean of the sites' models, and they begin ahead of it by β of its last
+    move. It is FedACG (Kim, Kim, Han, CVPR 2024, Algorithm 1) without that method's term at the sites, and torch's SGD
+    with Nesterov's momentum, whose parameters are where sites begin.
     """
 
     optimizer: Literal["momentum"] = "momentum"
@@ -57,10 +64,15 @@ class Momentum(_Optimizer):
     rate: PositiveFloat = Field(1.0, description="η: learning rate of the server")
     nesterov: bool = Field(False, description="sites begin where momentum would bring the model by itself")
 
+    def start(self, before: Weights, kept: Moments) -> Weights:
+        if not self.nesterov or "first" not in kept:
+            return before
+        ahead = self.rate * self.beta
+        return before.merge(Weights({name: before[name] + ahead * old for name, old in kept["first"].items()}))
+
     def step(self, before: Weights, change: Weights, kept: Moments) -> tuple[Weights, Moments]:
         old = kept.get("first") or _filled(change, 0.0)
-        own = self.beta, self.rate, self.nesterov
-        found = {name: momentum_step(before[name], change[name], old[name], *own) for name in change}
+        found = {name: momentum_step(before[name], change[name], old[name], self.beta, self.rate) for name in change}
         return _part(found, 0), {"first": _part(found, 1)}
 
 
@@ -101,6 +113,16 @@ OPTIMIZERS: Mapping[str, type[Momentum | Adaptive]] = {
 }
 
 
+def rounds_to_speed(beta: float) -> int:
+    """3/(1 − β): the rounds of equal changes after which momentum has 95 % of its size.
+
+    Example:
+        >>> rounds_to_speed(0.9), rounds_to_speed(0.5), rounds_to_speed(0.0)
+        (30, 6, 3)
+    """
+    return math.ceil(3 / (1 - beta) - 1e-9)
+
+
 def _read(value: Any) -> Any:
     return read_choice(value, "optimizer", OPTIMIZERS, "optimiser of a server")
 
@@ -118,7 +140,7 @@ def after_round(
 
     Args:
         optimizer: the method's.
-        before: the common model before the round.
+        before: the common model before the round; the sites began with the optimiser's ``start`` from it.
         after: what the method made of it.
         kept: what the optimiser remembered.
         personal: names of parameters that the step leaves out.
@@ -127,8 +149,9 @@ def after_round(
         UserError: the method gave the model other names, shapes or types.
     """
     after.check_like(before, "the model after a round")
+    begun = optimizer.start(before, kept)
     change = parameters_of(after.without(lambda name: name in personal))
-    change = Weights({name: tensor - before[name] for name, tensor in change.items()})
+    change = Weights({name: tensor - begun[name] for name, tensor in change.items()})
     moved, kept = optimizer.step(before, change, kept)
     return after.merge(moved), kept
 

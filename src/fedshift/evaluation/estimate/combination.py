@@ -138,7 +138,14 @@ class Reading:
 
 
 def read(sums: SiteSums, scores: ArrayLike) -> Reading:
-    """What all estimators say of scores (m, classes), from the sums over labelled sites."""
+    """What all estimators say of scores (m, classes), from the sums over labelled sites.
+
+    Example:
+        >>> sums = sums_of([[0.9, 0.1]] * 6 + [[0.2, 0.8]] * 4, [0] * 5 + [1] * 5)
+        >>> found = read(sums, [[0.7, 0.3]] * 6 + [[0.2, 0.8]] * 4)
+        >>> round(found.parts["transport"], 3), round(found.unexplained, 3)
+        (0.7, 0.6)
+    """
     shares = probabilities(scores)
     return Reading(
         {name: estimator(sums, shares) for name, estimator in ESTIMATORS.items()},

@@ -30,7 +30,15 @@ _SMOOTH = 0.5
 
 
 def warmed(sums: SiteSums, shares: Numbers) -> Numbers:
-    """The probabilities at the temperature that fits the labelled sites."""
+    """The probabilities at the temperature that fits the labelled sites.
+
+    Example:
+        >>> from fedshift.evaluation.estimate.sums import sums_of
+        >>> sums = sums_of([[0.9, 0.1]] * 6 + [[0.2, 0.8]] * 4, [0] * 5 + [1] * 5)
+        >>> new = np.array([[0.7, 0.3]] * 6 + [[0.2, 0.8]] * 4)
+        >>> warmed(sums, new)[0].round(3).tolist()
+        [0.711, 0.289]
+    """
     return at_temperature(shares, sums.temperature)
 
 
@@ -38,6 +46,13 @@ def confidence(sums: SiteSums, shares: Numbers) -> float:
     """The mean confidence, at the temperature that fits the labelled sites.
 
     Source: Hendrycks, Gimpel, ICLR 2017, with the temperature of Guo et al., ICML 2017.
+
+    Example:
+        >>> from fedshift.evaluation.estimate.sums import sums_of
+        >>> sums = sums_of([[0.9, 0.1]] * 6 + [[0.2, 0.8]] * 4, [0] * 5 + [1] * 5)
+        >>> new = np.array([[0.7, 0.3]] * 6 + [[0.2, 0.8]] * 4)
+        >>> round(confidence(sums, new), 3)
+        0.752
     """
     return float(warmed(sums, shares).max(axis=1).mean())
 
@@ -47,6 +62,13 @@ def difference_of_confidences(sums: SiteSums, shares: Numbers) -> float:
 
     Source: Guillory, Shankar, Ebrahimi, Darrell, Schmidt, Predicting with confidence on unseen distributions, ICCV
     2021.
+
+    Example:
+        >>> from fedshift.evaluation.estimate.sums import sums_of
+        >>> sums = sums_of([[0.9, 0.1]] * 6 + [[0.2, 0.8]] * 4, [0] * 5 + [1] * 5)
+        >>> new = np.array([[0.7, 0.3]] * 6 + [[0.2, 0.8]] * 4)
+        >>> round(difference_of_confidences(sums, new), 3)
+        0.78
     """
     return _share(sums.accuracy + confidence(sums, shares) - sums.confidence)
 
@@ -58,6 +80,13 @@ def thresholded_confidence(sums: SiteSums, shares: Numbers) -> float:
 
     Source: Garg, Balakrishnan, Lipton, Neyshabur, Sedghi, Leveraging unlabeled data to predict out-of-distribution
     performance, ICLR 2022 (equations 1 and 2, maximum confidence).
+
+    Example:
+        >>> from fedshift.evaluation.estimate.sums import sums_of
+        >>> sums = sums_of([[0.9, 0.1]] * 6 + [[0.2, 0.8]] * 4, [0] * 5 + [1] * 5)
+        >>> new = np.array([[0.7, 0.3]] * 6 + [[0.2, 0.8]] * 4)
+        >>> round(thresholded_confidence(sums, new), 3)
+        0.3
     """
     wrong = sums.samples * (1 - sums.accuracy)
     counts, mine = sums.by_confidence.sum(axis=0), np.bincount(bins(shares.max(axis=1)), minlength=BINS)
@@ -68,7 +97,15 @@ def thresholded_confidence(sums: SiteSums, shares: Numbers) -> float:
 
 
 def sureness(sums: SiteSums, shares: Numbers) -> float:
-    """The mean confidence as it is: without labels no temperature is known to fit here."""
+    """The mean confidence as it is: without labels no temperature is known to fit here.
+
+    Example:
+        >>> from fedshift.evaluation.estimate.sums import sums_of
+        >>> sums = sums_of([[0.9, 0.1]] * 6 + [[0.2, 0.8]] * 4, [0] * 5 + [1] * 5)
+        >>> new = np.array([[0.7, 0.3]] * 6 + [[0.2, 0.8]] * 4)
+        >>> round(sureness(sums, new), 3)
+        0.74
+    """
     return float(shares.max(axis=1).mean())
 
 
@@ -76,6 +113,13 @@ def transport(sums: SiteSums, shares: Numbers) -> float:
     """COT: 1 less the cost of moving the predictions to labels with the class frequencies of the labelled sites.
 
     Source: see `transport_cost`.
+
+    Example:
+        >>> from fedshift.evaluation.estimate.sums import sums_of
+        >>> sums = sums_of([[0.9, 0.1]] * 6 + [[0.2, 0.8]] * 4, [0] * 5 + [1] * 5)
+        >>> new = np.array([[0.7, 0.3]] * 6 + [[0.2, 0.8]] * 4)
+        >>> round(transport(sums, new), 3)
+        0.7
     """
     return _share(1 - transport_cost(shares, sums.frequencies))
 
@@ -84,6 +128,13 @@ def difference_of_transport(sums: SiteSums, shares: Numbers) -> float:
     """The accuracy at the labelled sites, less by what transport costs more here than at each of them by itself.
 
     To transport what `difference_of_confidences` is to confidence.
+
+    Example:
+        >>> from fedshift.evaluation.estimate.sums import sums_of
+        >>> sums = sums_of([[0.9, 0.1]] * 6 + [[0.2, 0.8]] * 4, [0] * 5 + [1] * 5)
+        >>> new = np.array([[0.7, 0.3]] * 6 + [[0.2, 0.8]] * 4)
+        >>> round(difference_of_transport(sums, new), 3)
+        0.82
     """
     return _share(sums.accuracy + sums.cost / sums.samples - transport_cost(shares, sums.frequencies))
 
@@ -112,7 +163,15 @@ def moved_frequencies(sums: SiteSums, shares: Numbers) -> Numbers:
 
 
 def by_moved_frequencies(sums: SiteSums, shares: Numbers) -> float:
-    """The mean probability of what is predicted, after EM has moved the class frequencies: see `moved_frequencies`."""
+    """The mean probability of what is predicted, after EM has moved the class frequencies: see `moved_frequencies`.
+
+    Example:
+        >>> from fedshift.evaluation.estimate.sums import sums_of
+        >>> sums = sums_of([[0.9, 0.1]] * 6 + [[0.2, 0.8]] * 4, [0] * 5 + [1] * 5)
+        >>> new = np.array([[0.7, 0.3]] * 6 + [[0.2, 0.8]] * 4)
+        >>> round(by_moved_frequencies(sums, new), 3)
+        0.753
+    """
     own = moved_frequencies(sums, shares)
     posterior = warmed(sums, shares) * (own / np.maximum(sums.frequencies, 1e-6))
     posterior /= posterior.sum(axis=1, keepdims=True)
@@ -126,6 +185,13 @@ def by_confusion(sums: SiteSums, shares: Numbers) -> float:
     the labelled sites' frequencies, cut at 0.
 
     Source: Lipton, Wang, Smola, Detecting and correcting for label shift with black box predictors, ICML 2018.
+
+    Example:
+        >>> from fedshift.evaluation.estimate.sums import sums_of
+        >>> sums = sums_of([[0.9, 0.1]] * 6 + [[0.2, 0.8]] * 4, [0] * 5 + [1] * 5)
+        >>> new = np.array([[0.7, 0.3]] * 6 + [[0.2, 0.8]] * 4)
+        >>> round(by_confusion(sums, new), 3)
+        0.9
     """
     base = sums.frequencies
     joint = sums.confusion.T / sums.samples
@@ -140,6 +206,10 @@ def agreement(all_shares: Numbers) -> float:
     """The share of samples on which two models of different seeds agree, mean over pairs: (models, m, classes).
 
     Source: Jiang, Nagarajan, Baek, Kolter, Assessing generalization of SGD via disagreement, ICLR 2022.
+
+    Example:
+        >>> agreement(np.array([[[0.9, 0.1], [0.4, 0.6]], [[0.8, 0.2], [0.7, 0.3]]]))
+        0.5
     """
     said = all_shares.argmax(axis=2)
     pairs = [(one == other).mean() for i, one in enumerate(said) for other in said[:i]]
@@ -180,7 +250,15 @@ def unexplained(sums: SiteSums, shares: Numbers) -> float:
 
 
 def distance_of_confidence(sums: SiteSums, shares: Numbers) -> float:
-    """How far the confidence is from that at the labelled sites: Wasserstein's distance of the bins, 0 to 1."""
+    """How far the confidence is from that at the labelled sites: Wasserstein's distance of the bins, 0 to 1.
+
+    Example:
+        >>> from fedshift.evaluation.estimate.sums import sums_of
+        >>> sums = sums_of([[0.9, 0.1]] * 6 + [[0.2, 0.8]] * 4, [0] * 5 + [1] * 5)
+        >>> new = np.array([[0.7, 0.3]] * 6 + [[0.2, 0.8]] * 4)
+        >>> round(distance_of_confidence(sums, new), 3)
+        0.024
+    """
     mine = np.bincount(bins(shares.max(axis=1)), minlength=BINS) / len(shares)
     return float(np.abs(np.cumsum(mine - sums.by_confidence.sum(axis=0) / sums.samples)).mean())
 

@@ -125,7 +125,12 @@ def sums_of(scores: ArrayLike, labels: ArrayLike) -> SiteSums:
 
 
 def probabilities(scores: ArrayLike) -> Numbers:
-    """Scores (n, classes) as probabilities of at least 1e-12 whose sum is 1."""
+    """Scores (n, classes) as probabilities of at least 1e-12 whose sum is 1.
+
+    Example:
+        >>> probabilities([[2, 1]]).round(3).tolist()
+        [[0.667, 0.333]]
+    """
     shares = np.maximum(np.asarray(scores, dtype=np.float64), _LEAST)
     return np.asarray(shares / shares.sum(axis=1, keepdims=True))
 
@@ -145,13 +150,23 @@ def at_temperature(shares: Numbers, temperature: float) -> Numbers:
 
 
 def bins(confidence: Numbers) -> NDArray[np.int64]:
-    """The bin of each confidence (n,): equal steps of −log(1 − confidence), so that sure predictions differ, too."""
+    """The bin of each confidence (n,): equal steps of −log(1 − confidence), so that sure predictions differ, too.
+
+    Example:
+        >>> bins(np.array([0.5, 0.99, 1.0])).tolist()
+        [5, 33, 199]
+    """
     lacking = -np.log(np.maximum(1 - confidence, _LEAST)) / -np.log(_LEAST)
     return np.asarray(np.minimum((lacking * BINS).astype(np.int64), BINS - 1))
 
 
 def answers_of(shares: Numbers) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The predicted class and the band of confidence of each sample, both (n,)."""
+    """The predicted class and the band of confidence of each sample, both (n,).
+
+    Example:
+        >>> [part.tolist() for part in answers_of(np.array([[0.95, 0.05], [0.4, 0.6]]))]
+        [[0, 1], [3, 1]]
+    """
     return shares.argmax(axis=1), np.searchsorted(EDGES, shares.max(axis=1))
 
 

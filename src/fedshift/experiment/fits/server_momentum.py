@@ -1,0 +1,20 @@
+"""Momentum of the server, which takes rounds to come up to its speed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fedshift.experiment.fits.about import About
+from fedshift.methods.base import Method
+from fedshift.methods.server import Momentum, rounds_to_speed
+
+
+def fits(about: About, method: Method) -> Iterator[str]:
+    """Say where the rounds are too few for it."""
+    optimizer, rounds = method.server, about.experiment.training.rounds
+    if not isinstance(optimizer, Momentum) or rounds >= (needed := rounds_to_speed(optimizer.beta)):
+        return
+    yield (
+        f"methods: {method.display}: server: momentum of {optimizer.beta:g} takes about {needed} rounds to come up to "
+        f"its speed, and there are {rounds}; one of {max(0.0, 1 - 3 / rounds):.1f} suits them"
+    )
