@@ -37,8 +37,8 @@ Where it fails
 * Where a small site is unlike all others, equal shares cost: −0.7 when hospitals were left out; ``weighting: samples``.
 * Where a sheared, scaled or shifted image belongs to another class, or images show no shapes, and where colour tells
   classes: ``augmentation: none``, in colour ``colour_augmentation: none``.
-* Momentum: on letters that no site draws alike it fell below FedAvg on the same images in 40 rounds, 64.7 to 70.7, where
-  ``server: {optimizer: momentum, beta: 0.7, nesterov: true}`` had 73.9; in 13 rounds 60.4, 40.2 and 63.8 (one seed).
+* Momentum: on letters that no site draws alike it fell below FedAvg on the same images in 40 rounds, 64.7 to 70.7;
+  ``server: {optimizer: momentum, beta: 0.7, nesterov: true}`` had 73.9. In 13 rounds: 60.4, 40.2, 63.8 (one seed).
 
 Should reproduce: no published table. With ``augmentation: none``, ``momentum: 0``, the same for
 colour, ``dropout: 0`` and ``averaged: 0`` it trains as FedAvg of equal shares; with ``templates: null`` it predicts as
