@@ -108,7 +108,8 @@ def test_rounds_of_fedavg_whose_sites_begin_ahead() -> None:
     ahead = {key: plain.weights[key] + 0.6 * (plain.weights[key] - start[key]) for key in parameters_of(start)}
     assert method.server is not None
     assert_close(method.server.start(first.weights, first.server), plain.weights.merge(Weights(ahead)))
-    assert second.weights != run(FedAvg(), found, NORMED, rounds=2)[0].weights
+    twice = run(FedAvg(), found, NORMED, rounds=2)[0].weights
+    assert max((second.weights[key] - twice[key]).abs().max().item() for key in parameters_of(start)) > 1e-3
 
 
 @pytest.mark.parametrize("name", SERVED)
