@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from sklearn.metrics import (
     average_precision_score,
     balanced_accuracy_score,
@@ -14,6 +16,7 @@ from sklearn.metrics import (
 )
 
 from fedshift.evaluation.bootstrap import intervals, weighted
+from fedshift.evaluation.metric_entries import ENTRIES
 from fedshift.evaluation.records import SiteMetrics
 from fedshift.evaluation.site_metrics import Scored, best_threshold, common_threshold, site_metrics
 from fedshift.evaluation.weighted_samples import Outcomes
@@ -90,10 +93,18 @@ def test_one_class_always_said_has_no_correlation(said: int) -> None:
     assert found.values["mcc"] == 100 * matthews_corrcoef(labels, predicted) == 0
 
 
-def test_what_is_worse_than_guessing_has_a_correlation_below_0() -> None:
-    labels = np.array([0, 0, 1, 1])
+@given(st.integers(1, 400), st.integers(1, 400))
+def test_what_is_always_wrong_has_the_least_correlation_and_no_less(first: int, second: int) -> None:
+    """No record may hold less than −100, whatever is rounded."""
+    labels = np.repeat([0, 1], [first, second])
     scored = Scored(labels, 1 - labels, np.eye(2, dtype=np.float32)[1 - labels])
-    assert site_metrics("a", "target", scored, resamples=50).values["mcc"] == -100
+    assert -100 <= site_metrics("a", "target", scored).values["mcc"] <= -100 + 1e-9
+
+
+def test_rounding_takes_no_metric_past_its_bounds() -> None:
+    assert ENTRIES["mcc"].within(-100.00000000000001) == -100
+    assert ENTRIES["auroc"].within(100.00000000000001) == 100
+    assert ENTRIES["r2"].within(-1e9) == -1e9
 
 
 def test_intervals_are_as_wide_as_the_binomial_says() -> None:

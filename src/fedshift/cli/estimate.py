@@ -32,26 +32,26 @@ def print_estimate(
         raise UserError(f"--format: there is no format '{format}'; {nearest(format, _FORMATS)}")
     written = table_format(overrides, "estimate")
     trained = load_model(run, own_method, own_network)
-    found = estimate_at(trained, run if run.is_dir() else run.parent, data, written)
+    estimate = estimate_at(trained, run if run.is_dir() else run.parent, data, written)
     if format == "json":
-        print(json_text(found.plain(), indent=2))
+        print(json_text(estimate.plain(), indent=2))
         return
-    for line in _lines(found):
+    for line in _lines(estimate):
         print(printable(line))
 
 
-def _lines(found: Estimate) -> Iterator[str]:
-    if found.estimate is None:
-        yield "no estimate: " + found.reasons[0]
+def _lines(estimate: Estimate) -> Iterator[str]:
+    if estimate.estimate is None:
+        yield "no estimate: " + estimate.reasons[0]
     else:
-        ends = f"{found.low:.1f} to {found.high:.1f} in {LEVEL:.0%} of cases"
-        yield f"accuracy here, estimated: {found.estimate:.1f} % ({ends})"
-    if found.usual is not None:
-        sites = f"{found.sites} site" + ("s" if found.sites > 1 else "")
-        yield f"accuracy where it was measured: {found.usual:.1f} % (mean of {sites}, each left out in turn)"
-    if found.harmful:
+        ends = f"{estimate.low:.1f} to {estimate.high:.1f} in {LEVEL:.0%} of cases"
+        yield f"accuracy here, estimated: {estimate.estimate:.1f} % ({ends})"
+    if estimate.usual is not None:
+        sites = f"{estimate.sites} site" + ("s" if estimate.sites > 1 else "")
+        yield f"accuracy where it was measured: {estimate.usual:.1f} % (mean of {sites}, each left out in turn)"
+    if estimate.harmful:
         yield "warning: the data differ so much that the model may do much worse here; have some samples labelled first"
-    for reason in found.reasons[1 if found.abstain else 0 :]:
+    for reason in estimate.reasons[1 if estimate.abstain else 0 :]:
         yield f"note: {reason}"
-    if found.parts:
-        yield "single estimators: " + ", ".join(f"{name} {value:.1f}" for name, value in found.parts.items())
+    if estimate.parts:
+        yield "single estimators: " + ", ".join(f"{name} {value:.1f}" for name, value in estimate.parts.items())

@@ -65,8 +65,8 @@ def limits_of(drawn: Mapping[str, Numbers]) -> dict[str, tuple[float, float]]:
     found: dict[str, tuple[float, float]] = {}
     for metric, values in drawn.items():
         if len(values):
-            low, high = np.clip(np.percentile(values, LIMITS), ENTRIES[metric].low, ENTRIES[metric].high)
-            found[metric] = float(low), float(high)
+            low, high = np.percentile(values, LIMITS)
+            found[metric] = ENTRIES[metric].within(low), ENTRIES[metric].within(high)
     return found
 
 

@@ -6,6 +6,7 @@ add a metric, add its entry to `ENTRIES` and a test that compares it with somebo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -69,6 +70,11 @@ class MetricEntry:
         """Shares as percent; what has a unit of its own stays as it is."""
         percent: Numbers = 100.0 * share
         return percent if self.unit == "%" else share
+
+    def within(self, value: float) -> float:
+        """The value, or the bound that rounding took it past."""
+        low, high = (-math.inf if self.low is None else self.low), (math.inf if self.high is None else self.high)
+        return float(min(max(value, low), high))
 
     def check(self, value: float) -> None:
         """Raise ValueError for a value that it cannot have."""

@@ -144,7 +144,7 @@ def _unweighted(outcomes: Outcomes) -> dict[SiteMetric, float]:
         if name != "accuracy" and not (alone and "several classes present" in ENTRIES[name].needs)
     ]
     found = weighted(outcomes, names, np.ones((1, len(outcomes.labels))))
-    return {name: min(100.0, float(value)) for name, (value,) in found.items() if np.isfinite(value)}
+    return {name: ENTRIES[name].within(value) for name, (value,) in found.items() if np.isfinite(value)}
 
 
 def _calibration(outcomes: Outcomes) -> tuple[list[tuple[float, float, int]], float]:

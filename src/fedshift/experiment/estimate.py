@@ -69,7 +69,7 @@ def estimate_at(
     samples = trained.read(data, written)
     scores = trained.scores(samples.inputs).astype(np.float64)
     left_out, trained_on = _cases(trained, folder, scores)
-    found = estimate_accuracy(
+    estimate = estimate_accuracy(
         left_out,
         scores,
         [] if folder is None else list(_other_seeds(folder, trained, samples.inputs)),
@@ -77,9 +77,9 @@ def estimate_at(
         unusual="; ".join(text for text in (samples.shift.warning, samples.left_out) if text) or None,
     )
     if not trained_on:
-        return found
+        return estimate
     why = f"the model trained at '{trained_on[0]}', whose samples these are: an estimate is for a new site"
-    return replace(found, estimate=None, low=None, high=None, abstain=True, reasons=(why, *found.reasons))
+    return replace(estimate, estimate=None, low=None, high=None, abstain=True, reasons=(why, *estimate.reasons))
 
 
 def _task(trained: TrainedModel) -> str:

@@ -277,28 +277,28 @@ def _accuracy(site: LeftOut) -> float:
 
 def _impossible(left_out: Mapping[str, LeftOut], shares: Numbers) -> list[str]:
     """Why there can be no estimate, whatever the numbers."""
-    found = []
+    reasons = []
     if len(left_out) < FEWEST_SITES:
-        found.append(
+        reasons.append(
             f"too few sites: an estimate needs {FEWEST_SITES} that were left out, and there is {len(left_out)}"
         )
     if len(shares) < FEWEST_SAMPLES:
-        found.append(f"too few samples: {len(shares)}, and an estimate needs {FEWEST_SAMPLES}")
+        reasons.append(f"too few samples: {len(shares)}, and an estimate needs {FEWEST_SAMPLES}")
     elif float(np.ptp(shares, axis=0).max()) < 1e-6:
-        found.append("the model says the same of every sample")
-    return found
+        reasons.append("the model says the same of every sample")
+    return reasons
 
 
 def _few_events(left_out: Mapping[str, LeftOut]) -> list[str]:
     """Which sites have so few samples of a kind that they say little."""
-    found = []
+    reasons = []
     for name, site in left_out.items():
         counts = np.bincount(site.labels, minlength=site.scores.shape[1])
         if (least := int(np.sort(counts)[-2])) < FEW_EVENTS:
-            found.append(
+            reasons.append(
                 f"site '{name}' says little: beside its most frequent class it has at most {least} of any other"
             )
-    return found
+    return reasons
 
 
 def _too_unlike(beyond: float, far: float) -> list[str]:
