@@ -161,8 +161,8 @@ class _Controller:
 
     def answer(self) -> None:
         """Bring the replies. Their bodies are read from files, as they would come from a socket."""
-        from fedshift.deployment.flare.engine import shareable_of
-        from fedshift.federation.remote.wire import Body, seal
+        from fedshift.deploy.flare.engine import shareable_of
+        from fedshift.deploy.remote.wire import Body, seal
 
         for site, task, key in reversed(self.asked):
             data = (self.folder / site).read_bytes()
@@ -177,7 +177,7 @@ class _Controller:
 
 def write_bodies(sites: int, folder: Path) -> None:
     """Write the bodies of the sites' replies."""
-    from fedshift.federation.remote.wire import body_of
+    from fedshift.deploy.remote.wire import body_of
 
     like = Weights(models.build(models.parse({"name": "resnet18"}), (3, 224, 224), 7, 0).state_dict())
     for number in range(sites):
@@ -189,8 +189,8 @@ def measure_remote(part: str, sites: int) -> dict[str, Any]:
     """One round through the coordinator's receiving code; bytes of the process before and at most."""
     from nvflare.apis.signal import Signal
 
-    from fedshift.deployment.flare import engine
-    from fedshift.federation.remote.remote_federation import RemoteFederation
+    from fedshift.deploy.flare import engine
+    from fedshift.deploy.remote.remote_federation import RemoteFederation
     from fedshift.federation.reply_bounds import About
     from fedshift.federation.training import Training
     from fedshift.methods.screening import screening_of

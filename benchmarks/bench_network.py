@@ -43,8 +43,8 @@ from fedshift.methods.base import Method, State
 from fedshift.weights import Weights
 
 if TYPE_CHECKING:
-    from fedshift.deployment.flare.deployment_folder import Deployment
-    from fedshift.deployment.flare.provision import Provisioned
+    from fedshift.deploy.flare.deployment_folder import Deployment
+    from fedshift.deploy.flare.provision import Provisioned
 
 RESULTS = Path(__file__).parent / "results" / "network"
 SITES = ("north", "south", "east")
@@ -107,7 +107,7 @@ def federation(sites: Sequence[str], methods: Sequence[str]) -> Iterator[tuple[P
     """A coordinator and its sites, connected; and how long that took."""
     import yaml
 
-    from fedshift.deployment.flare import roles
+    from fedshift.deploy.flare import roles
 
     with tempfile.TemporaryDirectory(prefix="fedshift-bench-") as name, _clock() as provisioning:
         folder = Path(name)
@@ -224,8 +224,8 @@ def deploy(
     aggregation: str = "plain",
 ) -> tuple[Deployment, float, dict[str, int], dict[str, Any] | None]:
     """Run an experiment; the deployment, seconds until a site first answered, largest memory in MB, use if watched."""
-    from fedshift.cli.deploy import follow
-    from fedshift.deployment.flare.deployment_folder import ENDS, Deployment
+    from fedshift.deploy.cli.deploy import follow
+    from fedshift.deploy.flare.deployment_folder import ENDS, Deployment
     from fedshift.experiment.config.experiment import parse
 
     experiment = parse(

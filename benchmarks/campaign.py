@@ -47,11 +47,11 @@ from network import Network, rounds
 from bench_processes import trust_module
 from campaign_faults import SECONDS, Fault, Faults
 from campaign_site import Played
-from fedshift.deployment.flare.deployment_folder import ENDS, Deployment
+from fedshift.deploy.flare.deployment_folder import ENDS, Deployment
+from fedshift.deploy.remote.policy import AuditLog
 from fedshift.errors import UserError
 from fedshift.experiment.environment import versions
 from fedshift.experiment.runs import one_run
-from fedshift.federation.remote.policy import AuditLog
 from fedshift.files import write_bytes
 
 RESULTS = Path(__file__).parent / "results" / "network" / "campaign.json"

@@ -17,10 +17,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from fedshift.deployment.site_server import SiteProgram
+from fedshift.deploy.remote.wire import Message, body_of, seal, unseal
+from fedshift.deploy.site_server import SiteProgram
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Update
-from fedshift.federation.remote.wire import Message, body_of, seal, unseal
 from fedshift.federation.site import Site
 from fedshift.methods.base import State
 from fedshift.methods.federated.fedavg import FedAvg

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from fedshift.chained_log import START, append_line, checked_lines
-from fedshift.deployment.flare.deployment_folder import Deployment
+from fedshift.deploy.chained_log import START, append_line, checked_lines
+from fedshift.deploy.flare.deployment_folder import Deployment
+from fedshift.deploy.remote.policy import AuditLog
 from fedshift.digests import Damaged, read_object, write_object
 from fedshift.encryption import read_private, write_private
 from fedshift.errors import FedshiftError
-from fedshift.federation.remote.policy import AuditLog
 
 
 def older_log(path: Path, entries: int) -> None:

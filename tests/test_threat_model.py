@@ -57,7 +57,7 @@ def test_every_test_that_the_page_names_exists(page: str) -> None:
 def test_the_selftest_tries_what_the_rows_say_and_nothing_else() -> None:
     """A row that nothing tries says why. Two rows may name one attempt."""
     pytest.importorskip("nvflare", reason="the selftest needs NVIDIA FLARE")
-    from fedshift.playground.selftest import PROMISES
+    from fedshift.deploy.playground.selftest import PROMISES
 
     named: set[str] = set()
     for page in TABLES:

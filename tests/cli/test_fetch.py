@@ -10,8 +10,8 @@ import pytest
 from small import experiment, features, save, sites
 
 import fedshift
-from fedshift.cli.deploy import fetch
-from fedshift.deployment.flare.deployment_folder import Deployment
+from fedshift.deploy.cli.deploy import fetch
+from fedshift.deploy.flare.deployment_folder import Deployment
 from fedshift.errors import UserError
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.runs.run_folder import check_place

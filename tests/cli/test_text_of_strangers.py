@@ -43,8 +43,8 @@ def test_a_console_prints_no_control_sequence(capsys: pytest.CaptureFixture[str]
 
 def test_a_deployment_shows_what_sites_said(cli: Cli, tmp_path: Path) -> None:
     pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install -e '.[deploy]'")
-    from fedshift.cli.deploy import _show
-    from fedshift.deployment.flare.deployment_folder import Deployment
+    from fedshift.deploy.cli.deploy import _show
+    from fedshift.deploy.flare.deployment_folder import Deployment
 
     file = tmp_path / "project.yaml"
     contact = ("--server", "localhost", "--contact", "a@example.org")

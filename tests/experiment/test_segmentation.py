@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 
 import fedshift
 from fedshift.api import Results
-from fedshift.audit.leakage import audit_leakage
 from fedshift.cli.app import app
 from fedshift.data.builders.discs_and_cups import DiscsAndCups
 from fedshift.data.checks import checked
 from fedshift.data.domain import Domain
+from fedshift.deploy.audit.leakage import audit_leakage
 from fedshift.errors import UserError
 from fedshift.evaluation.metrics import harmonic_mean
 from fedshift.experiment.config.experiment import parse

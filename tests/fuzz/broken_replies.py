@@ -13,8 +13,8 @@ from replay import Told
 from safetensors.torch import save
 from torch import Tensor
 
+from fedshift.deploy.remote.wire import Body, Message, body_of, narrowed, seal
 from fedshift.federation.messages import KINDS, Content, encode
-from fedshift.federation.remote.wire import Body, Message, body_of, narrowed, seal
 from fedshift.weights import NamedTensors
 
 Field = Callable[[Any, random.Random], Any]

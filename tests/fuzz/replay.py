@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from tiny import CNN, domains, normed_for, plans, setting, start_of, step_on
 
+from fedshift.deploy.remote.incoming import Taken
+from fedshift.deploy.remote.remote_federation import RemoteFederation
+from fedshift.deploy.remote.transport import Lost
+from fedshift.deploy.remote.wire import Body, Message, body_of, seal, unseal
 from fedshift.errors import FedshiftError
 from fedshift.federation.exchange import Request
 from fedshift.federation.messages import Content, leaves, reply_content
-from fedshift.federation.remote.incoming import Taken
-from fedshift.federation.remote.remote_federation import RemoteFederation
-from fedshift.federation.remote.transport import Lost
-from fedshift.federation.remote.wire import Body, Message, body_of, seal, unseal
 from fedshift.federation.replies.checks import reply_type
 from fedshift.federation.setting_json import setting_recipe
 from fedshift.federation.site import Envelope

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from page_tables import read
 
-from fedshift.deployment.json_files import append_event
+from fedshift.deploy.json_files import append_event
 from fedshift.digests import write_object
 from fedshift.errors import UserError
 from fedshift.evaluation.site_bytes import write_site_bytes
-from fedshift.report.watch.deployed import SeenSite
+from fedshift.report.watch.deployments import SeenSite
 from fedshift.report.watch.page import watch_page, watched
 from fedshift.report.watch.server import server
 

@@ -11,15 +11,13 @@ import typer
 import typer.main
 
 from fedshift.cli import listings
-from fedshift.cli.audits import audit
-from fedshift.cli.federation import ExperimentFile, KitFolder, Overrides, Runs, Trust, coordinator, project, site
+from fedshift.cli.arguments import ExperimentFile, Overrides, Runs, Trust
 from fedshift.cli.results import results
-from fedshift.cli.security import security
 from fedshift.cli.trusting import may_ask
+from fedshift.deploy_door import deploy_entrance
 from fedshift.evaluation.metric_entries import ENTRIES
 
 TRAIN, READ, LOOK_UP = "Train on this machine", "Read finished and running experiments", "Look up names and options"
-NETWORK, PRIVACY = "Train over a network", "Privacy and security"
 PAPERS = "The papers' tables and figures, in a copy of fedshift's repository"
 """Headings of the commands in ``fedshift --help``; they stand in the order of their first commands."""
 app = typer.Typer(
@@ -261,37 +259,9 @@ def export(
     export_run(model, to, out, method, network)
 
 
-app.add_typer(audit, name="audit", rich_help_panel=PRIVACY)
 app.add_typer(results, name="results", rich_help_panel=READ)
-app.add_typer(project, name="project", rich_help_panel=NETWORK)
-app.add_typer(coordinator, name="coordinator", rich_help_panel=NETWORK)
-app.add_typer(site, name="site", rich_help_panel=NETWORK)
-app.add_typer(security, name="security", rich_help_panel=PRIVACY)
-
-
-@app.command(rich_help_panel=NETWORK)
-def deploy(
-    what: Annotated[
-        str,
-        typer.Argument(help="An experiment file; or status, logs, abort, resume.", metavar="EXPERIMENT.yaml|ACTION"),
-    ],
-    rest: Annotated[
-        list[str] | None,
-        typer.Argument(help="Fields to set; or the deployment's name.", metavar="[KEY.PATH=VALUE|NAME]..."),
-    ] = None,
-    kit: KitFolder = Path("coordinator"),
-    runs: Runs = Path("runs"),
-    detach: Annotated[bool, typer.Option("--detach", help="Return at once; do not wait for the end.")] = False,
-    trust: Trust = False,
-) -> None:
-    """Run an experiment over the sites of a project. Call it on the coordinator's machine.
-
-    Examples: fedshift deploy study.yaml; fedshift deploy status; fedshift deploy resume study
-    """
-    from fedshift.cli.deploy import deploy
-
-    with may_ask(trust):
-        deploy(what, rest or [], kit, runs, detach)
+if (entrance := deploy_entrance()) is not None:
+    entrance.add_commands(app)
 
 
 BenchmarksFolder = Annotated[

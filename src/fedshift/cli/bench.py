@@ -11,6 +11,7 @@ from rich.text import Text
 
 from fedshift.cli.console import safe_console
 from fedshift.cli.run import reporter_at
+from fedshift.deploy_door import deploy_entrance
 from fedshift.errors import UserError
 from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.files import write_bytes
@@ -139,10 +140,12 @@ def _run(catalogue: Catalogue, entry: Entry) -> None:
 def _carry_on(catalogue: Catalogue, source: Source, errors: Console) -> None:
     experiment = catalogue.experiment(source)
     if source.audit_iterations:
-        from fedshift.cli.audit import audit_file
-
+        entrance = deploy_entrance()
+        if entrance is None:
+            raise UserError(f"{experiment.name}: audits are in fedshift.deploy, which is not installed")
         folder = catalogue.results / experiment.name
-        audit_file(catalogue.file(source), source.set, folder, batches=(1, 4, 8), iterations=source.audit_iterations)
+        iterations = source.audit_iterations
+        entrance.audit_file(catalogue.file(source), source.set, folder, batches=(1, 4, 8), iterations=iterations)
         return
     reporter, stop = reporter_at(errors)
     try:

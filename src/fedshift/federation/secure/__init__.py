@@ -1,1 +1,1 @@
-"""Secure aggregation: replies that are read only as a sum, and the masks that hide each of them."""
+"""What is read without its parts: sums of replies, as integers, and models that only their readers can open."""

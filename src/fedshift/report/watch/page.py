@@ -33,7 +33,7 @@ from fedshift.report.sections.blocks import (
     section,
 )
 from fedshift.report.sections.sites_sent import sites_sent
-from fedshift.report.watch.deployed import Deployed, deployed, deployments_in
+from fedshift.report.watch.deployments import Deployed, deployed, deployments_in
 from fedshift.text import one_line
 
 REFRESH = 5

@@ -1,0 +1,1 @@
+"""All that a real federation needs. Nothing outside imports it: `fedshift.deploy_door` finds it."""

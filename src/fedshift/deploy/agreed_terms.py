@@ -1,0 +1,358 @@
+"""What a site has agreed to in its project: networks, splits of its data, how it trains, certificates of other sites.
+
+The site agrees by itself to the first network whose update may leave, to the first training options likewise (with
+``policy.training: first``), and to the splits that the coordinator asks for first. What else is asked for is refused
+and noted as a request, until a person at the site agrees to it, or refuses it, with ``fedshift site agree``. The file
+is read at every request, so an agreement holds at once.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fedshift.deploy.remote.policy import Policy, TrainingBounds
+from fedshift.digests import Damaged, read_object, write_object
+from fedshift.errors import Refused
+from fedshift.federation.training import Training
+from fedshift.files import locked
+from fedshift.methods.base import Method
+from fedshift.models.options import NetworkOptions
+
+TERMS = "agreed.json"
+_REMEDY = "restore it, or remove it to agree anew to what is asked first"
+_MOST_ASKED, _MOST_REFUSED = 20, 200
+"""How many requests wait for a person, and how many that a person refused are remembered. The oldest go first."""
+_LONGEST = 200
+"""Characters of names that a coordinator gives, as they are noted."""
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class SplitTerm(_Model):
+    """One split of a site's data: how it is made, the share that is held out, the seed."""
+
+    test_fraction: float
+    split: str
+    seed: int
+
+
+class Peer(_Model):
+    """A site, and the SHA-256 of the certificate that it signs with."""
+
+    site: str
+    certificate: str
+
+
+class Terms(_Model):
+    """Terms of each kind."""
+
+    models: tuple[dict[str, Any], ...] = ()
+    splits: tuple[SplitTerm, ...] = ()
+    training: tuple[TrainingBounds, ...] = ()
+    peers: tuple[Peer, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.models or self.splits or self.training or self.peers)
+
+    def without(self, other: Terms) -> Terms:
+        """These terms but for those of another."""
+        return Terms(
+            models=tuple(one for one in self.models if one not in other.models),
+            splits=tuple(one for one in self.splits if one not in other.splits),
+            training=tuple(one for one in self.training if one not in other.training),
+            peers=tuple(one for one in self.peers if one not in other.peers),
+        )
+
+    def with_terms(self, other: Terms) -> Terms:
+        """These terms and those of another. A site has one certificate at a time, the newer one."""
+        new, anew = other.without(self), {peer.site for peer in other.peers}
+        return Terms(
+            models=(*self.models, *new.models),
+            splits=(*self.splits, *new.splits),
+            training=(*self.training, *new.training),
+            peers=(*(peer for peer in self.peers if peer.site not in anew), *other.peers),
+        )
+
+
+class AskedTerms(_Model):
+    """A request that was refused: what the site has not agreed to.
+
+    Attributes:
+        number: of the request, which no other of this site has.
+        lacks: the terms.
+        coordinator: who asked, by the name in its certificate.
+        run: the run or the experiment that it was asked for.
+        when: seconds since 1970, of the last time.
+        times: how often.
+        refused: whether a person refused it.
+    """
+
+    number: Annotated[int, Field(ge=1)]
+    lacks: Terms
+    coordinator: str = ""
+    run: str = ""
+    when: float = 0.0
+    times: int = 1
+    refused: bool = False
+
+
+class _File(_Model):
+    """The content of the file. ``asked``: the newest first."""
+
+    agreed: Terms = Terms()
+    asked: tuple[AskedTerms, ...] = ()
+    numbers: int = 0
+
+
+class _OldList(_Model):
+    agreed: tuple[dict[str, Any], ...]
+    asked: tuple[dict[str, Any], ...]
+
+
+class AgreedTerms:
+    """The terms of a site, in a file of its memory."""
+
+    def __init__(self, memory: Path, site: str, policy: Policy) -> None:
+        self._file, self._site, self._policy = memory / TERMS, site, policy
+        self._lock = memory / "agreed.lock"
+        self._coordinator, self._run = "", ""
+
+    @contextmanager
+    def asked_by(self, coordinator: str, run: str) -> Iterator[None]:
+        """Note requests inside the block as those of this coordinator and this run."""
+        self._coordinator, self._run = coordinator[:_LONGEST], run[:_LONGEST]
+        try:
+            yield
+        finally:
+            self._coordinator, self._run = "", ""
+
+    def check(
+        self,
+        *,
+        agree: bool,
+        network: NetworkOptions | None = None,
+        splits: Sequence[SplitTerm] = (),
+        training: TrainingBounds | None = None,
+    ) -> None:
+        """Raise Refused unless the site trains so; the message names all that it has not agreed to.
+
+        Args:
+            agree: agree to the network and the training options if they are the first. To splits it does at once.
+            network: that is trained or measured.
+            splits: of the site's data.
+            training: what bounds the training, of `asked_bounds`.
+        """
+        with locked(self._lock):
+            terms = self._read()
+            asked = Terms(
+                models=() if network is None else (network.model_dump(mode="json"),),
+                splits=tuple(splits),
+                training=() if training is None else (training,),
+            )
+            first, lacks = self._sorted(terms.agreed, asked)
+            if lacks:
+                self._note(terms, lacks)
+                raise Refused(self._reason(terms, lacks))
+            first = first if agree else Terms(splits=first.splits)
+            if first:
+                self._write(terms.model_copy(update={"agreed": terms.agreed.with_terms(first)}))
+
+    def _sorted(self, agreed: Terms, asked: Terms) -> tuple[Terms, Terms]:
+        """Of what is asked, the terms that the site agrees to as the first ones, and those that a person must look at.
+
+        Raises:
+            Refused: the site's file rules some out.
+        """
+        policy, missing = self._policy, asked.without(agreed)
+        models = missing.models if policy.models == "first" else ()
+        if not isinstance(policy.models, str) and any(one not in policy.models for one in asked.models):
+            raise Refused(
+                f"site '{self._site}' refuses this network (rule policy.models lists others); a person there may add "
+                "it in SITE.yaml"
+            )
+        splits = missing.splits if policy.splits != "all" else ()
+        training = tuple(one for one in missing.training if self._beyond(one, agreed))
+        new = bool(splits) and not agreed.splits and policy.splits != "all" and len(splits) <= policy.splits
+        first = Terms(
+            models=() if agreed.models else models,
+            splits=splits if new else (),
+            training=() if agreed.training else training,
+        )
+        return first, Terms(models=models, splits=splits, training=training).without(first)
+
+    def _beyond(self, asked: TrainingBounds, agreed: Terms) -> bool:
+        """Whether training options are beyond all that was agreed to.
+
+        Raises:
+            Refused: they are beyond the bounds of the site's file.
+        """
+        rule = self._policy.training
+        if isinstance(rule, TrainingBounds):
+            if beyond := asked.beyond(rule):
+                raise Refused(
+                    f"site '{self._site}' refuses to train so: {'; '.join(beyond)} (rule policy.training); ask for no "
+                    "more, or a person there raises its bounds in SITE.yaml"
+                )
+            return False
+        return rule == "first" and not any(not asked.beyond(bounds) for bounds in agreed.training)
+
+    def _reason(self, terms: _File, lacks: Terms) -> str:
+        rules = {"models": self._policy.models, "splits": self._policy.splits, "training": self._policy.training}
+        named = {"models": "this network", "splits": "these splits", "training": "these training options"}
+        texts = [f"{text} (rule policy.{what}: {rules[what]})" for what, text in named.items() if getattr(lacks, what)]
+        refused = _refused(terms)
+        if lacks.without(refused) != lacks:
+            return (
+                f"site '{self._site}' does not train with {' and '.join(texts)}: a person there has refused it; ask "
+                "them, or ask for something else"
+            )
+        return (
+            f"site '{self._site}' has not agreed to {' and '.join(texts)}; a person there may, with fedshift site agree"
+        )
+
+    def check_peers(self, found: Mapping[str, str]) -> None:
+        """Raise Refused unless each site signs with the certificate that this site has on record for it.
+
+        Args:
+            found: site → SHA-256 of the certificate that it signs with.
+        """
+        with locked(self._lock):
+            self._check_peers(found)
+
+    def _check_peers(self, found: Mapping[str, str]) -> None:
+        terms = self._read()
+        known = {**{peer.site: peer.certificate for peer in terms.agreed.peers}, **self._policy.peers}
+        first = {} if self._policy.secure == "required" else {site: found[site] for site in found if site not in known}
+        wrong = [site for site in found if {**first, **known}.get(site) != found[site]]
+        listed = Terms(peers=tuple(Peer(site=site, certificate=found[site]) for site in wrong or first))
+        if first and not wrong:
+            self._write(terms.model_copy(update={"agreed": terms.agreed.with_terms(listed)}))
+        if not wrong:
+            return
+        if any(site in self._policy.peers for site in wrong):
+            site = next(site for site in wrong if site in self._policy.peers)
+            raise Refused(
+                f"site '{self._site}': the certificate of '{site}' is not the one that rule policy.peers lists: it was "
+                "issued anew, or somebody else uses its name"
+            )
+        self._note(terms, listed)
+        raise Refused(
+            f"site '{self._site}' has not agreed to the certificate of '{wrong[0]}' (rule policy.peers); a person "
+            "there may, with fedshift site agree, after comparing it with what fedshift site check shows at that site"
+        )
+
+    def _note(self, terms: _File, lacks: Terms) -> None:
+        """Write down what was asked for and is not agreed to, as the newest request. What was refused is no news."""
+        lacks = lacks.without(_refused(terms))
+        if not lacks:
+            return
+        before = next((one for one in terms.asked if not one.refused and one.lacks == lacks), None)
+        number, times = (terms.numbers + 1, 1) if before is None else (before.number, before.times + 1)
+        new = AskedTerms(
+            number=number, lacks=lacks, coordinator=self._coordinator, run=self._run, when=time.time(), times=times
+        )
+        waiting = [new, *(one for one in terms.asked if not one.refused and one != before)]
+        refused = [one for one in terms.asked if one.refused]
+        asked = (*waiting[:_MOST_ASKED], *refused)
+        self._write(terms.model_copy(update={"asked": asked, "numbers": max(terms.numbers, number)}))
+
+    def asked(self) -> tuple[AskedTerms, ...]:
+        """Requests that wait for a person, the newest first."""
+        return tuple(one for one in self._read().asked if not one.refused)
+
+    def refused(self) -> tuple[AskedTerms, ...]:
+        """Requests that a person refused, the newest first."""
+        return tuple(one for one in self._read().asked if one.refused)
+
+    def agreed(self) -> Terms:
+        """What the site has agreed to."""
+        return self._read().agreed
+
+    def agree(self, shown: Sequence[AskedTerms]) -> None:
+        """Agree to requests as they were shown to a person. What was asked since waits for the next time."""
+        with locked(self._lock):
+            terms, agreed = self._read(), self._read().agreed
+            for one in reversed(shown):  # of two certificates of a site the newer one
+                agreed = agreed.with_terms(one.lacks)
+            remaining = (one.model_copy(update={"lacks": one.lacks.without(agreed)}) for one in terms.asked)
+            self._write(
+                terms.model_copy(update={"agreed": agreed, "asked": tuple(one for one in remaining if one.lacks)})
+            )
+
+    def refuse(self, shown: Sequence[AskedTerms]) -> None:
+        """Refuse requests for good: they are noted no more. A person may still agree to them, by number."""
+        with locked(self._lock):
+            terms = self._read()
+            numbers = {one.number for one in shown}
+            waiting = [one for one in terms.asked if not one.refused and one.number not in numbers]
+            new = [one.model_copy(update={"refused": True}) for one in shown if not one.refused]
+            refused = [*new, *(one for one in terms.asked if one.refused)]
+            self._write(terms.model_copy(update={"asked": (*waiting, *refused[:_MOST_REFUSED])}))
+
+    def _read(self) -> _File:
+        """The file.
+
+        Raises:
+            Damaged: it holds something else than what was written.
+        """
+        try:
+            return _File.model_validate_json(json.dumps(read_object(self._file, _REMEDY, older=True)))
+        except ValidationError:
+            raise Damaged(self._file, _REMEDY) from None
+
+    def _write(self, terms: _File) -> None:
+        write_object(self._file, terms.model_dump(mode="json"), private=True)
+
+
+def _refused(terms: _File) -> Terms:
+    """All terms that a person refused."""
+    whole = Terms()
+    for one in terms.asked:
+        whole = whole.with_terms(one.lacks) if one.refused else whole
+    return whole
+
+
+def split_terms(split: Mapping[str, Any], seeds: Sequence[int]) -> list[SplitTerm]:
+    """The splits of a request: its rule, with each of some seeds."""
+    shared = {"test_fraction": float(split["test_fraction"]), "split": str(split["split"])}
+    return [SplitTerm(**shared, seed=int(seed)) for seed in seeds]
+
+
+def asked_bounds(
+    training: Training, methods: Sequence[Method], *, round_number: int = 0, mini_batches: int | None = None
+) -> TrainingBounds:
+    """What a request asks for, as the bounds that would just allow it.
+
+    Args:
+        training: the training options of the request.
+        methods: that train, with their options.
+        round_number: of the request.
+        mini_batches: that the site may still train on in this run; None: the request does not say.
+    """
+    epochs = [number for method in methods for number in _epochs(method.model_dump(mode="json"))]
+    known = [number for number in (mini_batches, training.mini_batches) if number is not None]
+    return TrainingBounds(
+        lr=training.lr * max([1.0, *training.layer_rates.values()]),
+        batch_size=training.batch_size,
+        rounds=max(training.rounds, round_number),
+        mini_batches=max(known, default=None),
+        local_epochs=max(epochs, default=None),
+    )
+
+
+def _epochs(options: Any) -> Iterator[int]:
+    """The values of all options that count passes over a site's data, of a method and of those that it wraps."""
+    for name, value in options.items() if isinstance(options, Mapping) else ():
+        if isinstance(value, Mapping):
+            yield from _epochs(value)
+        elif name.endswith("epochs") and isinstance(value, int | float) and value >= 1:
+            yield int(value)

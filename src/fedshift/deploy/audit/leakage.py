@@ -1,0 +1,293 @@
+"""Audits what an attacker could reconstruct of a site's samples from what the site sends in an experiment.
+
+Two exchanges are attacked: the gradient of one mini-batch, as methods send it that exchange every batch (FADA), and the
+change of the model in a local epoch, as methods send it that exchange models (FedAvg, KD3A). The attacker knows the
+network, the weights before, the learning rate, momentum and weight decay, the number of samples and the size of a
+mini-batch. Both are also attacked in the sum over all labelled sites, which is what the server sees with
+``aggregation: secure``. A third attack sends crafted networks, whose answers the site's policy may refuse. An attack
+that fails proves nothing about better attacks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedshift.data.domain import DataSet
+from fedshift.data.site_data import SiteData, batches_per_epoch
+from fedshift.deploy.audit.attacks import Attacker, seen_by_attacker
+from fedshift.deploy.audit.cases import Case, together
+from fedshift.deploy.audit.crafted import CraftedCase, crafted_cases
+from fedshift.deploy.audit.gradient_search import Exchange, Search, Watcher
+from fedshift.deploy.remote.policy import Policy
+from fedshift.errors import UserError, nearest
+from fedshift.experiment.config.experiment import Experiment
+from fedshift.experiment.environment import resolve_device, threads_set, versions
+from fedshift.experiment.features import built
+from fedshift.experiment.plan import Plan, PlannedRun, Run
+from fedshift.experiment.predict import load_model
+from fedshift.experiment.privacy import draws_of
+from fedshift.federation.secure.sums import SMALLEST_ROSTER
+from fedshift.federation.site import Site
+from fedshift.federation.site_memory import SiteMemory
+from fedshift.models.network import Network
+
+EXCHANGES: tuple[Exchange, ...] = ("batch", "epoch")
+ATTACKS: dict[str, tuple[Search, ...]] = {"l2": ("l2",), "cosine": ("cosine",), "both": ("l2", "cosine")}
+
+
+@dataclass(frozen=True)
+class LeakageAudit:
+    """The result of `audit_leakage`. ``weights``: which weights were attacked. ``notes``: what was not attacked."""
+
+    experiment: dict[str, Any]
+    data: str
+    fingerprint: str
+    images: bool
+    site: str
+    samples: int
+    target: str
+    seed: int
+    model: str
+    parameters: int
+    weights: str
+    iterations: int
+    starts: int
+    repeats: int
+    device: str
+    threads: int
+    versions: dict[str, str]
+    seconds: float
+    processor_seconds: float
+    notes: tuple[str, ...]
+    cases: tuple[Case, ...]
+    crafted: tuple[CraftedCase, ...]
+
+    def record(self) -> dict[str, Any]:
+        """Plain data without the samples."""
+        return {
+            **vars(self),
+            "notes": list(self.notes),
+            "cases": [case.record() for case in self.cases],
+            "crafted": [case.record() for case in self.crafted],
+        }
+
+
+def audit_leakage(
+    experiment: Experiment,
+    *,
+    site: str | None = None,
+    batches: Sequence[int] = (1, 4, 8),
+    attack: str = "both",
+    iterations: int = 300,
+    starts: int = 4,
+    repeats: int = 1,
+    model: Path | None = None,
+    policy: Policy | None = None,
+    watcher: Watcher | None = None,
+) -> LeakageAudit:
+    """Attack what a source site of the experiment sends, alone and in the sum over all sources.
+
+    The weights attacked are the initial ones, or those of a trained model.
+
+    Under ``training.privacy`` the gradient and the epoch are clipped and noisy, with the noise of the experiment's own
+    size of mini-batch. The site is also sent crafted networks (`crafted`), whose answers its policy may refuse.
+
+    A network that begins with a fully connected layer is also inverted analytically, at mini-batches of 1.
+
+    Args:
+        experiment: the experiment.
+        site: name of a source; None means the first one.
+        batches: sizes of the site's mini-batches.
+        attack: ``l2`` (Zhu et al.), ``cosine`` (Geiping et al.) or ``both``.
+        iterations: evaluations of the gradient in each attempt.
+        starts: attempts from different noise; the best one counts.
+        repeats: how many times sites send other mini-batches, and epochs in another order, with other noise.
+        model: folder of a run whose weights are attacked; None means the initial weights.
+        policy: the site's, under which a coordinator sends crafted networks; None means the default one.
+        watcher: reports progress.
+
+    Raises:
+        UserError: the site or attack is unknown, the site or network cannot make a mini-batch of that size, or the
+            model does not fit.
+    """
+    began, worked = time.perf_counter(), time.process_time()
+    watcher = watcher or Watcher()
+    if attack not in ATTACKS:
+        raise UserError(f"--attack: '{attack}' is not an attack; {nearest(attack, ATTACKS)}")
+    sizes = list(dict.fromkeys(batches))
+    if not sizes or min(sizes) < 1 or iterations < 1 or starts < 1 or repeats < 1:
+        raise UserError("--batch, --iterations, --starts and --repeats: give whole numbers of at least 1")
+    plan = Plan(experiment, experiment.protocol.taking_part(built(experiment)))
+    whole = plan.data
+    if whole.task != "classification":
+        raise UserError(f"data set {whole.name} is for {whole.task}, and the audit only attacks classification")
+    target, name = target_and_site(plan, site)
+    seed = experiment.protocol.seeds[0]
+    data, split = plan.data_for(target), plan.split(target, seed)
+    shown = experiment.protocol.with_wrong_labels(data, split, seed)
+    device, threads = resolve_device(experiment.device), experiment.engine.thread_count()
+    sources = [name, *(other for other in plan.roles(target)[0] if other != name)]
+    parts = {source: (shown.domains[source], split.train[source], 0) for source in sources}
+    views = {
+        source: SiteData([part], data.preprocessing, experiment.training.augmentation, device)
+        for source, part in parts.items()
+    }
+    view = views[name]
+    network = _network(experiment, data, seed, model).to(device).train()
+    _check_sizes(sizes, view, network, name)
+    planned = PlannedRun(plan, Run(experiment.methods[0], target, seed))
+    draws = draws_of(planned.privacy, planned.identity) if planned.privacy else {}
+    attacks = ATTACKS[attack]
+    summed = [size for size in sizes if not _no_sum(size, views)]
+    watcher.begin(2 * (len(sizes) + len(summed)) * len(attacks) * iterations * starts * repeats)
+
+    def attacked(size: int, names: Sequence[str], number: int) -> list[Case]:
+        """Both exchanges, at a size of mini-batch, of these sites together, in a repeat."""
+        training = experiment.training.for_classes(data.classes).model_copy(update={"batch_size": size})
+        sites = []
+        for source in names:
+            own, noise = views[source], draws.get(source)
+            if noise is not None and number:
+                noise = replace(noise, stream=f"{noise.stream} {number}")
+            sites.append(
+                Site(
+                    source,
+                    "source",
+                    len(data.classes),
+                    1,
+                    training,
+                    SiteMemory(()),
+                    seed + number,
+                    own.device,
+                    network,
+                    own,
+                    draws=noise,
+                )
+            )
+        attacker = Attacker(sites, data, size, iterations, starts, watcher)
+        return [case for exchange in EXCHANGES for case in attacker.cases(exchange, attacks)]
+
+    with threads_set(threads):
+        cases = [
+            together(same)
+            for size in sizes
+            for some in ([(name,), tuple(views)] if size in summed else [(name,)])
+            for same in zip(*(attacked(size, some, number) for number in range(repeats)), strict=True)
+        ]
+        watcher.case("crafted networks")
+        plain = SiteData([parts[name]], data.preprocessing, None, device)
+        rest = [(domain, np.arange(len(domain)), 0) for key, domain in shown.domains.items() if key != name]
+        others = SiteData(rest, data.preprocessing, None, device)
+        crafted = tuple(crafted_cases(plain, others, data, experiment.model, policy or Policy(), seed))
+    return LeakageAudit(
+        experiment=experiment.dump(),
+        data=data.name,
+        fingerprint=plan.fingerprint,
+        images=len(data.input_shape) == 3,
+        site=name,
+        samples=view.samples,
+        target=target,
+        seed=seed,
+        model=experiment.model.display,
+        parameters=sum(parameter.numel() for parameter in network.parameters()),
+        weights=f"initial, seed {seed}" if model is None else str(model),
+        iterations=iterations,
+        starts=starts,
+        repeats=repeats,
+        device=device,
+        threads=threads,
+        versions=versions(),
+        seconds=time.perf_counter() - began,
+        processor_seconds=time.process_time() - worked,
+        notes=(*_notes(experiment, view.samples, sizes), *_notes_on_sums(experiment, sizes, views)),
+        cases=tuple(cases),
+        crafted=crafted,
+    )
+
+
+def target_and_site(plan: Plan, site: str | None) -> tuple[str, str]:
+    """The first target for which ``site`` is a source, and the site; None means any site."""
+    targets, data = plan.targets, plan.data
+    if site is not None and site not in data.domains:
+        raise UserError(f"--site: no site is called '{site}'; {nearest(site, data.domains)}")
+    for target in targets:
+        sources = [name for name in plan.roles(target)[0] if site in (None, name)]
+        if sources:
+            return target, sources[0]
+    others = [name for name in data.domains if name != site]
+    raise UserError(
+        f"--site: '{site}' is the experiment's only target and sends no gradient; known: {', '.join(others)}"
+    )
+
+
+def _network(experiment: Experiment, data: DataSet, seed: int, model: Path | None) -> Network:
+    network = experiment.training.network(experiment.model, data.input_shape, len(data.classes), seed)
+    if model is None:
+        return network
+    trained = load_model(model)
+    try:
+        network.load_state_dict(trained.network.state_dict())
+    except RuntimeError:
+        raise UserError(
+            f"--model: {model} holds another network than the experiment's {experiment.model.display} for "
+            f"{len(data.classes)} classes"
+        ) from None
+    return network
+
+
+def _check_sizes(sizes: Sequence[int], view: SiteData, network: Network, name: str) -> None:
+    for size in sizes:
+        if size > view.samples:
+            raise UserError(f"--batch {size}: site '{name}' has only {view.samples} training samples")
+    if 1 in sizes:
+        try:
+            with torch.no_grad():
+                seen_by_attacker(network)(view.batch(torch.zeros(1, dtype=torch.int64))[0])
+        except ValueError:  # from BatchNorm, which needs several values per feature
+            others = " ".join(f"--batch {size}" for size in sizes if size > 1) or "--batch 2"
+            raise UserError(
+                f"--batch 1: the network has BatchNorm, which cannot train on one sample; give {others}"
+            ) from None
+
+
+def _notes(experiment: Experiment, samples: int, sizes: Sequence[int]) -> Iterator[str]:
+    if experiment.training.privacy is not None:
+        yield "crafted networks meet a site that trains without noise: one with a budget of privacy refuses to"
+    for method in experiment.methods:
+        if "raw_data" in method.shares:
+            yield f"{method.display} sends the samples themselves: there is nothing to reconstruct"
+        other = sorted(set(method.shares) - {"weights", "numbers", "raw_data"})
+        if other:
+            yield f"{method.display} also sends {', '.join(other)}, which is not attacked here"
+        for size in sizes:
+            epoch = batches_per_epoch(samples, size)
+            between = method.mini_batches(epoch, 2) - method.mini_batches(epoch, 1)
+            if 0 < between < epoch and not method.pooled:
+                yield (
+                    f"{method.display} sends its model after {between} of the {epoch} mini-batches of an epoch "
+                    f"(batches of {size}): what that shows lies between the exchanges 'batch' and 'epoch'"
+                )
+
+
+def _no_sum(size: int, views: Mapping[str, SiteData]) -> str:
+    """Why no sum of mini-batches of this size is attacked; empty if one is."""
+    if len(views) < SMALLEST_ROSTER:
+        return f"a sum needs {SMALLEST_ROSTER} labelled sites, here are {len(views)}"
+    few = [source for source, view in views.items() if view.samples < size]
+    return f"site '{few[0]}' has fewer than {size} training samples" if few else ""
+
+
+def _notes_on_sums(experiment: Experiment, sizes: Sequence[int], views: Mapping[str, SiteData]) -> Iterator[str]:
+    for why in dict.fromkeys(_no_sum(size, views) for size in sizes):
+        if why:
+            yield f"no sum was attacked: {why}"
+    for method in experiment.methods:
+        if method.reads != "sums" and not method.pooled:
+            yield f"{method.display} cannot run with aggregation: secure: its server sees what single sites send"

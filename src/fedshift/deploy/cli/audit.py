@@ -1,0 +1,231 @@
+"""``fedshift audit leakage`` and ``fedshift audit membership``."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from fedshift.cli.console import safe_console
+from fedshift.deploy.audit.cases import Case
+from fedshift.deploy.audit.gradient_search import Watcher
+from fedshift.deploy.audit.leakage import LeakageAudit, audit_leakage
+from fedshift.deploy.audit.membership import AtRate, MembershipAttack, MembershipAudit, audit_membership
+from fedshift.deploy.site_file import load_site
+from fedshift.digests import write_object
+from fedshift.errors import UserError
+from fedshift.experiment.config.experiment import load
+from fedshift.files import write_bytes
+from fedshift.report.folding import Folded
+
+RECORD, PICTURE, MEMBERSHIP = "leakage.json", "leakage.png", "membership.json"
+
+
+def audit_file(
+    path: Path,
+    overrides: Sequence[str],
+    out: Path | None,
+    site_file: Path | None = None,
+    *,
+    runs: Path = Path("runs"),
+    **options: Any,
+) -> None:
+    """Attack a site of an experiment, with a progress bar. Print the table; write the record and the picture.
+
+    Args:
+        path: the experiment file.
+        overrides: fields to set, as ``key.path=value``.
+        out: the folder to write to; by default ``audit`` in the experiment's folder of runs.
+        site_file: a SITE.yaml whose policy holds for crafted networks; None means the default policy.
+        runs: the folder that holds a folder for each experiment.
+        options: those of `audit_leakage`.
+    """
+    errors = safe_console(stderr=True)
+    try:
+        if site_file is not None:
+            options["policy"] = load_site(site_file).file.policy
+        experiment = load(path, overrides)
+        folder = out or runs / experiment.name / "audit"
+        _make(folder)  # fails before minutes of work, not after them
+        found = _watched(errors, experiment, options)
+        record = {"command": shlex.join(["fedshift", *sys.argv[1:]]), **found.record()}
+        write_object(folder / RECORD, record, indent=2)
+        written = [RECORD]
+        if found.images:
+            from fedshift.deploy.audit.picture import picture
+
+            write_bytes(folder / PICTURE, picture(found.cases))
+            written.append(PICTURE)
+    except KeyboardInterrupt:
+        errors.print("interrupted: nothing was written", highlight=False)
+        sys.exit(130)
+    _print(found)
+    for name in written:
+        errors.print(f"wrote {folder / name}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out: cannot make the folder {folder}: {error.strerror or error}") from None
+
+
+def _watched(errors: Console, experiment: Any, options: dict[str, Any]) -> LeakageAudit:
+    progress = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(),
+        console=errors,
+        disable=not errors.is_terminal,
+    )
+    try:
+        return audit_leakage(experiment, watcher=Bar(progress), **options)
+    finally:
+        progress.stop()
+
+
+class Bar(Watcher):
+    """Shows the progress of an audit as one bar."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._task = progress.add_task("audit", total=None)
+
+    def begin(self, evaluations: int) -> None:
+        self._progress.update(self._task, total=evaluations)
+        self._progress.start()
+
+    def case(self, title: str) -> None:
+        self._progress.update(self._task, description=title)
+
+    def evaluated(self, number: int) -> None:
+        self._progress.advance(self._task, number)
+
+
+def _print(found: LeakageAudit) -> None:
+    console = safe_console()
+    say = {"markup": False, "highlight": False, "soft_wrap": True}
+    console.print(
+        f"site {found.site} of {found.data}: {found.samples} training samples; {found.model}, {found.parameters:,} "
+        f"parameters, weights: {found.weights}",
+        **say,  # type: ignore[arg-type]
+    )
+    likeness = ("PSNR", "guess", "SSIM", "guess") if found.images else ("guess", "correlation", "guess")
+    bounds = ("95 % bounds",) if found.repeats > 1 else ()
+    head = ("sent", "sites", "size", "steps", "attack", "MSE", *likeness, *bounds, "labels")
+    console.print(Folded(head, [_row(case) for case in found.cases], names=1 + head.index("attack")))
+    measured = "SSIM" if found.images else "correlation"
+    console.print(
+        "Means over the reconstructions, each beside the original that it resembles most: of the mini-batch, or of all "
+        "training samples of the sites for an epoch. sites: 1 is what the site itself sends, more are in the sum that "
+        "the server sees with aggregation: secure. guess: the sites' mean sample in place of a reconstruction. labels: "
+        f"how many of the mini-batches' were inferred. 95 % bounds: of the mean {measured}. An attack that fails says "
+        "nothing about better ones.",
+        **say,  # type: ignore[arg-type]
+    )
+    _print_crafted(console, found)
+    for note in found.notes:
+        console.print(f"note: {note}", **say)  # type: ignore[arg-type]
+
+
+def _print_crafted(console: Console, found: LeakageAudit) -> None:
+    rows = []
+    for case in found.crafted:
+        whose = "chosen" if case.chosen else "own"
+        name = f"{whose} {case.network['name']} {case.network.get('hidden', '')}"
+        left = f"{case.read} leave" if case.refused is None else f"refused, {case.refused}"
+        rows.append([name, case.layout, f"{case.read}/{case.samples}", f"{case.exposure:.2f}", left])
+    head = ("crafted network", "layout", "read", "exposure", "under the policy")
+    console.print(Folded(head, rows, words=range(1, len(head))))
+
+
+def _row(case: Case) -> list[str]:
+    sent = "gradient" if case.exchange == "batch" else "epoch"
+    cells = [sent, str(case.sites), str(case.batch), str(case.steps or "–"), case.attack]
+    cells.append(f"{fmean(case.mse):.4f}")
+    if case.psnr is not None and case.ssim is not None:
+        cells += [
+            f"{fmean(case.psnr):.1f}",
+            f"{case.guess_psnr:.1f}",
+            f"{fmean(case.ssim):.2f}",
+            f"{case.guess_ssim:.2f}",
+        ]
+    elif case.correlation is not None:
+        cells += [f"{case.guess_mse:.4f}", f"{fmean(case.correlation):.2f}", f"{case.guess_correlation:.2f}"]
+    if case.bounds is not None:
+        cells.append(f"{case.bounds[0]:.2f} to {case.bounds[1]:.2f}")
+    return [*cells, "–" if case.labels_right is None else f"{case.labels_right}/{len(case.labels)}"]
+
+
+# Membership -----------------------------------------------------------------------------------------------------------
+
+
+def membership_file(
+    path: Path, overrides: Sequence[str], out: Path | None, *, runs: Path, site: str | None, trainings: int
+) -> None:
+    """Attack the models of an experiment; print the table and write the record. Arguments as of `audit_file`."""
+    errors = safe_console(stderr=True)
+    experiment = load(path, overrides)
+    folder = out or runs / experiment.name / "audit"
+    _make(folder)
+
+    def trained(number: int) -> None:
+        errors.print(f"training {number + 1} of {trainings} is done", highlight=False)
+
+    try:
+        found = audit_membership(experiment, site=site, trainings=trainings, trained=trained)
+    except KeyboardInterrupt:
+        errors.print("interrupted: nothing was written", highlight=False)
+        sys.exit(130)
+    record = {"command": shlex.join(["fedshift", *sys.argv[1:]]), **found.record()}
+    write_bytes(folder / MEMBERSHIP, (json.dumps(record, indent=2, ensure_ascii=False) + "\n").encode())
+    _print_membership(found)
+    errors.print(f"wrote {folder / MEMBERSHIP}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _print_membership(found: MembershipAudit) -> None:
+    console = safe_console()
+    say: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
+    claimed = "no privacy" if found.claimed is None else f"ε ≤ {found.claimed[0]:.2f} at δ = {found.claimed[1]:g}"
+    console.print(
+        f"site {found.site} of {found.data}, {found.method}, {claimed}: {found.trainings} trainings on half of "
+        f"{found.units} {found.unit}s; accuracy {found.accuracy_of_members:.1f} on those that trained, "
+        f"{found.accuracy_of_others:.1f} on the others",
+        **say,
+    )
+    rows, at_rates = list[list[str]](), list[list[str]]()
+    for one in found.attacks:
+        share = 100 * one.right / one.guesses
+        rows.append(
+            [one.name, str(one.guesses), f"{share:.1f} %", _bounds(one), f"{one.auc:.1f}", f"{one.epsilon:.2f}"]
+        )
+        for at in one.at_rates:
+            accused, caught = 100 * at.false / at.others, 100 * at.found / at.members
+            at_rates.append([one.name, f"{accused:.2f} %", f"{caught:.2f} %", _bounds(at, 2)])
+    console.print(Folded(["attack", "guesses", "right", "95 % bounds", "AUC", "ε at least"], rows))
+    console.print(
+        "Of each training the fifth of the samples that looks most like members is guessed to be, and the fifth that "
+        "looks least like them not to be; 50 % right is chance.",
+        **say,
+    )
+    console.print(Folded(["attack", "false accusations", "members found", "95 % bounds"], at_rates))
+    console.print(
+        "Members found while 1 % and 0.1 % of the others are accused, as far as the other trainings tell where to draw "
+        "the line; as many as are accused is chance. An attack that fails says nothing about better ones.",
+        **say,
+    )
+
+
+def _bounds(one: MembershipAttack | AtRate, digits: int = 1) -> str:
+    return f"{100 * one.low:.{digits}f} to {100 * one.high:.{digits}f}"

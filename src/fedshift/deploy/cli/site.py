@@ -1,0 +1,338 @@
+"""``fedshift site`` and ``fedshift coordinator``: check, start and stop the service of a role."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import typer
+
+from fedshift.cli.console import safe_console
+from fedshift.data.codings import Categories, missing_cells
+from fedshift.data.domain import DataSet, SparseRows
+from fedshift.data.site_differences import site_differences
+from fedshift.deploy.agreed_terms import AgreedTerms, AskedTerms
+from fedshift.deploy.flare import roles
+from fedshift.deploy.privacy.few_rows import few_samples, leaving, of_many_rows
+from fedshift.deploy.privacy.ledger import PrivacyLedger
+from fedshift.deploy.privacy.noisy_statistics import lacking
+from fedshift.deploy.privacy.recovery import lost_records, recover_records
+from fedshift.deploy.remote.policy import ACCURACY, MASKED, METRICS, SEALED, WEIGHTS, AuditLog, TrainingBounds
+from fedshift.deploy.secure.identity import Identity
+from fedshift.deploy.secure.rosters import Rosters
+from fedshift.deploy.secure.site_sums import SiteSums
+from fedshift.deploy.site_file import Holding, SiteConfig, load_site, read_holding
+from fedshift.deploy.site_requests import seals_all
+from fedshift.digests import Damaged, without_digest
+from fedshift.encryption import KEY_FILE, present_key
+from fedshift.errors import FedshiftError, Refused, UserError, nearest
+from fedshift.experiment.environment import resolve_device, versions
+from fedshift.experiment.runs.run_folder import SEALED_MODEL, model_file
+from fedshift.federation.messages import decode, known_kinds
+from fedshift.files import write_bytes
+from fedshift.methods import registry as methods
+
+
+def check_site(path: Path) -> None:
+    """Read a site's data as a run would; print what they are, and what may and may not leave the site."""
+    console = safe_console()
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    config = load_site(path)
+    holding = read_holding(config)
+    domain, data = holding.domain, holding.data
+    shape = "×".join(map(str, domain.inputs.shape[1:]))
+    say(f"site {config.file.site}: {len(domain)} samples of {shape}, data fingerprint {holding.fingerprint}")
+    if data.task == "classification":
+        counts = np.bincount(domain.labels, minlength=len(data.classes))
+        say("classes: " + ", ".join(f"{name} {count}" for name, count in zip(data.classes, counts, strict=True)))
+    else:
+        say(f"task: {data.task} of {', '.join(data.classes)}")
+    if domain.fixed_split:
+        train = len(domain.described)
+        say(f"split: {train} samples train and {len(domain) - train} are a fixed test set (data.split)")
+    say(_values(data))
+    if config.file.privacy is None:
+        for line in leaving(of_many_rows(holding, config.file.policy), config.file.policy):
+            say(line)
+    few = few_samples(domain, config.file.policy)
+    for warning in (*((few,) if few else ()), *data.warnings, *site_differences(data)):
+        say(f"warning: {warning}")
+    config.memory.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(config.memory).free
+    say(f"disk: {free / 1e9:.1f} GB free at {config.memory}")
+    say(f"at rest: {'encrypted' if present_key() else f'not encrypted ({KEY_FILE} is not set)'}")
+    say(f"device: {resolve_device(config.file.device)}; " + ", ".join(f"{k} {v}" for k, v in versions().items()))
+    _say_policy(config, say)
+    lost = lost_records(config)
+    if not lost:
+        _say_records(config, say)
+    _say_privacy(config, holding, say)
+    _say_kit(config, say)
+    if lost:
+        raise UserError(lost[0])
+
+
+def _say_privacy(config: SiteConfig, holding: Holding, say: Callable[[str], None]) -> None:
+    if (budget := config.file.privacy) is None:
+        return
+    measures = budget.measurement_noise
+    says = "measures no model" if measures is None else f"measures with noise of {measures:g} samples"
+    say(f"privacy: a budget of ε = {budget.epsilon:g} at δ = {budget.delta:g}; trains with noise only, {says}")
+    if holding.given is not None and (reason := lacking(holding.given, budget)) is not None:
+        say(f"warning: it refuses to send statistics for a common encoding of its data without noise: {reason}")
+
+
+def _say_records(config: SiteConfig, say: Callable[[str], None]) -> None:
+    """What the site wrote down of earlier exchanges, which fits."""
+    lines, last = AuditLog.check(config.audit_log)
+    sink = f"; a copy goes to a sink ({config.file.sink.kind})" if config.file.sink else ""
+    say(f"audit log: {len(lines)} lines, unbroken, last digest {last}{sink}")
+    if (budget := config.file.privacy) is not None:
+        spent = PrivacyLedger(config.memory, config.file.site, budget, AuditLog(config.audit_log)).epsilon()
+        say(f"spent: ε = {spent:.3g} of {budget.epsilon:g} at δ = {budget.delta:g}")
+
+
+def recover_site(path: Path, yes: bool) -> None:
+    """Show what a site lacks of its own records, and begin them anew after a question, or at once."""
+    console, config = safe_console(), load_site(path)
+    lost = lost_records(config)
+    if not lost:
+        console.print(f"site {config.file.site}: audit log, ledger and secret are whole", highlight=False)
+        return
+    for fault in lost:
+        console.print(fault, highlight=False, markup=False, soft_wrap=True)
+    if yes or typer.confirm("Give up what is lost? What is not known of the budget of privacy counts as spent."):
+        for line in recover_records(config):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _values(data: DataSet) -> str:
+    """Which cells are missing in the file, before they are filled, and which columns never change."""
+    if not data.columns:
+        (domain,) = data.domains.values()
+        if isinstance(domain.inputs, SparseRows) or domain.inputs.dtype != np.float32:
+            return "values: all are finite"
+        still = int((domain.inputs.reshape(len(domain), -1).std(axis=0) == 0).sum())
+        return f"values: all are finite, {still} columns that never change"
+    (columns,) = data.columns.values()
+    missing = [
+        f"{name} {absent} of {rows}" for name, at in missing_cells(data.columns).items() for absent, rows in at.values()
+    ]
+    constant = [
+        name for name, one in columns.items() if len(one.names if isinstance(one, Categories) else one.values) == 1
+    ]
+    return f"missing in the file: {', '.join(missing) or 'none'}; never changes: {', '.join(constant) or 'no column'}"
+
+
+def _say_policy(config: SiteConfig, say: Callable[[str], None]) -> None:
+    policy = config.file.policy
+    every = (*known_kinds(), ACCURACY, METRICS)
+    leaves = [kind for kind in dict.fromkeys((*policy.send, MASKED, SEALED)) if policy.lets_out(kind)]
+    say(f"may leave: {', '.join(leaves)}; of at least {policy.smallest_group} samples")
+    say(f"never leaves: {', '.join(kind for kind in every if kind not in leaves)}")
+    allowed = []
+    for name in methods.names() if policy.methods == "all" else policy.methods:
+        kind = methods.method_class(name)
+        method = kind()
+        models = MASKED if method.reads == "sums" else SEALED if seals_all(method) else WEIGHTS
+        shares = {models if share == WEIGHTS else share for share in method.shares}
+        if not kind.pooled and all(map(policy.lets_out, shares)):
+            allowed.append(name)
+    limits = ((policy.rounds_per_day, "rounds"), (policy.measurements_per_day, "measurements"))
+    rate = "".join(f"; at most {most} {what} a day" for most, what in limits if most)
+    say(f"methods that can run: {', '.join(allowed) or 'none'}{rate}")
+    terms = AgreedTerms(config.memory, config.file.site, policy)
+    _say_sums(config, say)
+    listed = f"{len(policy.peers)} listed" if policy.peers else "required" if policy.secure == "required" else "first"
+    rules = {"models": policy.models, "splits": policy.splits, "training": policy.training, "peers": listed}
+    for what, agreed in terms.agreed().model_dump().items():
+        listed = "; ".join(map(_term, agreed)) or "none yet"
+        say(f"{what} agreed to: {listed} (rule policy.{what}: {_rule(rules[what])})")
+    if waiting := terms.asked():
+        requests = "1 request waits" if len(waiting) == 1 else f"{len(waiting)} requests wait"
+        say(f"asked: {requests} for a person: fedshift site agree {config.path.name}")
+
+
+def _say_sums(config: SiteConfig, say: Callable[[str], None]) -> None:
+    """Which sums the site takes part in, and of whom its sums were so far."""
+    policy = config.file.policy
+    say(f"secure aggregation: {policy.secure}; sums of at least {policy.smallest_sum} sites")
+    with contextlib.suppress(FedshiftError):  # a damaged log is said elsewhere
+        rosters = Rosters(config.memory, config.file.site, policy, AuditLog(config.audit_log))
+        try:
+            known = "; then ".join(", ".join(roster) for roster in rosters.known()) or "none yet"
+            say(f"its sums were of: {known} (rule policy.roster: {_rule(policy.roster)})")
+        except Refused as error:
+            say(f"warning: {error}")
+    if policy.colluders == 0 and (policy.roster == "any" or config.file.privacy is not None):
+        say(
+            "warning: policy.colluders is 0: in a sum of an odd number of sites, one that works with a coordinator "
+            "that lies about who answered is enough to unmask others; the usual coordinator is itself a hospital: "
+            "write 1"
+        )
+
+
+def _term(term: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in term.items() if value is not None)
+
+
+def _rule(rule: object) -> str:
+    if isinstance(rule, TrainingBounds):
+        return _term(rule.model_dump())
+    return f"a list of {len(rule)}" if isinstance(rule, tuple) else str(rule)
+
+
+def agree_site(path: Path, yes: bool = False, refuse: bool = False, only: Sequence[int] = ()) -> None:
+    """Show one refused request after another, and agree to each or refuse it.
+
+    Args:
+        path: the SITE.yaml.
+        yes: agree without a question.
+        refuse: refuse without a question.
+        only: numbers of requests; none: all that wait. A request that was refused can be chosen, too.
+
+    Raises:
+        UserError: both are chosen, or no request has such a number.
+    """
+    if yes and refuse:
+        raise UserError("choose one of --yes and --refuse")
+    console, config = safe_console(), load_site(path)
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    terms = AgreedTerms(config.memory, config.file.site, config.file.policy)
+    waiting, refused = terms.asked(), terms.refused()
+    known = {str(one.number): one for one in (*waiting, *refused)}
+    for number in only:
+        if str(number) not in known:
+            raise UserError(f"--only {number}: site '{config.file.site}' has no such request; {nearest('', known)}")
+    chosen = [known[str(number)] for number in only] if only else waiting
+    if not chosen:
+        say(f"site {config.file.site}: nothing was asked that it has not agreed to")
+    for request in chosen:
+        _show_request(request, say)
+        answer = "a" if yes else "r" if refuse else _asked_person()
+        if answer == "a":
+            terms.agree([request])
+        elif answer == "r":
+            terms.refuse([request])
+        say(f"request {request.number}: {_ANSWERS[answer]}")
+    if refused and not only:
+        say(f"refused before: {', '.join(str(one.number) for one in refused)} (--only NUMBER shows one of them)")
+
+
+_ANSWERS = {"a": "agreed to", "r": "refused", "l": "left for later"}
+
+
+def _asked_person() -> str:
+    answer = str(typer.prompt("agree (a), refuse (r), or decide later (l)?", default="l", show_default=False))
+    return answer if answer in _ANSWERS else "l"
+
+
+def _show_request(request: AskedTerms, say: Callable[[str], None]) -> None:
+    """Who asked, when and for which run, and for what."""
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(request.when)) if request.when else "before"
+    times = f", {request.times} times" if request.times > 1 else ""
+    who = f" by {request.coordinator} for {request.run}" if request.coordinator else ""
+    refused = "; it was refused" if request.refused else ""
+    say(f"request {request.number}, last asked {when}{who}{times}{refused}:")
+    lacks = request.lacks
+    for network in lacks.models:
+        say(f"  network: {_term(network)}")
+    for split in lacks.splits:
+        say(f"  split: {_term(split.model_dump())}")
+    for bounds in lacks.training:
+        least = {"batch_size": "at least"}
+        limits = {name: value for name, value in bounds.model_dump().items() if value is not None}
+        say(
+            "  training: "
+            + ", ".join(f"{name} {least.get(name, 'at most')} {value:g}" for name, value in limits.items())
+        )
+    for peer in lacks.peers:
+        say(f"  certificate of {peer.site}: {peer.certificate}; compare it with what site check shows there")
+
+
+def open_model(model: Path, path: Path, out: Path) -> None:
+    """Open a trained model that is sealed for a site, and write it as any other model of a run."""
+    from fedshift.deploy.secure.site_seals import SiteSeals
+
+    config, file = load_site(path), model / SEALED_MODEL if model.is_dir() else model
+    terms = AgreedTerms(config.memory, config.file.site, config.file.policy)
+    seals = SiteSeals(config, terms, SiteSums(config, terms))
+    try:
+        content, header = decode(without_digest(file.read_bytes(), file))
+        weights, metadata = seals.opened_file(content), header["fedshift"]
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror or error}") from None
+    except Refused as error:
+        raise UserError(f"{file}: {error}") from None
+    except Damaged:
+        raise
+    except (FedshiftError, KeyError):
+        raise UserError(f"{file} is damaged or is no sealed model: give the {SEALED_MODEL} of a run") from None
+    write_bytes(out, model_file(weights, metadata))
+    said = f"site {config.file.site}: opened {file}, wrote {out}"
+    safe_console().print(said, highlight=False, markup=False, soft_wrap=True)
+
+
+def _say_kit(config: SiteConfig, say: Callable[[str], None]) -> None:
+    if not (config.kit / "kit.json").exists():
+        say(f"kit: none at {config.kit} yet")
+        return
+    kit = roles.load_kit(config.kit, "site")
+    _same_name(config, kit.name)
+    roles.check_settings(kit)
+    say(f"kit: project {kit.project.name}, valid until {roles.expiry(kit)}, contact {kit.project.contact}")
+    say(f"certificate: {Identity.of_kit(kit.folder, kit.name).fingerprint} (SHA-256, for policy.peers of other sites)")
+    reason = roles.unreachable(kit)
+    say(f"coordinator: {'can be reached' if reason is None else f'cannot be reached: {reason}'}")
+
+
+def _same_name(config: SiteConfig, name: str) -> None:
+    if config.file.site != name:
+        raise UserError(
+            f"{config.path}: site is '{config.file.site}', but the kit is for '{name}'; use the kit of this site"
+        )
+
+
+def start_site(path: Path, foreground: bool) -> None:
+    """Check the site's file, kit, audit log and data, then start its service."""
+    config = load_site(path)
+    kit = roles.load_kit(config.kit, "site")
+    _same_name(config, kit.name)
+    if lost := lost_records(config):
+        raise UserError(lost[0])
+    read_holding(config)
+    _print_status(kit.name, roles.start(kit, config.path, foreground=foreground))
+
+
+def stop_site(path: Path) -> None:
+    """Stop the site's service."""
+    kit = roles.load_kit(load_site(path).kit, "site")
+    safe_console().print(f"site {kit.name}: {'stopped' if roles.stop(kit) else 'was not running'}", highlight=False)
+
+
+def start_coordinator(folder: Path, foreground: bool) -> None:
+    """Start the coordinator's service."""
+    kit = roles.load_kit(folder, "coordinator")
+    _print_status("coordinator", roles.start(kit, foreground=foreground))
+
+
+def stop_coordinator(folder: Path) -> None:
+    """Stop the coordinator's service. Deployments resume when it is started again."""
+    kit = roles.load_kit(folder, "coordinator")
+    safe_console().print(f"coordinator: {'stopped' if roles.stop(kit) else 'was not running'}", highlight=False)
+
+
+def _print_status(name: str, status: roles.Status) -> None:
+    pid = f" (process {status.pid})" if status.pid else ""
+    safe_console().print(f"{name}: {status.state}{pid} {status.message}".rstrip(), highlight=False, markup=False)

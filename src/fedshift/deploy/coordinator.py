@@ -1,0 +1,407 @@
+"""The coordinator's side of a deployed experiment: agree with the sites, then carry out every run in turn.
+
+The coordinator knows names, shapes, classes and numbers of samples. The only samples that it may hold are those of an
+unseen set of its own. An engine calls `coordinate` in the process of its job; all that has to outlive the job lies in
+the deployment's folder.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedshift.data.builders.at_sites import AtSites
+from fedshift.deploy.deployed_plan import DeployedPlan, check_budgets
+from fedshift.deploy.event_log import EventLog
+from fedshift.deploy.handshake import agree, note_cards
+from fedshift.deploy.json_files import DEPLOY_AGAIN
+from fedshift.deploy.members import CARDS, members
+from fedshift.deploy.remote.remote_federation import RemoteFederation
+from fedshift.deploy.remote.sealed_federation import SealedFederation
+from fedshift.deploy.remote.secure_federation import SecureFederation
+from fedshift.deploy.remote.transport import Transport, ask_plain
+from fedshift.digests import read_object
+from fedshift.errors import FedshiftError, UserError, nearest
+from fedshift.evaluation.records import Part, SiteMetrics
+from fedshift.evaluation.site_metrics import common_threshold
+from fedshift.experiment.budgets import site_budget
+from fedshift.experiment.compatibility import check_fit
+from fedshift.experiment.config.engine_section import FlareEngine
+from fedshift.experiment.config.experiment import Experiment, method_name, parse
+from fedshift.experiment.environment import resolve_device, threads_set
+from fedshift.experiment.fits.sealed_routing import measured_parts
+from fedshift.experiment.plan import PlannedRun, Run
+from fedshift.experiment.protocols.base import EVERY_SITE, Split
+from fedshift.experiment.runs.context import Context
+from fedshift.experiment.runs.evaluator import Evaluator, Final
+from fedshift.experiment.runs.round_loop import train_and_evaluate
+from fedshift.experiment.runs.run_folder import RunFolder, run_folder, write_order
+from fedshift.federation.secure.sums import threshold
+from fedshift.federation.setting_json import setting_recipe
+from fedshift.federation.site import Role
+from fedshift.federation.site_runner import Setting, SitePlan, about_sites
+from fedshift.methods.base import Method
+from fedshift.models.network import Network
+from fedshift.weights import Weights
+
+EXPERIMENT, PROGRESS = "experiment.json", "progress.jsonl"
+
+
+def check_deployable(experiment: Experiment) -> FlareEngine:
+    """Check that an experiment can be deployed, and return its engine.
+
+    Raises:
+        UserError: it cannot be deployed.
+    """
+    if not isinstance(experiment.engine, FlareEngine):
+        raise UserError("engine.name: write engine: {name: flare} in an experiment that is deployed")
+    if not isinstance(experiment.data, AtSites):
+        raise UserError(
+            f"data.name: {experiment.data.name} lies on this machine; write data: {{name: sites}}, and each site its "
+            "own data in its SITE.yaml (fedshift project try plays such a federation with data on this machine)"
+        )
+    experiment.protocol.deployed()
+    for network in experiment.model.networks():
+        if network.name.rpartition(":")[0].endswith(".py"):
+            raise UserError(
+                f"model.name: {network.display} is a file, and no code travels; install it as a package at every site "
+                "and name it package.module:Class, which sites must list in policy.models"
+            )
+    for method in experiment.methods:
+        if method.pooled:
+            raise UserError(f"methods: {method.display} needs all samples in one place and cannot be deployed")
+        name = method_name(method)
+        if name.partition(":")[0].endswith(".py"):
+            raise UserError(
+                f"methods: {method.display} is a file, and no code travels; install it as a package at every site and "
+                "name it package.module:Class, which sites must allow in policy.methods"
+            )
+    return experiment.engine
+
+
+def check_members(experiment: Experiment, sites: Sequence[str], revoked: Collection[str]) -> None:
+    """Check that the sites that an experiment names are there, before anything starts.
+
+    Args:
+        experiment: that is deployed.
+        sites: of the project.
+        revoked: the sites that the coordinator refuses, with those that have left the project.
+
+    Raises:
+        UserError: a target or a dropped site is not there, or no site is left.
+    """
+    protocol = experiment.protocol
+    present = [site for site in sites if site not in revoked]
+    own = isinstance(experiment.data, AtSites) and experiment.data.unseen is not None
+    for target in protocol.named_targets:
+        if target in revoked and target in sites:
+            raise UserError(
+                f"protocol.targets: the kit of site '{target}' was revoked: name another site, or take it back with "
+                f"fedshift project accept {target}"
+            )
+        if target in revoked:
+            raise UserError(f"protocol.targets: site '{target}' was removed from the project: name another site")
+    known = {
+        "targets": (protocol.named_targets, (*sites, EVERY_SITE)),
+        "drop": (protocol.left_out, (*sites, *revoked)),
+    }
+    for field, (named, names) in known.items():
+        unknown = [name for name in named if name not in names]
+        if unknown and not (own and field == "targets"):
+            raise UserError(f"protocol.{field}: no site is called '{unknown[0]}'; {nearest(unknown[0], present)}")
+    if not set(present) - set(protocol.left_out):
+        raise UserError("no site is left: all are revoked (fedshift project accept) or in protocol.drop")
+
+
+def coordinate(folder: Path, transport: Transport, sites: Sequence[str]) -> None:
+    """Run what is not finished of the deployment in ``folder``.
+
+    Args:
+        folder: the deployment's.
+        transport: carries the messages to sites.
+        sites: those of the project that are not revoked.
+
+    Raises:
+        NewJobNeeded: the run has to go on in a new job.
+        UserError, FedshiftError: the run ends.
+    """
+    experiment = parse(read_object(folder / EXPERIMENT, DEPLOY_AGAIN, older=True))
+    engine = check_deployable(experiment)
+    log = EventLog(folder / PROGRESS)
+    begun = (folder / CARDS).exists()
+    dropped = experiment.protocol.left_out
+    with threads_set(engine.thread_count()):
+        names = members(folder, sites, dropped)
+        for site in [site for site in sites if begun and site not in (*names, *dropped)]:
+            log.warn(f"site '{site}' joined after this experiment began: a new name takes it in")
+        agreed = agree(experiment, transport, names, folder, engine, log)
+        plan = DeployedPlan(experiment, agreed)
+        for warning in (*agreed.data.warnings, *plan.site_differences):
+            log.warn(warning)
+        check_fit(plan)
+        for warning in _check_sums(plan):
+            log.warn(warning)
+        _check_measured(plan)
+        check_budgets(plan, begun=begun)
+        note_cards(folder, agreed)
+        context = Context(resolve_device(experiment.device), torch.get_num_threads(), log)
+        runs = folder / "runs" / experiment.name
+        write_order(plan, runs)
+        log.begin(len(plan.runs))
+        for planned in plan.runs:
+            _carry_out(context, plan, planned, transport, engine, runs, log)
+
+
+def _carry_out(
+    context: Context,
+    plan: DeployedPlan,
+    planned: PlannedRun,
+    transport: Transport,
+    engine: FlareEngine,
+    runs: Path,
+    log: EventLog,
+) -> None:
+    """Carry out one run from its last checkpoint, or its beginning, to its result."""
+    experiment, run, sites = plan.experiment, planned.run, plan.agreed.sites
+    folder = run_folder(planned, runs)
+    folder.check_identity()
+    finished = folder.result()
+    if finished is not None:
+        log.finished(run, finished, resumed=True)
+        return
+    _wait_for(folder)
+    with folder:
+        setting = planned.setting(context.device)
+        network = setting.build_network().to(context.device)
+        plans = planned.sites(planned.data)
+        name = f"{experiment.name}-{run.method.display}-{run.target}-seed-{run.seed}"
+        numbers = {site.name: (site.role, site.parts[0][2]) for site in plans}
+        plain = SealedFederation if engine.routing == "sealed" else RemoteFederation
+        colluders = max(plan.agreed.colluders.get(one.name, 0) for one in plans)
+        whole = bool(_strict(plan, plans))
+        secure = partial(SecureFederation, memory=folder.memory, whole=whole, colluders=colluders)
+        kind = secure if engine.sums_only else plain
+        federation = kind(
+            run.method,
+            transport,
+            run=name,
+            recipe=_recipe(setting),
+            parts={site: _part(plan, run, site, numbers.get(site)) for site in sites},
+            about=about_sites(plans, setting, network),
+            deadline=engine.deadline,
+            quorum=engine.quorum,
+            on_refusal=engine.on_refusal,
+            wire=engine.wire,
+            patience=engine.patience,
+            grace=engine.grace,
+            on_event=log.event,
+            sources=[site.name for site in plans if site.role == "source"],
+            targets=[site.name for site in plans if site.role == "target"],
+            budget=site_budget(planned.budget, plans),
+            rounds=max(1, planned.rounds),
+            per_round=planned.drawn,
+            seed=run.seed,
+            on_answer=log.trained,
+        )
+        folder.claim()
+        evaluator = _AtSites(plan, planned, federation, torch.device(context.device))
+        result = train_and_evaluate(context, planned, folder, federation, evaluator, network)
+        ask_plain(transport, "end", name, {site: {} for site in sites}, engine.patience)
+        log.finished(run, result, resumed=False)
+
+
+def _check_measured(plan: DeployedPlan) -> None:
+    """Raise UserError where the coordinator's own samples would have to be measured by a sealed model."""
+    for run in plan.runs if plan.experiment.engine.routing == "sealed" else ():
+        if run.run.target in plan.own and any(way.in_model for way in run.run.method.routed.values()):
+            raise UserError(
+                f"engine.routing: sealed hides parts of the trained model of {run.run.method.display} from the "
+                f"coordinator, which would have to measure it on its own '{run.run.target}': let a site be the target, "
+                "or leave it out"
+            )
+
+
+def _strict(plan: DeployedPlan, sites: Sequence[SitePlan]) -> list[str]:
+    """Those of the sites that take part in sums of one set of sites only: no noise of theirs hides differences."""
+    private = plan.experiment.training.privacy is not None
+    noisy = plan.agreed.privacy if private else ()
+    return [site.name for site in sites if site.name in plan.agreed.one_roster and site.name not in noisy]
+
+
+def _check_rosters(plan: DeployedPlan) -> None:
+    """Raise UserError where a site would be in sums of two sets of sites, of which it refuses the second."""
+    before: dict[str, tuple[set[str], str]] = {}
+    for planned in plan.runs:
+        sites = planned.sites(planned.data)
+        for role in ("source", "target"):
+            group = [site for site in sites if site.role == role]
+            names = {site.name for site in group}
+            for site in _strict(plan, group):
+                known, target = before.setdefault(site, (names, planned.run.target))
+                if known != names:
+                    differ = ", ".join(f"'{one}'" for one in sorted(known ^ names))
+                    raise UserError(
+                        f"site '{site}' would be in sums with and without {differ} (targets '{target}' and "
+                        f"'{planned.run.target}'), whose difference shows single models, and refuses the second (rule "
+                        "policy.roster): name one target, or write training.privacy for sites with a budget"
+                    )
+                if planned.drawn:
+                    raise UserError(
+                        f"protocol.sites_per_round: site '{site}' has no budget of privacy, and takes part in sums of "
+                        "one set of sites only (rule policy.roster): leave it out"
+                    )
+
+
+def _check_sums(plan: DeployedPlan) -> tuple[str, ...]:
+    """Raise UserError where sites refuse the sums of a run; return warnings."""
+    if not plan.experiment.engine.sums_only:
+        return ()
+    _check_rosters(plan)
+    weak: dict[str, None] = {}
+    for planned in plan.runs:
+        sources = [site.name for site in planned.sites(planned.data) if site.role == "source"]
+        number = planned.drawn or len(sources)
+        for site in sources:
+            if threshold(number, plan.agreed.colluders[site]) > number:
+                raise UserError(
+                    f"site '{site}' expects {plan.agreed.colluders[site]} colluding sites (rule policy.colluders) of "
+                    f"the {number} that train: lower it there"
+                )
+            if plan.agreed.smallest_sums[site] > number:
+                raise UserError(
+                    f"site '{site}' takes part in sums of at least {plan.agreed.smallest_sums[site]} sites (rule "
+                    f"policy.smallest_sum), and only {number} train "
+                    + ("in a round " if planned.drawn else "")
+                    + f"when '{planned.run.target}' is the target"
+                )
+        colluders = max(plan.agreed.colluders[site] for site in sources)
+        needed = threshold(number, colluders)
+        if 2 * needed - number < 2 and not _strict(plan, planned.sites(planned.data)):
+            weak[
+                f"{needed} of {number} sites unmask a sum: one that works with a coordinator that lies about who "
+                "answered is enough to unmask others; where the coordinator is one of the hospitals, write "
+                "policy.colluders: 1 at each site"
+            ] = None
+    return (*weak,)
+
+
+def _wait_for(folder: RunFolder) -> None:
+    """Take the folder for this job; a job that has just died may still hold it."""
+    deadline = time.monotonic() + 60
+    while not folder.acquire():
+        if time.monotonic() > deadline:
+            raise FedshiftError(f"{folder.path} is held by another job")
+        time.sleep(0.5)
+
+
+def _recipe(setting: Setting) -> dict[str, Any]:
+    """The setting as it is sent to sites: the method by its registered name, and no paths."""
+    recipe = setting_recipe(setting)
+    assert isinstance(setting.method, Method)
+    recipe["method"] = {"name": method_name(setting.method), "options": recipe["method"]["options"]}
+    del recipe["device"]
+    # Each site draws its noise from a secret of its own, so only its amount is told.
+    recipe["draws"] = {site: {**draws, "stream": ""} for site, draws in recipe["draws"].items()}
+    return recipe
+
+
+def _part(plan: DeployedPlan, run: Run, site: str, role: tuple[Role, int] | None) -> dict[str, Any]:
+    """What a site is told of its own part in a run; ``role``: its role and domain number, None for an unseen one."""
+    protocol = plan.experiment.protocol.deployed()
+    return {
+        "role": role[0] if role else "unseen",
+        "number": role[1] if role else 0,
+        "split": protocol.split_rule() | {"seed": run.seed},
+        "whole": role is None and plan.agreed.measures_all(site, protocol),
+        "fingerprint": plan.agreed.fingerprints[site],
+    }
+
+
+# Evaluation -----------------------------------------------------------------------------------------------------------
+
+
+class _AtSites:
+    """Evaluates a model where the samples are: at the sites, and here on the coordinator's own."""
+
+    def __init__(
+        self, plan: DeployedPlan, planned: PlannedRun, federation: RemoteFederation, device: torch.device
+    ) -> None:
+        data, own = planned.data, planned.run.target in plan.own
+        split = measured_parts(planned.run.method, plan.experiment.engine.routing, planned.split)
+        self._resamples, model = plan.experiment.evaluation.resamples, plan.experiment.model
+        here = Split({}, {}, split.measured)
+        new_site = plan.experiment.protocol.new_site_of(planned.run.method, data.input_shape)
+        self._here = Evaluator(data, here, device, model, self._resamples, new_site) if own else None
+        self._targets = [] if own else list(split.measured)
+        self._sources = [site for site, rows in split.held_out.items() if len(rows)]
+        self._federation, self._classes = federation, len(data.classes)
+
+    def measure(self, network: Network, weights: Weights) -> dict[str, Any]:
+        """As `Evaluator.measure`.
+
+        Raises:
+            FedshiftError: the target's own site does not answer.
+        """
+        found = self._ask(weights, list(dict.fromkeys([*self._sources, *self._targets])))
+        record = self._record(found)
+        return record if self._here is None else {**self._here.measure(network, weights), **record}
+
+    def final(self, network: Network, weights: Weights) -> Final:
+        """As `Evaluator.final`. The sources are asked before the target, since they choose its threshold."""
+        sources = [site for site in self._sources if site not in self._targets]
+        found = self._ask(weights, sources, part="held_out")
+        threshold = common_threshold(_metrics(found, sources, "held_out"))
+        found |= self._ask(weights, self._targets, part="target", resamples=self._resamples, threshold=threshold)
+        record, held_out = self._record(found), _metrics(found, sources, "held_out")
+        if self._here is not None:
+            here = self._here.final(network, weights, threshold)
+            return Final({**here.record, **record}, (*here.sites, *held_out), here.predictions)
+        return Final(record, (*_metrics(found, self._targets, "target"), *held_out))
+
+    def _ask(self, weights: Weights, sites: Sequence[str], **whole: Any) -> dict[str, Any]:
+        """What sites report of a model.
+
+        Raises:
+            FedshiftError: no target that is asked answers.
+        """
+        targets = [site for site in self._targets if site in sites]
+        found = self._federation.measure(weights, sites, targets, **whole) if sites else {}
+        if targets and not any(site in found for site in targets):
+            raise FedshiftError(
+                f"round {self._federation.round}: target '{targets[0]}' did not measure the model; when it is back, go "
+                "on with fedshift deploy resume"
+            )
+        return found
+
+    def _record(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of a `RoundRecord` that sites report."""
+        sources = {site: found[site]["accuracy"] for site in self._sources if site in found}
+        if self._here is not None:
+            return {"source_accuracy": sources}
+        targets = [found[site] for site in self._targets if site in found]
+        counted = self._classes if all(target["classes"] for target in targets) else 0  # of a quantity there are none
+        pairs = [[target["classes"][number] for target in targets] for number in range(counted)]
+        return {
+            "target_accuracy": {site: found[site]["accuracy"] for site in self._targets if site in found},
+            "source_accuracy": sources,
+            "per_class": [_recall(pair) for pair in pairs],
+        }
+
+
+def _metrics(found: Mapping[str, Any], sites: Sequence[str], part: Part) -> list[SiteMetrics]:
+    """What sites said of the last round, under the names and parts that they have here."""
+    said = {site: found[site]["metrics"] for site in sites if site in found}
+    return [one.model_copy(update={"site": site, "part": part}) for site, one in said.items() if one is not None]
+
+
+def _recall(pairs: Sequence[tuple[int, int] | None]) -> float | None:
+    """Accuracy in percent of one class over some sites; None where it is absent, or a site does not say."""
+    if any(pair is None for pair in pairs):
+        return None
+    right, of = sum(pair[0] for pair in pairs if pair), sum(pair[1] for pair in pairs if pair)
+    return 100.0 * right / of if of else None

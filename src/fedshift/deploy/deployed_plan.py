@@ -1,0 +1,164 @@
+"""The plan of a deployed experiment. It uses the sites' descriptions of their data in place of the data."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from fedshift.data import agreement
+from fedshift.data.domain import DataSet, Preprocessing, Rows
+from fedshift.deploy.handshake import Agreed, encoded_for
+from fedshift.errors import UserError
+from fedshift.experiment.config.experiment import Experiment
+from fedshift.experiment.environment import data_fingerprint
+from fedshift.experiment.plan import Plan, PlannedRun
+from fedshift.experiment.protocols.base import EVERY_SITE, Split
+from fedshift.functional.differential_privacy import NoisySteps, adaptive_epsilon
+from fedshift.text import one_line
+
+
+class DeployedPlan(Plan):
+    """A `Plan` that knows how many rows each site has, but not the samples.
+
+    Only the coordinator's own unseen data, if there are any, are read as in a simulation.
+    """
+
+    def __init__(self, experiment: Experiment, agreed: Agreed) -> None:
+        super().__init__(experiment, agreed.data)
+        self.agreed = agreed
+        self.own = tuple(agreed.own.domains) if agreed.own else ()
+
+    @cached_property
+    def targets(self) -> tuple[str, ...]:
+        """The protocol's targets. ``all`` means the coordinator's own domains, or every site if it has none.
+
+        Raises:
+            UserError: a target does not exist or cannot take part.
+        """
+        return self.experiment.protocol.deployed().targets_among(self.agreed.sites, self.own)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The sites' checksums, then that of the coordinator's own set."""
+        own = data_fingerprint(self.agreed.own) if self.agreed.own else ""
+        return "+".join([*(self.agreed.fingerprints[site] for site in self.agreed.sites), *([own] if own else [])])
+
+    @cached_property
+    def site_differences(self) -> tuple[str, ...]:
+        """What sums and category sets show, which sites send for a common encoding; the samples are not here."""
+        if self.data.preprocessing.kind == "image":  # channels, whose brightness may differ
+            return ()
+        return tuple(map(one_line, agreement.differences(self.agreed.given or {})))
+
+    def stored_preprocessing(self, data: DataSet) -> Preprocessing:
+        """As in `Plan`, with the column that names rows, which is no part of the encoding that sites agree on."""
+        table = data.preprocessing.table
+        if table is None or self.agreed.id is None:
+            return data.preprocessing
+        return data.preprocessing.model_copy(update={"table": {**table, "id": self.agreed.id}})
+
+    def about_images(self, planned: PlannedRun) -> dict[str, Any]:
+        """Nothing: sites do not say how their images look."""
+        return {}
+
+    def measurement_noise(self, site: str) -> float | None:
+        """As in `Plan`: what a site with a budget of privacy says on its card."""
+        budget = self.agreed.privacy.get(site)
+        return None if budget is None or budget["measurement_noise"] is None else float(budget["measurement_noise"])
+
+    def in_groups(self, site: str, rows: Rows) -> bool:
+        """As in `Plan`, as the site's card says."""
+        return self.agreed.grouped.get(site, False)
+
+    def _split(self, target: str, seed: int) -> Split:
+        """How many rows of each site train and are held out; which rows of the coordinator's own set are measured."""
+        protocol, agreed = self.experiment.protocol.deployed(), self.agreed
+        sources = [site for site in agreed.sites if site != target]
+        if not sources:
+            raise UserError(f"protocol.targets: no site is left to train when '{target}' is the target")
+        rows = {site: self._rows(site, seed) for site in agreed.sites}
+        train = {site: rows[site][0] for site in sources}
+        held_out = {site: rows[site][1] for site in sources}
+        for site, chosen in train.items():
+            if len(chosen) == 0:
+                cause = " or see whether its samples are all in one group, such as one patient ID"
+                raise UserError(
+                    f"protocol: site '{site}' has no training samples left; lower protocol.test_fraction"
+                    f"{cause if agreed.grouped.get(site) else ''}"
+                )
+        if target == EVERY_SITE:
+            return Split(train, held_out, {site: chosen for site, chosen in held_out.items() if len(chosen)})
+        if agreed.own is not None and target in self.own:
+            domain = agreed.own.domains[target]
+            own_held_out = protocol.domain_rows(domain, seed)[1]
+            return Split(train, held_out, {target: protocol.measured_rows(domain, own_held_out)})
+        unlabelled, measured = rows[target]
+        if not protocol.unseen:
+            return Split(train, held_out, {target: measured}, {target: unlabelled})
+        whole = agreed.measures_all(target, protocol)
+        count = len(agreed.data.domains[target]) if whole else len(measured)
+        return Split(train, held_out, {target: np.arange(count, dtype=np.int64)})
+
+    def _rows(self, site: str, seed: int) -> tuple[Rows, Rows]:
+        """Training and held-out rows of a site; only their numbers are known."""
+        train, held_out = self.agreed.rows[site][str(seed)]
+        return np.arange(train, dtype=np.int64), np.arange(held_out, dtype=np.int64)
+
+    def _data_for(self, target: str) -> DataSet:
+        return encoded_for(self.experiment, self.agreed, target)
+
+
+def check_budgets(plan: DeployedPlan, *, begun: bool) -> None:
+    """Check that every site with a budget can pay for the whole experiment, and may measure models if asked to.
+
+    Args:
+        plan: the plan.
+        begun: whether the experiment was begun before. What it cost so far is then part of what the sites have
+            spent, so only the sites can decide.
+
+    Raises:
+        UserError: the message names the site.
+    """
+    if plan.agreed.privacy and not all(one.split.measured for one in plan.runs):
+        raise UserError(
+            "protocol.targets: no site measures the model, since those with a budget of privacy hold no samples out "
+            "for it: name data.unseen, or sites set privacy.measurement_noise"
+        )
+    for site, budget in plan.agreed.privacy.items():
+        target = next((one.run.target for one in plan.runs if _measures(one, site)), None)
+        if target is not None and budget["measurement_noise"] is None:
+            raise UserError(
+                f"protocol.targets: '{target}' is measured at site '{site}', which has a budget of privacy and "
+                "measures no model: measure elsewhere (data.unseen), or the site sets privacy.measurement_noise"
+            )
+        if begun:
+            continue
+        before = [NoisySteps(*kind) for kind in budget["spent"]]
+        asked = [steps for one in plan.runs for steps in _cost(one, site, budget["measurement_noise"])]
+        epsilon, delta = budget["epsilon"], budget["delta"]
+        whole = adaptive_epsilon([*before, *asked], epsilon, delta)
+        if whole > epsilon:
+            raise UserError(
+                f"training.privacy: site '{site}' has spent ε = {adaptive_epsilon(before, epsilon, delta):.3g} of "
+                f"{epsilon:g} at δ = {delta:g}; with this experiment it would be {whole:.3g}: ask for more noise, "
+                "fewer rounds, methods, targets or seeds, or measure less often (training.measure_every)"
+            )
+
+
+def _measures(planned: PlannedRun, site: str) -> bool:
+    return site in planned.split.measured
+
+
+def _cost(planned: PlannedRun, site: str, deviation: float | None) -> list[NoisySteps]:
+    """What a run costs a site: its training, and the measurements of the model on its samples."""
+    found = []
+    if site in planned.privacy:
+        one = planned.privacy[site]
+        found.append(NoisySteps(one.noise_multiplier, one.sample_rate, one.steps))
+    held_out = len(planned.split.held_out.get(site, ()))
+    if deviation is not None and (held_out or _measures(planned, site)):
+        before_last = (max(1, planned.rounds) - 1) // planned.experiment.training.measure_every
+        found.append(NoisySteps(deviation, 1.0, before_last + 1))
+    return found

@@ -1,0 +1,108 @@
+"""A project's authority: its certificate, its private key in an encrypted file, and the certificates that it issued."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedshift.deploy.json_files import plain_object
+from fedshift.digests import Damaged, read_object, write_object
+from fedshift.errors import UserError
+from fedshift.files import write_bytes
+
+CERTIFICATE, KEY, ISSUED = "rootCA.pem", "rootCA.key", "issued.json"
+RENEW = "restore it, or make all kits anew with fedshift project provision --renew"
+"""What to do about damaged files of the authority."""
+
+Ask = Callable[[bool], str | None]
+"""Asks for the passphrase of the authority's key. The argument says whether it is chosen now. None: no passphrase."""
+
+
+@dataclass
+class Authority:
+    """The key and certificate that sign kits, and name → SHA-256 of the name's present certificate."""
+
+    certificate: bytes
+    key: Any
+    issued: dict[str, str]
+
+    @classmethod
+    def load(cls, folder: Path, project: str, ask: Ask) -> Authority | None:
+        """The authority in a folder, or None if there is none yet.
+
+        Args:
+            folder: the authority's folder.
+            project: the project's name.
+            ask: asks for the passphrase, if the key is encrypted or was written by an earlier fedshift.
+
+        Raises:
+            UserError: the key cannot be read with that passphrase.
+        """
+        from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+        if not (folder / KEY).exists():
+            return cls._adopted(folder, project, ask)
+        text = (folder / KEY).read_bytes()
+        passphrase = ask(False) if b"ENCRYPTED" in text else None
+        try:
+            key = load_pem_private_key(text, passphrase.encode() if passphrase else None)
+        except (ValueError, TypeError):
+            raise UserError(f"{folder / KEY} cannot be read with this passphrase") from None
+        _check_own(folder / CERTIFICATE, key)
+        return cls((folder / CERTIFICATE).read_bytes(), key, dict(read_object(folder / ISSUED, RENEW, older=True)))
+
+    @classmethod
+    def _adopted(cls, folder: Path, project: str, ask: Ask) -> Authority | None:
+        """Convert the authority of an earlier fedshift, which had FLARE's form and every key unencrypted."""
+        from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+        state = plain_object(folder / project / "state" / "cert.json")
+        if not state:
+            return None
+        issued = {name: digest(one["cert"].encode()) for name, one in state.items() if isinstance(one, dict)}
+        found = cls(state["root_cert"].encode(), load_pem_private_key(state["root_pri_key"].encode(), None), issued)
+        found.save(folder, ask(True))
+        shutil.rmtree(folder / project)
+        return found
+
+    def save(self, folder: Path, passphrase: str | None) -> None:
+        """Write certificate and key; the key encrypted if there is a passphrase."""
+        from cryptography.hazmat.primitives import serialization
+
+        how: Any = serialization.NoEncryption()
+        if passphrase:
+            how = serialization.BestAvailableEncryption(passphrase.encode())
+        pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+        write_bytes(folder / CERTIFICATE, self.certificate, private=True)
+        write_bytes(folder / KEY, self.key.private_bytes(pem, pkcs8, how), private=True)
+        self.save_issued(folder)
+
+    def save_issued(self, folder: Path) -> None:
+        """Write which certificate each name has."""
+        write_object(folder / ISSUED, self.issued, private=True)
+
+
+def _check_own(file: Path, key: Any) -> None:
+    """Raise Damaged unless a file holds the certificate of this key, which the key signed."""
+    from cryptography import x509
+    from cryptography.exceptions import InvalidSignature
+
+    try:
+        certificate = x509.load_pem_x509_certificate(file.read_bytes())
+        certificate.verify_directly_issued_by(certificate)
+        fits = certificate.public_key() == key.public_key()
+    except (OSError, ValueError, TypeError, InvalidSignature):
+        fits = False
+    if not fits:
+        raise Damaged(file, RENEW)
+
+
+def digest(certificate: bytes) -> str:
+    """The SHA-256 of a certificate in PEM, which the coordinator's listener compares with what a peer presents."""
+    import ssl
+
+    return hashlib.sha256(ssl.PEM_cert_to_DER_cert(certificate.decode())).hexdigest()

@@ -1,0 +1,95 @@
+"""Which certificates the coordinator accepts: a file in its kit, which its listener rereads.
+
+Each name has one certificate. Any other certificate is refused, even if the authority signed it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedshift.deploy.flare.kits import Kit
+from fedshift.deploy.flare.limits import CERTIFICATES
+from fedshift.digests import read_object, write_object
+from fedshift.errors import UserError, nearest
+from fedshift.files import locked
+
+_LOCK = "certificates.lock"
+"""Held while the list is read and written: two at once would lose a revocation."""
+
+
+def write_issued(kit: Path, issued: Mapping[str, str]) -> None:
+    """Write the certificates of all names into the coordinator's kit.
+
+    A revoked certificate stays revoked. A new certificate of the same name is accepted. A name that is not in
+    ``issued`` any more, of a site that has left the project, stays listed as revoked.
+
+    Args:
+        kit: the coordinator's kit.
+        issued: name → SHA-256 of its certificate.
+    """
+    with locked(kit / _LOCK):
+        before = _listed(kit)
+        revoked = {one["certificate"] for one in before.values() if one["revoked"]}
+        left = {name: {**one, "revoked": True} for name, one in before.items() if name not in issued}
+        _write(kit, {name: {"certificate": one, "revoked": one in revoked} for name, one in issued.items()} | left)
+
+
+def revoked_sites(kit: Kit) -> frozenset[str]:
+    """The sites whose certificate the coordinator refuses, with those that have left the project.
+
+    None if there is no list.
+
+    Raises:
+        Damaged: the list is.
+    """
+    found = _listed(kit.folder)
+    unlisted = [site for site in kit.project.sites if found and site not in found]
+    return frozenset([*unlisted, *(name for name, one in found.items() if one.get("revoked", True))])
+
+
+def set_revoked(kit: Kit, site: str, revoked: bool) -> bool:
+    """Refuse a site's certificate from now on, or accept it again.
+
+    Args:
+        kit: the coordinator's kit.
+        site: the site's name.
+        revoked: whether to refuse it.
+
+    Returns:
+        Whether this changed anything.
+
+    Raises:
+        UserError: there is no such site.
+    """
+    check_list(kit)
+    with locked(kit.folder / _LOCK):
+        found = _listed(kit.folder)
+        if site not in kit.project.sites or site not in found:
+            raise UserError(f"project '{kit.project.name}' has no site '{site}'; {nearest(site, kit.project.sites)}")
+        changed = bool(found[site]["revoked"] != revoked)
+        found[site]["revoked"] = revoked
+        _write(kit.folder, found)
+    return changed
+
+
+def check_list(kit: Kit) -> None:
+    """Raise UserError if the coordinator's kit does not say which certificates it accepts."""
+    if not _listed(kit.folder):
+        raise UserError(
+            f"the kit in {kit.folder} has no readable {CERTIFICATES}, since an earlier fedshift made it: fedshift "
+            "project provision adds it, and all kits stay valid"
+        )
+
+
+def _listed(kit: Path) -> dict[str, Any]:
+    return read_object(
+        kit / CERTIFICATES,
+        "restore it; or delete it, call fedshift project provision, and revoke again whom you had revoked",
+        older=True,
+    )
+
+
+def _write(kit: Path, entries: Mapping[str, object]) -> None:
+    write_object(kit / CERTIFICATES, entries, private=True)

@@ -1,0 +1,350 @@
+"""Locks down FLARE's processes at a site, so that a coordinator can ask only for what our jobs need.
+
+``python -m fedshift.deploy.flare.lockdown MODULE ARGUMENTS`` calls `lock_down`, then runs one of FLARE's modules of
+a site: its client, or the process of a job. FLARE itself allows more. Its client runs ``sys.shell`` and others without
+checking a right, unless the sender asks for the check. Role ``super`` may do everything. A job that is marked as
+bring-your-own-code passes the class allow list. The sender is the coordinator, whom a site need not trust.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import io
+import logging
+import runpy
+import sys
+import uuid
+import zipfile
+from collections.abc import Callable
+from typing import Any
+
+from fedshift.deploy.flare.limits import LARGEST_FRAME, RECONNECT
+from fedshift.errors import UserError
+
+CLIENT = "nvflare.private.fed.app.client.client_train"
+JOB = "nvflare.private.fed.app.client.worker_process"
+MODULE = "fedshift.deploy.flare.lockdown"
+_ENGINE = "fedshift.deploy.flare.engine"
+"""What FLARE imports in a job's process."""
+UNLOCKABLE = 2
+"""Exit code of a process that cannot be locked down."""
+
+VERSION = "2.9."
+"""The versions of FLARE whose source was read for this module."""
+
+TOPICS = {
+    "scheduler.check_resource": "check_resources",
+    "scheduler.cancel_resource": None,
+    "train.deploy": "submit_job",
+    "train.start_job": None,
+    "train.abort": None,
+    "train.notify_job_status": None,
+}
+"""The topics that a job needs → the command that FLARE's server sends with each. A job at this site sends the last."""
+
+JOB_COMMANDS = ("abort",)
+"""The commands that a job's process accepts from the client, beside its tasks."""
+
+_DEPLOY, _CANCEL, _NOTIFY = "train.deploy", "scheduler.cancel_resource", "train.notify_job_status"
+_CLIENT_CONFIG = "config/config_fed_client.json"
+_FILES = {_CLIENT_CONFIG, "config/config_fed_server.json"}
+_SIGNATURES = (".__nvfl_sig.json", ".__nvfl_submitter.crt")
+_LARGEST = 1 << 20
+
+Set = Callable[[Any, str, Any], None]
+"""Replaces a name: `setattr`, or in a test a function that can undo it."""
+
+_log = logging.getLogger("fedshift.lockdown")
+
+
+class Unlockable(UserError):
+    """This version of FLARE differs from those that were read."""
+
+
+def lock_down(put: Set = setattr) -> None:
+    """Lock FLARE down in this process.
+
+    Raises:
+        Unlockable: FLARE differs from the version that was read. Then nothing was replaced.
+    """
+    try:
+        changes = _changes()
+    except (ImportError, AttributeError, KeyError, TypeError) as error:
+        raise Unlockable(f"this version of FLARE cannot be locked down, so it is not started: {error}") from error
+    for owner, name, value in changes:
+        put(owner, name, value)
+
+
+def _changes() -> list[tuple[Any, str, Any]]:
+    """All replacements: object, name, new value. A name that is missing raises one of several errors."""
+    version = str(importlib.import_module("nvflare").__version__)
+    if not version.startswith(VERSION):
+        raise AttributeError(f"it is {version}, and {VERSION}x is what is known")
+    admin = _module("private.fed.client.admin")
+    processors = _module("private.fed.client.client_req_processors").ClientRequestProcessors
+    commands = _module("private.fed.client.admin_commands").AdminCommands
+    agent = admin.FedAdminAgent
+    base = _module("private.fed.client.fed_client_base")
+    executor = _module("private.fed.client.client_executor")
+    launcher = _module("app_common.job_launcher.client_process_launcher").ClientProcessJobLauncher
+    spawning = _module("app_common.job_launcher.process_launcher")
+    paths = _module("utils.job_launcher_utils")
+    allow_list = _module("app_common.widgets.component_path_authorizer").ComponentPathAuthorizer
+    app_rights = _module("private.fed.utils.app_authz").AppAuthzService
+    rights = _module("fuel.sec.authz").AuthorizationService
+    loading = _module("private.fed.utils.fed_utils")
+    sockets, dialling = _module("fuel.f3.drivers.socket_conn"), _module("fuel.f3.drivers.tcp_driver")
+    connections = _module("fuel.f3.sfm.conn_manager")
+    shared = importlib.import_module("fedshift.deploy.flare.drivers.shared_connection").SharedConnection
+    if dialling.SocketConnection not in shared.__mro__:
+        raise TypeError("it has other connections over TCP")
+    return [
+        (processors, "request_processors", _kept(processors.request_processors)),
+        (agent, "_dispatch_request", _guarded(_own(agent, "_dispatch_request"))),
+        (commands, "commands", _kept_commands(commands.commands)),
+        (rights, "authorize", staticmethod(_authorized(rights, _own(rights, "authorize").__func__))),
+        (
+            app_rights,
+            "authorize_app_info",
+            staticmethod(_without_code(_own(app_rights, "authorize_app_info").__func__)),
+        ),
+        # The class allow list holds for a job that is marked as bringing code, too, and its code is not loaded.
+        (allow_list, "_job_has_byoc", staticmethod(_never(_own(allow_list, "_job_has_byoc")))),
+        (loading, "_job_allows_byoc", _never(loading._job_allows_byoc)),
+        (paths, "refresh_custom_dir_import_path", _ignored(paths.refresh_custom_dir_import_path)),
+        (spawning, "add_custom_dir_to_path", _ignored(spawning.add_custom_dir_to_path)),
+        # FLARE's agent tells anybody in its network about this process, and stops it on request.
+        (base, "NetAgent", _silent(base.NetAgent)),
+        (executor, "get_job_launcher", _only(launcher, executor.get_job_launcher)),
+        # FLARE reserves the memory for a frame as soon as its header has come.
+        (sockets, "MAX_FRAME_SIZE", min(LARGEST_FRAME, sockets.MAX_FRAME_SIZE)),
+        # A thread whose send takes too long closes the socket from which another one reads.
+        (dialling, "SocketConnection", shared),
+        # A coordinator that was started again is found soon; FLARE waits up to 10 s between two tries.
+        (connections, "MAX_WAIT", min(RECONNECT, connections.MAX_WAIT)),
+        (launcher, "get_command", _launched(_own(launcher, "get_command"))),
+    ]
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"nvflare.{name}")
+
+
+def _own(owner: type, name: str) -> Any:
+    """An attribute that a class itself defines; KeyError if it inherits it or has none."""
+    return vars(owner)[name]
+
+
+# The client -----------------------------------------------------------------------------------------------------------
+
+
+def _kept(processors: list[Any]) -> list[Any]:
+    """Those of the client's processors that a job needs; KeyError if one is missing."""
+    kept = [processor for processor in processors if set(processor.get_topics()) <= TOPICS.keys()]
+    topics = {topic for processor in kept for topic in processor.get_topics()}
+    if topics != TOPICS.keys():
+        raise KeyError(f"nothing answers {', '.join(sorted(TOPICS.keys() - topics))}")
+    return kept
+
+
+def _guarded(dispatch: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """``_dispatch_request`` of FLARE's agent, after a check by `_refusal`."""
+    replies = _module("private.admin_defs")
+    messages, keys = _module("private.defs"), _module("fuel.f3.cellnet.defs").MessageHeaderKey
+    header, origin_key, message_class = messages.RequestHeader, keys.ORIGIN, replies.Message
+    authorize, command_key = header.REQUIRE_AUTHZ, header.ADMIN_COMMAND
+    error_reply, new_cell_message = replies.error_reply, messages.new_cell_message
+    job_key, meta_key = header.JOB_ID, header.JOB_META
+
+    def dispatch_request(agent: Any, request: Any) -> Any:
+        message = request.payload
+        if not isinstance(message, message_class):
+            reason = "no message of FLARE's"
+        else:
+            asked = {"command": message.get_header(command_key), "job": message.get_header(job_key)}
+            origin, own = str(request.get_header(origin_key, "")), str(agent.cell.get_fqcn())
+            reason = _refusal(message.topic, message.body, message.get_header(meta_key), origin, own, **asked)
+        if reason:
+            _log.warning(f"refused what {request.get_header(origin_key, 'somebody')} asked for: {reason}")
+            return new_cell_message({}, error_reply(f"this site refuses it: {reason}"))
+        if message.topic == _DEPLOY:
+            # Only this request names a person. FLARE checks that person's right only if the sender asks for it.
+            message.set_header(authorize, "true")
+        return dispatch(agent, request)
+
+    return dispatch_request
+
+
+def _refusal(topic: Any, body: Any, meta: Any, origin: str, own: str, *, command: Any, job: Any) -> str:
+    """Why a request to the client is refused; empty if it is not.
+
+    Args:
+        topic: the request's topic.
+        body: its body.
+        meta: the job's description.
+        origin: the sender's name in FLARE's network.
+        own: this client's name there.
+        command: the command that the request names.
+        job: the id of the job.
+    """
+    if not isinstance(topic, str) or topic not in TOPICS:
+        return f"{str(topic)[:80]!r} is not needed for a job"
+    if command != TOPICS[topic]:
+        return f"the command {str(command)[:80]!r} does not belong to {topic!r}"
+    if topic == _NOTIFY:
+        if not origin.startswith(f"{own}."):
+            return "only a job of this site says how it is"
+    elif origin != "server":
+        return "only the coordinator may ask this"
+    if topic != _CANCEL and not _is_id(job):
+        return "that is no job's id"
+    return _app_refusal(body, meta, job) if topic == _DEPLOY else ""
+
+
+def _is_id(job: Any) -> bool:
+    """Whether this is a job id as FLARE makes them. It becomes a folder's name and a word of a command line."""
+    try:
+        return isinstance(job, str) and str(uuid.UUID(job)) == job
+    except ValueError:
+        return False
+
+
+def _app_refusal(body: Any, meta: Any, job: Any) -> str:
+    """Why a job's folder is refused; empty if it is not. It may hold two settings files and their signatures."""
+    if not isinstance(meta, dict) or meta.get("job_id") != job:
+        return "the job's description is of another job"
+    if meta.get("byoc"):
+        return "the job says that it brings code of its own"
+    if meta.get("launcher_spec") or meta.get("flower_predeployed"):
+        return "the job wants to be started in another way"
+    if str(meta.get("submitter_role", "")).strip().lower() == "super":
+        return "role 'super' has no rights here"
+    try:
+        with zipfile.ZipFile(io.BytesIO(body)) as packed:
+            entries = packed.infolist()
+    except (zipfile.BadZipFile, TypeError, ValueError, NotImplementedError):
+        return "the job's folder is no zip file"
+    files = {entry.filename for entry in entries if not entry.is_dir()}
+    folders = {entry.filename.rstrip("/") for entry in entries if entry.is_dir()}
+    allowed = _FILES | {f"{folder}{name}" for folder in ("", "config/") for name in _SIGNATURES}
+    strange = sorted((files - allowed) | (folders - {"", "config"}))
+    if strange:
+        return f"the job's folder holds {strange[0][:80]!r}; no code and nothing else travels with a job"
+    if _CLIENT_CONFIG not in files:
+        return f"the job's folder has no {_CLIENT_CONFIG}"
+    if sum(entry.file_size for entry in entries) > _LARGEST:
+        return f"the job's folder is larger than {_LARGEST >> 20} MB"
+    return ""
+
+
+# Rights ---------------------------------------------------------------------------------------------------------------
+
+
+def _authorized(service: Any, authorize: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """FLARE's check of a right, except that no role has all rights, and that without rules nobody has any."""
+
+    def authorized(ctx: Any) -> Any:
+        if not ctx or "super" in (ctx.user.role, ctx.submitter.role):
+            return False, "role 'super' has no rights here"
+        authorizer = service.the_authorizer
+        if authorizer is None or not authorizer.get_policy():
+            return False, "this site has no authorization.json"
+        return authorize(ctx)
+
+    return authorized
+
+
+def _without_code(authorize: Callable[..., Any]) -> Callable[..., Any]:
+    """FLARE's check whether an app may be deployed, except that nobody may send code."""
+    key = _module("apis.app_validation").AppValidationKey.BYOC
+
+    def authorize_app_info(app_info: Any, *args: Any, **named: Any) -> Any:
+        if app_info.get(key):
+            return False, "no job brings code of its own to this site"
+        return authorize(app_info, *args, **named)
+
+    return authorize_app_info
+
+
+def _never(_: Any) -> Callable[..., bool]:
+    return lambda *_, **__: False
+
+
+def _ignored(_: Any) -> Callable[..., None]:
+    return lambda *_, **__: None
+
+
+def _silent(agent: Any) -> type:
+    """A stand-in for FLARE's network agent that registers nothing."""
+    if not callable(agent.close):
+        raise TypeError("its agent of the network cannot be closed")
+
+    class Silent:
+        def __init__(self, *_: Any) -> None:
+            pass
+
+        def close(self) -> None:
+            """Nothing is open."""
+
+    return Silent
+
+
+# Jobs -----------------------------------------------------------------------------------------------------------------
+
+
+def _kept_commands(commands: list[Any]) -> list[Any]:
+    """Those of the commands of a job's process that are needed; KeyError if one is missing."""
+    kept = [command for command in commands if command.get_command_name() in JOB_COMMANDS]
+    if len(kept) != len(JOB_COMMANDS):
+        raise KeyError("a job's process cannot be aborted")
+    return kept
+
+
+def _only(launcher: type, choose: Callable[..., Any]) -> Callable[..., Any]:
+    """FLARE's choice of a launcher, restricted to ``launcher``: any other starts jobs without lockdown."""
+
+    def get_job_launcher(*args: Any, **named: Any) -> Any:
+        chosen = choose(*args, **named)
+        if type(chosen) is not launcher:
+            raise RuntimeError(f"{type(chosen).__name__} would start a job that is not locked down")
+        return chosen
+
+    return get_job_launcher
+
+
+def _launched(get_command: Callable[..., Any]) -> Callable[..., Any]:
+    """The command line of a job's process, changed so that this module starts FLARE's."""
+
+    def command(*args: Any, **named: Any) -> str:
+        line = str(get_command(*args, **named))
+        start = f"{sys.executable} -m {JOB} "
+        if not line.startswith(start):
+            raise RuntimeError("FLARE starts a job's process in a way that is not known here, so it is not started")
+        return f"{sys.executable} -m {MODULE} {JOB} {line[len(start) :]}"
+
+    return command
+
+
+def main() -> None:
+    """Lock FLARE down, then run one of its modules in this process."""
+    module = sys.argv[1] if len(sys.argv) > 1 else ""
+    if module not in (CLIENT, JOB):
+        print(f"error: {module!r} is none of FLARE's processes at a site", file=sys.stderr)
+        sys.exit(UNLOCKABLE)
+    gc.disable()  # imports make no garbage, and searching for it takes a sixth of their time
+    try:
+        lock_down()
+    except Unlockable as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(UNLOCKABLE)
+    if module == JOB:
+        importlib.import_module(_ENGINE)
+    gc.freeze()
+    gc.enable()
+    del sys.argv[1]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,362 @@
+"""Makes start-up kits with FLARE's own provisioning, and writes our settings over FLARE's."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedshift.deploy.flare.authority import ISSUED, RENEW, Ask, Authority, digest
+from fedshift.deploy.flare.certificates import write_issued
+from fedshift.deploy.flare.kits import COORDINATOR_CLASS, SITE_CLASS, Kit, Project, channel
+from fedshift.deploy.flare.limits import LARGEST_FRAME, LISTENER
+from fedshift.deploy.json_files import plain_object
+from fedshift.digests import read_object
+from fedshift.errors import FedshiftError, UserError, nearest
+from fedshift.files import make_private, write_bytes
+
+_DRIVERS = Path(__file__).parent / "drivers"
+_RIGHTS = {
+    "submit_job": "any",
+    "clone_job": "none",
+    "manage_job": "any",
+    "download_job": "any",
+    "view": "any",
+    "operate": "any",
+    "shell_commands": "none",
+    "byoc": "none",
+}
+"""What the coordinator may ask of FLARE: no job with code of its own and no shell commands, at any site."""
+_SITE_FILE = """\
+# What this site holds and what it allows. This file stays here.
+site: {site}
+kit: .
+data: {{name: arrays, sites: {{{site}: data.npz}}}}   # as under data: of an experiment; `fedshift datasets` lists them
+# For a table write these lines in place of the one above, and the second line of send: below (docs/your_data.md):
+# data:
+#   name: table
+#   sites: {{{site}: patients.csv}}   # also .parquet, .xlsx
+#   label: outcome             # the column that is learned
+#   id: patient                # the column that names a row; it is no input and stays here
+#   numeric: [age, pressure]
+#   categorical: [sex, ward]   # no names, dates or numbers of patients
+# classes: [benign, malignant]   # all classes of the federation, in order, where this site may lack some
+device: auto
+policy:
+  send: [weights, numbers, accuracy, metrics]   # also: statistics, spectra, features
+  # send: [weights, numbers, accuracy, metrics, statistics]   # a table: all sites encode its columns alike
+  smallest_group: 10
+  rare_categories: other   # categories of fewer rows of a table are not told, and read as unknown; or refuse
+  secure: allowed   # required: a model leaves only masked, as a part of a sum (docs/privacy.md)
+  smallest_sum: 3   # fewest sites of such a sum
+  roster: first   # sums are of all sites of the first one; or a list of names; any: differences can show single models
+  colluders: 0   # sites of a sum that may work with a coordinator that lies; 1 where the coordinator is a hospital
+  peers: {{}}   # site: SHA-256 of its certificate, as `fedshift site check` shows it there; else the first one seen
+  methods: all   # or a list, such as [fedavg, csac]
+  models: first   # networks: the first one asked for; or a list, such as [{{name: mlp, hidden: [64, 32]}}]; or all
+  splits: 5   # most splits of the first experiment; for others, and other networks: fedshift site agree SITE.yaml
+  training: any   # or bounds: {{lr: 0.1, batch_size: 8, rounds: 100, local_epochs: 5}}; or first: the first one's
+  exposure: 0.4   # refuse a model whose update shows single samples; 1 switches this off (docs/security.md)
+  rounds_per_day: 200
+  measurements_per_day: 200
+  requests_per_round: 100
+# privacy: {{epsilon: 8, delta: 1.0e-5}}   # what all answers of the project may cost (docs/differential_privacy.md)
+"""
+
+
+@dataclass(frozen=True)
+class Provisioned:
+    """Where the kits lie.
+
+    Attributes:
+        folder: of all kits.
+        coordinator: its kit.
+        sites: the kit of each site.
+        new: those that were made now; others were there.
+        changed: of the others, sites whose kit.json is another one now, and in what: "port 8002 → 9001".
+    """
+
+    folder: Path
+    coordinator: Path
+    sites: Mapping[str, Path]
+    new: tuple[str, ...]
+    changed: Mapping[str, tuple[str, ...]]
+
+
+def provision(project: Project, out: Path, ask: Ask, *, renew: bool = False) -> Provisioned:
+    """Make a kit for the coordinator and one per site. Running it again makes kits for new sites only.
+
+    Where the coordinator's address has changed in the project, the kits that are there get another kit.json; with
+    another server or contact the coordinator gets new certificates.
+
+    Args:
+        project: the project.
+        out: the folder to put them in.
+        ask: asks for the passphrase of the authority's key, where the key is needed.
+        renew: make all kits anew, with a new authority. Then every kit must be handed out again.
+
+    Raises:
+        UserError: the authority's key cannot be read with that passphrase.
+        FedshiftError: FLARE cannot make them.
+    """
+    folder = out / project.name
+    authority_folder, coordinator = folder / "authority", folder / "coordinator"
+    for path in (folder, authority_folder):
+        path.mkdir(parents=True, exist_ok=True)
+        path.chmod(0o700)
+    if renew:
+        passphrase = ask(True)
+        shutil.rmtree(authority_folder)
+        authority_folder.mkdir(mode=0o700)
+        authority = None
+    else:
+        known = read_object(authority_folder / ISSUED, RENEW, older=True)
+        certified = coordinator.exists() and not _renamed(coordinator, project)
+        if certified and all(site in known for site in project.sites):
+            return finish(project, folder, known, ())
+        authority = Authority.load(authority_folder, project.name, ask)
+        passphrase = ask(True) if authority is None else None
+    if authority is None:
+        new = ("coordinator", *project.sites)
+        authority = _make(project, folder, new, None)
+        authority.save(authority_folder, passphrase)
+    else:
+        known = authority.issued
+        new = (*(() if certified else ("coordinator",)), *(one for one in project.sites if one not in known))
+        _make(project, folder, new, authority)
+        authority.save_issued(authority_folder)
+    return finish(project, folder, authority.issued, new)
+
+
+def reissue(project: Project, out: Path, site: str, ask: Ask) -> Provisioned:
+    """Make one site's kit anew, with a new key of the same authority. Its SITE.yaml stays.
+
+    Args:
+        project: the project.
+        out: the folder of the kits.
+        site: the site's name.
+        ask: asks for the passphrase of the authority's key.
+
+    Raises:
+        UserError: the project has no such site or was not provisioned, or its scheme cannot tell two certificates of
+            one site apart.
+    """
+    folder = out / project.name
+    if site not in project.sites:
+        raise UserError(f"project '{project.name}' has no site '{site}'; {nearest(site, project.sites)}")
+    if project.scheme != "tcp":
+        raise UserError(
+            f"scheme '{project.scheme}' cannot refuse a site's old kit beside its new one: fedshift project provision "
+            "--renew makes all kits anew"
+        )
+    check_certified(project, folder / "coordinator")
+    authority = Authority.load(folder / "authority", project.name, ask) if folder.exists() else None
+    if authority is None or site not in authority.issued:
+        raise UserError(f"{folder} holds no kit of '{site}' yet: fedshift project provision makes it")
+    _make(project, folder, (site,), authority)
+    authority.save_issued(folder / "authority")
+    return finish(project, folder, authority.issued, (site,))
+
+
+def _make(project: Project, folder: Path, names: Sequence[str], authority: Authority | None) -> Authority:
+    """Have FLARE make the kits of some roles, and put them where they belong.
+
+    Args:
+        project: the project.
+        folder: the project's folder of kits.
+        names: "coordinator" or names of sites.
+        authority: None: make one.
+
+    Returns:
+        The authority, which knows the new certificates.
+    """
+    from cryptography.hazmat.primitives.serialization import Encoding
+    from nvflare.lighter.constants import CtxKey
+    from nvflare.lighter.entity import Project as FlareProject
+    from nvflare.lighter.entity import participant_from_dict
+    from nvflare.lighter.impl.cert import CertBuilder
+    from nvflare.lighter.impl.static_file import StaticFileBuilder
+    from nvflare.lighter.impl.workspace import WorkspaceBuilder
+    from nvflare.lighter.provisioner import Provisioner
+
+    by = {"serialized_root_cert": authority.certificate, "root_private_key": authority.key} if authority else {}
+    flare = FlareProject(name=project.name, description="", props={"api_version": 3}, **by)
+    participants: list[dict[str, Any]] = [{"name": site, "type": "client"} for site in names if site != "coordinator"]
+    participants.append({"name": project.server, "type": "server", "fed_learn_port": project.port})
+    participants.append({"name": project.contact, "type": "admin", "role": "project_admin"})
+    for participant in participants:
+        flare.add_participant(participant_from_dict({"org": "fedshift", **participant}))
+    builders = [
+        WorkspaceBuilder(),
+        StaticFileBuilder(config_folder="config", scheme=project.scheme),
+        CertBuilder(root_valid_days=project.valid_days),
+    ]
+    # FLARE writes all keys down in clear. This folder is readable by its owner only, and is gone afterwards.
+    with tempfile.TemporaryDirectory(prefix="making-", dir=folder / "authority") as place:
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            context = Provisioner(place, builders).provision(flare)
+        made = context.get(CtxKey.CURRENT_PROD_DIR)
+        if context.get(CtxKey.BUILD_ERROR) or not made:
+            raise FedshiftError(f"FLARE could not make the kits: {' '.join(said.getvalue().split()[-40:])}")
+        if authority is None:
+            root = context[CtxKey.ROOT_CERT].public_bytes(Encoding.PEM)
+            authority = Authority(root, context[CtxKey.ROOT_PRI_KEY], {})
+        for name in names:
+            _install(project, folder, name, Path(made))
+            holder, source = (project.contact,) * 2 if name == "coordinator" else (name, name)
+            authority.issued[holder] = digest((Path(made) / source / "startup" / "client.crt").read_bytes())
+    return authority
+
+
+def _install(project: Project, folder: Path, name: str, made: Path) -> None:
+    """Copy what FLARE made for a role into its kit, and write our settings over FLARE's."""
+    kit = _kits(project, folder)[name]
+    (kit / "flare").mkdir(parents=True, exist_ok=True)
+    shutil.copytree(made / (project.server if name == "coordinator" else name), kit / "flare", dirs_exist_ok=True)
+    for script in (kit / "flare" / "startup").glob("*.sh"):
+        script.unlink()  # FLARE's start scripts would start a site without lockdown
+    if name == "coordinator":
+        shutil.copytree(made / project.contact, kit / "admin", dirs_exist_ok=True)
+    elif not (kit / "SITE.yaml").exists():
+        write_bytes(kit / "SITE.yaml", _SITE_FILE.format(site=name).encode(), private=True)
+
+
+def finish(project: Project, folder: Path, issued: Mapping[str, str], new: tuple[str, ...]) -> Provisioned:
+    """Write into the kits what the project is, and into the coordinator's whose certificates there are; describe all.
+
+    Args:
+        project: the project.
+        folder: its kits, which only their owner reads from then on.
+        issued: name → SHA-256 of its certificate. A site that is not named has no kit yet.
+        new: names of the kits that were made now.
+    """
+    kits = _kits(project, folder)
+    changed = {name: _changes(kits[name], kits["coordinator"], project) for name in kits if name not in new}
+    changed = {name: what for name, what in changed.items() if what}
+    for name in (*new, *changed):
+        _settle_if_there(kits[name], project, coordinator=name == "coordinator")
+    for name in {*new, *changed, "coordinator"}:
+        role = "coordinator" if name == "coordinator" else "site"
+        whole = {"role": role, "name": name, "project": project.model_dump(mode="json")}
+        write_bytes(kits[name] / "kit.json", _json(whole), private=True)
+    changed.pop("coordinator", None)
+    for name in new:
+        kits[name].parent.chmod(0o700)
+        kits[name].chmod(0o700)
+        for part in (kits[name] / "flare", kits[name] / "admin"):
+            if part.exists():
+                make_private(part)
+    names = (*project.sites, project.contact)
+    write_issued(kits["coordinator"], {name: issued[name] for name in names if name in issued})
+    return Provisioned(folder, kits["coordinator"], {site: kits[site] for site in project.sites}, new, changed)
+
+
+_TOLD = ("server", "port", "scheme", "largest_message", "contact")
+"""What a kit tells of the project that matters at a site."""
+
+
+def _changes(kit: Path, coordinator: Path, project: Project, fields: Sequence[str] = _TOLD) -> tuple[str, ...]:
+    """In what a kit differs from the project. One that is not here any more has what the coordinator's kit has."""
+    found = plain_object(kit / "kit.json") or plain_object(coordinator / "kit.json")
+    before, now = found.get("project", {}), project.model_dump(mode="json")
+    return tuple(f"{name} {before[name]} → {now[name]}" for name in fields if before.get(name, now[name]) != now[name])
+
+
+def _renamed(coordinator: Path, project: Project) -> tuple[str, ...]:
+    """In what the coordinator's certificates differ from the project."""
+    return _changes(coordinator, coordinator, project, ("server", "contact"))
+
+
+def check_certified(project: Project, coordinator: Path) -> None:
+    """Raise UserError if the coordinator's certificates are of another server or contact than the project's."""
+    if changes := _renamed(coordinator, project):
+        raise UserError(f"the project's file has changed ({', '.join(changes)}): call fedshift project provision first")
+
+
+def _kits(project: Project, folder: Path) -> dict[str, Path]:
+    return {"coordinator": folder / "coordinator", **{site: folder / "sites" / site for site in project.sites}}
+
+
+def _settle(kit: Path, project: Project, *, coordinator: bool) -> None:
+    """Write FLARE's settings: which classes run, who may do what, and no file outside the kit's folder."""
+    local = kit / "flare" / "local"
+    resources = json.loads((local / "resources.json.default").read_text())
+    # FLARE adds the second class to every job. It sends nothing, since the parent has no streamer.
+    resources["class_allow_list"] = [
+        COORDINATOR_CLASS if coordinator else SITE_CLASS,
+        "nvflare.app_common.logging.job_log_streamer.JobLogStreamer",
+    ]
+    resources["class_list_enforcement_mode"] = "enforce"
+    resources["components"] = [
+        part for part in resources["components"] if part["id"] not in ("site_log_streamer", "log_receiver")
+    ]
+    if coordinator:
+        resources["snapshot_persistor"]["args"]["storage"]["args"]["root_dir"] = str(
+            kit.resolve() / "flare" / "snapshots"
+        )
+        for part in resources["components"]:
+            if part["id"] == "job_manager":
+                part["args"]["uri_root"] = str(kit.resolve() / "flare" / "jobs")
+    else:
+        resources["allow_log_streaming"] = False
+    (local / "resources.json").write_text(json.dumps(resources, indent=2))
+    # The processes of a role talk through a socket in the kit and not through a port on loopback.
+    internal = {"scheme": "unix", "resources": {"folder": str(channel(kit))}}
+    channels = {
+        "allow_adhoc_conns": False,
+        "comm_driver_path": str(_DRIVERS),
+        "internal": internal,
+        "max_message_size": LARGEST_FRAME - (1 << 20),  # beside a message a frame holds its headers
+        "streaming_max_blob_size": project.largest_message << 20,
+    }
+    (local / "comm_config.json").write_text(json.dumps(channels, indent=2))
+    _settle_address(kit, project, coordinator=coordinator)
+    rights = {"format_version": "1.0", "permissions": {"project_admin": _RIGHTS}}
+    (local / "authorization.json").write_text(json.dumps(rights, indent=2))
+
+
+def _settle_address(kit: Path, project: Project, *, coordinator: bool) -> None:
+    """Write the address of the project's coordinator where FLARE's processes of a role read it."""
+    path = kit / "flare" / "startup" / ("fed_server.json" if coordinator else "fed_client.json")
+    settings = json.loads(path.read_text())
+    server = settings["servers"][0]
+    server["service"] |= {"target": f"{project.server}:{project.port}", "scheme": project.scheme}
+    if coordinator:
+        server |= {"admin_server": project.server, "admin_port": project.port}
+        if project.scheme == "tcp":  # our listener in place of FLARE's; sites dial as before
+            server["service"]["scheme"] = LISTENER
+        _settle_administrator(kit / "admin" / "startup" / "fed_admin.json", project)
+    else:
+        server["identity"] = project.server
+    path.write_text(json.dumps(settings, indent=2))
+
+
+def _settle_administrator(path: Path, project: Project) -> None:
+    settings = json.loads(path.read_text())
+    settings["admin"] |= {"username": project.contact, "server_identity": project.server}
+    settings["admin"] |= {"host": project.server, "port": project.port, "scheme": project.scheme}
+    path.write_text(json.dumps(settings, indent=2))
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def _settle_if_there(kit: Path, project: Project, *, coordinator: bool) -> None:
+    if (kit / "flare" / "local" / "resources.json.default").exists():
+        _settle(kit, project, coordinator=coordinator)
+
+
+def relocate(kit: Kit) -> None:
+    """Adapt FLARE's settings to the kit's folder and its kit.json, and let only the owner read its keys."""
+    _settle_if_there(kit.folder, kit.project, coordinator=kit.role == "coordinator")
+    kit.folder.chmod(0o700)
+    for key in kit.folder.glob("*/startup/*.key"):
+        key.chmod(0o600)

@@ -1,0 +1,256 @@
+"""The roles of a deployed federation, for commands: make kits; start and stop a role's service; ask for its status.
+
+Commands use FLARE only through this module, which explains in one line that FLARE is not installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedshift.deploy.flare.service_lock import holder
+from fedshift.digests import Damaged, read_object
+from fedshift.encryption import present_key
+from fedshift.errors import FedshiftError, UserError
+
+if TYPE_CHECKING:
+    from fedshift.deploy.flare.authority import Ask
+    from fedshift.deploy.flare.kits import Kit, Project
+    from fedshift.deploy.flare.provision import Provisioned
+
+_START_SECONDS, _STOP_SECONDS = 120.0, 40.0
+
+
+def installed() -> None:
+    """Raise UserError if FLARE is not installed."""
+    if find_spec("nvflare") is None:
+        raise UserError("deploying needs NVIDIA FLARE, which is not installed: pip install 'fedshift[deploy]'")
+
+
+def load_project(path: Path) -> Project:
+    """Read a project file."""
+    from fedshift.deploy.flare.kits import load_project
+
+    return load_project(path)
+
+
+def provision(project: Project, out: Path, ask: Ask, *, renew: bool = False) -> Provisioned:
+    """Make start-up kits below ``out``: one for the coordinator, one per site. ``ask`` asks for the passphrase."""
+    installed()
+    from fedshift.deploy.flare.provision import provision
+
+    return provision(project, out, ask, renew=renew)
+
+
+def reissue(project: Project, out: Path, site: str, ask: Ask) -> Provisioned:
+    """Make one site's kit anew, with a new key; the old one is refused from then on."""
+    installed()
+    from fedshift.deploy.flare.provision import reissue
+
+    return reissue(project, out, site, ask)
+
+
+def remove(path: Path, out: Path, site: str) -> Provisioned:
+    """Take a site out of a project's file and out of what the coordinator accepts."""
+    installed()
+    from fedshift.deploy.flare.removal import remove
+
+    return remove(path, out, site)
+
+
+def set_revoked(folder: Path, site: str, revoked: bool) -> bool:
+    """Refuse a site's kit at the coordinator, or accept it again; return whether this changed anything."""
+    from fedshift.deploy.flare.certificates import set_revoked
+    from fedshift.deploy.flare.kits import load_kit
+
+    return set_revoked(load_kit(folder, "coordinator"), site, revoked)
+
+
+def load_kit(folder: Path, role: str) -> Kit:
+    """Read the kit of a role and check its certificates."""
+    installed()
+    from fedshift.deploy.flare.kit_checks import check_certificates
+    from fedshift.deploy.flare.kits import load_kit
+
+    kit = load_kit(folder, role)
+    check_certificates(kit)
+    return kit
+
+
+def revoked_sites(kit: Kit) -> list[str]:
+    """The sites whose kit the coordinator refuses."""
+    from fedshift.deploy.flare.certificates import revoked_sites
+
+    return sorted(revoked_sites(kit))
+
+
+def check_settings(kit: Kit) -> None:
+    """Check that the kit holds what a role needs, and no filter of FLARE's, which would have no effect."""
+    from fedshift.deploy.flare.kit_checks import check_settings
+
+    check_settings(kit)
+
+
+def expiry(kit: Kit) -> str:
+    """The date on which the kit's certificates expire."""
+    from fedshift.deploy.flare.kit_checks import check_certificates
+
+    return f"{check_certificates(kit):%Y-%m-%d}"
+
+
+def unreachable(kit: Kit) -> str | None:
+    """Why the coordinator cannot be reached from here; None if it can."""
+    from fedshift.deploy.flare.kit_checks import check_reachable
+
+    return check_reachable(kit)
+
+
+def free_port() -> int:
+    """A port on which nothing listens now.
+
+    It is outside the range that the system uses for outgoing connections. Otherwise a site that reconnects often
+    could be given the coordinator's port for its own end and connect to itself.
+    """
+    for port in random.sample(range(20_000, 30_000), 200):  # no secret # nosec B311
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise FedshiftError("no free port between 20000 and 30000; give one with --port")
+
+
+_SERVICE = "fedshift.deploy.flare.service"
+
+
+@dataclass(frozen=True)
+class Status:
+    """Status of a role's service.
+
+    Attributes:
+        state: stopped, starting, connected, retrying, restarting or failed.
+        message: what happened and what to do.
+        pid: the service's process; None if none runs.
+        begun: when it was started, in seconds since 1970; None if none runs.
+        sites: at the coordinator, the sites that are registered.
+    """
+
+    state: str
+    message: str
+    pid: int | None
+    begun: float | None = None
+    sites: tuple[str, ...] = ()
+
+
+def status(kit: Kit) -> Status:
+    """The status of a kit's service."""
+    pid = holder(kit)
+    try:
+        found = read_object(kit.folder / "service.json", "restart the service", older=True)
+    except Damaged as error:
+        return Status("stopped" if pid is None else "starting", str(error), pid)
+    if pid is not None and found.get("pid") != pid:  # it has said nothing yet
+        return Status("starting", "", pid)
+    if not found:
+        return Status("stopped", "", None)
+    state, message = str(found["state"]), str(found.get("message", ""))
+    if state in ("stopped", "failed"):
+        return Status(state, message, None)
+    if pid is None:
+        return Status("stopped", "it ended without a message: it was killed, or the machine stopped", None)
+    begun, sites = found.get("begun"), found.get("sites")
+    return Status(
+        state,
+        message,
+        pid,
+        float(begun) if isinstance(begun, int | float) else None,
+        tuple(map(str, sites)) if isinstance(sites, list) else (),
+    )
+
+
+def start(kit: Kit, site_file: Path | None = None, *, foreground: bool = False, wait: float = _START_SECONDS) -> Status:
+    """Start the service of a kit and wait until it is connected or reports a problem.
+
+    Args:
+        kit: the kit.
+        site_file: the SITE.yaml, at a site.
+        foreground: run the service in this process until it is told to stop.
+        wait: seconds to wait.
+
+    Returns:
+        The service's status after the wait.
+
+    Raises:
+        UserError: the service runs already, or cannot start.
+    """
+    before = status(kit)
+    if before.pid is not None:
+        raise UserError(f"{kit.role} '{kit.name}' runs already (process {before.pid}); stop it first")
+    present_key()  # a key that cannot be used is said now, and not in the middle of a run
+    from fedshift.deploy.flare.kit_checks import check_port, check_settings
+
+    check_settings(kit)
+    if kit.role == "coordinator":
+        check_port(kit)
+    from fedshift.deploy.flare.provision import relocate
+
+    relocate(kit)
+    words = [str(kit.folder), *([str(site_file.resolve())] if site_file else [])]
+    command = [sys.executable, "-m", _SERVICE, *words]
+    if foreground:
+        os.execv(sys.executable, command)  # our own interpreter # nosec B606
+    with open(kit.folder / "service.err", "wb") as errors:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors, start_new_session=True
+        )
+    deadline = time.monotonic() + wait
+    while time.monotonic() < deadline:
+        now = status(kit)
+        if now.state in ("connected", "retrying") and now.pid == process.pid:
+            return now
+        if process.poll() is not None:
+            said = (kit.folder / "service.err").read_text(errors="replace").strip().splitlines()
+            raise UserError((said[-1] if said else "the service ended without a message").removeprefix("error: "))
+        time.sleep(0.1)
+    return status(kit)
+
+
+def stop(kit: Kit) -> bool:
+    """Stop the service of a kit; return whether it ran.
+
+    Raises:
+        FedshiftError: the service does not end, or runs in a container.
+    """
+    pid = holder(kit)
+    if pid is None:
+        return False
+    if not _is_service(pid):
+        raise FedshiftError(
+            f"{kit.role} '{kit.name}' runs and is no process of this machine, or is one of another user: stop it where "
+            "it was started, such as its container"
+        )
+    os.kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + _STOP_SECONDS
+    while holder(kit) is not None:
+        if time.monotonic() > deadline:
+            raise FedshiftError(f"process {pid} does not end; kill it by hand")
+        time.sleep(0.1)
+    return True
+
+
+def _is_service(pid: int) -> bool:
+    """Whether a process here is a service. A number that a container's process gave may be another process's here."""
+    import psutil
+
+    try:
+        return _SERVICE in psutil.Process(pid).cmdline()
+    except (psutil.Error, ValueError):
+        return False

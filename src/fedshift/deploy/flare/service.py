@@ -1,0 +1,321 @@
+"""The service of a role: it keeps FLARE's process running and, at the coordinator, runs the deployments.
+
+``python -m fedshift.deploy.flare.service KIT [SITE.yaml]`` runs until it is told to stop (SIGTERM, Ctrl-C). It
+writes its status to ``service.json`` in the kit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedshift.deploy import sinks
+from fedshift.deploy.flare import kit_checks, lockdown
+from fedshift.deploy.flare.jobs import Attendance, Deployments
+from fedshift.deploy.flare.kits import Kit, empty_channel, load_kit
+from fedshift.deploy.flare.service_lock import only_service
+from fedshift.deploy.flare.service_log import RAW, ServiceLog
+from fedshift.digests import write_object
+from fedshift.errors import FedshiftError, UserError
+
+_BACKOFF = (1.0, 60.0)
+"""Shortest and longest wait before another try, in seconds."""
+_HEARTBEAT = 2
+"""Seconds between a site's messages to FLARE's server. With one of them a site registers at a server that was started
+again, and learns which jobs are over; FLARE's default is 10."""
+_LARGE = 1 << 20
+"""Bytes of a tensor, or of a part of a message, whose memory the coordinator gives back as soon as it is free (glibc's
+malloc). Otherwise what many replies took stays with the process. For smaller ones that takes too much time."""
+_LOOK_AT_LINE, _BROKEN = 5.0, 3
+"""Seconds between looks at a site's connection, and how many times in a row there was none when it counts as broken."""
+_REGISTERED = "Successfully registered client"
+_SERVER = "nvflare.private.fed.app.server.server_train"
+
+
+@dataclass
+class Service:
+    """Keeps the FLARE process of one role running. ``tick``: seconds between checks."""
+
+    kit: Kit
+    site_file: Path | None = None
+    tick: float = 0.25
+    stopping: threading.Event = field(default_factory=threading.Event)
+    child: subprocess.Popen[str] | None = None
+    _log: ServiceLog = field(init=False)
+    _begun: float = field(default_factory=time.time)
+    _attendance: Attendance = field(default_factory=Attendance)
+    _connected: bool = False
+    _next_look: float = 0.0
+    _without: int = 0
+    _starts: int = 0
+    _line: str = ""
+
+    def __post_init__(self) -> None:
+        self._log = ServiceLog(self.kit.folder)
+
+    def run(self) -> None:
+        """Run until told to stop.
+
+        Raises:
+            UserError: another service of the kit runs, or the kit cannot be used.
+        """
+        with only_service(self.kit):
+            try:
+                self._run()
+            except UserError as error:
+                self.say("failed", str(error), logging.ERROR)
+                raise
+
+    def _run(self) -> None:
+        kit_checks.check_certificates(self.kit)
+        self.say("starting", "")  # what one with the same number said last, as in a container, holds no more
+        self._end_strays()
+        forwarding = self._forward_logs()
+        wait = _BACKOFF[0]
+        try:
+            while not self.stopping.is_set():
+                try:
+                    begun = time.monotonic()
+                    self._once()
+                    if time.monotonic() - begun > _BACKOFF[1]:
+                        wait = _BACKOFF[0]
+                except _Unreachable as error:
+                    self.say(
+                        "retrying",
+                        f"cannot reach the coordinator at {error}; trying again in {wait:g} s; {self._if_it_moved}",
+                        logging.WARNING,
+                    )
+                    wait = self._pause(wait)
+                    continue
+                if not self.stopping.is_set():
+                    self.say(
+                        "restarting",
+                        f"FLARE's process ended; starting it again in {wait:g} s; if that happens again, see {RAW}",
+                        logging.WARNING,
+                    )
+                    wait = self._pause(wait)
+        finally:
+            self._end_child()
+            self.stopping.set()
+            if forwarding is not None:
+                forwarding.join(timeout=10)
+            self.say("stopped", "")
+
+    def _forward_logs(self) -> threading.Thread | None:
+        """Send a copy of the role's logs to the sink that its own file names, in a thread of its own."""
+        own = self.site_file or self.kit.folder / sinks.COORDINATOR_FILE
+        sink = sinks.sink_in(own)
+        if sink is None:
+            return None
+
+        audit = sinks.audit_log_of(own)
+
+        def logs() -> dict[str, Path]:
+            if self.site_file is not None:
+                return {"audit": audit}
+            return {path.parent.name: path for path in (self.kit.folder / "deployments").glob("*/progress.jsonl")}
+
+        place = self.kit.folder / "sent.json"
+        forwarder = sinks.Forwarder(
+            self.kit.name, sink, logs, place, lambda text: self._log.event(text, logging.WARNING)
+        )
+        thread = threading.Thread(target=forwarder.run, args=(self.stopping,), daemon=True)
+        thread.start()
+        return thread
+
+    def _pause(self, wait: float) -> float:
+        self.stopping.wait(wait)
+        return min(2 * wait, _BACKOFF[1])
+
+    def _once(self) -> None:
+        """Start FLARE's process and watch it until it ends."""
+        kit_checks.check_certificates(self.kit)
+        kit_checks.check_settings(self.kit)
+        if self.kit.role == "coordinator":
+            if self._starts == 0:
+                kit_checks.check_port(self.kit)
+        else:
+            reason = kit_checks.check_reachable(self.kit)
+            if reason:
+                raise _Unreachable(reason)
+        self._start_child()
+        assert self.child is not None
+        deployments = Deployments(self.kit, self._attendance, self.say) if self.kit.role == "coordinator" else None
+        try:
+            while self.child.poll() is None and not self.stopping.is_set():
+                if deployments is not None:
+                    deployments.look()
+                elif self._connected:
+                    self._look_at_line()
+                self.stopping.wait(self.tick)
+            if deployments is None and self.child.poll() == lockdown.UNLOCKABLE:
+                raise UserError(f"FLARE cannot be locked down here; see the end of {self.kit.folder / RAW}")
+        finally:
+            if deployments is not None:
+                deployments.close()
+            self._end_child()
+
+    # FLARE's process --------------------------------------------------------------------------------------------------
+
+    def _start_child(self) -> None:
+        empty_channel(self.kit.folder)
+        kind = "server" if self.kit.role == "coordinator" else "client"
+        who = [] if kind == "server" else [f"uid={self.kit.name}", f"heart_beat_interval={_HEARTBEAT}"]
+        # At a site, our module starts FLARE's: it removes what a coordinator could abuse.
+        module = [lockdown.MODULE, lockdown.CLIENT] if kind == "client" else [_SERVER]
+        command = [
+            *(sys.executable, "-u", "-m", *module),
+            *("-m", str(self.kit.flare), "-s", f"fed_{kind}.json"),
+            *("--set", "secure_train=true", *who, "org=fedshift", "config_folder=config"),
+        ]
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "FEDSHIFT_KIT": str(self.kit.folder)}
+        if kind == "server":
+            environment = {"MALLOC_MMAP_THRESHOLD_": str(_LARGE), "MALLOC_ARENA_MAX": "2", **environment}
+        if self.site_file is not None:
+            environment["FEDSHIFT_SITE"] = str(self.site_file.resolve())
+        self._connected = False
+        self._starts += 1
+        self.child = subprocess.Popen(
+            command,
+            cwd=self.kit.flare,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        threading.Thread(target=self._read_output, args=(self.child,), daemon=True).start()
+        self.say("starting", "")
+
+    def _look_at_line(self) -> None:
+        """Say whether the site is connected. FLARE's process reconnects by itself, for ever, and does not tell."""
+        if time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + _LOOK_AT_LINE
+        self._without = 0 if _has_connection(self.child, self.kit.project.port) else self._without + 1
+        place = f"{self.kit.project.server} port {self.kit.project.port}"
+        if self._without < _BROKEN:
+            self.say("connected", f"to {place}")
+            return
+        self.say(
+            "retrying",
+            f"no connection to the coordinator at {place}; FLARE tries again by itself; {self._if_it_moved}",
+            logging.WARNING,
+        )
+
+    @property
+    def _if_it_moved(self) -> str:
+        return f"if it has moved, ask {self.kit.project.contact} for the new kit.json of this site, and start it again"
+
+    def _read_output(self, child: subprocess.Popen[str]) -> None:
+        assert child.stdout is not None
+        for line in child.stdout:
+            self._connected = self._connected or _REGISTERED in line
+            self._attendance.read_line(line)
+            self._log.output(line)
+
+    def _end_child(self) -> None:
+        if self.child is None:
+            return
+        with contextlib.suppress(OSError):
+            self.child.terminate()
+        for process in (*_processes_of(self.kit), self.child):
+            with contextlib.suppress(Exception):
+                process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.child.wait(timeout=10)
+        self.child = None
+
+    def _end_strays(self) -> None:
+        """End processes of this kit that an earlier service left behind when it was killed."""
+        for process in _processes_of(self.kit):
+            self._log.event(f"ending process {process.pid}, which was left behind")
+            with contextlib.suppress(Exception):
+                process.kill()
+
+    # Status -----------------------------------------------------------------------------------------------------------
+
+    def say(self, state: str, message: str, level: int = logging.INFO) -> None:
+        """Write the status to ``service.json``, and the message to the log, unless nothing has changed.
+
+        Args:
+            state: see `roles.Status`.
+            message: what happened and what to do; empty if the state says all.
+            level: how severe it is, as `logging` has it.
+        """
+        whole = {
+            "pid": os.getpid(),
+            "child": self.child.pid if self.child else None,
+            "state": state,
+            "message": message,
+            "starts": self._starts,
+            "begun": self._begun,
+            "sites": list(self._attendance.connected),
+        }
+        if whole == getattr(self, "_said", None):
+            return
+        self._said = whole
+        if (line := f"{state}: {message}".removesuffix(": ")) != self._line:
+            self._log.event(line, level)
+        self._line = line
+        write_object(self.kit.folder / "service.json", {**whole, "time": time.time()})
+
+
+class _Unreachable(FedshiftError):
+    """The coordinator does not answer."""
+
+
+def _has_connection(child: subprocess.Popen[str] | None, port: int) -> bool:
+    """Whether a process has a TCP connection to a port elsewhere; True also where the system does not tell."""
+    import psutil
+
+    try:
+        found = psutil.Process(child.pid).net_connections(kind="tcp") if child is not None else []
+    except (psutil.Error, OSError):
+        return True
+    return any(one.status == psutil.CONN_ESTABLISHED and one.raddr and one.raddr.port == port for one in found)
+
+
+def _processes_of(kit: Kit) -> Iterator[Any]:
+    """FLARE's processes in this kit's folder, including those of jobs."""
+    import psutil
+
+    folder = str(kit.flare)
+    for process in psutil.process_iter(["cmdline", "pid"]):
+        words: Sequence[str] = process.info["cmdline"] or []
+        if folder in words and any(word.startswith("nvflare.private") for word in words):
+            yield process
+
+
+def main() -> None:
+    """Run a service in this process."""
+    os.umask(0o077)  # whatever a role writes is its user's alone; FLARE's processes inherit this
+    kit = load_kit(Path(sys.argv[1]))
+    service = Service(kit, Path(sys.argv[2]) if len(sys.argv) > 2 else None)
+
+    def stop(*_: object) -> None:
+        service.stopping.set()
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    try:
+        service.run()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

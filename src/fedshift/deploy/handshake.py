@@ -1,0 +1,377 @@
+"""What the coordinator and the sites of a deployed experiment agree on before training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedshift.data import agreement
+from fedshift.data import registry as data_registry
+from fedshift.data.builders.at_sites import AtSites
+from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing
+from fedshift.deploy.event_log import EventLog
+from fedshift.deploy.members import CARDS, cards_of
+from fedshift.deploy.remote.transport import Lost, Transport, ask_plain
+from fedshift.deploy.site_cards import checked_card
+from fedshift.deploy.spent_before import SPENT, noted_spending
+from fedshift.digests import write_object
+from fedshift.errors import FedshiftError, UserError
+from fedshift.experiment.config.engine_section import FlareEngine
+from fedshift.experiment.config.experiment import Experiment, method_name
+from fedshift.experiment.environment import versions
+from fedshift.experiment.protocols.base import DeployedProtocol
+from fedshift.text import one_line
+from fedshift.version import installed_version
+
+CLOCKS_APART = 60.0
+"""Seconds by which clocks may differ before the coordinator says so."""
+_LATEST = 1e12
+"""Seconds since 1970 that a clock can show; an integer of any size would overflow as a float."""
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What the sites and the coordinator agree on before training.
+
+    Attributes:
+        data: one domain per site, without samples, then the coordinator's own.
+        own: the coordinator's own unseen set; None without one.
+        rows: site → seed → numbers of training and held-out samples.
+        grouped: whether a site keeps samples of one person together when it splits them.
+        fixed_split: the sites whose data fix the test samples.
+        fingerprints: a checksum of each site's data.
+        smallest_sums: site → the smallest number of sites whose sum it helps to unmask.
+        colluders: site → how many sites may work with a coordinator that lies about who answered.
+        one_roster: the sites that take part in sums of one set of sites only, unless they train with noise.
+        given: the statistics of each site for a common encoding, if the data need one.
+        privacy: the budget of each site that has one, and what it has spent, as its card says.
+        cards: what each site said of itself.
+        id: the column that names a row in the tables of all sites that name one; predictions give it back.
+    """
+
+    data: DataSet
+    own: DataSet | None
+    rows: Mapping[str, Mapping[str, Sequence[int]]]
+    grouped: Mapping[str, bool]
+    fixed_split: frozenset[str]
+    fingerprints: Mapping[str, str]
+    smallest_sums: Mapping[str, int]
+    colluders: Mapping[str, int]
+    one_roster: tuple[str, ...]
+    given: Mapping[str, Mapping[str, Any]] | None
+    privacy: Mapping[str, Mapping[str, Any]]
+    cards: Mapping[str, Mapping[str, Any]]
+    id: str | None = None
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        return tuple(self.rows)
+
+    def measures_all(self, site: str, protocol: DeployedProtocol) -> bool:
+        """Whether an unseen site is measured on all its samples, not on those that it would hold out."""
+        return site not in self.fixed_split and protocol.measures_all(self.grouped[site])
+
+
+def agree(
+    experiment: Experiment,
+    transport: Transport,
+    sites: Sequence[str],
+    folder: Path,
+    engine: FlareEngine,
+    log: EventLog,
+) -> Agreed:
+    """Ask every site for its card, and check that the cards fit together.
+
+    At the beginning of a run all sites must answer. Later the first card of a site that is lost stands for it.
+
+    Raises:
+        UserError: sites cannot take part, and the message has what each of them lacks; or their versions, shapes or
+            classes differ.
+    """
+    header = {
+        "version": installed_version(),
+        "methods": [
+            {"name": method_name(method), "options": method.model_dump(mode="json")} for method in experiment.methods
+        ],
+        "network": experiment.model.model_dump(mode="json"),
+        "training": experiment.training.model_dump(mode="json"),
+        "split": experiment.protocol.deployed().split_rule(),
+        "seeds": list(experiment.protocol.seeds),
+        "on_refusal": engine.on_refusal,
+        "aggregation": engine.aggregation,
+        "private": experiment.training.privacy is not None,
+        "routing": engine.routing,
+        "sums": _in_sums(experiment, sites) if engine.sums_only else [],
+    }
+    asked = time.time()
+    answers = ask_plain(transport, "hello", experiment.name, dict.fromkeys(sites, header), engine.deadline)
+    before, cards = cards_of(folder), dict[str, Any]()
+    faults: list[UserError] = []
+    for site in sites:
+        try:
+            cards[site] = _card(site, answers.get(site, Lost("did not answer")), before.get(site), experiment, log)
+            _check_clock(site, answers.get(site), asked, log)
+        except UserError as error:
+            if site not in before or engine.quorum is None:
+                faults.append(error)
+                continue
+            # The run has begun and may do without this site: no answer of it can end the run.
+            log.event({"what": "hello", "site": site, "is": "lost", "reason": str(error)[:500]})
+            log.warn(f"the run goes on without an answer of site '{site}': {error}")
+            cards[site] = checked_card(site, before[site], experiment.protocol.seeds)
+    _check_all_take_part(faults, len(sites))
+    agreed = _agreed(experiment, cards)
+    for warning in noted_spending(folder.parent / SPENT, cards):
+        log.warn(warning)
+    return agreed
+
+
+def _check_all_take_part(faults: Sequence[UserError], sites: int) -> None:
+    """Raise UserError with the faults of all sites: whoever has to ask their people does so once."""
+    if len(faults) == 1:
+        raise faults[0]
+    if faults:
+        listed = " ".join(f"({number}) {fault}" for number, fault in enumerate(faults, 1))
+        raise UserError(f"{len(faults)} of {sites} sites cannot take part: {listed}")
+
+
+def _in_sums(experiment: Experiment, sites: Sequence[str]) -> list[str]:
+    """The sites that may be in one sum: all but one that is the only target."""
+    return [site for site in sites if experiment.protocol.named_targets != (site,)]
+
+
+def note_cards(folder: Path, agreed: Agreed) -> None:
+    """Write down the cards that a run begins with: from then on its sites are these."""
+    write_object(folder / CARDS, agreed.cards)
+
+
+def _card(
+    site: str, answer: Mapping[str, Any] | Lost, before: Mapping[str, Any] | None, experiment: Experiment, log: EventLog
+) -> dict[str, Any]:
+    """The card of a site: the one it sent now or, if it did not answer, the one it sent when the run began.
+
+    Raises:
+        UserError: it refuses, its card is impossible, or its data changed.
+    """
+    if isinstance(answer, Lost):
+        log.event({"what": "hello", "site": site, "is": "lost", "reason": answer.reason})
+        if answer.error or before is None:
+            named = answer.reason.startswith(f"site '{site}'")
+            raise UserError(answer.reason if named else f"site '{site}' cannot take part: {answer.reason}")
+        return checked_card(site, before, experiment.protocol.seeds)
+    card = checked_card(site, answer.get("card"), experiment.protocol.seeds)
+    if before is not None and before["fingerprint"] != card["fingerprint"]:
+        raise UserError(
+            f"site '{site}': the data changed since the run began; put them back and go on with fedshift deploy "
+            "resume, or begin a new experiment under another name"
+        )
+    return card
+
+
+def _check_clock(site: str, answer: Mapping[str, Any] | Lost | None, asked: float, log: EventLog) -> None:
+    """Warn if a site's clock is wrong.
+
+    Raises:
+        UserError: the site does not say what time it is.
+    """
+    if answer is None or isinstance(answer, Lost):
+        return
+    difference = clock_difference(site, answer.get("time"), asked, answer["arrived"])
+    if abs(difference) > CLOCKS_APART:
+        log.warn(
+            f"site '{site}': its clock is {abs(difference):.0f} s {'ahead of' if difference > 0 else 'behind'} the "
+            "coordinator's: set the one that is wrong, or certificates will be refused and the logs' times not fit"
+        )
+
+
+def clock_difference(site: str, said: Any, asked: float, arrived: float) -> float:
+    """Seconds by which a site's clock is ahead of this machine's, at least; 0 when it fits, negative when it is behind.
+
+    Args:
+        site: the site's name.
+        said: the site's time when it answered.
+        asked: when it was asked, by the clock here.
+        arrived: when its answer arrived, by the clock here.
+
+    Raises:
+        UserError: ``said`` is not a time.
+    """
+    if not isinstance(said, int | float) or isinstance(said, bool) or not 0 <= said <= _LATEST:
+        raise UserError(f"site '{site}' does not say what time it is")
+    return max(said - arrived, 0.0) + min(said - asked, 0.0)
+
+
+def _agreed(experiment: Experiment, cards: Mapping[str, Mapping[str, Any]]) -> Agreed:
+    try:
+        first = next(iter(cards.values()))
+        given = {site: card["given"] for site, card in cards.items() if card["given"] is not None}
+        _check_alike(cards, given)
+        shape, classes = tuple(int(size) for size in first["shape"]), tuple(str(name) for name in first["classes"])
+        preprocessing = Preprocessing.model_validate(first["preprocessing"])
+        if given:
+            preprocessing = _encoding(given, preprocessing)
+            shape = preprocessing.shape or shape
+        domains = {site: _without_samples(site, int(card["samples"]), shape) for site, card in cards.items()}
+        rows = {
+            site: {seed: [int(n) for n in pair] for seed, pair in card["rows"].items()} for site, card in cards.items()
+        }
+        warnings = _warnings_of(experiment, cards)
+        fingerprints = {site: str(card["fingerprint"]) for site, card in cards.items()}
+        smallest = {site: int(card["smallest_sum"]) for site, card in cards.items()}
+        colluders = {site: int(card["colluders"]) for site, card in cards.items()}
+        one_roster = tuple(site for site, card in cards.items() if card["one_roster"])
+        grouped = {site: bool(card["grouped"]) for site, card in cards.items()}
+        fixed = frozenset(site for site, card in cards.items() if card["fixed_split"])
+        privacy = {site: card["privacy"] for site, card in cards.items() if card["privacy"] is not None}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FedshiftError(f"what a site says of itself cannot be read ({type(error).__name__})") from None
+    own = _own_set(experiment, shape, classes, preprocessing)
+    for name in own.domains if own else ():
+        if name in cards:
+            raise UserError(f"data.unseen: '{name}' is also the name of a site; rename one of them")
+    data = DataSet(
+        name="sites",
+        domains={**domains, **(own.domains if own else {})},
+        classes=classes,
+        preprocessing=preprocessing,
+        manifest=Manifest("Data at sites", "the sites", "the sites'", "", ""),
+        warnings=warnings,
+    )
+    sums = smallest, colluders, one_roster
+    return Agreed(
+        data, own, rows, grouped, fixed, fingerprints, *sums, given or None, privacy, cards, _common_id(cards)
+    )
+
+
+def _check_alike(cards: Mapping[str, Mapping[str, Any]], given: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse sites whose data cannot be learned from together; ``given``: the sums of those that give any."""
+    first_name, first = next(iter(cards.items()))
+    tables = bool(given) and all(card["preprocessing"]["kind"] == "table" for card in cards.values())
+    if given and len(given) < len(cards):
+        lacking = next(site for site in cards if site not in given)
+        raise UserError(
+            f"sites differ in how inputs are prepared: '{lacking}' gives no sums to standardise with, "
+            f"'{next(iter(given))}' does"
+        )
+    for site, card in cards.items():
+        for what, key in (("classes", "classes"), ("a sample's type", "type"), ("a sample's shape", "shape")):
+            if card[key] != first[key] and not (key == "shape" and tables):
+                raise UserError(
+                    f"sites differ in {what}: '{first_name}' has {_short(first[key])}, '{site}' has "
+                    f"{_short(card[key])}; agree on them in each SITE.yaml (classes: lists all of the federation)"
+                )
+        if _learned(card) != _learned(first):
+            raise UserError(
+                f"sites differ in what is learned: '{first_name}' has {_learned(first)}, '{site}' has "
+                f"{_learned(card)}; agree on data.task and data.loss in each SITE.yaml"
+            )
+        if card["preprocessing"] != first["preprocessing"] and not given:
+            raise UserError(
+                f"sites differ in how inputs are prepared: '{first_name}' has {_short(first['preprocessing'])}, "
+                f"'{site}' has {_short(card['preprocessing'])}"
+            )
+
+
+def _warnings_of(experiment: Experiment, cards: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
+    """What a person should know before the run begins."""
+    warnings = tuple(
+        f"site '{site}' has {name} {card['versions'].get(name)}, this coordinator {version}: last bits may differ "
+        "from a simulation"
+        for site, card in cards.items()
+        for name, version in versions().items()
+        if name in ("torch", "numpy") and card["versions"].get(name) != version
+    )
+    if not experiment.engine.sums_only:  # such a site refuses to begin, unless engine.on_refusal leaves it out
+        warnings += tuple(
+            f"site '{site}' sends models only masked (rule policy.secure) and is left out: write "
+            "engine.aggregation: secure"
+            for site, card in cards.items()
+            if card["secure"] == "required"
+        )
+    return warnings
+
+
+def _common_id(cards: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """The column that names rows, if all sites that have one call it the same."""
+    tables = [card["preprocessing"].get("table") or {} for card in cards.values()]
+    names = {table["id"] for table in tables if isinstance(table.get("id"), str)}
+    (name,) = names if len(names) == 1 else (None,)
+    return name
+
+
+def _learned(card: Mapping[str, Any]) -> str:
+    """The task and the loss of a site's data, without the label's scale, on which sites agree only later."""
+    objective = card["preprocessing"].get("objective")
+    if objective is None:
+        return "classification"
+    return one_line(", ".join(f"{name} {objective[name]}" for name in sorted(objective) if name not in ("mean", "std")))
+
+
+def _encoding(
+    given: Mapping[str, Mapping[str, Any]], preprocessing: Preprocessing, labelled: Sequence[str] | None = None
+) -> Preprocessing:
+    """As `agreement.agreed`; what it raises holds names that sites gave."""
+    try:
+        return agreement.agreed(given, preprocessing, labelled)
+    except UserError as error:
+        raise UserError(one_line(str(error))) from None
+
+
+def encoded_for(experiment: Experiment, agreed: Agreed, target: str) -> DataSet:
+    """The agreed data, in an encoding computed without the unseen ``target``."""
+    if agreed.given is None:
+        return agreed.data
+    unseen = experiment.protocol.unseen
+    given = {site: one for site, one in agreed.given.items() if not (unseen and site == target)}
+    labelled = [site for site in given if site != target]
+    preprocessing = _encoding(given, agreed.data.preprocessing, labelled)
+    shape = preprocessing.shape or agreed.data.input_shape
+    own = _own_set(experiment, shape, agreed.data.classes, preprocessing)
+    domains = {site: _without_samples(site, len(agreed.data.domains[site]), shape) for site in agreed.sites}
+    whole = {**domains, **(own.domains if own else {})}
+    return replace(agreed.data, domains=whole, preprocessing=preprocessing)
+
+
+def _own_set(
+    experiment: Experiment, shape: tuple[int, ...], classes: tuple[str, ...], preprocessing: Preprocessing
+) -> DataSet | None:
+    """The coordinator's own unseen set.
+
+    Raises:
+        UserError: it does not fit what the sites hold.
+    """
+    assert isinstance(experiment.data, AtSites)
+    if experiment.data.unseen is None:
+        return None
+    source = data_registry.parse(experiment.data.unseen)
+    if "classes" in type(source).model_fields and getattr(source, "classes", None) is None:
+        source = source.model_copy(update={"classes": classes})
+    if source.shares:
+        return source.encoded(preprocessing, classes)
+    data = source.build()
+    for what, there, here in (
+        ("classes", classes, data.classes),
+        ("a sample's shape", shape, data.input_shape),
+        ("how inputs are prepared", preprocessing, data.preprocessing),
+    ):
+        if there != here:
+            raise UserError(
+                f"data.unseen: it differs from the sites in {what}: {_short(here)} here, {_short(there)} there"
+            )
+    return data
+
+
+def _short(value: Any) -> str:
+    text = one_line(", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value))
+    return text if len(text) <= 80 else f"{text[:77]}…"
+
+
+def _without_samples(name: str, samples: int, shape: tuple[int, ...]) -> Domain:
+    """A domain of which only the size is known here: arrays of the right shape that take no memory and hold zeros."""
+    inputs = np.broadcast_to(np.zeros((), dtype=np.float32), (samples, *shape))
+    return Domain(name, inputs, np.broadcast_to(np.zeros((), dtype=np.int64), (samples,)))

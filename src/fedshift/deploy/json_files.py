@@ -1,0 +1,52 @@
+"""JSON files of a role: what others write there, and a log of events. What the role itself writes is in `digests`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from fedshift.deploy.chained_log import append_line, has_damaged_end, is_undamaged, lines_of
+from fedshift.errors import FedshiftError
+from fedshift.files import set_aside
+
+DEPLOY_AGAIN = "deploy the experiment again"
+"""What to do about damaged settings of a deployment."""
+
+
+def plain_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of FLARE's or of a person; empty if the file is missing or holds something else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def append_event(path: Path, event: Mapping[str, Any]) -> None:
+    """Add an event to a log, with the time. A log that is damaged gets another name, and a new one says so.
+
+    Raises:
+        OSError: the log cannot be written.
+    """
+    try:
+        append_line(path, {"time": time.time(), **event})
+    except FedshiftError as error:
+        aside = set_aside(path)
+        message = f"{error}: it is kept as {aside.name if aside else path.name}, and this one is new"
+        append_line(path, {"time": time.time(), "what": "warning", "message": message})
+        append_line(path, {"time": time.time(), **event})
+
+
+def events_of(path: Path, since: int = 0) -> Iterator[dict[str, Any]]:
+    """The events of a log from number ``since`` on; a warning in place of each that is damaged."""
+    for number, line in enumerate(lines_of(path)[since:], since + 1):
+        if is_undamaged(line):
+            event = json.loads(line)
+            yield {name: value for name, value in event.items() if name not in ("previous", "sha256")}
+        else:
+            yield {"what": "warning", "message": f"{path}, line {number} is damaged, and not read"}
+    if has_damaged_end(path):
+        yield {"what": "warning", "message": f"{path}: the last line is damaged, and not read"}

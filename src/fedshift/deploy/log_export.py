@@ -1,0 +1,183 @@
+"""A role's log, signed with the key of its kit, so that others can tell whether a line was changed since.
+
+An export is the log with a line before it: who made it and when, the digest of every line, the certificate of the kit,
+and the signature.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedshift.deploy.chained_log import checked_lines, digest_of, lines_of
+from fedshift.deploy.secure.identity import signing
+from fedshift.errors import FedshiftError, UserError
+from fedshift.files import write_bytes
+from fedshift.text import one_line
+
+if TYPE_CHECKING:
+    from cryptography import x509
+
+    from fedshift.deploy.flare.kits import Kit
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Export:
+    """An export whose signature fits. ``digests``: of the lines that were signed. ``lines``: those in the file now."""
+
+    role: str
+    name: str
+    log: str
+    made: str
+    digests: Sequence[str]
+    lines: Sequence[str]
+
+
+def export_log(log: Path, kit: Kit, what: str, out: Path) -> int:
+    """Write a signed copy of a log.
+
+    Args:
+        log: the log.
+        kit: the kit of the role that wrote it.
+        what: what the log is called in the export, such as ``audit`` or a deployment's name.
+        out: the file to write.
+
+    Returns:
+        How many lines it has.
+
+    Raises:
+        UserError: there is no log, or the kit's key cannot be used.
+        FedshiftError: the log's own chain is broken.
+    """
+    from cryptography.hazmat.primitives import serialization
+
+    if not log.exists():
+        raise UserError(f"there is no log at {log}")
+    lines = checked_lines(log)
+    own = kit.flare / "startup" / ("server" if kit.role == "coordinator" else "client")
+    try:
+        key = serialization.load_pem_private_key(own.with_suffix(".key").read_bytes(), None)
+        certificate = own.with_suffix(".crt").read_text(encoding="ascii")
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"the kit in {kit.folder} has no usable key: {error}") from None
+    head = {
+        "fedshift_log": _FORMAT,
+        "role": kit.role,
+        "name": kit.project.server if kit.role == "coordinator" else kit.name,
+        "project": kit.project.name,
+        "log": what,
+        "made": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "digests": [digest_of(line) for line in lines],
+        "certificate": certificate,
+    }
+    head["signature"] = base64.b64encode(key.sign(_signed(head), *signing())).decode()  # type: ignore[union-attr,call-arg]
+    write_bytes(out, "".join(f"{line}\n" for line in (json.dumps(head), *lines)).encode(), private=True)
+    return len(lines)
+
+
+def read_export(file: Path, authority: Path) -> Export:
+    """Read an export and check who signed it.
+
+    Args:
+        file: what `export_log` wrote.
+        authority: the certificate of the project's authority (``rootCA.pem`` of any of its kits).
+
+    Raises:
+        UserError: a file cannot be read, or is something else.
+        FedshiftError: the signature does not fit, or is not by a kit of this authority.
+    """
+    from cryptography import x509
+    from cryptography.exceptions import InvalidSignature
+
+    try:
+        root = x509.load_pem_x509_certificate(authority.read_bytes())
+    except (OSError, ValueError):
+        raise UserError(f"{authority} is no readable certificate: name rootCA.pem of a kit of the project") from None
+    try:
+        first, *lines = file.read_bytes().decode(errors="replace").split("\n")
+        head = json.loads(first)
+        certificate = x509.load_pem_x509_certificate(head["certificate"].encode())
+        signature = base64.b64decode(head["signature"])
+        role, name, log, made = (one_line(str(head[field])) for field in ("role", "name", "log", "made"))
+        digests, moment = [str(digest) for digest in head["digests"]], datetime.datetime.fromisoformat(made)
+        whole = head["fedshift_log"] == _FORMAT and moment.tzinfo is not None
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        whole = False
+    if not whole:
+        raise FedshiftError(f"{file}: its first line is not that of an export: it was changed, or is something else")
+    try:
+        certificate.verify_directly_issued_by(root)
+        public: Any = certificate.public_key()
+        public.verify(signature, _signed(head), *signing())
+    except (ValueError, TypeError, AttributeError, InvalidSignature):
+        raise FedshiftError(
+            f"{file}: the signature of its first line does not fit: it was changed, or is not by a kit of this project"
+        ) from None
+    if _owner(certificate) != name:
+        raise FedshiftError(f"{file}: says that it is by '{name}', and is signed by '{_owner(certificate)}'")
+    if not certificate.not_valid_before_utc <= moment <= certificate.not_valid_after_utc:
+        raise FedshiftError(f"{file}: says that it was made at {made}, when its certificate was not valid")
+    return Export(role, name, log, made, digests, lines[:-1] if lines and not lines[-1] else lines)
+
+
+def first_difference(digests: Sequence[str], lines: Sequence[str], *, longer: bool = False) -> str | None:
+    """The first line that is not as it was signed, in words; None if there is none.
+
+    Args:
+        digests: of the lines as they were signed.
+        lines: the lines now.
+        longer: whether lines may have been added at the end.
+    """
+    now = [digest_of(line) for line in lines]
+    pairs = zip(now, digests, strict=False)
+    at = next((number for number, (ours, signed) in enumerate(pairs) if ours != signed), min(len(now), len(digests)))
+    if at == len(digests):
+        return None if longer or at == len(now) else f"line {at + 1} was added"
+    if at == len(now) or now[at] in digests[at + 1 :]:
+        return f"line {at + 1} was removed"
+    if digests[at] in now[at + 1 :]:
+        return f"line {at + 1} was added"
+    return f"line {at + 1} was changed"
+
+
+def verify_export(file: Path, authority: Path, log: Path | None = None) -> Export:
+    """Check an export, and whether the log that it was made of still begins with its lines.
+
+    Args:
+        file: the export.
+        authority: the certificate of the project's authority.
+        log: the log as it is now; None to check the export alone.
+
+    Raises:
+        UserError: a file cannot be read.
+        FedshiftError: something was changed; names the first line.
+    """
+    export = read_export(file, authority)
+    difference = first_difference(export.digests, export.lines)
+    if difference is not None:
+        raise FedshiftError(f"{file}: {difference} after it was signed (lines of the log, without the export's first)")
+    if log is not None:
+        difference = first_difference(export.digests, lines_of(log), longer=True)
+        if difference is not None:
+            raise FedshiftError(f"{log}: {difference} since {export.made}, when '{export.name}' signed it")
+    return export
+
+
+def _signed(head: dict[str, Any]) -> bytes:
+    return json.dumps({name: value for name, value in head.items() if name != "signature"}, sort_keys=True).encode()
+
+
+def _owner(certificate: x509.Certificate) -> str:
+    from cryptography.x509.oid import NameOID
+
+    names = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    return one_line(str(names[0].value)) if names else ""

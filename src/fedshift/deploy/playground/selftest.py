@@ -1,0 +1,52 @@
+"""Every promise tried, one after the other.
+
+To add one, write a function that tries it, and a `Promise` in the list of its attacker: `by_strangers`,
+`by_coordinators` (and beside it those of sums, seals and budgets), `by_sites` or `by_holders`. Its ``tries`` goes into
+the row that it shows, of the threat model in docs/security.md or of the attacks in docs/privacy.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from fedshift.deploy.playground import (
+    by_coordinators,
+    by_coordinators_of_budgets,
+    by_coordinators_of_seals,
+    by_coordinators_of_sums,
+    by_holders,
+    by_sites,
+    by_strangers,
+)
+from fedshift.deploy.playground.played import Played, playing
+from fedshift.deploy.playground.promise import Outcome, Promise, expect, tried
+
+
+def _honest(played: Played) -> str:
+    deployment, state = played.deploy("honest", {"name": "fedavg"})
+    expect(state["state"] == "finished", f"the deployment: {state}")
+    rounds = sum(event.get("what") == "round" for event in deployment.events())
+    return f"{len(played.sites)} sites train for {rounds} rounds"
+
+
+HONEST = Promise("an honest coordinator", "trains with honest sites, which must work", _honest)
+PROMISES = (
+    HONEST,
+    *by_strangers.PROMISES,
+    *by_coordinators.PROMISES,
+    *by_coordinators_of_sums.PROMISES,
+    *by_coordinators_of_seals.PROMISES,
+    *by_coordinators_of_budgets.PROMISES,
+    *by_sites.PROMISES,
+    *by_holders.PROMISES,
+    *by_holders.AT_LAST,
+)
+"""The honest run comes first: without it, whatever is refused shows nothing."""
+
+
+def selftest(folder: Path) -> Iterator[Outcome]:
+    """Play a federation below ``folder`` and try every promise; what came of each, as it comes."""
+    with playing(folder) as played:
+        for promise in PROMISES:
+            yield tried(promise, played)

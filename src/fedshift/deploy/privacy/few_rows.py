@@ -1,0 +1,144 @@
+"""What a site without a budget of privacy tells of its table: no part of a column that is in few rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from fedshift.data import agreement
+from fedshift.data.domain import Domain
+from fedshift.data.few_rows import encoding_without_few, few_rows, without_few
+from fedshift.data.tables import TableEncoding
+from fedshift.deploy.remote.policy import Policy
+from fedshift.deploy.site_file import Holding
+from fedshift.errors import Refused, UserError
+
+_USUAL = (0.2, 0.3)
+"""The shares that protocols hold out unless they say otherwise."""
+
+
+def of_many_rows(holding: Holding, policy: Policy) -> Holding:
+    """A table's site as its card may show it: statistics and encoding without categories and missing cells of few rows.
+
+    Raises:
+        UserError: the data set does not count the rows of its categories.
+    """
+    if holding.given is None or holding.given["kind"] != agreement.TABLE or policy.smallest_group == 1:
+        return holding
+    statistics, samples, least = holding.source.statistics(), len(holding.domain.described), policy.smallest_group
+    if statistics is None or len(statistics.rows) != len(holding.given["categorical"]):
+        raise UserError(
+            f"data set {holding.data.name} gives categories and does not count their rows, which policy.smallest_group "
+            "needs: define its method statistics()"
+        )
+    few = few_rows(statistics, holding.given, samples, least)
+    if not few:
+        return holding
+    told = {**without_few(holding.given, statistics, few, least, samples)}
+    shown = replace(holding, given=told, few=few)
+    encoding = encoding_without_few(TableEncoding.model_validate(holding.data.preprocessing.table), told)
+    if not encoding.width:
+        return shown  # `check_few` refuses
+    update = {"shape": (encoding.width,), "objective": holding.data.preprocessing.objective}
+    agreed = encoding.with_choices({}, {}, None, None).preprocessing().model_copy(update=update)
+    domain = shown.encoded(agreed, agreed.shape or ())
+    # The card's encoding keeps the name of the column that names rows.
+    preprocessing = agreed.model_copy(update={"table": encoding.preprocessing().table})
+    return replace(
+        shown, domain=domain, data=replace(holding.data, domains={domain.name: domain}, preprocessing=preprocessing)
+    )
+
+
+def check_few(site: str, holding: Holding, policy: Policy) -> None:
+    """Raise Refused if the encoding would tell of parts of columns that are in few rows; it names all of them.
+
+    The message has the numbers, which are for the site; its public text has none.
+    """
+    found = list(_refusals(holding, policy))
+    if found:
+        text, public = ("; ".join(texts) for texts in zip(*found, strict=True))
+        raise Refused(f"site '{site}' refuses to send {text}", public=f"site '{site}' refuses to send {public}")
+
+
+def refusals(holding: Holding, policy: Policy) -> list[str]:
+    """What `check_few` would refuse, for the site itself."""
+    return [text for text, _ in _refusals(holding, policy)]
+
+
+def _refusals(holding: Holding, policy: Policy) -> Iterator[tuple[str, str]]:
+    """What is refused: with numbers, and without."""
+    rule = f"(rule policy.smallest_group: {policy.smallest_group})"
+    given = holding.given or {}
+    for one in holding.few:
+        if one.part == "values":
+            remedy = "leave it out of data.numeric at all sites, or empty these cells here"
+            what = f"statistics of so few samples of column '{one.column}'"
+            yield f"{what}: {one.rows[0]} rows have a value {rule}: {remedy}", f"{what} {rule}: {remedy}"
+        elif policy.rare_categories == "refuse":
+            remedy = "join or empty them, leave the column out at all sites, or set policy.rare_categories: other"
+            what = f"{one.part} of column '{one.column}' that are in few rows"
+            counts = ", ".join(map(str, one.rows[:10])) + (" …" if len(one.rows) > 10 else "")
+            yield f"{what}: {counts} {rule}: {remedy}", f"{what} {rule}: {remedy}"
+    if holding.few and not given["numeric"] and not any(given["categories"]):
+        what = f"an encoding: no category is in enough rows {rule}: name other columns"
+        yield what, what
+
+
+def leaving(holding: Holding, policy: Policy) -> Iterator[str]:
+    """Lines that say what of the data a card tells the coordinator before any training, and what stays here.
+
+    Args:
+        holding: as `of_many_rows` gives it.
+        policy: the site's.
+    """
+    given = holding.given
+    if given is not None and not policy.lets_out("statistics"):
+        yield f"warning: it takes part in no experiment: {_of(given)} needs statistics under policy.send"
+    if given is None or given["kind"] != agreement.TABLE:
+        return
+    if given["numeric"]:
+        yield f"leaves before training: mean, deviation and number of values of {', '.join(given['numeric'])}"
+    for name, categories in zip(given["categorical"], given["categories"], strict=True):
+        yield f"leaves before training: categories of {name}: {', '.join(categories) or 'none'}"
+    least = policy.smallest_group
+    for one in holding.few:
+        if one.part == "categories" and policy.rare_categories == "other":
+            yield (
+                f"stays here: {len(one.rows)} categories of {one.column} in fewer than {least} rows "
+                f"({sum(one.rows)} rows), read as unknown unless another site tells them"
+            )
+        elif one.part == "missing cells" and policy.rare_categories == "other":
+            yield f"stays here: that {one.column} is missing in {one.rows[0]} rows, fewer than {least}"
+    for text in refusals(holding, policy):
+        yield f"warning: it refuses to send {text}"
+
+
+def _of(given: Mapping[str, Any]) -> str:
+    return "a table" if given["kind"] == agreement.TABLE else "data.standardise"
+
+
+def few_samples(domain: Domain, policy: Policy) -> str | None:
+    """In which experiments a site of so few samples takes part, in words; None if that needs no word.
+
+    Args:
+        domain: the site's samples.
+        policy: the site's.
+    """
+    samples, least, rule = len(domain), policy.smallest_group, f"(rule policy.smallest_group: {policy.smallest_group})"
+    if domain.fixed_split:
+        train = len(domain.described)
+        if min(train, samples - train) >= least:
+            return None
+        return f"it takes part in no experiment: data.split has {train} rows of train, {samples - train} of test {rule}"
+    if samples < least:
+        return f"it takes part in no experiment: it has {samples} samples {rule}"
+    if samples < 2 * least:
+        return f"it takes part only with protocol.test_fraction: 0: it has {samples} samples {rule}"
+    low, high = least / samples, 1 - least / samples
+    if low <= _USUAL[0] and high >= _USUAL[1]:
+        return None
+    return (
+        f"it takes part only with a protocol.test_fraction of about {low:.2f} to {high:.2f}, or 0: it has {samples} "
+        f"samples {rule}"
+    )

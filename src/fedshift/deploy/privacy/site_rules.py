@@ -1,0 +1,285 @@
+"""What a site does differently if it has a budget of privacy, or is asked to train privately.
+
+With a budget, all that leaves the site is public (shapes, numbers of samples), or has noise and is counted, or is
+refused. Neighbours are two data sets of the same size, of which one has nothing in the place of one sample or group;
+so the number of samples is public.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedshift.data.domain import Domain, Rows
+from fedshift.data.site_data import SiteData
+from fedshift.data.splits import part_rows, random_split, split_kind
+from fedshift.data.tasks.objective import Objective
+from fedshift.deploy.privacy.few_rows import of_many_rows
+from fedshift.deploy.privacy.ledger import PrivacyLedger
+from fedshift.deploy.privacy.noisy_statistics import lacking, with_noise
+from fedshift.deploy.remote.policy import ACCURACY, AuditLog
+from fedshift.deploy.remote.wire import body_of
+from fedshift.deploy.site_file import Holding, SiteConfig
+from fedshift.deploy.site_measures import measured
+from fedshift.errors import Refused, UserError
+from fedshift.evaluation.tasks.measuring import measuring_of
+from fedshift.experiment.environment import versions
+from fedshift.experiment.fits.private import check_private
+from fedshift.experiment.runs.evaluator import answering, predictions
+from fedshift.federation.randomness import SecretDraws
+from fedshift.federation.site import Site
+from fedshift.functional.differential_privacy import NoisySteps, gaussian, sample_rate
+from fedshift.functional.secret_noise import SecretStream
+from fedshift.methods.base import Method
+from fedshift.methods.composition.new_site import NewSite
+from fedshift.models.network import Network
+
+_LEAST_NOISE, _MOST_NOISE = 0.05, 1e5
+_LEAST_NORM, _MOST_NORM = 1e-6, 1e6
+"""Clipping norms between which products in float32 keep their precision, on which the bound of the sum rests."""
+
+
+class SiteRules:
+    """The rules of one site, over all jobs of its project."""
+
+    def __init__(self, config: SiteConfig, log: AuditLog | None = None) -> None:
+        """``log``: the site's audit log, with which the ledger of privacy is compared."""
+        self.site, self.budget = config.file.site, config.file.privacy
+        self.ledger = PrivacyLedger(config.memory, self.site, self.budget, log)
+        self._policy = config.file.policy
+        self._fit: tuple[Method, Network] | None = None
+
+    # What is told of the data -----------------------------------------------------------------------------------------
+
+    def shown(self, holding: Holding) -> Holding:
+        """The data as the site tells of them: nothing of few rows of a table.
+
+        With a budget, statistics have noise, and the fingerprint is one of its own.
+        """
+        if self.budget is None:
+            return of_many_rows(holding, self._policy)
+        shown = replace(holding, fingerprint=self.ledger.mark(data=holding.fingerprint)[:32])
+        if holding.given is None or lacking(holding.given, self.budget) is not None:
+            return shown
+        stream = SecretStream(self.ledger.secret(), f"{self._statistics_mark(shown)}\x1fstatistics")
+        return with_noise(shown, self.budget, stream)
+
+    def _statistics_mark(self, shown: Holding) -> str:
+        """The mark of a table's statistics, by the fingerprint that is shown: the same for the life of a project."""
+        assert self.budget is not None  # only then there is noise
+        options = self.budget.model_dump(include={"statistics_noise", "ranges", "categories"})
+        return self.ledger.mark(statistics=shown.fingerprint, options=options, versions=versions())
+
+    def check_hello(self, private: object, holding: Holding) -> None:
+        """Raise Refused unless the site can take part in an experiment that trains privately, or that does not."""
+        if private is not True:
+            self._refuse_without_noise()
+        if self.budget is None or holding.given is None:
+            return
+        if (reason := lacking(holding.given, self.budget)) is not None:
+            raise Refused(
+                f"site '{self.site}' refuses to send statistics for the encoding of its data without noise (rule "
+                f"privacy.epsilon): {reason}"
+            )
+
+    def pay_statistics(self, holding: Holding, entry: dict[str, Any]) -> None:
+        """Count the statistics of a table before a card tells them.
+
+        Args:
+            holding: the data as they are shown.
+            entry: of the audit log.
+
+        Raises:
+            Refused: the budget is too small.
+        """
+        if self.budget is not None and holding.given is not None and holding.given["numeric"]:
+            cost = NoisySteps(float(self.budget.statistics_noise or 0), 1.0, 1)
+            entry["ledger"] = self.ledger.pay(self._statistics_mark(holding), cost, call="statistics")
+
+    def _refuse_without_noise(self) -> None:
+        if self.budget is not None:
+            raise Refused(
+                f"site '{self.site}' has a budget of privacy and trains with noise only: write training.privacy (rule "
+                f"privacy.epsilon: {self.budget.epsilon:g})"
+            )
+
+    def rows(self, domain: Domain, split: Mapping[str, Any]) -> tuple[Rows, Rows]:
+        """Training and held-out rows of a request's split.
+
+        With a budget, a random split does not look at labels: one that does moves other samples when one changes. With
+        groups it looks at their numbers alone.
+        """
+        fraction, seed = float(split["test_fraction"]), int(split["seed"])
+        own = split_kind(domain, split["split"]) == "official"
+        if self.budget is not None and not own and domain.groups is None:
+            return random_split(len(domain), fraction, seed)
+        return part_rows(domain, fraction, seed, "official" if own else "random")
+
+    def told(self, rows: Mapping[str, list[int]]) -> dict[str, Any]:
+        """What a card says in addition if the site has a budget. Without measurements nothing is held out."""
+        if self.budget is None:
+            return {}
+        if self.budget.measurement_noise is None:
+            rows = {seed: [train, 0] for seed, (train, _) in rows.items()}
+        spent = [[one.noise_multiplier, one.sample_rate, one.steps] for one in self.ledger.spent()]
+        told = self.budget.model_dump(include={"epsilon", "delta", "measurement_noise"})
+        return {"rows": dict(rows), "privacy": {**told, "spent": spent}}
+
+    # Training ---------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def paid(self, header: Mapping[str, Any], method: Method, site: Site, entry: dict[str, Any]) -> Iterator[None]:
+        """Let a call train inside the block with noise that only this site knows, and count it, even if it fails.
+
+        Args:
+            header: the request.
+            method: its method.
+            site: the site of the run, with its memory loaded.
+            entry: of the audit log, which says what it cost.
+
+        Raises:
+            Refused: the request trains without noise, or the budget is too small.
+            UserError: method, network or noise cannot be private.
+        """
+        privacy, asked = site.training.privacy, site.draws
+        if privacy is None:
+            self._refuse_without_noise()
+            yield
+            return
+        sigma = asked.noise_multiplier if asked is not None else None
+        if not isinstance(sigma, float | int) or not _LEAST_NOISE <= sigma <= _MOST_NOISE:
+            raise UserError(f"site '{self.site}': a request to train privately does not say how much noise")
+        if not _LEAST_NORM <= privacy.clip_norm <= _MOST_NORM:
+            raise UserError(f"site '{self.site}': training.privacy.clip_norm is not in [{_LEAST_NORM}, {_MOST_NORM:g}]")
+        if self._fit is None or self._fit[0] != method or self._fit[1] is not site.network:
+            check_private(method, site.network, site.data.input_shape)
+            self._fit = method, site.network
+        mark = self._mark(header, site.device, memory=body_of(dict(site.memory)).sha256)
+        rate = sample_rate(site.data.samples, site.training.batch_size)
+
+        def cost(steps: int) -> NoisySteps:
+            return NoisySteps(float(sigma), rate, steps)
+
+        wanted = method.mini_batches(site.batches_per_epoch, 2) - method.mini_batches(site.batches_per_epoch, 1)
+        self.ledger.check(mark, cost(max(1, min(wanted, int(header["envelope"]["mini_batches_left"])))))
+        site.draws = SecretDraws(float(sigma), mark, self.ledger.secret())
+        site.mini_batches = 0
+        try:
+            yield
+        finally:
+            if site.mini_batches:
+                place = {"run": header["run"], "round": header["envelope"]["round"], "call": header["call"]}
+                entry["ledger"] = self.ledger.pay(mark, cost(site.mini_batches), **place)
+
+    def _mark(self, header: Mapping[str, Any], device: torch.device, **of: str) -> str:
+        """The mark of an exchange. The request's key covers run, round, call, content and the data's fingerprint."""
+        # Last bits depend on these, and two answers with the same noise may not differ in any.
+        processor = platform.machine(), torch.backends.cpu.get_cpu_capability(), _processor()
+        here = {"versions": versions(), "device": str(device), "threads": torch.get_num_threads(), "on": processor}
+        if device.type != "cpu":  # sums in any order
+            here["once"] = os.urandom(16).hex()
+        return self.ledger.mark(request=header["key"], here=here, **of)
+
+    # Measuring --------------------------------------------------------------------------------------------------------
+
+    def check_measures(self) -> None:
+        """Raise Refused if the site has a budget and measures no model."""
+        if self.budget is not None and self.budget.measurement_noise is None:
+            raise Refused(
+                f"site '{self.site}' measures no model: it has a budget of privacy and no noise for measurements (rule "
+                "privacy.measurement_noise)"
+            )
+
+    def check_measured(self, method: Method, network: Network, input_shape: tuple[int, ...]) -> None:
+        """Raise Refused if the site has a budget and this network lets a sample change the prediction of another.
+
+        Then one sample could change the whole accuracy, and the noise is for one vote.
+
+        Args:
+            method: of the request.
+            network: what the method measures, with weights that no request chose.
+            input_shape: of a sample.
+        """
+        if self.budget is None:
+            return
+        try:
+            check_private(method, network, input_shape)
+        except UserError as error:
+            raise Refused(
+                f"site '{self.site}' has a budget of privacy and measures only what can train privately (rule "
+                f"privacy.epsilon): {error}"
+            ) from None
+
+    def measured(
+        self,
+        header: Mapping[str, Any],
+        network: Network,
+        view: SiteData,
+        objective: Objective,
+        groups: NDArray[np.int64] | None,
+        new_site: NewSite | None,
+        entry: dict[str, Any],
+    ) -> dict[str, Any]:
+        """What the site reports of a model; with a budget an accuracy with noise.
+
+        With a budget each group has one vote, the share of its samples that the model gets right; without groups each
+        sample has. The network is then not adapted to them, so that no sample changes the prediction of another.
+
+        Args:
+            header: the request.
+            network: the model, in evaluation mode.
+            view: the measured samples.
+            objective: what the run learns.
+            groups: which of them belong together; None if all are apart.
+            new_site: as of `answering`.
+            entry: of the audit log, which says what is sent and what it cost.
+        """
+        classes = int(header["setting"]["classes"])
+        if self.budget is None:
+            network = answering(network, view, new_site)
+            whole = header.get("whole")
+            measures, entry["sent"] = measured(network, view, classes, objective, self._policy, groups, whole)
+            return measures
+        self.check_measures()
+        if not measuring_of(objective).counts_classes:
+            raise Refused(
+                f"site '{self.site}' has a budget of privacy and measures classification only: an error in the label's "
+                "unit has no bound that noise could hide (rule privacy.measurement_noise)"
+            )
+        deviation = float(self.budget.measurement_noise or 0)
+        right = (predictions(network, view, objective) == view.labels.cpu().numpy()).astype(float)
+        if groups is not None:
+            _, place, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+            right = np.bincount(place, right) / sizes
+        mark = self._mark(header, view.device)
+        noise = float(gaussian((1,), SecretStream(self.ledger.secret(), f"{mark}\x1fmeasurement")))
+        share = (float(right.sum()) + deviation * noise) / len(right)
+        cost = NoisySteps(deviation, 1.0, 1)
+        entry["ledger"] = self.ledger.pay(mark, cost, run=header["run"], round=header["round"], call="measure")
+        entry["sent"] = {"measures": {"kind": ACCURACY}}
+        return {
+            "accuracy": 100.0 * min(1.0, max(0.0, share)),
+            "samples": view.samples,
+            "classes": [None] * classes,
+            "metrics": None,
+        }
+
+
+@functools.cache
+def _processor() -> str:
+    """The processor's model, as far as the system tells it."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        return next(line for line in lines if line.startswith("model name"))
+    return platform.processor()

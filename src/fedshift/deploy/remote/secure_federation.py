@@ -1,0 +1,371 @@
+"""A remote federation that reads sums of its sites' models only: keys, masked answers, codes by which the sites confirm
+to each other who answered, and the shares that unmask.
+
+The keys of a run, and the sites of each sum, are on disk before any site is told of them. So a coordinator
+that was killed asks for the same sums again, and gets the answers that the sites kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fedshift.deploy.crypto.at_server import SecureSum
+from fedshift.deploy.crypto.at_site import Revealed
+from fedshift.deploy.crypto.keys import KeyCard, Order
+from fedshift.deploy.crypto.orders import (
+    card_entry,
+    card_of,
+    confirmed_of,
+    order_entry,
+    order_in,
+    revealed_of,
+    sealed_content,
+    sum_entry,
+    upload_of,
+)
+from fedshift.deploy.remote.incoming import Grace
+from fedshift.deploy.remote.outbox import HERE, Outbox, Written
+from fedshift.deploy.remote.remote_federation import RemoteFederation
+from fedshift.deploy.remote.transport import PROTOCOL, Lost, Sign, ask_plain, opened, request_key
+from fedshift.deploy.remote.wire import Message, Residuals, body_of, seal
+from fedshift.digests import Damaged, read_object, write_object
+from fedshift.errors import FedshiftError, KindRefused, Refused, ReplyRefused, UserError
+from fedshift.federation.exchange import Answer, Mean, Missing, Request
+from fedshift.federation.messages import Content, PerSite, Reply
+from fedshift.federation.replies.layouts import Layout as OpenFields
+from fedshift.federation.secure.sums import (
+    ALL,
+    SMALLEST_ROSTER,
+    By,
+    Contribution,
+    Layout,
+    Total,
+    Weighing,
+    threshold,
+)
+
+RECORD = "sums.json"
+_REMEDY = "restore it, or delete the run's folder and run again"
+"""The file of keys and sums, in the coordinator's own folder of a run's memory."""
+_ENTRY = "sums"
+_TENSORS = 2
+"""Tensors in an answer to a request to unmask."""
+_T = TypeVar("_T")
+
+
+class SecureFederation(RemoteFederation):
+    """Sites behind a `Transport`, whose models are read as masked sums.
+
+    Args:
+        memory: the folder of the run's memory, where the keys and the sums under way are written down.
+        arguments: as for `RemoteFederation`.
+        whole: whether the sites unmask only sums of all that have a key.
+        colluders: how many of them may work with a server that lies; decides how many have to answer.
+    """
+
+    def __init__(self, *arguments: Any, memory: Path, whole: bool = False, colluders: int = 0, **options: Any) -> None:
+        super().__init__(*arguments, sums_only=True, **options)
+        self._whole, self._colluders = whole, colluders
+        self._shared = self._outbox = _SharedOutbox(self.wire)
+        self._file = memory / HERE / RECORD
+        self._cards: dict[str, KeyCard] = {}
+        self._without: dict[str, list[str]] = {}
+        """Sites that gave no key in this run → error and reason."""
+        self._answered: dict[str, list[str]] = {}
+        """Exchange and call → the sites of their sum, as the sites were told."""
+        self._said: list[str] | None = None
+        """The sites of the present sum as they were told before the coordinator was killed; None: it was not."""
+        self._weighing: Weighing | None = None
+        self._sum: dict[str, Any] | None = None
+        self._order: Order | None = None
+        if self._file.exists():
+            self._read()
+
+    # The first exchange: masked answers -------------------------------------------------------------------------------
+
+    def summed(self, call: str, to: tuple[str, ...], content: Mapping[str, Content | PerSite], by: By) -> Mean:
+        # The first sum of a run decides who has a key, and other sources may be drawn for the next.
+        self._fetch_keys(to if self.per_round is None else self.sources)
+        number = self.progress.exchange
+        self._said = self._answered.get(f"{number}-{call}")
+        sums: dict[Layout, SecureSum] = {}
+        self._weighing = Weighing.of(by, [self.checks.samples_of(site) for site in to])
+        self._shared.call = call
+        try:
+            for site, added in self._exchange(call, to, content, self._weighing):
+                assert self._order is not None  # as `deliver` made sure
+                sum_ = sums.setdefault(added.layout, SecureSum(self._order))
+                upload, _ = upload_of({"sum": added.numbers}, self._order, added.layout.length)
+                sum_.add(site, upload)
+                del added, upload  # before the next is read
+        finally:
+            self._weighing = self._sum = self._order = self._shared.call = None
+        # Sites whose contribution is laid out otherwise than those of most are in no sum.
+        layout = max(sums, key=lambda one: len(sums[one].answered), default=None)
+        answered = sums[layout].answered if layout is not None else []
+        for site in (site for other, sum_ in sums.items() if other != layout for site in sum_.answered):
+            reason = "it contributes other tensors than most sites"
+            self._record(call, site, "refused", reason)
+            error = ReplyRefused(f"the reply of site '{site}' in round {self.round}: {reason}")
+            self.go_on_without(Missing(site, error), len(to), len(to) - len(answered))
+        self.check_number(answered, to)
+        self._check_whole(call, answered, to)
+        assert layout is not None
+        if self._said is not None and self._said != answered:
+            gone = next(site for site in self._said if site not in answered)
+            raise FedshiftError(
+                f"round {self.round}, call {call}: site '{gone}' is in the sum that others may have unmasked already, "
+                "and did not answer: when it is back, continue with fedshift deploy resume"
+            )
+        self._answered[f"{number}-{call}"] = answered
+        self._write()
+        return self._unmasked(call, sums[layout], layout)
+
+    def check_number(self, answered: Sequence[str], asked: Sequence[str]) -> None:
+        needed = threshold(len(asked), self._colluders)
+        if len(answered) < needed:
+            raise FedshiftError(
+                f"round {self.round}: {len(answered)} of {len(asked)} sites answered; secure aggregation needs {needed}"
+            )
+
+    def _check_whole(self, call: str, answered: Sequence[str], asked: Sequence[str]) -> None:
+        """Raise FedshiftError if the sites would refuse to unmask, before any is told who answered."""
+        lost = [site for site in asked if site in self._cards and site not in answered]
+        if self._whole and lost:
+            reason = self.missing.get(lost[0], "")
+            raise FedshiftError(
+                f"round {self.round}, call {call}: site '{lost[0]}' is not in the sum, and without it the others "
+                f"unmask none (rule policy.roster){': ' if reason else ''}{reason}; when that is put right, continue "
+                "with fedshift deploy resume"
+            )
+
+    def deliver(self, call: str, requests: Iterator[Request]) -> Generator[Answer[Any] | Missing, None, None]:
+        if self._weighing is None:
+            yield from super().deliver(call, requests)
+            return
+        asked = list(requests)
+        first = asked[0].content
+        if any(request.content[name] is not first[name] for request in asked for name in first):
+            raise FedshiftError(f"call {call} sends sites different things, so a sum of its replies cannot be masked")
+        envelopes = {request.site: vars(request.envelope) for request in asked if request.site in self._cards}
+        cards = {site: self._cards[site] for site in envelopes}
+        self._sum = sum_entry(self._weighing, cards, envelopes, self._colluders)
+        header = {"call": call, "envelope": vars(asked[0].envelope), **self._common(asked[0].site)}
+        self._order, _ = order_in(header, self._outbox.write(call, ALL, first).body.sha256)
+        told = [site for site in envelopes if self._said is None or site in self._said]
+        with closing(super().deliver(call, (request for request in asked if request.site in told))) as answers:
+            for request in asked:
+                yield next(answers) if request.site in told else self._not_asked(request.site)
+
+    def reply_of(
+        self, kind: type[Reply], call: str, request: Request, header: Mapping[str, Any], content: Mapping[str, Any]
+    ) -> tuple[Reply, OpenFields | None]:
+        if self._order is None:
+            return super().reply_of(kind, call, request, header, content)
+        layout = Layout.read(header.get("layout"))
+        _, masked = upload_of(content, self._order, layout.length)
+        return Contribution(masked, layout), None
+
+    def _common(self, site: str) -> dict[str, Any]:
+        more = {} if self._sum is None else {"sum": self._sum}
+        return {**super()._common(site), "aggregation": "secure", **more}
+
+    # The second exchange: who answered, and shares --------------------------------------------------------------------
+
+    def _unmasked(self, call: str, masked: SecureSum, layout: Layout) -> Mean:
+        """The mean of a sum, once enough of its sites told their shares.
+
+        Raises:
+            FedshiftError: too few sites did.
+        """
+        codes, reasons = self._confirmed(masked)
+        told: dict[str, Revealed] = {}
+        if len(codes) >= masked.order.needed:  # otherwise the sites would refuse
+            told, more_reasons = self._shares(masked, codes)
+            reasons += more_reasons
+        total = Total()
+        total.sites, total.layout = masked.answered, layout
+        try:
+            total.numbers = masked.unmasked(told)
+            return total.mean()
+        except FedshiftError as error:
+            more = "".join(f"; {reason}" for reason in reasons)
+            raise FedshiftError(f"round {self.round}, call {call}: {error}{more}") from None
+
+    def _confirmed(self, masked: SecureSum) -> tuple[dict[str, dict[str, bytes]], list[str]]:
+        """The codes of each site, by the site they are for, and why others give none."""
+        answered = masked.answered
+        read = {site: partial(confirmed_of, site=site, answered=answered) for site in answered}
+        return self._second("confirm", masked, {site: {} for site in answered}, read, len(answered))
+
+    def _shares(
+        self, masked: SecureSum, codes: Mapping[str, Mapping[str, bytes]]
+    ) -> tuple[dict[str, Revealed], list[str]]:
+        """What the sites that confirmed reveal, by site, and why others reveal nothing."""
+        order, answered = masked.order, masked.answered
+        content = {  # whoever gave no code is not waited for again
+            site: sealed_content(masked.sealed_for(site), {by: own[site] for by, own in codes.items() if by != site})
+            for site in codes
+        }
+        return self._second(
+            "unmask",
+            masked,
+            content,
+            dict.fromkeys(answered, partial(revealed_of, order=order, answered=answered)),
+            _TENSORS,
+        )
+
+    def _second(
+        self,
+        do: str,
+        masked: SecureSum,
+        content: Mapping[str, Mapping[str, Content]],
+        read: Mapping[str, Callable[[Mapping[str, Content]], _T]],
+        tensors: int,
+    ) -> tuple[dict[str, _T], list[str]]:
+        """What the sites of a sum answer to a request ``do`` of the second exchange, by site, and why others do not."""
+        order, answered = masked.order, masked.answered
+        outgoing: list[tuple[str, Message]] = []
+        keys: dict[str, str] = {}
+        for site in content:
+            body = body_of(content[site])
+            header = {
+                "do": do,
+                "protocol": PROTOCOL,
+                "run": self.run,
+                "round": self.round,
+                "order": order_entry(order),
+                "answered": answered,
+            }
+            keys[site] = header["key"] = request_key(header, body.sha256)
+            outgoing.append((site, seal(header, body)))
+            self.ledger.record(order.exchange, do, site, "down", body.content)
+        told: dict[str, _T] = {}
+        reasons: list[str] = []
+        # Once enough sites answered, wait a little for others: what some sent may be wrong.
+        seconds = self.patience if self.grace is None else self.grace
+        grace, missing = Grace(seconds, order.needed, len(content), ()), set(content)
+        for site, message in self._arrivals(do, outgoing):
+            if isinstance(message, Sign):
+                if message is Sign.QUIET and grace.over(missing):
+                    break
+                continue
+            try:
+                if site not in missing:
+                    raise FedshiftError("a second answer, or one that nobody asked for")
+                missing.discard(site)
+                if isinstance(message, Lost):
+                    self._lost.add(site)
+                    raise FedshiftError(message.reason)
+                found, sent, _ = opened(message, keys[site], tensors)
+                if "error" in found:
+                    raise FedshiftError(str(found.get("message"))[:2000])
+                told[site] = read[site](sent)
+                self.ledger.record(order.exchange, do, site, "up", sent)
+            except FedshiftError as error:
+                self._record(do, site, "lost" if isinstance(message, Lost) else "refused", str(error))
+                reasons.append(f"site '{site}': {error}")
+            grace.answered(usable=site in told)
+        return told, reasons
+
+    # Keys -------------------------------------------------------------------------------------------------------------
+
+    def _fetch_keys(self, sites: Sequence[str]) -> None:
+        """Ask for the key of each site, once a run.
+
+        Raises:
+            FedshiftError: a site gives none, and the run cannot go on without it.
+        """
+        if self._cards:
+            return
+        cards, without = {}, {}
+        answers = ask_plain(self.transport, "key", self.run, {site: {} for site in sites}, self.deadline)
+        for site in sites:
+            answer = answers.get(site, Lost("did not answer"))
+            if isinstance(answer, Lost):
+                without[site] = [answer.error, answer.reason]
+                continue
+            try:
+                cards[site] = card_of(site, answer.get("card"))
+            except FedshiftError as error:
+                without[site] = [ReplyRefused.__name__, str(error)]
+        for number, site in enumerate(without, 1):
+            self._record("key", site, "lost", without[site][1])
+            if self._whole and without[site][0] != KindRefused.__name__:  # or no sum could ever be with it
+                raise FedshiftError(
+                    f"site '{site}' gives no key for secure aggregation: {without[site][1]}; a run without it would "
+                    "keep the others to sums without it (rule policy.roster): when that is put right, continue with "
+                    "fedshift deploy resume"
+                )
+            self._without[site] = without[site]
+            self.go_on_without(self._not_asked(site), len(sites), number)
+        if len(cards) < SMALLEST_ROSTER:
+            raise FedshiftError(f"{len(cards)} sites gave a key for secure aggregation, which needs {SMALLEST_ROSTER}")
+        self._cards = cards
+        self._write()
+
+    def _not_asked(self, site: str) -> Missing:
+        """A site that has no part in a sum."""
+        if site in self._cards:
+            return Missing(
+                site, FedshiftError(f"site '{site}' did not answer before others were told whom the sum is of")
+            )
+        name, reason = self._without.get(site, ["", "it had no part in the run's first sum"])
+        kind = next((one for one in (KindRefused, Refused, UserError) if one.__name__ == name), FedshiftError)
+        said = reason if reason.startswith(f"site '{site}'") else f"site '{site}' gave no key in this run: {reason}"
+        return Missing(site, kind(said), "" if name else "when it is back, continue with fedshift deploy resume")
+
+    # The record -------------------------------------------------------------------------------------------------------
+
+    def save_memory(self, folder: Path) -> dict[str, dict[str, str]]:
+        before = self._checkpoint
+        files = super().save_memory(folder)
+        if self._file.exists():
+            # What the previous checkpoint covers is over, even if the coordinator is killed before this one is written.
+            self._answered = {name: sites for name, sites in self._answered.items() if _exchange_of(name) > before}
+            self._write()
+            files.setdefault(HERE, {})[_ENTRY] = self._file.name
+        return files
+
+    def load_memory(self, folder: Path, files: Mapping[str, Mapping[str, str]]) -> None:
+        own = {name: file for name, file in files.get(HERE, {}).items() if name != _ENTRY}
+        super().load_memory(folder, {**files, HERE: own})
+
+    def _write(self) -> None:
+        whole = {
+            "cards": {site: card_entry(card) for site, card in self._cards.items()},
+            "without": self._without,
+            "answered": self._answered,
+        }
+        write_object(self._file, whole, private=True)
+
+    def _read(self) -> None:
+        try:
+            whole = read_object(self._file, _REMEDY)
+            self._cards = {site: card_of(site, entry) for site, entry in whole["cards"].items()}
+            self._without, self._answered = whole["without"], whole["answered"]
+        except KeyError:
+            raise Damaged(self._file, _REMEDY) from None
+
+
+class _SharedOutbox(Outbox):
+    """An outbox that writes the same bytes of a call for all sites, whatever each was sent before.
+
+    With rounded weights, a site gets the common residual of the last content even if it missed that content.
+    """
+
+    call: str | None = None
+
+    def write(self, call: str, site: str, content: Mapping[str, Content]) -> Written:
+        return super().write(call, ALL if call == self.call else site, content)
+
+    def delivered(self, call: str, site: str, residuals: Residuals) -> None:
+        super().delivered(call, ALL if call == self.call else site, residuals)
+
+
+def _exchange_of(name: str) -> int:
+    return int(name.split("-")[0])

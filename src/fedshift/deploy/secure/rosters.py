@@ -1,0 +1,119 @@
+"""The sites of the sums that a site took part in, for the life of its project.
+
+Two sums of like models whose sites differ by a few show the models of these (So et al., Securing Secure Aggregation,
+AAAI 2023). That any two sets differ by at least m sites is not enough: of four such sets an integer combination can be
+of fewer. Here each site has one set, so the sets of the honest sites are a partition of them, and a linear combination
+of sums has the same factor for all honest sites of a set: it is of all of these or of none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from fedshift.deploy.chained_log import append_line, checked_lines
+from fedshift.deploy.remote.policy import AuditLog, Policy
+from fedshift.errors import FedshiftError, Refused
+from fedshift.files import flush_folder, locked
+
+ROSTERS, LOCK = "rosters.jsonl", "rosters.lock"
+_LEFT = (
+    "where one has left for good, a person at each site writes the new set into its SITE.yaml (policy.roster: [...]), "
+    "and the next experiment begins from another start"
+)
+
+
+class Rosters:
+    """The record of one site: a line for each set of sites that differs from the one before it.
+
+    Args:
+        memory: of the site.
+        site: its name.
+        policy: rule ``roster`` says which sets are allowed.
+        log: the site's audit log, whose lines say how long the record was when they were written; None: not compared.
+    """
+
+    def __init__(self, memory: Path, site: str, policy: Policy, log: AuditLog | None = None) -> None:
+        self._file, self._lock = memory / ROSTERS, memory / LOCK
+        self._site, self._rule, self._log = site, policy.roster, log
+        memory.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def one(self) -> bool:
+        """Whether the site takes part in sums of one set of sites only."""
+        return self._rule != "any"
+
+    def known(self) -> list[list[str]]:
+        """The sets, oldest first.
+
+        Raises:
+            Refused: the record was changed, or is shorter than the audit log says.
+        """
+        try:
+            known = [list(json.loads(line)["roster"]) for line in checked_lines(self._file)]
+        except (FedshiftError, KeyError, TypeError) as error:
+            raise Refused(f"site '{self._site}': {error}") from None
+        counted = self._log.rosters if self._log is not None else 0
+        if len(known) < counted:
+            raise Refused(
+                f"site '{self._site}': {self._file} has {len(known)} of the {counted} sets of sites that the "
+                "audit log counts: put the file back; without it the site masks nothing"
+            )
+        return known
+
+    def check(self, roster: Sequence[str]) -> int:
+        """Check that the site may mask for these sites; return how many sets it has recorded.
+
+        Raises:
+            Refused: the rule allows another set only.
+        """
+        known = self.known()
+        allowed = self._allowed(known) or list(roster)
+        if self.one and allowed != list(roster):
+            other = sorted({*allowed} ^ {*roster})
+            raise Refused(
+                f"site '{self._site}' takes part in sums of {', '.join(allowed)}, and not of a set that differs by "
+                f"{', '.join(other)}: the difference of two sums shows the models of these (rule policy.roster); let "
+                f"all of them take part, or write training.privacy; {_LEFT}"
+            )
+        return len(known)
+
+    def check_present(self, sites: Collection[str]) -> None:
+        """Check that no site of the set is absent from an experiment of these sites, which no sum could then be of.
+
+        Raises:
+            Refused: one is.
+        """
+        allowed = self._allowed(self.known()) if self.one else []
+        absent = [site for site in allowed if site not in sites]
+        if absent:
+            raise Refused(
+                f"site '{self._site}' takes part in sums of {', '.join(allowed)} only (rule policy.roster), and "
+                f"{', '.join(absent)} takes no part: let all of them take part, or write training.privacy; {_LEFT}"
+            )
+
+    def _allowed(self, known: Sequence[list[str]]) -> list[str]:
+        """The one set of sites that the rule allows; empty if the first sum decides."""
+        if isinstance(self._rule, tuple):
+            return list(self._rule)
+        return known[-1] if known else []
+
+    def note(self, roster: Sequence[str], run: str) -> int:
+        """As `check`, and write the set down before anything masked leaves. Again it changes nothing.
+
+        Raises:
+            Refused: as in `check`, or it cannot be written.
+        """
+        with locked(self._lock):
+            number = self.check(roster)
+            if number and self.known()[-1] == list(roster):
+                return number
+            try:
+                append_line(self._file, {"roster": list(roster), "run": run}, flush=True)
+                flush_folder(self._file.parent)
+            except OSError as error:
+                raise Refused(
+                    f"site '{self._site}' cannot write {self._file}: {error.strerror}; nothing was sent"
+                ) from None
+            return number + 1

@@ -1,0 +1,301 @@
+"""What a deployed site does with sealed models: it seals its own for their readers, and opens those of others.
+
+It also seals for itself what the coordinator keeps for it, and opens the trained model that is made of sealed parts.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fedshift.deploy.agreed_terms import AgreedTerms
+from fedshift.deploy.crypto.keys import KeyCard
+from fedshift.deploy.crypto.orders import card_entry, card_of
+from fedshift.deploy.crypto.sealing import SealingKey, key_text, seal_for
+from fedshift.deploy.remote.policy import SEALED
+from fedshift.deploy.remote.wire import Message, Wire, body_of, seal
+from fedshift.deploy.secure.boxes import Boxes, Way
+from fedshift.deploy.secure.site_sums import SiteSums
+from fedshift.deploy.site_file import SiteConfig
+from fedshift.deploy.site_requests import digest_of, narrowed, run_name
+from fedshift.digests import read_object, write_object
+from fedshift.errors import FedshiftError, Refused
+from fedshift.federation.exchange import Routed
+from fedshift.federation.messages import Content, Reply, Sealed, leaves, reply_content
+from fedshift.federation.replies.checks import ReplyCheck
+from fedshift.federation.reply_bounds import About
+from fedshift.federation.secure.closed import Box, Package, Passage, most_bytes
+from fedshift.federation.site_runner import Setting, SiteRunner
+from fedshift.methods.base import Method
+from fedshift.models.network import Network
+from fedshift.weights import Weights
+
+FOLDER = "sealing"
+"""In the site's memory of a run: its key, the key's card, and from which exchanges the models were that it opened."""
+_ROUNDED = 1 / 32
+"""How far rounding and its residual can move a number, as a share of the largest. 8-bit numbers have 127 steps."""
+KEPT = ".models"
+"""In the site's memory: the same for finished runs whose trained models are sealed. No run can have this name."""
+
+
+class SiteSeals:
+    """The part of a site's program that knows of sealed models.
+
+    Args:
+        config: the site's file.
+        terms: what the site has agreed to, such as the certificates of other sites.
+        sums: has the identity of the site's kit.
+    """
+
+    def __init__(self, config: SiteConfig, terms: AgreedTerms, sums: SiteSums) -> None:
+        self.name = config.file.site
+        self._memory, self._terms, self._sums = config.memory, terms, sums
+        self._check: tuple[str, ReplyCheck] | None = None
+
+    def key(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
+        """Answer with the signed key of a run, which is made if the run has none here."""
+        run, identity = header["run"], self._sums.identity
+        public, file = SealingKey.of(self._folder(run) / "key").public, self._folder(run) / "card.json"
+        # Signing again would give another signature, and a repeated request must be answered with the same card.
+        kept = read_object(file, f"restore it, or delete {file.parent} and run again")
+        card = card_of(self.name, kept["card"]) if kept else None
+        if card is None or (card.public, card.certificate) != (public, identity.certificate):
+            signature = identity.sign(key_text(run, self.name, public))
+            card = KeyCard(self.name, public, signature, identity.certificate)
+            write_object(file, {"card": card_entry(card)}, private=True)
+        entry["key"] = public.hex()
+        return seal({"answers": header["key"], "card": card_entry(card)}, body_of({}))
+
+    def end(self, run: Any) -> None:
+        """Keep the key of a run that is over, if parts of its trained model are sealed for this site."""
+        boxes = self._boxes(run)
+        if boxes.newest.exists():
+            kept = self._memory / KEPT / boxes.key.public.hex()
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(kept, ignore_errors=True)
+            boxes.folder.rename(kept)
+
+    def _folder(self, run: Any) -> Path:
+        return self._memory / run_name(run) / FOLDER
+
+    def _boxes(self, run: Any) -> Boxes:
+        return Boxes(self.name, self._folder(run), self._terms, self._sums)
+
+    # At the sender ----------------------------------------------------------------------------------------------------
+
+    def begun(self, header: Mapping[str, Any], method: Method, entry: dict[str, Any]) -> Sealing | None:
+        """What a request says of sealing its reply; None if it does not ask for that.
+
+        Raises:
+            Refused: the reply is not one that the server leaves unread, or a reader's key is not signed by that site.
+        """
+        boxes = self._boxes(header["run"])
+        boxes.check_setting(header)
+        if "seal" not in header:
+            return None
+        way = method.call_owner(header["call"]).routed.get(header["call"])
+        if way is None:
+            raise Refused(f"site '{self.name}': what call {header['call']} sends is not only handed on to another site")
+        try:
+            cards = {str(reader): card_of(str(reader), card) for reader, card in header["seal"]["for"].items()}
+        except (KeyError, TypeError, AttributeError, FedshiftError):
+            cards = {}
+        if not cards or (way.readers == "target" and len(cards) > 1):
+            raise Refused(f"site '{self.name}': a request to seal does not say for whom")
+        if way.readers == "sender" and cards.keys() != {self.name}:
+            raise Refused(
+                f"site '{self.name}' is asked to seal for '{next(iter(cards))}' what call {header['call']} seals for "
+                "the site itself alone"
+            )
+        if way.readers == "target" and self.name in cards:
+            raise Refused(
+                f"site '{self.name}' is asked to seal a model for itself, as if it were another site's target"
+            )
+        for reader, card in cards.items():
+            if reader == self.name and card.public != boxes.key.public:
+                raise Refused(f"site '{self.name}' is asked to seal for a key that is said to be its own and is not")
+            boxes.check_signed(reader, card.certificate, key_text(header["run"], reader, card.public), card.signature)
+        boxes.note_setting(header)
+        entry["sealed_for"] = list(cards)
+        return Sealing(self.name, self._sums, boxes, cards, way)
+
+    # At the reader ----------------------------------------------------------------------------------------------------
+
+    def opened(
+        self,
+        header: Mapping[str, Any],
+        runner: SiteRunner,
+        method: Method,
+        content: Mapping[str, Content],
+        entry: dict[str, Any],
+    ) -> Mapping[str, Content]:
+        """The content of a request with its sealed models opened.
+
+        Raises:
+            Refused: one was not sealed by its sender for this site and this exchange, or is no model of this run.
+        """
+        call = header["call"]
+        ways = [Way(made, way) for made, way in method.call_owner(call).routed.items() if call in way.to]
+        given = {way.routed.to[call]: way for way in ways}
+        places = [path.split("/")[0] for path, value in leaves(content) if isinstance(value, Sealed)]
+        for place in places:
+            if place not in given or isinstance(content[place], Sealed):
+                raise Refused(f"site '{self.name}': call {call} is not given sealed models in '{place}'")
+        if not places and header.get("routing") != "sealed":
+            return content
+        exchange, check = int(header["envelope"]["exchange"]), _check_of(runner, header)
+        boxes, opened = self._boxes(header["run"]), dict(content)
+        boxes.note_setting(header)
+        newest: dict[str, int] = {}
+        for argument, way in given.items():
+            models = content.get(argument)
+            if not isinstance(models, Mapping):
+                raise Refused(f"site '{self.name}': call {call} is not given models by site in '{argument}'")
+            found = {}
+            for sender, value in models.items():
+                if way.routed.in_model and isinstance(value, Weights) and _is_of(check.start, value, header["wire"]):
+                    found[sender] = value  # nobody has trained it yet
+                    continue
+                box = boxes.only(value, sender, _most(check, header))
+                if way.routed.in_model:
+                    boxes.check_way(box, header["run"], sender, way, None)
+                    boxes.check_newer({sender: box.passage.exchange}, exchange)
+                    newest[sender] = box.passage.exchange
+                else:
+                    boxes.check_way(box, header["run"], sender, way, exchange - 1)
+                found[sender] = boxes.models(box, method, check, content)[""]
+            opened[argument] = found
+            entry["opened"] = list(found)
+        if newest:
+            boxes.note(newest, exchange)
+        return opened
+
+    def opened_model(
+        self, header: Mapping[str, Any], setting: Setting, content: Mapping[str, Content], entry: dict[str, Any]
+    ) -> Weights:
+        """The model in a request to measure it, with its sealed parts opened.
+
+        Raises:
+            Refused: a part was not sealed for this site, or is not one of the newest model that the site knows of.
+            FedshiftError: there is no model.
+        """
+        found = content.get("weights")
+        if isinstance(found, Weights):
+            return found
+        if not isinstance(found, Sealed):
+            raise FedshiftError("a request to measure holds no weights")
+        method = setting.method
+        assert isinstance(method, Method)
+        digest = digest_of(header)
+        if self._check is None or self._check[0] != digest:
+            about = _about(setting.build_network(), 0, header, setting.training)
+            self._check = digest, ReplyCheck(method, {self.name: about}, all_sites=False)
+        check, boxes = self._check[1], self._boxes(header["run"])
+        try:
+            package = Package.read(found, _most(check, header))
+        except FedshiftError as error:
+            raise Refused(f"site '{self.name}': a request to measure: {error}") from None
+        for box in package.boxes:
+            way = method.call_owner(box.passage.call).routed.get(box.passage.call)
+            if way is None or not way.in_model:
+                raise Refused(f"site '{self.name}': a model to measure has a part that call {box.passage.call} sent")
+            boxes.check_way(box, header["run"], box.passage.sender, Way(box.passage.call, way), None)
+        position = int(header["at"]) + 0.5  # after this exchange, and before the next
+        newest = boxes.check_whole(package, position)
+        clear = content.get("weights in clear")
+        model = package.whole(
+            clear if isinstance(clear, Weights) else {}, lambda box: boxes.models(box, method, check, {})
+        )
+        boxes.note(newest, position)
+        entry["opened"] = [box.passage.sender for box in package.boxes]
+        return model
+
+    def opened_file(self, content: Mapping[str, Content]) -> Weights:
+        """The trained model of a run that is over, from the content of the coordinator's file.
+
+        Raises:
+            Refused: it was not sealed for this site, or is not the last model of the run that the site knows of.
+            FedshiftError: it is no sealed model.
+        """
+        package = Package.read(content.get("weights"))
+        keys = {box.keys[self.name][0] for box in package.boxes if self.name in box.keys}
+        folders = [*self._memory.glob(f"{KEPT}/*"), *self._memory.glob(f"*/{FOLDER}")]
+        found = [Boxes(self.name, folder, self._terms, self._sums) for folder in folders if (folder / "key").exists()]
+        boxes = next((one for one in found if {one.key.public} == keys), None)
+        if boxes is None:
+            raise Refused(f"site '{self.name}' has no key that this model was sealed for")
+        boxes.check_whole(package, float("inf"))
+        clear = content.get("weights in clear")
+        return package.whole(clear if isinstance(clear, Weights) else {}, boxes.plain)
+
+
+class Sealing:
+    """One request to a site that asks for a sealed reply."""
+
+    def __init__(self, name: str, sums: SiteSums, boxes: Boxes, cards: Mapping[str, KeyCard], way: Routed) -> None:
+        self._name, self._sums, self._boxes, self._cards, self._way = name, sums, boxes, cards, way
+
+    def promised(self, kinds: Mapping[str, str]) -> dict[str, str]:
+        """The kinds of a reply's fields as they leave."""
+        return {**kinds, self._way.field: SEALED}
+
+    def sealed(
+        self, reply: Reply, header: Mapping[str, Any], runner: SiteRunner, sent: Mapping[str, Content]
+    ) -> dict[str, Content]:
+        """A reply with its models sealed, after the check that the server makes of replies that it can read.
+
+        Raises:
+            FedshiftError: the reply is not what the call promises.
+        """
+        call, found = header["call"], reply_content(reply)
+        try:
+            _check_of(runner, header).check(call, self._name, type(reply), found, sent)
+        except FedshiftError as error:
+            raise type(error)(f"site '{self._name}': its reply to call {call}: {error}") from None
+        exchange, field = int(header["envelope"]["exchange"]), self._way.field
+        passage = Passage(header["run"], exchange, call, field, self._name, tuple(sorted(self._cards)))
+        value: Any = found[field]
+        models: dict[str, Weights] = {"": value} if isinstance(value, Weights) else dict(value)
+        plain = narrowed(runner.site.memory, header, {field: value}).data
+        keys = {reader: card.public for reader, card in self._cards.items()}
+        said, sealed = seal_for(keys, plain, passage, models)
+        identity = self._sums.identity
+        signature = identity.sign(Box.signed(passage, said, sealed))
+        if self._way.in_model and self._name in self._cards:
+            self._boxes.note({"": exchange}, exchange)
+        return {**found, field: Box.of(said, sealed, signature, identity.certificate)}
+
+
+def _check_of(runner: SiteRunner, header: Mapping[str, Any]) -> ReplyCheck:
+    site = runner.site
+    about = _about(site.network, site.samples, header, site.training)
+    return ReplyCheck(runner.method, {site.name: about}, all_sites=False)
+
+
+def _about(network: Network, samples: int, header: Mapping[str, Any], training: Any) -> About:
+    setting = header["setting"]
+    return About(network, samples, tuple(setting["input_shape"]), int(setting["classes"]), training)
+
+
+def _most(check: ReplyCheck, header: Mapping[str, Any]) -> int:
+    return most_bytes(check.size, int(header["setting"]["sources"]))
+
+
+def _is_of(start: Weights, model: Weights, wire: Wire) -> bool:
+    """Whether a model is a part of the one that the run starts from, up to the rounding of the wire."""
+    first = next(iter(model), "")
+    prefixes = [name.removesuffix(first) for name in start if first and name.endswith(first)]
+    return any(_is_like(model, {name: start.get(f"{prefix}{name}") for name in model}, wire) for prefix in prefixes)
+
+
+def _is_like(model: Weights, other: Mapping[str, Tensor | None], wire: Wire) -> bool:
+    found = {name: tensor for name, tensor in other.items() if tensor is not None}
+    looks_alike = [one.shape for one in model.values()] == [found[name].shape for name in model if name in found]
+    if wire == "float32" or not looks_alike:
+        return model.equal(found)
+    largest = max(float(one.abs().max()) for one in found.values() if one.numel())
+    return all(bool((one - found[name]).abs().max() <= _ROUNDED * largest) for name, one in model.items())

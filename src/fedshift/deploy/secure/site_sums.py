@@ -1,0 +1,281 @@
+"""What a deployed site does for secure sums: it gives its key, masks its contribution, and helps to unmask the sum."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from fedshift.deploy.agreed_terms import AgreedTerms
+from fedshift.deploy.crypto.at_site import SecureSite
+from fedshift.deploy.crypto.keys import Order, signed_text
+from fedshift.deploy.crypto.orders import (
+    card_entry,
+    confirmed_content,
+    order_in,
+    order_of,
+    revealed_content,
+    sealed_of,
+    upload_content,
+)
+from fedshift.deploy.remote.policy import MASKED, AuditLog, described
+from fedshift.deploy.remote.wire import Message, body_of, seal, unseal
+from fedshift.deploy.secure.identity import Identity
+from fedshift.deploy.secure.rosters import Rosters
+from fedshift.deploy.site_file import SiteConfig
+from fedshift.deploy.site_requests import run_name
+from fedshift.errors import FedshiftError, Refused, TrainingDiverged
+from fedshift.federation.messages import NUMBERS, Content, Reply, reply_content
+from fedshift.federation.replies.checks import ReplyCheck
+from fedshift.federation.reply_bounds import About
+from fedshift.federation.secure.sums import Weighing, contribution
+from fedshift.federation.site_runner import SiteRunner
+from fedshift.methods.base import Method
+from fedshift.weights import Weights
+
+_HIDDEN = (Weights.kind, NUMBERS)
+"""Kinds that a site which masks lets leave as parts of a sum. Others have to be allowed as they are."""
+FOLDER = "sums"
+"""In the site's memory of a run: its key, the keys of others, and what it masked and unmasked."""
+
+
+class SiteSums:
+    """The part of a site's program that knows of secure sums.
+
+    Args:
+        config: the site's file.
+        terms: what the site has agreed to, such as the certificates of other sites.
+        log: the site's audit log, with which the record of earlier sums is compared.
+    """
+
+    def __init__(self, config: SiteConfig, terms: AgreedTerms, log: AuditLog | None = None) -> None:
+        self.name, self.policy = config.file.site, config.file.policy
+        self.rosters = Rosters(config.memory, self.name, self.policy, log)
+        self._config, self._terms = config, terms
+        self.requests = {"key": self.key, "confirm": self.confirm, "unmask": self.unmask}
+
+    @cached_property
+    def identity(self) -> Identity:
+        """The certificate and key of the site's kit.
+
+        Raises:
+            UserError: there is none.
+        """
+        return Identity.of_kit(self._config.kit, self.name)
+
+    def site(self, run: str, verified: Collection[str] = ()) -> SecureSite:
+        """The protocol at this site for a run; ``verified``: sites whose cards were checked."""
+        return SecureSite(
+            self.name,
+            run,
+            self._config.memory / run_name(run) / FOLDER,
+            self.identity.sign,
+            lambda card, text: card.site in (self.name, *verified),  # its own key it knows
+            self.policy.smallest_sum,
+            self.identity.certificate,
+            self.policy.colluders,
+        )
+
+    # Requests ---------------------------------------------------------------------------------------------------------
+
+    def key(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
+        """Answer with the signed key of a run, which is made if the run has none here."""
+        self.policy.check_kind(self.name, MASKED, "secure aggregation")
+        card = self.site(header["run"]).card()
+        entry["key"] = card.public.hex()
+        return seal({"answers": header["key"], "card": card_entry(card)}, body_of({}))
+
+    def begun(
+        self, header: Mapping[str, Any], body_sha256: str, method: Method, *, noise: bool = False
+    ) -> Summing | None:
+        """The sum that a request to run a call asks for; None if it asks for the reply itself.
+
+        Args:
+            header: of the request.
+            body_sha256: of its content.
+            method: of the run.
+            noise: whether the site trains with noise, which holds whatever sums the coordinator gets.
+
+        Raises:
+            Refused: the sum is not one that this site takes part in.
+        """
+        if "sum" not in header:
+            return None
+        if method.reads != "sums":  # the sum could be nearly a single model
+            raise Refused(f"site '{self.name}': {method.name} with these options is not made of sums alone")
+        order, weighing = order_in(header, body_sha256)
+        self._check_work(header, order)
+        if not noise:
+            self.rosters.check(order.roster)
+        found = {
+            card.site: self.identity.check(
+                card.site, card.certificate, signed_text(order.run, card.site, card.public), card.signature
+            )
+            for card in order.cards
+            if card.site != self.name
+        }
+        self._terms.check_peers(found)
+        site = self.site(order.run, found)
+        site.forget_uploads(int(header["checkpoint"]))
+        question = hashlib.sha256(f"{body_sha256} {json.dumps(header['setting'], sort_keys=True)}".encode()).hexdigest()
+        rosters = None if noise else self.rosters
+        return Summing(site, order, weighing, tuple(header["setting"]["input_shape"]), question, rosters)
+
+    def _check_work(self, header: Mapping[str, Any], order: Order) -> None:
+        """Check what the others of the roster are asked for, which is the same for all or the masks do not cancel.
+
+        A site that is asked to do no work contributes what it was sent, which the coordinator knows.
+
+        Raises:
+            Refused: too few of them train while this site does, or they are asked for another round.
+        """
+        envelopes, own = header["sum"]["envelopes"], dict(header["envelope"])
+        try:
+            asked = {site: dict(envelope) for site, envelope in envelopes.items()}
+            working = [site for site, one in asked.items() if one["mini_batches_left"] > 0 and one["progress"] < 1]
+            when = ("exchange", "round", "progress")  # learning rates follow from the progress
+            alike = {tuple(one[name] for name in when) for one in asked.values()} == {tuple(own[name] for name in when)}
+        except (TypeError, ValueError, KeyError, AttributeError):
+            raise Refused(f"site '{self.name}': a request to mask does not say what each site is asked for") from None
+        if not alike or asked.get(self.name) != own or set(asked) != set(order.roster):
+            raise Refused(f"site '{self.name}': the sites of the roster are not asked for the same")
+        if self.name in working and len(working) < self.policy.smallest_sum:
+            raise Refused(
+                f"site '{self.name}' takes part in sums in which at least {self.policy.smallest_sum} sites train, not "
+                f"{len(working)} (rule policy.smallest_sum)"
+            )
+
+    def confirm(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
+        """Answer with the codes that confirm to the others who is in a sum."""
+        order, answered = self._in_sum(header, entry)
+        return self._answer(header, entry, confirmed_content(self.site(order.run).confirm(order, answered)))
+
+    def unmask(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
+        """Answer with the shares that take the masks off a sum."""
+        order, answered = self._in_sum(header, entry)
+        told = self.site(order.run).reveal(order, answered, *sealed_of(content))
+        return self._answer(header, entry, revealed_content(told, order, answered))
+
+    def _in_sum(self, header: Mapping[str, Any], entry: dict[str, Any]) -> tuple[Order, list[str]]:
+        """What a sum is of, and who is in it, as a request of the second exchange says."""
+        self.policy.check_kind(self.name, MASKED, "secure aggregation")
+        order, answered = order_of(header["run"], header["order"]), header["answered"]
+        if not isinstance(answered, list) or not all(isinstance(site, str) for site in answered):
+            raise Refused(f"site '{self.name}': a request to unmask does not say who answered")
+        entry |= {"call": order.call[:100], "exchange": order.exchange, "answered": answered[: len(order.roster)]}
+        return order, answered
+
+    @staticmethod
+    def _answer(header: Mapping[str, Any], entry: dict[str, Any], sent: dict[str, Content]) -> Message:
+        entry["sent"] = described(sent)
+        return seal({"answers": header["key"]}, body_of(sent))
+
+
+def promised_masked(kinds: Mapping[str, str]) -> dict[str, str]:
+    """The kinds of a reply's fields, by field, as they leave in a sum."""
+    return {"sum": MASKED, **{field: kind for field, kind in kinds.items() if kind not in _HIDDEN}}
+
+
+class Summing:
+    """One request to a site that asks for a masked contribution.
+
+    Args:
+        site: the protocol at this site.
+        order: what the sum is of.
+        weighing: how contributions are weighted.
+        input_shape: of a sample.
+        question: a digest of what is asked.
+        rosters: the record of the sites of earlier sums; None where noise hides what their differences show.
+
+    Raises:
+        Refused: the roster is too small, has another key than before, or this exchange was masked for another one.
+    """
+
+    def __init__(
+        self,
+        site: SecureSite,
+        order: Order,
+        weighing: Weighing,
+        input_shape: tuple[int, ...],
+        question: str,
+        rosters: Rosters | None,
+    ) -> None:
+        self.order, self._question, self._rosters = order, question, rosters
+        self._site, self._weighing, self._input_shape = site, weighing, input_shape
+        self._kept = site.kept(order)
+        self._numbers: Tensor | None = None
+        self.layout: list[Any] = []
+        """What the integers stand for."""
+
+    def contribution(
+        self, reply: Reply, call: str, runner: SiteRunner, sent: Mapping[str, Content]
+    ) -> dict[str, Content]:
+        """A reply as integers, not masked yet, after the check that the server makes of replies that it can read.
+
+        Raises:
+            FedshiftError: the reply is not what the call promises, or holds a number that is too large for a sum. The
+                coordinator is not told the numbers, which are those of a single model.
+            Refused: the call is about a model about which something else was asked before.
+        """
+        site, method = runner.site, runner.method
+        self._check_worked(site.worked)
+        owner = method.call_owner(call)
+        kept = owner.asked_once.get(call) if isinstance(owner, Method) else None
+        if kept is not None:
+            self._site.once(body_of({"model": site.memory[kept]}).sha256, self._question)
+        about = About(site.network, site.samples, self._input_shape, site.classes, site.training)
+        try:
+            ReplyCheck(method, {site.name: about}).check(call, site.name, type(reply), reply_content(reply), sent)
+            found = contribution(reply, self._weighing)
+        except FedshiftError as error:
+            diverged = isinstance(error, TrainingDiverged)
+            why = "training diverged: lower training.lr" if diverged else "it does not fit, or is too large for a sum"
+            text = f"site '{site.name}': its reply to call {call}: "
+            raise type(error)(f"{text}{error}", public=f"{text}{why}; the site's audit log says more") from None
+        self._numbers = found.numbers["sum"]
+        self.layout = [list(found.layout.numbers), [list(one) for one in found.layout.tensors]]
+        return {"sum": found.numbers}
+
+    def _check_worked(self, share: float) -> None:
+        """Raise Refused if the coordinator let this site do less work than the method wants of every site alike.
+
+        Then another site would outweigh it in the sum; and a sum with some of its work less one with all would show
+        the rest. Of sets of any sites, whose budgets can differ by those rounds in which one was lost, half is enough.
+        """
+        if self._rosters is not None and share < (1.0 if self._rosters.one else 0.5):
+            raise Refused(
+                f"site '{self._site.site}' takes part in sums in which no site's work is more than twice that of the "
+                "others, and was let do a part of it only (mini_batches_left)"
+            )
+
+    def masked(self, entry: dict[str, Any]) -> dict[str, Content]:
+        """What leaves in place of the contribution. It is on the disk before this returns, and its roster as well.
+
+        Args:
+            entry: of the audit log, which says of whom the sum is.
+        """
+        assert self._numbers is not None  # made by `contribution`
+        entry["roster"], whole = list(self.order.roster), False
+        if self._rosters is not None:
+            entry["rosters"], whole = self._rosters.note(self.order.roster, self.order.run), self._rosters.one
+        upload = self._kept or self._site.mask(self.order, self._numbers, whole=whole)
+        sent: dict[str, Content] = {"sum": upload_content(upload, self.order)}
+        entry["sent"] = described(sent)
+        return sent
+
+    def again(self, answer: Message) -> tuple[Message, Mapping[str, Content]] | None:
+        """The answer to a request that comes again, from its kept header and upload; None if it was not kept."""
+        if self._kept is None:
+            return None
+        content: dict[str, Content] = {"sum": upload_content(self._kept, self.order)}
+        header, _, _ = unseal(answer)
+        return seal(header, body_of(content)), content
+
+
+def without_body(answer: Message) -> Message:
+    """An answer to keep without its body, which is kept elsewhere."""
+    return seal(json.loads(answer.header), body_of({}))

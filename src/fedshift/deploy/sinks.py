@@ -1,0 +1,229 @@
+"""Sinks: where a role's service sends a copy of each line of its logs, as its own file says.
+
+The service reads the logs and remembers how far it got. So a sink that is slow, full or gone delays no exchange, and
+gets what it missed when it works again. A line may arrive twice, if the service was killed in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import logging
+import logging.handlers
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+
+from fedshift.deploy.chained_log import digest_of
+from fedshift.digests import read_object, write_object
+from fedshift.errors import UserError, in_words
+
+COORDINATOR_FILE = "COORDINATOR.yaml"
+"""The coordinator's own file, beside its kit.json. It may be absent."""
+_PATIENCE = 5.0
+_BACKOFF = (0.5, 60.0)
+_MOST_OF_SYSLOG = 4096
+"""Longest line that is sent to syslog as it is. Of a longer one go its digest and its plain values."""
+
+
+class _Sink(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class FileSink(_Sink):
+    """Appends to a file, such as one on a disk that only takes additions."""
+
+    kind: Literal["file"]
+    path: Path
+
+    def send(self, line: str) -> None:
+        with open(self.path, "a", encoding="utf-8", opener=_private) as file:
+            file.write(line + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+class SyslogSink(_Sink):
+    """Sends to syslog: a socket of this machine, or host:port (UDP)."""
+
+    kind: Literal["syslog"]
+    address: str = "/dev/log"
+
+    @field_validator("address")
+    @classmethod
+    def _place(cls, address: str) -> str:
+        host, _, port = address.rpartition(":")
+        if not address.startswith("/") and not (host and port.isdecimal() and 0 < int(port) < 65536):
+            raise ValueError("must be the path of a socket, or host:port")
+        return address
+
+    def send(self, line: str) -> None:
+        host, _, port = self.address.rpartition(":")
+        place = self.address if self.address.startswith("/") else (host, int(port))
+        handler = logging.handlers.SysLogHandler(place, logging.handlers.SysLogHandler.LOG_AUTH)
+        handler.ident = "fedshift: "
+        failures: list[bool] = []
+        handler.handleError = lambda record: failures.append(True)  # type: ignore[method-assign]
+        try:
+            handler.emit(logging.LogRecord("fedshift", logging.INFO, "", 0, _short(line), None, None))
+        finally:
+            handler.close()
+        if failures:
+            raise OSError(f"syslog at {self.address} takes no messages")
+
+
+class HttpSink(_Sink):
+    """Posts each line as JSON. Proxies are not used."""
+
+    kind: Literal["http"]
+    url: str
+
+    @field_validator("url")
+    @classmethod
+    def _address(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
+            raise ValueError("must be http://host/… or https://host/…")
+        return url
+
+    def send(self, line: str) -> None:
+        parts = urlsplit(self.url)
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(str(parts.hostname), parts.port, timeout=_PATIENCE)
+        try:
+            place = parts.path or "/"
+            connection.request(
+                "POST",
+                f"{place}?{parts.query}" if parts.query else place,
+                line.encode(),
+                {"Content-Type": "application/json"},
+            )
+            answer = connection.getresponse()
+            if not 200 <= answer.status < 300:
+                raise OSError(f"it answered {answer.status}")
+        finally:
+            connection.close()
+
+
+Sink = Annotated[FileSink | SyslogSink | HttpSink, Field(discriminator="kind")]
+
+
+def sink_in(file: Path) -> FileSink | SyslogSink | HttpSink | None:
+    """The sink that a role's own file names (SITE.yaml, or the coordinator's `COORDINATOR_FILE`); None without one.
+
+    Raises:
+        UserError: the file cannot be read, or there is a mistake in its sink.
+    """
+    options = _options(file)
+    if options.get("sink") is None:
+        return None
+    try:
+        found: FileSink | SyslogSink | HttpSink = TypeAdapter(Sink).validate_python(options["sink"])
+    except ValidationError as error:
+        raise UserError(f"{file}: sink: {in_words(error.errors()[0])}") from None
+    if isinstance(found, FileSink):
+        return found.model_copy(update={"path": file.parent.resolve() / found.path})
+    return found
+
+
+def audit_log_of(file: Path) -> Path:
+    """The audit log of the site that a SITE.yaml describes. The service reads the file itself: it needs no torch."""
+    return (file.parent / str(_options(file).get("memory", "memory")) / "audit.jsonl").resolve()
+
+
+def _options(file: Path) -> Mapping[str, Any]:
+    try:
+        options = yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"cannot read {file}: {error}".splitlines()[0]) from None
+    return options if isinstance(options, Mapping) else {}
+
+
+@dataclass
+class Forwarder:
+    """Sends what is added to some logs to a sink.
+
+    Attributes:
+        name: the role's name, which goes with each line.
+        sink: where to.
+        logs: the logs that there are now, by name.
+        place: the file that remembers how far each log was sent.
+        say: is told when the sink fails, and when it works again.
+    """
+
+    name: str
+    sink: FileSink | SyslogSink | HttpSink
+    logs: Callable[[], Mapping[str, Path]]
+    place: Path
+    say: Callable[[str], None]
+    _failing: bool = field(default=False, init=False)
+
+    def run(self, stopping: threading.Event) -> None:
+        """Send until told to stop, then once more."""
+        wait = _BACKOFF[0]
+        while not stopping.wait(wait):
+            wait = _BACKOFF[0] if self.forward() else min(2 * wait, _BACKOFF[1])
+        self.forward()
+
+    def forward(self) -> bool:
+        """Send what is new; return whether the sink took it all. It raises nothing."""
+        try:
+            sent = read_object(self.place, "delete it, and all lines are sent again")
+            for log, path in self.logs().items():
+                self._forward(log, path, sent)
+        except Exception as error:  # a sink that fails must not stop the role's own log
+            if not self._failing:
+                self.say(
+                    f"the sink of the log fails ({error}): the log here is complete, and the rest is sent once it works"
+                )
+            self._failing = True
+            return False
+        if self._failing:
+            self.say("the sink of the log works again")
+        self._failing = False
+        return True
+
+    def _forward(self, log: str, path: Path, sent: dict[str, Any]) -> None:
+        begin, number = sent.get(log, (0, 0))
+        if not path.exists():
+            return
+        with open(path, "rb") as file:
+            if begin > os.fstat(file.fileno()).st_size:
+                self.sink.send(json.dumps({"from": self.name, "log": log, "cut_after": number}))
+                begin = number = 0
+            file.seek(begin)
+            try:
+                for data in file:
+                    if not data.endswith(b"\n"):
+                        break  # it is being written
+                    line = data[:-1].decode(errors="replace")
+                    self.sink.send(json.dumps({"from": self.name, "log": log, "number": number + 1, "line": line}))
+                    begin, number = begin + len(data), number + 1
+            finally:
+                if sent.get(log) != [begin, number]:
+                    sent[log] = [begin, number]
+                    with contextlib.suppress(UserError):
+                        write_object(self.place, sent, private=True)
+
+
+def _short(line: str) -> str:
+    """A line short enough for syslog: a long one is cut down to its digest and its plain values."""
+    if len(line) <= _MOST_OF_SYSLOG:
+        return line
+    whole = json.loads(line)
+    text = whole.pop("line", "")
+    entry = json.loads(text)
+    plain = {name: value for name, value in entry.items() if not isinstance(value, list | dict)}
+    return json.dumps({**whole, "digest": digest_of(text), "short": plain})[:_MOST_OF_SYSLOG]
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

@@ -1,0 +1,246 @@
+"""A site's card, which describes the site before training. The site makes it and the coordinator checks it.
+
+The coordinator trusts no number in a card.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Self
+
+import torch
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    StringConstraints,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from fedshift.data.domain import Preprocessing, SparseRows
+from fedshift.data.tables import TableEncoding
+from fedshift.data.tasks.objective import objective_of
+from fedshift.deploy.remote.policy import Policy
+from fedshift.deploy.site_file import Holding
+from fedshift.errors import UserError
+from fedshift.experiment.config.error_messages import describe
+from fedshift.experiment.environment import versions
+from fedshift.text import one_line
+
+MOST_SAMPLES = 50_000_000
+"""Most samples of one site. The coordinator lists a site's rows by number, in 8 bytes each."""
+MOST_CLASSES, MOST_COLUMNS, MOST_CATEGORIES = 100_000, 1_000_000, 100_000
+LARGEST_SAMPLE = 2**31
+"""Most numbers in one sample."""
+
+Name = Annotated[str, StringConstraints(max_length=500)]
+"""Name of a class, a column or a category."""
+Word = Annotated[str, StringConstraints(max_length=100)]
+Count = Annotated[int, Field(ge=0, le=MOST_SAMPLES)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Size = Annotated[int, Field(ge=1, le=LARGEST_SAMPLE)]
+# The squares of sums must not overflow.
+Sums = Annotated[tuple[Annotated[float, Field(ge=-1e150, le=1e150)], ...], Field(max_length=MOST_COLUMNS)]
+Columns = Annotated[tuple[Name, ...], Field(max_length=MOST_COLUMNS)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class GivenLabel(_Part):
+    """Sums of a label that is a quantity, for its scale."""
+
+    count: Count
+    total: Annotated[float, Field(ge=-1e150, le=1e150)]
+    squares: Annotated[float, Field(ge=0, le=1e300)]
+
+
+class GivenMoments(_Part):
+    """Sums and sums of squares per column or channel, for standardising."""
+
+    kind: Literal["moments"]
+    count: Annotated[int, Field(ge=1, le=2**62)]
+    total: Sums
+    squares: Sums
+    label: GivenLabel | None = None
+
+
+class GivenTable(_Part):
+    """Statistics of a table: sums per numeric column, values per categorical column."""
+
+    kind: Literal["table"]
+    numeric: Columns
+    categorical: Columns
+    count: Annotated[tuple[Count, ...], Field(max_length=MOST_COLUMNS)]
+    total: Sums
+    squares: Sums
+    any_missing: Annotated[tuple[bool, ...], Field(max_length=MOST_COLUMNS)]
+    categories: Annotated[tuple[tuple[Name, ...], ...], Field(max_length=MOST_COLUMNS)]
+    label: GivenLabel | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        for name in ("count", "total", "squares", "any_missing"):
+            if len(getattr(self, name)) != len(self.numeric):
+                raise ValueError(f"{name} has not one entry per numeric column")
+        if len(self.categories) != len(self.categorical):
+            raise ValueError("categories has not one entry per categorical column")
+        if sum(map(len, self.categories)) > MOST_CATEGORIES:  # each is a column of the encoded table
+            raise ValueError(f"there are more than {MOST_CATEGORIES} categories")
+        return self
+
+
+Spent = Annotated[tuple[tuple[PositiveFloat, Share, Count], ...], Field(max_length=10_000)]
+"""What a site has spent: (noise multiplier, sample rate, steps) by kind of step."""
+
+
+class GivenPrivacy(_Part):
+    """A site's budget of privacy, and what it has spent."""
+
+    epsilon: PositiveFloat
+    delta: Annotated[float, Field(gt=0, lt=1)]
+    measurement_noise: PositiveFloat | None
+    spent: Spent
+
+
+class Card(_Part):
+    """One site: its versions, the form of its samples, its classes, how many samples it has.
+
+    Attributes:
+        rows: the numbers of training and held-out samples, by seed.
+        fixed_split: whether its data fix the test samples; then statistics are of the others.
+        privacy: its budget, if it has one.
+    """
+
+    versions: Annotated[dict[Word, Word], Field(max_length=50)]
+    shape: Annotated[tuple[Size, ...], Field(min_length=1, max_length=4)]
+    type: Literal["uint8", "float32", "sparse"]
+    preprocessing: Preprocessing
+    classes: Annotated[tuple[Name, ...], Field(min_length=1, max_length=MOST_CLASSES)]
+    samples: Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
+    rows: dict[Word, tuple[Count, Count]]
+    given: Annotated[GivenMoments | GivenTable, Field(discriminator="kind")] | None
+    grouped: bool
+    fixed_split: bool = False
+    fingerprint: Annotated[str, StringConstraints(min_length=1, max_length=100)]
+    send: Annotated[tuple[Word, ...], Field(max_length=50)]
+    secure: Literal["allowed", "required"] = "allowed"
+    smallest_sum: Annotated[int, Field(ge=3, le=2**20)] = 3
+    one_roster: bool = False
+    colluders: Annotated[int, Field(ge=0, le=1000)] = 0
+    device: Word
+    threads: Annotated[int, Field(ge=1, le=2**20)]
+    privacy: GivenPrivacy | None = None
+
+    @field_validator("shape")
+    @classmethod
+    def _small_enough(cls, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if math.prod(shape) > LARGEST_SAMPLE:
+            raise ValueError(f"a sample has more than {LARGEST_SAMPLE} numbers")
+        return shape
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> Self:
+        for seed, (train, held_out) in self.rows.items():
+            if train + held_out > self.samples:
+                raise ValueError(f"rows of seed {seed} are {train} and {held_out}, of {self.samples} samples")
+        if self.preprocessing.shape not in (None, self.shape):
+            raise ValueError(f"samples have the shape {self.shape}, preprocessing {self.preprocessing.shape}")
+        if self.given is not None and isinstance(self.given, GivenTable) != (self.preprocessing.kind == "table"):
+            raise ValueError(f"given is of the kind {self.given.kind}, preprocessing {self.preprocessing.kind}")
+        objective = self.preprocessing.objective
+        label = None if self.given is None else self.given.label
+        if (label is None) != (objective is None or objective.get("task") != "regression"):
+            raise ValueError("given has sums of the label, and preprocessing a regression, or neither")
+        described = {train for train, _ in self.rows.values()} if self.fixed_split else {self.samples}
+        if label is not None and label.count not in described:
+            raise ValueError(f"given counts {label.count} labels of {self.samples} samples")
+        if objective is not None:
+            try:
+                objective_of(self.preprocessing)
+            except UserError as error:
+                raise ValueError(str(error)) from None
+        self._check_counts()
+        return self
+
+    def _check_counts(self) -> None:
+        """Raise ValueError unless what is given can be of this many samples of this shape."""
+        if isinstance(self.given, GivenTable) and any(count > self.samples for count in self.given.count):
+            raise ValueError(f"given counts more values than there are samples ({self.samples})")
+        if isinstance(self.given, GivenMoments):
+            if self.given.count > self.samples * math.prod(self.shape):
+                raise ValueError(f"given counts more values than there are in {self.samples} samples")
+            columns = len(self.given.total), len(self.given.squares)
+            if columns != (self.shape[0],) * 2 and (columns != (0, 0) or self.given.label is None):
+                raise ValueError(f"given has not one sum for each of {self.shape[0]} columns or channels")
+
+
+def card_of(holding: Holding, rows: Mapping[str, Sequence[int]], policy: Policy, device: str) -> dict[str, Any]:
+    """Make a site's card.
+
+    Args:
+        holding: the site's data.
+        rows: the numbers of training and held-out samples, by seed.
+        policy: of the site.
+        device: the site's device.
+    """
+    data, domain = holding.data, holding.domain
+    return {
+        "versions": versions(),
+        "shape": list(domain.inputs.shape[1:]),
+        "type": "sparse" if isinstance(domain.inputs, SparseRows) else str(domain.inputs.dtype),
+        "preprocessing": _without_layout(data.preprocessing).model_dump(mode="json"),
+        "classes": list(data.classes),
+        "samples": len(domain),
+        "rows": dict(rows),
+        "given": holding.given,
+        "grouped": domain.groups is not None,
+        "fixed_split": domain.fixed_split,
+        "fingerprint": holding.fingerprint,
+        "send": list(policy.send),
+        "secure": policy.secure,
+        "smallest_sum": policy.smallest_sum,
+        "one_roster": policy.roster != "any",
+        "colluders": policy.colluders,
+        "device": device,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _without_layout(preprocessing: Preprocessing) -> Preprocessing:
+    """A preprocessing that tells nothing of how the site's file is written: names of its columns, units, codes."""
+    if preprocessing.table is None:
+        return preprocessing
+    encoding = TableEncoding.model_validate(preprocessing.table)
+    plain = encoding.with_choices({}, {}, None, encoding.id)
+    return preprocessing.model_copy(update={"table": plain.preprocessing().table})
+
+
+def checked_card(site: str, card: Any, seeds: Sequence[int]) -> dict[str, Any]:
+    """Check a site's card; return it as plain values.
+
+    Args:
+        site: the site's name.
+        card: what the site sent.
+        seeds: seeds of the experiment, for which the card must have rows.
+
+    Raises:
+        UserError: the card is impossible; one line that names the site.
+    """
+    try:
+        # Validate as JSON: strict mode takes a JSON list for a tuple, and a Python list not.
+        found = Card.model_validate_json(json.dumps(card))
+        absent = next((seed for seed in seeds if str(seed) not in found.rows), None)
+        if absent is not None:
+            raise UserError(f"site '{site}': its card lacks the rows of seed {absent}")
+    except ValidationError as error:
+        raise UserError(f"site '{site}': {one_line(describe(error, 'card', Card))}") from None
+    except (TypeError, ValueError, RecursionError):
+        raise UserError(f"site '{site}': its card cannot be read") from None
+    return found.model_dump(mode="json")

@@ -1,0 +1,376 @@
+"""The protocol of a secure sum in memory: honest sites, lost ones, and those who cheat."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedshift.errors import FedshiftError, Refused
+
+pytest.importorskip("cryptography")
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from fedshift.deploy.crypto import at_site
+from fedshift.deploy.crypto.at_server import SecureSum
+from fedshift.deploy.crypto.at_site import Revealed, SecureSite, Upload
+from fedshift.deploy.crypto.keys import KeyCard, Order, PrivateKey, signed_text
+from fedshift.functional.pairwise_masks import masked, unmask
+from fedshift.functional.secret_sharing import SHARE_BYTES
+
+
+class Federation:
+    """Sites with certificates, and a server that may do what it likes."""
+
+    def __init__(self, folder: Path, number: int, run: str = "run") -> None:
+        self.names = [f"s{place:02d}" for place in range(number)]
+        self.folder, self.run = folder, run
+        self.certificates = {name: Ed25519PrivateKey.generate() for name in self.names}
+        self.sites = {name: self.started(name) for name in self.names}
+        draw = random.Random(number)
+        self.numbers = {name: torch.tensor([1, draw.getrandbits(60), -draw.getrandbits(60)]) for name in self.names}
+
+    def started(self, name: str) -> SecureSite:
+        """A site as a new process has it."""
+        return SecureSite(
+            name, self.run, self.folder / name, self.certificates[name].sign, self._verified, smallest_sum=3
+        )
+
+    def _verified(self, card: KeyCard, text: bytes) -> bool:
+        try:
+            self.certificates[card.site].public_key().verify(card.signature, text)
+        except (InvalidSignature, KeyError):
+            return False
+        return True
+
+    def order(self, names: Sequence[str] | None = None, exchange: int = 1, content: str = "aa") -> Order:
+        cards = tuple(self.sites[name].card() for name in (self.names if names is None else names))
+        return Order(self.run, exchange, "fit", content, cards)
+
+    def summed(self, order: Order, first: Sequence[str], second: Sequence[str]) -> Tensor:
+        """Both exchanges: those that answer the first, and of these the second."""
+        total = SecureSum(order)
+        for name in first:
+            total.add(name, self.sites[name].mask(order, self.numbers[name]))
+        return total.unmasked(self.told(total, second))
+
+    def masked(self, order: Order) -> SecureSum:
+        """What all sites mask."""
+        total = SecureSum(order)
+        for name in self.names:
+            total.add(name, self.sites[name].mask(order, self.numbers[name]))
+        return total
+
+    def told(
+        self, total: SecureSum, names: Sequence[str], answered: Sequence[str] | None = None
+    ) -> dict[str, Revealed]:
+        """The second exchange with these sites: they confirm to each other who answered, and tell their shares."""
+        answered = total.answered if answered is None else answered
+        codes = {name: self.sites[name].confirm(total.order, answered) for name in names}
+        return {
+            name: self.sites[name].reveal(
+                total.order,
+                answered,
+                total.sealed_for(name),
+                {by: code[name] for by, code in codes.items() if by != name},
+            )
+            for name in names
+        }
+
+    def plain(self, names: Sequence[str]) -> Tensor:
+        total = sum(self.numbers[name] for name in names)
+        assert isinstance(total, Tensor)
+        return total
+
+
+@pytest.fixture
+def five(tmp_path: Path) -> Federation:
+    return Federation(tmp_path, 5)
+
+
+@pytest.mark.parametrize("number", [3, 4, 5, 9])
+def test_the_sum_is_the_plain_one_whoever_is_lost(tmp_path: Path, number: int) -> None:
+    where, draw = Federation(tmp_path, number), random.Random(number)
+    least = max(3, number // 2 + 1)
+    for exchange in (1, 2):
+        first = draw.sample(where.names, draw.randint(least, number))
+        second = draw.sample(first, draw.randint(number // 2 + 1, len(first)))
+        total = where.summed(where.order(exchange=exchange), first, second)
+        assert torch.equal(total, where.plain(first))
+
+
+def test_an_upload_tells_nothing_and_no_two_are_alike(five: Federation) -> None:
+    uploads = [five.sites["s00"].mask(five.order(exchange=number), five.numbers["s00"]).numbers for number in (1, 2)]
+    assert not (uploads[0] == uploads[1]).any()
+    assert not (uploads[0] == five.numbers["s00"]).any()
+
+
+def test_self_masks_come_from_no_seed(five: Federation) -> None:
+    """With the same key, order and numbers the pairwise masks are equal, and the self masks are not."""
+    upload = five.sites["s00"].mask(five.order(), five.numbers["s00"]).numbers
+    again = five.folder / "again"
+    again.mkdir()
+    (again / "key").write_bytes((five.folder / "s00" / "key").read_bytes())
+    twin = SecureSite("s00", "run", again, five.certificates["s00"].sign, five._verified)
+    other = twin.mask(five.order(), five.numbers["s00"]).numbers
+    assert not (upload == other).any()
+
+
+@pytest.mark.parametrize(("first", "second"), [(5, 2), (3, 2)])
+def test_too_few_in_the_second_exchange(five: Federation, first: int, second: int) -> None:
+    with pytest.raises(Refused, match="no majority"):
+        five.summed(five.order(), five.names[:first], five.names[:second])
+    total = SecureSum(five.order())
+    for name in five.names[:first]:
+        total.add(name, five.sites[name].mask(total.order, five.numbers[name]))
+    told = five.told(total, five.names[:3])
+    with pytest.raises(FedshiftError, match="needs 3 of 5 sites"):
+        total.unmasked({name: told[name] for name in five.names[:second]})
+
+
+def test_too_few_in_the_first_exchange(five: Federation) -> None:
+    with pytest.raises(Refused, match="at least 3"):
+        five.summed(five.order(), five.names[:2], five.names[:2])
+
+
+def test_a_restarted_site_and_a_server_that_asks_again_end_in_the_same_bits(five: Federation) -> None:
+    order = five.order()
+    before = {name: five.sites[name].mask(order, five.numbers[name]) for name in five.names[:4]}
+    five.sites = {name: five.started(name) for name in five.names}  # as after a kill of all
+    assert five.order() == order
+    assert all(torch.equal(five.sites[name].mask(order, torch.zeros(3, dtype=torch.int64)).numbers, upload.numbers)
+               for name, upload in before.items())  # fmt: skip
+    assert torch.equal(five.summed(order, five.names[:4], five.names[:3]), five.plain(five.names[:4]))
+    five.sites = {name: five.started(name) for name in five.names}
+    assert torch.equal(five.summed(order, five.names[:4], five.names[1:4]), five.plain(five.names[:4]))
+
+
+def test_one_update_is_masked_for_one_roster_only(five: Federation) -> None:
+    site, numbers = five.sites["s00"], five.numbers["s00"]
+    site.mask(five.order(), numbers)
+    for other in (five.order(five.names[:4]), five.order(content="bb")):
+        with pytest.raises(Refused, match="masks it only once"):
+            site.mask(other, numbers)
+        with pytest.raises(Refused, match="did not mask"):
+            site.confirm(other, five.names[:4])
+        with pytest.raises(Refused, match="did not mask"):
+            site.reveal(other, five.names[:4], {}, {})
+    site.forget_uploads(1)
+    with pytest.raises(Refused, match="is over"):
+        site.mask(five.order(), numbers)
+
+
+def test_a_site_unmasks_for_one_set_of_survivors_only(five: Federation) -> None:
+    total = five.masked(five.order())
+    told = five.told(total, five.names[:4], five.names[:4])
+    five.sites = {name: five.started(name) for name in five.names}
+    assert five.told(total, five.names[:4], five.names[:4]) == told
+    for answered in (five.names, five.names[:3], [*five.names[:3], five.names[4]]):
+        with pytest.raises(Refused, match="for other sites already"):
+            five.started("s00").confirm(total.order, answered)
+        with pytest.raises(Refused, match="for other sites already"):
+            five.started("s00").reveal(total.order, answered, total.sealed_for("s00"), {})
+
+
+def test_no_site_tells_both_kinds_of_shares_of_one(five: Federation) -> None:
+    told = five.told(five.masked(five.order()), five.names[:3], five.names[:3])
+    assert set(told["s00"].own) == set(five.names[:3])
+    assert {pair[0] for pair in told["s00"].pairs} == set(five.names[:3])
+    assert {pair[1] for pair in told["s00"].pairs} == set(five.names[3:])
+
+
+SETS_FOR_TWO = {"s00": "012", "s01": "013", "s02": "012", "s03": "013", "s04": "014"}
+"""Site → the sites that it is told answered. Each set has a majority and the site itself; together the shares for them
+would give the sum of s00 and s01, since each of the other three is left out in three sets."""
+
+
+def test_different_sets_of_survivors_at_each_site_give_nothing(five: Federation) -> None:
+    total = five.masked(five.order())
+    sets = {name: [f"s0{place}" for place in places] for name, places in SETS_FOR_TWO.items()}
+    codes = {name: five.sites[name].confirm(total.order, answered) for name, answered in sets.items()}
+    for name, answered in sets.items():
+        to_it = {by: code[name] for by, code in codes.items() if name in code}
+        with pytest.raises(Refused, match="no majority"):
+            five.sites[name].reveal(total.order, answered, total.sealed_for(name), to_it)
+
+
+def test_the_attack_that_confirmations_stop_works_without_them(
+    five: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the test above is about an attack that is real: the server gets the sum of two sites of five."""
+    monkeypatch.setattr(at_site.hmac, "compare_digest", lambda one, other: True)
+    total = five.masked(five.order())
+    told = {}
+    for name, places in SETS_FOR_TWO.items():
+        answered = [f"s0{place}" for place in places]
+        told[name] = five.sites[name].reveal(
+            total.order, answered, total.sealed_for(name), dict.fromkeys(answered, b"")
+        )
+    two = SecureSum(total.order)
+    for name in ("s00", "s01"):
+        two.add(name, five.sites[name].mask(total.order, five.numbers[name]))
+    own = [two._seed(name, name, {by: shares.own[name] for by, shares in told.items()}) for name in two.answered]
+    pairs = {
+        (name, other): two._seed(
+            name, other, {by: shares.pairs[name, other] for by, shares in told.items() if (name, other) in shares.pairs}
+        )
+        for name in two.answered
+        for other in five.names[2:]
+    }
+    assert two.total is not None
+    unmask(two.total, own, pairs)
+    assert torch.equal(two.total, five.plain(["s00", "s01"]))
+
+
+@pytest.mark.parametrize("said", ["of another sum", "for another site", "of another set", "its own", "made up"])
+def test_a_confirmation_counts_only_for_its_sum_its_receiver_and_its_set(five: Federation, said: str) -> None:
+    totals = [five.masked(five.order(exchange=number)) for number in (1, 2)]
+    codes = [
+        {name: five.sites[name].confirm(total.order, five.names[:4]) for name in five.names[:3]} for total in totals
+    ]
+    sets = {
+        name: five.sites[name].confirm(five.masked(five.order(exchange=3)).order, five.names) for name in five.names
+    }
+    good = {by: codes[0][by]["s00"] for by in ("s01", "s02")}
+    bad = {
+        "of another sum": codes[1]["s02"]["s00"],
+        "for another site": codes[0]["s02"]["s01"],
+        "of another set": sets["s02"]["s00"],
+        "its own": codes[0]["s00"]["s02"],
+        "made up": bytes(32),
+    }[said]
+    answer = five.sites["s00"].reveal, totals[0].order, five.names[:4], totals[0].sealed_for("s00")
+    with pytest.raises(Refused, match="no majority"):
+        answer[0](*answer[1:], {**good, "s02": bad})
+    with pytest.raises(Refused, match="no majority"):  # nor a site twice, or one that is not in the sum
+        answer[0](*answer[1:], {"s01": good["s01"], "s00": good["s01"], "s04": bytes(32), "x": good["s01"]})
+    assert answer[0](*answer[1:], good).own
+
+
+def seeds_of(five: Federation, order: Order, name: str) -> dict[str, bytes]:
+    key = PrivateKey.of(five.folder / name / "key")
+    return {card.site: key.mask_seed(order, name, card) for card in order.cards if card.site != name}
+
+
+def test_different_contents_give_noise(five: Federation) -> None:
+    orders = {name: five.order(content="bb" if name == "s02" else "aa") for name in five.names}
+    total = SecureSum(five.order())
+    for name in five.names:
+        total.add(name, five.sites[name].mask(orders[name], five.numbers[name]))
+    for name in five.names:  # what s02 sealed, and what was sealed for it, was for another content
+        codes = {
+            by: five.sites[by].confirm(orders[by], total.answered).get(name, b"") for by in five.names if by != name
+        }
+        with pytest.raises(Refused, match="no majority" if name == "s02" else "not sealed for this sum"):
+            five.sites[name].reveal(orders[name], total.answered, total.sealed_for(name), codes)
+    # Nor do the pairwise masks cancel, if sites revealed all the same.
+    for alike in (True, False):
+        noise = torch.zeros(3, dtype=torch.int64)
+        for name in five.names:
+            seeds = seeds_of(five, five.order() if alike else orders[name], name)
+            noise += masked(five.numbers[name], name, bytes(32), seeds)
+        unmask(noise, [bytes(32)] * 5, {})
+        assert torch.equal(noise, five.plain(five.names)) == alike
+
+
+def _garbage(revealed: Revealed) -> Revealed:
+    return Revealed(dict.fromkeys(revealed.own, b"\x01" * SHARE_BYTES), dict.fromkeys(revealed.pairs, b""))
+
+
+@pytest.mark.parametrize("liars", [1, 2])
+def test_wrong_shares_of_a_minority_are_left_out(five: Federation, liars: int) -> None:
+    total = five.masked(five.order())
+    told = five.told(total, five.names)
+    told |= {name: _garbage(told[name]) for name in five.names[:liars]}
+    assert torch.equal(total.unmasked(told), five.plain(five.names))
+    told |= {name: _garbage(told[name]) for name in five.names[:3]}
+    with pytest.raises(FedshiftError, match="do not fit together"):
+        total.unmasked(told)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda upload: replace(upload, numbers=upload.numbers[:2]),
+        lambda upload: replace(upload, numbers=upload.numbers.float()),
+        lambda upload: replace(upload, sealed={}),
+        lambda upload: replace(upload, commitments={}),
+    ],
+)
+def test_a_spoilt_upload_is_in_no_sum(five: Federation, spoil: Callable[[Upload], Upload]) -> None:
+    order, total = five.order(), SecureSum(five.order())
+    for name in five.names[:4]:
+        total.add(name, five.sites[name].mask(order, five.numbers[name]))
+    with pytest.raises(FedshiftError):
+        total.add("s04", spoil(five.sites["s04"].mask(order, five.numbers["s04"])))
+    assert torch.equal(total.unmasked(five.told(total, total.answered)), five.plain(five.names[:4]))
+    with pytest.raises(FedshiftError, match="no place"):
+        total.add("s00", five.sites["s00"].mask(order, five.numbers["s00"]))
+
+
+def test_shares_of_another_sum_are_refused(five: Federation) -> None:
+    orders = [five.order(exchange=number) for number in (1, 2)]
+    uploads = [{name: five.sites[name].mask(order, five.numbers[name]) for name in five.names} for order in orders]
+    for sealed in (
+        {name: uploads[0][name].sealed["s00"] for name in five.names},  # of exchange 1
+        {name: uploads[1][name].sealed["s01"] for name in five.names},  # for another site
+        {name: bytes(80) for name in five.names},
+        {},
+    ):
+        codes = {name: five.sites[name].confirm(orders[1], five.names)["s00"] for name in five.names[1:]}
+        with pytest.raises(Refused, match="not sealed for this sum"):
+            five.sites["s00"].reveal(orders[1], five.names, sealed, codes)
+
+
+def _spoilt(five: Federation, how: str) -> Order:
+    order = five.order()
+    card = order.cards[1]
+    if how == "unsigned":
+        return replace(order, cards=(order.cards[0], KeyCard("s01", card.public, bytes(64)), *order.cards[2:]))
+    if how == "stolen":  # the server's own key under the name of another site
+        mallory = KeyCard("s01", order.cards[2].public, order.cards[2].signature)
+        return replace(order, cards=(order.cards[0], mallory, *order.cards[2:]))
+    if how == "other run":
+        return replace(order, run="other")
+    if how == "twice":
+        return replace(order, cards=(*order.cards[:2], order.cards[1], *order.cards[2:]))
+    if how == "unordered":
+        return replace(order, cards=order.cards[::-1])
+    if how == "without it":
+        return replace(order, cards=order.cards[1:])
+    return replace(order, cards=order.cards[:2])
+
+
+@pytest.mark.parametrize("how", ["unsigned", "stolen", "other run", "twice", "unordered", "without it", "two sites"])
+def test_an_order_that_is_wrong_is_refused(five: Federation, how: str) -> None:
+    with pytest.raises(Refused):
+        five.sites["s00"].mask(_spoilt(five, how), five.numbers["s00"])
+    assert {file.name for file in (five.folder / "s00").iterdir()} == {"key", "lock"}  # and nothing was written down
+
+
+def test_another_key_in_the_same_run_is_refused(five: Federation) -> None:
+    five.sites["s00"].mask(five.order(), five.numbers["s00"])
+    (five.folder / "s01" / "key").unlink()
+    five.sites["s01"] = five.started("s01")
+    with pytest.raises(Refused, match="'s01' has another key than before"):
+        five.sites["s00"].mask(five.order(exchange=2), five.numbers["s00"])
+    new = five.sites["s01"].card().public  # nor may a stranger's key take the place of its own
+    signature = five.certificates["s00"].sign(signed_text("run", "s00", new))
+    cards = (KeyCard("s00", new, signature), *five.order(exchange=2).cards[2:])
+    with pytest.raises(Refused, match="'s00' has another key"):
+        five.sites["s00"].mask(replace(five.order(), cards=cards), five.numbers["s00"])
+
+
+def test_every_part_of_an_order_is_bound(five: Federation) -> None:
+    order = five.order()
+    changed: list[dict[str, Any]] = [
+        {"run": "x"}, {"exchange": 2}, {"call": "x"}, {"content": "x"}, {"cards": order.cards[:4]},
+    ]  # fmt: skip
+    assert len({order.binding, *(replace(order, **change).binding for change in changed)}) == 6

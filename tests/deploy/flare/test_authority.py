@@ -1,0 +1,254 @@
+"""The authority's key and the files of kits: who can read them, and what a lost kit or a lost key is worth."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from cryptography.hazmat.primitives import serialization
+
+pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install -e '.[deploy]'")
+
+from fedshift.deploy.flare import roles
+from fedshift.deploy.flare.certificates import revoked_sites
+from fedshift.deploy.flare.kit_checks import check_certificates, check_settings
+from fedshift.deploy.flare.kits import COORDINATOR_CLASS, SITE_CLASS, Project, load_kit
+from fedshift.deploy.flare.provision import Provisioned
+from fedshift.digests import read_object
+from fedshift.errors import UserError
+from fedshift.import_paths import find
+
+SECRET = "a long passphrase"
+
+
+@pytest.fixture
+def careless() -> Iterator[None]:
+    """A umask that lets everybody read everything."""
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def project(folder: Path, *sites: str, **changes: object) -> Project:
+    options = {"name": "p", "contact": "team@example.org", "server": "localhost", "sites": list(sites), **changes}
+    (folder / "project.yaml").write_text(yaml.safe_dump(options))
+    return roles.load_project(folder / "project.yaml")
+
+
+def made_of(folder: Path, *sites: str, secret: str | None = SECRET) -> Provisioned:
+    return roles.provision(project(folder, *sites), folder, lambda new: secret)
+
+
+def private_keys(folder: Path) -> Iterator[Path]:
+    for path in folder.rglob("*"):
+        if path.is_file() and b"PRIVATE KEY" in path.read_bytes():
+            yield path
+
+
+def refuse(new: bool) -> str | None:
+    raise AssertionError("the key is not needed")
+
+
+def test_nobody_else_reads_a_kit_or_the_authority_whatever_the_umask(careless: None, tmp_path: Path) -> None:
+    made = made_of(tmp_path, "north")
+    roles.reissue(project(tmp_path, "north"), tmp_path, "north", lambda new: SECRET)
+    roles.set_revoked(made.coordinator, "north", True)
+    found = [made.folder, *made.folder.rglob("*")]
+    assert len(list(private_keys(made.folder))) == 4  # authority, coordinator, its administrator, north
+    assert [path for path in found if stat.S_IMODE(path.stat().st_mode) & 0o077] == []
+
+
+def test_the_authority_keeps_no_key_but_its_own_and_that_one_encrypted(tmp_path: Path) -> None:
+    made = made_of(tmp_path, "north")
+    (key,) = private_keys(made.folder / "authority")
+    serialization.load_pem_private_key(key.read_bytes(), SECRET.encode())
+    with pytest.raises(TypeError, match="encrypted"):
+        serialization.load_pem_private_key(key.read_bytes(), None)
+
+
+def test_without_the_passphrase_no_kit_is_made(tmp_path: Path) -> None:
+    made = made_of(tmp_path, "north")
+    before = {path: path.read_bytes() for path in made.folder.rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match="passphrase") as raised:
+        made_of(tmp_path, "north", "south", secret="another")
+    assert "\n" not in str(raised.value)
+    with pytest.raises(UserError, match="passphrase"):
+        roles.reissue(project(tmp_path, "north"), tmp_path, "north", lambda new: "another")
+    assert {path: path.read_bytes() for path in made.folder.rglob("*") if path.is_file()} == before
+    assert made_of(tmp_path, "north", "south").new == ("south",)
+    assert roles.provision(project(tmp_path, "north", "south"), tmp_path, refuse).new == ()
+
+
+def test_a_new_kit_of_a_site_is_of_the_same_authority_and_leaves_the_site_its_file(tmp_path: Path) -> None:
+    made = made_of(tmp_path, "north", "south")
+    site = made.sites["north"]
+    (site / "SITE.yaml").write_text("site: north  # filled in\n")
+    keys = {path.parts[-4]: path.read_bytes() for path in private_keys(made.folder / "sites")}
+    roles.reissue(project(tmp_path, "north", "south"), tmp_path, "north", lambda new: SECRET)
+    check_certificates(load_kit(site))
+    assert (site / "SITE.yaml").read_text() == "site: north  # filled in\n"
+    again = {path.parts[-4]: path.read_bytes() for path in private_keys(made.folder / "sites")}
+    assert [name for name in keys if keys[name] != again[name]] == ["north"]
+
+
+@pytest.mark.parametrize(
+    ("sites", "scheme", "site", "message"),
+    [
+        (("north",), "tcp", "sotuh", "no site 'sotuh'"),
+        (("north",), "grpc", "north", "--renew"),
+        (("north", "east"), "tcp", "east", "fedshift project provision"),
+    ],
+)
+def test_what_cannot_be_issued_again_is_said(
+    sites: tuple[str, ...], scheme: str, site: str, message: str, tmp_path: Path
+) -> None:
+    made_of(tmp_path, "north")
+    with pytest.raises(UserError, match=message):
+        roles.reissue(project(tmp_path, *sites, scheme=scheme), tmp_path, site, lambda new: SECRET)
+
+
+def test_what_is_revoked_stays_so_when_a_site_is_added(tmp_path: Path) -> None:
+    made = made_of(tmp_path, "north", "south")
+    roles.set_revoked(made.coordinator, "north", True)
+    made_of(tmp_path, "north", "south", "east")
+    assert revoked_sites(load_kit(made.coordinator)) == {"north"}
+    with pytest.raises(UserError, match="no site 'nroth'; did you mean 'north'"):
+        roles.set_revoked(made.coordinator, "nroth", True)
+    made_of(tmp_path, "south", "east")  # north has left the project
+    listed = read_object(made.coordinator / "certificates.json")
+    assert {name for name, one in listed.items() if one["revoked"]} == {"north"}
+    assert listed.keys() == {"north", "south", "east", "team@example.org"}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can write for another user")
+def test_the_services_user_can_read_what_root_revoked(tmp_path: Path) -> None:
+    made = made_of(tmp_path, "north")
+    os.chown(made.coordinator, 12345, 12345)
+    roles.set_revoked(made.coordinator, "north", True)
+    found = (made.coordinator / "certificates.json").stat()
+    assert (found.st_uid, stat.S_IMODE(found.st_mode)) == (12345, 0o600)
+
+
+def as_of_before(made: Provisioned) -> None:
+    """Give an authority the form that an earlier fedshift left: FLARE's state, with all keys in clear."""
+    authority = made.folder / "authority"
+    key = serialization.load_pem_private_key((authority / "rootCA.key").read_bytes(), SECRET.encode())
+    pem, pkcs8, clear = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    whole: dict[str, object] = {"root_cert": (authority / "rootCA.pem").read_text()}
+    whole["root_pri_key"] = key.private_bytes(pem, pkcs8, clear).decode()
+    startups = {site: kit / "flare" / "startup" for site, kit in made.sites.items()}
+    for name, startup in {**startups, "team@example.org": made.coordinator / "admin" / "startup"}.items():
+        files = {"cert": startup / "client.crt", "pri_key": startup / "client.key"}
+        whole[name] = {part: path.read_text() for part, path in files.items()}
+    shutil.rmtree(authority)
+    (authority / "p" / "state").mkdir(parents=True)
+    (authority / "p" / "state" / "cert.json").write_text(json.dumps(whole))
+    (made.coordinator / "certificates.json").unlink()
+
+
+def test_an_authority_of_before_is_encrypted_and_its_kits_stay_valid(tmp_path: Path) -> None:
+    made = made_of(tmp_path, "north")
+    accepted = (made.coordinator / "certificates.json").read_text()
+    as_of_before(made)
+    with pytest.raises(UserError, match="fedshift project provision"):
+        check_settings(load_kit(made.coordinator))
+    asked: list[bool] = []
+
+    def ask(new: bool) -> str:
+        asked.append(new)
+        return SECRET
+
+    assert roles.provision(project(tmp_path, "north"), tmp_path, ask).new == ()
+    assert asked == [True]
+    assert (made.coordinator / "certificates.json").read_text() == accepted
+    check_settings(load_kit(made.coordinator))
+    (key,) = private_keys(made.folder / "authority")
+    assert b"ENCRYPTED" in key.read_bytes()
+
+
+FILTERS = {
+    "a filter that looks for arrays": {"path": "nvflare.app_common.filters.svt_privacy.SVTPrivacy", "args": {}},
+    "by its name": {"name": "PercentilePrivacy", "args": {"percentile": 10}},
+    "of somebody's own": {"path": "hospital.filters.Mine"},
+}
+
+
+@pytest.mark.parametrize("which", FILTERS)
+@pytest.mark.parametrize("chain", ["task_result_filters", "task_data_filters"])
+@pytest.mark.parametrize("role", ["site", "coordinator"])
+def test_filters_that_would_do_nothing_are_refused(which: str, chain: str, role: str, one: Provisioned) -> None:
+    kit = load_kit(one.coordinator if role == "coordinator" else one.sites["north"])
+    place = kit.flare / "local" / "privacy.json"
+    scopes = [{"name": "public", chain: [FILTERS[which]]}]
+    place.write_text(json.dumps({"scopes": scopes, "default_scope": "public"}))
+    try:
+        for begin in (check_settings, lambda kit: roles.start(kit, wait=0)):
+            with pytest.raises(UserError, match=r"(SVTPrivacy|PercentilePrivacy|Mine).*policy\.send") as raised:
+                begin(kit)
+            assert "\n" not in str(raised.value)
+    finally:
+        place.unlink()
+
+
+def test_a_scope_without_filters_is_no_mistake(one: Provisioned) -> None:
+    place = one.sites["north"] / "flare" / "local" / "privacy.json"
+    place.write_text(json.dumps({"scopes": [{"name": "public"}], "default_scope": "public"}))
+    check_settings(load_kit(one.sites["north"]))
+    place.write_text("{broken")
+    with pytest.raises(UserError, match=r"policy\.send"):
+        check_settings(load_kit(one.sites["north"]))
+    place.unlink()
+
+
+def test_what_flares_filter_does_to_a_message_of_ours() -> None:
+    """Nothing, and it says that all is well: why such a filter is refused."""
+    from nvflare.apis.fl_context import FLContext
+    from nvflare.app_common.filters.percentile_privacy import PercentilePrivacy
+
+    from fedshift.deploy.flare.engine import message_from, shareable_of
+    from fedshift.deploy.remote.wire import Message
+
+    message = Message("{}", bytes(range(100)), "0" * 64)
+    assert message_from(PercentilePrivacy().process(shareable_of(message), FLContext())) == message
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Provisioned:
+    return made_of(tmp_path_factory.mktemp("one"), "north")
+
+
+OLD = {"name": "old", "contact": "team@example.org", "server": "localhost", "port": 8002, "sites": ["north"]}
+
+
+def kit_of(folder: Path, role: str, allowed: str) -> Path:
+    """What `load_kit` reads of a kit, with one class that FLARE may run."""
+    (folder / "flare" / "local").mkdir(parents=True)
+    name = "coordinator" if role == "coordinator" else "north"
+    (folder / "kit.json").write_text(json.dumps({"role": role, "name": name, "project": OLD}))
+    (folder / "flare" / "local" / "resources.json").write_text(json.dumps({"class_allow_list": [allowed]}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("role", "before"),
+    [
+        ("coordinator", "fedshift.federation.flare" + ".FlareCoordinator"),
+        ("site", "fedshift.federation.flare" + ".FlareSite"),
+    ],
+)
+def test_a_kit_of_before_is_refused_in_one_line(tmp_path: Path, role: str, before: str) -> None:
+    with pytest.raises(UserError, match=r"anew.*--renew") as caught:
+        roles.load_kit(kit_of(tmp_path, role, before), role)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("role", "now"), [("coordinator", COORDINATOR_CLASS), ("site", SITE_CLASS)])
+def test_a_kit_of_now_is_taken(tmp_path: Path, role: str, now: str) -> None:
+    assert load_kit(kit_of(tmp_path, role, now), role).role == role
+    assert isinstance(find(now[::-1].replace(".", ":", 1)[::-1]), type)

@@ -1,0 +1,373 @@
+"""What a coordinator can ask of a site's FLARE processes: what a job needs, whatever its messages say of themselves.
+
+What FLARE would refuse by itself proves nothing, so the same is sent to FLARE as it is first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fedshift.deploy.flare.jobs import job_folder
+from fedshift.deploy.flare.kits import SITE_CLASS
+
+pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install -e '.[deploy]'")
+
+from nvflare.apis.fl_constant import FLContextKey
+from nvflare.apis.fl_context import FLContext
+from nvflare.app_common.job_launcher.client_process_launcher import ClientProcessJobLauncher
+from nvflare.app_common.job_launcher.process_launcher import ProcessJobLauncher
+from nvflare.app_common.widgets.component_path_authorizer import ComponentPathAuthorizer
+from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey
+from nvflare.fuel.hci.server.constants import ConnProps
+from nvflare.fuel.sec.audit import AuditService
+from nvflare.fuel.sec.authz import AuthorizationService, AuthzContext, Person
+from nvflare.fuel.utils.zip_utils import zip_directory_to_bytes
+from nvflare.lighter.utils import sign_folders
+from nvflare.private.admin_defs import Message
+from nvflare.private.defs import RequestHeader, new_cell_message
+from nvflare.private.fed.client import client_executor, fed_client_base
+from nvflare.private.fed.client.admin import FedAdminAgent, RequestProcessor
+from nvflare.private.fed.client.admin_commands import AdminCommands
+from nvflare.private.fed.client.client_req_processors import ClientRequestProcessors
+from nvflare.private.fed.utils.app_authz import AppAuthzService
+from nvflare.security.security import EmptyAuthorizer, FLAuthorizer
+
+from fedshift.deploy.flare import lockdown
+from fedshift.deploy.flare.lockdown import JOB, MODULE, TOPICS, lock_down
+from fedshift.deploy.flare.provision import _RIGHTS
+
+JOB_ID = str(uuid.UUID(int=7))
+
+
+class Cell:
+    """FLARE's end of the network at site ``north``."""
+
+    def register_request_cb(self, channel: str, topic: str, cb: Any) -> None:
+        """Nothing arrives by itself."""
+
+    def get_fqcn(self) -> str:
+        return "north"
+
+
+class Engine:
+    """What FLARE's agent needs of its client."""
+
+    @contextlib.contextmanager
+    def new_context(self) -> Iterator[FLContext]:
+        yield FLContext()
+
+    def fire_event(self, *_: Any) -> None:
+        """Nobody listens."""
+
+
+class Deploying(RequestProcessor):  # type: ignore[misc]
+    """In place of FLARE's: remembers what reached it."""
+
+    def __init__(self) -> None:
+        self.got: list[Any] = []
+
+    def get_topics(self) -> list[str]:
+        return ["train.deploy"]
+
+    def process(self, req: Any, app_ctx: Any) -> None:
+        self.got.append(req)
+
+
+@pytest.fixture(autouse=True)
+def services(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """FLARE's services as a site's client has them."""
+    monkeypatch.setattr(AuditService, "the_auditor", None)
+    AuditService.initialize(str(tmp_path / "audit.txt"))
+    rights = {"format_version": "1.0", "permissions": {"project_admin": _RIGHTS}}
+    monkeypatch.setattr(AuthorizationService, "the_authorizer", FLAuthorizer("fedshift", rights))
+
+
+def lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    lock_down(monkeypatch.setattr)
+
+
+def agent_with(*processors: Any) -> Any:
+    agent = FedAdminAgent("admin_agent", Cell(), Engine())
+    for processor in processors or ClientRequestProcessors.request_processors:
+        agent.register_processor(processor)
+    return agent
+
+
+def asked(agent: Any, topic: str, body: Any, origin: str = "server", **headers: Any) -> str:
+    """What the agent answers to a raw message."""
+    message = Message(topic=topic, body=body)
+    message.set_headers(headers)
+    request = new_cell_message({MessageHeaderKey.ORIGIN: origin}, message)
+    return str(agent._dispatch_request(request).payload.body)
+
+
+def deploying(body: bytes, **changes: Any) -> dict[str, Any]:
+    """A message that has a job deployed, as FLARE's server sends it."""
+    meta = {"job_id": JOB_ID, "name": "x", "submitter_role": "project_admin", **changes.pop("meta", {})}
+    headers = {
+        RequestHeader.ADMIN_COMMAND: "submit_job",
+        RequestHeader.REQUIRE_AUTHZ: "true",
+        RequestHeader.JOB_ID: JOB_ID,
+        RequestHeader.JOB_META: meta,
+        ConnProps.USER_NAME: "team@example.org",
+        ConnProps.USER_ORG: "fedshift",
+        ConnProps.USER_ROLE: "project_admin",
+        **changes,
+    }
+    return {"topic": "train.deploy", "body": body, **headers}
+
+
+def packed(folder: Path, *more: str) -> bytes:
+    """The app of a job of ours, signed as FLARE signs it, with more files than it should have."""
+    from cryptography.hazmat.primitives.asymmetric import rsa
+
+    app = job_folder("x", 1, folder / "job") / "app"
+    for name in more:
+        (app / name).parent.mkdir(parents=True, exist_ok=True)
+        (app / name).write_text("print('here')\n")
+    certificate = folder / "somebody.crt"
+    certificate.write_text("a certificate")
+    sign_folders(str(app), rsa.generate_private_key(public_exponent=65537, key_size=2048), str(certificate))
+    return bytes(zip_directory_to_bytes(str(app), ""))
+
+
+def test_a_raw_shell_message_reads_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The message says neither who asks nor that a right is needed: FLARE runs it."""
+    (tmp_path / "patients.csv").write_text("Jane Doe")
+    body = f"cat {tmp_path / 'patients.csv'}"
+    assert "Jane Doe" in asked(agent_with(), "sys.shell", body)
+    stock = list(ClientRequestProcessors.request_processors)
+    lock(monkeypatch)
+    assert "'sys.shell' is not needed for a job" in asked(agent_with(), "sys.shell", body)
+    # Nor where something else registers FLARE's processors, as a component of the site's could.
+    assert "'sys.shell' is not needed for a job" in asked(agent_with(*stock), "sys.shell", body)
+
+
+def test_what_a_job_needs_remains_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {topic for one in ClientRequestProcessors.request_processors for topic in one.get_topics()}
+    commands = {command.get_command_name() for command in AdminCommands.commands}
+    lock(monkeypatch)
+    after = {topic for one in ClientRequestProcessors.request_processors for topic in one.get_topics()}
+    assert after == set(TOPICS)
+    assert before - after >= {"sys.shell", "sys.info", "sys.configure_site_log", "train.shutdown", "info.reset_errors"}
+    assert [command.get_command_name() for command in AdminCommands.commands] == ["abort"] != sorted(commands)
+    assert AdminCommands.get_command("configure_job_log") is None
+    registered: list[Any] = []
+    fed_client_base.NetAgent(SimpleNamespace(register_request_cb=registered.append)).close()
+    assert not registered
+
+
+def test_the_ordinary_messages_of_a_job_pass(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    lock(monkeypatch)
+    said = lockdown._refusal
+    for topic, command in TOPICS.items():
+        if topic not in ("train.deploy", "train.notify_job_status"):
+            assert said(topic, {}, None, "server", "north", command=command, job=JOB_ID) == ""
+    assert said("train.notify_job_status", "", None, f"north.{JOB_ID}", "north", command=None, job=JOB_ID) == ""
+    processor = Deploying()
+    assert asked(agent_with(processor), **deploying(packed(tmp_path))) == "ok"
+    assert len(processor.got) == 1
+
+
+@pytest.mark.parametrize(
+    ("topic", "origin", "headers", "reason"),
+    [
+        ("train.start_job", "server", {"job_id": "x --set y"}, "no job's id"),
+        ("train.start_job", "server", {"job_id": "../../startup"}, "no job's id"),
+        ("train.abort", "south", {"job_id": JOB_ID}, "only the coordinator"),
+        ("train.abort", "server", {"job_id": JOB_ID, "admin_command": "abort_job"}, "does not belong"),
+        ("train.notify_job_status", "server", {"job_id": JOB_ID}, "only a job of this site"),
+        ("train.notify_job_status", f"south.{JOB_ID}", {"job_id": JOB_ID}, "only a job of this site"),
+        ("scheduler.check_resource", "server", {"job_id": JOB_ID}, "does not belong"),
+    ],
+)
+def test_what_is_not_as_flares_server_sends_it_is_refused(
+    topic: str, origin: str, headers: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock(monkeypatch)
+    assert reason in asked(agent_with(), topic, {}, origin, **headers)
+
+
+def test_a_right_is_asked_for_whatever_the_headers_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    quiet = {RequestHeader.REQUIRE_AUTHZ: "false", ConnProps.USER_ROLE: "guest"}
+    body, processor = packed(tmp_path), Deploying()
+    assert asked(agent_with(processor), **deploying(body, **quiet)) == "ok"
+    lock(monkeypatch)
+    assert "not authorized" in asked(agent_with(processor), **deploying(body, **quiet))
+    nobody = {RequestHeader.ADMIN_COMMAND: None}
+    assert "does not belong" in asked(agent_with(processor), **deploying(body, **nobody))
+    assert len(processor.got) == 1
+
+
+def test_role_super_has_no_rights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    body, processor = packed(tmp_path), Deploying()
+    strong = Person("root", "fedshift", "super")
+    asking = AuthzContext(right="submit_job", user=strong, submitter=strong)
+    for_its_own = AuthzContext(right="submit_job", user=Person("a", "fedshift", "project_admin"))
+    assert AuthorizationService.authorize(asking) == (True, "")
+    assert asked(agent_with(processor), **deploying(body, **{ConnProps.USER_ROLE: "super"})) == "ok"
+    lock(monkeypatch)
+    assert AuthorizationService.authorize(asking) == (False, "role 'super' has no rights here")
+    assert AuthorizationService.authorize(for_its_own) == (True, "")
+    assert "'super'" in asked(agent_with(processor), **deploying(body, **{ConnProps.USER_ROLE: "super"}))
+    assert "'super'" in asked(agent_with(processor), **deploying(body, meta={"submitter_role": "Super"}))
+    assert len(processor.got) == 1
+
+
+@pytest.mark.parametrize("authorizer", [None, EmptyAuthorizer()])
+def test_without_rules_there_are_no_rights(authorizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AuthorizationService, "the_authorizer", authorizer)
+    asking = AuthzContext(right="submit_job", user=Person("a", "fedshift", "project_admin"))
+    assert AuthorizationService.authorize(asking)[0]
+    lock(monkeypatch)
+    assert not AuthorizationService.authorize(asking)[0]
+
+
+@pytest.mark.parametrize(
+    ("more", "meta", "reason"),
+    [
+        (["custom/mine.py"], {}, "holds 'custom'"),
+        (["config/log_config.json"], {}, "log_config.json"),
+        (["sitecustomize.py"], {}, "sitecustomize.py"),
+        ([], {"byoc": True}, "code of its own"),
+        ([], {"launcher_spec": {"default": {"docker": {"image": "x"}}}}, "another way"),
+        ([], {"job_id": "another"}, "another job"),
+    ],
+)
+def test_a_job_with_code_is_not_deployed(
+    more: list[str], meta: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    body, processor = packed(tmp_path, *more), Deploying()
+    assert asked(agent_with(processor), **deploying(body, meta=meta)) == "ok"
+    lock(monkeypatch)
+    assert reason in asked(agent_with(processor), **deploying(body, meta=meta))
+    assert len(processor.got) == 1
+
+
+@pytest.mark.parametrize("body", [b"", b"PK", None, "text"])
+def test_what_is_no_folder_is_not_deployed(body: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock(monkeypatch)
+    assert "no zip file" in asked(agent_with(), **deploying(body))
+
+
+def test_code_of_a_job_has_no_way_past_the_class_list(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Behind the first door: an app that was marked all the same."""
+    (tmp_path / "resources.json").write_text(
+        f'{{"class_allow_list": ["{SITE_CLASS}"], "class_list_enforcement_mode": "enforce"}}'
+    )
+    context = FLContext()
+    context.set_prop(FLContextKey.JOB_META, {"byoc": True}, private=True, sticky=False)
+    workspace = SimpleNamespace(get_resources_file_path=lambda: str(tmp_path / "resources.json"))
+    context.set_prop(FLContextKey.WORKSPACE_OBJECT, workspace, private=True, sticky=False)
+    build = {"path": "subprocess.Popen", "args": {"args": ["id"]}}
+    ComponentPathAuthorizer().authorize_component_config(build, fl_ctx=context)
+    assert AppAuthzService.authorize_app_info({"byoc": True}, "root", "fedshift", "super", {}) == (True, "")
+    lock(monkeypatch)
+    with pytest.raises(Exception, match=r"subprocess\.Popen.*not in allow_list"):
+        ComponentPathAuthorizer().authorize_component_config(build, fl_ctx=context)
+    ComponentPathAuthorizer().authorize_component_config({"path": SITE_CLASS}, fl_ctx=context)
+    assert not AppAuthzService.authorize_app_info({"byoc": True}, "root", "fedshift", "super", {})[0]
+    assert AppAuthzService.authorize_app_info({}, "a", "fedshift", "project_admin", {}) == (True, "")
+
+
+def test_a_jobs_process_is_locked_down_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nvflare.apis.job_launcher_spec import JobProcessArgs
+
+    lock(monkeypatch)
+    context = FLContext()
+    arguments = {JobProcessArgs.EXE_MODULE: ("-m", JOB), JobProcessArgs.JOB_ID: ("-n", JOB_ID)}
+    context.set_prop(FLContextKey.JOB_PROCESS_ARGS, arguments, private=True, sticky=False)
+    command = ClientProcessJobLauncher().get_command({}, context)
+    assert command == f"{sys.executable} -m {MODULE} {JOB} -n {JOB_ID}"
+    arguments[JobProcessArgs.EXE_MODULE] = ("-m", "nvflare.another")
+    with pytest.raises(RuntimeError, match="not known"):
+        ClientProcessJobLauncher().get_command({}, context)
+
+
+def test_another_launcher_starts_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Another(ProcessJobLauncher):  # type: ignore[misc]
+        def get_command(self, job_meta: Any, fl_ctx: Any) -> str:
+            return "true"
+
+    chosen: list[Any] = [Another()]
+    monkeypatch.setattr(client_executor, "get_job_launcher", lambda *_: chosen[0])
+    assert client_executor.get_job_launcher({}, None) is chosen[0]
+    lock(monkeypatch)
+    with pytest.raises(RuntimeError, match="Another would start a job that is not locked down"):
+        client_executor.get_job_launcher({}, None)
+    chosen[0] = ClientProcessJobLauncher()
+    assert client_executor.get_job_launcher({}, None) is chosen[0]
+
+
+def test_a_frame_that_is_too_large_is_refused_before_memory_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a site, where the coordinator sends it: FLARE alone would wait for all of it."""
+    from nvflare.fuel.f3.comm_error import CommError
+    from nvflare.fuel.f3.drivers.connector_info import ConnectorInfo, Mode
+    from nvflare.fuel.f3.drivers.socket_conn import SocketConnection
+    from nvflare.fuel.f3.sfm.prefix import Prefix
+
+    header = bytearray(16)
+    Prefix(length=lockdown.LARGEST_FRAME + 1).to_buffer(header, 0)
+    connector = ConnectorInfo("CH1", None, {}, Mode.ACTIVE, 0, 0, False, threading.Event())
+
+    def read() -> None:
+        here, there = socket.socketpair()
+        with here, there:
+            there.sendall(header)
+            there.shutdown(socket.SHUT_WR)
+            SocketConnection(here, connector).read_frame()
+
+    with pytest.raises(CommError, match="closed by peer"):
+        read()
+    lock(monkeypatch)
+    with pytest.raises(CommError, match="limit"):
+        read()
+
+
+def test_a_connection_is_freed_by_the_thread_that_reads_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FLARE's is closed by a thread whose send takes too long. The reader then takes bytes of what is opened next."""
+    from nvflare.fuel.f3.drivers import tcp_driver
+    from nvflare.fuel.f3.drivers.connector_info import ConnectorInfo, Mode
+    from nvflare.fuel.f3.sfm.prefix import Prefix
+
+    connector = ConnectorInfo("CH1", None, {}, Mode.ACTIVE, 0, 0, False, threading.Event())
+    frame = bytearray(20)
+    Prefix(length=20).to_buffer(frame, 0)
+
+    def descriptor_after_close() -> int:
+        """While the reader works on a frame; then the reader ends."""
+        here, there = socket.socketpair()
+        busy, go_on = threading.Event(), threading.Event()
+
+        def hold(_: Any) -> None:
+            busy.set()
+            go_on.wait(10)
+
+        with there:
+            there.sendall(frame)
+            connection = tcp_driver.SocketConnection(here, connector)
+            connection.register_frame_receiver(SimpleNamespace(process_frame=hold))
+            reader = threading.Thread(target=connection.read_loop)
+            reader.start()
+            assert busy.wait(10)
+            connection.close()
+            found = int(here.fileno())
+            assert there.recv(1) == b"", "the other side is told at once"
+            go_on.set()
+            reader.join(10)
+            assert here.fileno() == -1
+        return found
+
+    assert descriptor_after_close() == -1
+    lock(monkeypatch)
+    assert descriptor_after_close() != -1

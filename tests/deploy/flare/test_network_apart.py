@@ -1,0 +1,127 @@
+"""Machines of their own, as far as one machine can play that, and masks: killed between the two exchanges of a sum."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loopback import SITES, model, options_of, same, simulate
+
+pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install -e '.[deploy]'")
+
+from namespaces import COORDINATOR, PORT, Namespaces, why_not
+from network import Gates, Network, environment
+
+from fedshift.deploy.flare.deployment_folder import Deployment
+from fedshift.deploy.remote.policy import AuditLog
+from fedshift.deploy.secure.identity import Identity
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
+    """Three sites that send no model but masked, and know each other's certificates; in namespaces where possible."""
+    folder = tmp_path_factory.mktemp("network")
+    started = Network(folder) if why_not() else Namespaces(folder, SITES)
+    peers = {name: Identity.of_kit(kit, name).fingerprint for name, kit in started.made.sites.items()}
+    policy: dict[str, Any] = {"smallest_group": 1, "methods": ["slow_method:Slow"], "secure": "required"}
+    for name in started.names:
+        started.write_site(name, policy={**policy, "peers": peers})
+    with environment(started):
+        try:
+            if isinstance(started, Namespaces):
+                started.connect()
+            started.start()
+            yield started
+        finally:
+            started.stop()
+            if isinstance(started, Namespaces):
+                started.disconnect()
+
+
+def happened(deployment: Deployment, what: str, outcome: str, round_number: int, site: str) -> bool:
+    wanted = {"what": what, "is": outcome, "round": round_number, "site": site}
+    return any(wanted.items() <= event.items() for event in deployment.events())
+
+
+def halt(network: Network, gates: Gates, deployment: Deployment, round_number: int) -> list[int]:
+    """Halt the job of a site that has answered the first exchange of a round, and wait until the second has begun.
+
+    Another site is in the first until this one is halted. The second lasts until `engine.patience` is over, since this
+    site confirms nothing.
+    """
+    network.wait(deployment, lambda: happened(deployment, "fit", "answered", round_number, "east"))
+    jobs = [one.pid for one in network.jobs(network.made.sites["east"])]
+    for job in jobs:
+        os.kill(job, signal.SIGSTOP)
+    gates.open(round_number)
+    network.wait(deployment, lambda: happened(deployment, "confirm", "asked", round_number, "east"))
+    assert not happened(deployment, "confirm", "answered", round_number, "east")
+    return jobs
+
+
+@dataclass
+class Played:
+    """A run of which a site, then the coordinator was killed between the two exchanges of a sum."""
+
+    options: dict[str, Any]
+    deployment: Deployment
+    folder: Path
+    """Its results."""
+    sockets: dict[str, list[tuple[str, str, bool]]] = field(default_factory=dict)
+    """What every role's namespace held in the first round: (near, far, whether it listens)."""
+
+
+@pytest.fixture(scope="module")
+def played(network: Network) -> Played:
+    gates = Gates(network.folder, "slow", only_at="south")
+    options = options_of(gates.method, name="sums")
+    deployment = network.deploy(options, aggregation="secure", patience=60.0)
+    played = Played(options, deployment, Path())
+    assert halt(network, gates, deployment, 1)
+    if isinstance(network, Namespaces):
+        played.sockets = {name: network.sockets(name) for name in ("coordinator", *network.names)}
+    assert network.kill(network.made.sites["east"], only="worker_process") == 1
+
+    jobs = halt(network, gates, deployment, 2)
+    assert network.kill(network.coordinator) >= 2
+    for job in jobs:
+        os.kill(job, signal.SIGCONT)
+    gates.open(3)
+    network.start("coordinator")
+    played.folder = network.finish(deployment)
+    return played
+
+
+def test_killed_between_the_exchanges_a_run_ends_in_the_same_bits(
+    network: Network, played: Played, tmp_path: Path
+) -> None:
+    assert [event["status"] for event in played.deployment.events() if event.get("is") == "died"] == ["SITE_FAILED"]
+    here = simulate(
+        tmp_path, {**played.options, "methods": [{"name": "slow_method:Slow", "label": "slow"}]}, aggregation="secure"
+    )
+    assert same(model(here, "slow", "west"), model(played.folder, "slow", "west"))
+    for name in network.names:
+        lines, _ = AuditLog.check(network.made.sites[name] / "memory" / "audit.jsonl")
+        calls = [line for line in lines if line["do"] == "call"]
+        assert {line["round"] for line in calls if line.get("again")} >= {1, 2}, "kept answers are given again"
+        assert {piece["kind"] for line in calls for piece in line["sent"].values()} == {"masked"}
+
+
+def test_in_network_namespaces_of_their_own(network: Network, played: Played) -> None:
+    """As on four machines: no socket of a site but to the coordinator, one port at the coordinator."""
+    if not isinstance(network, Namespaces):
+        pytest.skip(why_not())
+    door = f"{COORDINATOR}:{PORT}"
+    for name in network.names:
+        held = {(far, listens) for _, far, listens in played.sockets[name]}
+        assert held == {(door, False)}, played.sockets[name]
+    sockets = played.sockets["coordinator"]
+    assert {near for near, _, listens in sockets if listens} == {f"0.0.0.0:{PORT}"}
+    assert all(listens or door in (near, far) for near, far, listens in sockets), sockets

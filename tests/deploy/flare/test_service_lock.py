@@ -1,0 +1,121 @@
+"""Whether a role's service runs, and that only one does: after kills, with numbers that mean nothing, at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fedshift.digests import write_object
+from fedshift.errors import FedshiftError, UserError
+
+pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install -e '.[deploy]'")
+
+from fedshift.deploy.flare import roles
+from fedshift.deploy.flare.kits import Kit, load_kit
+from fedshift.deploy.flare.service_lock import holder, only_service
+
+MODULE = "fedshift.deploy.flare.service"
+
+
+@pytest.fixture(scope="module")
+def kit(tmp_path_factory: pytest.TempPathFactory) -> Kit:
+    """A site's kit, whose coordinator is never there."""
+    folder = tmp_path_factory.mktemp("kits")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    options = {"name": "locks", "contact": "team@example.org", "server": "localhost", "port": port, "sites": ["north"]}
+    (folder / "project.yaml").write_text(yaml.safe_dump(options))
+    made = roles.provision(roles.load_project(folder / "project.yaml"), folder, lambda new: None)
+    return load_kit(made.sites["north"], "site")
+
+
+@pytest.fixture(autouse=True)
+def _clean(kit: Kit) -> None:
+    for name in ("service.json", "service.lock"):
+        (kit.folder / name).unlink(missing_ok=True)
+
+
+def said(kit: Kit, pid: int, state: str = "connected") -> None:
+    write_object(kit.folder / "service.json", {"pid": pid, "state": state, "message": "there"})
+
+
+def eventually(holds: Callable[[], bool], seconds: float = 60.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return holds()
+
+
+def test_a_number_that_another_process_has_now_is_no_service(kit: Kit) -> None:
+    """As after a kill: of a container's first process, or of one whose number was given away."""
+    for pid in (1, os.getpid(), 2**22):
+        said(kit, pid)
+        assert (roles.status(kit).state, roles.status(kit).pid) == ("stopped", None)
+        assert not roles.stop(kit)
+
+
+@pytest.mark.slow
+def test_only_one_service_has_the_lock_and_it_says_which(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedshift.deploy.flare.service_lock._SECONDS", 0.2)
+    with only_service(kit):
+        assert holder(kit) == os.getpid()
+        assert roles.status(kit).state == "starting", "it has said nothing yet"
+        said(kit, 1)  # by one before
+        assert roles.status(kit).state == "starting"
+        said(kit, os.getpid())
+        assert roles.status(kit) == roles.Status("connected", "there", os.getpid())
+        with pytest.raises(UserError, match="runs already"), only_service(kit):
+            pass
+        # What a service starts does not have its lock.
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(30)"], close_fds=False)
+    assert eventually(lambda: holder(kit) is None), "at once, but for a process that is just being started"
+    child.kill()
+    child.wait()
+
+
+def test_a_process_that_is_no_service_of_ours_is_not_ended(kit: Kit) -> None:
+    """The lock is held, and its number is a stranger's: this process stands for a container's."""
+    ended: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda *_: ended.append(1))
+    try:
+        with only_service(kit), pytest.raises(FedshiftError, match="stop it where"):
+            roles.stop(kit)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not ended
+
+
+@pytest.mark.slow
+def test_of_two_services_at_once_one_goes_on_and_a_killed_one_is_followed(kit: Kit) -> None:
+    def begun() -> subprocess.Popen[str]:
+        words = [sys.executable, "-m", MODULE, str(kit.folder)]
+        return subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+
+    both = [begun(), begun()]
+    assert eventually(lambda: any(one.poll() is not None for one in both))
+    (over,), (alive,) = ([one for one in both if (one.poll() is not None) == gone] for gone in (True, False))
+    assert over.returncode == 2
+    assert "runs already" in over.communicate()[1]
+    assert eventually(lambda: roles.status(kit).state == "retrying")
+    assert roles.status(kit).pid == alive.pid
+
+    alive.kill()
+    alive.communicate()
+    said(kit, 1, "retrying")  # as if the machine had given its number to another
+    assert roles.status(kit).pid is None
+    after = begun()
+    assert eventually(lambda: roles.status(kit).pid == after.pid and roles.status(kit).state == "retrying")
+    assert roles.stop(kit)
+    assert after.wait(30) == 0
+    after.communicate()
+    assert roles.status(kit).state == "stopped"
+    assert not Path(f"/proc/{after.pid}").exists()

@@ -1,0 +1,208 @@
+"""A deployed federation inside this process: real sites, real messages, no network. For tests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import yaml
+from safetensors.torch import load_file
+from tiny import domains
+
+from fedshift.deploy.coordinator import EXPERIMENT, coordinate
+from fedshift.deploy.playground.in_process import Loopback
+from fedshift.deploy.remote.transport import PROTOCOL, request_key
+from fedshift.deploy.remote.wire import body_of, seal, unseal
+from fedshift.deploy.site_server import SiteProgram
+from fedshift.digests import write_object
+from fedshift.experiment.config.experiment import parse
+from fedshift.experiment.runs.experiment_loop import run_experiment
+from fedshift.federation.exchange import Answer, Request
+from fedshift.federation.local.in_process import LocalFederation
+from fedshift.weights import Weights
+
+ADAPT = {"kind": "adapt_to_one", "targets": ["east"], "seeds": [0], "test_fraction": 0.3}
+SITES = {"north": 41, "south": 17, "east": 26}
+UNSEEN = {"west": 30}
+VECTOR_MODEL: dict[str, Any] = {"name": "mlp", "hidden": [8, 6]}
+
+
+def write_data(folder: Path, sizes: Mapping[str, int]) -> dict[str, str]:
+    """One npz per site with made-up vectors of three classes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for domain in domains(VECTOR_MODEL, sizes):
+        if not (folder / f"{domain.name}.npz").exists():
+            np.savez(folder / f"{domain.name}.npz", x=domain.inputs, y=domain.labels)
+    return {name: str(folder / f"{name}.npz") for name in sizes}
+
+
+def options_of(method: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """An experiment but for its data and engine."""
+    return {
+        "name": "tiny",
+        "protocol": {"targets": ["west"], "seeds": [0], "test_fraction": 0.3},
+        "model": VECTOR_MODEL,
+        "training": {
+            "rounds": 3,
+            "batch_size": 8,
+            "lr": 0.1,
+            "momentum": 0.9,
+            "reset_optimizer_each_round": False,
+        },
+        "methods": [method],
+        "device": "cpu",
+        **changes,
+    }
+
+
+def site_file(folder: Path, name: str, data: str, **policy: Any) -> Path:
+    """A SITE.yaml of one npz."""
+    place = folder / name / "SITE.yaml"
+    place.parent.mkdir(parents=True, exist_ok=True)
+    options = {
+        "site": name,
+        "data": {"name": "arrays", "sites": {name: data}},
+        "classes": ["0", "1", "2"],
+        "device": "cpu",
+        "threads": 1,
+        "policy": {"smallest_group": 1, **policy},
+    }
+    place.write_text(yaml.safe_dump(options))
+    return place
+
+
+def deploy(
+    folder: Path,
+    options: dict[str, Any],
+    *,
+    sites: Mapping[str, int] = SITES,
+    unseen: Mapping[str, int] = UNSEEN,
+    transport: Loopback | None = None,
+    engine: dict[str, Any] | None = None,
+    **policy: Any,
+) -> tuple[Path, Loopback]:
+    """Run a deployed experiment over a `Loopback`; ``(folder of the runs, the transport)``."""
+    files = write_data(folder / "data", {**sites, **unseen})
+    transport = transport or Loopback({name: site_file(folder, name, files[name], **policy) for name in sites})
+    own = {"name": "arrays", "sites": {name: files[name] for name in unseen}} if unseen else None
+    whole = {
+        **options,
+        "data": {"name": "sites", "unseen": own},
+        "engine": {"name": "flare", "threads": 1, **(engine or {})},
+    }
+    place = folder / "deployment"
+    place.mkdir(exist_ok=True)
+    write_object(place / EXPERIMENT, parse(whole).dump())
+    coordinate(place, transport, list(sites))
+    return place / "runs" / options["name"], transport
+
+
+class Without(LocalFederation):
+    """The local engine with a site that misses exchanges, as docs/deploy.md says what that means."""
+
+    absent: ClassVar[set[tuple[str, int]]] = set()
+    """(site, round)"""
+
+    def deliver(self, call: str, requests: Iterator[Request]) -> Generator[Answer[Any], None, None]:
+        spent, lost = [], None
+        for request in requests:
+            if (request.site, request.envelope.round) in self.absent:
+                lost = request
+                continue
+            reply, mini_batches = self._runners[request.site].run(call, request.envelope, request.content)
+            spent.append(mini_batches / self.budget[request.site])
+            yield Answer(request.site, reply, mini_batches)
+        if lost is not None:
+            share = -(-self.budget[lost.site] * sum(spent) // len(spent))
+            self.progress.used[lost.site] += min(int(share), lost.envelope.mini_batches_left)
+
+
+def simulate(
+    folder: Path,
+    options: dict[str, Any],
+    sites: Mapping[str, int] = SITES,
+    unseen: Mapping[str, int] = UNSEEN,
+    **engine: Any,
+) -> Path:
+    """The same experiment in the local engine."""
+    files = write_data(folder / "data", {**sites, **unseen})
+    data = {"name": "arrays", "sites": files, "classes": ["0", "1", "2"]}
+    experiment = parse({**options, "data": data, "engine": {"threads": 1, **engine}})
+    return run_experiment(experiment, folder / "simulated")
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    """What the coordinator wrote down of a deployment."""
+    return [json.loads(line) for line in (folder / "deployment" / "progress.jsonl").read_text().splitlines()]
+
+
+__all__: Sequence[str] = ("SITES", "UNSEEN", "Loopback", "deploy", "events", "options_of", "simulate", "site_file")
+
+
+# Runs -----------------------------------------------------------------------------------------------------------------
+
+
+def model(folder: Path, method: str, target: str) -> dict[str, torch.Tensor]:
+    return load_file(folder / method / target / "seed-0" / "model.safetensors")
+
+
+def result(folder: Path, method: str, target: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / method / target / "seed-0" / "result.json").read_text())
+    return found
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+SETTING: dict[str, Any] = {
+    "method": {"name": "fedavg", "options": {}},
+    "training": {},
+    "network": {"name": "linear"},
+    "preprocessing": {"kind": "features"},
+    "input_shape": [5],
+    "classes": 3,
+    "sources": 3,
+    "seed": 0,
+    "refuse": [],
+    "on_refusal": "stop",
+}
+
+
+def answered(
+    program: SiteProgram, weights: Weights, sender: str = "someone", **changes: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a site answers to a request for a call with something in it changed: the header, and the content."""
+    header = {
+        "do": "call",
+        "protocol": PROTOCOL,
+        "run": "r",
+        "call": "fit",
+        "envelope": {"exchange": 1, "round": 1, "progress": 0.0, "mini_batches_left": 5},
+        "memory": {},
+        "kept": {},
+        "checkpoint": 0,
+        "wire": "float32",
+        "setting": SETTING,
+        "part": {
+            "role": "source",
+            "number": 0,
+            "whole": False,
+            "fingerprint": program.holding.fingerprint,
+            "split": {"test_fraction": 0.3, "split": "auto", "seed": 0},
+        },
+        **changes,
+    }
+    body = body_of({"weights": weights})
+    answer, content, _ = unseal(program.handle(seal({"key": request_key(header, body.sha256), **header}, body), sender))
+    return answer, content
+
+
+def request(program: SiteProgram, **changes: Any) -> dict[str, Any]:
+    """The header of what a site `answered`, to a linear model of zeros."""
+    start = Weights({"classifier.weight": torch.zeros(3, 5), "classifier.bias": torch.zeros(3)})
+    return answered(program, start, **changes)[0]

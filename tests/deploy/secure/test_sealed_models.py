@@ -1,0 +1,349 @@
+"""Models that pass from site to site sealed: the bits of the local engine, and nobody between opens or replaces one."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loopback import ADAPT, SITES, deploy, model, options_of, result, same, simulate, site_file, write_data
+
+pytest.importorskip("cryptography")
+pytest.importorskip("cryptography.hazmat.primitives.hpke")
+from cryptography.hazmat.primitives import serialization
+from federations import Between, Meddle, Request, box_of, certificate_of, key_of, write_kits
+
+from fedshift.deploy.crypto.keys import KeyCard
+from fedshift.deploy.crypto.orders import card_entry
+from fedshift.deploy.crypto.sealing import SealingKey, key_text
+from fedshift.deploy.remote.policy import AuditLog
+from fedshift.deploy.remote.transport import Lost
+from fedshift.deploy.remote.wire import Message, body_of, seal, unseal
+from fedshift.deploy.secure.identity import signing
+from fedshift.encryption import write_private
+from fedshift.errors import FedshiftError
+from fedshift.federation.messages import Sealed
+from fedshift.federation.secure.closed import ClosedTensor, Passage
+from fedshift.functional.averaging import weighted_average
+from fedshift.methods.federated.kd3a import KD3A
+from fedshift.weights import Weights
+
+FADA = {"name": "fada", "steps_per_round": 2}
+KD3A_OPTIONS = {"name": "kd3a"}
+RUN = "tiny-kd3a-east-seed-0"
+SOURCES = ("north", "south")
+TARGET_KEY = bytes(range(32))
+
+
+def between(folder: Path, source: dict[str, Any] | None = None, **policy: Any) -> Between:
+    """Sites with kits; ``source``: what the policy of the sources says besides."""
+    write_kits(folder, list(SITES))
+    files = write_data(folder / "data", SITES)
+    more = {name: {**policy, **(source or {} if name in SOURCES else {})} for name in SITES}
+    return Between({name: site_file(folder, name, files[name], **more[name]) for name in SITES})
+
+
+def options(method: Mapping[str, Any] = KD3A_OPTIONS) -> dict[str, Any]:
+    whole = options_of(dict(method), protocol=ADAPT)
+    return {**whole, "training": {**whole["training"], "rounds": 2}}
+
+
+def run(folder: Path, transport: Between, method: Mapping[str, Any] = KD3A_OPTIONS, **engine: Any) -> Path:
+    engine = {"routing": "sealed", **engine}
+    return deploy(folder, options(method), unseen={}, transport=transport, engine=engine)[0]
+
+
+@pytest.mark.parametrize(("method", "made"), [(KD3A_OPTIONS, "fit"), (FADA, "finish")])
+def test_same_bits_as_the_local_engine_and_no_source_model_in_clear(
+    method: dict[str, Any], made: str, tmp_path: Path
+) -> None:
+    """The sources' own policies allow no model to leave that is not sealed."""
+    send = ["numbers", "accuracy", "metrics", *(["features"] if method is FADA else [])]
+    transport = between(tmp_path, {"send": ["sealed", *send]}, send=["weights", *send])
+    crossed: dict[str, bytes] = {}
+
+    def watch(site: str, header: dict[str, Any], answer: Message | Lost) -> Message | Lost:
+        if header.get("call") == made and isinstance(answer, Message):
+            _, content, _ = unseal(answer)
+            assert isinstance(content["weights"], Sealed)
+            crossed[site] = answer.body
+        return answer
+
+    transport.change = watch
+    there = run(tmp_path, transport, method)
+    here = simulate(tmp_path, options(method), unseen={}, routing="sealed")
+    name = method["name"]
+    assert same(model(here, name, "east"), model(there, name, "east"))
+    ours, theirs = result(here, name, "east"), result(there, name, "east")
+    assert ours["selected"] == theirs["selected"]
+    assert set(crossed) == set(SOURCES)
+    rounds = transport.asked.count(("north", made))
+    one = sum(tensor.nbytes for tensor in model(here, name, "east").values())
+    sealed, up = theirs["bytes_up"]["sealed"], theirs["bytes_up"]["weights"]
+    assert up == rounds * one, "the target's model alone is in clear"
+    assert 1 < sealed / (rounds * one * len(SOURCES)) < 1 + 4000 / one
+    assert 0 <= theirs["bytes_down"]["sealed"] - sealed < 20 * rounds * len(SOURCES), "and where they belong"
+    lines, _ = AuditLog.check(transport.programs["north"].config.audit_log)
+    fits = [line for line in lines if line["call"] == made]
+    assert all(line["sealed_for"] == ["east"] and line["sent"]["weights"]["kind"] == "sealed" for line in fits)
+    lines, _ = AuditLog.check(transport.programs["east"].config.audit_log)
+    assert [line["opened"] for line in lines if "opened" in line] == [list(SOURCES)] * rounds
+    assert not list(transport.programs["east"].config.memory.glob("*/sealing/*")), "the key goes with the run"
+
+
+class Killed(Exception):
+    """The coordinator died here."""
+
+
+@pytest.mark.parametrize("wire", ["float32", "int8"])
+def test_killed_anywhere_a_run_ends_in_the_same_bits(wire: str, tmp_path: Path) -> None:
+    """Coordinator and sites begin anew each time; the second time a source has lost the answer that it kept."""
+    left = [("south", "fit", 1), ("east", "distil", 1), ("north", "fit", 2), ("east", "distil", 2)]
+
+    def change(site: str, header: dict[str, Any], answer: Message | Lost) -> Message | Lost:
+        moment = (site, header.get("call"), header.get("envelope", header).get("round"))
+        if moment in left:
+            left.remove(moment)
+            for file in (tmp_path / "north").rglob("answer-*") if len(left) == 2 else ():
+                file.unlink()
+            raise Killed
+        return answer
+
+    deaths = 0
+    while True:
+        transport = between(tmp_path)
+        transport.change = change
+        try:
+            there = run(tmp_path, transport, wire=wire)
+            break
+        except Killed:
+            deaths += 1
+    assert deaths == 4
+    straight = run(tmp_path / "straight", between(tmp_path / "straight"), wire=wire)
+    assert same(model(there, "kd3a", "east"), model(straight, "kd3a", "east"))
+    if wire == "float32":
+        here = simulate(tmp_path, options(), unseen={})
+        assert same(model(here, "kd3a", "east"), model(there, "kd3a", "east"))
+    lines, _ = AuditLog.check(transport.programs["south"].config.audit_log)
+    assert any(line.get("again") for line in lines), "what was kept is given again"
+
+
+# Attacks --------------------------------------------------------------------------------------------------------------
+
+
+def to_target(change: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]], number: int = 1) -> Meddle:
+    """Change the models that the target is given in a round."""
+
+    def meddle(site: str, header: dict[str, Any], content: dict[str, Any]) -> Request | None:
+        if header.get("call") != "distil" or header["envelope"]["round"] != number:
+            return None
+        return header, {**content, "models": change(header, dict(content["models"]))}
+
+    return meddle
+
+
+def flipped(header: dict[str, Any], models: dict[str, Any]) -> dict[str, Any]:
+    sealed = models["north"]["0|sealed"].clone()
+    sealed[len(sealed) // 2] ^= 1
+    return {**models, "north": Sealed({**models["north"], "0|sealed": sealed})}
+
+
+def swapped(header: dict[str, Any], models: dict[str, Any]) -> dict[str, Any]:
+    return {"north": models["south"], "south": models["north"]}
+
+
+def made_by(signer: str, run_name: str = RUN, **other: Any) -> Callable[..., dict[str, Any]]:
+    """A model in the name of north, signed with the key of ``signer``, sealed with the target's own key."""
+
+    def change(header: dict[str, Any], models: dict[str, Any]) -> dict[str, Any]:
+        passage = Passage(run_name, header["envelope"]["exchange"] - 1, "fit", "weights", "north", ("east",))
+        keys = other.get("keys", {"east": SealingKey(TARGET_KEY).public})
+        return {**models, "north": box_of(passage, OTHER, keys, signer, other.get("said"))}
+
+    return change
+
+
+OTHER = Weights({"features.w": torch.zeros(2)})
+NOT_SIGNED = "the sealed model of 'north' is not signed with a certificate"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (flipped, NOT_SIGNED),
+        (swapped, "the model of 'north' from exchange 1, call fit, run .* that of 'south' from exchange 1"),
+        (made_by("north", "another-run"), "run 'another-run'"),
+        (made_by("coordinator"), NOT_SIGNED),
+        (made_by("north"), "the model that 'north' sealed for it: 'weights' holds other tensors than"),
+        (
+            made_by("north", keys={"east": SealingKey(bytes(range(1, 33))).public}),
+            "model of 'north' was not sealed for this site's key",
+        ),
+        (made_by("north", said={"": Weights({"w": torch.zeros(2)})}), "not those that its box declares"),
+        (lambda header, models: {**models, "north": Sealed({"sealed": OTHER["features.w"]})}, "holds no sealed model"),
+        (lambda header, models: {**models, "north": OTHER}, "holds no sealed model"),
+    ],
+)
+def test_the_target_opens_what_its_sender_sealed_for_it_and_nothing_else(
+    change: Callable[..., dict[str, Any]], said: str, tmp_path: Path
+) -> None:
+    transport = between(tmp_path)
+    give_key(transport, "east", RUN)
+    transport.meddle = to_target(change)
+    with pytest.raises(FedshiftError, match=said):
+        run(tmp_path, transport)
+    lines, _ = AuditLog.check(transport.programs["east"].config.audit_log)
+    assert re.search(said, lines[-1]["refused"])
+
+
+def give_key(transport: Between, site: str, run_name: str) -> None:
+    """Let the attacker know the key of a site."""
+    key = transport.programs[site].config.memory / run_name / "sealing" / "key"
+    key.parent.mkdir(parents=True)
+    write_private(key, TARGET_KEY)
+
+
+def test_a_model_of_another_round_is_not_opened(tmp_path: Path) -> None:
+    transport, before = between(tmp_path), {}
+
+    def meddle(site: str, header: dict[str, Any], content: dict[str, Any]) -> Request | None:
+        if header.get("call") != "distil":
+            return None
+        before.setdefault("models", content["models"])
+        return (header, {**content, **before}) if header["envelope"]["round"] == 2 else None
+
+    transport.meddle = meddle
+    with pytest.raises(FedshiftError, match=r"from exchange 3, call fit, run .* that of 'north' from exchange 1"):
+        run(tmp_path, transport)
+
+
+def own_card(run_name: str, signer: str) -> list[str]:
+    """A key that the coordinator knows, in the name of the target."""
+    public = SealingKey(bytes(range(32))).public
+    signature = key_of(signer).sign(key_text(run_name, "east", public), *signing())
+    der = certificate_of("east", key_of(signer)).public_bytes(serialization.Encoding.DER)
+    return card_entry(KeyCard("east", public, signature, der))
+
+
+def forged_card(name: str, header: dict[str, Any]) -> dict[str, Any] | None:
+    """The header of a request to seal, with something wrong in it."""
+    card = header["seal"]["for"]["east"]
+    wrong: dict[str, dict[str, Any]] = {
+        "another key": {"seal": {"for": {"east": [own_card(RUN, "east")[0], *card[1:]]}}},
+        "another run": {"seal": {"for": {"east": own_card("another-run", "east")}}},
+        "another certificate": {"seal": {"for": {"east": own_card(RUN, "thief")}}},
+        "another site": {"seal": {"for": {"south": card}}},
+        "a second reader": {"seal": {"for": {"east": card, "south": card}}},
+        "itself": {"seal": {"for": {"north": card}}},
+        "nobody": {"seal": {"card": card}},
+        "in clear": {name: value for name, value in header.items() if name not in ("seal", "routing")},
+    }
+    changed = wrong[name]
+    return changed if name == "in clear" else {**header, **changed}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("another key", "the key of 'east' is not signed"),
+        ("another run", "the key of 'east' is not signed"),
+        ("another certificate", "certificate of 'east' is not the one that rule policy.peers lists"),
+        ("another site", "the key of 'south' is not signed"),
+        ("itself", "asked to seal a model for itself"),
+        ("a second reader", "does not say for whom"),
+        ("nobody", "does not say for whom"),
+        ("in clear", "'north' refuses to send weights"),
+    ],
+)
+def test_a_source_seals_for_a_key_that_the_target_signed_and_for_no_other(name: str, said: str, tmp_path: Path) -> None:
+    """Also where the authority signs a certificate in the target's name."""
+    right = certificate_of("east", key_of("east")).fingerprint(signing()[1]).hex()
+    send = ["sealed", "numbers", "accuracy", "metrics"]
+    transport = between(tmp_path, {"send": send, "peers": {"east": right}})
+
+    def meddle(site: str, header: dict[str, Any], content: dict[str, Any]) -> Request | None:
+        changed = forged_card(name, header) if site == "north" and "seal" in header else None
+        return None if changed is None else (changed, content)
+
+    transport.meddle = meddle
+    with pytest.raises(FedshiftError, match=said):
+        run(tmp_path, transport)
+    lines, _ = AuditLog.check(transport.programs["north"].config.audit_log)
+    assert said in lines[-1]["refused"]
+
+
+def test_only_what_a_method_hands_on_is_sealed_or_opened(tmp_path: Path) -> None:
+    """Neither can the coordinator have the target's model sealed, nor give a sealed one to another call."""
+    transport = between(tmp_path)
+    held: dict[str, Any] = {}
+
+    def meddle(site: str, header: dict[str, Any], content: dict[str, Any]) -> Request | None:
+        held.update({"seal": header["seal"]} if "seal" in header else {})
+        return ({**header, **held}, content) if header.get("call") == "distil" else None
+
+    transport.meddle = meddle
+    with pytest.raises(FedshiftError, match="what call distil sends is not only handed on"):
+        run(tmp_path, transport)
+    transport = between(tmp_path)
+    sealed = Sealed({"sealed": torch.zeros(3, dtype=torch.uint8)})
+    transport.meddle = lambda site, header, content: (
+        (header, {"weights": sealed}) if header.get("call") == "fit" else None
+    )
+    with pytest.raises(FedshiftError, match="call fit is not given sealed models in 'weights'"):
+        run(tmp_path, transport)
+
+
+def test_server_code_cannot_read_what_is_sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = ClosedTensor((None, "", "w"), torch.float32, (2,))  # type: ignore[arg-type]
+    for look in (list, torch.Tensor.sum, lambda one: one[0], lambda one: one + 1, lambda one: one.equal(one)):
+        with pytest.raises(FedshiftError, match="only hand it on"):
+            look(closed)
+    assert closed.shape == (2,)
+    assert type(closed.detach()) is ClosedTensor
+
+    def curious(self: KD3A, federation: Any, state: Any) -> Any:
+        models = [update.weights for update in federation.ask(self.fit, to=federation.sources, weights=state.weights)]
+        return state.advance(weighted_average(models, [0.5, 0.5]))
+
+    monkeypatch.setattr(KD3A, "round", curious)
+    with pytest.raises(FedshiftError, match="may only hand it on"):
+        run(tmp_path, between(tmp_path))
+
+
+def odd_box(exchange: int = 1, readers: tuple[str, ...] = ("east",), size: int = 2) -> Sealed:
+    """A box that is sealed for another exchange or reader than was asked for, or says that it holds another model."""
+    keys = {reader: SealingKey(TARGET_KEY).public for reader in readers}
+    passage = Passage(RUN, exchange, "fit", "weights", "north", readers)
+    sealed = box_of(passage, OTHER, keys, said={"": Weights({"features.w": torch.zeros(size)})})
+    return Sealed({name.removeprefix("0|"): part for name, part in sealed.items() if name != "places"})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        ({}, "holds no sealed model"),
+        ({"weights": OTHER}, "holds no sealed model"),
+        ({"weights": Sealed({"sealed": torch.zeros(3)})}, "holds no sealed model"),
+        ({"weights": odd_box(exchange=2)}, "not that of exchange 1 for east"),
+        ({"weights": odd_box(readers=("east", "south"))}, "not that of exchange 1 for east"),
+        ({"weights": odd_box()}, "'weights' holds other tensors than the site was sent"),
+        ({"weights": odd_box(size=2**20)}, "does not say what it is"),
+    ],
+)
+def test_an_answer_that_is_not_sealed_as_asked_is_refused(spoil: dict[str, Any], said: str, tmp_path: Path) -> None:
+    transport = between(tmp_path)
+
+    def change(site: str, header: dict[str, Any], answer: Message | Lost) -> Message | Lost:
+        if site != "north" or header.get("call") != "fit" or not isinstance(answer, Message):
+            return answer
+        told, content, _ = unseal(answer)
+        return seal(told, body_of({**{name: content[name] for name in ("samples", "loss")}, **spoil}))
+
+    transport.change = change
+    there = run(tmp_path, transport, quorum=1)
+    record = json.loads((there / "kd3a/east/seed-0/rounds.jsonl").read_text().splitlines()[0])
+    assert said in record["extra"]["missing"]["north"]

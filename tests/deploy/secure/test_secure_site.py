@@ -1,0 +1,331 @@
+"""A site that masks, and a coordinator that asks it for more than a sum: named refusals, and nothing is lost."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loopback import SETTING, site_file, write_data
+
+pytest.importorskip("cryptography")
+from cryptography.hazmat.primitives import serialization
+from federations import FOUR, certificate_of, key_of, write_kits
+
+from fedshift.deploy.crypto.at_server import SecureSum
+from fedshift.deploy.crypto.keys import KeyCard, Order, signed_text
+from fedshift.deploy.crypto.orders import (
+    card_of,
+    confirmed_of,
+    order_entry,
+    order_in,
+    revealed_of,
+    sealed_content,
+    sum_entry,
+    upload_of,
+)
+from fedshift.deploy.remote.policy import AuditLog
+from fedshift.deploy.remote.transport import PROTOCOL, request_key
+from fedshift.deploy.remote.wire import body_of, seal, unseal
+from fedshift.deploy.secure.identity import Identity, signing
+from fedshift.deploy.site_server import SiteProgram, open_site
+from fedshift.federation.messages import Content
+from fedshift.federation.secure.sums import Layout, Weighing
+from fedshift.weights import Weights
+
+ENVELOPE = {"exchange": 1, "round": 1, "progress": 0.0, "mini_batches_left": 500}
+START = Weights({"classifier.weight": torch.zeros(3, 5), "classifier.bias": torch.zeros(3)})
+OTHER = Weights({"classifier.weight": torch.ones(3, 5), "classifier.bias": torch.zeros(3)})
+Answer = tuple[dict[str, Any], Mapping[str, Content]]
+
+
+class Coordinator:
+    """Sites with kits, and requests to them as an attacker can make them."""
+
+    def __init__(self, folder: Path, **policy: Any) -> None:
+        self.folder = folder
+        write_kits(folder, list(FOUR))
+        files = write_data(folder / "data", FOUR)
+        self.sites = {name: open_site(site_file(folder, name, files[name], **policy)) for name in FOUR}
+        self.cards = {name: self.card(name) for name in FOUR}
+
+    def card(self, name: str) -> KeyCard:
+        return card_of(name, self.ask(name, {"do": "key"})[0]["card"])
+
+    def restart(self, name: str) -> SiteProgram:
+        self.sites[name] = open_site(self.sites[name].config.path)
+        return self.sites[name]
+
+    def ask(self, site: str, header: Mapping[str, Any], content: Mapping[str, Content] | None = None) -> Answer:
+        body = body_of(content or {})
+        whole = {"protocol": PROTOCOL, "run": "r", **header}
+        message = seal({"key": request_key(whole, body.sha256), **whole}, body)
+        answer, held, _ = unseal(self.sites[site].handle(message, "coordinator"))
+        return answer, held
+
+    def to_mask(
+        self, site: str, names: Sequence[str] = tuple(FOUR), weights: Weights = START, **changes: Any
+    ) -> tuple[dict[str, Any], Order]:
+        """The header of a request to mask, and its order. ``changes``: of the header, or of its entry ``sum``."""
+        cards = {name: self.cards[name] for name in names}
+        whole = sum_entry(Weighing("samples", 8, len(FOUR)), cards, dict.fromkeys(names, ENVELOPE))
+        header = {
+            "do": "call",
+            "run": "r",
+            "call": "fit",
+            "envelope": ENVELOPE,
+            "memory": {},
+            "kept": {},
+            "checkpoint": 0,
+            "wire": "float32",
+            "aggregation": "secure",
+            "setting": SETTING,
+            "part": {
+                "role": "source",
+                "number": 0,
+                "whole": False,
+                "fingerprint": self.sites[site].holding.fingerprint,
+                "split": {"test_fraction": 0.3, "split": "auto", "seed": 0},
+            },
+            **{name: value for name, value in changes.items() if name not in whole},
+            "sum": {**whole, **{name: value for name, value in changes.items() if name in whole}},
+        }
+        sha = body_of({"weights": weights}).sha256
+        return header, order_in(header, sha)[0]
+
+    def mask(self, site: str, weights: Weights = START, **changes: Any) -> Answer:
+        header, _ = self.to_mask(site, weights=weights, **changes)
+        return self.ask(site, header, {"weights": weights})
+
+    def masked(self, weights: Mapping[str, Weights] | None = None) -> SecureSum:
+        """The sum of the masked answers of all sites, each of which may be sent other weights."""
+        _, order = self.to_mask("north")
+        total = SecureSum(order)
+        for name in FOUR:
+            answer, content = self.mask(name, (weights or {}).get(name, START))
+            total.add(name, upload_of(content, order, Layout.read(answer["layout"]).length)[0])
+        return total
+
+    def unmask(self, site: str, total: SecureSum, survivors: Sequence[str], **changes: Any) -> Answer:
+        """A request for shares, with what the other survivors confirm to the site."""
+        header = {"order": order_entry(total.order), "answered": list(survivors)}
+        codes = {}
+        for other in {*survivors} & {*FOUR} - {site}:
+            answer, content = self.ask(other, {"do": "confirm", **header})
+            if "error" not in answer and site in survivors:
+                codes[other] = confirmed_of(content, other, survivors)[site]
+        return self.ask(site, {"do": "unmask", **header, **changes}, sealed_content(total.sealed_for(site), codes))
+
+
+@pytest.fixture
+def asking(tmp_path: Path) -> Coordinator:
+    return Coordinator(tmp_path)
+
+
+def test_a_sum_by_hand(asking: Coordinator) -> None:
+    total = asking.masked()
+    told = {}
+    for name in ("north", "up", "east"):
+        _, content = asking.unmask(name, total, total.answered)
+        told[name] = revealed_of(content, total.order, total.answered)
+    assert total.unmasked(told)[0].item() == len(FOUR)
+    assert total.total is not None
+    assert total.total[0].item() != len(FOUR)
+
+
+def test_one_update_is_masked_once(asking: Coordinator) -> None:
+    """Asked again a site gives the answer it gave, also after a restart; for another roster or content it refuses."""
+    first = asking.mask("north")
+    asking.restart("north")
+    again = asking.mask("north")
+    assert torch.equal(first[1]["sum"]["sum"], again[1]["sum"]["sum"])  # type: ignore[index,call-overload]
+    assert first[0] == again[0]
+    part = {**asking.to_mask("north")[0]["part"], "number": 1}  # trained anew, and masked as before
+    assert torch.equal(first[1]["sum"]["sum"], asking.mask("north", part=part)[1]["sum"]["sum"])  # type: ignore[index,call-overload]
+    for changes in ({"names": ["north", "south", "east"]}, {"weights": OTHER}, {"weighing": ["samples", 9, 4]}):
+        assert re.search("masks it only once|differs by up", asking.mask("north", **changes)[0]["message"])
+    slower = {**SETTING, "training": {"lr": 0.5}}
+    assert "masks it only once" in asking.mask("north", setting=slower)[0]["message"]
+    lines, _ = AuditLog.check(asking.sites["north"].config.audit_log)
+    assert [bool(line.get("refused")) for line in lines if line["do"] == "call"] == [False] * 3 + [True] * 4
+    later = {**ENVELOPE, "exchange": 2}
+    asking.mask("north", envelope=later, envelopes=dict.fromkeys(FOUR, later), checkpoint=1)
+    assert "is over" in asking.mask("north")[0]["message"]
+    assert not list(asking.sites["north"].config.memory.glob("r/sums/1-*-upload"))
+
+
+def test_a_site_tells_shares_of_one_kind_for_one_set_of_survivors(tmp_path: Path) -> None:
+    asking = Coordinator(tmp_path, roster="any")
+    total = asking.masked()
+    three = ["east", "north", "south"]
+    answer, content = asking.unmask("north", total, three)
+    shares = content["shares"]
+    assert answer["answers"]
+    # Of a site that answered the share of its own seed, of the lost one those of its pairs: never both of one.
+    assert (shares["own"].shape, shares["pairs"].shape) == ((3, 33), (3, 33))  # type: ignore[index,call-overload,union-attr]
+    asking.restart("north")
+    assert asking.unmask("north", total, three)[1]["shares"]["own"].equal(shares["own"])  # type: ignore[index,call-overload,union-attr]
+    assert "for other sites already" in asking.unmask("north", total, total.answered)[0]["message"]
+    for answered in (three[:2], [*three, "west"], [*three, "north"], ["east", "south", "up"]):
+        assert "error" in asking.unmask("north", total, answered)[0]
+    for name, changes in (("east", {"answered": 3}), ("east", {"answered": [3]}), ("east", {"order": None})):
+        assert "request to unmask" in asking.unmask(name, total, three, **changes)[0]["message"]
+    order = {**order_entry(total.order), "content": "0" * 64}
+    assert "did not mask" in asking.unmask("east", total, three, order=order)[0]["message"]
+
+
+def test_sites_that_were_sent_different_models_unmask_nothing(asking: Coordinator) -> None:
+    total = asking.masked({"north": OTHER})
+    said = {name: asking.unmask(name, total, total.answered)[0]["message"] for name in FOUR}
+    assert "did not mask its reply for this roster and content" in said.pop("north")
+    assert all("not sealed for this sum" in one for one in said.values())
+
+
+def test_how_many_sites_a_sum_has_is_the_sites_rule(tmp_path: Path) -> None:
+    asking = Coordinator(tmp_path, smallest_sum=4)
+    answer, _ = asking.mask("north", names=["north", "south", "east"])
+    assert "at least 4 sites" in answer["message"]
+    total = asking.masked()
+    assert "at least 4 sites" in asking.unmask("north", total, ["east", "north", "south"])[0]["message"]
+    assert "error" not in asking.unmask("north", total, total.answered)[0]
+
+
+IDLE = {**ENVELOPE, "mini_batches_left": 0}
+DONE = {**ENVELOPE, "progress": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [
+        ({"south": IDLE, "east": IDLE}, "at least 3 sites train, not 2"),
+        ({"south": DONE}, "not asked for the same"),
+        ({"north": IDLE}, "not asked for the same"),
+        ({"south": {**ENVELOPE, "round": 2}}, "not asked for the same"),
+        ({"west": ENVELOPE}, "not asked for the same"),
+        ({"south": None}, "does not say what each site"),
+        ({"south": {**ENVELOPE, "progress": "1"}}, "does not say what each site"),
+    ],
+)
+def test_a_site_trains_only_where_others_do(others: dict[str, Any], said: str, asking: Coordinator) -> None:
+    """Who does no work contributes what it was sent, which the coordinator knows."""
+    header, _ = asking.to_mask("north")
+    header["sum"]["envelopes"] = {**dict.fromkeys(FOUR, ENVELOPE), **others}
+    assert said in asking.ask("north", header, {"weights": START})[0]["message"]
+    assert not list(asking.sites["north"].config.memory.glob("r/sums/*masked*"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sum": None},
+        {"sum": {}},
+        {"weighing": ["norm", 1, 4]},
+        {"weighing": ["samples", 1000, 4]},
+        {"weighing": ["samples", 8, 3]},
+        {"cards": {"north": 1}},
+        {"cards": []},
+        {"envelopes": [1]},
+    ],
+)
+def test_garbage_is_refused_in_a_line(changes: dict[str, Any], asking: Coordinator) -> None:
+    header, _ = asking.to_mask("north")
+    whole = changes if "sum" in changes else {"sum": {**header["sum"], **changes}}
+    answer, _ = asking.ask("north", {**header, **whole}, {"weights": START})
+    assert "request to mask" in answer["message"], answer
+
+
+def test_what_is_too_large_for_a_sum_is_refused_and_not_clipped(asking: Coordinator) -> None:
+    large = Weights({name: tensor + 1e10 for name, tensor in START.items()})
+    header, _ = asking.to_mask("north")
+    answer, content = asking.ask("north", header, {"weights": large})
+    assert "too large for a sum" in answer["message"]
+    assert not content
+    assert not list(asking.sites["north"].config.memory.glob("r/sums/*masked*"))
+
+
+def test_required_means_that_no_model_leaves_alone(tmp_path: Path) -> None:
+    asking = Coordinator(tmp_path, secure="required", peers=prints(tmp_path))
+    header, _ = asking.to_mask("north")
+    del header["sum"]
+    answer, _ = asking.ask("north", header, {"weights": START})
+    assert answer["error"] == "KindRefused"
+    assert "policy.secure: required" in answer["message"]
+    lines, _ = AuditLog.check(asking.sites["north"].config.audit_log)
+    assert "policy.secure: required" in lines[-1]["refused"]
+    assert "error" not in asking.mask("north")[0]
+
+
+# Keys and certificates ------------------------------------------------------------------------------------------------
+
+
+def prints(folder: Path) -> dict[str, str]:
+    write_kits(folder, list(FOUR))
+    return {name: Identity.of_kit(folder / name, name).fingerprint for name in FOUR}
+
+
+def forged(asking: Coordinator, **certificate: Any) -> KeyCard:
+    """A key of the coordinator's own in the name of 'south', with a certificate that it made."""
+    public = asking.cards["east"].public
+    name, key = certificate.pop("name", "south"), key_of("coordinator")
+    made = certificate_of(name, key, **certificate).public_bytes(serialization.Encoding.DER)
+    return KeyCard("south", public, key.sign(signed_text("r", "south", public), *signing()), made)
+
+
+def test_a_key_that_its_site_did_not_sign_is_refused(asking: Coordinator) -> None:
+    honest = asking.cards["south"]
+    of_before = card_of("south", asking.ask("south", {"do": "key", "run": "before"})[0]["card"])
+    for card in (
+        of_before,
+        replace(honest, signature=b"none"),
+        replace(honest, certificate=b"none"),
+        replace(honest, public=asking.cards["east"].public),  # the signature is of another key
+        replace(asking.cards["east"], site="south"),
+        forged(asking, authority="coordinator"),
+        forged(asking, name="north"),
+        forged(asking, days=-1),
+    ):
+        asking.cards["south"] = card
+        assert "the key of 'south' is not signed" in asking.mask("north")[0]["message"]
+    assert asking.sites["north"].terms.agreed().peers == ()
+    asking.cards["south"] = honest
+    assert "error" not in asking.mask("north")[0]
+
+
+@pytest.mark.parametrize("rule", ["seen first", "listed", "agreed"])
+def test_whoever_holds_the_authority_cannot_be_the_others(rule: str, tmp_path: Path) -> None:
+    """A certificate that the authority signed is not enough: it has to be the one that the site knows."""
+    policy: dict[str, Any] = {
+        "seen first": {},
+        "listed": {"secure": "required", "peers": {name: one.upper() for name, one in prints(tmp_path).items()}},
+        "agreed": {"secure": "required"},
+    }[rule]
+    asking = Coordinator(tmp_path, **policy)
+    program = asking.sites["north"]
+    if rule == "agreed":
+        assert "has not agreed to the certificate" in asking.mask("north")[0]["message"]
+        assert [len(one.lacks.peers) for one in program.terms.asked()] == [len(FOUR) - 1]
+        program.terms.agree(program.terms.asked())
+    assert "error" not in asking.mask("north")[0]
+    asking.cards["south"] = forged(asking)
+    answer, _ = asking.mask("north")
+    assert ("policy.peers lists" if rule == "listed" else "has not agreed to the certificate") in answer["message"]
+    if rule != "listed":
+        assert [peer.site for one in program.terms.asked() for peer in one.lacks.peers] == ["south"]
+        program.terms.agree(program.terms.asked())  # the kit was issued anew
+        assert "another key than before" in asking.mask("north")[0]["message"]  # in this run, all the same
+        assert [peer.site for peer in program.terms.agreed().peers].count("south") == 1
+
+
+def test_a_site_without_a_kit_says_so(tmp_path: Path) -> None:
+    files = write_data(tmp_path / "data", FOUR)
+    program = open_site(site_file(tmp_path, "north", files["north"]))
+    body = body_of({})
+    header = {"do": "key", "protocol": PROTOCOL, "run": "r"}
+    answer, _, _ = unseal(program.handle(seal({**header, "key": request_key(header, body.sha256)}, body), "c"))
+    assert "no usable key" in answer["message"]
+    assert hashlib.sha256(body.data).hexdigest() == body.sha256

@@ -1,0 +1,281 @@
+"""A coordinator that crafts what it sends, to read a site's training rows off the answer, under the default SITE.yaml.
+
+The attacks run in this process: the site's own program answers the requests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from loopback import SETTING, answered, request
+from test_hostile_coordinator import hello, program_of
+
+from fedshift.deploy.agreed_terms import AgreedTerms
+from fedshift.deploy.audit.crafted import LAYOUTS, Layout, craft, read_off, samples_read
+from fedshift.deploy.cli.site import agree_site
+from fedshift.deploy.remote.policy import Policy
+from fedshift.deploy.site_file import load_site
+from fedshift.deploy.site_server import SiteProgram, open_site
+from fedshift.errors import Refused, UserError
+from fedshift.models import registry as models
+from fedshift.weights import Weights
+
+WIDTH = 8
+WIDE = {"name": "mlp", "hidden": [1500]}
+ALL_AT_ONCE = {"batch_size": 100_000, "lr": 1.0, "momentum": 0.0}
+
+
+def site(tmp_path: Path, samples: int, **policy: Any) -> SiteProgram:
+    """A site of noise under the default policy, but for what ``policy`` says."""
+    tmp_path.mkdir(parents=True, exist_ok=True)
+    draws = np.random.default_rng(5)
+    file = tmp_path / "data.npz"
+    np.savez(file, x=draws.normal(size=(samples, WIDTH)).astype(np.float32), y=np.arange(samples) % 3)
+    place = tmp_path / "SITE.yaml"
+    data = {"name": "arrays", "sites": {"north": str(file)}}
+    rules = {"policy": policy} if policy else {}
+    place.write_text(
+        yaml.safe_dump({"site": "north", "data": data, "classes": ["0", "1", "2"], "device": "cpu", **rules})
+    )
+    return SiteProgram(load_site(place))
+
+
+def asked(
+    program: SiteProgram, weights: Weights, network: Mapping[str, Any], exchange: int = 1, **training: Any
+) -> tuple[dict[str, Any], Weights | None]:
+    """What FedAvg's call answers to these weights: the header, and the model if there is one."""
+    answer, content = answered(
+        program,
+        weights,
+        "curious",
+        envelope={"exchange": exchange, "round": exchange, "progress": 0.0, "mini_batches_left": 10**6},
+        setting={
+            **SETTING,
+            "network": dict(network),
+            "input_shape": [WIDTH],
+            "training": {**ALL_AT_ONCE, **training},
+        },
+    )
+    model = content.get("weights")
+    return answer, model if isinstance(model, Weights) else None
+
+
+def rows_of(program: SiteProgram) -> torch.Tensor:
+    train, _ = program._rows({"test_fraction": 0.3, "split": "auto", "seed": 0})
+    return torch.from_numpy(np.asarray(program.holding.domain.inputs)[train])
+
+
+def attack(program: SiteProgram, network: Mapping[str, Any], layout: Layout, **training: Any) -> tuple[int, int, str]:
+    """(rows read, rows of the site, the refusal if there was one)."""
+    rows = rows_of(program)
+    built = models.build(models.parse(network), (WIDTH,), 3, 0)
+    like = torch.randn(4000, WIDTH, generator=torch.Generator().manual_seed(1))  # the attacker knows mean and deviation
+    crafted = craft(built, like, len(rows), layout, torch.Generator().manual_seed(2))
+    answer, after = asked(program, crafted, network, **training)
+    read = 0 if after is None else samples_read(read_off(built, crafted, after, layout), rows)
+    return read, len(rows), str(answer.get("message", ""))
+
+
+@pytest.mark.parametrize("samples", [60, 300])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_crafted_network_reads_a_site_and_is_refused(layout: Layout, samples: int, tmp_path: Path) -> None:
+    """Where the check is off, the attack gets most rows: so the check is what stops it."""
+    read, rows, refused = attack(site(tmp_path / "off", samples, exposure=1), WIDE, layout)
+    assert not refused
+    assert read > 0.3 * rows
+    read, rows, refused = attack(site(tmp_path / "default", samples), WIDE, layout)
+    assert read == 0
+    assert "policy.exposure" in refused
+
+
+def test_a_plain_round_of_the_same_site_is_answered(tmp_path: Path) -> None:
+    program = site(tmp_path, 60)
+    plain = models.build(models.parse({"name": "mlp"}), (WIDTH,), 3, 0)
+    answer, after = asked(program, weights_of(plain), {"name": "mlp"}, batch_size=32, lr=0.1)
+    assert after is not None, answer
+    line = json.loads(program.config.audit_log.read_text().splitlines()[-1])
+    assert 0 < line["exposure"] < program.policy.exposure_limit(42)
+
+
+def weights_of(network: torch.nn.Module) -> Weights:
+    return Weights({name: tensor.contiguous() for name, tensor in network.state_dict().items()})
+
+
+def test_what_a_refused_call_made_is_not_kept(tmp_path: Path) -> None:
+    """Neither is it sent when the same request comes again, nor does the network count as agreed to."""
+    program = site(tmp_path, 60)
+    _, _, first = attack(program, WIDE, "bins")
+    _, _, again = attack(program, WIDE, "bins")
+    assert "policy.exposure" in first
+    assert "policy.exposure" in again
+    assert not list(program.config.memory.glob("r/answer-*"))
+    assert program.terms.agreed().models == ()
+    assert "exposure" not in first.partition("policy.exposure")[0]
+    line = json.loads(program.config.audit_log.read_text().splitlines()[-1])
+    assert line["exposure"] > program.policy.exposure  # for the site's eyes
+    assert str(line["exposure"]) not in again
+
+
+def test_what_remains_a_few_rows(tmp_path: Path) -> None:
+    """A unit that reacts to a single row shows it. In honest training, too, a few rows stand alone."""
+    program = site(tmp_path, 300)
+    rows = rows_of(program)
+    built = models.build(models.parse({"name": "mlp", "hidden": [4]}), (WIDTH,), 3, 0)
+    crafted = craft(built, rows, len(rows), "traps", torch.Generator().manual_seed(2))
+    answer, after = asked(program, crafted, {"name": "mlp", "hidden": [4]})
+    assert after is not None, answer
+    assert samples_read(read_off(built, crafted, after, "traps"), rows) > 0
+
+
+def test_what_remains_a_coordinator_that_aims_below_the_limit(tmp_path: Path) -> None:
+    """Narrow bins for a part of the rows, wide ones for the rest: the docs say so."""
+    program = site(tmp_path, 300)
+    rows = rows_of(program)
+    built = models.build(models.parse(WIDE), (WIDTH,), 3, 0)
+    like = torch.randn(4000, WIDTH, generator=torch.Generator().manual_seed(1))
+    crafted = craft(built, like, len(rows), "bins", torch.Generator().manual_seed(2))
+    name = "features.hidden1.0"
+    measured = like @ crafted[f"{name}.weight"][0]
+    wide, narrow = torch.linspace(0.02, 0.8, 12), torch.linspace(0.802, 0.9999, 1488)
+    crafted[f"{name}.bias"].copy_(-measured.quantile(torch.cat([wide, narrow])))
+    answer, after = asked(program, crafted, WIDE)
+    assert after is not None, answer
+    assert 0.1 * len(rows) < samples_read(read_off(built, crafted, after, "bins"), rows) < 0.4 * len(rows)
+
+
+# Terms ----------------------------------------------------------------------------------------------------------------
+
+HEADS: tuple[dict[str, Any], ...] = ({"name": "linear"}, {"name": "mlp", "hidden": [4]})
+
+
+def test_another_network_is_refused_until_the_site_agrees(tmp_path: Path) -> None:
+    program = program_of(tmp_path)
+    assert "error" not in request(program)
+    other = {**SETTING, "network": HEADS[1]}
+    for do in ("call", "measure"):
+        assert "policy.models" in request(program, do=do, round=1, setting=other)["message"]
+    (waiting,) = program.terms.asked()
+    assert ([term["hidden"] for term in waiting.lacks.models], waiting.times) == ([[4]], 2)
+    assert (waiting.coordinator, waiting.run) == ("someone", "r")
+    assert "error" not in request(program)  # the first one still works
+    agree_site(program.config.path, yes=True)
+    assert "policy.models" not in request(program, setting=other)["message"]  # its weights are those of another network
+    assert program.terms.asked() == ()
+    assert "policy.models" not in request(open_site(program.config.path), setting=other)["message"]
+
+
+def test_a_person_agrees_to_what_was_shown_and_to_nothing_that_came_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A coordinator that asks again and again would otherwise find the moment of the question."""
+    program = program_of(tmp_path)
+    assert "error" not in request(program)
+    wide = {"name": "mlp", "hidden": [999]}
+    request(program, setting={**SETTING, "network": HEADS[1]})
+
+    def while_asked(question: str, **_: Any) -> str:
+        assert "policy.models" in request(program, setting={**SETTING, "network": wide})["message"]
+        return "a"
+
+    monkeypatch.setattr("typer.prompt", while_asked)
+    agree_site(program.config.path)
+    assert [term.get("hidden") for term in program.terms.agreed().models][1:] == [[4]]
+    assert [term["hidden"] for one in program.terms.asked() for term in one.lacks.models] == [[999]]
+
+
+def test_terms_that_several_processes_write_are_all_kept(tmp_path: Path) -> None:
+    program = program_of(tmp_path)
+    assert "error" not in request(program)
+
+    def ask(part: int) -> None:
+        terms = AgreedTerms(program.config.memory, program.name, program.policy)
+        for width in range(part, 20, 4):
+            with contextlib.suppress(Refused):
+                terms.check(network=models.parse({"name": "mlp", "hidden": [width + 1]}), agree=False)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(ask, range(4)))
+    waiting = program.terms.asked()
+    assert sorted(one.lacks.models[0]["hidden"] for one in waiting) == [[width + 1] for width in range(20)]
+    assert len({one.number for one in waiting}) == 20
+
+
+def test_networks_that_the_site_file_lists(tmp_path: Path) -> None:
+    program = program_of(tmp_path, models=[HEADS[1]])
+    assert "policy.models" in request(program)["message"]
+    assert program.terms.asked() == ()  # the file decides
+    assert "error" not in request(program_of(tmp_path, models=list(HEADS)))
+    assert "error" not in request(program_of(tmp_path, models="all"))
+    with pytest.raises(UserError, match="policy"):
+        program_of(tmp_path, models=[{"name": "mpl"}])
+
+
+def test_other_splits_are_refused_until_the_site_agrees(tmp_path: Path) -> None:
+    program = program_of(tmp_path)
+    many = request(program, do="hello", **hello(seeds=list(range(6))))
+    assert "policy.splits: 5" in many["message"]
+    assert program.terms.agreed().splits == ()
+    program = program_of(tmp_path / "fresh")
+    assert "error" not in request(program, do="hello", **hello(seeds=[0, 1]))
+    part = request_part(program)
+    for change in ({"seed": 2}, {"test_fraction": 0.29}):
+        for do in ("call", "measure"):
+            other = {**part, "split": {**part["split"], **change}}
+            assert "policy.splits" in request(program, do=do, round=1, part=other)["message"]
+    assert "policy.splits" in request(program, do="hello", **hello(seeds=[0, 2]))["message"]
+    for seed in (0, 1):
+        chosen = {**part, "split": {**part["split"], "seed": seed}}
+        assert "error" not in request(program, do="measure", round=1, part=chosen)
+    agree_site(program.config.path, yes=True)
+    assert "error" not in request(program, do="hello", **hello(seeds=[0, 2]))
+    assert "error" not in request(program_of(tmp_path / "five"), do="hello", **hello(seeds=list(range(5))))
+    free = program_of(tmp_path / "free", splits="all")
+    assert "error" not in request(free, do="hello", **hello(seeds=list(range(20))))
+
+
+def request_part(program: SiteProgram) -> dict[str, Any]:
+    return {
+        "role": "source",
+        "number": 0,
+        "whole": False,
+        "fingerprint": program.holding.fingerprint,
+        "split": {"test_fraction": 0.3, "split": "auto", "seed": 0},
+    }
+
+
+def test_measurements_of_a_day_are_counted(tmp_path: Path) -> None:
+    """By themselves: several models may be measured in one round."""
+    program = program_of(tmp_path, measurements_per_day=3)
+    answers = [request(program, do="measure", round=1) for _ in range(4)]
+    assert ["error" in answer for answer in answers] == [False, False, False, True]
+    assert "policy.measurements_per_day: 3" in answers[-1]["message"]
+    assert "error" not in request(program)  # training goes on
+    again = open_site(program.config.path)
+    assert "policy.measurements_per_day" in request(again, do="measure", round=2)["message"]
+
+
+def test_a_network_of_other_classes_is_refused(tmp_path: Path) -> None:
+    assert "classes" in request(program_of(tmp_path), setting={**SETTING, "classes": 300})["message"]
+
+
+def test_broken_terms_are_said(tmp_path: Path) -> None:
+    program = program_of(tmp_path)
+    program.config.memory.joinpath("agreed.json").write_text('{"models": 3}')
+    assert "agreed.json" in request(program)["message"]
+
+
+def test_the_defaults_limit_a_day() -> None:
+    rule = Policy()
+    assert rule.rounds_per_day is not None
+    assert rule.measurements_per_day is not None
+    assert (rule.models, rule.splits) == ("first", 5)
+    assert 0 < rule.exposure_limit(10) <= 0.8

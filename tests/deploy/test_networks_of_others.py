@@ -1,0 +1,79 @@
+"""Networks that do not come with fedshift, deployed: no code travels, and a site trains those that it lists."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loopback import Loopback, deploy, model, options_of, same, simulate, site_file, write_data
+
+from fedshift.deploy.remote.policy import Policy
+from fedshift.errors import UserError
+
+SITES = {"north": 21, "south": 17}
+CODE = """
+import sys
+from torch import nn
+
+sys.imported_by_site = True
+
+class Net(nn.Sequential):
+    def __init__(self, input_shape, classes, width=4):
+        super().__init__(nn.Linear(input_shape[0], width), nn.ReLU(), nn.Linear(width, classes))
+"""
+LISTED = {"name": "others_networks:Net", "width": 5}
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package with a network, installed but not imported."""
+    (tmp_path / "others_networks.py").write_text(CODE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "others_networks", raising=False)
+    monkeypatch.delattr(sys, "imported_by_site", raising=False)
+
+
+@pytest.mark.usefixtures("package")
+def test_a_listed_network_trains_as_in_a_simulation(tmp_path: Path) -> None:
+    options = options_of({"name": "fedavg"}, model=LISTED)
+    deployed, _ = deploy(tmp_path, options, sites=SITES, models=[LISTED])
+    simulated = simulate(tmp_path, options, SITES)
+    assert same(model(deployed, "fedavg", "west"), model(simulated, "fedavg", "west"))
+
+
+@pytest.mark.usefixtures("package")
+@pytest.mark.parametrize("models", ["first", "all", [{"name": "mlp"}], [{**LISTED, "width": 6}]])
+def test_a_site_refuses_what_it_does_not_list(models: Any, tmp_path: Path) -> None:
+    files = write_data(tmp_path / "data", SITES)
+    places = {site: site_file(tmp_path, site, files[site], models=[LISTED]) for site in SITES}
+    places["south"] = site_file(tmp_path, "south", files["south"], models=models)
+    with pytest.raises(UserError, match=r"site 'south' .*policy\.models"):
+        deploy(tmp_path, options_of({"name": "fedavg"}, model=LISTED), sites=SITES, transport=Loopback(places))
+
+
+@pytest.mark.usefixtures("package")
+@pytest.mark.parametrize("models", ["first", "all"])
+def test_nothing_is_imported_that_is_not_listed(models: Any) -> None:
+    with pytest.raises(UserError, match=r"policy\.models"):
+        Policy(models=models).permit_network("north", LISTED["name"])
+    assert not hasattr(sys, "imported_by_site")
+
+
+def test_a_file_is_not_deployed(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(CODE)
+    with pytest.raises(UserError, match="no code travels"):
+        deploy(tmp_path, options_of({"name": "fedavg"}, model={"name": f"{tmp_path}/own.py:Net"}), sites=SITES)
+    with pytest.raises(ValueError, match=r"package\.module:Class"):
+        Policy(models=({"name": f"{tmp_path}/own.py:Net"},))
+
+
+@pytest.mark.slow  # the import of peft takes seconds
+def test_sites_train_adapters_as_in_a_simulation(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    training: dict[str, Any] = {"rounds": 2, "batch_size": 8, "lr": 0.1, "class_weights": {"0": 3}}
+    training["adapters"] = {"rank": 2, "second_only": True}
+    options = options_of({"name": "fedavg"}, model={"name": "mlp", "hidden": [6]}, training=training)
+    deployed, _ = deploy(tmp_path, options, sites=SITES)
+    assert same(model(deployed, "fedavg", "west"), model(simulate(tmp_path, options, SITES), "fedavg", "west"))

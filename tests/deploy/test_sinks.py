@@ -1,0 +1,205 @@
+"""Sinks: what they get, what happens when they fail, and what a role's own file may say of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fedshift.deploy.chained_log import append_line, checked_lines, lines_of
+from fedshift.deploy.sinks import FileSink, Forwarder, HttpSink, SyslogSink, audit_log_of, sink_in
+from fedshift.errors import UserError
+
+
+class Collector:
+    """A place on loopback that takes posted lines, and answers with ``status``."""
+
+    def __init__(self) -> None:
+        self.got: list[dict[str, Any]] = []
+        self.status = 200
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                if outer.status == 200:
+                    outer.got.append(json.loads(body))
+                self.send_response(outer.status)
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None:
+                """Nothing."""
+
+        self.server = HTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/lines?from=fedshift"
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    made = Collector()
+    yield made
+    made.server.shutdown()
+    made.server.server_close()
+
+
+def forwarder(folder: Path, sink: Any, said: list[str] | None = None) -> Forwarder:
+    logs = {"audit": folder / "audit.jsonl"}
+    return Forwarder("north", sink, lambda: logs, folder / "sent.json", (said if said is not None else []).append)
+
+
+def write(folder: Path, *numbers: int) -> None:
+    for number in numbers:
+        append_line(folder / "audit.jsonl", {"number": number})
+
+
+def test_each_line_arrives_once_and_whole(collector: Collector, tmp_path: Path) -> None:
+    sink = HttpSink(kind="http", url=collector.url)
+    write(tmp_path, 0, 1)
+    assert forwarder(tmp_path, sink).forward()
+    write(tmp_path, 2)
+    with open(tmp_path / "audit.jsonl", "a") as log:
+        log.write('{"half')
+    assert forwarder(tmp_path, sink).forward()  # a service that was started anew
+    assert [one["line"] for one in collector.got] == lines_of(tmp_path / "audit.jsonl")
+    assert [(one["from"], one["log"], one["number"]) for one in collector.got] == [
+        ("north", "audit", number) for number in (1, 2, 3)
+    ]
+
+
+def test_a_sink_that_fails_is_said_once_and_misses_nothing(collector: Collector, tmp_path: Path) -> None:
+    said: list[str] = []
+    sent = forwarder(tmp_path, HttpSink(kind="http", url=collector.url), said)
+    collector.status = 503
+    for number in range(3):
+        write(tmp_path, number)
+        assert not sent.forward()
+    assert len(said) == 1
+    assert "503" in said[0]
+    assert len(checked_lines(tmp_path / "audit.jsonl")) == 3
+    collector.status = 200
+    assert sent.forward()
+    assert [json.loads(one["line"])["number"] for one in collector.got] == [0, 1, 2]
+    assert len(said) == 2
+
+
+def test_nobody_listens(tmp_path: Path) -> None:
+    said: list[str] = []
+    write(tmp_path, 0)
+    for sink in (
+        HttpSink(kind="http", url="http://127.0.0.1:9/"),
+        FileSink(kind="file", path=tmp_path / "absent" / "file"),
+        SyslogSink(kind="syslog", address=str(tmp_path / "absent")),
+    ):
+        assert not forwarder(tmp_path, sink, said).forward()
+    assert len(said) == 3
+
+
+def test_lines_that_were_cut_off_are_told(tmp_path: Path) -> None:
+    sink = FileSink(kind="file", path=tmp_path / "copy")
+    write(tmp_path, 0, 1)
+    forwarder(tmp_path, sink).forward()
+    (tmp_path / "audit.jsonl").unlink()
+    write(tmp_path, 5)
+    forwarder(tmp_path, sink).forward()
+    copy = [json.loads(line) for line in (tmp_path / "copy").read_text().splitlines()]
+    assert [one.get("number", f"cut after {one.get('cut_after')}") for one in copy] == [1, 2, "cut after 2", 1]
+    assert os.stat(tmp_path / "copy").st_mode & 0o777 == 0o600
+
+
+def test_syslog_gets_a_line_that_it_can_take(tmp_path: Path) -> None:
+    """Over its socket and over UDP; a long line without its shapes, with its digest."""
+    udp, local = socket.socket(type=socket.SOCK_DGRAM), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    with udp, local:
+        udp.bind(("127.0.0.1", 0))
+        local.bind(str(tmp_path / "log"))
+        append_line(tmp_path / "audit.jsonl", {"do": "call", "sent": {"shapes": "x" * 100_000}})
+        for receiver, address in ((udp, f"127.0.0.1:{udp.getsockname()[1]}"), (local, str(tmp_path / "log"))):
+            receiver.settimeout(5)
+            (tmp_path / "sent.json").unlink(missing_ok=True)
+            assert forwarder(tmp_path, SyslogSink(kind="syslog", address=address)).forward()
+            got = receiver.recv(1 << 20).rstrip(b"\0").decode()
+            assert got.startswith("<38>fedshift: ")  # authorisation, information
+            entry = json.loads(got.partition("fedshift: ")[2])
+            assert entry["short"]["do"] == "call"
+            assert len(entry["digest"]) == 64
+            assert len(got) < 5000
+
+
+def test_a_service_sends_until_it_is_told_to_stop(collector: Collector, tmp_path: Path) -> None:
+    stopping = threading.Event()
+    sent = forwarder(tmp_path, HttpSink(kind="http", url=collector.url))
+    thread = threading.Thread(target=sent.run, args=(stopping,))
+    thread.start()
+    write(tmp_path, 0)
+    stopping.set()
+    thread.join(timeout=10)
+    assert not thread.is_alive()
+    assert len(collector.got) == 1
+
+
+@pytest.mark.parametrize(
+    ("sink", "word"),
+    [
+        ({"kind": "pigeon"}, "syslog"),
+        ({"kind": "http", "url": "ftp://host/"}, "https"),
+        ({"kind": "http", "url": "http://user:secret@host/"}, "https"),
+        ({"kind": "syslog", "address": "host"}, "host:port"),
+        ({"kind": "file"}, "required"),
+        ({"kind": "file", "path": "a", "more": 1}, "not permitted"),
+        ("file", "valid"),
+    ],
+)
+def test_mistakes_in_a_sink_are_one_line(sink: Any, word: str, tmp_path: Path) -> None:
+    (tmp_path / "SITE.yaml").write_text(yaml.safe_dump({"sink": sink}))
+    with pytest.raises(UserError, match=word) as error:
+        sink_in(tmp_path / "SITE.yaml")
+    assert "\n" not in str(error.value)
+
+
+def test_what_the_service_reads_is_what_the_site_reads(tmp_path: Path) -> None:
+    from fedshift.deploy.site_file import load_site
+
+    file = tmp_path / "SITE.yaml"
+    options = {"site": "north", "data": {"name": "arrays"}, "memory": "../elsewhere"}
+    file.write_text(yaml.safe_dump({**options, "sink": {"kind": "file", "path": "copy"}}))
+    site = load_site(file)
+    assert audit_log_of(file) == site.audit_log
+    assert sink_in(file) == FileSink(kind="file", path=tmp_path / "copy")
+    assert site.file.sink == FileSink(kind="file", path=Path("copy"))
+    file.write_text(yaml.safe_dump(options))
+    assert sink_in(file) is None is load_site(file).file.sink
+    assert sink_in(tmp_path / "COORDINATOR.yaml") is None
+
+
+@pytest.mark.parametrize("role", ["site", "coordinator"])
+def test_a_roles_service_forwards_its_logs(role: Any, tmp_path: Path) -> None:
+    """What SITE.yaml names, and the file COORDINATOR.yaml in the coordinator's kit; nothing without it."""
+    pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install -e '.[deploy]'")
+    from fedshift.deploy.flare.kits import Kit, Project
+    from fedshift.deploy.flare.service import Service
+
+    options = {"name": "p", "contact": "a@example.org", "server": "localhost", "sites": ("north",)}
+    kit = Kit(tmp_path, role, "north" if role == "site" else "coordinator", Project.model_validate(options))
+    own = tmp_path / ("SITE.yaml" if role == "site" else "COORDINATOR.yaml")
+    log = tmp_path / ("memory/audit.jsonl" if role == "site" else "deployments/study/progress.jsonl")
+    log.parent.mkdir(parents=True)
+    service = Service(kit, own if role == "site" else None)
+    assert service._forward_logs() is None
+    own.write_text(yaml.safe_dump({"sink": {"kind": "file", "path": "copy"}}))
+    thread = service._forward_logs()
+    assert thread is not None
+    append_line(log, {"number": 0})
+    service.stopping.set()
+    thread.join(timeout=10)
+    (copy,) = [json.loads(line) for line in (tmp_path / "copy").read_text().splitlines()]
+    assert (copy["from"], copy["log"]) == (kit.name, "audit" if role == "site" else "study")
+    assert json.loads(copy["line"])["number"] == 0
