@@ -16,9 +16,9 @@ from fedshift.evaluation.stored import SETTINGS, is_finished, run_folders, store
 from fedshift.experiment.config.experiment import override_field, parse
 from fedshift.experiment.runs.identity import comparable
 from fedshift.files import plain_yaml
-from fedshift.report.papers.catalogue import Entry, read
-from fedshift.report.papers.comparison import Runs, compared
-from fedshift.report.papers.panels import panels_of
+from paper_tables.catalogue import Entry, read
+from paper_tables.comparison import Runs, compared
+from paper_tables.panels import panels_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -50,7 +50,6 @@ from fedshift.functional.differential_privacy import NoisySteps
 from fedshift.models import registry as models
 from fedshift.models.pretrained import read_weights
 from fedshift.report.collect import read_order
-from fedshift.report.papers import distances, placements
 from fedshift.weights import Weights
 
 FLIPS = 20
@@ -307,12 +306,6 @@ KINDS: dict[str, Kind] = {
     "bytes of sites": Kind(
         lambda f: write_site_bytes(f, {"D0": {"up": {"weights": 8}, "down": {}}}), "bytes.json", site_bytes_of
     ),
-    "distances": Kind(
-        lambda f: write_object(f / distances.DISTANCES, {"within": {"a": [1.5]}}), distances.DISTANCES, distances.read
-    ),
-    "places of samples": Kind(
-        lambda f: write_object(f / placements.FEATURES, {"fedavg": [{"x": 1.5}]}), placements.FEATURES, placements.read
-    ),
     "model": Kind(
         lambda f: write_bytes(f / "m.safetensors", model_file(MODEL, {"method": "fedavg"})),
         "m.safetensors",
@@ -369,8 +362,6 @@ TRIED = [
     pytest.param("order of an experiment", marks=pytest.mark.case("bit flips", "order of an experiment")),
     pytest.param("why a run stopped", marks=pytest.mark.case("bit flips", "why a run stopped")),
     pytest.param("bytes of sites", marks=pytest.mark.case("bit flips", "bytes of sites")),
-    pytest.param("distances", marks=pytest.mark.case("bit flips", "distances")),
-    pytest.param("places of samples", marks=pytest.mark.case("bit flips", "places of samples")),
     pytest.param("model", marks=pytest.mark.case("bit flips", "model")),
 ]
 """`KINDS`, with marks whose texts are literals: the list of tried inputs reads them."""
@@ -438,8 +429,6 @@ CALLS = {
     "deploy/crypto/keys": 1,
     "deploy/crypto/sealing": 1,
     "federation/site_memory": 1,
-    "report/papers/distances": 1,
-    "report/papers/placements": 1,
 }
 """Module → how many calls it has that write a file with a digest."""
 

@@ -38,13 +38,20 @@ Cli = Callable[..., Said]
 @pytest.fixture
 def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
     """Call ``fedshift ARGUMENTS`` in this process. Its pages have empty figures, since to draw them takes longest."""
-    monkeypatch.setenv("COLUMNS", "300")
+    from fedshift.cli import main
+
     monkeypatch.setattr("fedshift.report.plots.svg", lambda figure, description: "<svg></svg>")
+    return called("fedshift", main, monkeypatch, capsys)
+
+
+def called(
+    name: str, main: Callable[[], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Cli:
+    """The command line ``name``, whose function is ``main``, as a function of its arguments."""
+    monkeypatch.setenv("COLUMNS", "300")
 
     def call(*arguments: object) -> Said:
-        from fedshift.cli import main
-
-        monkeypatch.setattr(sys, "argv", ["fedshift", *map(str, arguments)])
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
             main()

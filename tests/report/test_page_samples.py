@@ -17,10 +17,9 @@ from fedshift.evaluation.site_metrics import Scored
 from fedshift.experiment.config.experiment import load, parse
 from fedshift.report.collect import collect
 from fedshift.report.page import page
-from fedshift.report.papers import placements
 from fedshift.report.sections.blocks import Figure
 from fedshift.report.sections.predictions import features_section, predictions_section
-from fedshift.report.sections.samples import Placed, ShownSamples
+from fedshift.report.sections.samples import ShownSamples
 
 DIGITS = {
     "name": "digits",
@@ -69,13 +68,6 @@ def test_features_of_each_site_and_class(tmp_path: Path, monkeypatch: pytest.Mon
     assert "figure-features" not in plain, "nothing of a sample is shown unasked"
     (runs[0].folder / "model.safetensors").unlink()
     assert features_section(runs, ["fedavg"], ShownSamples(parse(DIGITS))) is None
-    points = np.array([[1.234, 5.0], [-6.0, 7.891]], np.float32)
-    monkeypatch.setattr(ShownSamples, "placed", lambda _, run: Placed(run, points, ["3", "4"], ["D0", "D15"]))
-    placements.measure(results.folder, parse(DIGITS))
-    assert placements.read(results.folder)["fedavg"] == [
-        {"class": "3", "site": "D0", "x": pytest.approx(1.23), "y": 5.0},
-        {"class": "4", "site": "D15", "x": -6.0, "y": pytest.approx(7.89)},
-    ]
 
 
 def test_roc_of_several_classes_has_the_mean_area(write_part: Callable[..., Path]) -> None:

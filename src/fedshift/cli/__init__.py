@@ -8,6 +8,8 @@ import gc
 import signal
 import sys
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Disk errors that are not bugs: full, over quota, read-only."""
@@ -19,7 +21,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     atexit.register(_leave_garbage)
     try:
-        sys.exit(_run())
+        sys.exit(exit_code("fedshift", _command))
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -33,16 +35,27 @@ def _leave_garbage() -> None:
         gc.freeze()
 
 
-def _run() -> int:
+def _command() -> Callable[..., Any]:
+    from fedshift.cli.app import command
+
+    return command()
+
+
+def exit_code(name: str, command: Callable[[], Callable[..., Any]]) -> int:
+    """Run the command line ``name`` and return its exit code. A user's mistake is printed as one line.
+
+    Args:
+        name: what messages call it.
+        command: makes typer's command.
+    """
     import typer
 
-    from fedshift.cli.app import command
     from fedshift.errors import OUT_OF_MEMORY, FedshiftError, is_out_of_memory
     from fedshift.text import printable
 
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"  # one line, without the code
     try:
-        return int(command()(prog_name="fedshift", standalone_mode=False) or 0)
+        return int(command()(prog_name=name, standalone_mode=False) or 0)
     except FedshiftError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
@@ -64,6 +77,6 @@ def _run() -> int:
         if type(error).__name__ == "NoArgsIsHelpError":
             error.show()  # type: ignore[attr-defined]
         else:
-            where = getattr(getattr(error, "ctx", None), "command_path", "fedshift")
+            where = getattr(getattr(error, "ctx", None), "command_path", name)
             print(f"error: {error.format_message()} (see {where} --help)", file=sys.stderr)
         return 2

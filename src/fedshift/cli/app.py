@@ -18,7 +18,6 @@ from fedshift.deploy_door import deploy_entrance
 from fedshift.evaluation.metric_entries import ENTRIES
 
 TRAIN, READ, LOOK_UP = "Train on this machine", "Read finished and running experiments", "Look up names and options"
-PAPERS = "The papers' tables and figures, in a copy of fedshift's repository"
 """Headings of the commands in ``fedshift --help``; they stand in the order of their first commands."""
 app = typer.Typer(
     name="fedshift",
@@ -262,42 +261,6 @@ def export(
 app.add_typer(results, name="results", rich_help_panel=READ)
 if (entrance := deploy_entrance()) is not None:
     entrance.add_commands(app)
-
-
-BenchmarksFolder = Annotated[
-    Path, typer.Option("--folder", help="The benchmarks folder of fedshift's repository.", metavar="DIR")
-]
-
-
-@app.command(rich_help_panel=PAPERS)
-def bench(
-    name: Annotated[str, typer.Argument(help="list, or the name of a table or figure.", metavar="list|NAME")],
-    folder: BenchmarksFolder = Path("benchmarks"),
-    run: Annotated[bool, typer.Option("--run/--no-run", help="Run what is unfinished, or only compare.")] = True,
-) -> None:
-    """List the papers' tables and figures; or run the experiments behind one and print ours beside the published.
-
-    Example: fedshift bench kd3a-table-8 --no-run
-    """
-    from fedshift.cli import bench as papers
-
-    papers.show_list(folder) if name == "list" else papers.bench(name, folder, run)
-
-
-@app.command(rich_help_panel=PAPERS)
-def figure(
-    name: Annotated[str, typer.Argument(help="The name of a table or figure: fedshift bench list.", metavar="NAME")],
-    folder: BenchmarksFolder = Path("benchmarks"),
-    run: Annotated[bool, typer.Option("--run/--no-run", help="Run first what is unfinished.")] = True,
-    out: Annotated[Path, typer.Option("--out", help="Folder of NAME.svg and NAME.csv.", metavar="DIR")] = Path("."),
-) -> None:
-    """Run what is unfinished behind a table or figure of the papers; draw ours beside the published, and write a CSV.
-
-    Example: fedshift figure csac-figure-6 --out figures
-    """
-    from fedshift.cli import bench as papers
-
-    papers.figure(name, folder, run, out)
 
 
 def _version(value: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -64,10 +64,3 @@ def deployed(folder: Path) -> Deployed | None:
     from fedshift.deploy import watched
 
     return watched.deployed(folder)
-
-
-def audit_file(*arguments: Any, **options: Any) -> None:
-    """`fedshift.deploy.cli.audit.audit_file`, which a paper's table needs."""
-    from fedshift.deploy.cli import audit
-
-    audit.audit_file(*arguments, **options)

@@ -13,11 +13,11 @@ from fedshift.evaluation.records import RoundRecord, RunResult
 from fedshift.evaluation.summary import AVERAGE, mean_and_standard_error
 from fedshift.report.averages import mean_over_targets, weights_by_layer, weights_over_rounds
 from fedshift.report.collect import natural
-from fedshift.report.papers import distances, placements
-from fedshift.report.papers.catalogue import By, Catalogue, Entry, Panel, Place
-from fedshift.report.papers.comparison import Compared, Number, Runs, compared
-from fedshift.report.papers.drawing import Series, SeriesPanel
 from fedshift.text import csv_text
+from paper_tables import distances, placements
+from paper_tables.catalogue import By, Catalogue, Entry, Panel, Place
+from paper_tables.comparison import Compared, Number, Runs, compared
+from paper_tables.drawing import Series, SeriesPanel
 
 
 def panels_of(catalogue: Catalogue, entry: Entry) -> list[SeriesPanel]:

@@ -1,42 +1,56 @@
-"""``fedshift bench`` and ``fedshift figure``: the papers' tables and figures."""
+"""The papers' tables and figures: ours beside the published numbers.
+
+``python benchmarks/papers.py list`` names them, ``… table NAME`` and ``… figure NAME`` run what is unfinished behind
+one, and compare or draw it.
+"""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Annotated
 
+import typer
+import typer.main
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fedshift.cli import exit_code
 from fedshift.cli.console import safe_console
 from fedshift.cli.run import reporter_at
-from fedshift.deploy_door import deploy_entrance
+from fedshift.deploy.cli.audit import audit_file
 from fedshift.errors import UserError
 from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.files import write_bytes
 from fedshift.report.differences import p_value
 from fedshift.report.folding import Folded
-from fedshift.report.papers import distances, placements
-from fedshift.report.papers.catalogue import Catalogue, Entry, Source, read
-from fedshift.report.papers.comparison import Compared, Gain, Number, Runs, compared
-from fedshift.report.papers.drawing import ours_and_published, svg_file
-from fedshift.report.papers.panels import csv_of, panels_of
 from fedshift.report.table import MISSING
+from paper_tables import distances, placements
+from paper_tables.catalogue import Catalogue, Entry, Source, read
+from paper_tables.comparison import Compared, Gain, Number, Runs, compared
+from paper_tables.drawing import ours_and_published, svg_file
+from paper_tables.panels import csv_of, panels_of
+
+app = typer.Typer(
+    help="The papers' tables and figures, ours beside the published.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+Folder = Annotated[Path, typer.Option("--folder", help="A folder with a papers.yaml.", metavar="DIR")]
+HERE = Path(__file__).parent
 
 
-def show_list(folder: Path) -> None:
-    """List the catalogue: every table and figure, how far its experiments are, what is missing.
-
-    Raises:
-        UserError: the folder has no catalogue.
-    """
+@app.command("list")
+def show_list(folder: Folder = HERE) -> None:
+    """List every table and figure, how far its experiments are, what is missing."""
     catalogue, console = read(folder), safe_console()
     for paper in dict.fromkeys(entry.paper for entry in catalogue.entries):
         table = Table(
             box=None, pad_edge=False, title=paper, title_justify="left", title_style="bold", show_header=False
         )
-        table.add_column(no_wrap=True)  # a name is typed after `bench` and `figure`
+        table.add_column(no_wrap=True)  # a name is typed after `table` and `figure`
         table.add_column(overflow="fold")
         for entry in catalogue.entries:
             if entry.paper == paper:
@@ -49,16 +63,15 @@ def show_list(folder: Path) -> None:
         console.print()
 
 
-def bench(name: str, folder: Path, run: bool) -> None:
-    """Run what is unfinished of an entry's experiments, and print its numbers beside the published ones.
+@app.command()
+def table(
+    name: Annotated[str, typer.Argument(help="The name of a table or figure.", metavar="NAME")],
+    folder: Folder = HERE,
+    run: Annotated[bool, typer.Option("--run/--no-run", help="Run what is unfinished, or only compare.")] = True,
+) -> None:
+    """Run the experiments behind a table or figure and print ours beside the published.
 
-    Args:
-        name: the entry.
-        folder: the folder of the catalogue.
-        run: whether to run; else finished runs are compared.
-
-    Raises:
-        UserError: there is no such entry, or it cannot run.
+    Example: python benchmarks/papers.py table kd3a-table-8 --no-run
     """
     catalogue, console = read(folder), safe_console()
     entry = catalogue.entry(name)
@@ -80,24 +93,23 @@ def bench(name: str, folder: Path, run: bool) -> None:
             for line in _below(found):
                 console.print(Text(line))
         else:
-            console.print(Text(f"{panel.title or panel.kind}: drawn by fedshift figure {name}"))
+            console.print(Text(f"{panel.title or panel.kind}: drawn by papers.py figure {name}"))
     if entry.missing:
         if run and not entry.experiments:
             raise UserError(f"{name} cannot run: {entry.missing}")
         console.print(Text(entry.missing))
 
 
-def figure(name: str, folder: Path, run: bool, out: Path) -> None:
-    """Draw an entry from finished runs: an SVG file and a CSV file of its numbers.
+@app.command()
+def figure(
+    name: Annotated[str, typer.Argument(help="The name of a table or figure.", metavar="NAME")],
+    folder: Folder = HERE,
+    run: Annotated[bool, typer.Option("--run/--no-run", help="Run first what is unfinished.")] = True,
+    out: Annotated[Path, typer.Option("--out", help="Folder of NAME.svg and NAME.csv.", metavar="DIR")] = Path("."),
+) -> None:
+    """Run what is unfinished behind a table or figure; draw ours beside the published, and write a CSV.
 
-    Args:
-        name: the entry.
-        folder: the folder of the catalogue.
-        run: whether to run first what is unfinished.
-        out: the folder to write to.
-
-    Raises:
-        UserError: there is no such entry, or nothing to draw.
+    Example: python benchmarks/papers.py figure csac-figure-6 --out figures
     """
     catalogue = read(folder)
     entry = catalogue.entry(name)
@@ -140,12 +152,9 @@ def _run(catalogue: Catalogue, entry: Entry) -> None:
 def _carry_on(catalogue: Catalogue, source: Source, errors: Console) -> None:
     experiment = catalogue.experiment(source)
     if source.audit_iterations:
-        entrance = deploy_entrance()
-        if entrance is None:
-            raise UserError(f"{experiment.name}: audits are in fedshift.deploy, which is not installed")
         folder = catalogue.results / experiment.name
         iterations = source.audit_iterations
-        entrance.audit_file(catalogue.file(source), source.set, folder, batches=(1, 4, 8), iterations=iterations)
+        audit_file(catalogue.file(source), source.set, folder, batches=(1, 4, 8), iterations=iterations)
         return
     reporter, stop = reporter_at(errors)
     try:
@@ -207,3 +216,12 @@ def _gain(gain: Gain) -> str:
     if gain.published is not None:
         parts.append(f"published {gain.published:+.2f}")
     return ", ".join(parts)
+
+
+def main() -> None:
+    """Run the command line."""
+    sys.exit(exit_code("papers.py", lambda: typer.main.get_command(app)))
+
+
+if __name__ == "__main__":
+    main()

@@ -173,7 +173,7 @@ class Catalogue:
         found = next((entry for entry in self.entries if entry.name == name), None)
         if found is None:
             names = [entry.name for entry in self.entries]
-            raise UserError(f"no table or figure is called '{name}'; {nearest(name, names)} (fedshift bench list)")
+            raise UserError(f"no table or figure is called '{name}'; {nearest(name, names)} (papers.py list)")
         return found
 
     def file(self, source: Source) -> Path:

@@ -1,4 +1,4 @@
-"""``fedshift bench`` and ``fedshift figure``: our numbers beside the published ones, from a small catalogue."""
+"""``benchmarks/papers.py``: our numbers beside the published ones, from a small catalogue."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from calling import Cli
+from calling import Cli, called
 
 from fedshift.digests import write_object
 from fedshift.evaluation.records import RoundRecord, RunResult
 from fedshift.evaluation.selection import selected_rounds
-from fedshift.report.papers.catalogue import read
-from fedshift.report.papers.distances import ACROSS, WITHIN, distances
 from fedshift.weights import Weights
+from paper_tables.catalogue import read
+from paper_tables.distances import ACROSS, WITHIN, distances
 
 EXPERIMENT = {
     "name": "tiny",
@@ -103,6 +103,14 @@ def finish(folder: Path, method: str, target: str, seed: int, accuracy: float) -
 
 
 @pytest.fixture
+def papers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Call ``python benchmarks/papers.py ARGUMENTS`` in this process."""
+    from papers import main
+
+    return called("papers.py", main, monkeypatch, capsys)
+
+
+@pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A catalogue whose experiment lacks one run: fedavg at D15 with seed 1."""
     (tmp_path / "experiments").mkdir()
@@ -125,20 +133,20 @@ def line(text: str, *words: str) -> list[str]:
 
 
 def test_the_list_says_what_is_finished_and_what_is_missing(
-    cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch
+    papers: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     long = "a-name-that-is-typed"
     (folder / "papers.yaml").write_text(yaml.safe_dump([ENTRIES[0], {**ENTRIES[1], "name": long}, ENTRIES[2]]))
-    text = cli("bench", "list", "--folder", folder).out
+    text = papers("list", "--folder", folder).out
     assert line(text, long), "no name is broken into two lines"
     assert "7 of 8 runs finished" in text
     assert "Its images." in text
     assert "no-such-folder" in "".join(text.split()), "a long path is whole"
 
 
-def test_differences_to_the_published_row(cli: Cli, folder: Path) -> None:
-    said = cli("bench", "table", "--folder", folder, "--no-run")
+def test_differences_to_the_published_row(papers: Cli, folder: Path) -> None:
+    said = papers("table", "table", "--folder", folder, "--no-run")
     assert said.code == 0, said.err
     rows = [row.split() for row in said.out.splitlines()]
     ours = rows.index(["Better", "ours", "84.50", "±0.50", "89.50", "±0.50"])
@@ -155,19 +163,19 @@ def test_differences_to_the_published_row(cli: Cli, folder: Path) -> None:
     assert "Other" in line(said.out, "published", "rows")
 
 
-def test_other_data_have_no_difference_and_fewer_targets_no_average(cli: Cli, folder: Path) -> None:
+def test_other_data_have_no_difference_and_fewer_targets_no_average(papers: Cli, folder: Path) -> None:
     entries = [{**ENTRIES[0], "panels": [{**ENTRIES[0]["panels"][0], "comparable": False}]}]  # type: ignore[dict-item, index]
     (folder / "papers.yaml").write_text(yaml.safe_dump(entries, sort_keys=False))
     for seed in (0, 1):
         place = folder / "results" / "tiny" / "better" / "D15" / f"seed-{seed}"
         (place / "result.json").unlink()
-    said = cli("bench", "table", "--folder", folder, "--no-run")
+    said = papers("table", "table", "--folder", folder, "--no-run")
     assert line(said.out, "Better", "ours")[-1] == "–"
     assert "difference" not in said.out
 
 
-def test_a_figure_and_its_numbers(cli: Cli, folder: Path) -> None:
-    said = cli("figure", "table", "--folder", folder, "--out", folder / "out", "--no-run")
+def test_a_figure_and_its_numbers(papers: Cli, folder: Path) -> None:
+    said = papers("figure", "table", "--folder", folder, "--out", folder / "out", "--no-run")
     assert said.code == 0, said.err
     assert (folder / "out" / "table.svg").read_text().count("(published)") == 2
     rows = list(csv.reader((folder / "out" / "table.csv").read_text().splitlines()))
@@ -194,12 +202,12 @@ def test_distances_within_a_domain_and_across() -> None:
     assert found[ACROSS] == pytest.approx({"w": (3 + 1) / 2 / norm})
 
 
-def test_features_are_drawn_by_class_and_by_site(cli: Cli, folder: Path) -> None:
+def test_features_are_drawn_by_class_and_by_site(papers: Cli, folder: Path) -> None:
     panels = [{"title": by, "kind": "features", "by": by, "rows": {"FedAvg": "fedavg"}} for by in ("class", "site")]
     (folder / "papers.yaml").write_text(yaml.safe_dump([{**ENTRIES[0], "panels": panels}]))
     points = [{"class": "9", "site": "D0", "x": 1.5, "y": -2.0}, {"class": "9", "site": "D15", "x": 3.0, "y": 4.0}]
     write_object(folder / "results" / "tiny" / "features.json", {"fedavg": points, "better": points[:1]})
-    assert cli("figure", "table", "--folder", folder, "--out", folder, "--no-run").code == 0
+    assert papers("figure", "table", "--folder", folder, "--out", folder, "--no-run").code == 0
     assert [row[:2] + row[3:5] for row in csv.reader((folder / "table.csv").read_text().splitlines()[1:])] == [
         ["class", "9", "1.5", "-2.0000"],
         ["class", "9", "3", "4.0000"],
@@ -208,50 +216,50 @@ def test_features_are_drawn_by_class_and_by_site(cli: Cli, folder: Path) -> None
     ]
 
 
-def test_a_leakage_record_is_drawn_by_the_better_attack(cli: Cli, folder: Path) -> None:
+def test_a_leakage_record_is_drawn_by_the_better_attack(papers: Cli, folder: Path) -> None:
     entry = {**ENTRIES[0], "panels": [{"kind": "leakage"}]}  # type: ignore[dict-item]
     (folder / "papers.yaml").write_text(yaml.safe_dump([entry]))
     record = folder / "results" / "tiny" / "leakage.json"
     cases = [{"exchange": "batch", "batch": 4, "ssim": ssim} for ssim in ([0.1, 0.3], [0.5, 0.7])]
     write_object(record, {"cases": cases})
-    assert cli("figure", "table", "--folder", folder, "--out", folder, "--no-run").code == 0
+    assert papers("figure", "table", "--folder", folder, "--out", folder, "--no-run").code == 0
     assert "gradient of a mini-batch,ours,4,0.6000," in (folder / "table.csv").read_text()
     record.write_text("{}")
-    assert "leakage.json" in cli("figure", "table", "--folder", folder, "--no-run").error()
+    assert "leakage.json" in papers("figure", "table", "--folder", folder, "--no-run").error()
 
 
 def test_bench_runs_what_is_unfinished_and_nothing_else(
-    cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch
+    papers: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     catalogue, asked = read(folder), []
-    monkeypatch.setattr("fedshift.cli.bench.run_experiment", lambda *given: asked.append(given[:2]))
-    assert cli("bench", "table", "--folder", folder).code == 0
-    assert cli("figure", "table", "--folder", folder, "--out", folder).code == 0
+    monkeypatch.setattr("papers.run_experiment", lambda *given: asked.append(given[:2]))
+    assert papers("table", "table", "--folder", folder).code == 0
+    assert papers("figure", "table", "--folder", folder, "--out", folder).code == 0
     assert [(experiment.name, runs) for experiment, runs in asked] == [("tiny", folder / "results")] * 2
     finish(folder, "fedavg", "D15", 1, 91.0)
     assert catalogue.state(catalogue.entry("table").experiments[0]).done
-    assert cli("bench", "table", "--folder", folder).code == 0
+    assert papers("table", "table", "--folder", folder).code == 0
     assert len(asked) == 2
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("bench", "tabel"), "table"),
-        (("bench", "elsewhere"), "Its images."),
-        (("bench", "folder"), "no-such-folder"),
+        (("table", "tabel"), "table"),
+        (("table", "elsewhere"), "Its images."),
+        (("table", "folder"), "no-such-folder"),
         (("figure", "folder"), "no-such-folder"),
         (("figure", "folder", "--no-run"), "--run"),
     ],
 )
-def test_what_cannot_be_done_is_one_line(cli: Cli, folder: Path, words: tuple[str, ...], said: str) -> None:
-    assert said in cli(*words, "--folder", folder).error()
+def test_what_cannot_be_done_is_one_line(papers: Cli, folder: Path, words: tuple[str, ...], said: str) -> None:
+    assert said in papers(*words, "--folder", folder).error()
 
 
-def test_without_the_benchmarks_folder(cli: Cli, tmp_path: Path) -> None:
-    assert "--folder" in cli("bench", "list", "--folder", tmp_path).error()
+def test_without_the_benchmarks_folder(papers: Cli, tmp_path: Path) -> None:
+    assert "papers.yaml" in papers("list", "--folder", tmp_path).error()
 
 
-def test_a_typing_error_in_the_catalogue_is_named(cli: Cli, folder: Path) -> None:
+def test_a_typing_error_in_the_catalogue_is_named(papers: Cli, folder: Path) -> None:
     (folder / "papers.yaml").write_text(yaml.safe_dump([{"name": "x", "paper": "p", "shows": "s"}]))
-    assert "name an experiment" in cli("bench", "list", "--folder", folder).error()
+    assert "name an experiment" in papers("list", "--folder", folder).error()

@@ -10,7 +10,7 @@ from fedshift.evaluation.significance import TTest, compare
 from fedshift.evaluation.stored import ROUNDS, is_finished, run_folders
 from fedshift.evaluation.summary import AVERAGE, Value, rows
 from fedshift.report.collect import collect, read_rounds
-from fedshift.report.papers.catalogue import Catalogue, Entry, Panel, Place, Quantity
+from paper_tables.catalogue import Catalogue, Entry, Panel, Place, Quantity
 
 
 def _megabytes(result: RunResult, _: Selection) -> float:
