@@ -191,7 +191,7 @@ def measure_remote(part: str, sites: int) -> dict[str, Any]:
 
     from fedshift.deploy.flare import engine
     from fedshift.deploy.remote.remote_federation import RemoteFederation
-    from fedshift.federation.reply_bounds import About
+    from fedshift.federation.replies import About
     from fedshift.federation.training import Training
     from fedshift.methods.screening import screening_of
 

@@ -30,8 +30,7 @@ from fedshift.deploy.remote.wire import Message, body_of, seal, unseal
 from fedshift.deploy.site_cards import MOST_SAMPLES
 from fedshift.errors import FedshiftError, UserError
 from fedshift.federation.messages import KINDS, Reply, Update
-from fedshift.federation.replies.checks import checked_reply
-from fedshift.federation.replies.layouts import TensorCheck
+from fedshift.federation.replies import TensorCheck, checked_reply
 from fedshift.methods import registry
 from fedshift.methods.federated.copa import Part
 from fedshift.methods.federated.shot import Adapted

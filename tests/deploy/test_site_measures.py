@@ -22,7 +22,7 @@ from test_hostile_site import HOSTILE, attacked, refused
 from fedshift.deploy.coordinator import _recall
 from fedshift.deploy.handshake import clock_difference
 from fedshift.deploy.remote.policy import described, whole_number
-from fedshift.deploy.remote.reply_checks import checked_measures
+from fedshift.deploy.remote.replies import checked_measures
 from fedshift.errors import FedshiftError, UserError
 from fedshift.federation.messages import Content
 from fedshift.weights import Weights

@@ -18,7 +18,7 @@ from fedshift.federation import exchange as federation_module
 from fedshift.federation.exchange import Answer, Replies, Request
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Features, PerSite, Reply, Statistics, Update
-from fedshift.federation.reply_bounds import About
+from fedshift.federation.replies import About
 from fedshift.federation.site import Site
 from fedshift.methods.base import Method, State, trained_mean
 from fedshift.methods.federated.fedavg import FedAvg

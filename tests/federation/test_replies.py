@@ -13,9 +13,8 @@ from tiny import CNN, MLP, domains, federation, plans, run, setting, start_of, v
 from fedshift.errors import FedshiftError, ReplyRefused, TrainingDiverged
 from fedshift.federation.federation import Federation
 from fedshift.federation.local.in_process import LocalFederation
-from fedshift.federation.messages import Features, Reply, Statistics, Update
-from fedshift.federation.replies.checks import GROWTH, ReplyCheck, checked_reply
-from fedshift.federation.reply_bounds import About, Between, Bounds, Share, Tensors
+from fedshift.federation.messages import Between, Features, Reply, Share, Statistics, Update
+from fedshift.federation.replies import GROWTH, About, Bounds, ReplyCheck, Tensors, checked_reply
 from fedshift.federation.site import Site
 from fedshift.federation.site_runner import about_sites
 from fedshift.methods import registry

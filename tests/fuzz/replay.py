@@ -25,7 +25,7 @@ from fedshift.deploy.remote.wire import Body, Message, body_of, seal, unseal
 from fedshift.errors import FedshiftError
 from fedshift.federation.exchange import Request
 from fedshift.federation.messages import Content, leaves, reply_content
-from fedshift.federation.replies.checks import reply_type
+from fedshift.federation.replies import reply_type
 from fedshift.federation.setting_json import setting_recipe
 from fedshift.federation.site import Envelope
 from fedshift.federation.site_runner import SiteRunner, about_sites

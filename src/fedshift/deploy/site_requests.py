@@ -19,7 +19,7 @@ from fedshift.digests import Damaged, read_object, write_object
 from fedshift.encryption import read_private, write_private
 from fedshift.errors import FedshiftError, Refused
 from fedshift.federation.messages import Content, Statistics, promised_kinds
-from fedshift.federation.replies.checks import reply_type
+from fedshift.federation.replies import reply_type
 from fedshift.federation.site import Envelope
 from fedshift.federation.site_memory import SiteMemory
 from fedshift.methods.base import Method

@@ -26,9 +26,9 @@ from fedshift.data.domain import Rows
 from fedshift.data.site_data import SiteData
 from fedshift.data.tasks.objective import objective_of
 from fedshift.deploy.agreed_terms import AgreedTerms, asked_bounds, split_terms
+from fedshift.deploy.privacy.exposure import ExposureWatch
 from fedshift.deploy.privacy.few_rows import check_few
 from fedshift.deploy.privacy.site_rules import SiteRules
-from fedshift.deploy.remote.exposure import ExposureWatch
 from fedshift.deploy.remote.policy import ACCURACY, AuditLog, described, whole_number
 from fedshift.deploy.remote.transport import PROTOCOL, request_key
 from fedshift.deploy.remote.wire import Message, body_of, error_answer, seal, unseal
@@ -55,7 +55,7 @@ from fedshift.experiment.config.error_messages import describe
 from fedshift.experiment.environment import resolve_device
 from fedshift.federation.local.allocator import keep_freed_memory
 from fedshift.federation.messages import promised_kinds, reply_content
-from fedshift.federation.replies.checks import reply_type
+from fedshift.federation.replies import reply_type
 from fedshift.federation.setting_json import setting_from
 from fedshift.federation.site_runner import Setting, SitePlan, SiteRunner
 from fedshift.federation.training import Training

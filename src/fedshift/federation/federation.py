@@ -15,8 +15,7 @@ from fedshift.federation.exchange import Answer, Mean, Missing, R, Replies, Requ
 from fedshift.federation.ledger import Ledger
 from fedshift.federation.messages import Content, PerSite, Reply, promised_kinds, reply_content
 from fedshift.federation.randomness import sources_of_round
-from fedshift.federation.replies.checks import ReplyCheck, reply_type
-from fedshift.federation.reply_bounds import About, Bounds
+from fedshift.federation.replies import About, Bounds, ReplyCheck, reply_type
 from fedshift.federation.secure.sums import SMALLEST_ROSTER, By, SumOnly, Total, Weighing, contribution, threshold
 from fedshift.federation.site import Envelope, LocalFit, PlugIn, Site
 from fedshift.models.network import Network

@@ -13,7 +13,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from safetensors import safe_open
@@ -22,7 +22,6 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from fedshift.errors import FedshiftError
-from fedshift.federation.reply_bounds import Count
 from fedshift.weights import NamedTensors, Weights
 
 NUMBERS = "numbers"
@@ -39,6 +38,10 @@ _BYTES_OF_NAME = 2_000
 """Bytes that a message may use to name and describe one tensor."""
 BYTES_PER_NUMBER = 8
 LONGEST_TEXT = 64
+LARGEST_INTEGER = 2**53
+"""Larger integers from a site are refused, since they would overflow where they become floats."""
+LARGEST_NUMBER = 3.4028235e38
+"""The largest float32. A loss beyond it is no loss, and a sum of such numbers would overflow."""
 
 
 class Statistics(NamedTensors):
@@ -97,6 +100,20 @@ class PerSite:
     """Content that differs between the sites asked: ``PerSite({"a": for_a, "b": for_b})``."""
 
     of: Mapping[str, Content]
+
+
+@dataclass(frozen=True)
+class Between:
+    """The range of a number, ends included."""
+
+    low: float
+    high: float
+
+
+Share = Annotated[float, Between(0, 1)]
+"""A part of a whole."""
+NotNegative = Annotated[float, Between(0, LARGEST_NUMBER)]
+Count = Annotated[int, Between(0, LARGEST_INTEGER)]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from fedshift.errors import FedshiftError, KindRefused
 from fedshift.federation.federation import CallOwner, OnRefusal
 from fedshift.federation.messages import Reply, pieces, promised_kinds, reply_content, returned
 from fedshift.federation.randomness import Draws
-from fedshift.federation.reply_bounds import About
+from fedshift.federation.replies import About
 from fedshift.federation.site import Envelope, LocalFit, Role, Site
 from fedshift.federation.site_memory import SiteMemory
 from fedshift.federation.training import Training

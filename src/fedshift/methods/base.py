@@ -16,7 +16,7 @@ from fedshift.errors import FedshiftError
 from fedshift.federation.exchange import Replies, Routed
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import KINDS, NUMBERS, Content, Number, Reply, Update, promised_kinds, returned
-from fedshift.federation.reply_bounds import About, Bounds
+from fedshift.federation.replies import About, Bounds
 from fedshift.federation.site import LocalFit, Site
 from fedshift.import_paths import place_of
 from fedshift.methods.composition.averaging import Kept

@@ -13,7 +13,7 @@ from fedshift.data.domain import Task
 from fedshift.federation.exchange import Routed
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Reply
-from fedshift.federation.reply_bounds import About, Bounds
+from fedshift.federation.replies import About, Bounds
 from fedshift.federation.site import Site
 from fedshift.methods.base import Method, Reads, RunPlan, Samples, State, Target, Traffic, calls_of, in_order
 from fedshift.methods.composition.averaging import Averaging

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from fedshift.data.domain import Domain
 from fedshift.deploy.audit.crafted import craft, fully_connected
-from fedshift.deploy.remote import exposure as watch_module
-from fedshift.deploy.remote.exposure import ExposureWatch
+from fedshift.deploy.privacy import exposure as watch_module
+from fedshift.deploy.privacy.exposure import ExposureWatch
 from fedshift.deploy.remote.policy import Policy
 from fedshift.federation.messages import Reply
 from fedshift.federation.site import Envelope

@@ -29,7 +29,7 @@ from fedshift.deploy.remote.wire import (
 )
 from fedshift.errors import FedshiftError
 from fedshift.federation.messages import Content, Statistics, Update
-from fedshift.federation.replies.checks import checked_reply
+from fedshift.federation.replies import checked_reply
 from fedshift.weights import Weights
 
 MUTATIONS = 10_000

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fedshift.data.domain import DataSet
 from fedshift.data.site_data import SiteData
-from fedshift.deploy.remote.exposure import ExposureWatch
+from fedshift.deploy.privacy.exposure import ExposureWatch
 from fedshift.deploy.remote.policy import Policy
 from fedshift.errors import Refused, UserError
 from fedshift.federation.randomness import generator

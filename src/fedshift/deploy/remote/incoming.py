@@ -16,7 +16,7 @@ from fedshift.deploy.remote.wire import Message
 from fedshift.encryption import read_scratch, write_scratch
 from fedshift.errors import FedshiftError
 from fedshift.federation.exchange import Answer
-from fedshift.federation.replies.layouts import Layout
+from fedshift.federation.replies import Layout
 from fedshift.files import ScratchFolder
 
 HELD_IN_MEMORY = 32 << 20

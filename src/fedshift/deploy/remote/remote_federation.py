@@ -16,16 +16,14 @@ from typing import Any, ClassVar
 
 from fedshift.deploy.remote.incoming import Grace, Spool, Stop, Taken
 from fedshift.deploy.remote.outbox import HERE, Outbox
-from fedshift.deploy.remote.reply_checks import checked_header, checked_measures, measured_bytes, report_bytes
+from fedshift.deploy.remote.replies import checked_header, checked_measures, measured_bytes, report_bytes
 from fedshift.deploy.remote.transport import PROTOCOL, Lost, Sign, Transport, drained, opened, request_key
 from fedshift.deploy.remote.wire import Message, Residuals, Wire, body_of, seal
 from fedshift.errors import FedshiftError, KindRefused, Refused, TrainingDiverged
 from fedshift.federation.exchange import Answer, Missing, Request
 from fedshift.federation.federation import CallOwner, Federation
 from fedshift.federation.messages import Content, Reply
-from fedshift.federation.replies.checks import checked_reply, reply_type
-from fedshift.federation.replies.layouts import Layout
-from fedshift.federation.reply_bounds import About
+from fedshift.federation.replies import About, Layout, checked_reply, reply_type
 from fedshift.federation.secure.closed import in_two
 from fedshift.weights import NamedTensors, Weights
 

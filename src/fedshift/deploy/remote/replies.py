@@ -19,7 +19,7 @@ from fedshift.evaluation.records import SiteMetrics
 from fedshift.evaluation.site_metrics import BINS
 from fedshift.evaluation.tasks.measuring import Measuring, measuring_of
 from fedshift.federation.messages import Statistics
-from fedshift.federation.replies.checks import fits
+from fedshift.federation.replies import fits
 
 _LONGEST_FILE = 255
 """Characters in the name of a file."""

@@ -16,7 +16,7 @@ from fedshift.deploy.remote.transport import Lost, ask_plain
 from fedshift.errors import FedshiftError
 from fedshift.federation.exchange import Answer, Missing, Request
 from fedshift.federation.messages import Content, PerSite, Reply
-from fedshift.federation.replies.layouts import Layout
+from fedshift.federation.replies import Layout
 from fedshift.federation.secure.closed import Box, ClosedTensor, Passage, carried, most_bytes
 from fedshift.weights import Weights
 

@@ -36,7 +36,7 @@ from fedshift.digests import Damaged, read_object, write_object
 from fedshift.errors import FedshiftError, KindRefused, Refused, ReplyRefused, UserError
 from fedshift.federation.exchange import Answer, Mean, Missing, Request
 from fedshift.federation.messages import Content, PerSite, Reply
-from fedshift.federation.replies.layouts import Layout as OpenFields
+from fedshift.federation.replies import Layout as OpenFields
 from fedshift.federation.secure.sums import (
     ALL,
     SMALLEST_ROSTER,

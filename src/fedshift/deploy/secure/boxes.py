@@ -18,7 +18,7 @@ from fedshift.digests import read_object, write_object
 from fedshift.errors import FedshiftError, Refused
 from fedshift.federation.exchange import Routed
 from fedshift.federation.messages import Content, decode
-from fedshift.federation.replies.checks import ReplyCheck, reply_type
+from fedshift.federation.replies import ReplyCheck, reply_type
 from fedshift.federation.secure.closed import Box, Package, bytes_of
 from fedshift.methods.base import Method
 from fedshift.weights import Weights

@@ -26,8 +26,7 @@ from fedshift.digests import read_object, write_object
 from fedshift.errors import FedshiftError, Refused
 from fedshift.federation.exchange import Routed
 from fedshift.federation.messages import Content, Reply, Sealed, leaves, reply_content
-from fedshift.federation.replies.checks import ReplyCheck
-from fedshift.federation.reply_bounds import About
+from fedshift.federation.replies import About, ReplyCheck
 from fedshift.federation.secure.closed import Box, Package, Passage, most_bytes
 from fedshift.federation.site_runner import Setting, SiteRunner
 from fedshift.methods.base import Method

@@ -30,8 +30,7 @@ from fedshift.deploy.site_file import SiteConfig
 from fedshift.deploy.site_requests import run_name
 from fedshift.errors import FedshiftError, Refused, TrainingDiverged
 from fedshift.federation.messages import NUMBERS, Content, Reply, reply_content
-from fedshift.federation.replies.checks import ReplyCheck
-from fedshift.federation.reply_bounds import About
+from fedshift.federation.replies import About, ReplyCheck
 from fedshift.federation.secure.sums import Weighing, contribution
 from fedshift.federation.site_runner import SiteRunner
 from fedshift.methods.base import Method

@@ -50,8 +50,8 @@ from fedshift.data.transforms import STRONG, NamedAugmentation, strong_view
 from fedshift.errors import UserError
 from fedshift.federation.exchange import Routed
 from fedshift.federation.federation import Federation
-from fedshift.federation.messages import PerSite, Reply
-from fedshift.federation.reply_bounds import About, Bounds, Count, Share, Tensors
+from fedshift.federation.messages import Count, PerSite, Reply, Share
+from fedshift.federation.replies import About, Bounds, Tensors
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.averaging import MeanAccumulator
 from fedshift.functional.experts import confident_pseudo_labels, unlabelled_ensemble_loss

@@ -58,7 +58,7 @@ from fedshift.errors import UserError, nearest
 from fedshift.federation.exchange import Replies
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Reply, Update
-from fedshift.federation.reply_bounds import About, Bounds, Tensors
+from fedshift.federation.replies import About, Bounds, Tensors
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.divergence_weighting import distance_weighted, divergence_aggregate, fused_from_sums
 from fedshift.methods.base import Method, Reads, State

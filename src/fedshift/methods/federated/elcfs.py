@@ -60,8 +60,8 @@ from torch import Tensor
 from fedshift.data.domain import ALL_TASKS, Task
 from fedshift.errors import UserError
 from fedshift.federation.federation import Federation
-from fedshift.federation.messages import PerSite, Reply, Spectra, Update
-from fedshift.federation.reply_bounds import About, Between, Bounds, Tensors
+from fedshift.federation.messages import Between, PerSite, Reply, Spectra, Update
+from fedshift.federation.replies import About, Bounds, Tensors
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.meta_learning import answer_at, inner_step, with_gradient
 from fedshift.functional.segmentation import boundary_loss

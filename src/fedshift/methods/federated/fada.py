@@ -64,9 +64,9 @@ from fedshift.data.domain import WITHOUT_MASKS, Task
 from fedshift.errors import UserError
 from fedshift.federation.exchange import Routed
 from fedshift.federation.federation import Federation
-from fedshift.federation.messages import Features, PerSite, Reply, Update
+from fedshift.federation.messages import Features, PerSite, Reply, Share, Update
 from fedshift.federation.randomness import derive_seed
-from fedshift.federation.reply_bounds import About, Bounds, Share, Tensors
+from fedshift.federation.replies import About, Bounds, Tensors
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.averaging import parameters_of, weighted_average
 from fedshift.functional.clustering import dispersion

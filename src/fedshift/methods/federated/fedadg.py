@@ -51,10 +51,9 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from torch import Tensor, nn
 
 from fedshift.federation.federation import Federation
-from fedshift.federation.messages import Reply
+from fedshift.federation.messages import Count, Reply
 from fedshift.federation.randomness import derive_seed, drawn_from
 from fedshift.federation.randomness import generator as seeded
-from fedshift.federation.reply_bounds import Count
 from fedshift.federation.site import Batch, Site
 from fedshift.federation.training import set_learning_rate
 from fedshift.functional import reference_distribution as reference

@@ -34,8 +34,7 @@ import torch
 from pydantic import Field, NonNegativeFloat
 
 from fedshift.federation.federation import Federation
-from fedshift.federation.messages import Update
-from fedshift.federation.reply_bounds import NotNegative
+from fedshift.federation.messages import NotNegative, Update
 from fedshift.federation.site import Site
 from fedshift.functional.source_weights import adjusted_shares
 from fedshift.methods.base import Reads, State, trained_mean

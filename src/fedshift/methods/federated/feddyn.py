@@ -36,8 +36,7 @@ from pydantic import Field, PositiveFloat
 from torch import Tensor
 
 from fedshift.federation.federation import Federation
-from fedshift.federation.messages import Reply, Update
-from fedshift.federation.reply_bounds import Count
+from fedshift.federation.messages import Count, Reply, Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.control_variates import dynamic_penalty, moved_gradient
 from fedshift.methods.base import Reads, State

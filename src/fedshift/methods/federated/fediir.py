@@ -40,8 +40,8 @@ from torch import Tensor
 from fedshift.data.domain import WITHOUT_MASKS, Task
 from fedshift.data.site_data import batches_per_epoch
 from fedshift.federation.federation import Federation
-from fedshift.federation.messages import Reply, Update
-from fedshift.federation.reply_bounds import About, Bounds, Count, Tensors
+from fedshift.federation.messages import Count, Reply, Update
+from fedshift.federation.replies import About, Bounds, Tensors
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.contrastive import gradient_gap
 from fedshift.methods.base import State, trained_mean

@@ -36,8 +36,8 @@ from torch import Tensor
 
 from fedshift.data.site_data import batches_per_epoch
 from fedshift.federation.federation import Federation
-from fedshift.federation.messages import Update
-from fedshift.federation.reply_bounds import About, Between, Bounds, NotNegative
+from fedshift.federation.messages import Between, NotNegative, Update
+from fedshift.federation.replies import About, Bounds
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.averaging import parameters_of
 from fedshift.functional.control_variates import normalised_average

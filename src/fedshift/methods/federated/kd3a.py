@@ -65,8 +65,7 @@ from torch import Tensor, nn
 from fedshift.errors import TrainingDiverged, UserError
 from fedshift.federation.exchange import Missing, Routed
 from fedshift.federation.federation import Federation
-from fedshift.federation.messages import Reply, Update
-from fedshift.federation.reply_bounds import Share
+from fedshift.federation.messages import Reply, Share, Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional import knowledge_vote as votes
 from fedshift.functional import schedules

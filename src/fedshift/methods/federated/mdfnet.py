@@ -56,9 +56,8 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from fedshift.federation.federation import Federation
-from fedshift.federation.messages import BYTES_PER_NUMBER, Number, PerSite, Update
+from fedshift.federation.messages import BYTES_PER_NUMBER, Count, NotNegative, Number, PerSite, Update
 from fedshift.federation.randomness import derive_seed, drawn_from
-from fedshift.federation.reply_bounds import Count, NotNegative
 from fedshift.federation.site import Batch, Site
 from fedshift.federation.training import set_learning_rate
 from fedshift.functional import schedules

@@ -37,7 +37,7 @@ from torch import Tensor
 from fedshift.errors import UserError
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Update
-from fedshift.federation.reply_bounds import About, Bounds, Tensors
+from fedshift.federation.replies import About, Bounds, Tensors
 from fedshift.federation.site import Batch, Site
 from fedshift.federation.training import Training
 from fedshift.functional.averaging import parameters_of

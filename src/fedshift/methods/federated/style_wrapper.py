@@ -17,7 +17,7 @@ from fedshift.errors import UserError, nearest
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Reply, Styles
 from fedshift.federation.randomness import generator
-from fedshift.federation.reply_bounds import LARGEST_VALUE, About, Bounds, Tensors
+from fedshift.federation.replies import LARGEST_VALUE, About, Bounds, Tensors
 from fedshift.federation.site import Site
 from fedshift.functional.styles import style_assignment
 from fedshift.methods.base import Samples, State
