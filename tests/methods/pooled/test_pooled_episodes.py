@@ -517,7 +517,41 @@ def test_the_first_stage_learns_phi_and_the_second_uses_it() -> None:
     assert_same(again.weights, model)
 
 
+def normed_classifier(width: int = 6, classes: int = 3) -> torch.nn.Sequential:
+    """What a network of one's own may have: BatchNorm behind the features."""
+    layers = torch.nn.Sequential(torch.nn.BatchNorm1d(width), torch.nn.Linear(width, classes))
+    return layers.train()
+
+
+def test_an_episode_of_metareg_moves_no_statistics_of_a_classifier() -> None:
+    """T_a's inner steps and its test at b are thoughts. The batch itself normalises."""
+    task, draws = normed_classifier(), torch.Generator().manual_seed(0)
+    *near, far = ((5 + torch.randn(8, 6, generator=draws), torch.randint(3, (8,), generator=draws)) for _ in range(2))
+    before = {name: tensor.clone() for name, tensor in task.state_dict().items()}
+    penalties = [torch.full_like(value, 0.1) for value in metareg.regularised(dict(task.named_parameters()))]
+    found = metareg.episode_loss(F.cross_entropy, task, penalties, near, far, rate=0.0)
+    assert not moved(before, task.state_dict())
+    centred = (far[0] - far[0].mean(0)) / (far[0].var(0, correction=0) + 1e-5).sqrt()
+    linear = cast(torch.nn.Linear, task[1])
+    assert found.item() == pytest.approx(F.cross_entropy(linear(centred), far[1]).item(), rel=1e-5)
+
+
 # Feature-Critic -------------------------------------------------------------------------------------------------------
+
+
+def test_what_validates_moves_no_statistics_of_feature_critic_s_classifier() -> None:
+    """They follow what trains, once a step."""
+    site, _, model = pool(FeatureCritic(), MLP)
+    model.classifier = normed_classifier(model.embedding_size, model.classes)
+    critic = critic_network(model.embedding_size, 4)
+    *train, test = domain_batches(site)
+    inputs, labels = torch.cat([b.inputs for b in train]), torch.cat([b.targets for b in train])
+    features = model.features(inputs)
+    loss = F.cross_entropy(model.classifier(features), labels)
+    FeatureCritic().step_with_critic(model, critic, features, loss, test, LR)
+    statistics = normed(model.classifier)
+    torch.testing.assert_close(statistics.running_mean, 0.1 * features.mean(0))
+    assert statistics.num_batches_tracked == 1
 
 
 @BOTH

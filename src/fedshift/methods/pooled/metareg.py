@@ -19,7 +19,7 @@ Where the paper is silent, and what was chosen
     φ once F and T_i have settled; here from the beginning.
  3. The regulariser is on all parameters of the classifier but biases.
  4. Between the stages the published classifier is the mean of all T_i.
- 5. The episode's batches move no BatchNorm statistics: they are the paper's F as it stands.
+ 5. The episode's batches move no BatchNorm statistics, of F as it stands or of T_a.
  6. In stage 1 every mini-batch, of one source, is an optimiser step. In stage 2 a step counts K mini-batches, one of
     each source; with ``domain_batches: split`` these are the parts of one. The l + 1 further ones of an episode train
     neither F nor any T_i, and do not count.
@@ -36,7 +36,6 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from fedshift.data.domain import WITHOUT_MASKS, Task
 from fedshift.federation.messages import Update
@@ -190,8 +189,8 @@ def episode_loss(
     """
     ahead = {name: value.detach().requires_grad_(True) for name, value in task.named_parameters()}
     for features, labels in near:
-        loss = loss_of(functional_call(task, ahead, (features,)), labels)
+        loss = loss_of(answer_at(task, ahead, features), labels)
         loss = loss + weighted_l1(regularised(ahead), penalties)
         gradients = torch.autograd.grad(loss, list(ahead.values()), create_graph=True, materialize_grads=True)
         ahead = inner_step(ahead, gradients, rate, second_order=True)
-    return loss_of(functional_call(task, ahead, (far[0],)), far[1])
+    return loss_of(answer_at(task, ahead, far[0]), far[1])
