@@ -47,6 +47,21 @@ def test_a_run_takes_its_steps(tmp_path: Path) -> None:
     assert any((models[0][key] != models[1][key]).any() for key in models[0])
 
 
+@pytest.mark.parametrize(("rounds", "exchanges", "suits"), [(13, 1, 0.7), (13, 2, None), (12, 1, 0.7), (2, 1, 0.0)])
+def test_a_momentum_that_has_too_few_rounds_is_named(
+    tmp_path: Path, rounds: int, exchanges: int, suits: float | None
+) -> None:
+    """0.8 is up to its speed in 15 rounds, each a part of an epoch or a whole one; what is advised is so in time."""
+    given = options(tmp_path, "fedavg", {"optimizer": "momentum", "beta": 0.8})
+    given["methods"][0]["exchanges_per_epoch"] = exchanges
+    given["training"] |= {"rounds": rounds}
+    said = [line for line in fedshift.check(given).warnings if "momentum of 0.8" in line]
+    assert len(said) == (suits is not None)
+    if suits is not None:
+        assert f"there are {rounds}; one of {suits:g} suits them" in said[0]
+        assert suits == 0 or 3 / (1 - suits) <= rounds + 1e-9
+
+
 def test_the_list_of_methods_and_the_fields_show_it(cli: Cli) -> None:
     listed = " ".join(cli("methods").out.split())
     entry = {name: listed[listed.index(f" {name} ") :].split("settings:")[0] for name in ("csac", "shot")}
