@@ -80,6 +80,17 @@ def test_check_foretells_the_steps_that_tables_say(tmp_path: Path) -> None:
         fedshift.check(options)
 
 
+def test_mini_batches_of_a_round_are_of_a_part_of_an_epoch_where_it_has_several_exchanges(tmp_path: Path) -> None:
+    """So that, over the rounds, they are those of a site."""
+    where = save(tmp_path, a=features(1, 40), b=features(2, 40), c=features(3, 40))
+    methods = ["fedavg", {"name": "fedavg", "label": "halves", "exchanges_per_epoch": 2}]
+    whole, halves = fedshift.check(experiment(where, methods=methods, model="linear")).methods
+    assert halves.rounds == 2 * whole.rounds
+    assert halves.mini_batches_per_round == whole.mini_batches_per_round / 2
+    for method in (whole, halves):
+        assert method.rounds * method.mini_batches_per_round == method.mini_batches_per_site
+
+
 def test_a_method_that_foretells_its_bytes_is_told_of_whole_sites(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -309,7 +309,8 @@ def _per_round(planned: PlannedRun) -> float:
     method, training = planned.run.method, planned.experiment.training
     if method.pooled or method.target == "labelled":
         return planned.mini_batches / max(1, planned.rounds)
-    epochs = [batches_per_epoch(len(rows), training.batch_size) for rows in planned.split.train.values()]
+    parts = method.exchanges_per_epoch
+    epochs = [-(-batches_per_epoch(len(rows), training.batch_size) // parts) for rows in planned.split.train.values()]
     whole = sum(method.mini_batches(epoch, 2) - method.mini_batches(epoch, 1) for epoch in epochs) / len(epochs)
     return whole if planned.drawn is None else whole * planned.drawn / len(epochs)
 
