@@ -14,8 +14,9 @@ import numpy.typing as npt
 
 from fedshift.errors import UserError, nearest
 from fedshift.evaluation.estimate.combination import Estimate
+from fedshift.evaluation.predictions import PREDICTIONS
 from fedshift.evaluation.records import RunResult, Selection, SiteMetric, SiteMetrics
-from fedshift.evaluation.stored import ROUNDS
+from fedshift.evaluation.stored import ROUNDS, check_sum
 from fedshift.experiment import check as checks
 from fedshift.experiment.config.experiment import Experiment, parse
 from fedshift.experiment.config.experiment import load as load_file
@@ -26,7 +27,8 @@ from fedshift.extras import needed
 from fedshift.import_paths import CHILD
 from fedshift.model import Model, Samples
 from fedshift.report.advice.verdict import verdict
-from fedshift.report.collect import Collected, collect, read_rounds
+from fedshift.report.collect import Collected, FinishedRun, collect, read_rounds
+from fedshift.report.estimates import estimates_of
 from fedshift.report.other_tools.trackers import tracker
 from fedshift.report.page import table_html, write_page
 from fedshift.report.sections.samples import ShownSamples
@@ -54,8 +56,43 @@ class Results:
 
     @property
     def runs(self) -> list[RunResult]:
-        """One result per (method, target, seed)."""
+        """One result per (method, target, seed), but for targets without labels: see `estimates`."""
         return self.collected.results
+
+    @property
+    def estimates(self) -> dict[str, dict[str, list[Estimate]]]:
+        """Site without labels → method → the accuracy to expect there, one for each seed.
+
+        Raises:
+            UserError: predictions are damaged.
+        """
+        return estimates_of(self.collected)
+
+    def predictions(
+        self, site: str, method: str | None = None, target: str | None = None, seed: int | None = None
+    ) -> pandas.DataFrame:
+        """What one run's model said of each sample of a site: id, label (None without one), predicted class, and
+        ``score_<class>``.
+
+        Args:
+            site: the site; also one without labels.
+            method, target, seed: as in `model`. By default the target is the site itself, where it is one.
+
+        Raises:
+            UserError: pandas is not installed, the choice is not of one run, or the run noted nothing of the site.
+        """
+        frames = needed("pandas", extra="tables", what="predictions")
+        targets = {run.result.target for run in self.collected.all_runs}
+        run = self._run(method, site if target is None and site in targets else target, seed)
+        path = run.folder / PREDICTIONS
+        if not path.is_file():
+            raise UserError(f"{run.folder} has no predictions: run the experiment with evaluation.predictions: true")
+        check_sum(path)
+        table = frames.read_parquet(path)
+        known = list(dict.fromkeys(table["site"]))
+        if site not in known:
+            raise UserError(f"this run noted nothing of site '{site}'; {nearest(site, known)}")
+        return table[table["site"] == site].drop(columns="site").reset_index(drop=True)
 
     def rows(self, select: Selection = "last", metric: str = "") -> list[dict[str, Any]]:
         """Rows ``{method, target, select, n, mean, standard_error, seeds}`` in percent, with a row for each average.
@@ -136,7 +173,15 @@ class Results:
             UserError: no run has these names, a name is needed, or the run is of a network or method of your own and
                 the experiment is not known: see `results`.
         """
-        found = self.collected.runs
+        run = self._run(method, target, seed)
+        if self.experiment is None:
+            return Model.load(run.folder)
+        methods = {one.display: one for one in self.experiment.methods}
+        return Model.load(run.folder, methods.get(run.result.method), self.experiment.model.code)
+
+    def _run(self, method: str | None, target: str | None, seed: int | None) -> FinishedRun:
+        """The run of a choice, as `model` has it."""
+        found = self.collected.all_runs
         for what, name in (("method", method), ("target", target)):
             known = list(dict.fromkeys(getattr(run.result, what) for run in found))
             if name is None and len(known) > 1:
@@ -147,11 +192,7 @@ class Results:
         seeds = [run.result.seed for run in found]
         if seed is not None and seed not in seeds:
             raise UserError(f"there is no finished run with seed {seed}; known: {', '.join(map(str, seeds))}")
-        run = found[seeds.index(min(seeds) if seed is None else seed)]
-        if self.experiment is None:
-            return Model.load(run.folder)
-        methods = {one.display: one for one in self.experiment.methods}
-        return Model.load(run.folder, methods.get(run.result.method), self.experiment.model.code)
+        return found[seeds.index(min(seeds) if seed is None else seed)]
 
     def predict(
         self,

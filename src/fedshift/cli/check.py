@@ -67,6 +67,10 @@ def _of_data(found: Check) -> Iterator[_Block]:
     yield Folded(head, domains, words=(len(head) - 1,))
     if fixed := [one.name for one in found.domains if one.fixed_split]:
         yield _Line(f"test samples fixed by data.split, not by protocol.test_fraction: {', '.join(fixed)}")
+    for one in found.domains:
+        if one.without_label:
+            what = "not measured" if one.without_label == one.samples else f"{one.measured_as_target} samples measured"
+            yield _Line(f"{one.name}: {one.without_label} samples without labels, which no source trains on; {what}")
     yield from map(_Line, _missing(found))
 
 

@@ -152,7 +152,8 @@ def _check_labels(where: str, domain: Domain, dataset: DataSet) -> None:
         if not np.isfinite(domain.labels).all():
             raise UserError(f"{where}: labels hold NaN or infinite values: fill or drop such rows")
         return
-    lowest, highest = int(domain.labels.min()), int(domain.labels.max())
+    known = domain.labels[domain.known] if domain.unlabelled else domain.labels
+    lowest, highest = int(known.min(initial=0)), int(known.max(initial=0))
     if lowest < 0 or highest >= classes:
         wrong = lowest if lowest < 0 else highest
         raise UserError(f"{where}: label {wrong} is out of range: labels must be 0 to {classes - 1}")
@@ -188,7 +189,7 @@ def _warnings(dataset: DataSet) -> list[str]:
                 f"classes '{like}' and '{name}' differ only in spaces or capitals: use one spelling for one class"
             )
     for name, domain in dataset.domains.items():
-        absent = absent_classes(dataset, domain)
+        absent = () if domain.unlabelled else absent_classes(dataset, domain)
         if absent:
             what = "class" if domain.masks is None else "structure"
             found.append(
@@ -204,7 +205,7 @@ def absent_classes(dataset: DataSet, domain: Domain) -> tuple[str, ...]:
     if dataset.preprocessing.objective is not None:
         return ()
     if domain.masks is None:
-        counts = np.bincount(domain.labels, minlength=len(dataset.classes))
+        counts = np.bincount(domain.labels[domain.known], minlength=len(dataset.classes))
     else:
         counts = np.count_nonzero(domain.masks, axis=(0, 2, 3))
     return tuple(dataset.classes[number] for number in np.flatnonzero(counts == 0))

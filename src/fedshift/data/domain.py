@@ -23,6 +23,8 @@ Task = Literal["classification", "segmentation", "regression", "time_to_event", 
 sooner, or which of several labels a sample has."""
 
 ALL_TASKS: tuple[Task, ...] = get_args(Task)
+UNKNOWN = -1
+"""The number of a class that is not known."""
 WITHOUT_MASKS: tuple[Task, ...] = tuple(task for task in ALL_TASKS if task != "segmentation")
 
 
@@ -84,6 +86,8 @@ class Domain:
             which then names structures. Masks may overlap.
         ids: names of the samples in the order of the rows (n), such as patients' numbers, if the data have any. They
             are for people who read predictions; no method sees them, and they need not differ.
+        unlabelled: whether some or all samples have no label, which is written as `UNKNOWN`. It is then no source.
+        only_source: whether it is a source alone, and no target.
     """
 
     name: str
@@ -95,9 +99,17 @@ class Domain:
     masks: npt.NDArray[np.uint8] | None = None
     ids: tuple[str, ...] | None = None
     fixed_split: bool = False
+    unlabelled: bool = False
+    only_source: bool = False
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @property
+    def known(self) -> Rows:
+        """The rows that have a label."""
+        every = np.arange(len(self), dtype=np.int64)
+        return every if self.labels.dtype.kind == "f" else every[self.labels != UNKNOWN]
 
     @property
     def described(self) -> Rows:
@@ -128,6 +140,8 @@ def part_of(domain: Domain, rows: Rows, name: str) -> Domain:
         masks=None if domain.masks is None else domain.masks[rows],
         ids=None if domain.ids is None else tuple(domain.ids[row] for row in rows),
         fixed_split=domain.fixed_split,
+        unlabelled=domain.unlabelled,
+        only_source=domain.only_source,
     )
 
 
@@ -223,6 +237,11 @@ class DataSet:
     def input_shape(self) -> tuple[int, ...]:
         """Shape of one sample as the network sees it: (channels, height, width) or (d,)."""
         return tuple(next(iter(self.domains.values())).inputs.shape[1:])
+
+    @property
+    def unlabelled(self) -> tuple[str, ...]:
+        """The domains of which some or all samples have no label."""
+        return tuple(name for name, domain in self.domains.items() if domain.unlabelled)
 
 
 class DataSource(BaseModel):

@@ -197,14 +197,23 @@ def table_shift(table: Columns, encoding: TableEncoding) -> InputShift:
     )
 
 
-def feature_shift(inputs: npt.NDArray[Any], preprocessing: Preprocessing) -> InputShift:
-    """How features (n, d) differ from those whose means and deviations the preprocessing has, if it has any."""
+def feature_shift(inputs: npt.NDArray[Any], preprocessing: Preprocessing, names: Sequence[str] = ()) -> InputShift:
+    """How features (n, d) differ from those whose means and deviations the preprocessing has, if it has any.
+
+    ``names`` are those of the columns; by default their numbers.
+    """
     mean, std = preprocessing.mean, preprocessing.std
     if mean is None or std is None or inputs.ndim != 2 or inputs.shape[1] != len(mean):
         return InputShift()
     return InputShift(
         tuple(
-            _of_numbers(str(number), mean[number], std[number], False, inputs[:, number].astype(np.float64))
+            _of_numbers(
+                names[number] if names else str(number),
+                mean[number],
+                std[number],
+                False,
+                inputs[:, number].astype(np.float64),
+            )
             for number in range(len(mean))
             if std[number] > 0 and math.isfinite(mean[number])
         )

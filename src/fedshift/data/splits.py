@@ -162,7 +162,11 @@ def part_rows(domain: Domain, fraction: float, seed: int, split: Literal["random
         UserError: the domain has no split of its own.
     """
     if split == "random":
-        classes = domain.labels if domain.labels.dtype.kind == "i" else np.zeros(len(domain), dtype=np.int64)
+        classes = (
+            domain.labels
+            if domain.labels.dtype.kind == "i" and not domain.unlabelled
+            else np.zeros(len(domain), dtype=np.int64)
+        )
         train, held_out = stratified_split(classes, fraction, seed, domain.groups)
         if len(held_out) or domain.groups is not None:
             return train, held_out

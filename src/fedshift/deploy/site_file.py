@@ -146,6 +146,11 @@ def read_holding(config: SiteConfig) -> Holding:
     source = data_source(config.file.data, config.path.parent)
     if config.file.classes is not None and "classes" in type(source).model_fields:
         source = source.model_copy(update={"classes": config.file.classes})
+    if getattr(source, "site_labels", {}):
+        raise UserError(
+            f"{config.path}: data.site_labels: a deployed site needs labels yet: leave this site out, and predict its "
+            "samples with 'fedshift predict'; a simulation can have it"
+        )
     data = source.build()
     if data.task == "segmentation":
         raise UserError(f"{config.path}: data: '{data.name}' is for {data.task}, which a deployment cannot train yet")

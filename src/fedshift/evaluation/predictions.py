@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from fedshift.evaluation.site_metrics import Scored
 
 PREDICTIONS = "predictions.parquet"
+UNLABELLED = "unlabelled"
+"""The part of samples without labels: models answer there, and are not measured."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class SitePredictions:
 
     Attributes:
         site: name of the site.
-        part: "target" or "held_out".
+        part: "target", "held_out" or `UNLABELLED`.
         rows: each sample's row at its site (n,).
         ids: each sample's name (n); None if the data have no names.
         scored: labels, predictions and scores.
@@ -38,7 +40,8 @@ class SitePredictions:
 def as_parquet(sites: Sequence[SitePredictions], classes: Sequence[str], about: Mapping[str, Any]) -> bytes:
     """The content of the file: a line for each sample.
 
-    The columns are site, part, row, id (empty if the data have none), label, predicted, and ``score_<class>``. Of a
+    The columns are site, part, row, id (empty if the data have none), label (empty where it is not known), predicted,
+    and ``score_<class>``. Of a
     regression, label and predicted are numbers, and there is no score. Of times to an event, the columns time and event
     take the place of label, and predicted is the logarithm of the relative hazard. Of several labels there are
     ``label_<name>`` and ``predicted_<name>``, 0 or 1, for each.
@@ -64,7 +67,10 @@ def as_parquet(sites: Sequence[SitePredictions], classes: Sequence[str], about: 
     def names(numbers: NDArray[Any]) -> Any:
         if numbers.dtype.kind == "f":
             return numbers
-        return pa.DictionaryArray.from_arrays(numbers.astype(np.int32), pa.array(list(classes), pa.string()))
+        places = (
+            pa.array(numbers.astype(np.int32), mask=numbers < 0) if (numbers < 0).any() else numbers.astype(np.int32)
+        )
+        return pa.DictionaryArray.from_arrays(places, pa.array(list(classes), pa.string()))
 
     scored = [site.scored for site in sites]
     repeats = [len(site.rows) for site in sites]

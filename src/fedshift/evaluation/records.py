@@ -240,6 +240,14 @@ class SitePrivacy(_Record):
     steps: Count
 
 
+class WithoutLabels(_Record):
+    """Samples without labels at a target: the model's answers for them are among the run's predictions."""
+
+    samples: Count
+    unlike: str | None = Field(default=None, description="how the samples are too unlike those of the sources")
+    unusual: str | None = Field(default=None, description="how they are unlike them at all")
+
+
 class RunResult(_Record):
     """The content of `result.json`: one finished run, that is one (method, target, seed)."""
 
@@ -250,6 +258,9 @@ class RunResult(_Record):
     target: str = Field(description="the target domain, or the name of a pair")
     labelled: list[str] = Field(default_factory=list, description="labelled sites, where both sides are measured")
     unlabelled: list[str] = Field(default_factory=list, description="unlabelled sites, likewise")
+    without_labels: dict[str, WithoutLabels] = Field(
+        default_factory=dict, description="targets that lack labels, where the model answered and was not measured"
+    )
     seed: int
     metric: Metric = Field(default="accuracy", description="what the fields called accuracy hold")
     headline: Literal["last"] = Field(default="last", description="the selection rule of the reported number")
@@ -284,12 +295,24 @@ class RunResult(_Record):
 
     @model_validator(mode="after")
     def _has_a_headline(self) -> RunResult:
-        if self.selected.get(self.headline) is None:
+        if self.selected.get(self.headline) is None and not self.without_labels:
             raise ValueError("selected: the last round is missing")
         for one in self.selected.values():
             if one is not None:
                 ENTRIES[self.metric].check(one.accuracy)
         return self
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        written: dict[str, Any] = plain(self)
+        if not self.without_labels:
+            written.pop("without_labels", None)
+        return written
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the target has labels that the model was measured by."""
+        return self.selected.get(self.headline) is not None
 
     @property
     def less_is_better(self) -> bool:

@@ -88,13 +88,14 @@ def selection_rule(name: str) -> SelectionRule:
 
 
 def selected_rounds(
-    rounds: Sequence[RoundRecord], less_is_better: bool = False
+    rounds: Sequence[RoundRecord], less_is_better: bool = False, *, measured: bool = True
 ) -> dict[Selection, SelectedRound | None]:
     """The round that each rule chooses: the field `selected` of a `RunResult`.
 
     Args:
         rounds: the records of a run, in order.
         less_is_better: whether they hold errors.
+        measured: whether the target has labels; if not, no round is chosen.
 
     Raises:
         ValueError: there is no round, or the last round was not measured.
@@ -108,6 +109,8 @@ def selected_rounds(
         >>> chosen["last"].accuracy, chosen["oracle"].accuracy, chosen["source"]
         (75.0, 80.0, None)
     """
+    if not measured:
+        return dict.fromkeys(RULES)
     if not rounds or not rounds[-1].target_accuracy:
         raise ValueError("a run needs a last round in which the target was measured")
     return {name: _selected(rounds, rule.select(rounds, less_is_better)) for name, rule in RULES.items()}

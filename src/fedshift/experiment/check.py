@@ -63,6 +63,7 @@ class DomainCheck:
     measured_as_target: int
     missing: tuple[str, ...]
     fixed_split: bool = False
+    without_label: int = 0
 
 
 @dataclass(frozen=True)
@@ -359,7 +360,8 @@ def _domain(plan: Plan, name: str) -> DomainCheck:
         train=len(given.train[name]) if given else 0,
         held_out=len(given.held_out[name]) if given else 0,
         measured_as_target=protocol.measured_at(data, as_target, name, seed) if as_target is not None else 0,
-        missing=absent_classes(data, data.domains[name]),
+        missing=() if data.domains[name].unlabelled else absent_classes(data, data.domains[name]),
+        without_label=len(data.domains[name]) - len(data.domains[name].known),
         fixed_split=data.domains[name].fixed_split,
     )
 

@@ -25,6 +25,7 @@ from fedshift.experiment.fits import (
     secure_sums,
     server_momentum,
     side_by_side,
+    target_labels,
     tasks,
 )
 from fedshift.experiment.fits.about import About, OfExperiment, OfMethod, OfNetwork
@@ -49,6 +50,7 @@ OF_METHOD_ALONE: tuple[OfMethod, ...] = (
     sealed_routing.fits,
     secure_sums.fits,
     tasks.method_fits,
+    target_labels.fits,
 )
 OF_NETWORK: tuple[OfNetwork, ...] = (
     networks.method_fits,

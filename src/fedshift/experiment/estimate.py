@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedshift.data.domain import UNKNOWN
 from fedshift.data.table_files import SiteFormat
 from fedshift.errors import UserError
 from fedshift.evaluation.estimate.combination import Estimate, LeftOut, estimate_accuracy
-from fedshift.evaluation.predictions import PREDICTIONS
+from fedshift.evaluation.predictions import PREDICTIONS, UNLABELLED
+from fedshift.evaluation.records import RunResult
 from fedshift.evaluation.stored import check_sum
 from fedshift.experiment.predict import TrainedModel, load_model
 from fedshift.experiment.runs.run_folder import MODEL
@@ -30,12 +32,14 @@ class Measured:
 
     Attributes:
         site: its name.
+        part: of the predictions: target, held_out or unlabelled.
         unseen: whether the model did not train there.
         rows: each sample's row at its site (n,).
-        known: scores and labels.
+        known: scores and labels; labels are −1 where there are none.
     """
 
     site: str
+    part: str
     unseen: bool
     rows: NDArray[np.int64]
     known: LeftOut
@@ -95,13 +99,19 @@ def _cases(
     own = folder.absolute()
     known = {row.tobytes() for row in scores.round(_DIGITS)}
     cases, trained_on = {}, []
-    for run in sorted(own.parents[1].glob(f"*/{own.name}")) if len(own.parents) > 1 else []:
+    for run in _siblings(folder):
         for one in measured(run, trained.classes):
             if run == own and _same(one.known.scores, known):
                 trained_on += [] if one.unseen else [one.site]
             elif one.unseen:
                 cases[one.site] = one.known
     return cases, trained_on
+
+
+def _siblings(folder: Path) -> list[Path]:
+    """The folders of the runs of the same method and seed, that of the run itself among them."""
+    own = folder.absolute()
+    return sorted(own.parents[1].glob(f"*/{own.name}")) if len(own.parents) > 1 else []
 
 
 def _same(scores: NDArray[Any], known: set[bytes]) -> bool:
@@ -111,7 +121,41 @@ def _same(scores: NDArray[Any], known: set[bytes]) -> bool:
     return both >= _SAME and 2 * both >= len(mine)
 
 
+def estimate_at_run(run: Path, result: RunResult) -> Estimate:
+    """Estimate the accuracy of a run at its target that has no labels, from the predictions that it noted.
+
+    The cases with known truth are those of `estimate_at`.
+
+    Args:
+        run: its folder.
+        result: its result.
+
+    Raises:
+        UserError: predictions are damaged.
+    """
+    classes = tuple(result.classes)
+    answers = [one for one in noted(run, classes) if one.part == UNLABELLED]
+    if result.metric != "accuracy" or not answers:
+        why = "no predictions were kept" if result.metric == "accuracy" else "estimates are of accuracies only"
+        return Estimate(None, None, None, abstain=True, reasons=(why,))
+    (answered,) = answers
+    scores, said = answered.known.scores.astype(np.float64), result.without_labels[answered.site]
+    left_out = {
+        one.site: one.known
+        for other in _siblings(run)
+        if other != run.absolute()
+        for one in measured(other, classes)
+        if one.unseen
+    }
+    return estimate_accuracy(left_out, scores, unlike=said.unlike, unusual=said.unusual)
+
+
 def measured(run: Path, classes: tuple[str, ...]) -> Iterator[Measured]:
+    """What a run noted of each site that it was measured at: see `noted`."""
+    return (one for one in noted(run, classes) if one.part != UNLABELLED)
+
+
+def noted(run: Path, classes: tuple[str, ...]) -> Iterator[Measured]:
     """What a run noted of each site; nothing if it kept no predictions or is of other classes.
 
     Args:
@@ -122,7 +166,7 @@ def measured(run: Path, classes: tuple[str, ...]) -> Iterator[Measured]:
         UserError: the file is damaged.
 
     Example:
-        >>> list(measured(Path("no-run"), ("healthy", "ill")))
+        >>> list(noted(Path("no-run"), ("healthy", "ill")))
         []
     """
     path = run / PREDICTIONS
@@ -137,17 +181,17 @@ def measured(run: Path, classes: tuple[str, ...]) -> Iterator[Measured]:
         about = json.loads(table.schema.metadata[b"fedshift"])
         if tuple(about["classes"]) != classes:
             return
-        sites, parts, labels = (np.array(table.column(name).to_pylist()) for name in ("site", "part", "label"))
+        sites, parts = (np.array(table.column(name).to_pylist()) for name in ("site", "part"))
         scores = np.stack([table.column(f"score_{name}").to_numpy() for name in classes], axis=1)
-        place = {name: number for number, name in enumerate(classes)}
-        numbers = np.array([place[name] for name in labels], dtype=np.int64)
+        place: dict[str | None, int] = {name: number for number, name in enumerate(classes)} | {None: UNKNOWN}
+        numbers = np.array([place[name] for name in table.column("label").to_pylist()], dtype=np.int64)
         numbered, sources = table.column("row").to_numpy(), set(about["sources"])
     except (OSError, KeyError, TypeError, ValueError, pa.ArrowException):
         raise UserError(f"{path} is damaged: restore it, or delete {run} and run again") from None
     for site, part in sorted({*zip(sites.tolist(), parts.tolist(), strict=True)}):
         rows = (sites == site) & (parts == part)
         unseen = part == "target" and site not in sources
-        yield Measured(site, unseen, numbered[rows], LeftOut(scores[rows], numbers[rows]))
+        yield Measured(site, part, unseen, numbered[rows], LeftOut(scores[rows], numbers[rows]))
 
 
 def _other_seeds(folder: Path, trained: TrainedModel, inputs: Any) -> Iterator[NDArray[np.float32]]:

@@ -117,7 +117,7 @@ class Plan:
             measured = {
                 target: self.split(target, protocol.seeds[0]).measured[target]
                 for target in self.targets
-                if target in domains and domains[target].groups is not None
+                if target in domains and domains[target].groups is not None and not domains[target].unlabelled
             }
             fewer = [
                 f"{len(rows)} of {len(domains[target])} of '{target}'"

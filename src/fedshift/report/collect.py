@@ -55,6 +55,7 @@ class Collected:
         unfinished: number of planned runs without a result.
         planned: number of planned runs.
         reasons: why runs stopped that are unfinished, one line for each that failed.
+        unmeasured: finished runs whose target has no labels. They are not among ``runs``, nor in the order.
     """
 
     name: str
@@ -63,10 +64,16 @@ class Collected:
     unfinished: int
     planned: int
     reasons: tuple[str, ...] = ()
+    unmeasured: tuple[FinishedRun, ...] = ()
 
     @property
     def results(self) -> list[RunResult]:
         return [run.result for run in self.runs]
+
+    @property
+    def all_runs(self) -> tuple[FinishedRun, ...]:
+        """The finished runs, measured or not."""
+        return (*self.runs, *self.unmeasured)
 
     @property
     def progress(self) -> str | None:
@@ -120,12 +127,15 @@ def collect(folder: str | os.PathLike[str]) -> Collected:
     methods = _ordered(order.methods, (run.result.method for run in runs))
     targets = _ordered(order.targets, (run.result.target for run in runs))
     runs.sort(key=lambda p: (methods.index(p.result.method), targets.index(p.result.target), p.result.seed))
+    measured = [run for run in runs if run.result.is_measured]
+    there = {name for run in measured for name in (run.result.method, run.result.target)}
     return Collected(
         name=experiments[0].name,
-        runs=tuple(runs),
+        runs=tuple(measured),
+        unmeasured=tuple(run for run in runs if not run.result.is_measured),
         order=Order(
-            methods=methods,
-            targets=targets,
+            methods=[name for name in methods if name in there],
+            targets=[name for name in targets if name in there],
             seeds=sorted({run.result.seed for run in runs}),
             headline=order.headline,
         ),

@@ -26,6 +26,7 @@ from fedshift.report.sections.results import (
     verdict_section,
 )
 from fedshift.report.sections.samples import ShownSamples
+from fedshift.report.sections.without_labels import without_labels_section
 from fedshift.report.table import Table, table_of
 
 PAGE = "report.html"
@@ -67,6 +68,12 @@ def write_page(folder: Path, collected: Collected, samples: ShownSamples | None 
 
 def page(collected: Collected, samples: ShownSamples | None = None) -> str:
     """The page as text. It depends only on the files of ``collected``, and on the data if ``samples`` are shown."""
+    alone = without_labels_section(collected)
+    if not collected.runs and alone is not None:  # no target has labels, so nothing was measured
+        sections = [alone, warnings_section([run.result for run in collected.unmeasured])]
+        return render(
+            "page.html", name=collected.name, question="", facts=(), sections=sections, light=LIGHT, dark=DARK
+        )
     table = table_of(collected, "last")
     found = verdict(collected, table)
     roles = {result.method: role_of(result) for result in collected.results}
@@ -87,6 +94,8 @@ def _sections(
     results, runs = collected.results, collected.runs
     records = {run.folder: read_rounds(run.folder / ROUNDS) for run in runs}
     gains = gains_grid(table)
+    if (estimated := without_labels_section(collected)) is not None:
+        yield estimated
     yield result_section(collected, table, roles)
     if gains is not None:
         yield section("gains", "What each site gains", gains)

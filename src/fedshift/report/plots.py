@@ -178,6 +178,25 @@ def reliability(curves: Mapping[str, Sequence[tuple[float, float, int]]]) -> Fig
     return figure
 
 
+def estimates(found: Mapping[str, tuple[float, float, float, float | None]]) -> Figure:
+    """Estimates with their intervals, a line for each, the first at the top.
+
+    Args:
+        found: name → estimate, low and high end, and the usual number or None, in percent.
+    """
+    figure, [axes] = new_figure(9.6, 0.9 + 0.4 * len(found))
+    for place, (middle, low, high, usual) in enumerate(found.values()):
+        axes.plot([low, high], [place, place], color=SERIES[0], linewidth=2)
+        axes.plot([middle], [place], color=SERIES[0], marker="o", markersize=6)
+        if usual is not None:
+            axes.plot([usual], [place], color=INK, marker="x", markersize=6, linestyle="none")
+    axes.set_yticks(range(len(found)), list(found))
+    axes.set_ylim(len(found) - 0.5, -0.5)
+    axes.set_xlim(0, 100)
+    axes.set_xlabel("accuracy, %")
+    return figure
+
+
 def placed_samples(placed: Mapping[str, tuple[NDArray[np.float32], Sequence[str], Sequence[str]]]) -> Figure:
     """Samples as points, a row of two panels for each method: coloured by class, then by site.
 

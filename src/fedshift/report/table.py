@@ -16,6 +16,7 @@ from fedshift.evaluation.summary import AVERAGE, Row, row_of, rows, with_samples
 from fedshift.report import pairs
 from fedshift.report.collect import Collected
 from fedshift.report.conditions import used_note
+from fedshift.report.estimates import notes_on
 from fedshift.report.measures import ACCURACY, HAUSDORFF, MEASURES, METRICS, Measure, measure_of
 from fedshift.text import in_unit
 
@@ -179,6 +180,7 @@ def table_of(collected: Collected, select: Selection = "last", metric: str = "")
     said = (note(results, order.methods) for note in (used_note, settings_note, privacy_note, work_note))
     whole = replace(whole, notes=(*whole.notes, *chain.from_iterable(said)))
     both = whole.measure in pairs.HARMONIC_MEANS.values()
+    whole = replace(whole, notes=(*whole.notes, *notes_on(collected)))
     more = []
     for measure, chosen in pairs.beside(results) if both else [(HAUSDORFF, results)]:
         if measure is not whole.measure and any(measure.value(result, select) is not None for result in chosen):
@@ -320,11 +322,12 @@ def _notes(
     said = RULES[select].description
     yield f"Selection: {said if measure.unit else said.replace('accuracy', measure.name)}."
     present = [cell for line in cells.values() for cell in line.values() if cell is not None]
-    if not present:
+    if not present and cells:
         yield (
             f"None of these runs has {measure.name}: they were made before it was measured, or cannot have it (one "
             "class at a target, no threshold). To have it, run the experiment again under another name."
         )
+    if not present:
         return
     most = max(cell.row.n for cell in present)
     if most == 1:

@@ -16,6 +16,7 @@ from fedshift.data.agreement import MOMENTS
 from fedshift.data.builders.in_memory import Array, InMemory, SiteSamples
 from fedshift.data.checks import check_finite, checked, natural_order
 from fedshift.data.domain import (
+    UNKNOWN,
     DataSet,
     DataSource,
     Domain,
@@ -30,6 +31,7 @@ from fedshift.data.domain import (
 from fedshift.data.identifiers import check_classes
 from fedshift.data.images import as_channels_first
 from fedshift.data.locate import load_npz
+from fedshift.data.site_labels import unknown_labels
 from fedshift.data.splits import fixed_split
 from fedshift.data.tables import moments
 from fedshift.data.tasks.fields import TaskFields, flags, label_sums, quantities, times
@@ -126,10 +128,11 @@ class Arrays(TaskFields):
         Raises:
             UserError: a file cannot be used; names it.
         """
-        read = {site: _arrays(site, held) for site, held in self.sites.items()}
-        named = self._named({site: arrays["y"] for site, arrays in read.items()})
+        self.check_site_labels(self.sites, classes=self.has_classes)
+        read = {site: _arrays(site, held, self.site_labels.get(site)) for site, held in self.sites.items()}
+        named = self._named({site: read[site]["y"] for site in self.labelled_sites(read)})
         domains = {site: self._domain(site, arrays, named) for site, arrays in read.items()}
-        classes = named or _numbered(domains)
+        classes = named or _numbered({site: domains[site] for site in self.labelled_sites(domains)})
         first = next(iter(domains.values()))
         shape = first.inputs.shape[1:]
         if len(shape) == 3:
@@ -146,13 +149,13 @@ class Arrays(TaskFields):
         told = [domains[site] for site in scaling] if self.scales_labels else []
         objective = self.objective([label_sums(domain.labels[domain.described]) for domain in told])
         preprocessing = preprocessing.model_copy(update={"objective": objective})
-        dataset = checked(DataSet(self.name, domains, classes, preprocessing, self.manifest()))
+        dataset = checked(DataSet(self.name, self.by_labels(domains), classes, preprocessing, self.manifest()))
         if not self.standardise:
             return replace(dataset, warnings=(*dataset.warnings, *_unscaled(dataset)))
         chosen = sites_for_statistics(self.statistics_from, domains)
         mean, std = _moments([described_inputs(domains[site]) for site in chosen])
         scaled = dataset.preprocessing.model_copy(update={"mean": tuple(mean.tolist()), "std": tuple(std.tolist())})
-        return DataSet(dataset.name, domains, classes, scaled, dataset.manifest, dataset.warnings)
+        return replace(dataset, preprocessing=scaled)
 
     def _named(self, labels: Mapping[str, Array]) -> tuple[str, ...] | None:
         """What networks have an output for, if it is named: the classes, or what a regression predicts."""
@@ -179,17 +182,21 @@ class Arrays(TaskFields):
         if not self.has_classes:
             read = {"time_to_event": times, "multi_label": flags}.get(self.task, quantities)
             return domain(read(where, y))
+        lacking = site in self.site_labels
         if _is_text(y) and not isinstance(held, Path):
-            number_of = {name: number for number, name in enumerate(named or ())}
+            number_of = {name: number for number, name in enumerate(named or ())} | ({"": UNKNOWN} if lacking else {})
             unknown = next((name for name in y.tolist() if str(name) not in number_of), None)
             if unknown is not None:
                 raise UserError(
                     f"{where}: label '{unknown}' is none of data.classes; {nearest(str(unknown), number_of)}"
                 )
             y = np.array([number_of[str(name)] for name in y.tolist()], dtype=np.int64)
+        if lacking and y.dtype.kind == "f":
+            y = np.where(np.isnan(y), UNKNOWN, y)
         labels = _integers(where, "y", y, len(inputs), "; for regression write data.task: regression")
-        if len(labels) and labels.min() < 0:
-            raise UserError(f"{where}: label {labels.min()} is out of range: labels must be 0 or more")
+        if len(labels) and labels.min() < (UNKNOWN if lacking else 0):
+            advice = f"; of a site without labels write data.site_labels: {{{site}: none}}"
+            raise UserError(f"{where}: label {labels.min()} is out of range: labels must be 0 or more{advice}")
         return domain(labels)
 
 
@@ -244,13 +251,25 @@ def sites_for_statistics(chosen: tuple[str, ...] | None, sites: Mapping[str, obj
     return chosen
 
 
-def _arrays(site: str, held: Path | InMemory) -> dict[str, Array]:
-    """Arrays ``x``, ``y`` and perhaps ``groups`` and ``split`` of a site."""
-    if isinstance(held, Path):
-        return load_npz(held, ["x", "y"], ["groups", "split"])
+def _arrays(site: str, held: Path | InMemory, labels: str | None = None) -> dict[str, Array]:
+    """Arrays ``x``, ``y`` and perhaps ``groups`` and ``split`` of a site. ``labels``: none, few, …; None: of all."""
     where = f"data of site '{site}'"
-    inputs, labels = held.arrays(where)
-    return {"x": _as_stored(where, inputs), "y": labels}
+    if labels == "none":
+        if isinstance(held, Path):
+            read = load_npz(held, ["x"], ["groups", "split"])
+        else:
+            read = {"x": _as_stored(where, held.inputs(where))}
+        return {**read, "y": unknown_labels(len(read["x"]))}
+    if isinstance(held, Path):
+        read = load_npz(held, ["x"], ["y", "groups", "split"])
+        if "y" in read:
+            return read
+        raise UserError(
+            f"data file {held} has no array 'y'; it holds: {', '.join(read)}; if this site has no labels, write "
+            f"data.site_labels: {{{site}: none}}"
+        )
+    inputs, y = held.arrays(where)
+    return {"x": _as_stored(where, inputs), "y": y}
 
 
 def _as_stored(where: str, x: Array) -> Array:

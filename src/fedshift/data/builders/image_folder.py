@@ -18,7 +18,7 @@ from pydantic import Field, FiniteFloat
 
 from fedshift.data.builders.medical import Patient, Which, can_read, is_medical, slices_of
 from fedshift.data.checks import agreed_classes, checked
-from fedshift.data.domain import DataSet, DataSource, Domain, Manifest, Preprocessing
+from fedshift.data.domain import UNKNOWN, DataSet, Domain, Manifest, Preprocessing
 from fedshift.data.images import (
     Decoded,
     Deep,
@@ -34,7 +34,8 @@ from fedshift.data.images import (
     some_sides,
     unreadable,
 )
-from fedshift.errors import UserError
+from fedshift.data.site_labels import SiteLabels
+from fedshift.errors import UserError, nearest
 
 _LAYOUT = "root/<domain>/<class>/<image>: one folder per site, in it one folder per class; other files are left out"
 Width = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -44,9 +45,11 @@ _MOST_TRIED = 20
 _MADE_BY_SYSTEMS = frozenset({"thumbs.db", "desktop.ini", "icon\r"})
 _MOSTLY = 0.9
 """From this share of a site's images with one patient ID on, it is taken for a placeholder."""
+_NO_CLASS = ""
+"""Stands for the class folder of images without a label."""
 
 
-class ImageFolder(DataSource):
+class ImageFolder(SiteLabels):
     """One folder per site, with one folder per class inside. Images are resized to one size."""
 
     name: Literal["image_folder"] = "image_folder"
@@ -108,19 +111,25 @@ class ImageFolder(DataSource):
         empty = next((site for site, labels in held.items() if not labels), None)
         if empty is not None:
             others = "".join(f"; {text}" for text in left_out.warnings(self.root / empty))
+            if _images_in(self.root / empty):
+                others += f"; if it has no labels, write data.site_labels: {{{empty}: none}}"
             hint = root_hint(self.root, lambda place: any(_images_in(folder) for folder in folders(place)))
             raise UserError(
                 f"site '{empty}' is empty: no images in {self.root / empty}/<class>/{others}; {hint}expected {_LAYOUT}"
             )
-        classes = agreed_classes(held, what="class folders", allow_missing=self.missing_classes == "allow")
-        files = {site: [(label, file) for label in classes for file in found[site].get(label, [])] for site in found}
+        labelled = {site: held[site] for site in self.labelled_sites(held)}
+        classes = agreed_classes(labelled, what="class folders", allow_missing=self.missing_classes == "allow")
+        self._check_known(held, classes)
+        in_order = (*classes, _NO_CLASS)
+        files = {site: [(label, file) for label in in_order for file in found[site].get(label, [])] for site in found}
         flat = [one for pairs in files.values() for _, one in pairs]
         channels = 3 if (_any_colour(flat) if self.colour is None else self.colour) else 1
         made = decoded([one.file for one in flat], channels, self.size, self.size, "image_folder", window=self.window)
         groups = _groups(flat)
         domains, begin = {}, 0
         for site, pairs in files.items():
-            labels = np.array([classes.index(label) for label, _ in pairs], dtype=np.int64)
+            number_of = {_NO_CLASS: UNKNOWN} | {label: number for number, label in enumerate(classes)}
+            labels = np.array([number_of[label] for label, _ in pairs], dtype=np.int64)
             own = None if groups is None else groups[begin : begin + len(pairs)]
             domain = Domain(site, made.pixels[begin : begin + len(pairs)], labels, own)
             domains[site] = domain if tested is None else _divided(domain, [one.path in tested for _, one in pairs])
@@ -134,17 +143,38 @@ class ImageFolder(DataSource):
         warnings += (*left_out.warnings(self.root), *image_warnings(made, by_site), *_one_patient(patients))
         warnings += tuple(_patients_at_two_sites(patients)) if self.patient == "id" else ()
         sides = {site: some_sides([one for one in images if is_image(one.name)]) for site, images in by_site.items()}
+        domains = self.by_labels(domains)
         return checked(DataSet(self.name, domains, classes, preprocessing, self.manifest(), warnings, sides=sides))
+
+    def _check_known(self, held: Mapping[str, Sequence[str]], classes: Sequence[str]) -> None:
+        """Raise UserError for a class folder of a site of few labels that no site of labels has."""
+        for site in self.site_labels:
+            if unknown := next((name for name in held[site] if name not in (*classes, _NO_CLASS)), None):
+                raise UserError(
+                    f"folder {self.root / site / unknown}: '{unknown}' is none of the classes of the sites that train; "
+                    f"{nearest(unknown, classes)}"
+                )
 
     def _images(self, left_out: LeftOut) -> Found:
         """Images by site and class folder, sorted."""
         sites = site_folders(self.root, _LAYOUT)
+        self.check_site_labels({site.name: site for site in sites})
         left_out.misplaced(self.root)
         for site in sites:
-            left_out.misplaced(site)
-        return {
-            site.name: {label.name: self._of_class(label, site, left_out) for label in folders(site)} for site in sites
-        }
+            if site.name not in self.site_labels:
+                left_out.misplaced(site)
+        return {site.name: self._of_site(site, left_out) for site in sites}
+
+    def _of_site(self, site: Path, left_out: LeftOut) -> dict[str, list[_Image]]:
+        """A site's images by class folder. Where labels may be missing, those in no class folder have none."""
+        by_class = {label.name: self._of_class(label, site, left_out) for label in folders(site)}
+        said = self.site_labels.get(site.name)
+        if said is None:
+            return by_class
+        unplaced = self._of_class(site, site, LeftOut())
+        if said == "none":  # folders do not name classes there
+            return {_NO_CLASS: [*unplaced, *(one for images in by_class.values() for one in images)]}
+        return {**by_class, _NO_CLASS: unplaced}
 
     def _of_class(self, label: Path, site: Path, left_out: LeftOut) -> list[_Image]:
         found = []

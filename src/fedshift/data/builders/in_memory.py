@@ -82,19 +82,32 @@ class InMemory:
         inputs, labels = ([pair[place] for pair in pairs] for place in (0, 1))
         return _array(f"{where}: inputs", inputs), _array(f"{where}: labels", labels)
 
+    def inputs(self, where: str) -> Array:
+        """The inputs of samples whose labels are not read, with a row for each.
+
+        Raises:
+            UserError: as for `arrays`.
+        """
+        plain = self.labels is not None or hasattr(self.samples, "dtype") or hasattr(self.samples, "detach")
+        if plain or isinstance(self.samples, list):
+            return _array(f"{where}: inputs", self.samples)
+        if self.is_named:
+            return self._column(where, INPUTS, "inputs")
+        return self.arrays(where)[0]
+
     def _named_arrays(self, where: str) -> tuple[Array, Array]:
-        found = []
-        for usual, what in ((INPUTS, "inputs"), (LABELS, "labels")):
-            names = [name for name in usual if name in self.samples.column_names]
-            if not names:
-                raise UserError(
-                    f"{where}: the data set has no column of {what}; rename one to '{usual[0]}'; "
-                    f"{nearest(usual[0], self.samples.column_names)}"
-                )
-            values = listed(self.samples[names[0]])
-            classes = getattr(self.samples.features[names[0]], "names", None)
-            found.append(_array(f"{where}: {what}", [classes[value] for value in values] if classes else values))
-        return found[0], found[1]
+        return self._column(where, INPUTS, "inputs"), self._column(where, LABELS, "labels")
+
+    def _column(self, where: str, usual: Sequence[str], what: str) -> Array:
+        names = [name for name in usual if name in self.samples.column_names]
+        if not names:
+            raise UserError(
+                f"{where}: the data set has no column of {what}; rename one to '{usual[0]}'; "
+                f"{nearest(usual[0], self.samples.column_names)}"
+            )
+        values = listed(self.samples[names[0]])
+        classes = getattr(self.samples.features[names[0]], "names", None)
+        return _array(f"{where}: {what}", [classes[value] for value in values] if classes else values)
 
 
 def samples_in(value: Any) -> Path | InMemory:

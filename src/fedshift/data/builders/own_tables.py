@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -26,6 +26,7 @@ from fedshift.data.checks import agreed_classes, checked
 from fedshift.data.codings import counted
 from fedshift.data.domain import DataSet, DataSource, Domain, Inputs, Labels, Manifest, Preprocessing, Rows
 from fedshift.data.identifiers import check_categories
+from fedshift.data.site_labels import unknown_labels
 from fedshift.data.splits import fixed_split
 from fedshift.data.table_files import (
     PLAIN,
@@ -36,6 +37,7 @@ from fedshift.data.table_files import (
     canonical,
     changed,
     from_columns,
+    is_missing,
     parted,
     read_table,
 )
@@ -275,9 +277,9 @@ class Table(TableFormat, TaskFields):
         whole = self._whole_tables()
         tables = self._complete(whole)
         self._check_identifiers(tables)
-        named = {} if not self.has_classes else {site: self._labels(table) for site, table in tables.items()}
-        classes = self._classes(named)
-        labels = {site: self._numbered(table, named.get(site, ()), classes) for site, table in tables.items()}
+        named = {} if not self.has_classes else {site: self._known(site, table) for site, table in tables.items()}
+        classes = self._classes({site: names for site, names in named.items() if site not in self.site_labels})
+        labels = {site: self._numbers_of(site, table, named.get(site, ()), classes) for site, table in tables.items()}
         chosen = sites_for_statistics(self.statistics_from, tables)
         statistics = [site_statistics(self._trained(tables[site]), self.numeric, self.categorical) for site in chosen]
         encoding = agreed_encoding(statistics, self.numeric, self.categorical)
@@ -292,16 +294,27 @@ class Table(TableFormat, TaskFields):
         objective = self.objective(known)
         preprocessing = encoding.preprocessing().model_copy(update={"objective": objective})
         columns = {site: counted(table, self.numeric, self.categorical) for site, table in self._compared(whole)}
-        return checked(DataSet(self.name, domains, classes, preprocessing, self.manifest(), columns=columns))
+        domains, warnings = self.by_labels(domains), tuple(self._unread_labels(whole))
+        return checked(DataSet(self.name, domains, classes, preprocessing, self.manifest(), warnings, columns))
+
+    def _unread_labels(self, tables: Mapping[str, Columns]) -> Iterator[str]:
+        """A warning for each site that has labels and is said to have none."""
+        for site in (site for site, said in self.site_labels.items() if said == "none"):
+            cells = [cell for name in self.label_columns for cell in tables[site].cells.get(name, ())]
+            known = sum(not is_missing(cell) for cell in cells)
+            if known:
+                yield (
+                    f"site '{site}' has labels in {known} rows, which are not read, since data.site_labels says none: "
+                    "write few to measure there"
+                )
 
     def _check_identifiers(self, tables: Mapping[str, Columns]) -> None:
         """Raise UserError if a column of categories or classes names rows, unless ``many_categories`` lists it."""
         as_written = self.has_classes and self.positive is None and self.labels is None
-        check_categories(
-            tables,
-            [name for name in self.categorical if name not in self.many_categories],
-            [name for name in self.label_columns if as_written and name not in self.many_categories],
-        )
+        check_categories(tables, [name for name in self.categorical if name not in self.many_categories], [])
+        labelled = {site: tables[site] for site in self.labelled_sites(tables)}
+        labels = [name for name in self.label_columns if as_written and name not in self.many_categories]
+        check_categories(labelled, [], labels)
 
     def _compared(self, tables: Mapping[str, Columns]) -> Iterable[tuple[str, Columns]]:
         """The tables whose columns are compared between sites: none in a further encoding of the same tables."""
@@ -324,6 +337,31 @@ class Table(TableFormat, TaskFields):
             return labels_of(table, self.task, self.label_columns)
         number_of = {name: number for number, name in enumerate(classes)}
         return np.array([number_of[name] for name in labels], dtype=np.int64)
+
+    def _known(self, site: str, table: Columns) -> list[str]:
+        """The classes of a site's rows; of one with few labels those of its labelled rows."""
+        said = self.site_labels.get(site)
+        if said == "none":
+            return []
+        return self._labels(table if said is None else table.rows(self._labelled(table)))
+
+    def _labelled(self, table: Columns) -> list[int]:
+        """The rows that have a label."""
+        return [row for row, cell in enumerate(table.column(self.label_column)) if not is_missing(cell)]
+
+    def _numbers_of(self, site: str, table: Columns, labels: Sequence[str], classes: Sequence[str]) -> Labels:
+        """As `_numbered`, of a site that may lack labels."""
+        if site not in self.site_labels:
+            return self._numbered(table, labels, classes)
+        if unknown := sorted(set(labels) - set(classes)):
+            raise UserError(
+                f"{table.path}: label '{unknown[0]}' of site '{site}' is none of the classes of the sites that train; "
+                f"{nearest(unknown[0], classes)}"
+            )
+        numbers = unknown_labels(len(table))
+        if labels:
+            numbers[self._labelled(table)] = self._numbered(table, labels, classes)
+        return numbers
 
     def gives(self) -> dict[str, Any] | None:
         if self._fills:
@@ -426,6 +464,7 @@ class Table(TableFormat, TaskFields):
                 site: self._table(site, held).renamed(self._form_of(site).rename)
                 for site, held in (self.sites or {}).items()
             }
+        self.check_site_labels(tables, classes=self.has_classes)
         for site, table in tables.items():
             self._check_columns(site, table)
             tables[site] = table.in_units(self._form_of(site).units).without_codes(self._codes(site))
@@ -435,12 +474,14 @@ class Table(TableFormat, TaskFields):
         """Raise UserError for a column that a site's table lacks; people at other sites read inputs' names only."""
         inputs = {*self.numeric, *self.categorical}
         others = [name for name in (self.id, self.split) if name is not None]
-        for column in (*self.label_columns, *self.numeric, *self.categorical, *others):
+        labels = () if self.site_labels.get(site) == "none" else self.label_columns
+        for column in (*labels, *self.numeric, *self.categorical, *others):
             try:
                 table.column(column, shared=column in inputs)
             except UserError as error:
                 where = "" if f"'{site}'" in str(table.path) else f"site '{site}': "
-                raise UserError(f"{where}{error}", public=error.public) from None
+                more = f"; if it has no labels, write data.site_labels: {{{site}: none}}" if column in labels else ""
+                raise UserError(f"{where}{error}{more}", public=error.public) from None
 
     def _table(self, site: str, held: Path | InMemory) -> Columns:
         form = self._form_of(site)

@@ -94,8 +94,8 @@ def classes_of(
 def _check_any_label(table: Columns, column: str) -> None:
     """Raise UserError where no row has a label: filling or dropping rows is no help there."""
     if len(table) and all(map(is_missing, table.column(column))):
-        what = "no row has a label. Every site is measured, also one that trains without labels: leave this site out"
-        after = "and predict its rows with 'fedshift predict'"
+        what = "no row has a label: if this site has none, write data.site_labels: {SITE: none}, with the site's name"
+        after = "or leave it out, and predict its rows with 'fedshift predict'"
         file = table.place(0).partition(",")[0]
         raise UserError(f"{file}, column '{column}': {what}, {after}", public=f"{file}: {what}, {after}")
 

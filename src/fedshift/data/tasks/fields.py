@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, PositiveFloat, model_validator
 
-from fedshift.data.domain import DataSource, Preprocessing
+from fedshift.data.domain import Preprocessing
+from fedshift.data.site_labels import SiteLabels
 from fedshift.errors import UserError
 from fedshift.text import type_in_words
 
@@ -23,7 +24,7 @@ Sums = Mapping[str, float]
 _OF_REGRESSION = ("loss", "huber_delta", "label_statistics_from")
 
 
-class TaskFields(DataSource):
+class TaskFields(SiteLabels):
     """Base of the data sets whose labels can be other than classes."""
 
     task: Declared = Field(

@@ -37,12 +37,19 @@ class Split:
         held_out: rows that each source holds out; may be empty.
         measured: rows that each target is measured on.
         unlabelled: rows that each target trains on without labels.
+        predicted: rows of targets that have no labels: models answer there, and are not measured.
     """
 
     train: Mapping[str, Rows]
     held_out: Mapping[str, Rows]
     measured: Mapping[str, Rows]
     unlabelled: Mapping[str, Rows] = field(default_factory=dict)
+    predicted: Mapping[str, Rows] = field(default_factory=dict)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The targets, measured or not."""
+        return tuple(dict.fromkeys((*self.measured, *self.predicted)))
 
 
 class ProtocolSection(Section):
@@ -144,7 +151,7 @@ class ProtocolSection(Section):
 
     def measured_at(self, data: DataSet, target: str, site: str, seed: int) -> int:
         """How many rows of a site are measured where it is the target, or one of them: those of `split_of`."""
-        return len(self.split_of(data, target, seed).measured[site])
+        return len(self.split_of(data, target, seed).measured.get(site, ()))
 
     def with_wrong_labels(self, data: DataSet, split: Split, seed: int) -> DataSet:
         """The data as sites train on them: with a share of wrong labels at malicious sources. Held-out labels are true.
@@ -165,7 +172,7 @@ class ProtocolSection(Section):
 
         ``split``: of the run, in which targets may have trained; None: they have not.
         """
-        unseen = self.unseen and (split is None or not set(split.measured) <= set(split.train))
+        unseen = self.unseen and (split is None or not set(split.targets) <= set(split.train))
         return method.new_site_for(input_shape) if unseen else None
 
     def check_method(self, method: Method) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
+import numpy as np
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from fedshift.data.domain import DataSet, Domain, Rows
@@ -98,12 +99,14 @@ class OneTarget(DeployedProtocol):
         """The domains that are the target in turn, or `EVERY_SITE`."""
         check_names(self.kind, data)
         if self.targets == "all":
-            return tuple(data.domains)
+            return tuple(name for name, domain in data.domains.items() if not domain.only_source)
         if not self.targets:
             raise UserError("protocol.targets: name at least one domain, or write all")
         for target in self.targets:
             if target not in data.domains:
                 self._check_every_site(target, data)
+            elif data.domains[target].only_source:
+                raise UserError(f"protocol.targets: '{target}' holds the labels that train: name the site itself")
             if self.targets.count(target) > 1:
                 raise UserError(f"protocol.targets: '{target}' is named twice; name it once")
         return self.targets
@@ -159,8 +162,8 @@ class OneTarget(DeployedProtocol):
         return found
 
     def roles_of(self, data: DataSet, target: str) -> Roles:
-        """All other domains, and the target; of `EVERY_SITE` all are sources."""
-        return tuple(name for name in data.domains if name != target), (target,)
+        """All other domains that have labels, and the target; of `EVERY_SITE` all these are sources."""
+        return tuple(name for name, one in data.domains.items() if name != target and not one.unlabelled), (target,)
 
     def domain_rows(self, domain: Domain, seed: int) -> tuple[Rows, Rows]:
         """The training and the held-out rows of one domain. They do not depend on other domains."""
@@ -168,19 +171,23 @@ class OneTarget(DeployedProtocol):
 
     def measured_at(self, data: DataSet, target: str, site: str, seed: int) -> int:
         """As in the base. Rows of a domain do not depend on others, so with many sites not all are split for each."""
+        if data.domains[site].unlabelled:
+            return len(data.domains[site].known)
         rows = self.domain_rows(data.domains[site], seed)
         self._check_target_rows(data, site, rows)
         return len(self.measured_rows(data.domains[site], rows[1]))
 
     def split_of(self, data: DataSet, target: str, seed: int) -> Split:
         """The rows of one (target, seed)."""
-        rows = {name: self.domain_rows(domain, seed) for name, domain in data.domains.items()}
+        rows = {name: self.domain_rows(domain, seed) for name, domain in data.domains.items() if not domain.unlabelled}
         train = {name: pair[0] for name, pair in rows.items() if name != target}
         held_out = {name: pair[1] for name, pair in rows.items() if name != target}
         for name, chosen in train.items():
             if len(chosen) == 0:
                 check_groups(data, name)
                 raise UserError(f"protocol: site '{name}' has no training samples left; lower protocol.test_fraction")
+        if target in data.unlabelled:
+            return self._without_labels(data.domains[target], train, held_out)
         if target not in rows:
             measured_there = {name: chosen for name, chosen in held_out.items() if len(chosen)}
             if not measured_there:
@@ -189,6 +196,15 @@ class OneTarget(DeployedProtocol):
         self._check_target_rows(data, target, rows[target])
         measured = {target: self.measured_rows(data.domains[target], rows[target][1])}
         return Split(train, held_out, measured, {} if self.unseen else {target: rows[target][0]})
+
+    def _without_labels(self, domain: Domain, train: Mapping[str, Rows], held_out: Mapping[str, Rows]) -> Split:
+        """The rows where the target lacks labels: what is measured there are the labelled samples, if there are any."""
+        if not train:
+            raise UserError(f"protocol: no site with labels is left to train for '{domain.name}'")
+        known = domain.known
+        rest = np.setdiff1d(np.arange(len(domain), dtype=np.int64), known)
+        measured = {domain.name: known} if len(known) else {}
+        return Split(train, held_out, measured, {} if self.unseen else {domain.name: rest}, {domain.name: rest})
 
     @abstractmethod
     def _check_target_rows(self, data: DataSet, target: str, rows: tuple[Rows, Rows]) -> None:

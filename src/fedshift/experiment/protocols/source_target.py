@@ -109,6 +109,11 @@ class SourceTarget(ProtocolSection):
         Where the data fix their test rows, every site trains on the others and is measured on these.
         """
         labelled, unlabelled = self.roles_of(data, target)
+        if lacking := next((name for name in (*labelled, *unlabelled) if name in data.unlabelled), None):
+            raise UserError(
+                f"protocol.kind: {self.kind} measures all sites, and '{lacking}' lacks labels (data.site_labels): use "
+                "adapt_to_one or leave_one_out, or leave the site out"
+            )
         train, held_out = {}, {}
         for name in labelled:
             domain = data.domains[name]

@@ -16,8 +16,8 @@ from fedshift.data.site_data import SiteData
 from fedshift.data.tasks.objective import CLASSES, Objective, objective_of
 from fedshift.errors import UserError
 from fedshift.evaluation import segmentation
-from fedshift.evaluation.predictions import SitePredictions
-from fedshift.evaluation.records import Part, SiteMetrics
+from fedshift.evaluation.predictions import UNLABELLED, SitePredictions
+from fedshift.evaluation.records import SiteMetrics
 from fedshift.evaluation.site_metrics import Scored, common_threshold
 from fedshift.evaluation.tasks.measuring import MetricOptions, measuring_of
 from fedshift.experiment.protocols.base import Split
@@ -76,7 +76,12 @@ class Evaluator:
             }
 
         self._targets, self._sources = views(split.measured), views(split.held_out)
-        self._rows: dict[Part, Mapping[str, Rows]] = {"target": split.measured, "held_out": split.held_out}
+        self._answered = views(split.predicted)
+        self._rows: dict[str, Mapping[str, Rows]] = {
+            "target": split.measured,
+            "held_out": split.held_out,
+            UNLABELLED: split.predicted,
+        }
         self._domains = data.domains
         self._trained_at = sorted(split.train)
         self._classes = len(data.classes)
@@ -125,6 +130,10 @@ class Evaluator:
             for name, view in self._targets.items()
         ]
         kept += [self._kept("held_out", name, self._at(network, name), view) for name, view in self._sources.items()]
+        kept += [
+            self._kept(UNLABELLED, name, answering(network, view, self._new_site), view)
+            for name, view in self._answered.items()
+        ]
         at_site = self._measuring.at_site
         held_out = [
             at_site(one.site, "held_out", one.scored, MetricOptions()) for one in kept if one.part == "held_out"
@@ -140,7 +149,7 @@ class Evaluator:
     def _at(self, network: Network, source: str) -> Network:
         return network.at(self._trained_at.index(source))
 
-    def _kept(self, part: Part, name: str, network: Network, view: SiteData) -> SitePredictions:
+    def _kept(self, part: str, name: str, network: Network, view: SiteData) -> SitePredictions:
         domain, rows = self._domains[name], np.asarray(self._rows[part][name], dtype=np.int64)
         ids: Sequence[str] | None = getattr(domain, "ids", None)
         groups = None if domain.groups is None else domain.groups[rows]
@@ -155,7 +164,7 @@ class Evaluator:
         return {
             "target_accuracy": {name: found for name, pair in pairs.items() if (found := value(*pair)) is not None},
             "source_accuracy": {name: found for name, pair in held_out.items() if (found := value(*pair)) is not None},
-            "per_class": self._measuring.by_class(pairs, self._classes),
+            "per_class": self._measuring.by_class(pairs, self._classes) if pairs else [],
         }
 
     def _measure_masks(self, network: Network, model: SegmentationOptions) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from fedshift.experiment.plan import PlannedRun, Run, model_metadata
 from fedshift.experiment.runs.context import Context
 from fedshift.experiment.runs.evaluator import Final
 from fedshift.experiment.runs.run_folder import RunFolder
+from fedshift.experiment.unlabelled_sites import without_labels
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import RawData
 from fedshift.federation.training import exploded
@@ -327,7 +328,8 @@ class _RunLoop:
             unlabelled=list(unlabelled) if both else [],
             seed=run.seed,
             metric=run.metric,
-            selected=selected_rounds(self.records, self.run.metric in ERRORS),
+            without_labels=without_labels(planned),
+            selected=selected_rounds(self.records, self.run.metric in ERRORS, measured=bool(planned.split.measured)),
             sites=list(final.sites),
             classes=list(data.classes),
             rounds=state.round,

@@ -9,7 +9,7 @@ first.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from fedshift.evaluation.cautions import few_informative, majorities
@@ -22,6 +22,7 @@ from fedshift.report.averages import mean_by_kind
 from fedshift.report.collect import Collected
 from fedshift.report.conditions import conditions
 from fedshift.report.differences import LEVEL, Difference, differences
+from fedshift.report.estimates import Estimates, estimates_of
 from fedshift.report.measures import Measure
 from fedshift.report.roles import Role, method_name, role_of
 from fedshift.report.table import Table, table_of
@@ -125,6 +126,7 @@ class Verdict:
         unknown: what is left open.
         differences: all comparisons that were tested.
         next_target: what the next site is one of, in words.
+        without_labels: target without labels → method → its estimated accuracy there, of each seed.
     """
 
     question: str
@@ -142,6 +144,7 @@ class Verdict:
     measured_new: bool = True
     guess: float | None = None
     next_target: str = "site"
+    without_labels: Estimates = field(default_factory=dict)
 
     @property
     def looks(self) -> int:
@@ -187,6 +190,10 @@ class Verdict:
             "at_sites_that_trained": not self.measured_new,
             "guessing": self.guess,
             "unknown": [one.why for one in self.unknown],
+            "without_labels": {
+                site: {method: [one.plain() for one in estimates] for method, estimates in by_method.items()}
+                for site, by_method in self.without_labels.items()
+            },
         }
 
 
@@ -232,6 +239,7 @@ def verdict(collected: Collected, table: Table | None = None) -> Verdict:
         unknown=tuple(_unknown(collected, table, means, set(roles.values()))),
         differences=tuple(found),
         measured_new=not measured_where_trained(results),
+        without_labels=estimates_of(collected),
         next_target="site" if (protocol := common_protocol(results)) is None else protocol.next_target,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from fedshift.report.advice.verdict import MAJORITY, Against, Verdict
+from fedshift.report.estimates import sentences
 from fedshift.report.measures import Measure
 from fedshift.text import in_unit
 
@@ -223,6 +224,8 @@ def paragraphs(verdict: Verdict) -> Iterator[tuple[str, list[str]]]:
         heading = "What to expect at the next site" if new else "What was measured where sites trained"
         yield heading, [text, f"The first number is the average over the {'other ' if few and new else ''}targets."]
         yield "What left the sites", [left_sites(verdict)]
+    if verdict.without_labels:
+        yield "What to expect where there are no labels", list(sentences(verdict.without_labels))
     yield "What is not known", [one.why for one in verdict.unknown]
 
 

@@ -1,0 +1,85 @@
+"""Sites of a user's own data that have no labels, or few."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer
+
+from fedshift.data.domain import UNKNOWN, DataSource, Domain, part_of
+from fedshift.errors import UserError, nearest
+
+Said = Annotated[Literal["none", "few", "few_train"], BeforeValidator(lambda said: "none" if said is None else said)]
+"""What a site has of labels."""
+_LABELLED = "labelled"
+
+
+class SiteLabels(DataSource):
+    """Base of the data sets of which some sites may lack labels."""
+
+    site_labels: dict[str, Said] = Field(
+        default_factory=dict,
+        description="site: none, it has no labels, so it can only be a target, and is not measured; few, its labelled "
+        "samples measure models and train none; few_train, they train, as a site of their own, and measure none",
+    )
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        written: dict[str, Any] = plain(self)
+        if not self.site_labels:  # the settings of earlier runs stay theirs
+            written.pop("site_labels", None)
+        return written
+
+    def check_site_labels(self, sites: Mapping[str, object], *, classes: bool = True) -> None:
+        """Raise UserError where ``site_labels`` names no site, all sites, or a task without classes."""
+        for site in self.site_labels:
+            if site not in sites:
+                raise UserError(f"data.site_labels: there is no site '{site}'; {nearest(site, sites)}")
+        if self.site_labels and not classes:
+            raise UserError("data.site_labels: only labels that are classes may be missing: leave the site out")
+        if self.site_labels and not self.labelled_sites(sites):
+            raise UserError("data.site_labels: no site is left that has labels, and models learn from these")
+
+    def labelled_sites(self, sites: Mapping[str, object]) -> tuple[str, ...]:
+        """The sites whose samples all have labels."""
+        return tuple(site for site in sites if site not in self.site_labels)
+
+    def by_labels(self, domains: Mapping[str, Domain]) -> dict[str, Domain]:
+        """The domains, marked where they lack labels; of ``few_train`` the labelled samples are a domain of their own.
+
+        Raises:
+            UserError: a site has more or fewer labels than ``site_labels`` says, or two domains have one name.
+        """
+        found: dict[str, Domain] = {}
+        for site, domain in domains.items():
+            said = self.site_labels.get(site)
+            if said in ("few", "few_train"):
+                _check_few(site, domain)
+            if said != "few_train":
+                found[site] = domain if said is None else replace(domain, unlabelled=True)
+                continue
+            name = f"{site}.{_LABELLED}"
+            if name in domains:
+                raise UserError(f"data.site_labels: the labelled samples of '{site}' would be called '{name}': rename")
+            rest = np.flatnonzero(domain.labels == UNKNOWN)
+            found[site] = replace(part_of(domain, rest, site), unlabelled=True)
+            found[name] = replace(part_of(domain, domain.known, name), only_source=True)
+        return found
+
+
+def _check_few(site: str, domain: Domain) -> None:
+    known = len(domain.known)
+    if known == 0:
+        raise UserError(f"data.site_labels: no sample of '{site}' has a label: write {site}: none")
+    if known == len(domain):
+        raise UserError(f"data.site_labels: every sample of '{site}' has a label: leave it out of site_labels")
+    if domain.fixed_split:
+        raise UserError(f"data.site_labels: '{site}' has few labels and a fixed split: leave one of them out")
+
+
+def unknown_labels(samples: int) -> np.typing.NDArray[np.int64]:
+    """The labels of samples that have none, (samples,)."""
+    return np.full(samples, UNKNOWN, dtype=np.int64)

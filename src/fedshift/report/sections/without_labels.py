@@ -1,0 +1,71 @@
+"""Targets without labels: what to expect there, with a picture, and in what their samples are unlike the sources'."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from fedshift.report import plots
+from fedshift.report.collect import Collected
+from fedshift.report.estimates import Estimates, estimates_of, mean_of, notes_on
+from fedshift.report.sections.blocks import Block, Cells, Entry, Listing, Section, Text, figure, grid, number, section
+
+_TITLE = "Targets without labels"
+
+
+def without_labels_section(collected: Collected) -> Section | None:
+    """What is estimated where nothing could be measured; None where all targets have labels."""
+    if not collected.unmeasured:
+        return None
+    found = estimates_of(collected)
+    return section("estimates", _TITLE, *_blocks(collected, found))
+
+
+def _blocks(collected: Collected, found: Estimates) -> Iterator[Block]:
+    yield Text(" ".join(_in_short(collected)), "verdict")
+    rows, drawn = list[Cells](), {}
+    for site, by_method in found.items():
+        for method, estimates in by_method.items():
+            middle = mean_of(estimates)
+            usual = next((one.usual for one in estimates if one.usual is not None), None)
+            ends = (Entry("–"),) * 3 if middle is None else tuple(number(part, 1) for part in middle)
+            rows.append([site, method, f"{_samples(collected, site):,}", *ends, number(usual, 1)])
+            if middle is not None:
+                drawn[f"{method} at {site}"] = *middle, usual
+    if drawn:
+        yield figure(
+            "estimates",
+            plots.estimates(drawn),
+            "Estimated accuracy at targets without labels, with intervals of 90 %",
+            "Estimate and interval; the cross is the mean of the targets that have labels.",
+            [["run", "estimate", "low", "high", "usual"], *([name, *numbers] for name, numbers in drawn.items())],
+        )
+    head = ["target", "method", "samples", "estimate, %", "low", "high", "mean of measured targets, %"]
+    yield grid("Accuracy where it could not be measured", head, rows, ["Means over seeds; intervals of 90 %."])
+    if reasons := tuple(_reasons(found)):
+        yield Listing(reasons, "What is unlike, and what else to know")
+
+
+def _in_short(collected: Collected) -> Iterator[str]:
+    """A paragraph for people who decide."""
+    yield from notes_on(collected)
+    yield (
+        "An estimate is no measurement: it compares the models' answers there with those at targets that have labels. "
+        "Before a decision rests on it, have some samples labelled: fedshift label says which, and how many."
+    )
+
+
+def _samples(collected: Collected, site: str) -> int:
+    known = (run.result.without_labels.get(site) for run in collected.unmeasured)
+    return next((one.samples for one in known if one is not None), 0)
+
+
+def _reasons(found: Estimates) -> Iterator[str]:
+    """Each reason once, with the methods that it holds for."""
+    by_reason: dict[tuple[str, str], Sequence[str]] = {}
+    for site, by_method in found.items():
+        for method, estimates in by_method.items():
+            for reason in dict.fromkeys(reason for one in estimates for reason in one.reasons):
+                by_reason[site, reason] = [*by_reason.get((site, reason), []), method]
+    for (site, reason), methods in by_reason.items():
+        whom = "" if len(methods) == len(found[site]) else f" ({', '.join(methods)})"
+        yield f"{site}: {reason}{whom}"

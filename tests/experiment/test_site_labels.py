@@ -1,0 +1,214 @@
+"""A site that has no labels, or few, takes part: it is never measured by labels that it does not have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from PIL import Image
+
+import fedshift
+from fedshift.data.domain import UNKNOWN
+from fedshift.errors import UserError
+from fedshift.report.page import page
+
+COLUMNS = ["a", "b", "c"]
+
+
+def patients(seed: int, n: int = 60, labels: bool = True) -> pd.DataFrame:
+    rng = np.random.default_rng(seed)
+    rows = rng.normal(size=(n, 3))
+    frame = pd.DataFrame(rows, columns=COLUMNS)
+    return frame.assign(ill=(rows @ [2.0, 1.0, 0.0] + rng.normal(size=n) > 0).astype(int)) if labels else frame
+
+
+def table(sites: dict[str, pd.DataFrame], **fields: Any) -> dict[str, Any]:
+    return {"name": "table", "sites": sites, "label": "ill", "numeric": COLUMNS, **fields}
+
+
+def study(data: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {
+        "name": "study",
+        "data": data,
+        "protocol": {"kind": "leave_one_out", "seeds": [0]},
+        "model": {"name": "mlp", "hidden": [8], "batch_norm": True},
+        "training": {"rounds": 4, "batch_size": 16, "lr": 0.1},
+        "methods": ["fedavg"],
+        "evaluation": {"resamples": 0},
+        "engine": {"threads": 1},
+        "device": "cpu",
+        **fields,
+    }
+
+
+ADAPT = {"kind": "adapt_to_one", "seeds": [0]}
+LABELLED = {name: patients(seed) for seed, name in enumerate(("north", "south", "east"))}
+WITHOUT = {**LABELLED, "va": patients(9, labels=False)}
+NONE = {"va": "none"}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> fedshift.api.Results:
+    return fedshift.run(study(table(WITHOUT, site_labels=NONE)), tmp_path_factory.mktemp("runs"))
+
+
+def test_a_site_without_labels_is_predicted_and_not_measured(finished: fedshift.api.Results) -> None:
+    assert [run.target for run in finished.runs] == ["north", "south", "east"]  # only these are measured
+    (unmeasured,) = finished.collected.unmeasured
+    assert (unmeasured.result.target, unmeasured.result.accuracy(), unmeasured.result.sites[0].part) == (
+        "va",
+        None,
+        "held_out",
+    )
+    told = finished.predictions("va")
+    assert len(told) == 60
+    assert set(told["part"]) == {"unlabelled"}
+    assert told["label"].isna().all()
+    # the same samples through the model file, which is another way to the same answers
+    again = finished.model(target="va").predict_proba(patients(9, labels=False))
+    assert np.allclose(told[["score_0", "score_1"]], again, atol=1e-6)
+
+
+def test_an_estimate_stands_where_no_measure_can(finished: fedshift.api.Results) -> None:
+    (estimate,) = finished.estimates["va"]["fedavg"]
+    truth = patients(9)["ill"].to_numpy()
+    right = 100 * float((finished.predictions("va")["predicted"].to_numpy() == truth.astype(str)).mean())
+    assert estimate.sites == 3
+    assert not estimate.abstain
+    assert estimate.low <= right <= estimate.high
+    assert estimate == finished.estimate(patients(9, labels=False), target="va")  # what `fedshift estimate` says
+    said = finished.markdown()
+    assert "va has no labels, so it is not measured. Accuracy there, estimated: fedavg" in said
+    assert "| fedavg |" in said
+    assert " va |" not in said
+    assert finished.verdict()["without_labels"]["va"]["fedavg"][0]["estimate"] == estimate.estimate
+    shown = page(finished.collected)
+    assert "Targets without labels" in shown
+    assert f"{estimate.estimate:.1f}" in shown
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["kd3a", "shot", "fada", "mdfnet", "recipe_unlabelled", "dsbn", {"name": "recipe", "batch_norm_at_new_site": None}],
+)
+def test_it_trains_without_labels_under_every_kind_of_method(method: Any, tmp_path: Path) -> None:
+    protocol = {"targets": ["va"], **(ADAPT if isinstance(method, str) else {"kind": "leave_one_out", "seeds": [0]})}
+    data = table(WITHOUT, site_labels=NONE)
+    done = fedshift.run(study(data, protocol=protocol, methods=[method], training={"rounds": 2}), tmp_path)
+    (run,) = done.collected.unmeasured
+    assert run.result.data["unlabelled_samples"] == ({"va": 60} if isinstance(method, str) else {})
+    assert len(done.predictions("va")) == 60
+    assert "too few sites" in done.markdown()
+    assert "Targets without labels" in page(done.collected)
+
+
+def test_labels_that_are_not_promised_decide_nothing(tmp_path: Path) -> None:
+    scores = []
+    for name, flipped in (("true", False), ("wrong", True)):
+        va = patients(9)
+        va["ill"] = 1 - va["ill"] if flipped else va["ill"]
+        data = table({**LABELLED, "va": va}, site_labels=NONE)
+        done = fedshift.run(study(data, protocol={**ADAPT, "targets": ["va"]}, methods=["shot"]), tmp_path / name)
+        assert any("has labels in 60 rows, which are not read" in text for text in fedshift.check(study(data)).warnings)
+        scores.append(done.predictions("va")["score_1"].to_numpy())
+    assert np.array_equal(*scores)
+
+
+def few(labelled: int = 20) -> pd.DataFrame:
+    frame = patients(9)
+    return frame.assign(ill=[label if row < labelled else None for row, label in enumerate(frame["ill"])])
+
+
+def test_few_labels_measure_and_train_nothing(tmp_path: Path) -> None:
+    protocol = {**ADAPT, "targets": ["va"]}
+    done = fedshift.run(study(table({**LABELLED, "va": few()}, site_labels={"va": "few"}), protocol=protocol), tmp_path)
+    (result,) = done.runs
+    assert result.data["measured_samples"] == {"va": 20}
+    assert result.data["unlabelled_samples"] == {"va": 40}
+    told = done.predictions("va")
+    measured = told[told["part"] == "target"]
+    assert list(measured["row"]) == list(range(20))
+    assert len(told) == 60
+    assert result.accuracy() == pytest.approx(100 * float((measured["label"] == measured["predicted"]).mean()))
+
+
+def test_few_labels_train_and_measure_nothing(tmp_path: Path) -> None:
+    data = table({**LABELLED, "va": few()}, site_labels={"va": "few_train"})
+    done = fedshift.run(study(data, protocol={**ADAPT, "targets": "all"}), tmp_path)
+    assert [run.target for run in done.runs] == ["north", "south", "east"]  # neither va nor its labelled samples
+    (run,) = done.collected.unmeasured
+    split = run.result.data
+    assert split["training_samples"]["va.labelled"] + split["held_out_samples"]["va.labelled"] == 20
+    assert split["unlabelled_samples"] == {"va": 40}
+    assert split["measured_samples"] == {}
+    with pytest.raises(UserError, match="holds the labels that train"):
+        fedshift.check(study(data, protocol={**ADAPT, "targets": ["va.labelled"]}))
+
+
+def test_arrays_and_images_may_lack_labels(tmp_path: Path) -> None:
+    held = {name: (one[COLUMNS].to_numpy(np.float32), one["ill"].to_numpy()) for name, one in LABELLED.items()}
+    np.savez(tmp_path / "va.npz", x=held["north"][0])
+    some = np.where(np.arange(60) < 9, held["north"][1], UNKNOWN)
+    for place, said, known in (
+        ((held["north"][0], None), "none", 0),
+        (str(tmp_path / "va.npz"), None, 0),
+        ((held["north"][0], some), "few", 9),
+    ):
+        data = {"name": "arrays", "sites": {**held, "va": place}, "site_labels": {"va": said}}
+        domain = next(one for one in fedshift.check(study(data)).domains if one.name == "va")
+        assert (domain.train, domain.measured_as_target, domain.without_label) == (0, known, 60 - known)
+    rng = np.random.default_rng(0)
+    for place in ("a/cat", "a/dog", "b/cat", "b/dog", "va", "vb/2024", "vc", "vc/dog"):
+        (tmp_path / "images" / place).mkdir(parents=True, exist_ok=True)
+        for number in range(10):
+            pixels = rng.integers(0, 255, (8, 8), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "images" / place / f"{number}.png")
+    data = {"name": "image_folder", "root": str(tmp_path / "images"), "size": 8}
+    labels = {"va": "none", "vb": "none", "vc": "few"}
+    found = fedshift.check(study({**data, "site_labels": labels}))
+    counts = {one.name: (one.measured_as_target, one.without_label) for one in found.domains}
+    assert counts == {"a": (20, 0), "b": (20, 0), "va": (0, 10), "vb": (0, 10), "vc": (10, 10)}
+    assert found.classes == ("cat", "dog")
+
+
+@pytest.mark.parametrize(
+    ("va", "labels", "said"),
+    [
+        (WITHOUT["va"], {}, r"no column 'ill'.*write data.site_labels: \{va: none\}"),
+        (few(0), {}, r"no row has a label.*data.site_labels"),
+        (few(0), {"va": "few"}, "no sample of 'va' has a label: write va: none"),
+        (patients(9), {"va": "few"}, "every sample of 'va' has a label"),
+        (few().replace({"ill": {1: 7}}), {"va": "few"}, "label '7' of site 'va' is none of the classes"),
+        (WITHOUT["va"].drop(columns="a"), NONE, "no column 'a'"),
+        (WITHOUT["va"], {"v": "none"}, "there is no site 'v'"),
+        (WITHOUT["va"], dict.fromkeys(WITHOUT, "none"), "no site is left that has labels"),
+    ],
+)
+def test_what_contradicts_itself_is_refused_in_one_line(va: pd.DataFrame, labels: dict[str, str], said: str) -> None:
+    with pytest.raises(UserError, match=said) as refused:
+        fedshift.check(study(table({**LABELLED, "va": va}, site_labels=labels)))
+    assert "\n" not in str(refused.value)
+
+
+def test_methods_and_protocols_that_need_the_labels_are_refused() -> None:
+    data = table(WITHOUT, site_labels=NONE)
+    with pytest.raises(UserError, match="oracle trains on the target's labels, and 'va' lacks them"):
+        fedshift.check(study(data, protocol=ADAPT, methods=["oracle"]))
+    with pytest.raises(UserError, match="measures all sites, and 'va' lacks labels"):
+        fedshift.check(study(data, protocol={"kind": "source_target", "splits": 1}, methods=["fedavg"]))
+
+
+def test_another_unit_leaves_no_estimate(tmp_path: Path) -> None:
+    va = WITHOUT["va"].assign(a=30 * WITHOUT["va"]["a"] + 500)
+    done = fedshift.run(study(table({**LABELLED, "va": va}, site_labels=NONE)), tmp_path)
+    (estimate,) = done.estimates["va"]["fedavg"]
+    assert estimate.abstain
+    assert "column 'a'" in estimate.reasons[0]
+
+
+def test_nothing_changes_where_all_have_labels() -> None:
+    settings = fedshift.api.parse(study(table(LABELLED))).dump()
+    assert "site_labels" not in settings["data"]  # runs of before keep their identity
