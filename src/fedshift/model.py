@@ -15,6 +15,8 @@ from fedshift.evaluation.records import RunResult
 from fedshift.evaluation.stored import RESULT, stored
 from fedshift.experiment.estimate import estimate_at
 from fedshift.experiment.export import Exported, export
+from fedshift.experiment.labelling import ToLabel, samples_to_label
+from fedshift.experiment.monitor import ALARMS, BASELINE, Month, monitor
 from fedshift.experiment.predict import TrainedModel, how_written, load_model
 from fedshift.experiment.runs.run_folder import model_file
 from fedshift.extras import needed
@@ -144,6 +146,54 @@ class Model:
             UserError: the samples are not what the model reads, or it does not tell classes apart.
         """
         return estimate_at(self.trained, self.folder, Path(X) if isinstance(X, str) else X, how_written(written or {}))
+
+    def to_label(
+        self, X: Samples, number: int = 50, seed: int = 0, strata: bool | None = None, written: Written = None
+    ) -> ToLabel:
+        """Samples to have labelled (``rows``).
+
+        ``measure({row: label})`` of what it returns says what their labels tell of the accuracy and the AUROC on all
+        samples, with intervals of 90 %, and how many more a narrower one takes.
+
+        Args:
+            X: samples of a site without labels.
+            number: how many to label.
+            seed: of the draw; a longer list holds a shorter one.
+            strata: whether they are drawn by confidence; None: where that is expected to help.
+            written: how a table is written.
+
+        Raises:
+            UserError: the samples are not what the model reads, or it does not tell classes apart.
+        """
+        path = Path(X) if isinstance(X, str) else X
+        return samples_to_label(self.trained, path, number, seed, strata=strata, written=how_written(written or {}))
+
+    def monitor(
+        self,
+        X: Samples,
+        log: str | Path,
+        month: str | None = None,
+        alarms: float = ALARMS,
+        baseline: int = BASELINE,
+        written: Written = None,
+    ) -> Month:
+        """Compare a new month's samples with the training data and the first months, and add a line to the log, which
+        holds sums alone. ``alarm`` says whether somebody should look.
+
+        Raises:
+            UserError: the samples are not what the model reads, or the log is of another model or has the month.
+        """
+        path = Path(X) if isinstance(X, str) else X
+        return monitor(
+            self.trained,
+            self.folder,
+            path,
+            Path(log),
+            month,
+            alarms=alarms,
+            baseline=baseline,
+            written=how_written(written or {}),
+        )
 
     def predictions(self, X: Samples, accept_shift: bool = False, written: Written = None) -> pandas.DataFrame:
         """One row per sample: id, label if the samples say it, predicted class, and ``score_<class>`` for each class.

@@ -242,6 +242,84 @@ def estimate(
 
 
 @app.command(rich_help_panel=READ)
+def label(
+    run: Annotated[Path, typer.Argument(help="A run's folder or a model.safetensors.", metavar="RUN_OR_MODEL")],
+    data: Annotated[Path, typer.Argument(help="Samples of a site: as for predict.", metavar="DATA")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="How a table is written, such as data.decimal=,", metavar="[data.FIELD=VALUE]..."),
+    ] = None,
+    number: Annotated[int | None, typer.Option("--number", min=1, help="Samples to label. [50]")] = None,
+    out: Annotated[Path, typer.Option("--out", help="The list to write.", metavar="FILE")] = Path("labels.csv"),
+    labels: Annotated[
+        Path | None, typer.Option("--labels", help="A list that is filled in: what follows from it.", metavar="FILE")
+    ] = None,
+    width: Annotated[float, typer.Option("--width", help="Points that an interval should have.")] = 10.0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the draw.")] = 0,
+    at_random: Annotated[bool, typer.Option("--at-random", help="Without groups of confidence.")] = False,
+    format: Annotated[str, typer.Option("--format", help="terminal or json.")] = "terminal",
+    method: OwnMethod = None,
+    network: OwnNetwork = None,
+) -> None:
+    """Say which samples to label at a site without labels; and how good the model is there, from the labels given.
+
+    With both --labels and --number, a longer list is written that has the labels of the shorter one.
+    """
+    from fedshift.cli.label import label_samples
+
+    label_samples(
+        run,
+        data,
+        number=number,
+        out=out,
+        labels=labels,
+        width=width,
+        seed=seed,
+        at_random=at_random,
+        format=format,
+        own=(method, network),
+        overrides=overrides or [],
+    )
+
+
+@app.command(rich_help_panel=READ)
+def monitor(
+    run: Annotated[Path, typer.Argument(help="A run's folder or a model.safetensors.", metavar="RUN_OR_MODEL")],
+    data: Annotated[Path, typer.Argument(help="The samples of a new month: as for predict.", metavar="DATA")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="How a table is written, such as data.decimal=,", metavar="[data.FIELD=VALUE]..."),
+    ] = None,
+    log: Annotated[Path, typer.Option("--log", help="A line for each month.", metavar="FILE")] = Path("monitor.jsonl"),
+    month: Annotated[str | None, typer.Option("--month", help="Its name in the log. [its number]")] = None,
+    alarms: Annotated[
+        float, typer.Option("--alarms", help="Share of unchanged months that may be called a drift.")
+    ] = 0.01,
+    baseline: Annotated[int, typer.Option("--baseline", min=1, help="First months, to compare others with.")] = 3,
+    format: Annotated[str, typer.Option("--format", help="terminal or json.")] = "terminal",
+    method: OwnMethod = None,
+    network: OwnNetwork = None,
+) -> None:
+    """Compare a new month's samples with the training data and the first months; exit code 1 if somebody should look.
+
+    Each month adds a line of sums to the log: no sample, no name of one. 0: no alarm; 2: a mistake in what was given.
+    """
+    from fedshift.cli.monitor import print_month
+
+    print_month(
+        run,
+        data,
+        log,
+        month=month,
+        alarms=alarms,
+        baseline=baseline,
+        format=format,
+        own=(method, network),
+        overrides=overrides or [],
+    )
+
+
+@app.command(rich_help_panel=READ)
 def export(
     model: Annotated[Path, typer.Argument(help="A run's folder or a model.safetensors.", metavar="RUN_OR_MODEL")],
     to: Annotated[str, typer.Option("--to", help="onnx, torchscript or safetensors.")],

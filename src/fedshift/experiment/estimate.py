@@ -18,7 +18,7 @@ from fedshift.evaluation.estimate.combination import Estimate, LeftOut, estimate
 from fedshift.evaluation.predictions import PREDICTIONS, UNLABELLED
 from fedshift.evaluation.records import RunResult
 from fedshift.evaluation.stored import check_sum
-from fedshift.experiment.predict import TrainedModel, load_model
+from fedshift.experiment.predict import ToPredict, TrainedModel, load_model
 from fedshift.experiment.runs.run_folder import MODEL
 
 _SAME, _DIGITS = 10, 5
@@ -70,7 +70,11 @@ def estimate_at(
     """
     if trained.segments or trained.objective.task != "classification":
         raise UserError(f"estimate is for models that tell classes apart, and this one is for {_task(trained)}")
-    samples = trained.read(data, written)
+    return estimate_of(trained, folder, trained.read(data, written))
+
+
+def estimate_of(trained: TrainedModel, folder: Path | None, samples: ToPredict) -> Estimate:
+    """As `estimate_at`, of samples that were read."""
     scores = trained.scores(samples.inputs).astype(np.float64)
     left_out, trained_on = _cases(trained, folder, scores)
     estimate = estimate_accuracy(

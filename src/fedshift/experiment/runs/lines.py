@@ -50,7 +50,8 @@ class Lines(Reporter):
     def finished(self, run: Run, result: RunResult, resumed: bool) -> None:
         self._pass()
         if not resumed:
-            said = with_unit(result.metric, result.score() or 0.0) if result.is_measured else "not measured, no labels"
+            score = result.score()
+            said = "no labels, so not measured" if score is None else with_unit(result.metric, score)
             self._line(f"{_name(run)}: {said}")
 
     def diverged(self, run: Run) -> None:

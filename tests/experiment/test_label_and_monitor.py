@@ -1,0 +1,181 @@
+"""``fedshift label`` and ``fedshift monitor``: what they write, what follows from it, and what they refuse."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import typer
+
+import fedshift
+from fedshift.cli.label import label_samples
+from fedshift.cli.monitor import print_month
+from fedshift.errors import UserError
+from fedshift.experiment.monitor import read_log
+
+LABEL = {"number": None, "labels": None, "width": 10.0, "seed": 0, "at_random": False, "format": "terminal"}
+MONITOR = {"month": None, "alarms": 0.01, "baseline": 3, "format": "terminal"}
+
+
+def patients(seed: int, n: int = 150, older: float = 0.0) -> pd.DataFrame:
+    rng = np.random.default_rng(seed)
+    age, pressure = rng.normal(55 + older, 10, n), rng.normal(120, 15, n)
+    ill = (age - 55) / 10 + (pressure - 120) / 15 + 0.6 * rng.normal(size=n) > 0
+    names = [f"patient {seed}-{row}" for row in range(n)]
+    return pd.DataFrame({"name": names, "age": age, "pressure": pressure, "outcome": np.where(ill, "ill", "well")})
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("label")
+    sites = {name: patients(seed) for seed, name in enumerate(("north", "south", "east"))}
+    data = {"name": "table", "sites": sites, "label": "outcome", "numeric": ["age", "pressure"], "id": "name"}
+    study = {
+        "name": "study",
+        "data": data,
+        "protocol": {"seeds": [0]},
+        "model": "linear",
+        "training": {"rounds": 8, "batch_size": 16, "lr": 0.1},
+        "methods": ["fedavg"],
+        "engine": {"threads": 1},
+        "evaluation": {"resamples": 0},
+        "device": "cpu",
+    }
+    return fedshift.run(study, place / "runs").folder / "fedavg" / "north" / "seed-0"
+
+
+@pytest.fixture
+def new(tmp_path: Path) -> Path:
+    patients(50).drop(columns="outcome").to_csv(tmp_path / "new.csv", index=False)
+    return tmp_path / "new.csv"
+
+
+def filled(path: Path, truth: pd.DataFrame, most: int = 10**6) -> int:
+    """Fill in the first labels of a list; how many."""
+    with path.open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    known = dict(zip(truth["name"], truth["outcome"], strict=True))
+    for line in lines[:most]:
+        line["label"] = known[line["sample"]]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(lines[0]))
+        writer.writeheader()
+        writer.writerows(lines)
+    return min(most, len(lines))
+
+
+def test_labels_of_a_list_give_an_interval(run: Path, new: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "labels.csv"
+    label_samples(run, new, **{**LABEL, "number": 60}, out=out)
+    assert "60 of 150 samples" in capsys.readouterr().out
+    assert "ill" not in out.read_text()  # it does not say what the model thinks
+    assert filled(out, patients(50)) == 60
+    label_samples(run, new, **{**LABEL, "labels": out, "format": "json"}, out=out)
+    told = json.loads(capsys.readouterr().out)
+    model, truth = fedshift.Model.load(run), patients(50)
+    right = 100 * float((model.predict(truth[["name", "age", "pressure"]]) == truth["outcome"]).mean())
+    assert told["labels"] == 60
+    assert told["accuracy"]["low"] <= right <= told["accuracy"]["high"]
+    assert told["auroc"]["low"] <= told["auroc"]["value"] <= told["auroc"]["high"]
+    assert 0 < told["needed"] <= 150
+
+
+def test_a_longer_list_keeps_the_labels(run: Path, new: Path, tmp_path: Path, capsys: Any) -> None:
+    short, long = tmp_path / "short.csv", tmp_path / "long.csv"
+    label_samples(run, new, **{**LABEL, "number": 20}, out=short)
+    filled(short, patients(50), 12)
+    label_samples(run, new, **{**LABEL, "number": 40, "labels": short}, out=long)
+    capsys.readouterr()
+    label_samples(run, new, **{**LABEL, "labels": long}, out=long)
+    assert "12 labels of 150 samples" in capsys.readouterr().out
+    with pytest.raises(UserError, match="exists, perhaps with labels in it"):
+        label_samples(run, new, **{**LABEL, "number": 20}, out=short)
+    with pytest.raises(UserError, match="not in a list of 5"):
+        label_samples(run, new, **{**LABEL, "number": 5, "labels": short}, out=tmp_path / "other.csv")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda text: text.replace("patient 50-", "patient 51-"), "is the list of other data"),
+        (lambda text: text.replace("sample,row", "sample,number"), "expected sample, row"),
+        (lambda text: text.replace(",150,", ",140,"), "fill in the column label only"),
+        (lambda text: text.replace(",150,", ",150,healthy", 1), "'healthy' .* is none of the model's classes"),
+        (lambda text: text, "no sample has a label yet"),
+    ],
+)
+def test_a_list_that_does_not_fit_is_refused(
+    spoil: Callable[[str], str], said: str, run: Path, new: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "labels.csv"
+    label_samples(run, new, **{**LABEL, "number": 20}, out=out)
+    out.write_text(spoil(out.read_text()))
+    with pytest.raises(UserError, match=said):
+        label_samples(run, new, **{**LABEL, "labels": out}, out=out)
+
+
+def test_labels_from_python(run: Path) -> None:
+    truth = patients(50)
+    found = fedshift.Model.load(run).to_label(truth[["name", "age", "pressure"]], number=30)
+    told = found.measure({row: truth["outcome"][row] for row in found.rows[:25]})
+    assert told.labels == 25
+    with pytest.raises(UserError, match="not among those that were drawn"):
+        found.measure({next(row for row in range(150) if row not in found.rows): "ill"})
+
+
+def test_months_that_are_alike_raise_no_alarm_and_another_one_does(run: Path, tmp_path: Path, capsys: Any) -> None:
+    model, log = fedshift.Model.load(run), tmp_path / "log.jsonl"
+    quiet = [model.monitor(patients(100 + month), log) for month in range(6)]
+    assert [one.reference for one in quiet] == [True] * 3 + [False] * 3
+    assert not any(one.alarm for one in quiet)
+    patients(200, older=9).to_csv(tmp_path / "old.csv", index=False)
+    with pytest.raises(typer.Exit) as stopped:
+        print_month(run, tmp_path / "old.csv", log, **{**MONITOR, "format": "json", "month": "2026-07"})
+    assert stopped.value.exit_code == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["alarm"]
+    assert "column age" in told["drift"]
+    assert [one.month for one in read_log(log)] == ["1", "2", "3", "4", "5", "6", "2026-07"]
+    print_month(run, tmp_path / "old.csv", tmp_path / "fresh.jsonl", **MONITOR)  # exit code 0: nothing to compare with
+    assert "with which later ones are compared" in capsys.readouterr().out
+
+
+def test_the_log_has_sums_and_no_sample(run: Path, tmp_path: Path) -> None:
+    model, log, month = fedshift.Model.load(run), tmp_path / "log.jsonl", patients(300)
+    model.monitor(month, log)
+    text = log.read_text()
+    assert "patient" not in text
+    assert not any(f"{value}" in text for value in month["age"])
+    assert log.stat().st_mode & 0o077 == 0
+    few = model.monitor(patients(301, n=12), log)
+    assert (few.samples, few.answers, few.columns, few.estimate, few.reference) == (12, (), {}, None, False)
+
+
+def test_another_unit_is_an_alarm_and_no_first_month(run: Path, tmp_path: Path) -> None:
+    month = patients(400).assign(age=lambda frame: 12 * frame["age"])
+    found = fedshift.Model.load(run).monitor(month, tmp_path / "log.jsonl")
+    assert found.unlike == ("age",)
+    assert found.alarm
+    assert found.estimate is None
+    assert not found.reference
+
+
+def test_a_log_of_another_model_or_of_nothing_is_refused(run: Path, tmp_path: Path) -> None:
+    model, other = (fedshift.Model.load(run.parents[1] / site / "seed-0") for site in ("north", "south"))
+    log = tmp_path / "log.jsonl"
+    model.monitor(patients(1), log, month="May")
+    with pytest.raises(UserError, match="the log of another model"):
+        other.monitor(patients(1), log)
+    with pytest.raises(UserError, match="has month 'May' already"):
+        model.monitor(patients(2), log, month="May")
+    log.write_text("hello\n")
+    with pytest.raises(UserError, match="line 1: this is no line"):
+        model.monitor(patients(1), log)
+    with pytest.raises(UserError, match="alarms is a share"):
+        model.monitor(patients(1), log, alarms=2.0)
