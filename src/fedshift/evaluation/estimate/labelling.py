@@ -84,9 +84,9 @@ def draw(
         UserError: there are no samples, or less than one label is asked for.
 
     Example:
-        >>> found = draw([[0.9, 0.1]] * 70 + [[0.5, 0.5]] * 30, 10)
+        >>> found = draw([[0.9, 0.1]] * 70 + [[0.5, 0.5]] * 30, 48)
         >>> found.stratified, len(found.rows), len(set(found.rows.tolist()))
-        (True, 10, 10)
+        (True, 48, 48)
     """
     shares = probabilities(scores)
     if len(shares) == 0 or number < 1:
@@ -186,7 +186,7 @@ def labels_needed(interval: Interval, labels: int, samples: int, width: float, l
 
     Example:
         >>> labels_needed(Interval(80.0, 54.1, 93.1), 10, 10**9, 10.0)
-        173
+        172
     """
     if not 0 < width < 100:
         raise UserError(f"width: {width:g} is not between 0 and 100 points")
@@ -207,7 +207,7 @@ def expected_interval(scores: ArrayLike, drawn: Drawn, accuracy: float, level: f
     Example:
         >>> scores = np.full((200, 2), 0.5)
         >>> round(expected_interval(scores, draw(scores, 50), 80.0).width)
-        17
+        16
     """
     shares, sizes = probabilities(scores), np.asarray(drawn.sizes, dtype=np.float64)
     counts = np.bincount(drawn.strata, minlength=len(sizes)).astype(np.float64)
