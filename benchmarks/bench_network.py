@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -69,7 +69,7 @@ class Nothing(Reply):
 class Echo(Method):
     """Sends weights to every site and has them sent back."""
 
-    name: ClassVar[str] = "bench_network:Echo"
+    traits = Method.traits.derive(name="bench_network:Echo")
 
     megabytes: float = Field(0.0, description="of float32 weights, each way; 0: an empty call")
     exchanges: int = Field(1, description="in the one round")

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -34,7 +34,7 @@ _time = time.time
 class Played(FedAvg):
     """FedAvg that waits ``seconds`` in every call."""
 
-    name: ClassVar[str] = "campaign_site:Played"
+    traits = FedAvg.traits.derive(name="campaign_site:Played")
 
     seconds: float = 0.0
 

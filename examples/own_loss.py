@@ -5,7 +5,6 @@ ICLR 2017, workshop track. Every site minimises  CE(p, y) − β · H(p),  H(p) 
 """
 
 from collections.abc import Callable
-from typing import ClassVar
 
 import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat
@@ -17,8 +16,7 @@ from fedshift.methods import Batch, FedAvg, Network, Site, Weights
 class ConfidencePenalty(FedAvg):
     """FedAvg on cross-entropy minus β times the entropy of the prediction."""
 
-    name: ClassVar[str] = "confidence_penalty"
-    tasks = ("classification",)
+    traits = FedAvg.traits.derive(name="confidence_penalty", tasks=("classification",))
 
     beta: NonNegativeFloat = Field(0.1, description="β: weight of the entropy; 0 = FedAvg")
 

@@ -4,8 +4,6 @@ Yin, Chen, Ramchandran, Bartlett: Byzantine-Robust Distributed Learning. ICML 20
 averages gradients; here sites send trained models.
 """
 
-from typing import ClassVar
-
 import torch
 from pydantic import Field, NonNegativeInt
 
@@ -15,7 +13,7 @@ from fedshift.methods import Federation, LocalTraining, State, UserError, Weight
 class TrimmedMean(LocalTraining):
     """Of every number of the model, the mean without the highest and the lowest values."""
 
-    name: ClassVar[str] = "trimmed_mean"
+    traits = LocalTraining.traits.derive(name="trimmed_mean")
 
     trim: NonNegativeInt = Field(1, description="b: sites left out at each end, for every number of the model")
 

@@ -35,7 +35,11 @@ NET = RUNS + (
     "def made(shape, classes):\n    return Net(shape, classes)\n"
     "halfway = partial(made)\nclass Thing:\n    def __init__(self, shape, classes): raise SystemExit\n"
 )
-METHOD = RUNS + "from fedshift.methods.federated.fedavg import FedAvg\nclass Mine(FedAvg):\n    name = 'mine'\n"
+METHOD = (
+    RUNS
+    + "from fedshift.methods.federated.fedavg import FedAvg\n"
+    + "class Mine(FedAvg):\n    traits = FedAvg.traits.derive(name='mine')\n"
+)
 EXPERIMENT = """
 data: {name: rotated_digits, per_class: 2, size: 8, angles: [0, 15, 30]}
 protocol: {targets: [D0], seeds: [0]}

@@ -17,7 +17,7 @@ import reference
 from gallery import titled
 
 from fedshift.data import registry as datasets
-from fedshift.methods.advice import GROUPS
+from fedshift.methods.index import ENTRIES
 
 ROOT = Path(__file__).resolve().parents[2]
 OWN = Path(__file__).parent / "pages"
@@ -40,9 +40,8 @@ def assemble(out: Path) -> None:
         _write(out / "docs" / picture.name, in_light_colours(picture.read_text(encoding="utf-8")))
     _examples(out)
     results = measured.read(ROOT / "benchmarks")
-    for group in GROUPS.values():
-        for name, advice in group.items():
-            _write(out / "methods" / f"{name}.md", reference.method_page(name, advice, results.get(name, "")))
+    for name in ENTRIES:
+        _write(out / "methods" / f"{name}.md", reference.method_page(name, results.get(name, "")))
     _write(out / "methods" / "index.md", reference.methods_index())
     for name in datasets.names():
         _write(out / "datasets" / f"{name}.md", reference.dataset_page(name))

@@ -26,27 +26,26 @@ from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.protocols.index import PROTOCOLS
 from fedshift.federation.training import Privacy, Training
 from fedshift.methods import registry as methods
-from fedshift.methods.advice import GROUPS
 from fedshift.methods.base import Method
-from fedshift.methods.catalogue import ENTRIES, ROUTED
 from fedshift.methods.composition.averaging import AVERAGES
 from fedshift.methods.composition.local import PLUG_INS
+from fedshift.methods.index import ENTRIES, GROUPS, of_group
 from fedshift.methods.robust import RULES
 from fedshift.methods.server import OPTIMIZERS
 from fedshift.models import registry as models
 from fedshift.models.adapters import Adapters
 
 
-def method_page(name: str, advice: str, results: str) -> str:
+def method_page(name: str, results: str) -> str:
     """A method: where it is from, what leaves a site, its docstring with its equations, options, measured results."""
     kind, entry = methods.method_class(name), ENTRIES[name]
     common = Method.model_fields.keys() & kind.model_fields.keys()
     with_it = {"robust": bool(entry.rules), "server": entry.server, "local": entry.local}
     also = [what for what, goes in with_it.items() if goes]
-    sealed = f" (with `engine.routing: sealed` {ROUTED[name]})" if name in ROUTED else ""
+    sealed = f" (with `engine.routing: sealed` {entry.reads_sealed})" if entry.reads_sealed else ""
     lines = [
         f"# {name}",
-        f"{entry.citation}. {literal(advice)}",
+        f"{entry.citation}. {literal(entry.advice)}",
         f"* Scenario: {entry.scenario}",
         f"* Leaves a site: {', '.join(entry.shares)}; the server reads: {entry.reads}{sealed}",
         f"* Goes with: {', '.join(f'`{one}`' for one in also) or 'none of robust, server, local'}",
@@ -65,9 +64,10 @@ def method_page(name: str, advice: str, results: str) -> str:
 def methods_index() -> str:
     """The methods by group, with what each is for."""
     parts = ["# Methods", "What each is for, and the page with its equations, options and results."]
-    for title, members in GROUPS.items():
+    for group, title in GROUPS.items():
+        members = of_group(group)
         parts.append(f"## {title[0].upper()}{title[1:]}")
-        parts.append("\n".join(f"* [{name}]({name}.md): {literal(advice)}" for name, advice in members.items()))
+        parts.append("\n".join(f"* [{name}]({name}.md): {literal(ENTRIES[name].advice)}" for name in members))
         parts.append(tree(members, title.partition(":")[0].capitalize()))
     return "\n\n".join(parts)
 

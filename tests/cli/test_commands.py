@@ -305,7 +305,7 @@ def test_the_explained_demo_is_the_demo_with_the_rows_that_explain_the_recipe() 
             metric="accuracy",
             options={**common_settings(whole, method), "target": "D0"},
             data={"input_shape": [1, 28, 28]},
-            bytes_up={"raw_data": 1} if method.pooled else {"weights": 1},
+            bytes_up={"raw_data": 1} if method.traits.pooled else {"weights": 1},
             bytes_down={},
             rounds=5,
         )

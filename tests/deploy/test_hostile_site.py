@@ -121,7 +121,7 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in registry.names() if not registry.method_class(name).pooled])
+@pytest.mark.parametrize("name", [name for name in registry.names() if not registry.method_class(name).traits.pooled])
 def test_no_honest_reply_is_refused(name: str, tmp_path: Path) -> None:
     method = registry.parse({"name": name, **SMALL.get(name, {})})
     write_images(tmp_path)
@@ -129,9 +129,9 @@ def test_no_honest_reply_is_refused(name: str, tmp_path: Path) -> None:
         {"name": name, **SMALL.get(name, {})},
         model=normed_for(method),
         training={"rounds": 2, "batch_size": 8, "lr": 0.05},
-        **({"protocol": ADAPT} if method.needs_target else {}),
+        **({"protocol": ADAPT} if method.traits.needs_target else {}),
     )
-    unseen = {} if method.needs_target else UNSEEN
+    unseen = {} if method.traits.needs_target else UNSEEN
     deploy(tmp_path, options, unseen=unseen, send=[*KINDS, "numbers", "accuracy"], engine={"quorum": 1})
     assert refused(tmp_path) == set()
 

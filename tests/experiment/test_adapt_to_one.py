@@ -230,13 +230,13 @@ def test_equal_work(
         allowed = site_budget(budget, site_plans(method, data, split))
         assert sum(allowed.values()) == sum(budget.values())
         needed = rounds_needed(method, training, split, budget)
-        if method.pooled or method.target == "labelled":
+        if method.traits.pooled or method.traits.target == "labelled":
             assert len(allowed) == 1
             assert needed <= rounds
             continue
-        assert (budget.get("t", 0) > 0) == method.needs_target
+        assert (budget.get("t", 0) > 0) == method.traits.needs_target
         assert set(allowed) == set(every)
-        for name in every if method.needs_target else sizes:
+        for name in every if method.traits.needs_target else sizes:
             trained = method.target_mini_batches if name == "t" else method.mini_batches
             assert trained(every[name], max(needed, 1)) >= budget[name]
             if needed > 1:  # in the last round every site still has something to do

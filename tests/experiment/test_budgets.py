@@ -52,7 +52,7 @@ def test_equal_work(
     for method in methods:
         budget = budgets(method, methods, training, split)
         assert total <= sum(budget.values()) < total + len(sizes)
-        if method.pooled:
+        if method.traits.pooled:
             assert site_budget(budget, [SitePlan(POOL, "source", ())]) == {POOL: sum(budget.values())}
             continue
         assert site_budget(budget, [SitePlan(name, "source", ()) for name in sizes]) == budget

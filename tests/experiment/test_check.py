@@ -111,14 +111,14 @@ def test_a_method_that_foretells_its_bytes_is_told_of_whole_sites(
 OWN = """from fedshift.methods import FedAvg, Federation, Site, State, Update, UserError, Weights
 
 class Greedy(FedAvg):
-    name = "greedy"
+    traits = FedAvg.traits.derive(name="greedy")
 
     def fit(self, site: Site, weights: Weights) -> Update:
         list(site.batches(steps=1))[0]
         return super().fit(site, weights)
 
 class Many(FedAvg):
-    name = "many"
+    traits = FedAvg.traits.derive(name="many")
 
     def round(self, federation: Federation, state: State) -> State:
         raise UserError(f"many: {len(federation.sources)} sites are too few")

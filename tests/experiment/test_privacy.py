@@ -31,7 +31,7 @@ def private(folder: Path, method: Any = "fedavg", model: Any = "linear", **priva
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"method": "moon"}, "choose fedavg, fedprox, alone"),
+        ({"method": "moon"}, "choose fedavg, alone, fedprox"),
         ({"method": {"name": "fedavg", "local": ["triplets"]}}, "plug-ins"),
         ({"model": {"name": "mlp", "batch_norm": True}}, "BatchNorm"),
         ({"epsilon": 1e-9}, "cannot be reached"),

@@ -10,11 +10,11 @@ import fedshift
 from fedshift.errors import UserError
 
 HEAD = """
-from typing import ClassVar
+
 from fedshift.methods import FedAvg, Weights
 
 class Mine(FedAvg):
-    name: ClassVar[str] = "mine"
+    traits = FedAvg.traits.derive(name="mine")
 """
 ROUND = """
     def round(self, federation, state):

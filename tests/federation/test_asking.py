@@ -34,9 +34,8 @@ ABOUT = About(
 class Probe(Method):
     """A method of several small calls."""
 
-    name: ClassVar[str] = "probe"
+    traits = Method.traits.derive(name="probe", memory_names=("diary",))
     shares: ClassVar[tuple[str, ...]] = ("weights", "statistics", "numbers")
-    memory_names: ClassVar[tuple[str, ...]] = ("diary",)
 
     def round(self, federation: Federation, state: State) -> State:
         return state

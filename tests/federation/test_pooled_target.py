@@ -24,8 +24,6 @@ from fedshift.methods.pooled.deepall import DeepAll
 
 OWN = '''
 """Cross-entropy at the sources, and predictions at the target that are as sure as can be."""
-from typing import ClassVar
-
 import torch.nn.functional as F
 
 from fedshift.federation.messages import Update
@@ -33,11 +31,7 @@ from fedshift.methods.base import Method
 
 
 class Sure(Method):
-    name: ClassVar[str] = "sure"
-    shares: ClassVar[tuple[str, ...]] = ("raw_data", "weights", "numbers")
-    memory_names: ClassVar[tuple[str, ...]] = ("optimizer",)
-    pooled: ClassVar[bool] = True
-    target: ClassVar[Target] = "unlabelled"
+    traits = Method.traits.derive(name="sure", pooled=True, target="unlabelled")
 
     def mini_batches(self, batches_per_epoch, rounds):
         return rounds * batches_per_epoch

@@ -253,7 +253,7 @@ def test_no_share_of_work_takes_more_than_twice_the_median_from_an_absent_site()
     assert where.progress.used["b"] == 38
 
 
-@pytest.mark.parametrize("name", [name for name in registry.names() if not registry.method_class(name).pooled])
+@pytest.mark.parametrize("name", [name for name in registry.names() if not registry.method_class(name).traits.pooled])
 def test_what_a_method_declares_are_fields_of_its_replies(name: str) -> None:
     from fedshift.methods.base import calls_of
 

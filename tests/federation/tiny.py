@@ -19,6 +19,7 @@ from fedshift.federation.training import Training
 from fedshift.methods.base import Method, RunPlan, Samples, State, Traffic
 from fedshift.methods.rounds import play_round
 from fedshift.methods.screening import screening_of
+from fedshift.methods.traits import Traits
 from fedshift.models import registry as models
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -103,12 +104,13 @@ def plans(method: Any, found: Sequence[Domain], roles: Mapping[str, Role] | None
     """
     parts = [(domain, np.arange(len(domain)), number) for number, domain in enumerate(found)]
     extra = []
-    if getattr(method, "needs_target", False) and not roles:
+    traits = getattr(method, "traits", Traits())
+    if traits.needs_target and not roles:
         target = unlabelled_like(found[0])
         extra = [(target, np.arange(len(target)), len(parts))]
-    if getattr(method, "target", "unseen") == "labelled":
+    if traits.target == "labelled":
         return [SitePlan(extra[0][0].name, "source", extra)]
-    if getattr(method, "pooled", False):
+    if traits.pooled:
         return [SitePlan("pool", "source", parts, extra)]
     parts, roles = parts + extra, {**(roles or {}), **{part[0].name: "target" for part in extra}}
     return [SitePlan(part[0].name, (roles or {}).get(part[0].name, "source"), [part]) for part in parts]
@@ -128,7 +130,7 @@ def federation(
     found = domains(network) if found is None else found
     chosen = plans(method, found, roles)
     if budget is None:
-        budget = POOL_BUDGET if getattr(method, "pooled", False) else BUDGET
+        budget = POOL_BUDGET if getattr(method, "traits", Traits()).pooled else BUDGET
     budgets = dict.fromkeys((plan.name for plan in chosen), budget) if isinstance(budget, int) else dict(budget)
     whole = setting(method, found, network, **options)
     if pool is not None:

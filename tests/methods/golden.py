@@ -104,7 +104,9 @@ def record(name: str) -> tuple[Record, dict[str, tuple[int, float]]]:
         if kind == "images" and name in NORMED_ALONE:
             continue
         found = domains(network, SIZES)
-        of_all = (method.pooled and method.needs_target) or name in OF_EVERY_DOMAIN  # a step takes several batches
+        of_all = (
+            method.traits.pooled and method.traits.needs_target
+        ) or name in OF_EVERY_DOMAIN  # a step takes several batches
         budget = 4 * BUDGET if of_all else BUDGET
         state, where = run(
             method, found, network, rounds=ROUNDS, lr=rates[kind == "vectors"], momentum=0.9, budget=budget

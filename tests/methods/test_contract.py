@@ -99,7 +99,7 @@ def test_it_says_what_it_is(name: str) -> None:
     assert (inspect.getdoc(kind) or "").strip()
     assert kind.round.__qualname__.split(".")[0] != "Method"
     assert {"weights", "numbers"} <= set(kind().shares) <= set(known_kinds())
-    assert kind.pooled == ("raw_data" in kind().shares)
+    assert kind.traits.pooled == ("raw_data" in kind().shares)
 
 
 @every_method
@@ -152,7 +152,7 @@ def test_same_seed_same_weights_another_seed_others(name: str) -> None:
 @every_method
 def test_the_order_of_sites_does_not_matter(name: str) -> None:
     method = method_of(name)
-    if method.pooled or method.target == "labelled":
+    if method.traits.pooled or method.traits.target == "labelled":
         pytest.skip("one site")
     second = one_round(method, [domains()[index] for index in (2, 0, 1)])
     assert_close(played(name).states[1].weights, second.weights)
@@ -223,7 +223,7 @@ def test_memory_is_declared_and_state_survives_a_file(name: str, tmp_path: Path)
     assert where.progress == play.where.progress
     assert isinstance(where, LocalFederation)
     for runner in where._runners.values():
-        assert set(runner.site.memory) <= set(method.memory_names)
+        assert set(runner.site.memory) <= set(method.traits.memory_names)
 
 
 # How much it may train ------------------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ def test_memory_is_declared_and_state_survives_a_file(name: str, tmp_path: Path)
 @every_method
 def test_mini_batches_are_as_announced(name: str) -> None:
     method = method_of(name)
-    if method.pooled or method.target == "labelled":
+    if method.traits.pooled or method.traits.target == "labelled":
         pytest.skip("one site trains its share of what the others need")
     where = played(name).where
     for site, per_epoch in (("large", 5), ("small", 1), ("one", 1)):

@@ -54,7 +54,9 @@ def share_of_chance(method: Method, network: dict[str, object], state: State, wh
 def test_it_trains(name: str) -> None:
     """Less loss on the labelled samples than equal probabilities have, on separable classes, in six rounds or fewer."""
     method = method_of(name)
-    budget = 240 if method.pooled and method.needs_target else 60  # a step of theirs takes a batch of all four domains
+    budget = (
+        240 if method.traits.pooled and method.traits.needs_target else 60
+    )  # a step of theirs takes a batch of all four domains
     network = normed_for(method)
     where = federation(method, network=network, rounds=6, lr=0.1, momentum=0.9, budget=budget)
     assert isinstance(where, LocalFederation)
@@ -82,7 +84,7 @@ class Untouchable(Domain):
 @every_method
 def test_the_unseen_site_is_never_touched(name: str) -> None:
     method = method_of(name)
-    if method.needs_target:
+    if method.traits.needs_target:
         pytest.skip("the target takes part")
     data = data_set([images("hidden", 12), *domains()])
     split = LeaveOneOut(test_fraction=0).split_of(data, "hidden", 0)
@@ -104,7 +106,7 @@ def test_the_unseen_site_is_never_touched(name: str) -> None:
 @every_method
 def test_the_labels_of_a_target_that_takes_part_change_nothing(name: str) -> None:
     method = method_of(name)
-    if method.target in ("unseen", "labelled"):
+    if method.traits.target in ("unseen", "labelled"):
         pytest.skip("no target, or one with labels")
     data = data_set([images("hidden", 20), *domains()])
     split = AdaptToOne().split_of(data, "hidden", 0)
@@ -126,7 +128,7 @@ def test_all_methods_train_on_the_same_number_of_mini_batches(kind: Protocol) ->
     data = data_set([*domains(sizes={"large": 25, "small": 5, "one": 1}), images("hidden", 12)])
     split = kind.split_of(data, "hidden", 0)
     methods = [method_of(name) for name in registry.names()]
-    methods = [method for method in methods if isinstance(kind, AdaptToOne) or not method.needs_target]
+    methods = [method for method in methods if isinstance(kind, AdaptToOne) or not method.traits.needs_target]
     totals = []
     for method in methods:
         shared = budgets.budgets(method, methods, training(rounds=1), split)
@@ -140,7 +142,7 @@ def test_all_methods_train_on_the_same_number_of_mini_batches(kind: Protocol) ->
         while not where.exhausted():
             state = step_on(method, where, state)
         for site, used in where.progress.used.items():  # a pool trains on a mini-batch of every domain at a time
-            assert 0 <= used - where.budget[site] < (len(data.domains) if method.pooled else 1), method.name
+            assert 0 <= used - where.budget[site] < (len(data.domains) if method.traits.pooled else 1), method.name
         assert state.round == rounds, method.name
         totals.append(sum(where.progress.used.values()))
     # Shares of the total are rounded up, site by site.

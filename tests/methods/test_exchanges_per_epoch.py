@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from every_method import SMALL, method_of
+from every_method import method_of
 from pydantic import ValidationError
 from tiny import domains, run
 
@@ -19,7 +19,11 @@ from fedshift.methods.base import per_round, work_of
 BY_STEPS = {"fada", "fedsr", "fedl2r", "fedcmi"}
 """Methods that train on a number of mini-batches in a round."""
 CLASSES = [registry.method_class(name) for name in registry.names()]
-ON_EPOCHS = [kind.name for kind in CLASSES if not (kind.pooled or kind.target == "labelled" or kind.name in BY_STEPS)]
+ON_EPOCHS = [
+    kind.name
+    for kind in CLASSES
+    if not (kind.traits.pooled or kind.traits.target == "labelled" or kind.name in BY_STEPS)
+]
 
 
 @pytest.mark.parametrize("name", ON_EPOCHS)
@@ -73,4 +77,4 @@ def test_beside_the_wrapper_only() -> None:
     with pytest.raises(ValidationError, match="beside styles"):
         registry.parse({"name": "styles", "method": {"name": "fedavg", "exchanges_per_epoch": 2}})
     assert "exchanges4" in method_of("fedavg", exchanges_per_epoch=4).display
-    assert {name for name in SMALL if "steps_per_round" in SMALL[name]} == BY_STEPS
+    assert {kind.name for kind in CLASSES if "steps_per_round" in kind.traits.small} == BY_STEPS

@@ -56,7 +56,7 @@ def test_nothing_legal_turns_to_nan(name: str, case: str) -> None:
     method, network = method_of(name), CNN if found[0].inputs.dtype == np.uint8 else NORMED
     if network is NORMED and normed_for(method) is not NORMED:
         pytest.skip("the method works on images alone")
-    budget = 12 if method.pooled else None  # as many steps as sites take
+    budget = 12 if method.traits.pooled else None  # as many steps as sites take
     state, _ = run(method, found, network, budget=budget, **options)
     state.weights.check_finite(case)  # raises
     assert all(np.isfinite(value) for value in state.report["losses"].values())

@@ -34,7 +34,7 @@ from fedshift.models.network import Network
 from fedshift.weights import Weights
 
 CLASSES = [registry.method_class(name) for name in registry.names()]
-TAKING = [kind.name for kind in CLASSES if not kind.pooled and kind().takes_plug_ins]
+TAKING = [kind.name for kind in CLASSES if not kind.traits.pooled and kind.traits.takes_plug_ins]
 ALL = ["mixstyle", "amplitude_mix", {"name": "label_gradient", "share": 0.2}, "jigsaw", "triplets"]
 ALL += ["mixup", {"name": "cutmix", "probability": 1}, "sharpness", "dropout", "label_smoothing"]
 ALL += [{"name": "augment", "by": {"shear": 0.2, "cut_out": 0.2}}]
@@ -201,7 +201,10 @@ def test_they_go_with_every_federated_method(name: str) -> None:
     One half of them after the other: many ask twice for the loss, and a mini-batch with all of them asks 64 times.
     """
     found = domains(CNN, {"large": 9, "small": 5})
-    few: dict[str, Any] = {"rounds": 1, "budget": 4 if registry.method_class(name).target == "labelled" else None}
+    few: dict[str, Any] = {
+        "rounds": 1,
+        "budget": 4 if registry.method_class(name).traits.target == "labelled" else None,
+    }
     plain, where = run(method_of(name), found, **few)
     _, here = where.ledger.settle()
     for local in HALVES:

@@ -16,7 +16,7 @@ from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.federated.fedprox import FedProx
 from fedshift.methods.pooled.deepall import DeepAll
 
-KEEPS = [name for name in registry.names() if "optimizer" in registry.method_class(name)().memory_names]
+KEEPS = [name for name in registry.names() if "optimizer" in registry.method_class(name)().traits.memory_names]
 KEEPS_ANYWAY = [name for name in KEEPS if "keep_momentum" in registry.method_class(name).model_fields]
 
 

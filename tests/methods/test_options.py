@@ -139,7 +139,7 @@ CASES = [
 def test_every_option_has_a_case(name: str) -> None:
     elsewhere = {option for method, option in ELSEWHERE if method == name}
     here = OPTIONS.get(name, {}).keys()
-    pooled = registry.method_class(name).pooled
+    pooled = registry.method_class(name).traits.pooled
     place = "POOLED_METHODS of pooled_option_cases.py" if pooled else "FEDERATED_METHODS of option_cases.py"
     assert here | elsewhere == fields(name), f"'{name}' in {place} must have a case for each option"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from every_method import SMALL
+from every_method import method_of
 from tiny import CNN, domains, plans, setting, start_of, step_on
 
 from fedshift.federation.local.in_process import LocalFederation
@@ -45,15 +45,15 @@ def others_are_done(where: LocalFederation) -> bool:
 CASES = [
     (name, kind)
     for name in registry.names()
-    if not registry.method_class(name).pooled and name not in WITHOUT
-    for kind in registry.method_class(name)(**SMALL.get(name, {})).shares
+    if not registry.method_class(name).traits.pooled and name not in WITHOUT
+    for kind in method_of(name).shares
     if kind != "numbers"
 ]
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_the_others_go_on_to_the_end(name: str, kind: str) -> None:
-    state, where = left_out(registry.method_class(name)(**SMALL.get(name, {})), kind)
+    state, where = left_out(method_of(name), kind)
     assert others_are_done(where)
     assert set(where.refused) == {"small"}
     assert all(f"refuses to send {kind}" in reason for reason in where.refused["small"])

@@ -8,9 +8,9 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import every_method
 import pytest
 import torch
-from every_method import SMALL
 from pydantic import ValidationError
 from test_contract import assert_close
 from tiny import NORMED, domains, federation, normed_for, run, start_of, step_on
@@ -40,7 +40,7 @@ Change = Callable[[Reply], Reply]
 
 def method_of(name: str, rule: str | None = None, **options: Any) -> Method:
     robust = None if rule is None else {"rule": rule, **OPTIONS[rule]}
-    return registry.parse({"name": name, **SMALL.get(name, {}), "robust": robust, **options})
+    return every_method.method_of(name, **({"robust": robust} | options))
 
 
 def huge(reply: Reply) -> Reply:
@@ -63,7 +63,7 @@ def attack(where: Federation, bad: Mapping[str, Change]) -> None:
 
     def changed(call: str, requests: Iterator[Request]) -> Generator[Answer[Any] | Missing, None, None]:
         for answer in deliver(call, requests):
-            if isinstance(answer, Answer) and answer.site in bad and call in where.method.averages:  # type: ignore[attr-defined]
+            if isinstance(answer, Answer) and answer.site in bad and call in where.method.traits.averages:  # type: ignore[attr-defined]
                 answer = replace(answer, reply=bad[answer.site](answer.reply))
             yield answer
 

@@ -46,7 +46,7 @@ def screened(screening: Screening, **replies: Controlled) -> dict[str, Controlle
 @pytest.fixture
 def screening() -> Any:
     SEEN.clear()
-    return Screening(Doubles(), Scaffold.averages, {"weights": model(7.0)})
+    return Screening(Doubles(), Scaffold.traits.averages, {"weights": model(7.0)})
 
 
 def test_a_rule_sees_models_beside_what_was_sent_and_changes_beside_zero(screening: Screening) -> None:

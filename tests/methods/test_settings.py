@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import pytest
 from pydantic import ValidationError
 
@@ -12,13 +10,13 @@ from fedshift.experiment.config.experiment import method_record, parse
 from fedshift.experiment.runs.identity import comparable, first_difference
 from fedshift.methods import registry
 from fedshift.methods.federated.fedavg import FedAvg
-from fedshift.methods.settings import PAPER, Settings, described
+from fedshift.methods.settings import PAPER, described
 
 
 class Released(FedAvg):
     """FedAvg with a second setting, for these tests."""
 
-    settings: ClassVar[Settings] = {"released": {"weighting": "uniform", "local_epochs": 3}}
+    traits = FedAvg.traits.derive(settings={"released": {"weighting": "uniform", "local_epochs": 3}})
 
 
 def test_the_papers_values_are_the_default() -> None:
@@ -51,7 +49,7 @@ def test_two_settings_of_a_method_stand_side_by_side_without_labels() -> None:
 
 
 def test_a_setting_is_described_by_what_a_record_holds() -> None:
-    kind, settings = Released, Released.settings
+    kind, settings = Released, Released.traits.settings
     assert described(kind, settings, {"weighting": "samples", "local_epochs": 1}) == "paper"
     assert described(kind, settings, {"weighting": "uniform", "local_epochs": 3}) == "released"
     assert described(kind, settings, {"weighting": "uniform", "local_epochs": 4}) == "released with local_epochs 4"
@@ -68,7 +66,7 @@ def test_a_run_is_the_same_run_whatever_name_its_options_were_asked_by() -> None
 def test_every_setting_of_every_method_differs_from_the_papers_and_from_the_others(name: str) -> None:
     kind = registry.method_class(name)
     seen: list[dict[str, object]] = []
-    for setting in kind.settings:
+    for setting in kind.traits.settings:
         required = (
             {"method": "fedavg"}
             if kind.model_fields.get("method") and kind.model_fields["method"].is_required()
@@ -78,5 +76,5 @@ def test_every_setting_of_every_method_differs_from_the_papers_and_from_the_othe
             mode="json", exclude={"setting", "label"}
         )
         assert options not in seen
-        assert described(kind, kind.settings, options) == setting
+        assert described(kind, kind.traits.settings, options) == setting
         seen.append(options)

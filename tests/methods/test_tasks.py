@@ -19,9 +19,9 @@ from fedshift.evaluation.tasks.survival import concordance
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.methods import registry
 from fedshift.methods.base import Method, State
-from fedshift.methods.catalogue import ENTRIES, NEEDS_CLASSES
 from fedshift.methods.composition.local import PLUG_INS
 from fedshift.methods.heads import Experts
+from fedshift.methods.index import ENTRIES
 from fedshift.models import registry as models
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -57,7 +57,7 @@ LEARNERS = [
     (name, task)
     for name, entry in ENTRIES.items()
     for task in entry.tasks
-    if task in OBJECTIVES and registry.method_class(name).target != "labelled"
+    if task in OBJECTIVES and registry.method_class(name).traits.target != "labelled"
 ]
 GO_WITH_EVERY_TASK = [
     name for name, kind in PLUG_INS.items() if "regression" in kind.tasks and name != "stochastic_depth"
@@ -102,7 +102,7 @@ class Run:
         whole = setting(method, self.found, network, momentum=0.9, lr=lr)
         self.setting = replace(whole, preprocessing=preprocessing, classes=3 if task == "multi_label" else 1)
         sites = plans(method, self.found)
-        budget = dict.fromkeys([site.name for site in sites], 60 * rounds if method.pooled else 20 * rounds)
+        budget = dict.fromkeys([site.name for site in sites], 60 * rounds if method.traits.pooled else 20 * rounds)
         self.method, self.where = method, LocalFederation(sites, self.setting, budget=budget, rounds=rounds)
         built = self.setting.build_network()
         self.state: State = method.start(
@@ -193,4 +193,5 @@ def test_a_part_that_needs_classes_is_refused(name: str, options: dict[str, Any]
 
 
 def test_every_method_that_needs_classes_says_why() -> None:
-    assert {name for name, entry in ENTRIES.items() if entry.tasks == ("classification",)} == NEEDS_CLASSES.keys()
+    needing = {name for name, entry in ENTRIES.items() if entry.tasks == ("classification",)}
+    assert needing == {name for name, entry in ENTRIES.items() if entry.needs_classes}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -171,7 +171,7 @@ def test_scaffold_s_rounds_of_which_one_lacks_a_site(reference: Reference) -> No
 class WithFeaturizer(FedIIR):
     """FedIIR on a linear feature extractor before the linear classifier."""
 
-    name: ClassVar[str] = "with_featurizer"
+    traits = FedIIR.traits.derive(name="with_featurizer")
 
     def adapt_network(self, network: Network, sources: int) -> Network:
         return with_block(network, lambda width: nn.Linear(width, 3), size=3, classifier=nn.Linear)
@@ -238,7 +238,7 @@ def test_fediir_s_moving_mean(reference: Reference) -> None:
 class Scripted(GeneralizationAdjustment):
     """Generalization adjustment whose sites say what a script has."""
 
-    name: ClassVar[str] = "scripted"
+    traits = GeneralizationAdjustment.traits.derive(name="scripted")
     common: tuple[tuple[float, ...], ...]
     own: tuple[tuple[float, ...], ...]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -11,8 +11,7 @@ from rich.text import Text
 
 from fedshift.cli.console import escape, reflowed, safe_console
 from fedshift.cli.fields import options_table, written
-from fedshift.methods.advice import GROUPS
-from fedshift.methods.catalogue import ENTRIES, NEEDS_CLASSES, ROUTED, RULES
+from fedshift.methods.index import ENTRIES, GROUPS, RULES, of_group
 from fedshift.methods.settings import PAPER
 from fedshift.trust import own_words
 
@@ -24,8 +23,8 @@ def show_methods(name: str | None) -> None:
     """List all methods, or print one method's description and options."""
     console = safe_console()
     if name is None:
-        for title, members in GROUPS.items():
-            console.print(_group(title, members))
+        for group, title in GROUPS.items():
+            console.print(_group(title, of_group(group)))
             console.print()
         console.print(
             "`average` (swa, ema, swad) and `average_rounds` go with every method. `fedshift fields robust`, `server`, "
@@ -46,19 +45,19 @@ def show_methods(name: str | None) -> None:
     if own := method.model_fields.keys() - common:
         console.print()
         console.print(options_table(method, "options of its own", without=common))
-    if method.settings:
+    if method.traits.settings:
         console.print()
         console.print(_settings_table(method))
     console.print()
     console.print(options_table(method, "options of every method", without=own))
 
 
-def _group(title: str, members: Mapping[str, str]) -> Table:
+def _group(title: str, members: Iterable[str]) -> Table:
     """The methods of a group: when each pays, and below that what leaves a site and what it composes with."""
     table = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold", show_header=False)
     table.add_column("name", no_wrap=True)
     table.add_column("what", overflow="fold")
-    for name, advice in members.items():
+    for name in members:
         entry = ENTRIES[name]
         rules = "all rules" if entry.rules == RULES else ", ".join(entry.rules)
         options = [f"robust ({rules})"] if entry.rules else []
@@ -66,14 +65,14 @@ def _group(title: str, members: Mapping[str, str]) -> Table:
         options += ["local"] if entry.local else []
         facts = [
             entry.citation,
-            "for: " + ", ".join(entry.tasks) + (f" ({NEEDS_CLASSES[name]})" if name in NEEDS_CLASSES else ""),
+            "for: " + ", ".join(entry.tasks) + (f" ({entry.needs_classes})" if entry.needs_classes else ""),
             "leaves a site: " + ", ".join(entry.shares),
             f"the server reads: {entry.reads}"
-            + (f"; with engine.routing: sealed {ROUTED[name]}" if name in ROUTED else ""),
+            + (f"; with engine.routing: sealed {entry.reads_sealed}" if entry.reads_sealed else ""),
             "goes with: " + (", ".join(options) or "none of robust, server, local"),
             "settings: " + ", ".join((PAPER, *entry.settings)),
         ]
-        table.add_row(name, Text(advice).append("\n" + "; ".join(facts), style="dim"))
+        table.add_row(name, Text(entry.advice).append("\n" + "; ".join(facts), style="dim"))
     return table
 
 
@@ -82,7 +81,7 @@ def _settings_table(method: type[Method]) -> Table:
     table = Table(box=None, pad_edge=False, title="settings", title_justify="left")
     for column in ("setting", "differs from the paper's values in"):
         table.add_column(column, overflow="fold")
-    for name, changed in method.settings.items():
+    for name, changed in method.traits.settings.items():
         options = method.model_validate({"setting": name}).model_dump(mode="json")
         changes = (f"{field} {written(options[field])}" for field in changed)
         table.add_row(name, escape(", ".join(changes)))

@@ -73,7 +73,7 @@ def check_deployable(experiment: Experiment) -> FlareEngine:
                 "and name it package.module:Class, which sites must list in policy.models"
             )
     for method in experiment.methods:
-        if method.pooled:
+        if method.traits.pooled:
             raise UserError(f"methods: {method.display} needs all samples in one place and cannot be deployed")
         name = method_name(method)
         if name.partition(":")[0].endswith(".py"):
@@ -218,7 +218,7 @@ def _carry_out(
 def _check_measured(plan: DeployedPlan) -> None:
     """Raise UserError where the coordinator's own samples would have to be measured by a sealed model."""
     for run in plan.runs if plan.experiment.engine.routing == "sealed" else ():
-        if run.run.target in plan.own and any(way.in_model for way in run.run.method.routed.values()):
+        if run.run.target in plan.own and any(way.in_model for way in run.run.method.traits.routed.values()):
             raise UserError(
                 f"engine.routing: sealed hides parts of the trained model of {run.run.method.display} from the "
                 f"coordinator, which would have to measure it on its own '{run.run.target}': let a site be the target, "

@@ -115,9 +115,11 @@ def shared_kinds(method: Method, header: Mapping[str, Any], on_refusal: str) -> 
 
 def seals_all(method: Method) -> bool:
     """Whether the models that a method routes can leave a site sealed, and no other in the same reply."""
-    calls = {call: promised_kinds(reply_type(method, call)) for call in method.routed}
+    calls = {call: promised_kinds(reply_type(method, call)) for call in method.traits.routed}
     return bool(calls) and all(
-        field == method.routed[call].field or kind != WEIGHTS for call in calls for field, kind in calls[call].items()
+        field == method.traits.routed[call].field or kind != WEIGHTS
+        for call in calls
+        for field, kind in calls[call].items()
     )
 
 

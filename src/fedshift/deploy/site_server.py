@@ -266,7 +266,7 @@ class SiteProgram:
         name = recipe["name"]
         self._permit(name)
         kind = methods.method_class(name)
-        if kind.pooled:
+        if kind.traits.pooled:
             raise Refused(f"site '{self.name}' refuses '{name}', which needs the samples themselves")
         try:
             return kind.model_validate(recipe["options"], context={"permit": self._permit})

@@ -70,7 +70,7 @@ def rounds_needed(
             "training.mini_batches: with aggregation: secure sites train in whole rounds, and this is less than one "
             f"of {method.display}: raise it"
         )
-    if training.thaw_after and not method.thaws:
+    if training.thaw_after and not method.traits.thaws:
         raise UserError(
             f"training.thaw_after: {method.display} needs gradients of the features in every round: leave it out, or "
             "choose another method, such as deepall"
@@ -85,7 +85,7 @@ def rounds_needed(
 
 def _rounds(method: Method, training: Training, split: Split, budget: Mapping[str, int], whole: bool) -> int | None:
     """As `rounds_needed`; None if the budget is less than what comes before the rounds, or than a whole round."""
-    if method.pooled or method.target == "labelled":
+    if method.traits.pooled or method.traits.target == "labelled":
         total = sum(budget.values())
         return math.ceil(total / math.ceil(total / training.rounds))
     needed: list[float] = []

@@ -33,7 +33,6 @@ from fedshift.federation.local.allocator import keep_freed_memory
 from fedshift.federation.messages import promised_kinds
 from fedshift.methods import registry as method_registry
 from fedshift.methods.base import Method, Traffic, calls_of, cost_of, in_order
-from fedshift.methods.catalogue import ROUTED
 from fedshift.methods.pooled.equal_steps import steps_of_run
 from fedshift.models.network import Network, freeze_backbone
 from fedshift.models.own.trial import told_of
@@ -293,7 +292,7 @@ def _dry_run(planned: PlannedRun, network: Network, warnings: list[str]) -> DryR
 
 def _need(planned: PlannedRun, network: Network, per_batch: Mapping[bool, float], dry: DryRun | None) -> _Need:
     method, engine = planned.run.method, planned.experiment.engine
-    sites = 1 if method.pooled else len(planned.split.train)
+    sites = 1 if method.traits.pooled else len(planned.split.train)
     speed_up = engine.parallel_runs * min(engine.workers, sites)
     cost = cost_of(method, planned.plan.data.input_shape)
     trained = trained_of(planned)
@@ -308,7 +307,7 @@ def _need(planned: PlannedRun, network: Network, per_batch: Mapping[bool, float]
 def _per_round(planned: PlannedRun) -> float:
     """Mini-batches of a source in one round, mean over the sources. Training before the first round does not count."""
     method, training = planned.run.method, planned.experiment.training
-    if method.pooled or method.target == "labelled":
+    if method.traits.pooled or method.traits.target == "labelled":
         return planned.mini_batches / max(1, planned.rounds)
     parts = method.exchanges_per_epoch
     epochs = [-(-batches_per_epoch(len(rows), training.batch_size) // parts) for rows in planned.split.train.values()]
@@ -330,7 +329,7 @@ def _method(method: Method, needs: Sequence[_Need], sealed: bool) -> MethodCheck
         bytes_up=sum(one.up for one in sent) if known else None,
         bytes_down=sum(one.down for one in sent) if known else None,
         shares=_leaving(method) if sealed else method.shares,
-        reads=ROUTED[getattr(method, "inner", method).name] if sealed else method.reads,
+        reads=method.traits.reads_sealed if sealed else method.reads,
         steps=max((need.steps for need in needs if need.steps is not None), default=None),
     )
 
@@ -339,7 +338,7 @@ def _leaving(method: Method) -> tuple[str, ...]:
     """The kinds that leave a site if routed models are sealed. Models that the server reads still leave as weights."""
     inner: Method = getattr(method, "inner", method)
     clear = any(
-        kind == "weights" and (call not in inner.routed or field != inner.routed[call].field)
+        kind == "weights" and (call not in inner.traits.routed or field != inner.traits.routed[call].field)
         for call, reply in calls_of(type(inner)).items()
         for field, kind in promised_kinds(reply).items()
     )

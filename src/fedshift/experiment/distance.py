@@ -9,7 +9,6 @@ leave a site. A site that refuses one of these kinds is not measured.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -54,7 +53,7 @@ class Wrong(Reply):
 class SiteClassifier(Method):
     """Logistic regression that predicts which of two sites a sample comes from: one source or one target."""
 
-    name: ClassVar[str] = "site_classifier"
+    traits = Method.traits.derive(name="site_classifier")
 
     def mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
         return 0

@@ -375,14 +375,14 @@ def site_plans(method: Method, data: DataSet, split: Split) -> list[SitePlan]:
     unlabelled = [
         (data.domains[name], rows, number) for number, (name, rows) in enumerate(split.unlabelled.items(), len(names))
     ]
-    if method.target == "labelled":
+    if method.traits.target == "labelled":
         return [SitePlan(domain.name, "source", [(domain, rows, 0)]) for domain, rows, _ in unlabelled]
-    if method.pooled:
-        return [SitePlan(POOL, "source", parts, unlabelled if method.needs_target else ())]
+    if method.traits.pooled:
+        return [SitePlan(POOL, "source", parts, unlabelled if method.traits.needs_target else ())]
     held_out = {
         name: [(data.domains[name], rows, 0)]
         for name, rows in split.held_out.items()
-        if method.uses_held_out and len(rows)
+        if method.traits.uses_held_out and len(rows)
     }
     sources = [SitePlan(part[0].name, "source", [part], held_out=held_out.get(part[0].name, ())) for part in parts]
     return sources + [SitePlan(part[0].name, "target", [part]) for part in unlabelled]
@@ -391,7 +391,7 @@ def site_plans(method: Method, data: DataSet, split: Split) -> list[SitePlan]:
 def pooled_bytes(method: Method, data: DataSet, split: Split) -> dict[str, int]:
     """Site → bytes of its training samples and masks, which leave it if ``method`` is pooled; else empty."""
     sizes = {}
-    pooled = {**split.train, **(split.unlabelled if method.needs_target else {})} if method.pooled else {}
+    pooled = {**split.train, **(split.unlabelled if method.traits.needs_target else {})} if method.traits.pooled else {}
     for name, rows in pooled.items():
         inputs = data.domains[name].inputs
         item = 4 if isinstance(inputs, SparseRows) else inputs.itemsize

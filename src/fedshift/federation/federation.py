@@ -23,6 +23,13 @@ from fedshift.models.network import Network
 OnRefusal = Literal["stop", "leave_out"]
 
 
+class OfRouting(Protocol):
+    """What sealed routing needs of a method's traits."""
+
+    @property
+    def routed(self) -> Mapping[str, Routed]: ...
+
+
 class CallOwner(Protocol):
     """What an engine needs of a method: its calls, its network, what sites remember, how to import it elsewhere."""
 
@@ -36,7 +43,7 @@ class CallOwner(Protocol):
     def exchanges_per_epoch(self) -> int: ...
 
     @property
-    def routed(self) -> Mapping[str, Routed]: ...
+    def traits(self) -> OfRouting: ...
 
     def adapt_network(self, network: Network, sources: int) -> Network: ...
 

@@ -7,13 +7,12 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from pydantic import model_validator
 
-from fedshift.data.domain import Task
 from fedshift.errors import FedshiftError
-from fedshift.federation.exchange import Replies, Routed
+from fedshift.federation.exchange import Replies
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import KINDS, NUMBERS, Content, Number, Reply, Update, promised_kinds, returned
 from fedshift.federation.replies import About, Bounds
@@ -21,6 +20,7 @@ from fedshift.federation.site import LocalFit, Site
 from fedshift.import_paths import place_of
 from fedshift.methods.composition.averaging import Kept
 from fedshift.methods.composition.options import Composed
+from fedshift.methods.index import Reads
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -106,10 +106,6 @@ class Samples:
 U = TypeVar("U", bound=Update)
 Trained = Callable[[int, int], int]
 """Mini-batches of an epoch, and rounds → the mini-batches of a run."""
-Reads = Literal["sums", "norms", "models"]
-"""What a server reads of the models that sites send."""
-Target = Literal["unseen", "unlabelled", "one unlabelled", "labelled"]
-"""What a method trains on of the target."""
 
 
 class Method(Composed, ABC):
@@ -117,48 +113,16 @@ class Method(Composed, ABC):
     `mini_batches` and what its sites run.
 
     Every site runs functions ``(self, site, **content) -> Reply`` of the class; `round` asks for them by
-    ``federation.ask(self.fit, …)``. Most methods need the first two of these class attributes:
+    ``federation.ask(self.fit, …)``.
 
     Attributes:
-        name: in experiment files.
-        settings: named values of the options beside the paper's.
-        memory_names: what a site keeps between exchanges.
-        tasks: what it can learn.
-        target: what it trains on of the target: nothing (``unseen``), its samples without labels (``one unlabelled``
-            where there must be exactly one), or its labels (``labelled``, an upper bound).
-        pooled: whether all data lie in one place.
-        uses_held_out: whether sites choose by their held-out parts.
-        averages: the calls whose models it averages over sites. Robust aggregation can screen them, and a server's
-            optimiser can follow.
-        takes_plug_ins: whether it takes plug-ins of local training: its sites train one network with `Site.minimise`.
-        unfit_plug_ins: plug-ins that do not go with it, and why: "which …".
-        trains_privately: whether it takes ``training.privacy``: its sites train with `Site.minimise` alone, send
-            nothing else that is computed from samples, and its loss is a mean over samples and a ``regulariser``. A
-            subclass must set it again.
-        thaws: whether it goes with ``training.thaw_after``; not if it needs gradients of the features at all times.
-        relative_cost: seconds of a mini-batch beside plain cross-entropy, a rough guide for estimates.
-        server_reads: what the server's code reads of the replies that hold models: ``sums`` (``replies.mean``) can be
-            hidden by secure aggregation; ``norms`` are sums and numbers of single sites; ``models`` are single models.
-        routed: the calls whose replies hold models that the server hands on or keeps and does not read, so that they
-            can be sealed for those who do (``engine.routing: sealed``).
-        asked_once: the calls that ask about a model that a site keeps, and its name in the site's memory. Where sites
-            mask, each answers such a call once for each model: several answers could show what is in it.
+        traits: what is fixed for the class: its name, citation, tasks, what its server reads, what goes with it.
     """
-
-    target: ClassVar[Target] = "unseen"
-    uses_held_out: ClassVar[bool] = False
-    tasks: ClassVar[tuple[Task, ...]] = ("classification",)
-    trains_privately: ClassVar[bool] = False
-    thaws: ClassVar[bool] = True
-    relative_cost: ClassVar[float] = 1.0
-    server_reads: ClassVar[Reads] = "models"
-    routed: ClassVar[Mapping[str, Routed]] = {}
-    asked_once: ClassVar[Mapping[str, str]] = {}
 
     @model_validator(mode="after")
     def _epochs_to_divide(self) -> Self:
         if self.exchanges_per_epoch > 1:
-            if self.pooled or self.target == "labelled":
+            if self.traits.pooled or self.traits.target == "labelled":
                 raise ValueError(f"exchanges_per_epoch: {self.name} trains in one place; leave it out")
             if all(per_round(trained, 64) == per_round(trained, 128) for trained in work_of(self)):
                 raise ValueError(
@@ -240,34 +204,21 @@ class Method(Composed, ABC):
         """Parameters of the common model that each site has of its own. A server's optimiser leaves them alone."""
         return ()
 
-    @property
-    def sums_per_model(self) -> int:
-        """How many different sums of the same models every site learns in a round.
-
-        With S of them a site can solve for the models of S others, so secure aggregation needs S + 2 sites.
-        """
-        return 1
-
     # Made of the above. The engine asks for it; a method of your own leaves it alone ----------------------------------
-
-    @property
-    def needs_target(self) -> bool:
-        """Whether the target's samples take part in training."""
-        return self.target != "unseen"
 
     @property
     def shares(self) -> tuple[str, ...]:
         """Kinds of content that leave a site: models and numbers, what else its calls promise to return, and for a
         pooled method the samples."""
         promised = {kind for reply in calls_of(type(self)).values() for kind in promised_kinds(reply).values()}
-        return in_order({"weights", NUMBERS, *promised, *({"raw_data"} if self.pooled else ())})
+        return in_order({"weights", NUMBERS, *promised, *({"raw_data"} if self.traits.pooled else ())})
 
     @property
     def reads(self) -> Reads:
         """What the server reads of the sites' models with these options: a rule of robust aggregation reads more."""
         if self.robust is not None:
-            return "norms" if self.robust.rule == "norm_clipping" and self.server_reads != "models" else "models"
-        return self.server_reads
+            return "norms" if self.robust.rule == "norm_clipping" and self.traits.server_reads != "models" else "models"
+        return self.traits.server_reads
 
     def call_owner(self, call: str) -> Method:
         """The method that has the call of this name: itself, or the one that it wraps."""
@@ -302,8 +253,8 @@ def work_of(method: Method) -> tuple[Trained, Trained]:
 
 
 def cost_of(method: Method, input_shape: tuple[int, ...]) -> float:
-    """`Method.relative_cost` with what its plug-ins add for samples of this shape."""
-    return method.relative_cost + sum(plug_in.cost for plug_in in method.local_for(input_shape))
+    """`Traits.relative_cost` with what its plug-ins add for samples of this shape."""
+    return method.traits.relative_cost + sum(plug_in.cost for plug_in in method.local_for(input_shape))
 
 
 def per_round(trained: Trained, batches_per_epoch: int) -> int:

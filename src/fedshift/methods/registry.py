@@ -8,7 +8,7 @@ from typing import Any
 
 from fedshift.class_registry import ClassRegistry
 from fedshift.methods.base import Method
-from fedshift.methods.catalogue import ENTRIES
+from fedshift.methods.index import ENTRIES
 
 METHODS: Mapping[str, str] = {name: entry.place for name, entry in ENTRIES.items()}
 _CLASSES: ClassRegistry[Method] = ClassRegistry("method", Method, METHODS, own=True)

@@ -23,7 +23,7 @@ def screening_of(method: Method, start: Weights) -> Screening | None:
         method: of the run.
         start: the common start of its sites.
     """
-    return None if method.robust is None else Screening(method.robust, method.averages, {"weights": start})
+    return None if method.robust is None else Screening(method.robust, method.traits.averages, {"weights": start})
 
 
 @dataclass

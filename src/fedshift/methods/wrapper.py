@@ -9,17 +9,15 @@ from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
 
-from fedshift.data.domain import Task
-from fedshift.federation.exchange import Routed
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Reply
 from fedshift.federation.replies import About, Bounds
 from fedshift.federation.site import Site
-from fedshift.methods.base import Method, Reads, RunPlan, Samples, State, Target, Traffic, calls_of, in_order
+from fedshift.methods.base import Method, RunPlan, Samples, State, Traffic, calls_of, in_order
 from fedshift.methods.composition.averaging import Averaging
 from fedshift.methods.composition.new_site import NewSite
 from fedshift.methods.composition.plug_in import LocalOption
-from fedshift.methods.robust import Averages
+from fedshift.methods.traits import Traits
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -38,7 +36,7 @@ class Wrapper(Method):
 
     @model_validator(mode="after")
     def _trains_at_sites(self) -> Self:
-        if self.inner.pooled or self.inner.target == "labelled":
+        if self.inner.traits.pooled or self.inner.traits.target == "labelled":
             raise ValueError(f"{self.inner.name} does not train at source sites; choose a federated method")
         if self.inner.robust is not None:
             raise ValueError(f"robust: write it beside {self.name}, not in the method behind it")
@@ -78,69 +76,18 @@ class Wrapper(Method):
         own = super().new_site_for(input_shape)
         return self.inner.new_site_for(input_shape) if own == NewSite() else own
 
+    def adjust_traits(self, traits: Traits) -> Traits:
+        """The inner method's traits under its own name, and what it keeps at sites beside."""
+        inner = self.inner.traits
+        memory = tuple(dict.fromkeys((*inner.memory_names, *self.own_memory)))
+        return inner.derive(
+            name=traits.name, settings=traits.settings, needs_classes=inner.needs_classes, memory_names=memory
+        )
+
     @property
     def shares(self) -> tuple[str, ...]:
         """What the inner method shares, and what the wrapper's own functions return."""
         return in_order({*self.inner.shares, *super().shares})
-
-    @property
-    def memory_names(self) -> tuple[str, ...]:  # type: ignore[override]
-        """What sites keep for the inner method and for the wrapper."""
-        return tuple(dict.fromkeys((*self.inner.memory_names, *self.own_memory)))
-
-    @property
-    def target(self) -> Target:  # type: ignore[override]
-        """What the inner method trains on of the target."""
-        return self.inner.target
-
-    @property
-    def uses_held_out(self) -> bool:  # type: ignore[override]
-        """Whether sites look at their held-out parts in the inner method."""
-        return self.inner.uses_held_out
-
-    @property
-    def averages(self) -> Averages:  # type: ignore[override]
-        """What the inner method averages."""
-        return self.inner.averages
-
-    @property
-    def sums_per_model(self) -> int:
-        return self.inner.sums_per_model
-
-    @property
-    def routed(self) -> Mapping[str, Routed]:  # type: ignore[override]
-        """What the server only hands on for the inner method."""
-        return self.inner.routed
-
-    @property
-    def server_reads(self) -> Reads:  # type: ignore[override]
-        """What the server reads for the inner method."""
-        return self.inner.reads
-
-    @property
-    def thaws(self) -> bool:  # type: ignore[override]
-        """Whether a backbone that is frozen for some rounds goes with the inner method."""
-        return self.inner.thaws
-
-    @property
-    def takes_plug_ins(self) -> bool:  # type: ignore[override]
-        """Whether plug-ins of local training go with the inner method."""
-        return self.inner.takes_plug_ins
-
-    @property
-    def unfit_plug_ins(self) -> Mapping[str, str]:  # type: ignore[override]
-        """The inner method's: its sites train."""
-        return self.inner.unfit_plug_ins
-
-    @property
-    def tasks(self) -> tuple[Task, ...]:  # type: ignore[override]
-        """What the inner method can learn."""
-        return self.inner.tasks
-
-    @property
-    def relative_cost(self) -> float:  # type: ignore[override]
-        """Seconds of a mini-batch beside plain cross-entropy."""
-        return self.inner.relative_cost
 
     def local_for(self, input_shape: tuple[int, ...]) -> tuple[LocalOption, ...]:
         return (*self.inner.local_for(input_shape), *self.local)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from fedshift.evaluation.records import RunResult
 from fedshift.experiment.protocols.index import protocol_of
-from fedshift.methods.catalogue import ENTRIES
+from fedshift.methods.index import ENTRIES
 from fedshift.report.roles import Role, method_name, role_of
 from fedshift.report.steps import steps_in_words, steps_of
 

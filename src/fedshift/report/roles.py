@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from fedshift.evaluation.records import RunResult
-from fedshift.methods.catalogue import ENTRIES
+from fedshift.methods.index import ENTRIES
 from fedshift.report.pairs import ALONE
 
 Role = Literal["federated", "alone", "pooled", "oracle", "majority"]

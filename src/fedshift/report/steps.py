@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from fedshift.evaluation.records import RunResult
-from fedshift.methods.catalogue import ENTRIES
+from fedshift.methods.index import ENTRIES
 from fedshift.report.roles import method_name, role_of
 
 _LEFT_OVER, _ROUNDED = 3, 0.02

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import ClassVar
 
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Site
@@ -15,7 +14,7 @@ from fedshift.weights import Weights
 class Slow(FedAvg):
     """FedAvg that waits."""
 
-    name: ClassVar[str] = "slow_method:Slow"
+    traits = FedAvg.traits.derive(name="slow_method:Slow")
 
     gates: str | None = None
     """A folder: a site trains in round 3 when it holds a file ``3`` or ``3-north``. None: at once.

@@ -30,7 +30,7 @@ LIMIT = Policy().exposure_limit(100)
 HELD = [
     name
     for name in registry.names()
-    if not registry.method_class(name).pooled and "features" not in registry.method_class(name)().shares
+    if not registry.method_class(name).traits.pooled and "features" not in registry.method_class(name)().shares
 ]
 """The rule does not hold for a method that sends features: those show single samples themselves."""
 ONCE = {"batch_size": 10_000, "lr": 1.0}

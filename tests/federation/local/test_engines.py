@@ -35,7 +35,6 @@ import os
 import signal
 import time
 from dataclasses import dataclass
-from typing import ClassVar
 
 from fedshift.errors import TrainingDiverged, UserError
 from fedshift.federation.messages import Reply
@@ -49,8 +48,7 @@ class Note(Reply):
 
 
 class Own(Method):
-    name: ClassVar[str] = "own"
-    memory_names: ClassVar[tuple[str, ...]] = ("count",)
+    traits = Method.traits.derive(name="own", memory_names=("count",))
 
     def round(self, federation, state):
         return state.advance(state.weights)

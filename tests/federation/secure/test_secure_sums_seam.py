@@ -19,9 +19,9 @@ from fedshift.federation.secure.sums import ALL, Layout, Total, Weighing, contri
 from fedshift.federation.site import Role, Site
 from fedshift.functional.fixed_point import FRACTION_BITS
 from fedshift.methods import registry
-from fedshift.methods.base import Method, Reads, State
-from fedshift.methods.catalogue import ENTRIES, SUMS
+from fedshift.methods.base import Method, State
 from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.methods.index import ENTRIES, with_sums
 from fedshift.weights import Weights
 
 SIZES = {"large": 23, "middle": 12, "small": 9}
@@ -40,7 +40,7 @@ def played(
     pool = options.pop("pool", None)
     lost: tuple[str, ...] = options.pop("lost", ())
     method = registry.parse({"name": name, **SMALL.get(name, {}), **options})
-    targets = UNLABELLED if method.needs_target else {}
+    targets = UNLABELLED if method.traits.needs_target else {}
     found = domains(network, {**SIZES, **targets})
     roles: dict[str, Role] = dict.fromkeys(targets, "target")
     where = federation(method, found, network, pool=pool, rounds=rounds, roles=roles)
@@ -61,7 +61,7 @@ def apart(first: Weights, second: Weights) -> float:
     return max((first[name].double() - second[name].double()).abs().max().item() for name in floats)
 
 
-@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize("name", with_sums())
 def test_secure_is_plain_within_the_resolution(name: str) -> None:
     network = CNN if name in IMAGES else NORMED
     plain, _ = played(name, False, network)
@@ -206,7 +206,7 @@ def test_a_layout_that_is_none_is_refused(described: Any) -> None:
 class Curious(FedAvg):
     """Says that it reads sums, and reads something else."""
 
-    server_reads: ClassVar[Reads] = "sums"
+    traits = FedAvg.traits.derive(server_reads="sums")
     how: ClassVar[Callable[[Any], Any]]
 
     def round(self, federation: Federation, state: State) -> State:
@@ -317,5 +317,5 @@ def test_two_sites_are_too_few() -> None:
 
 
 def test_a_method_of_a_stranger_reads_models_unless_it_says_otherwise() -> None:
-    assert Method.server_reads == "models"
-    assert all(ENTRIES[name].rules for name in SUMS)
+    assert Method.traits.server_reads == "models"
+    assert all(ENTRIES[name].rules for name in with_sums())

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -115,10 +115,9 @@ def test_it_is_the_inner_method_with_other_samples(name: str, monkeypatch: pytes
 def test_nothing_of_the_inner_method_is_forgotten() -> None:
     """A new hook of methods has to be handed on, or named here as not the other's."""
     own = {"name", "setting", "label", "recipe", "display", "described_setting"}
-    own |= {"settings", "composition", *Composed.model_fields}  # a wrapper has its own
-    own |= {"plug_ins", "kept_at_sites", "reads", "needs_target"}  # made of its own and of what is handed on
-    own |= {"pooled", "trains_privately", "trains_in_parts", "in_parts"}  # refused
-    own |= {"asked_once"}  # read from the method that a call belongs to
+    own |= {"composition", *Composed.model_fields}  # a wrapper has its own
+    own |= {"traits", "plug_ins", "kept_at_sites", "reads"}  # made of its own and of what is handed on
+    own |= {"trains_in_parts", "in_parts"}  # refused
     both = (Method, Composed)
     hooks = {name for kind in both for name in (*vars(kind), *kind.__annotations__) if not name.startswith("_")}
     hooks -= {name for name in hooks if name.startswith("model_")}
@@ -129,7 +128,7 @@ def test_nothing_of_the_inner_method_is_forgotten() -> None:
 def test_it_says_of_itself_what_the_inner_method_says(name: str) -> None:
     inner = registry.parse({"name": name})
     for said in ("target", "needs_target", "uses_held_out", "averages"):
-        assert getattr(StyleTransfer(method=inner), said) == getattr(inner, said), said
+        assert getattr(StyleTransfer(method=inner).traits, said) == getattr(inner.traits, said), said
 
 
 def test_warnings_of_the_inner_method_are_handed_on() -> None:
@@ -232,7 +231,7 @@ def test_a_finished_run_predicts_and_a_file_brings_no_code(tmp_path: Path) -> No
 class _Plain(Wrapper):
     """Does nothing to the inner method."""
 
-    name: ClassVar[str] = "plain"
+    traits = Wrapper.traits.derive(name="plain")
 
     method: Any
 

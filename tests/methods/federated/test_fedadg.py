@@ -276,9 +276,9 @@ def test_held_out_accuracy_is_measured_on_held_out_rows() -> None:
 
 
 def test_held_out_rows_are_there_only_for_who_says_so() -> None:
-    assert short().uses_held_out
+    assert short().traits.uses_held_out
     where, plans = held_out(short(keep="last"))
-    assert not short(keep="last").uses_held_out
+    assert not short(keep="last").traits.uses_held_out
     assert all(not plan.held_out for plan in plans)
     assert list(site_of(where, "a").held_out_batches()) == []
 

@@ -318,4 +318,4 @@ def test_a_finished_run_predicts(tmp_path: Path) -> None:
 def test_it_needs_a_target() -> None:
     with pytest.raises(UserError, match="adapt_to_one"):
         fedshift.run({"data": "rotated_digits", "model": "linear", "methods": ["shot"]})
-    assert registry.method_class("shot").target == "one unlabelled"
+    assert registry.method_class("shot").traits.target == "one unlabelled"

@@ -110,8 +110,8 @@ def test_below_the_threshold_the_target_changes_nothing() -> None:
 
 def test_the_version_without_target_serves_domain_generalization() -> None:
     method = DAEL(unlabelled_weight=0)
-    assert not method.needs_target
-    assert DAEL().needs_target
+    assert not method.traits.needs_target
+    assert DAEL().traits.needs_target
     assert not plans(method, domains(MLP))[0].unlabelled
     assert method.target_mini_batches(5, 3) == 0
     state, where = run(method, network=MLP, budget=30, rounds=3)

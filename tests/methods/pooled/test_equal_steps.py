@@ -24,7 +24,7 @@ from fedshift.methods.pooled.deepall import DeepAll
 from fedshift.methods.pooled.equal_steps import steps_of_run
 from fedshift.models.network import Network
 
-POOLED = [name for name in registry.names() if registry.method_class(name).pooled]
+POOLED = [name for name in registry.names() if registry.method_class(name).traits.pooled]
 APART = ["masf", "dger", "epi_fcr", "metareg", "feature_critic"]
 """Those that need the domains of the sources apart."""
 ADAPTING = ["mdan", "m3sda", "dael", "cmss", "dsbn", "cdan", "srdc"]
@@ -72,7 +72,7 @@ def measured(name: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tupl
             state = method.round(where, state)
             where.settle()
     sources = dict.fromkeys(SIZES, BUDGET // 3)
-    target = {"target": 0} if not method.needs_target else {"target": 1}
+    target = {"target": 0} if not method.traits.needs_target else {"target": 1}
     foretold = steps_of_run(method, {**sources, "north": BUDGET // 3 - sum(target.values()), **target})
     assert foretold is not None
     return len(steps), where.progress.used["pool"], foretold

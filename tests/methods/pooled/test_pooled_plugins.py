@@ -25,7 +25,7 @@ from fedshift.methods.pooled.epi_fcr import EpiFCR
 from fedshift.methods.pooled.fact import FACT
 from fedshift.models.network import Network
 
-POOLED = [name for name in registry.names() if registry.method_class(name).pooled]
+POOLED = [name for name in registry.names() if registry.method_class(name).traits.pooled]
 OPTIONS: dict[str, dict[str, Any]] = {
     "augment": {"by": {"shear": 0.3, "shift": 0.1}},
     "cutmix": {"probability": 1.0},
@@ -95,9 +95,9 @@ def test_the_others_are_refused_with_the_reason(name: str) -> None:
         assert "\n" not in said
         assert name in said
         assert "leave it out" in said
-        if registry.method_class(name).takes_plug_ins:
+        if registry.method_class(name).traits.takes_plug_ins:
             assert f"local: {plug_in} does not go with {name}, wh" in said
-    assert set(registry.method_class(name).unfit_plug_ins) <= set(PLUG_INS)
+    assert set(registry.method_class(name).traits.unfit_plug_ins) <= set(PLUG_INS)
 
 
 # The same as elsewhere ------------------------------------------------------------------------------------------------

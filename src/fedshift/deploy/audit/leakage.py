@@ -269,7 +269,7 @@ def _notes(experiment: Experiment, samples: int, sizes: Sequence[int]) -> Iterat
         for size in sizes:
             epoch = batches_per_epoch(samples, size)
             between = method.mini_batches(epoch, 2) - method.mini_batches(epoch, 1)
-            if 0 < between < epoch and not method.pooled:
+            if 0 < between < epoch and not method.traits.pooled:
                 yield (
                     f"{method.display} sends its model after {between} of the {epoch} mini-batches of an epoch "
                     f"(batches of {size}): what that shows lies between the exchanges 'batch' and 'epoch'"
@@ -289,5 +289,5 @@ def _notes_on_sums(experiment: Experiment, sizes: Sequence[int], views: Mapping[
         if why:
             yield f"no sum was attacked: {why}"
     for method in experiment.methods:
-        if method.reads != "sums" and not method.pooled:
+        if method.reads != "sums" and not method.traits.pooled:
             yield f"{method.display} cannot run with aggregation: secure: its server sees what single sites send"

@@ -144,7 +144,7 @@ def _say_policy(config: SiteConfig, say: Callable[[str], None]) -> None:
         method = kind()
         models = MASKED if method.reads == "sums" else SEALED if seals_all(method) else WEIGHTS
         shares = {models if share == WEIGHTS else share for share in method.shares}
-        if not kind.pooled and all(map(policy.lets_out, shares)):
+        if not kind.traits.pooled and all(map(policy.lets_out, shares)):
             allowed.append(name)
     limits = ((policy.rounds_per_day, "rounds"), (policy.measurements_per_day, "measurements"))
     rate = "".join(f"; at most {most} {what} a day" for most, what in limits if most)

@@ -1,6 +1,6 @@
 """A remote federation whose server carries and keeps models without reading them.
 
-What a method declares in `Method.routed` comes sealed for its readers. The method's server code has models of
+What a method declares in `Traits.routed` comes sealed for its readers. The method's server code has models of
 `ClosedTensor`s in its place, which it can put together, hand on and keep in the run's state, but not compute with.
 """
 
@@ -37,7 +37,7 @@ class SealedFederation(RemoteFederation):
         """Site → why it refused to measure a model."""
 
     def deliver(self, call: str, requests: Iterator[Request]) -> Generator[Answer[Any] | Missing, None, None]:
-        way = self.method.call_owner(call).routed.get(call)
+        way = self.method.call_owner(call).traits.routed.get(call)
         try:
             if way is not None:
                 asked = list(requests)
@@ -53,7 +53,7 @@ class SealedFederation(RemoteFederation):
     def reply_of(
         self, kind: type[Reply], call: str, request: Request, header: Mapping[str, Any], content: Mapping[str, Any]
     ) -> tuple[Reply, Layout | None]:
-        way = self.method.call_owner(call).routed.get(call)
+        way = self.method.call_owner(call).traits.routed.get(call)
         if way is None or self._readers is None:
             return super().reply_of(kind, call, request, header, content)
         box = Box.read(content.get(way.field), most_bytes(self.checks.size, len(self.sources)))

@@ -223,7 +223,7 @@ class Summing:
         site, method = runner.site, runner.method
         self._check_worked(site.worked)
         owner = method.call_owner(call)
-        kept = owner.asked_once.get(call) if isinstance(owner, Method) else None
+        kept = owner.traits.asked_once.get(call) if isinstance(owner, Method) else None
         if kept is not None:
             self._site.once(body_of({"model": site.memory[kept]}).sha256, self._question)
         about = About(site.network, site.samples, self._input_shape, site.classes, site.training)

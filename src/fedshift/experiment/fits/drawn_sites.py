@@ -37,9 +37,9 @@ def fits(about: About) -> Iterator[str]:
 
 def _needs_all(method: Method) -> str:
     """Why a method cannot do without some of the sources; "" if it can."""
-    if method.pooled or method.target == "labelled":
+    if method.traits.pooled or method.traits.target == "labelled":
         return "trains in one place, where no site can be drawn"
-    if method.needs_target:
+    if method.traits.needs_target:
         return "weighs the models of all sources for its target in every round"
     if isinstance(method.robust, Trust):
         return f"compares all models with that of '{method.robust.trusted}', which may not be drawn"

@@ -44,8 +44,9 @@ def check_private(method: Method, network: Network, input_shape: tuple[int, ...]
     Raises:
         UserError: it cannot.
     """
-    if not vars(type(method)).get("trains_privately", False):
-        able = [name for name in registry.names() if vars(registry.method_class(name)).get("trains_privately", False)]
+    # A class that says nothing of its own may train in another way than the one that it derives from.
+    if not ("traits" in vars(type(method)) and method.traits.trains_privately):
+        able = [name for name in registry.names() if registry.method_class(name).traits.trains_privately]
         raise UserError(f"training.privacy: {method.display} cannot train privately: choose {', '.join(able)}")
     if method.local:
         raise UserError(

@@ -33,11 +33,13 @@ def method_fits(about: About, method: Method) -> Iterator[str]:
             f"engine.refuse: sites refuse {refused[0]}, which {method.display} shares: choose another method or "
             "take the kind out of engine.refuse"
         )
-    asked = {site for sources, others in about.roles for site in (*sources, *(others if method.needs_target else ()))}
+    asked = {
+        site for sources, others in about.roles for site in (*sources, *(others if method.traits.needs_target else ()))
+    }
     for site in (site for site in engine.refuse_at if site in asked):
         for kind in sorted(set(method.shares) & set(engine.refuse_at[site])):
             refusal = f"site '{site}' refuses to send {kind}, which {method.display} shares"
-            if engine.on_refusal == "stop" or method.pooled:
-                way = "" if method.pooled else " or write engine.on_refusal: leave_out"
+            if engine.on_refusal == "stop" or method.traits.pooled:
+                way = "" if method.traits.pooled else " or write engine.on_refusal: leave_out"
                 raise UserError(f"engine.refuse_at: {refusal}: choose another method, take the kind out{way}")
             yield f"{refusal}: the site is left out of such exchanges"

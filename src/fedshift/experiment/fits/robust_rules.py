@@ -26,7 +26,7 @@ def fits(about: About, method: Method) -> Iterator[str]:
 def _check(rule: Rule, method: Method, roles: Roles, about: About) -> None:
     sources, others = roles
     rule.check_sources(sources)
-    for averaged in method.averages.values():
+    for averaged in method.traits.averages.values():
         asked = (about.drawn or len(sources)) if averaged.at == "sources" else len(others)
         rule.check(asked)
         if about.engine.quorum is not None:

@@ -9,7 +9,7 @@ from fedshift.errors import UserError
 from fedshift.experiment.fits.about import About
 from fedshift.experiment.protocols.base import Split
 from fedshift.methods.base import Method
-from fedshift.methods.catalogue import ROUTED
+from fedshift.methods.index import with_sealed
 
 
 def fits(about: About, method: Method) -> Iterator[str]:
@@ -31,17 +31,17 @@ def check_routed(method: Method, adapters: bool = False) -> tuple[str, ...]:
     Raises:
         UserError: something would read them.
     """
-    if not method.routed:
+    if not method.traits.routed:
         raise UserError(
             f"engine.routing: sealed hides models that the server does not read itself, and {method.display} has none: "
-            f"choose {', '.join(ROUTED)}, or leave it out"
+            f"choose {', '.join(with_sealed())}, or leave it out"
         )
     if method.robust is not None:
         raise UserError(
             f"engine.routing: sealed hides the models that robust aggregation looks at: leave out one of them "
             f"({method.display})"
         )
-    if not any(way.in_model for way in method.routed.values()):
+    if not any(way.in_model for way in method.traits.routed.values()):
         return ()
     reading = {
         "average": method.average is not None,
@@ -63,7 +63,7 @@ def check_routed(method: Method, adapters: bool = False) -> tuple[str, ...]:
 
 def _target_alone_reads(method: Method) -> bool:
     """Whether only the target reads the trained model."""
-    return any(way.in_model and way.readers != "all" for way in method.routed.values())
+    return any(way.in_model and way.readers != "all" for way in method.traits.routed.values())
 
 
 def measured_parts(method: Method, routing: str, split: Split) -> Split:

@@ -8,7 +8,7 @@ from fedshift.errors import UserError
 from fedshift.experiment.fits.about import About
 from fedshift.federation.secure.sums import SMALLEST_ROSTER
 from fedshift.methods.base import Method
-from fedshift.methods.catalogue import SUMS
+from fedshift.methods.index import with_sums
 
 
 def fits(about: About, method: Method) -> Iterator[str]:
@@ -36,27 +36,27 @@ def check_sums(method: Method, sources: int, unlabelled: int = 0) -> tuple[str, 
     """
     if method.reads != "sums":
         why = "with robust aggregation " if method.robust is not None else ""
-        if not why and method.server_reads == "sums":
+        if not why and type(method).traits.server_reads == "sums":
             why = "with these options "
         raise UserError(
             f"engine.aggregation: secure lets the server read sums only, but {why}it reads {method.reads} of "
-            f"{method.display}'s sites: choose {', '.join(SUMS)}" + (" without robust" if method.robust else "")
+            f"{method.display}'s sites: choose {', '.join(with_sums())}" + (" without robust" if method.robust else "")
         )
     if sources < SMALLEST_ROSTER:
         raise UserError(
             f"engine.aggregation: secure needs {SMALLEST_ROSTER} labelled sites, here a round has {sources}: of "
             "two sites each would know the other's model from the sum"
         )
-    if method.needs_target and unlabelled < SMALLEST_ROSTER:
+    if method.traits.needs_target and unlabelled < SMALLEST_ROSTER:
         raise UserError(
             f"engine.aggregation: secure needs {SMALLEST_ROSTER} sites without labels for {method.display}, which sums "
             f"their models by themselves; here a run has {unlabelled}"
         )
-    most = method.sums_per_model + 1
+    most = method.traits.sums_per_model + 1
     if sources > most:
         return ()
     return (
         f"{method.display} with aggregation: secure among {sources} labelled sites: its sites learn "
-        f"{method.sums_per_model} sums of the same models a round, from which each of them can compute the models of "
-        f"the others; {most + 1} sites or more prevent it",
+        f"{most - 1} sums of the same models a round, from which each of them can compute the models of the others; "
+        f"{most + 1} sites or more prevent it",
     )

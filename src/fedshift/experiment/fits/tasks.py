@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 from fedshift.errors import UserError
 from fedshift.experiment.fits.about import About
-from fedshift.methods import registry
 from fedshift.methods.base import Method
-from fedshift.methods.catalogue import NEEDS_CLASSES
+from fedshift.methods.index import ENTRIES
 from fedshift.models import registry as models
 
 
@@ -30,14 +29,12 @@ def class_weights_fit(about: About) -> Iterator[str]:
 def method_fits(about: About, method: Method) -> Iterator[str]:
     """Check that a method is one for the task."""
     task = about.data.task
-    if task not in method.tasks:
-        known = {name: registry.method_class(name).tasks for name in registry.names()}
-        # A wrapper has the tasks of the method that it wraps, so its class has no list of them.
-        fitting = [name for name, tasks in known.items() if isinstance(tasks, tuple) and task in tasks]
-        reason = NEEDS_CLASSES.get(getattr(method, "inner", method).name)
+    if task not in method.traits.tasks:
+        fitting = [name for name, entry in ENTRIES.items() if task in entry.tasks]
+        reason = method.traits.needs_classes
         because = f", because {reason}" if reason else ""
         raise UserError(
-            f"methods: {method.display} is a method for {' and '.join(method.tasks)}{because}, but data set "
+            f"methods: {method.display} is a method for {' and '.join(method.traits.tasks)}{because}, but data set "
             f"{about.data.name} is for {task}: choose {', '.join(fitting)}"
         )
     yield from ()

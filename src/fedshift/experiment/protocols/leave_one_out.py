@@ -34,7 +34,7 @@ class LeaveOneOut(OneTarget):
 
     def check_method(self, method: Method) -> None:
         """Check that a method needs no target that takes part."""
-        if method.needs_target:
+        if method.traits.needs_target:
             raise UserError(
                 f"methods: {method.display} adapts to a target that takes part without labels; write protocol: "
                 "{kind: adapt_to_one, …} or source_target"

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
 
+from fedshift.errors import UserError
 from fedshift.federation.site import PlugIn, Site
 from fedshift.methods.composition.averaging import AverageOption, Averaging, LastRounds
 from fedshift.methods.composition.local import LocalPlugIns
 from fedshift.methods.composition.new_site import NewSite
 from fedshift.methods.composition.plug_in import LocalOption
-from fedshift.methods.robust import RULES, Averages, RobustAggregation, unfit
+from fedshift.methods.robust import RULES, RobustAggregation, unfit
 from fedshift.methods.server import ServerOptimizer
-from fedshift.methods.settings import PAPER, Settings, described, with_setting
+from fedshift.methods.settings import PAPER, described, with_setting
+from fedshift.methods.traits import Traits
+
+_OF_TRAITS = frozenset(field.name for field in fields(Traits)) | {"scenario", "needs_target"}
 
 
 class Composed(BaseModel, ABC):
@@ -24,13 +29,8 @@ class Composed(BaseModel, ABC):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: ClassVar[str]
-    settings: ClassVar[Settings] = {}
-    memory_names: ClassVar[tuple[str, ...]] = ("optimizer",)
-    averages: ClassVar[Averages] = {}
-    pooled: ClassVar[bool] = False
-    takes_plug_ins: ClassVar[bool] = True
-    unfit_plug_ins: ClassVar[Mapping[str, str]] = {}
+    traits: ClassVar[Traits] = Traits()
+    name: ClassVar[str] = ""
 
     label: str | None = Field(None, description="name in tables and folders; needed when a method appears twice")
     setting: str = Field(PAPER, description="named values of its own options; options given beside it win")
@@ -66,19 +66,32 @@ class Composed(BaseModel, ABC):
         (), description="plug-ins of the sites' training, such as [mixstyle]: see fedshift fields local"
     )
 
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        for name in vars(cls).keys() & _OF_TRAITS:
+            raise UserError(
+                f"{cls.__module__}: {cls.__name__}.{name} belongs to its traits: write "
+                f"traits = {cls.__bases__[0].__name__}.traits.derive({name}=…)"
+            )
+        cls.name = cls.traits.name
+
+    def adjust_traits(self, traits: Traits) -> Traits:
+        """The traits with these options; a method overrides it where an option changes one."""
+        return traits
+
     @model_validator(mode="before")
     @classmethod
     def _options_of_the_setting(cls, options: Any) -> Any:
-        return with_setting(cls.settings, options) if isinstance(options, Mapping) else options
+        return with_setting(cls.traits.settings, options) if isinstance(options, Mapping) else options
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
         if self.robust is not None:
-            reason = unfit(type(self.robust), self.averages)
+            reason = unfit(type(self.robust), self.traits.averages)
             if reason:
                 others = " or ".join(robust_rules(self))
                 raise ValueError(f"robust: {self.name} {reason}; " + (f"choose {others}" if others else "leave it out"))
-        if self.server is not None and not self.averages:
+        if self.server is not None and not self.traits.averages:
             raise ValueError(f"server: {self.name} averages no models of sites, so there is no step; leave it out")
         if self.average is not None and self.average_rounds > 1:
             raise ValueError("average: average_rounds is an average over rounds, too; choose one of the two")
@@ -86,15 +99,15 @@ class Composed(BaseModel, ABC):
 
     @model_validator(mode="after")
     def _plug_ins_fit(self) -> Self:
-        if self.local and not self.takes_plug_ins:
+        if self.local and not self.traits.takes_plug_ins:
             raise ValueError(f"local: {self.name} trains several networks, and plug-ins act on one; leave it out")
         names = [plug_in.name for plug_in in self.local]
         if len(set(names)) < len(names):
             raise ValueError("local: a plug-in occurs twice")
         for name in names:
-            if name in self.unfit_plug_ins:
+            if name in self.traits.unfit_plug_ins:
                 raise ValueError(
-                    f"local: {name} does not go with {self.name}, {self.unfit_plug_ins[name]}; leave it out"
+                    f"local: {name} does not go with {self.name}, {self.traits.unfit_plug_ins[name]}; leave it out"
                 )
         return self
 
@@ -106,7 +119,7 @@ class Composed(BaseModel, ABC):
     @property
     def kept_at_sites(self) -> tuple[str, ...]:
         """What sites keep between exchanges, for the method and for its plug-ins."""
-        return (*self.memory_names, *(name for plug_in in self.local for name in plug_in.memory_names))
+        return (*self.traits.memory_names, *(name for plug_in in self.local for name in plug_in.memory_names))
 
     def plug_ins(self, site: Site) -> tuple[PlugIn, ...]:
         """The plug-ins at work in one exchange. A target without labels has none."""
@@ -145,9 +158,9 @@ class Composed(BaseModel, ABC):
     @property
     def described_setting(self) -> str:
         """The setting and what differs from it, as records name it: ``paper with mixup 0``."""
-        return described(type(self), self.settings, self.model_dump(mode="json"))
+        return described(type(self), self.traits.settings, self.model_dump(mode="json"))
 
 
 def robust_rules(method: Composed) -> tuple[str, ...]:
     """The rules of robust aggregation that go with a method."""
-    return tuple(name for name, rule in RULES.items() if not unfit(rule, method.averages))
+    return tuple(name for name, rule in RULES.items() if not unfit(rule, method.traits.averages))

@@ -18,16 +18,15 @@ Should reproduce: MDFNet's Source-only rows, where one site has labels (ACC_s of
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from pydantic import Field, PositiveInt
 
-from fedshift.data.domain import WITHOUT_MASKS, Task
+from fedshift.data.domain import WITHOUT_MASKS
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Site
 from fedshift.methods.base import Method, State
 from fedshift.methods.federated.shot import Ensemble, ensemble_weights, members_by_name
+from fedshift.methods.traits import Traits
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -35,10 +34,16 @@ from fedshift.weights import Weights
 class Alone(Method):
     """The task's loss at every labelled site, and no exchange."""
 
-    name: ClassVar[str] = "alone"
-    memory_names: ClassVar[tuple[str, ...]] = ("model", "optimizer")
-    tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
-    trains_privately: ClassVar[bool] = True
+    traits = Traits(
+        name="alone",
+        citation="reference row of the win-win gain, fedshift 2026",
+        group="both",
+        advice="What each labelled site reaches by itself; gains are measured from it.",
+        sends="only its model, to be measured",
+        tasks=WITHOUT_MASKS,
+        memory_names=("model", "optimizer"),
+        trains_privately=True,
+    )
 
     local_epochs: PositiveInt = Field(1, description="passes over a site's data per round")
 

@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import (
     Field,
@@ -66,7 +66,14 @@ from fedshift.methods.wrapper import Wrapper
 class CCST(StyleWrapper):
     """FedAvg on images in the styles of all sites."""
 
-    name: ClassVar[str] = "ccst"
+    traits = StyleWrapper.traits.derive(
+        name="ccst",
+        citation="Chen et al., WACV 2023",
+        group="unseen",
+        advice="For sites that differ in style; no gain shown in pixels: +0.27 over FedAvg on Rotated MNIST (p = "
+        "1.000).",
+        sends="a model, and once **styles**",
+    )
 
     local_epochs: PositiveInt = Field(1, description="E: passes over a site's data per round")
     steps_per_round: PositiveInt | None = Field(None, description="mini-batches per round instead of whole epochs")
@@ -87,7 +94,13 @@ class CCST(StyleWrapper):
 class StyleTransfer(StyleWrapper):
     """Any federated method on images in the styles of all sites."""
 
-    name: ClassVar[str] = "styles"
+    traits = StyleWrapper.traits.derive(
+        name="styles",
+        citation="Chen et al., WACV 2023",
+        group="unseen",
+        advice="CCST's style transfer around another method. Not measured here but as ccst.",
+        sends="a model, and once **styles**",
+    )
 
     method: SerializeAsAny[Method] = Field(
         {"name": "fedavg"},

@@ -38,14 +38,14 @@ Should reproduce (as printed by CSAC): VLCS ResNet-18 71.50, 61.00, 93.83, 71.72
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, cast
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, cast
 
 import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor
 
-from fedshift.data.domain import WITHOUT_MASKS, Task
+from fedshift.data.domain import WITHOUT_MASKS
 from fedshift.data.transforms import STRONG, NamedAugmentation, strong_view
 from fedshift.errors import UserError
 from fedshift.federation.exchange import Routed
@@ -55,10 +55,10 @@ from fedshift.federation.replies import About, Bounds, Tensors
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.averaging import MeanAccumulator
 from fedshift.functional.experts import confident_pseudo_labels, unlabelled_ensemble_loss
-from fedshift.methods.base import Method, State, Target
+from fedshift.methods.base import Method, State
 from fedshift.methods.heads import Experts, with_experts
-from fedshift.methods.robust import Averaged, Averages
-from fedshift.methods.settings import Settings
+from fedshift.methods.robust import Averaged
+from fedshift.methods.traits import Traits
 from fedshift.models.network import Network
 from fedshift.models.normalisation import BatchInstanceNorm2d, with_norms
 from fedshift.weights import Weights
@@ -91,15 +91,25 @@ class Adapted(Reply):
 class COPA(Method):
     """Features that suit every site's classifier. The prediction is the mean over all classifiers."""
 
-    name: ClassVar[str] = "copa"
-    memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "classifier")
-    tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
-    averages: ClassVar[Averages] = {"fit": Averaged(("features",))}
-    routed: ClassVar[Mapping[str, Routed]] = {
-        "fit": Routed("classifier", to={"fit": "others", "adapt": "classifiers"}, readers="all", in_model=True)
-    }
-    relative_cost: ClassVar[float] = 1.1
-    settings: ClassVar[Settings] = {"batch_norm": {"hybrid_normalisation": False}}
+    traits = Traits(
+        name="copa",
+        citation="Wu and Gong, ICCV 2021",
+        group="unseen",
+        advice="No gain shown: +0.99 over FedAvg on Rotated MNIST (p = 1.000). Each site's classifier reaches the "
+        "others.",
+        sends="a model; its classifier reaches the other sites",
+        sites="unseen target, or one without labels",
+        settings={"batch_norm": {"hybrid_normalisation": False}},
+        small={"local_epochs": 2},
+        tasks=WITHOUT_MASKS,
+        memory_names=("optimizer", "classifier"),
+        averages={"fit": Averaged(("features",))},
+        routed={
+            "fit": Routed("classifier", to={"fit": "others", "adapt": "classifiers"}, readers="all", in_model=True)
+        },
+        reads_sealed="feature extractors",
+        relative_cost=1.1,
+    )
 
     local_epochs: PositiveInt = Field(10, description="E: passes over a site's data per round")
     steps_per_round: PositiveInt | None = Field(None, description="mini-batches per round instead of whole epochs")
@@ -113,10 +123,9 @@ class COPA(Method):
         STRONG, description="strong view of images: a preset's name or its parts (adaptation)"
     )
 
-    @property
-    def target(self) -> Target:  # type: ignore[override]
-        """Whether a target without labels takes part."""
-        return "unlabelled" if self.adaptation else "unseen"
+    def adjust_traits(self, traits: Traits) -> Traits:
+        """A target without labels takes part in ``adaptation``."""
+        return replace(traits, target="unlabelled" if self.adaptation else "unseen")
 
     def mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
         return rounds * (self.steps_per_round or self.local_epochs * batches_per_epoch)

@@ -45,15 +45,14 @@ Should reproduce: Rotated MNIST 94.07 ± 0.02; PACS ResNet-18 83.81 ± 0.33 (jou
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
-from fedshift.data.domain import WITHOUT_MASKS, Task
+from fedshift.data.domain import WITHOUT_MASKS
 from fedshift.errors import UserError, nearest
 from fedshift.federation.exchange import Replies
 from fedshift.federation.federation import Federation
@@ -61,10 +60,10 @@ from fedshift.federation.messages import Reply, Update
 from fedshift.federation.replies import About, Bounds, Tensors
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.divergence_weighting import distance_weighted, divergence_aggregate, fused_from_sums
-from fedshift.methods.base import Method, Reads, State
+from fedshift.methods.base import Method, State
 from fedshift.methods.federated.csac_alignment import Aligner, AlignmentOptions
-from fedshift.methods.robust import Averaged, Averages
-from fedshift.methods.settings import Settings
+from fedshift.methods.robust import Averaged
+from fedshift.methods.traits import Traits
 from fedshift.models.network import Network, StageReader
 from fedshift.weights import Weights
 
@@ -85,17 +84,26 @@ class Weighed(Reply):
 class CSAC(Method, AlignmentOptions):
     """The farthest model weighs most; sites then align the fused model with what they knew, across layers."""
 
-    name: ClassVar[str] = "csac"
-    memory_names: ClassVar[tuple[str, ...]] = ("local_model", "projections", "optimizer", "sent")
-    averages: ClassVar[Averages] = {"acquire": Averaged(), "calibrate": Averaged()}
-    server_reads: ClassVar[Reads] = "sums"
-    asked_once: ClassVar[Mapping[str, str]] = {"weigh": "sent"}
-    relative_cost: ClassVar[float] = 1.5
-    tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
-    settings: ClassVar[Settings] = {
-        "released": {"label_smoothing": 0.0, "stages": (), "logit_mmd": True},
-        "practical": {"distance_power": 2.0, "alignment_weight": 0.0},
-    }
+    traits = Traits(
+        name="csac",
+        citation="Yuan et al., IEEE TKDE 2023",
+        group="unseen",
+        advice="Take setting: practical, as good and cheaper. No gain over FedAvg is shown: +1.17 on Rotated "
+        "MNIST, where it was chosen (p = 0.584), +0.68 on PACS features (p = 1.000); the paper's has +0.54 "
+        "(p = 0.629) and +0.73 (p = 1.000). Train long: −1.11 at 40 epochs. Give it a robust rule where a "
+        "site may be bad.",
+        settings={
+            "released": {"label_smoothing": 0.0, "stages": (), "logit_mmd": True},
+            "practical": {"distance_power": 2.0, "alignment_weight": 0.0},
+        },
+        small={"acquisition_epochs": 2, "calibration_epochs": 1},
+        tasks=WITHOUT_MASKS,
+        memory_names=("local_model", "projections", "optimizer", "sent"),
+        averages={"acquire": Averaged(), "calibrate": Averaged()},
+        server_reads="sums",
+        asked_once={"weigh": "sent"},
+        relative_cost=1.5,
+    )
 
     acquisition_epochs: PositiveInt = Field(30, description="epochs of local acquisition, once")
     acquisition_steps: PositiveInt | None = Field(None, description="mini-batches of acquisition instead (code: 1800)")
@@ -111,17 +119,15 @@ class CSAC(Method, AlignmentOptions):
     alignment_weight: NonNegativeFloat = Field(0.6, description="λ; 0 = without alignment (ablation of Table 5)")
     cross_entropy: bool = Field(True, description="L_CE in calibration (off: ablation of Table 5)")
 
-    @property
-    def reads(self) -> Reads:
-        """Shares by 1/d cannot be made of sums, since a distance of 0 takes them all; nor by a high power of d."""
-        if super().reads != "sums" or self.aggregation == "average":
-            return super().reads
-        return "norms" if self.aggregation == "similarity" or self.distance_power > _MOST_POWER else "sums"
+    def adjust_traits(self, traits: Traits) -> Traits:
+        """Shares by 1/d cannot be made of sums, since a distance of 0 takes them all; nor by a high power of d.
 
-    @property
-    def sums_per_model(self) -> int:
-        """Every site gets the mean and the fused model, another sum, whose shares follow from the models."""
-        return 1 if self.aggregation == "average" else 2
+        Every site gets the mean and the fused model, another sum, whose shares follow from the models.
+        """
+        if self.aggregation == "average":
+            return traits
+        single = self.aggregation == "similarity" or self.distance_power > _MOST_POWER
+        return replace(traits, server_reads="norms" if single else "sums", sums_per_model=2)
 
     def bounds(self, call: str, about: About) -> Bounds:
         if call != "weigh":

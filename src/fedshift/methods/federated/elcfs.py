@@ -50,14 +50,14 @@ Should reproduce: Rotated MNIST average 88.60 ± 0.30, PACS ResNet-18 82.15 ± 0
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, cast
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal, cast
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from fedshift.data.domain import ALL_TASKS, Task
+from fedshift.data.domain import ALL_TASKS
 from fedshift.errors import UserError
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Between, PerSite, Reply, Spectra, Update
@@ -67,9 +67,10 @@ from fedshift.functional.meta_learning import answer_at, inner_step, with_gradie
 from fedshift.functional.segmentation import boundary_loss
 from fedshift.functional.source_weights import rounded_shares
 from fedshift.functional.spectra import half_width, interpolated, low_frequencies
-from fedshift.methods.base import Method, Reads, RunPlan, Samples, State, Traffic, trained_mean
-from fedshift.methods.robust import Averaged, Averages
-from fedshift.methods.settings import Settings
+from fedshift.methods.base import Method, RunPlan, Samples, State, Traffic, trained_mean
+from fedshift.methods.index import Reads
+from fedshift.methods.robust import Averaged
+from fedshift.methods.traits import Traits
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -97,32 +98,40 @@ class Received(Reply):
 class ELCFS(Method):
     """Meta-learning: a gradient step on own images should also help on the same images in another site's style."""
 
-    name: ClassVar[str] = "elcfs"
-    memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "bank")
-    averages: ClassVar[Averages] = {"fit": Averaged()}
-    server_reads: ClassVar[Reads] = "sums"
-    tasks: ClassVar[tuple[Task, ...]] = ALL_TASKS
-    settings: ClassVar[Settings] = {
-        "released": {
-            "window": 0.0,
-            "rates": "released",
-            "copies": "one",
-            "bank_share": 0.125,
-            "clip": 100.0,
-            "meta_gradient": "first",
-            "boundary": "released",
-            "weighting": "rounded",
+    traits = Traits(
+        name="elcfs",
+        citation="Liu et al., CVPR 2021",
+        group="unseen",
+        advice="For images that differ in colour and contrast; no gain over FedAvg is shown over targets: +14.05 "
+        "Dice on generated fundus images, nearly all at one camera (p = 0.305), +0.46 on Rotated MNIST (p "
+        "= 1.000). Spectra of single images leave the sites.",
+        sends="a model, and once **low-frequency amplitudes of single images**",
+        settings={
+            "released": {
+                "window": 0.0,
+                "rates": "released",
+                "copies": "one",
+                "bank_share": 0.125,
+                "clip": 100.0,
+                "meta_gradient": "first",
+                "boundary": "released",
+                "weighting": "rounded",
+            },
+            "ccst_port": {
+                "window": 0.0,
+                "rates": "ccst",
+                "copies": "one",
+                "clip": 1.0,
+                "meta_gradient": "none",
+                "weighting": "uniform",
+            },
+            "light": {"copies": "one", "clip": 100.0, "meta_gradient": "first"},
         },
-        "ccst_port": {
-            "window": 0.0,
-            "rates": "ccst",
-            "copies": "one",
-            "clip": 1.0,
-            "meta_gradient": "none",
-            "weighting": "uniform",
-        },
-        "light": {"copies": "one", "clip": 100.0, "meta_gradient": "first"},
-    }
+        tasks=ALL_TASKS,
+        memory_names=("optimizer", "bank"),
+        averages={"fit": Averaged()},
+        server_reads="sums",
+    )
 
     local_epochs: PositiveInt = Field(1, description="E: passes over a site's data per round")
     window: Annotated[float, Field(ge=0, lt=0.5)] = Field(
@@ -153,10 +162,11 @@ class ELCFS(Method):
         "samples", description="shares N_k/ΣN (paper), rounded to two decimals (code), or 1/K"
     )
 
-    @property
-    def relative_cost(self) -> float:  # type: ignore[override]
-        """Seconds of a mini-batch relative to plain cross-entropy, with four other sites."""
-        return _COST[self.meta_gradient == "second", self.copies]
+    def adjust_traits(self, traits: Traits) -> Traits:
+        """The cost with four other sites. Rounded shares are made of every site's N_k."""
+        cost = _COST[self.meta_gradient == "second", self.copies]
+        reads: Reads = "norms" if self.weighting == "rounded" else "sums"
+        return replace(traits, relative_cost=cost, server_reads=reads)
 
     def mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
         return rounds * self.local_epochs * batches_per_epoch
@@ -203,11 +213,6 @@ class ELCFS(Method):
             "spectra": Tensors({"amplitude": shape}, low=0, high=1.001 * height * width),
             **{name: Between(size, size) for name, size in sizes.items()},
         }
-
-    @property
-    def reads(self) -> Reads:
-        """Rounded shares are made of every site's N_k."""
-        return "norms" if self.weighting == "rounded" and super().reads == "sums" else super().reads
 
     # Server -------------------------------------------------------------------------------------------------------
 

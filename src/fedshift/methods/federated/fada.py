@@ -54,13 +54,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
-from fedshift.data.domain import WITHOUT_MASKS, Task
+from fedshift.data.domain import WITHOUT_MASKS
 from fedshift.errors import UserError
 from fedshift.federation.exchange import Routed
 from fedshift.federation.federation import Federation
@@ -71,11 +71,11 @@ from fedshift.federation.site import Batch, Site
 from fedshift.functional.averaging import parameters_of, weighted_average
 from fedshift.functional.clustering import dispersion
 from fedshift.functional.source_weights import gain_weights, relative_gains
-from fedshift.methods.base import Method, RunPlan, State, Target, Traffic
+from fedshift.methods.base import Method, RunPlan, State, Traffic
 from fedshift.methods.federated.fada_networks import NOTHING, Disentangler, DomainIdentifiers, square_layer
 from fedshift.methods.heads import with_block, with_own_statistics
-from fedshift.methods.robust import Averaged, Averages
-from fedshift.methods.settings import Settings
+from fedshift.methods.robust import Averaged
+from fedshift.methods.traits import Traits
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -100,15 +100,25 @@ class Aggregate(Reply):
 class FADA(Method):
     """Domain identifiers compare features of both sides; both generators learn to make them indistinguishable."""
 
-    name: ClassVar[str] = "fada"
-    tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
-    takes_plug_ins: ClassVar[bool] = False
-    memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "disentangler")
-    averages: ClassVar[Averages] = {"finish": Averaged(rules="each")}
-    routed: ClassVar[Mapping[str, Routed]] = {"finish": Routed("weights", to={"aggregate": "models"})}
-    target: ClassVar[Target] = "one unlabelled"
-    relative_cost: ClassVar[float] = 2.0
-    settings: ClassVar[Settings] = {"every_step": {"steps_per_round": 1, "gain": "absolute"}}
+    traits = Traits(
+        name="fada",
+        citation="Peng et al., ICLR 2020",
+        group="unlabelled",
+        advice="For text and histograms, if features of single samples may leave; no gain over FedAvg is shown: "
+        "+0.57 on Amazon Review (p = 1.000), 55.06 against 50.43 on SURF; 60.74 against 61.31 on PACS "
+        "features.",
+        sends="a model, and per mini-batch **features of single samples**, also the target's",
+        settings={"every_step": {"steps_per_round": 1, "gain": "absolute"}},
+        small={"steps_per_round": 6},
+        tasks=WITHOUT_MASKS,
+        target="one unlabelled",
+        memory_names=("optimizer", "disentangler"),
+        averages={"finish": Averaged(rules="each")},
+        routed={"finish": Routed("weights", to={"aggregate": "models"})},
+        reads_sealed="the target's model",
+        takes_plug_ins=False,
+        relative_cost=2.0,
+    )
 
     steps_per_round: PositiveInt = Field(20, description="mini-batches of every site in a round (paper: 1)")
     variant: Literal["I", "II", "III"] = Field(

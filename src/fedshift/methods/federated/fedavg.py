@@ -21,17 +21,18 @@ Should reproduce: Rotated MNIST average 92.65 ± 0.08, PACS ResNet-18 82.36 ± 0
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field, PositiveInt
 from torch import Tensor
 
-from fedshift.data.domain import ALL_TASKS, Task
+from fedshift.data.domain import ALL_TASKS
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, LocalFit, Site
-from fedshift.methods.base import Method, Reads, State, calls_of, trained_mean
-from fedshift.methods.robust import Averaged, Averages
+from fedshift.methods.base import Method, State, calls_of, trained_mean
+from fedshift.methods.robust import Averaged
+from fedshift.methods.traits import Traits
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -42,7 +43,9 @@ class LocalTraining(Method):
     A subclass with another loss overrides `loss_at` or `regulariser_at`, and names in ``tasks`` the tasks of that loss.
     """
 
-    tasks: ClassVar[tuple[Task, ...]] = ALL_TASKS
+    traits = Traits(
+        tasks=ALL_TASKS,
+    )
 
     local_epochs: PositiveInt = Field(1, description="E: passes over a site's data per round")
     steps_per_round: PositiveInt | None = Field(None, description="mini-batches per round instead of whole epochs")
@@ -96,10 +99,15 @@ class LocalTraining(Method):
 class FedAvg(LocalTraining):
     """Every site trains from the common model; the server averages their models."""
 
-    name: ClassVar[str] = "fedavg"
-    trains_privately: ClassVar[bool] = True
-    averages: ClassVar[Averages] = {"fit": Averaged()}
-    server_reads: ClassVar[Reads] = "sums"
+    traits = LocalTraining.traits.derive(
+        name="fedavg",
+        citation="McMahan et al., AISTATS 2017",
+        group="unseen",
+        advice="Begin here: the cheapest, and the row that others have to beat.",
+        averages={"fit": Averaged()},
+        server_reads="sums",
+        trains_privately=True,
+    )
 
     weighting: Literal["samples", "uniform"] = Field("samples", description="shares N_k/ΣN (paper) or 1/K")
 

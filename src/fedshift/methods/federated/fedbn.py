@@ -28,7 +28,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 from torch import Tensor, nn
@@ -50,8 +50,14 @@ Unseen = Literal["mean", "target"]
 class FedBN(FedAvg):
     """FedAvg of all but BatchNorm, which each site has of its own."""
 
-    name: ClassVar[str] = "fedbn"
-    memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "normalisation")
+    traits = FedAvg.traits.derive(
+        name="fedbn",
+        citation="Li et al., ICLR 2021",
+        group="rivals",
+        advice="For networks with BatchNorm, and for the sites that take part; at an unseen site 50.42 on SURF, "
+        "where FedAvg has 51.06.",
+        memory_names=("optimizer", "normalisation"),
+    )
 
     unseen: Unseen = Field("mean", description="normalisation of a new site: the sites' mean, or of its samples")
 
@@ -89,7 +95,13 @@ class FedBN(FedAvg):
 class SiloBN(FedBN):
     """FedAvg of all but BatchNorm's statistics, which each site has of its own."""
 
-    name: ClassVar[str] = "silobn"
+    traits = FedBN.traits.derive(
+        name="silobn",
+        citation="Andreux et al., MICCAI DCL 2020",
+        group="rivals",
+        advice="As fedbn, but a new site measures its own samples; no gain shown: +2.66 over FedAvg on PACS "
+        "features (p = 1.000), −0.37 on SURF.",
+    )
 
     unseen: Unseen = Field("target", description="statistics of a new site: its samples', or the sites' mean")
 

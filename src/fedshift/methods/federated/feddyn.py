@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import cast
 
 import torch
 from pydantic import Field, PositiveFloat
@@ -39,11 +39,10 @@ from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Count, Reply, Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.control_variates import dynamic_penalty, moved_gradient
-from fedshift.methods.base import Reads, State
+from fedshift.methods.base import State
 from fedshift.methods.federated.fedavg import LocalTraining
 from fedshift.methods.federated.scaffold import zeros
-from fedshift.methods.robust import Averaged, Averages
-from fedshift.methods.settings import Settings
+from fedshift.methods.robust import Averaged
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -58,12 +57,17 @@ class Counted(Reply):
 class FedDyn(LocalTraining):
     """Dynamic regularization."""
 
-    name: ClassVar[str] = "feddyn"
-    memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "gradient")
-    averages: ClassVar[Averages] = {"fit": Averaged()}
-    server_reads: ClassVar[Reads] = "sums"
-
-    settings: ClassVar[Settings] = {"released": {"alpha_by_samples": True, "clip_norm": 10.0}}
+    traits = LocalTraining.traits.derive(
+        name="feddyn",
+        citation="Acar et al., ICLR 2021",
+        group="rivals",
+        advice="For many rounds at sites that differ; no gain shown: +1.60 over FedAvg on SURF (p = 1.000), +1.57 "
+        "on PACS features (p = 1.000).",
+        settings={"released": {"alpha_by_samples": True, "clip_norm": 10.0}},
+        memory_names=("optimizer", "gradient"),
+        averages={"fit": Averaged()},
+        server_reads="sums",
+    )
 
     alpha: PositiveFloat = Field(0.01, description="α: strength of the penalty")
     alpha_by_samples: bool = Field(False, description="a site's α is divided by N_k/mean N (code)")

@@ -31,13 +31,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, cast
+from typing import Annotated, Literal, cast
 
 import torch
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
-from fedshift.data.domain import WITHOUT_MASKS, Task
+from fedshift.data.domain import WITHOUT_MASKS
 from fedshift.data.site_data import batches_per_epoch
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Count, Reply, Update
@@ -46,8 +46,7 @@ from fedshift.federation.site import Batch, Site
 from fedshift.functional.contrastive import gradient_gap
 from fedshift.methods.base import State, trained_mean
 from fedshift.methods.federated.fedavg import FedAvg
-from fedshift.methods.robust import Averaged, Averages
-from fedshift.methods.settings import Settings
+from fedshift.methods.robust import Averaged
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -63,16 +62,21 @@ class Gradient(Reply):
 class FedIIR(FedAvg):
     """FedAvg with a penalty on gradients that differ between sites."""
 
-    name: ClassVar[str] = "fediir"
-    tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
-    averages: ClassVar[Averages] = {
-        "measure": Averaged(("gradient",), changes=("gradient",)),
-        "fit_towards": Averaged(),
-    }
-    settings: ClassVar[Settings] = {
-        "released": {"mean_from_zero": True, "gradient_weighting": "batches", "weighting": "uniform"}
-    }
-    relative_cost: ClassVar[float] = 1.5
+    traits = FedAvg.traits.derive(
+        name="fediir",
+        citation="Guo et al., ICML 2023",
+        group="rivals",
+        advice="For classifiers that should agree; the classifier's gradient leaves the sites. No gain: 50.67 on "
+        "SURF, where FedAvg has 51.06.",
+        sends="a model, and the gradient of the classifier",
+        settings={"released": {"mean_from_zero": True, "gradient_weighting": "batches", "weighting": "uniform"}},
+        tasks=WITHOUT_MASKS,
+        averages={
+            "measure": Averaged(("gradient",), changes=("gradient",)),
+            "fit_towards": Averaged(),
+        },
+        relative_cost=1.5,
+    )
 
     penalty_weight: NonNegativeFloat = Field(1e-3, description="γ")
     ema: Annotated[float, Field(ge=0, lt=1)] = Field(0.95, description="e: how much of the last rounds' ḡ is kept")

@@ -18,7 +18,6 @@ Should reproduce: no published table of this setting is known to us; with μ = 0
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
 
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor
@@ -33,8 +32,13 @@ from fedshift.weights import Weights
 class FedProx(FedAvg):
     """FedAvg with a penalty on the distance from the common model."""
 
-    name: ClassVar[str] = "fedprox"
-    trains_privately: ClassVar[bool] = True
+    traits = FedAvg.traits.derive(
+        name="fedprox",
+        citation="Li et al., MLSys 2020",
+        group="rivals",
+        advice="For sites that drift apart; −0.49 to FedAvg on Rotated MNIST (p = 0.956).",
+        trains_privately=True,
+    )
 
     proximal_weight: NonNegativeFloat = Field(0.01, description="μ: weight of the proximal term")
 

@@ -46,16 +46,16 @@ import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 
-from fedshift.data.domain import WITHOUT_MASKS, Task
+from fedshift.data.domain import WITHOUT_MASKS
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Update
 from fedshift.federation.randomness import generator
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.representation import gaussian_divergence, mean_prediction, norm_regulariser
-from fedshift.methods.base import Method, Reads, State, trained_mean
+from fedshift.methods.base import Method, State, trained_mean
 from fedshift.methods.heads import with_block
-from fedshift.methods.robust import Averaged, Averages
-from fedshift.methods.settings import Settings
+from fedshift.methods.robust import Averaged
+from fedshift.methods.traits import Traits
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -99,9 +99,11 @@ class Encoder(nn.Module):
 class _SimpleRepresentation(Method):
     """What the three methods share: a code before the classifier, penalties on it, and the rounds of FedAvg."""
 
-    memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "references")
-    averages: ClassVar[Averages] = {"fit": Averaged()}
-    server_reads: ClassVar[Reads] = "sums"
+    traits = Traits(
+        memory_names=("optimizer", "references"),
+        averages={"fit": Averaged()},
+        server_reads="sums",
+    )
     sampled: ClassVar[bool]
 
     steps_per_round: PositiveInt | None = Field(5, description="E: mini-batches per round; none = local_epochs")
@@ -187,10 +189,16 @@ class _SimpleRepresentation(Method):
 class FedL2R(_SimpleRepresentation):
     """FedAvg with a penalty on the norm of codes, which implicitly aligns their distribution across sites."""
 
-    name: ClassVar[str] = "fedl2r"
-    tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
+    traits = _SimpleRepresentation.traits.derive(
+        name="fedl2r",
+        citation="Nguyen et al., NeurIPS 2022",
+        group="unseen",
+        advice="FedSR's simpler half, and as good; no gain shown: +0.89 over FedAvg on Rotated MNIST (p = 1.000).",
+        settings={"released": {"norm": "norm", "independent_batches": True}},
+        small={"steps_per_round": 6},
+        tasks=WITHOUT_MASKS,
+    )
     sampled: ClassVar[bool] = False
-    settings: ClassVar[Settings] = {"released": {"norm": "norm", "independent_batches": True}}
 
     l2r_weight: NonNegativeFloat = Field(0.01, description="α_L2R: weight of the codes' norm")
     norm: Literal["squared", "norm"] = Field("squared", description="E‖z‖² (paper) or E‖z‖ (code)")
@@ -204,12 +212,17 @@ class FedL2R(_SimpleRepresentation):
 class FedCMI(_SimpleRepresentation):
     """FedAvg with a penalty on the divergence of codes from a reference of their class."""
 
-    name: ClassVar[str] = "fedcmi"
+    traits = _SimpleRepresentation.traits.derive(
+        name="fedcmi",
+        citation="Nguyen et al., NeurIPS 2022",
+        group="unseen",
+        advice="FedSR's other half; no gain shown: +0.57 over FedAvg on Rotated MNIST (p = 1.000).",
+        settings={"released": {"share_reference": False, "learned_factor": True, "independent_batches": True}},
+        small={"steps_per_round": 6},
+        needs_classes="its codes are drawn towards a reference of their class",
+        relative_cost=1.1,
+    )
     sampled: ClassVar[bool] = True
-    relative_cost: ClassVar[float] = 1.1
-    settings: ClassVar[Settings] = {
-        "released": {"share_reference": False, "learned_factor": True, "independent_batches": True}
-    }
 
     cmi_weight: NonNegativeFloat = Field(0.001, description="α_CMI: weight of the divergence (code: 5e-4)")
     share_reference: bool = Field(True, description="r(z|y) is averaged with the model; off = private (code)")
@@ -237,10 +250,17 @@ class FedCMI(_SimpleRepresentation):
 class FedSR(FedL2R, FedCMI):
     """FedL2R and FedCMI together: codes that hold little more information than the class."""
 
-    name: ClassVar[str] = "fedsr"
-    tasks: ClassVar[tuple[Task, ...]] = ("classification",)
+    traits = FedL2R.traits.derive(
+        name="fedsr",
+        citation="Nguyen et al., NeurIPS 2022",
+        group="unseen",
+        advice="No gain shown: +0.88 over FedAvg on Rotated MNIST (p = 1.000), for a larger model; try fedl2r first.",
+        settings={"released": {**FedL2R.traits.settings["released"], **FedCMI.traits.settings["released"]}},
+        small={"steps_per_round": 6},
+        tasks=("classification",),
+        needs_classes="its codes are drawn towards a reference of their class",
+    )
     sampled: ClassVar[bool] = True
-    settings: ClassVar[Settings] = {"released": {**FedL2R.settings["released"], **FedCMI.settings["released"]}}
 
     def penalty(
         self, codes: Tensor, means: Tensor, scales: Tensor | None, labels: Tensor, references: References | None

@@ -55,7 +55,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -71,11 +71,11 @@ from fedshift.functional import knowledge_vote as votes
 from fedshift.functional import schedules
 from fedshift.functional.averaging import is_buffer, weighted_average
 from fedshift.functional.consensus_focus import FocusTally
-from fedshift.methods.base import Method, State, Target
+from fedshift.methods.base import Method, State
 from fedshift.methods.federated import kd3a_shares
 from fedshift.methods.federated.kd3a_teachers import BatchNormAlignment, Teachers, with_private
-from fedshift.methods.robust import Averaged, Averages
-from fedshift.methods.settings import Settings
+from fedshift.methods.robust import Averaged
+from fedshift.methods.traits import Traits
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -97,24 +97,34 @@ class Aggregate(Reply):
 class KD3A(Method):
     """Source models vote on the target's samples; sources are weighted by what they add to the consensus."""
 
-    name: ClassVar[str] = "kd3a"
-    memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "alignment", "private")
-    settings: ClassVar[Settings] = {
-        "released": {
-            "labels": "hard",
-            "vote": "top1",
-            "focus": "shapley",
-            "target_share": "confident",
-            "share_momentum": 0.9,
-            "private_classifier": True,
-            "teacher_statistics": "batch",
-            "batch_norm": "linear",
-            "mixup": 2.0,
-        }
-    }
-    averages: ClassVar[Averages] = {"fit": Averaged(rules="each")}
-    routed: ClassVar[Mapping[str, Routed]] = {"fit": Routed("weights", to={"distil": "models"})}
-    target: ClassVar[Target] = "one unlabelled"
+    traits = Traits(
+        name="kd3a",
+        citation="Feng et al., ICML 2021",
+        group="unlabelled",
+        advice="For networks with BatchNorm, as released: 69.85 on PACS features, +8.54 over FedAvg (p = 0.375; "
+        "at these targets p here = 0.040); in the paper's setting 57.47, and 0.34 below FedAvg on Amazon "
+        "Review (p = 1.000).",
+        sends="a model; every source's model reaches the target, which aggregates",
+        settings={
+            "released": {
+                "labels": "hard",
+                "vote": "top1",
+                "focus": "shapley",
+                "target_share": "confident",
+                "share_momentum": 0.9,
+                "private_classifier": True,
+                "teacher_statistics": "batch",
+                "batch_norm": "linear",
+                "mixup": 2.0,
+            }
+        },
+        needs_classes="its teachers vote on the class of a sample",
+        target="one unlabelled",
+        memory_names=("optimizer", "alignment", "private"),
+        averages={"fit": Averaged(rules="each")},
+        routed={"fit": Routed("weights", to={"distil": "models"})},
+        reads_sealed="the target's model",
+    )
 
     aggregations_per_epoch: PositiveFloat = Field(1.0, description="r: aggregations in each epoch of the sources")
     gate_start: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="g₀: confidence gate at the beginning")

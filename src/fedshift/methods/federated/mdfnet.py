@@ -48,7 +48,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -72,11 +72,11 @@ from fedshift.functional.mdfnet_schedule import (
     progress_since,
     progressive_weight,
 )
-from fedshift.methods.base import Method, Reads, RunPlan, Samples, State, Target, Traffic
+from fedshift.methods.base import Method, RunPlan, Samples, State, Traffic
 from fedshift.methods.heads import hand_over, with_block
 from fedshift.methods.masks import Mask, Private, parts, with_masked_inputs
-from fedshift.methods.robust import Averaged, Averages
-from fedshift.methods.settings import Settings
+from fedshift.methods.robust import Averaged
+from fedshift.methods.traits import Traits
 from fedshift.models.network import Network
 from fedshift.models.payload import payload
 from fedshift.weights import Weights
@@ -113,17 +113,27 @@ class UnlabelledUpdate(Update):
 class MDFNet(Method):
     """Masks separate shared from specific features; unlabelled sites train on pseudo-labels from clusters."""
 
-    name: ClassVar[str] = "mdfnet"
-    memory_names: ClassVar[tuple[str, ...]] = ("private", "optimizer")
-    averages: ClassVar[Averages] = {"fit": Averaged(), "fit_unlabelled": Averaged(at="targets")}
-    target: ClassVar[Target] = "unlabelled"
-    server_reads: ClassVar[Reads] = "sums"
-    settings: ClassVar[Settings] = {
-        "practical": {"readiness": 0.25, "threshold": 0.9, "rho": 0.5, "lend": 0.9, "draw": False}
-        | {"decay": "unlabelled"}
-        | dict.fromkeys(("entropy_weight", "reconstruction_weight", "interaction_weight"), 0.0)
-    }
-    relative_cost: ClassVar[float] = 2.0
+    traits = Traits(
+        name="mdfnet",
+        citation="P²MDCL, anonymous, ICLR 2022 submission",
+        group="both",
+        advice="Take setting: practical: 61.49 on PACS features where Source-only has 56.84, and the labelled "
+        "sites lose 0.12; as the paper sets it they lose 2.73.",
+        sends="a model, from sites of both kinds",
+        sites="labelled and unlabelled sites",
+        settings={
+            "practical": {"readiness": 0.25, "threshold": 0.9, "rho": 0.5, "lend": 0.9, "draw": False}
+            | {"decay": "unlabelled"}
+            | dict.fromkeys(("entropy_weight", "reconstruction_weight", "interaction_weight"), 0.0)
+        },
+        small={"local_epochs": 2, "decay": False, "rho": 1},
+        needs_classes="unlabelled sites learn from guessed classes",
+        target="unlabelled",
+        memory_names=("private", "optimizer"),
+        averages={"fit": Averaged(), "fit_unlabelled": Averaged(at="targets")},
+        server_reads="sums",
+        relative_cost=2.0,
+    )
 
     local_epochs: PositiveInt = Field(1, description="passes over a site's data per round")
     mask: Literal["embedding", "inputs"] = Field("embedding", description="what is masked: g (choice A), or f (B)")

@@ -21,13 +21,12 @@ Should reproduce: no published table of this setting is known to us; with μ = 0
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
-from fedshift.data.domain import WITHOUT_MASKS, Task
+from fedshift.data.domain import WITHOUT_MASKS
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.contrastive import model_contrastive_loss
@@ -40,10 +39,16 @@ from fedshift.weights import Weights
 class Moon(FedAvg):
     """FedAvg with a contrast between three models' features."""
 
-    name: ClassVar[str] = "moon"
-    tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
-    memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "previous")
-    relative_cost: ClassVar[float] = 1.7
+    traits = FedAvg.traits.derive(
+        name="moon",
+        citation="Li et al., CVPR 2021",
+        group="rivals",
+        advice="For sites whose features drift apart. With its default weight −2.56 to FedAvg on SURF (p = 1.000) "
+        "and −2.31 on PACS features (p = 0.759).",
+        tasks=WITHOUT_MASKS,
+        memory_names=("optimizer", "previous"),
+        relative_cost=1.7,
+    )
 
     contrastive_weight: NonNegativeFloat = Field(1.0, description="μ")
     temperature: PositiveFloat = Field(0.5, description="τ")

@@ -15,14 +15,17 @@ Should reproduce: Digit-5 97.0, Office-Caltech10 99.4, DomainNet 63.0 (averages 
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from fedshift.methods.base import Target
 from fedshift.methods.pooled.deepall import InOnePlace
 
 
 class Oracle(InOnePlace):
     """Cross-entropy on the target's labels: the result if every sample had a label."""
 
-    name: ClassVar[str] = "oracle"
-    target: ClassVar[Target] = "labelled"
+    traits = InOnePlace.traits.derive(
+        name="oracle",
+        citation="as in Feng et al., ICML 2021",
+        group="pooled",
+        advice="The upper bound, with the target's labels: 84.32 on Amazon Review, 89.99 on PACS features.",
+        sends="the target's model",
+        target="labelled",
+    )

@@ -48,11 +48,11 @@ that, too.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt
 
-from fedshift.data.domain import ALL_TASKS, Task
+from fedshift.data.domain import ALL_TASKS
 from fedshift.data.transforms import Augmentation, NamedAugmentation
 from fedshift.federation.federation import Federation
 from fedshift.methods.base import State
@@ -74,8 +74,17 @@ class Recipe(FedAvg):
     """FedAvg with what helps at an unseen site: moved images and momentum of the server, or, for vectors, dropout and a
     classifier that the new site turns towards its own samples."""
 
-    name: ClassVar[str] = "recipe"
-    tasks: ClassVar[tuple[Task, ...]] = ALL_TASKS
+    traits = FedAvg.traits.derive(
+        name="recipe",
+        citation="fedshift 2026",
+        group="unseen",
+        advice="For images: 98.19 on Rotated MNIST, where pooled training on the same moved images has 99.43, and "
+        "fedavg on images as they are, in a fifth of the exchanges, 90.32. On vectors and colour images it "
+        "reads the new site's unlabelled samples, and no gain over FedAvg is shown over targets: +6.81 on "
+        "PACS images (p = 0.067), +5.46 on their features (p = 0.366), +5.01 on SURF (p = 0.820), +0.20 on "
+        "heart disease (p = 1.000).",
+        tasks=ALL_TASKS,
+    )
 
     weighting: Literal["samples", "uniform"] = Field("uniform", description="shares 1/K, or FedAvg's N_k/ΣN")
     augmentation: NamedAugmentation = Field(

@@ -43,21 +43,20 @@ import copy
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor, nn
 
-from fedshift.data.domain import Task
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Reply, Statistics
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.information import information_maximisation
 from fedshift.functional.kept_answers import kept_answers
 from fedshift.functional.label_spreading import spread_labels
-from fedshift.methods.base import Reads, State, Target, trained_mean
+from fedshift.methods.base import State, trained_mean
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.federated.shot import pseudo_labels_at
 from fedshift.methods.heads import with_own_statistics
@@ -79,12 +78,22 @@ class Adapted(Reply):
 class RecipeUnlabelled(FedAvg):
     """FedAvg among labelled sites; the site without labels adapts a model of its own, which stays its own."""
 
-    name: ClassVar[str] = "recipe_unlabelled"
-    tasks: ClassVar[tuple[Task, ...]] = ("classification",)
-    memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "model", "labels")
-    target: ClassVar[Target] = "one unlabelled"
-    trains_privately: ClassVar[bool] = False
-    server_reads: ClassVar[Reads] = "models"
+    traits = FedAvg.traits.derive(
+        name="recipe_unlabelled",
+        citation="fedshift 2026",
+        group="unlabelled",
+        advice="For image features: 74.61 on PACS features (FedAvg 61.31, pooled DSBN 71.16) and 57.24 on SURF "
+        "(FedAvg 50.43, pooled DSBN 60.22); in win-win 62.34 at the unlabelled sites of PACS and 49.20 of "
+        "SURF (SHOT 57.74 and 44.46), and the labelled sites lose nothing. Five digits learned from the "
+        "start: 75.91, FedAvg 73.42; one run of 15 fell far below.",
+        sends="a model; from the site without labels its own, which reaches no other site",
+        tasks=("classification",),
+        needs_classes="the target learns from guessed classes",
+        target="one unlabelled",
+        memory_names=("optimizer", "model", "labels"),
+        server_reads="models",
+        trains_privately=False,
+    )
 
     begin: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.5, description="share of the rounds after which the target begins to train; its mini-batches are not fewer"

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, cast
+from typing import Literal, cast
 
 import torch
 from pydantic import Field
@@ -42,9 +42,9 @@ from fedshift.federation.site import Batch, Site
 from fedshift.federation.training import Training
 from fedshift.functional.averaging import parameters_of
 from fedshift.functional.control_variates import linear_term, next_control, normalising_factor
-from fedshift.methods.base import Reads, State
+from fedshift.methods.base import State
 from fedshift.methods.federated.fedavg import LocalTraining
-from fedshift.methods.robust import Averaged, Averages
+from fedshift.methods.robust import Averaged
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -62,17 +62,21 @@ class Controlled(Update):
 class Scaffold(LocalTraining):
     """Local steps corrected by the difference of two control variates."""
 
-    name: ClassVar[str] = "scaffold"
-    memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "control")
-    averages: ClassVar[Averages] = {"train": Averaged(("weights", "control"), changes=("control",))}
-    server_reads: ClassVar[Reads] = "sums"
+    traits = LocalTraining.traits.derive(
+        name="scaffold",
+        citation="Karimireddy et al., ICML 2020",
+        group="rivals",
+        advice="For sites of very different size, at twice the traffic: 56.80 on SURF, +5.74 over FedAvg (p = "
+        "1.000; at these targets p here = 0.008), where FedAvg by equal shares has 53.69; level with equal "
+        "shares on PACS features.",
+        sends="a model, and a control variate as large",
+        memory_names=("optimizer", "control"),
+        averages={"train": Averaged(("weights", "control"), changes=("control",))},
+        server_reads="sums",
+        sums_per_model=2,  # c_i⁺ − c_i holds (x − y_i)/(T·η), so where T differs its mean is another sum
+    )
 
     weighting: Literal["samples", "uniform"] = Field("uniform", description="shares 1/K (paper) or N_k/ΣN")
-
-    @property
-    def sums_per_model(self) -> int:
-        """c_i⁺ − c_i holds (x − y_i)/(T·η), so the means of the models and of these are two sums, where T differs."""
-        return 2
 
     def bounds(self, call: str, about: About) -> Bounds:
         if call != "train":

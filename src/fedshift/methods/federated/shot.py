@@ -43,7 +43,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, cast
+from typing import Annotated, cast
 
 import torch
 import torch.nn.functional as F
@@ -59,9 +59,9 @@ from fedshift.federation.training import set_learning_rate
 from fedshift.functional import schedules
 from fedshift.functional.information import information_maximisation, pseudo_labels
 from fedshift.functional.losses import smoothed_cross_entropy
-from fedshift.methods.base import Method, State, Target
+from fedshift.methods.base import Method, State
 from fedshift.methods.heads import with_block
-from fedshift.methods.settings import Settings
+from fedshift.methods.traits import Traits
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -77,15 +77,24 @@ class Adapted(Reply):
 class SHOT(Method):
     """Each source's classifier is frozen; the target trains features for confident and diverse predictions."""
 
-    name: ClassVar[str] = "shot"
-    memory_names: ClassVar[tuple[str, ...]] = ("models", "labels", "trained")
-    routed: ClassVar[Mapping[str, Routed]] = {
-        "train_source": Routed("weights", to={"receive_and_adapt": "models"}, in_model=True),
-        "receive_and_adapt": Routed("models", readers="sender", in_model=True),
-        "adapt": Routed("models", readers="sender", in_model=True),
-    }
-    target: ClassVar[Target] = "one unlabelled"
-    settings: ClassVar[Settings] = {"digits": {"pseudo_label_weight": 0.1}, "pretrained": {"backbone_rate": 0.1}}
+    traits = Traits(
+        name="shot",
+        citation="Liang et al., ICML 2020",
+        group="unlabelled",
+        advice="For good image features: 69.15 on PACS features, +7.84 over FedAvg (p = 0.652); −2.74 on Amazon "
+        "Review (p = 0.113).",
+        sends="one model, once, which reaches the target; then the target's models",
+        settings={"digits": {"pseudo_label_weight": 0.1}, "pretrained": {"backbone_rate": 0.1}},
+        needs_classes="the target learns from guessed classes",
+        target="one unlabelled",
+        memory_names=("models", "labels", "trained"),
+        routed={
+            "train_source": Routed("weights", to={"receive_and_adapt": "models"}, in_model=True),
+            "receive_and_adapt": Routed("models", readers="sender", in_model=True),
+            "adapt": Routed("models", readers="sender", in_model=True),
+        },
+        reads_sealed="no model",
+    )
 
     source_epochs: PositiveInt = Field(1, description="epochs at a source per round of the run, all before the first")
     target_epochs: PositiveInt = Field(1, description="epochs at the target in a round, shared among the K models")

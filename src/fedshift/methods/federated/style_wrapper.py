@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, cast
 
@@ -32,7 +32,7 @@ from fedshift.methods.federated.ccst_styles import (
     Vgg,
 )
 from fedshift.methods.federated.ccst_vgg import CHANNELS
-from fedshift.methods.settings import Settings
+from fedshift.methods.traits import Traits
 from fedshift.methods.wrapper import Wrapper
 from fedshift.models.network import Network
 from fedshift.models.pretrained import find_file
@@ -58,10 +58,12 @@ class Received(Reply):
 class StyleWrapper(Wrapper):
     """Style transfer around another method."""
 
-    settings: ClassVar[Settings] = {
-        "vgg": {"style_space": "vgg"},
-        "released": {"style_space": "vgg", "unbiased_content": True, "one_style_per_batch": True},
-    }
+    traits = Wrapper.traits.derive(
+        settings={
+            "vgg": {"style_space": "vgg"},
+            "released": {"style_space": "vgg", "unbiased_content": True, "one_style_per_batch": True},
+        },
+    )
     own_memory: ClassVar[tuple[str, ...]] = ("styles",)
 
     style_space: Literal["pixel", "lab", "lowfreq", "feature", "vgg"] = Field(
@@ -84,10 +86,10 @@ class StyleWrapper(Wrapper):
     vgg_decoder: Path = Field(Path("adain_decoder.safetensors"), description="the decoder's weights, likewise")
     vgg_size: PositiveInt = Field(512, description="pixels at which images are encoded (style_space: vgg)")
 
-    @property
-    def relative_cost(self) -> float:  # type: ignore[override]
-        """Seconds of a mini-batch relative to plain cross-entropy."""
-        return super().relative_cost + 0.1
+    def adjust_traits(self, traits: Traits) -> Traits:
+        """The inner method's, at a little more."""
+        inner = super().adjust_traits(traits)
+        return replace(inner, relative_cost=inner.relative_cost + 0.1)
 
     def _numbers(self, network: Network, input_shape: tuple[int, ...]) -> int:
         """How many numbers a style has."""

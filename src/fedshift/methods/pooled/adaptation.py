@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import ClassVar
+from collections.abc import Iterator
 
 from torch import nn
 
 from fedshift.federation.site import Batch, Site
-from fedshift.methods.base import Target
 from fedshift.methods.pooled.training import DomainTraining
 
 DomainBatches = tuple[tuple[Batch, ...], Batch]
@@ -18,14 +16,16 @@ DomainBatches = tuple[tuple[Batch, ...], Batch]
 class PooledAdaptation(DomainTraining):
     """Base of methods on a pool of all sources and of the target's samples without labels. A subclass writes `fit`."""
 
-    target: ClassVar[Target] = "unlabelled"
-    unfit_plug_ins: ClassVar[Mapping[str, str]] = {
-        **DomainTraining.unfit_plug_ins,
-        "augment": "which compares sources with the target: write training.augmentation, which changes both",
-    }
+    traits = DomainTraining.traits.derive(
+        target="unlabelled",
+        unfit_plug_ins={
+            **DomainTraining.traits.unfit_plug_ins,
+            "augment": "which compares sources with the target: write training.augmentation, which changes both",
+        },
+    )
 
     def target_mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
-        return self.mini_batches(batches_per_epoch, rounds) if self.needs_target else 0
+        return self.mini_batches(batches_per_epoch, rounds) if self.traits.needs_target else 0
 
     def with_target(self, site: Site, due: int) -> Iterator[DomainBatches]:
         """As `of_each`, for methods that always train on the target."""

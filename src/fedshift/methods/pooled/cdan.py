@@ -31,7 +31,7 @@ Should reproduce (as run by MDFNet, ACC_s / ACC_t): Image-CLEF 84.50 / 85.36; Of
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +49,6 @@ from fedshift.functional.adversarial import (
 from fedshift.functional.losses import entropy
 from fedshift.functional.schedules import ramp
 from fedshift.methods.pooled.adaptation import DomainBatches, PooledAdaptation
-from fedshift.methods.settings import Settings
 from fedshift.weights import Weights
 
 _LARGEST_PRODUCT = 4096
@@ -58,9 +57,16 @@ _LARGEST_PRODUCT = 4096
 class CDAN(PooledAdaptation):
     """Features that fool a domain classifier, which reads features and predictions together."""
 
-    name: ClassVar[str] = "cdan"
-    relative_cost: ClassVar[float] = 1.6
-    settings: ClassVar[Settings] = {"released": {"ramp_share": 0.1}}
+    traits = PooledAdaptation.traits.derive(
+        name="cdan",
+        citation="Long et al., NeurIPS 2018",
+        group="pooled",
+        advice="For image features: 66.24 in win-win on PACS features, +9.39 over Source-only (p here = 0.025); "
+        "it loses 5.83 on SURF (p here = 0.004).",
+        settings={"released": {"ramp_share": 0.1}},
+        needs_classes="its domain classifier reads the probabilities of classes",
+        relative_cost=1.6,
+    )
 
     entropy_conditioning: bool = Field(True, description="+E: confident predictions have more weight; false: CDAN")
     adversarial_weight: NonNegativeFloat = Field(1.0, description="weight of L_adv")

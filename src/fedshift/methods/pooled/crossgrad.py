@@ -26,21 +26,20 @@ Should reproduce: Rotated MNIST 86.03, 98.92, 98.60, 98.39, 98.68, 88.94 (94.93)
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from typing import Annotated, ClassVar
+from collections.abc import Callable
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor, nn
 
-from fedshift.data.domain import WITHOUT_MASKS, Task
+from fedshift.data.domain import WITHOUT_MASKS
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.meta_learning import with_gradient
 from fedshift.functional.mixing import gradient_perturbed
 from fedshift.methods.pooled.training import ITS_OWN, PooledTraining
-from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
 from fedshift.models.pixel_gradients import with_pixel_gradients
 from fedshift.weights import Weights
@@ -49,16 +48,22 @@ from fedshift.weights import Weights
 class CrossGrad(PooledTraining):
     """A label network that a domain network's gradients have made robust."""
 
-    name: ClassVar[str] = "crossgrad"
-    tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
-    unfit_plug_ins: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(("mixup", "cutmix", "amplitude_mix"), "which needs samples of one domain each"),
-        "label_gradient": ITS_OWN,
-        "label_smoothing": "which classifies a sample twice",
-        "sharpness": "which takes gradients by the weights itself",
-    }
-    relative_cost: ClassVar[float] = 4.0
-    settings: ClassVar[Settings] = {"original": {"perturbation": 10.0, "parameter_clip": 0.1}}
+    traits = PooledTraining.traits.derive(
+        name="crossgrad",
+        citation="Shankar et al., ICLR 2018",
+        group="pooled",
+        advice="For domains that change gradually, such as angles; no gain shown: 95.16 on Rotated MNIST and "
+        "53.21 on SURF, where deepall has 95.15 and 53.19.",
+        settings={"original": {"perturbation": 10.0, "parameter_clip": 0.1}},
+        tasks=WITHOUT_MASKS,
+        unfit_plug_ins={
+            **dict.fromkeys(("mixup", "cutmix", "amplitude_mix"), "which needs samples of one domain each"),
+            "label_gradient": ITS_OWN,
+            "label_smoothing": "which classifies a sample twice",
+            "sharpness": "which takes gradients by the weights itself",
+        },
+        relative_cost=4.0,
+    )
 
     perturbation: NonNegativeFloat = Field(1.0, description="ε: how far samples move (original code: 10)")
     clip: PositiveFloat = Field(0.1, description="bound of the gradient in each entry")

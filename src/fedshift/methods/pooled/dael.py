@@ -29,8 +29,8 @@ Should reproduce (as printed by KD3A): DomainNet 48.7.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, cast
+from dataclasses import replace
+from typing import Annotated, cast
 
 import torch
 from pydantic import Field, NonNegativeFloat
@@ -40,9 +40,9 @@ from fedshift.data.transforms import STRONG, NamedAugmentation, strong_view
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional import experts as terms
-from fedshift.methods.base import Target
 from fedshift.methods.heads import Experts, with_experts
 from fedshift.methods.pooled.adaptation import PooledAdaptation
+from fedshift.methods.traits import Traits
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -50,12 +50,19 @@ from fedshift.weights import Weights
 class DAEL(PooledAdaptation):
     """One expert per source, trained on its domain and by the other experts; the most confident labels the target."""
 
-    name: ClassVar[str] = "dael"
-    unfit_plug_ins: ClassVar[Mapping[str, str]] = {
-        **PooledAdaptation.unfit_plug_ins,
-        "dropout": "which has a classifier for every source",
-    }
-    relative_cost: ClassVar[float] = 2.0
+    traits = PooledAdaptation.traits.derive(
+        name="dael",
+        citation="Zhou et al., IEEE TIP 2021",
+        group="pooled",
+        advice="For images: 66.37 on PACS features, +5.05 over FedAvg (p = 0.375); vectors have no strong view: "
+        "−1.77 on Amazon Review (p = 1.000).",
+        needs_classes="experts learn from each other's probabilities and from guessed classes",
+        unfit_plug_ins={
+            **PooledAdaptation.traits.unfit_plug_ins,
+            "dropout": "which has a classifier for every source",
+        },
+        relative_cost=2.0,
+    )
 
     threshold: Annotated[float, Field(ge=0, le=1)] = Field(0.95, description="least probability of a pseudo-label")
     unlabelled_weight: NonNegativeFloat = Field(
@@ -64,10 +71,9 @@ class DAEL(PooledAdaptation):
     consensus_weight: NonNegativeFloat = Field(1.0, description="weight of L_cr; 0 = without (ablation)")
     strong: NamedAugmentation = Field(STRONG, description="strong view of images: a preset's name or its parts")
 
-    @property
-    def target(self) -> Target:  # type: ignore[override]
-        """Whether the target's samples are in the pool."""
-        return "unlabelled" if self.unlabelled_weight > 0 else "unseen"
+    def adjust_traits(self, traits: Traits) -> Traits:
+        """The target's samples are in the pool if they have a weight."""
+        return replace(traits, target="unlabelled" if self.unlabelled_weight > 0 else "unseen")
 
     def adapt_network(self, network: Network, sources: int) -> Network:
         return with_experts(network, sources)

@@ -22,23 +22,26 @@ Should reproduce: Rotated MNIST average 94.30 ± 0.29, PACS ResNet-18 80.24 ± 0
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field, PositiveInt
 
-from fedshift.data.domain import ALL_TASKS, Task
+from fedshift.data.domain import ALL_TASKS
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.federation.site_base import joined
 from fedshift.methods.base import Method, State
+from fedshift.methods.traits import Traits
 from fedshift.weights import Weights
 
 
 class InOnePlace(Method):
     """Base of methods that train one model on samples in one place, here with the task's loss."""
 
-    tasks: ClassVar[tuple[Task, ...]] = ALL_TASKS
+    traits = Traits(
+        tasks=ALL_TASKS,
+    )
 
     local_epochs: PositiveInt = Field(
         1, description="passes over the data per round, when no other method asks for more"
@@ -72,8 +75,14 @@ class InOnePlace(Method):
 class DeepAll(InOnePlace):
     """The task's loss on the pooled data of all sources."""
 
-    name: ClassVar[str] = "deepall"
-    pooled: ClassVar[bool] = True
+    traits = InOnePlace.traits.derive(
+        name="deepall",
+        citation="Li et al., ICCV 2017",
+        group="pooled",
+        advice="What pooling is worth: +2.95 over FedAvg on Rotated MNIST (p = 0.314; at these angles p here < "
+        "0.001), +0.87 on PACS features (p = 1.000).",
+        pooled=True,
+    )
 
     domain_batches: Literal["split", "full"] | None = Field(
         None,

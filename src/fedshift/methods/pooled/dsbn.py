@@ -45,7 +45,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -58,7 +58,6 @@ from fedshift.federation.site import Site
 from fedshift.functional.adversarial import domain_identifier_loss, reverse_gradient
 from fedshift.functional.schedules import ramp
 from fedshift.methods.pooled.adaptation import DomainBatches, PooledAdaptation, domain_classifier
-from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -66,19 +65,26 @@ from fedshift.weights import Weights
 class DSBN(PooledAdaptation):
     """Domains share all weights except BatchNorm's; the model of stage 1 labels the target for stage 2."""
 
-    name: ClassVar[str] = "dsbn"
-    memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "parts", "teacher")
-    takes_plug_ins: ClassVar[bool] = False
-    relative_cost: ClassVar[float] = 1.2
-    settings: ClassVar[Settings] = {
-        "released": {
-            "adversarial_weight": 0.05,
-            "centroid_start": "zero",
-            "pseudo_labels": "evaluation",
-            "mixed": "logits",
-            "ramped_identifier": True,
-        }
-    }
+    traits = PooledAdaptation.traits.derive(
+        name="dsbn",
+        citation="Chang et al., CVPR 2019",
+        group="pooled",
+        advice="For networks with BatchNorm: 71.16 on PACS features where FedAvg has 61.31, 60.22 against 50.43 "
+        "on SURF.",
+        settings={
+            "released": {
+                "adversarial_weight": 0.05,
+                "centroid_start": "zero",
+                "pseudo_labels": "evaluation",
+                "mixed": "logits",
+                "ramped_identifier": True,
+            }
+        },
+        needs_classes="it aligns the mean features of each class, and learns from guessed classes",
+        memory_names=("optimizer", "parts", "teacher"),
+        takes_plug_ins=False,
+        relative_cost=1.2,
+    )
 
     first_stage: Annotated[float, Field(gt=0, le=1)] = Field(0.5, description="share of the work in stage 1; 1 = all")
     adversarial_weight: NonNegativeFloat = Field(0.1, description="weight of L_adv in stage 1")

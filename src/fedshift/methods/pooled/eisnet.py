@@ -32,8 +32,7 @@ Should reproduce: PACS ResNet-18 81.89, 76.44, 95.93, 74.33 (82.15); VLCS AlexNe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
@@ -54,12 +53,18 @@ from fedshift.weights import Weights
 class EISNet(PooledTraining):
     """Jigsaw puzzles and triplets over a queue of keys."""
 
-    name: ClassVar[str] = "eisnet"
-    unfit_plug_ins: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(OF_ONE_BATCH, "whose queue of keys takes a batch once"),
-        **dict.fromkeys(("jigsaw", "triplets"), ITS_OWN),
-    }
-    relative_cost: ClassVar[float] = 1.6
+    traits = PooledTraining.traits.derive(
+        name="eisnet",
+        citation="Wang et al., ECCV 2020",
+        group="pooled",
+        advice="JiGen with metric learning; not measured since its triplets are those of its authors' code.",
+        needs_classes="its triplets are of one class or of two",
+        unfit_plug_ins={
+            **dict.fromkeys(OF_ONE_BATCH, "whose queue of keys takes a batch once"),
+            **dict.fromkeys(("jigsaw", "triplets"), ITS_OWN),
+        },
+        relative_cost=1.6,
+    )
 
     jigsaw_weight: NonNegativeFloat = Field(0.7, description="α")
     metric_weight: NonNegativeFloat = Field(0.5, description="β at the start of the run")

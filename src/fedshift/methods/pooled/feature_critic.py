@@ -32,19 +32,18 @@ Should reproduce: Rotated MNIST 87.04, 99.53, 99.41, 99.52, 99.23, 91.52 (96.04)
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
-from fedshift.data.domain import WITHOUT_MASKS, Task
+from fedshift.data.domain import WITHOUT_MASKS
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.meta_learning import answer_at, utility, with_gradient
 from fedshift.methods.pooled.training import DomainTraining
-from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -52,12 +51,18 @@ from fedshift.weights import Weights
 class FeatureCritic(DomainTraining):
     """A learnt auxiliary loss on the features."""
 
-    name: ClassVar[str] = "feature_critic"
-    thaws: ClassVar[bool] = False
-    tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
-    memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "parts", "critic")
-    relative_cost: ClassVar[float] = 3.0
-    settings: ClassVar[Settings] = {"released": {"train_domains": 1}}
+    traits = DomainTraining.traits.derive(
+        name="feature_critic",
+        citation="Li et al., ICML 2019",
+        group="pooled",
+        advice="For fine-tuning a trained model: 56.39 on SURF, where deepall has 53.19 and by equal mini-batches "
+        "alone 55.94; 94.45 on Rotated MNIST, below deepall (95.15).",
+        settings={"released": {"train_domains": 1}},
+        tasks=WITHOUT_MASKS,
+        memory_names=("optimizer", "parts", "critic"),
+        thaws=False,
+        relative_cost=3.0,
+    )
 
     critic_weight: NonNegativeFloat = Field(0.01, description="β")
     critic_rate: PositiveFloat = Field(2.0, description="learning rate of ω beside that of θ")

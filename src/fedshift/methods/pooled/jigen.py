@@ -27,15 +27,14 @@ Should reproduce: PACS ResNet-18 79.42, 75.25, 96.03, 71.35 (80.51); VLCS AlexNe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor, nn
 
-from fedshift.data.domain import WITHOUT_MASKS, Task
+from fedshift.data.domain import WITHOUT_MASKS
 from fedshift.data.tasks.objective import CLASSES, Objective
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
@@ -50,13 +49,19 @@ from fedshift.weights import Weights
 class JiGen(PooledTraining):
     """A second head that names the order of an image's tiles."""
 
-    name: ClassVar[str] = "jigen"
-    tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
-    unfit_plug_ins: ClassVar[Mapping[str, str]] = {
-        "jigsaw": ITS_OWN,
-        "label_smoothing": "which learns no class of the images that it shuffles",
-    }
-    relative_cost: ClassVar[float] = 1.1
+    traits = PooledTraining.traits.derive(
+        name="jigen",
+        citation="Carlucci et al., CVPR 2019",
+        group="pooled",
+        advice="For images whose parts say the class; no gain shown: 75.72 on PACS images, +1.15 over deepall (p "
+        "= 1.000).",
+        tasks=WITHOUT_MASKS,
+        unfit_plug_ins={
+            "jigsaw": ITS_OWN,
+            "label_smoothing": "which learns no class of the images that it shuffles",
+        },
+        relative_cost=1.1,
+    )
 
     jigsaw_weight: NonNegativeFloat = Field(0.7, description="α (code's default: 0.1)")
     permutations: Annotated[int, Field(ge=1, le=MOST)] = Field(30, description="P")

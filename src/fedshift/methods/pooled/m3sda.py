@@ -36,9 +36,9 @@ Should reproduce (as printed by KD3A): Digit-5 87.7; Office-Caltech10 96.4; Doma
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar, Literal, cast
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +51,6 @@ from fedshift.federation.site import Batch, Site
 from fedshift.functional.moments import classifier_discrepancy, moment_distance
 from fedshift.methods.heads import Experts, redrawn, with_experts
 from fedshift.methods.pooled.adaptation import DomainBatches, PooledAdaptation
-from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -59,14 +58,21 @@ from fedshift.weights import Weights
 class M3SDA(PooledAdaptation):
     """Features of all domains get equal moments; pairs of classifiers disagree where the target still differs."""
 
-    name: ClassVar[str] = "m3sda"
-    thaws: ClassVar[bool] = False
-    unfit_plug_ins: ClassVar[Mapping[str, str]] = {
-        **PooledAdaptation.unfit_plug_ins,
-        "dropout": "which has a classifier for every source",
-    }
-    relative_cost: ClassVar[float] = 2.5
-    settings: ClassVar[Settings] = {"reimplementation": {"moments": "mean_variance", "moment_weight": 0.5}}
+    traits = PooledAdaptation.traits.derive(
+        name="m3sda",
+        citation="Peng et al., ICCV 2019",
+        group="pooled",
+        advice="For image features: 66.76 on PACS features where FedAvg has 61.31; no gain on Amazon Review (82.30).",
+        settings={"reimplementation": {"moments": "mean_variance", "moment_weight": 0.5}},
+        small={"generator_steps": 1},
+        needs_classes="two classifiers are trained to differ in their probabilities of classes",
+        unfit_plug_ins={
+            **PooledAdaptation.traits.unfit_plug_ins,
+            "dropout": "which has a classifier for every source",
+        },
+        thaws=False,
+        relative_cost=2.5,
+    )
 
     moment_weight: NonNegativeFloat = Field(
         5e-4, description="λ: weight of the moment distance (the authors' code; re-implementation: 0.5)"

@@ -29,13 +29,13 @@ Should reproduce (as printed by KD3A): Amazon Review 82.8; Digit-5 86.7; Office-
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor, nn
 
-from fedshift.data.domain import WITHOUT_MASKS, Task
+from fedshift.data.domain import WITHOUT_MASKS
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Site
 from fedshift.functional.adversarial import combine_domains, domain_identifier_loss, reverse_gradient
@@ -46,9 +46,14 @@ from fedshift.weights import Weights
 class MDAN(PooledAdaptation):
     """Features that domain classifiers cannot tell from the target's; harder sources have more weight."""
 
-    name: ClassVar[str] = "mdan"
-    tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
-    relative_cost: ClassVar[float] = 1.1
+    traits = PooledAdaptation.traits.derive(
+        name="mdan",
+        citation="Zhao et al., NeurIPS 2018",
+        group="pooled",
+        advice="A steady choice: 82.79 on Amazon Review and 62.99 on PACS features, where FedAvg has 82.61 and 61.31.",
+        tasks=WITHOUT_MASKS,
+        relative_cost=1.1,
+    )
 
     rule: Literal["dynamic", "hard", "maxmin"] = Field(
         "dynamic", description="soft version, hard version, or the code's hard version"

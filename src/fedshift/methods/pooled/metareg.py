@@ -31,13 +31,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import torch
 from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
-from fedshift.data.domain import WITHOUT_MASKS, Task
+from fedshift.data.domain import WITHOUT_MASKS
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.federation.site_memory import begin_momentum
@@ -52,11 +52,18 @@ from fedshift.weights import Weights
 class MetaReg(DomainTraining):
     """A meta-learnt weighted L1 penalty on the classifier."""
 
-    name: ClassVar[str] = "metareg"
-    tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
-    memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "parts", "regulariser")
-    takes_plug_ins: ClassVar[bool] = False
-    relative_cost: ClassVar[float] = 1.5
+    traits = DomainTraining.traits.derive(
+        name="metareg",
+        citation="Balaji et al., NeurIPS 2018",
+        group="pooled",
+        advice="For a classifier that overfits on fixed features: 56.69 on SURF, where deepall has 53.19 and by "
+        "equal mini-batches alone 55.94; 93.86 on Rotated MNIST, below deepall (95.15).",
+        small={"meta_share": 0.75},
+        tasks=WITHOUT_MASKS,
+        memory_names=("optimizer", "parts", "regulariser"),
+        takes_plug_ins=False,
+        relative_cost=1.5,
+    )
 
     meta_share: Annotated[float, Field(ge=0, le=1)] = Field(0.5, description="share of the run that is stage 1")
     inner_steps: PositiveInt = Field(3, description="l: steps through which φ is learnt")

@@ -25,13 +25,12 @@ Should reproduce: PACS ResNet-18 82.8 on average; with ``cross_domain`` 84.1, 78
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveFloat, model_validator
 from torch import Tensor
 
-from fedshift.data.domain import WITHOUT_MASKS, Task
+from fedshift.data.domain import WITHOUT_MASKS
 from fedshift.errors import UserError, nearest
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
@@ -45,10 +44,16 @@ from fedshift.weights import Weights
 class MixStyle(DeepAll):
     """Pooled training with mixed feature statistics."""
 
-    name: ClassVar[str] = "mixstyle"
-    tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
-    unfit_plug_ins: ClassVar[Mapping[str, str]] = {"mixstyle": "which mixes styles by itself"}
-    relative_cost: ClassVar[float] = 1.1
+    traits = DeepAll.traits.derive(
+        name="mixstyle",
+        citation="Zhou et al., ICLR 2021",
+        group="pooled",
+        advice="For convolutional networks, at no cost worth naming; no gain on PACS images (73.16, where deepall "
+        "has 74.57).",
+        tasks=WITHOUT_MASKS,
+        unfit_plug_ins={"mixstyle": "which mixes styles by itself"},
+        relative_cost=1.1,
+    )
 
     probability: Annotated[float, Field(ge=0, le=1)] = Field(0.5, description="p: of mixing in a forward pass")
     alpha: PositiveFloat = Field(0.1, description="α of λ ~ Beta(α, α)")

@@ -15,12 +15,16 @@ Should reproduce: Amazon Review average 74.6 as printed (the released code gave 
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from fedshift.methods.pooled.deepall import DeepAll
 
 
 class SourceOnly(DeepAll):
     """Cross-entropy on the pooled data of all sources; nothing is adapted."""
 
-    name: ClassVar[str] = "source_only"
+    traits = DeepAll.traits.derive(
+        name="source_only",
+        citation="as in Feng et al., ICML 2021",
+        group="pooled",
+        advice="No adaptation: 82.34 on Amazon Review and 60.68 on PACS features, where FedAvg has 82.61 and 61.31.",
+        sends="**all training samples** of the sources",
+    )

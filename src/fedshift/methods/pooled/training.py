@@ -7,13 +7,12 @@ memory, drawn from the experiment's seed. So a model file holds nothing that pre
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import ClassVar, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from pydantic import Field
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fedshift.data.domain import Task
 from fedshift.federation.messages import Update
 from fedshift.federation.randomness import derive_seed, drawn_from
 from fedshift.federation.site import Batch, Site
@@ -41,8 +40,10 @@ ITS_OWN = "which has it in its own loss"
 class PooledTraining(DeepAll):
     """Base of methods on a pool of all sources, with modules besides the model. A subclass writes `fit`."""
 
-    memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "parts")
-    tasks: ClassVar[tuple[Task, ...]] = ("classification",)
+    traits = DeepAll.traits.derive(
+        tasks=("classification",),
+        memory_names=("optimizer", "parts"),
+    )
 
     def progress(self, site: Site) -> float:
         """The share of the run's mini-batches that are done, with those of the current optimiser step."""
@@ -89,7 +90,9 @@ class PooledTraining(DeepAll):
 class DomainTraining(PooledTraining):
     """Base of those that need the domains apart: a step draws a batch of each."""
 
-    unfit_plug_ins: ClassVar[Mapping[str, str]] = dict.fromkeys(OF_ONE_BATCH, "which draws a batch of every domain")
+    traits = PooledTraining.traits.derive(
+        unfit_plug_ins=dict.fromkeys(OF_ONE_BATCH, "which draws a batch of every domain"),
+    )
 
     domain_batches: Literal["split", "full"] = Field(
         "full",

@@ -8,7 +8,7 @@ from statistics import fmean
 from fedshift.evaluation.records import RunResult, Selection
 from fedshift.evaluation.selection import RULES
 from fedshift.evaluation.summary import AVERAGE
-from fedshift.methods.catalogue import ENTRIES
+from fedshift.methods.index import ENTRIES
 from fedshift.report import differences, plots
 from fedshift.report.advice.verdict import MAJORITY, Verdict
 from fedshift.report.advice.words import KINDS, first_sentence, paragraphs

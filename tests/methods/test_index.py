@@ -1,0 +1,91 @@
+"""The lists of methods say what their classes say, and the one of the command line costs no import of torch."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "docs"))
+
+import list_methods
+
+from fedshift.errors import UserError
+from fedshift.methods.federated.copa import COPA
+from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.methods.index import ENTRIES, with_sealed
+from fedshift.methods.traits import Traits
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+
+
+def test_the_index_and_the_tables_are_made_from_the_classes() -> None:
+    made = "python docs/list_methods.py makes it anew"
+    assert list_methods.INDEX.read_text(encoding="utf-8") == list_methods.index(), made
+    for page in list_methods.TABLES:
+        assert (ROOT / page).read_text(encoding="utf-8") == list_methods.filled(page), f"{page}: {made}"
+
+
+@pytest.mark.parametrize("kind", list_methods.classes(), ids=lambda kind: kind.name)
+def test_a_class_says_what_a_reader_of_the_list_needs(kind: type[FedAvg]) -> None:
+    traits = kind.traits
+    assert re.fullmatch(r".+ \d{4}( submission)?", traits.citation), "a citation ends with its year"
+    assert traits.advice.endswith("."), "one sentence or more: what it is for, and what was measured"
+    assert bool(traits.routed) == (kind.name in with_sealed())
+
+
+def test_traits_of_one_class_are_not_inherited_and_options_change_those_of_an_object() -> None:
+    mine = FedAvg.traits.derive(name="mine")
+    assert mine == replace(
+        Traits(), name="mine", tasks=FedAvg.traits.tasks, averages=FedAvg.traits.averages, server_reads="sums"
+    )
+    assert (COPA.traits.target, COPA(adaptation=True).traits.target) == ("unseen", "unlabelled")
+    assert (COPA.traits.scenario, COPA(adaptation=True).traits.needs_target) == (
+        "unseen target, or one without labels",
+        True,
+    )
+
+
+def test_a_class_variable_that_belongs_to_the_traits_is_refused() -> None:
+    with pytest.raises(UserError, match=r"Mine.pooled belongs to its traits: write traits = FedAvg.traits.derive\("):
+        type("Mine", (FedAvg,), {"pooled": True, "__annotations__": {"pooled": "ClassVar[bool]"}})
+
+
+def test_the_numbers_of_the_advice_stand_in_tables_that_the_results_fill() -> None:
+    """``benchmarks/test_results.py`` fills these tables again, and holds every p against claims.yaml."""
+    pages = "\n".join(
+        table
+        for page in BENCHMARKS.glob("*.md")
+        for table in re.findall(r"<!-- table .*?<!-- end -->", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    ).replace("-", "−")
+    advice = " ".join(re.sub(r"\bp( here)? [=<] [\d.]+", "", entry.advice) for entry in ENTRIES.values())
+    numbers = set(re.findall(r"\d+\.\d\d+", advice))
+    assert len(numbers) > 30
+    assert sorted(number for number in numbers if not re.search(rf"(?<![\d.]){re.escape(number)}(?!\d)", pages)) == []
+
+
+def test_the_first_number_of_an_advice_stands_in_a_row_of_the_method() -> None:
+    """A number can stand in some other method's row by chance, after the row that it came from is gone."""
+    tables = re.findall(r"<!-- table .*?<!-- end -->", "".join(map(Path.read_text, BENCHMARKS.glob("*.md"))), re.DOTALL)
+    rows = "\n".join(tables).replace("-", "−").replace("\\", "").splitlines()
+    absent = []
+    for method, entry in ENTRIES.items():
+        first = re.search(r"\d+\.\d\d+", re.sub(r"\bp( here)? [=<] [\d.]+", "", entry.advice))
+        own = [row for row in rows if re.match(rf"\| {method}\b", row)]
+        if first and not any(re.search(rf"(?<![\d.]){re.escape(first[0])}(?!\d)", row) for row in own):
+            absent.append((method, first[0]))
+    assert absent == []
+
+
+@pytest.mark.slow
+def test_the_list_does_without_torch() -> None:
+    code = "import sys; from fedshift.cli import main; sys.argv = ['fedshift', 'methods']\n"
+    code += "try:\n    main()\nfinally:\n    print('torch' in sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.strip().splitlines()[-1] == "False"
+    assert "fedavg" in done.stdout
