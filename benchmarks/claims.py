@@ -6,6 +6,7 @@ finds a p in a sentence that is not the p of the gain beside it.
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from functools import cache
@@ -28,9 +29,10 @@ PROSE = (
     ROOT / "README.md",
     *sorted(HERE.glob("*.md")),
     *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "src" / "fedshift" / "methods" / "index.json",
     *sorted((ROOT / "src" / "fedshift" / "methods").rglob("*.py")),
 )
-"""Where sentences may quote a p: pages, and the docstrings and advice of methods."""
+"""Where sentences may quote a p: pages, the advice of all methods in their index, and the docstrings of modules."""
 _P = re.compile(r"\bp( here)?\s(=|<|≤|>)\s*(\d?\.\d+)")
 _GENERATED = re.compile(r"<!-- (?:table|attacks) .*?<!-- end -->", re.DOTALL)
 _LEVEL = "< 0.05"
@@ -116,7 +118,10 @@ def _results(name: str) -> Collected:
 
 def sentences(page: Path) -> str:
     """The text of a page that no program wrote."""
-    return _GENERATED.sub("", page.read_text(encoding="utf-8"))
+    text = page.read_text(encoding="utf-8")
+    if page.suffix == ".py":
+        return ast.get_docstring(ast.parse(text)) or ""
+    return _GENERATED.sub("", text)
 
 
 def unclaimed(page: Path, known: list[Claim]) -> list[str]:
