@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fedshift.data.builders.own import OwnData
     from fedshift.estimator import FederatedClassifier, FederatedRegressor, FederatedSurvival
     from fedshift.experiment.config.experiment import Experiment
+    from fedshift.experiment.method_contract import check_method
     from fedshift.experiment.runs.context import Callback
     from fedshift.methods.base import Method
     from fedshift.model import Model
@@ -28,6 +29,7 @@ __all__ = [
     "Model",
     "OwnData",
     "check",
+    "check_method",
     "load",
     "results",
     "run",
@@ -37,6 +39,7 @@ _MODULES = {
     "run": "fedshift.api",
     "load": "fedshift.api",
     "check": "fedshift.api",
+    "check_method": "fedshift.experiment.method_contract",
     "results": "fedshift.api",
     "Callback": "fedshift.experiment.runs.context",
     "FederatedClassifier": "fedshift.estimator",

@@ -21,7 +21,7 @@ from fedshift.methods.server import Adaptive, Momentum, after_round
 from fedshift.weights import Weights
 
 PLAIN = {"optimizer": "momentum", "beta": 0, "rate": 1}
-SERVED = [name for name in registry.names() if registry.method_class(name)().averages]
+SERVED = [name for name in registry.names() if registry.method_class(name)().traits.averages]
 
 
 def model(weight: float, mean: float = 0.0, counter: int = 0) -> Weights:
