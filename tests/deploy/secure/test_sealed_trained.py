@@ -163,7 +163,7 @@ def test_what_the_target_refuses_to_open_ends_the_run_with_its_words(tmp_path: P
 @pytest.mark.parametrize(
     ("method", "said"),
     [
-        ({"name": "fedavg"}, "fedavg has none: choose kd3a, fada, shot, copa"),
+        ({"name": "fedavg"}, "fedavg has none: choose copa, fada, shot, kd3a"),
         ({"name": "kd3a", "robust": {"rule": "norm_clipping"}}, "robust aggregation looks at"),
         ({**SHOT, "average_rounds": 2}, "which average_rounds reads"),
         ({**COPA, "average": "swa"}, "which average reads"),
