@@ -32,6 +32,7 @@ HERE = Path(__file__).parent
 PUBLISHED = {
     "rotated_mnist_paper": "rotated_mnist",
     "rotated_mnist_family": "rotated_mnist",
+    "rotated_mnist_pooled": "rotated_mnist",
     "rotated_mnist_ghifary": "rotated_mnist",
     "pacs_features": "pacs",
     "amazon_reviews": "amazon_reviews",
@@ -41,6 +42,8 @@ PUBLISHED = {
 }
 BASELINES = {
     "pooled_surf": "deepall",
+    "pooled_pacs": "deepall",
+    "rotated_mnist_pooled": "deepall",
     "rotated_mnist_ablation": "csac",
     "pacs_ablation": "base",
     "amazon_ablation": "base",
