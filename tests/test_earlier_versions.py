@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from fedshift.deploy.agreed_terms import TERMS, AgreedTerms, Peer, SplitTerm
 from fedshift.deploy.chained_log import START, append_line, checked_lines
 from fedshift.deploy.flare.deployment_folder import Deployment
-from fedshift.deploy.remote.policy import AuditLog
+from fedshift.deploy.remote.policy import AuditLog, Policy
 from fedshift.digests import Damaged, read_object, write_object
 from fedshift.encryption import read_private, write_private
 from fedshift.errors import FedshiftError
@@ -121,3 +122,30 @@ def test_a_secret_of_before_is_read(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes().replace(b"fedshift", b"gedshift"))
     with pytest.raises(Damaged):
         read_private(file, older=32)
+
+
+@pytest.mark.case("files of earlier versions", "what a site agreed to, kind by kind, and what waits for a person")
+def test_agreements_of_before_hold(tmp_path: Path) -> None:
+    split, peer = {"test_fraction": 0.4, "split": "auto", "seed": 0}, {"site": "east", "certificate": "34"}
+    before = {
+        "models": {"agreed": [{"name": "linear"}], "asked": [{"name": "mlp"}]},
+        "splits": {"agreed": [split], "asked": [{**split, "seed": 1}]},
+        "peers": {"agreed": [peer], "asked": []},
+    }
+    file = tmp_path / TERMS
+    file.write_text(json.dumps(before))
+    terms = AgreedTerms(tmp_path, "north", Policy())
+    assert terms.agreed().models == ({"name": "linear"},)
+    assert terms.agreed().splits == (SplitTerm(**split),)
+    assert terms.agreed().peers == (Peer(**peer),)
+    assert [(one.number, one.times) for one in terms.asked()] == [(2, 1), (1, 1)]
+    terms.check_peers({"east": "34"})
+    with pytest.raises(FedshiftError, match="has not agreed to the certificate of 'east'"):
+        terms.check_peers({"east": "other"})
+    terms.agree(terms.asked()[1:2])
+    assert AgreedTerms(tmp_path, "north", Policy()).agreed().splits[-1].seed in (0, 1)
+    assert "_sha256" in json.loads(file.read_text())
+    for spoiled in ({**before, "peers": {"agreed": [{"site": "east"}]}}, {**before, "more": {}}):
+        file.write_text(json.dumps(spoiled))
+        with pytest.raises(Damaged, match="restore it, or remove it to agree anew"):
+            terms.agreed()

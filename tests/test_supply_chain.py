@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
+from audit_lock import failures
+
 ROOT = Path(__file__).resolve().parents[1]
 LOCK = ROOT / "requirements.lock"
 pytestmark = pytest.mark.skipif(not LOCK.is_file(), reason="requirements.lock is not beside these tests")
@@ -64,10 +66,32 @@ def test_the_workflow_runs_what_make_offers() -> None:
     assert "make sbom" in steps
     assert any("--require-hashes --requirement requirements.lock" in step for step in steps)
     assert "bandit" in recipe
-    assert "pip-audit --strict --requirement requirements.lock" in recipe, "what could not be looked up is a failure"
+    assert "tests/audit_lock.py" in recipe
     for step in steps:
         for file in re.findall(r"tests/\S+\.py", step):
             assert (ROOT / file).is_file(), file
+
+
+CLEAN: dict[str, Any] = {"name": "a", "version": "1", "vulns": []}
+SKIPPED = [{"name": name, "skip_reason": "not found"} for name in ("absl-py", "accelerate")]
+
+
+@pytest.mark.case("audit of packages", "an index without advisories, which skips all of them")
+@pytest.mark.case("audit of packages", "one that was not looked up beside others that were")
+@pytest.mark.case("audit of packages", "a stated exception, and one that is none any more")
+def test_what_was_not_looked_up_is_a_failure() -> None:
+    (line,) = failures(SKIPPED)
+    assert "2 of 2 packages were not looked up" in line
+    assert "no advisories" in line
+    (line,) = failures([CLEAN, *SKIPPED], {"absl-py": "a reason"})
+    assert line == "1 of 3 packages were not looked up: accelerate"
+    assert failures([CLEAN, *SKIPPED], dict.fromkeys(("absl-py", "accelerate"), "a reason")) == []
+    (line,) = failures([CLEAN], {"a": "a reason"})
+    assert "a is no exception" in line
+    assert failures([]) == ["no package was looked up"]
+    assert failures([CLEAN]) == []
+    flaw = {"id": "CVE-1", "fix_versions": ["3"]}
+    assert failures([CLEAN, {"name": "b", "version": "2", "vulns": [flaw]}]) == ["b 2: CVE-1, mended in 3"]
 
 
 @pytest.mark.slow

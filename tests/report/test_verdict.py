@@ -207,6 +207,32 @@ def test_a_missing_run_is_told_and_its_method_is_not_judged() -> None:
     assert "none can be recommended" in two_sentences(verdict(gathered(nothing)))
 
 
+@pytest.mark.case("words of a verdict", "methods with other seeds, as while a second process trains")
+@pytest.mark.parametrize("seeds", [(2,), (1, 2), (2, 3)])
+def test_methods_are_ranked_by_the_seeds_that_all_have(seeds: tuple[int, ...]) -> None:
+    """From the third seed on all accuracies are 30 points higher, and `csac` is 5 points worse at each seed."""
+    level = {seed: 50.0 + 30.0 * (seed >= 2) for seed in range(4)}
+    ours = [one_run("fedavg", target, seed, level[seed]) for target in "ab" for seed in range(3)]
+    theirs = [one_run("csac", target, seed, level[seed] - 5.0) for target in "ab" for seed in seeds]
+    found = verdict(gathered([*ours, *theirs]))
+    assert found.method == "fedavg"
+    (why,) = (one.why for one in found.unknown if "different seeds" in one.why)
+    assert f"(fedavg 0, 1, 2; csac {', '.join(map(str, seeds))})" in why
+    assert f"ranked by seed {', '.join(str(seed) for seed in seeds if seed < 3)}, which all of them have" in why
+    assert "seeds that only some methods have" in two_sentences(found)
+
+
+def test_no_common_seed_is_told_in_the_verdict_and_below_the_table() -> None:
+    runs = [one_run(method, target, seed, 60.0) for target in "ab" for method, seed in (("fedavg", 0), ("csac", 1))]
+    found = verdict(gathered(runs))
+    assert any("no seed has all of them" in one.why for one in found.unknown)
+    notes = table_of(gathered(runs)).notes
+    assert any("Methods have different seeds (fedavg 0; csac 1)" in note for note in notes)
+    whole = [one_run(method, target, 0, 60.0) for target in "ab" for method in ("fedavg", "csac")]
+    assert not any("different seeds" in note for note in table_of(gathered(whole)).notes)
+    assert not any("different seeds" in one.why for one in verdict(gathered(whole)).unknown)
+
+
 def guessed(share: float) -> list[SiteMetrics]:
     return [
         SiteMetrics(site="t", part="target", samples=100, support=[int(share), 100 - int(share)], values={}),

@@ -8,6 +8,7 @@ from itertools import chain
 from pathlib import Path
 
 from fedshift.cli.console import safe_console
+from fedshift.cli.many_sites import domain_table, listed, missing_cells_of, privacy_rows, unlike, without_labels
 from fedshift.errors import UserError
 from fedshift.experiment.check import Check, MethodCheck, check, noise_costs
 from fedshift.experiment.config.experiment import Experiment, load
@@ -59,18 +60,11 @@ def _of_data(found: Check) -> Iterator[_Block]:
     """The data set and its domains."""
     shape = "×".join(str(size) for size in found.input_shape)
     yield _Line(f"data {found.data} ({found.fingerprint}): {found.learned}, samples of {shape}", whole=False)
-    head = ("domain", "samples", "trains", "held out", "measured as target", "without samples of")
-    numbers = [(one.samples, one.train, one.held_out, one.measured_as_target) for one in found.domains]
-    domains = [
-        [one.name, *map(str, own), ", ".join(one.missing)] for one, own in zip(found.domains, numbers, strict=True)
-    ]
-    yield Folded(head, domains, words=(len(head) - 1,))
+    yield domain_table(found.domains)
+    yield from map(_Line, unlike(found.domains))
     if fixed := [one.name for one in found.domains if one.fixed_split]:
-        yield _Line(f"test samples fixed by data.split, not by protocol.test_fraction: {', '.join(fixed)}")
-    for one in found.domains:
-        if one.without_label:
-            what = "not measured" if one.without_label == one.samples else f"{one.measured_as_target} samples measured"
-            yield _Line(f"{one.name}: {one.without_label} samples without labels, which no source trains on; {what}")
+        yield _Line(f"test samples fixed by data.split, not by protocol.test_fraction: {listed(fixed)}")
+    yield from map(_Line, without_labels(found.domains))
     yield from map(_Line, _missing(found))
 
 
@@ -134,7 +128,7 @@ def _of_privacy(found: Check) -> Iterator[_Block]:
     """The ε that each site spends."""
     if found.privacy:
         delta = next(iter(found.privacy.values())).delta
-        sites = [[site, f"{spent.run:.2f}", f"{spent.together:.2f}"] for site, spent in found.privacy.items()]
+        sites = privacy_rows({site: (spent.run, spent.together) for site, spent in found.privacy.items()})
         yield Folded(["site", f"ε of a run at δ = {delta:g}", "ε of all runs together"], sites)
 
 
@@ -174,8 +168,7 @@ def _missing(found: Check) -> Iterator[str]:
     """How many cells of each column are missing at each site, before they are filled; those with most first."""
     columns = sorted(found.missing.items(), key=lambda column: -sum(absent for absent, _ in column[1].values()))
     for name, sites in columns[:_MOST_COLUMNS]:
-        counts = ", ".join(f"{site} {absent} of {rows}" for site, (absent, rows) in sites.items() if absent)
-        yield f"missing in column {name}: {counts}"
+        yield missing_cells_of(name, sites)
     if len(columns) > _MOST_COLUMNS:
         yield f"missing in {len(columns) - _MOST_COLUMNS} more columns"
 

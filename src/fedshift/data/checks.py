@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 
@@ -20,6 +20,8 @@ TINY_SITE = 10
 _ROWS_AT_ONCE = 4096
 _MOST_BROKEN, _MOST_WHOLE = 10, 30
 """Classes whose names may be numbers with decimals, and whole numbers that differ between sites."""
+_MOST_LINES = 20
+"""Sites that have a warning each."""
 
 
 def checked(dataset: DataSet) -> DataSet:
@@ -188,16 +190,40 @@ def _warnings(dataset: DataSet) -> list[str]:
             found.append(
                 f"classes '{like}' and '{name}' differ only in spaces or capitals: use one spelling for one class"
             )
-    for name, domain in dataset.domains.items():
-        absent = () if domain.unlabelled else absent_classes(dataset, domain)
-        if absent:
-            what = "class" if domain.masks is None else "structure"
-            found.append(
-                f"site '{name}' has no sample of {what} {', '.join(absent)}: reported per {what}, not an error"
-            )
-        if len(domain) < TINY_SITE:
-            found.append(f"site '{name}' has only {len(domain)} samples: its numbers will be rough")
-    return found
+    return [*found, *_absent(dataset), *_tiny(dataset)]
+
+
+def _absent(dataset: DataSet) -> Iterator[str]:
+    """Sites without a class: a line for each of a few sites, for each class where there are many."""
+    labelled = {name: domain for name, domain in dataset.domains.items() if not domain.unlabelled}
+    lacking = {name: absent_classes(dataset, domain) for name, domain in labelled.items()}
+    lacking = {name: absent for name, absent in lacking.items() if absent}
+    what = "structure" if any(domain.masks is not None for domain in dataset.domains.values()) else "class"
+    if len(lacking) <= _MOST_LINES:
+        for name, absent in lacking.items():
+            yield f"site '{name}' has no sample of {what} {', '.join(absent)}: reported per {what}, not an error"
+        return
+    for label in dataset.classes:
+        if sites := [name for name, absent in lacking.items() if label in absent]:
+            where = f"{len(sites)} of {len(dataset.domains)} sites have no sample of {what} {label}"
+            yield f"{where} ({_first(sites)}): reported per {what}, not an error"
+
+
+def _tiny(dataset: DataSet) -> Iterator[str]:
+    """Sites with few samples: a line for each of a few, or one for all."""
+    tiny = {name: len(domain) for name, domain in dataset.domains.items() if len(domain) < TINY_SITE}
+    if len(tiny) <= _MOST_LINES:
+        yield from (
+            f"site '{name}' has only {count} samples: its numbers will be rough" for name, count in tiny.items()
+        )
+        return
+    where = f"{len(tiny)} of {len(dataset.domains)} sites have fewer than {TINY_SITE} samples"
+    yield f"{where} ({_first([*tiny])}): their numbers will be rough"
+
+
+def _first(sites: Sequence[str]) -> str:
+    more = f" and {len(sites) - _MOST_LINES} more" if len(sites) > _MOST_LINES else ""
+    return ", ".join(f"'{site}'" for site in sites[:_MOST_LINES]) + more
 
 
 def absent_classes(dataset: DataSet, domain: Domain) -> tuple[str, ...]:

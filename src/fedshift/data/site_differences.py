@@ -6,7 +6,7 @@ The same samples twice, numbers of patients at several sites, columns in other u
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 
 import numpy as np
@@ -30,7 +30,7 @@ _ENOUGH = 30
 """Samples of a site from which its columns are compared with those of others."""
 _MOST_BYTES = 256 << 20
 """Samples of more bytes than this are compared site by site only."""
-_MOST_NAMED = 3
+_MOST_NAMED, _MOST_PAIRS = 3, 20
 _MEASURED = 100
 """Most columns without names that can be measurements with units; where there are more, they are computed features."""
 _LOOKED_AT = 20_000
@@ -55,7 +55,7 @@ def site_differences(data: DataSet, parts: Parts | None = None) -> tuple[str, ..
     """
     numbers, prints = _numbers(data), _prints(data)
     return (
-        *_shared(data, prints),
+        *_fewer_pairs(_shared(data, prints)),
         *_repeated(data, prints, parts),
         *_shared_ids(data),
         *_scales(numbers),
@@ -77,6 +77,14 @@ def shared_groups(data: DataSet) -> dict[tuple[str, str], int]:
     }
     pairs = {(one, other): len(numbers[one] & numbers[other]) for one, other in combinations(numbers, 2)}
     return {pair: count for pair, count in pairs.items() if count}
+
+
+def _fewer_pairs(warnings: Iterable[str]) -> Iterator[str]:
+    """The first ones, and how many more: many sites have very many pairs."""
+    found = [*warnings]
+    yield from found[:_MOST_PAIRS]
+    if len(found) > _MOST_PAIRS:
+        yield f"{len(found) - _MOST_PAIRS} more pairs of sites hold or share equal samples"
 
 
 def _shared(data: DataSet, prints: Prints) -> Iterator[str]:
@@ -174,16 +182,21 @@ def _shared_ids(data: DataSet) -> Iterator[str]:
     listed = [f"{count} of {len(data.domains[name])} rows of '{name}'" for name, count in twice.items() if count]
     if listed:
         yield (
-            f"rows have the id of another row of their site: {', '.join(listed[:_MOST_NAMED])}: if they are of one "
+            f"rows have the id of another row of their site: {_listed(listed)}: if they are of one "
             "patient, some train while others are measured"
         )
     pairs = [(one, other, len(named[one].keys() & named[other].keys())) for one, other in combinations(named, 2)]
     both = [f"{count} of '{one}' and '{other}'" for one, other, count in pairs if count]
     if both:
         yield (
-            f"sites have ids in common: {', '.join(both[:_MOST_NAMED])}: if they are the same patients, what trains at "
+            f"sites have ids in common: {_listed(both)}: if they are the same patients, what trains at "
             "one is measured at the other"
         )
+
+
+def _listed(parts: Sequence[str]) -> str:
+    more = f" and {len(parts) - _MOST_NAMED} more" if len(parts) > _MOST_NAMED else ""
+    return ", ".join(parts[:_MOST_NAMED]) + more
 
 
 def _counts_rows(ids: tuple[str, ...]) -> bool:

@@ -113,9 +113,25 @@ class _File(_Model):
     numbers: int = 0
 
 
-class _OldList(_Model):
-    agreed: tuple[dict[str, Any], ...]
-    asked: tuple[dict[str, Any], ...]
+class _OlderList(_Model):
+    agreed: tuple[dict[str, Any], ...] = ()
+    asked: tuple[dict[str, Any], ...] = ()
+
+
+class _OlderFile(_Model):
+    """The file as it was before requests had numbers: for each kind what was agreed to, and what was asked for."""
+
+    models: _OlderList = _OlderList()
+    splits: _OlderList = _OlderList()
+    peers: _OlderList = _OlderList()
+
+    def renewed(self) -> _File:
+        """The same as the file of today. Each request becomes one of its own, of which nobody knows who asked."""
+        kinds = {"models": self.models, "splits": self.splits, "peers": self.peers}
+        asked = [Terms.model_validate({kind: [one]}) for kind, lists in kinds.items() for one in lists.asked]
+        agreed = Terms.model_validate({kind: lists.agreed for kind, lists in kinds.items()})
+        requests = [AskedTerms(number=number, lacks=lacks) for number, lacks in enumerate(asked, 1)]
+        return _File(agreed=agreed, asked=tuple(reversed(requests)), numbers=len(requests))
 
 
 class AgreedTerms:
@@ -304,8 +320,11 @@ class AgreedTerms:
         Raises:
             Damaged: it holds something else than what was written.
         """
+        content = read_object(self._file, _REMEDY, older=True)
         try:
-            return _File.model_validate_json(json.dumps(read_object(self._file, _REMEDY, older=True)))
+            if content and content.keys() <= _OlderFile.model_fields.keys():
+                return _OlderFile.model_validate_json(json.dumps(content)).renewed()
+            return _File.model_validate_json(json.dumps(content))
         except ValidationError:
             raise Damaged(self._file, _REMEDY) from None
 

@@ -17,6 +17,7 @@ from fedshift.report import pairs
 from fedshift.report.collect import Collected
 from fedshift.report.conditions import used_note
 from fedshift.report.estimates import notes_on
+from fedshift.report.like_for_like import comparable, unlike_seeds
 from fedshift.report.measures import ACCURACY, HAUSDORFF, MEASURES, METRICS, Measure, measure_of
 from fedshift.text import in_unit
 
@@ -143,6 +144,9 @@ def table(
             average_of_fewer = column == AVERAGE and method in partial
             cells[method][column] = Cell(row, (method, column) in best, average_of_fewer, measure.unit) if row else None
     notes = tuple(_notes(select, cells, columns, progress, measure)) if measure.what else measure.notes
+    same = comparable(results, columns[:-1], measure.value, select, names)
+    if measure.what and same.unseen:
+        notes += (f"{unlike_seeds(same, measure.repeat)}: their averages are not of the same runs.",)
     return Table(select, measure, names, columns, cells, tuple(found), notes)
 
 

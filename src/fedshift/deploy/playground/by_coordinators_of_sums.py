@@ -55,9 +55,11 @@ def required(played: Played, **policy: Any) -> Callable[[str], dict[str, Any]]:
 class Sum:
     """One sum of the four sites, of which a coordinator has what it sends in its hands."""
 
-    def __init__(self, played: Played, name: str, **policy: Any) -> None:
+    def __init__(self, played: Played, name: str, *, method: str = "fedavg", call: str = "fit", **policy: Any) -> None:
         four = of_four(played)
-        self.programs, self.requests = caught_requests(four, name, experiment=SECURE, differs=required(four, **policy))
+        self.programs, self.requests = caught_requests(
+            four, name, call, method, experiment=SECURE, differs=required(four, **policy)
+        )
         self.header = json.loads(self.requests[FIRST].header)
         self.order = order_in(self.header, body_of(self.content(FIRST)).sha256)[0]
 
@@ -211,6 +213,47 @@ def _falling(played: Played) -> str:
     whole, late = one.header["sum"], {**one.header["envelope"], "progress": 0.999999}
     envelopes = {site: one.header["envelope"] if site == FIRST else late for site in FOUR}
     return one.refused("not asked for the same", sum={**whole, "envelopes": envelopes})
+
+
+def _weighed(played: Played) -> str:
+    """CSAC's sites are asked about like models, trained anew in each round, with another mean each time.
+
+    With as many answers as there are other sites the models are solved for. So this remains where sites allow `csac`:
+    here it is shown that it does, and that a site which does not allow it is asked nothing of the kind.
+    """
+    one, answered = Sum(played, "weighed", method="csac", call="calibrate", methods=["fedavg", "csac"]), 0
+    told, first = one.content(FIRST), one.order.exchange
+    weights = told["weights"]
+    memory: dict[str, Any] = {}
+    for number in range(len(FOUR) - 1):
+        memory = _all_answer(
+            one, first + 2 * number, "calibrate", {**told, "weights": _moved(weights, 1e-3 * number)}, memory
+        )
+        about = {"mean": _moved(weights, 0.1 * number)}
+        _all_answer(one, first + 2 * number + 1, "weigh", about, memory)
+        answered += 1
+        again = _at(one, FIRST, first + 2 * number + 1, "weigh", memory)
+        said = str(one.asked(FIRST, {"mean": _moved(weights, 9.0)}, **again).get("message"))
+        expect("masks it only once" in said or "about this model" in said, f"the site answers {said}")
+    other = Sum(played, "weighed-not")
+    setting = {**other.header["setting"], "method": one.header["setting"]["method"]}
+    refused = other.refused("policy.methods", setting=setting, call="acquire")
+    return f"one question a model, so {answered} in {answered} rounds, which show all models; other sites: {refused}"
+
+
+def _at(one: Sum, site: str, exchange: int, call: str, memory: Mapping[str, Any]) -> dict[str, Any]:
+    """What the request for a call of another exchange says otherwise."""
+    held = memory.get(site) or json.loads(one.requests[site].header)["memory"]
+    return {**_later(one, exchange), "call": call, "memory": held, "kept": held}
+
+
+def _all_answer(
+    one: Sum, exchange: int, call: str, content: Mapping[str, Content], memory: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Have all sites answer a call, which they must, and what each keeps then."""
+    answers = {site: one.asked(site, content, **_at(one, site, exchange, call, memory)) for site in FOUR}
+    expect(all("error" not in answer for answer in answers.values()), f"a site does not answer: {answers}")
+    return {site: answer["memory"] for site, answer in answers.items()}
 
 
 def _threshold(played: Played) -> str:
@@ -401,6 +444,7 @@ PROMISES = (
     Promise(COORDINATOR, "draws other sites of a sum in each round", _drawn),
     Promise(COORDINATOR, "lets one site of a sum work more than the others", _unequal),
     Promise(COORDINATOR, "lets the learning rate of the other sites of a sum fall to nothing", _falling),
+    Promise(COORDINATOR, "asks sites that keep csac out about models that are made anew in each round", _weighed),
     Promise(COORDINATOR, "has fewer sites unmask than a site asks for", _threshold),
     Promise(COORDINATOR, "asks two processes of a site for two rosters at once", _at_the_same_time),
     Promise(COORDINATOR, "asks for the sum of two sites", _small_sum),

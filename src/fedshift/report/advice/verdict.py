@@ -14,7 +14,7 @@ from typing import Any
 
 from fedshift.evaluation.cautions import few_informative, majorities
 from fedshift.evaluation.records import RunResult, Selection
-from fedshift.evaluation.summary import AVERAGE, Row
+from fedshift.evaluation.summary import Row
 from fedshift.experiment.protocols.base import ProtocolSection
 from fedshift.experiment.protocols.index import protocol_of
 from fedshift.report.advice.expected import Expected, next_site
@@ -23,6 +23,7 @@ from fedshift.report.collect import Collected
 from fedshift.report.conditions import conditions
 from fedshift.report.differences import LEVEL, Difference, differences
 from fedshift.report.estimates import Estimates, estimates_of
+from fedshift.report.like_for_like import Comparable, comparable, unlike_seeds
 from fedshift.report.measures import Measure
 from fedshift.report.roles import Role, method_name, role_of
 from fedshift.report.table import Table, table_of
@@ -208,11 +209,8 @@ def verdict(collected: Collected, table: Table | None = None) -> Verdict:
     table = table or table_of(collected)
     roles = {name: role_of(next(one for one in results if one.method == name)) for name in table.methods}
     found = compared(results, table)
-    means = {
-        name: cell.row
-        for name, line in table.cells.items()
-        if (cell := line.get(AVERAGE)) is not None and not cell.partial
-    }
+    ranked = comparable(results, table.columns[:-1], table.measure.value, table.select, table.methods)
+    means = ranked.means
     role: Role = "federated" if "federated" in roles.values() else "pooled"
     able = {name: row for name, row in means.items() if roles[name] == role}
     tests = {one.name: one for one in found}
@@ -236,7 +234,7 @@ def verdict(collected: Collected, table: Table | None = None) -> Verdict:
         ),
         left=mean_by_kind([run.bytes_up for run in runs]),
         guarantee=max(private, key=_epsilon).guarantee if runs and len(private) == len(runs) else None,
-        unknown=tuple(_unknown(collected, table, means, set(roles.values()))),
+        unknown=tuple(_unknown(collected, table, ranked, set(roles.values()))),
         differences=tuple(found),
         measured_new=not measured_where_trained(results),
         without_labels=estimates_of(collected),
@@ -344,7 +342,7 @@ def _against(
         )
 
 
-def _unknown(collected: Collected, table: Table, whole: Mapping[str, Row], there: Set[Role]) -> Iterator[Unknown]:
+def _unknown(collected: Collected, table: Table, ranked: Comparable, there: Set[Role]) -> Iterator[Unknown]:
     """What the runs leave open. ``there``: the roles of the table's methods."""
     repeat = table.measure.repeat
     most = max((row.n for row in table.rows), default=0)
@@ -356,7 +354,8 @@ def _unknown(collected: Collected, table: Table, whole: Mapping[str, Row], there
     if collected.unfinished:
         count = f"{collected.unfinished} of {collected.planned} runs missing"
         yield Unknown(count, f"{collected.progress}. What is missing could change every statement.")
-    lacking = [name for name in table.methods if name not in whole]
+    yield from _of_seeds(ranked, repeat)
+    lacking = [name for name in table.methods if name not in ranked.means]
     if lacking:
         names = ", ".join(lacking)
         yield Unknown(f"no result at some targets: {names}", f"Not measured at every target, so not judged: {names}.")
@@ -374,6 +373,14 @@ def _unknown(collected: Collected, table: Table, whole: Mapping[str, Row], there
         "The records do not say how settings were chosen. If it was by looking at these targets, all numbers are too "
         "good." + ("" if measured_where_trained(collected.results) else _SAME_KIND),
     )
+
+
+def _of_seeds(ranked: Comparable, repeat: str) -> Iterator[Unknown]:
+    """That methods have different seeds, as while some are trained."""
+    if why := unlike_seeds(ranked, repeat):
+        common = f"ranked by {repeat} {', '.join(map(str, ranked.common))}, which all of them have"
+        none = f"no {repeat} has all of them, so the order of their averages says little"
+        yield Unknown(f"{repeat}s that only some methods have", f"{why}: {common if ranked.common else none}.")
 
 
 def _of_targets(results: Sequence[RunResult], table: Table) -> Iterator[Unknown]:

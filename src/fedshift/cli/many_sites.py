@@ -1,0 +1,108 @@
+"""What `fedshift check` says of many sites: what they have in common in a few rows, and which of them are unlike."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from fedshift.experiment.check import DomainCheck
+from fedshift.report.folding import Folded
+
+FEW = 20
+"""So many sites have a row each."""
+_NUMBERS: Mapping[str, Callable[[DomainCheck], int]] = {
+    "samples": lambda one: one.samples,
+    "trains": lambda one: one.train,
+    "held out": lambda one: one.held_out,
+    "measured as target": lambda one: one.measured_as_target,
+}
+
+
+def listed(names: Sequence[str], most: int = FEW) -> str:
+    """Names with commas between them; if they are many the first, and how many more.
+
+    Example:
+        >>> listed(["a", "b", "c"], most=2)
+        'a, b and 1 more'
+    """
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def domain_table(domains: Sequence[DomainCheck]) -> Folded:
+    """A row for each domain; of many the fewest, the median and the most samples of any."""
+    if len(domains) <= FEW:
+        rows = [[one.name, *(str(of(one)) for of in _NUMBERS.values()), ", ".join(one.missing)] for one in domains]
+        return Folded(("domain", *_NUMBERS, "without samples of"), rows, words=(len(_NUMBERS) + 1,))
+    columns = [[of(one) for one in domains] for of in _NUMBERS.values()]
+    parts: dict[str, Callable[[list[int]], int]] = {"fewest": min, "median": statistics.median_low, "most": max}
+    return Folded(
+        (f"{len(domains)} domains", *_NUMBERS),
+        [[name, *(str(part(column)) for column in columns)] for name, part in parts.items()],
+    )
+
+
+def unlike(domains: Sequence[DomainCheck]) -> Iterator[str]:
+    """What the rows of few domains show and those of many do not: who has the fewest samples, or none of a class."""
+    if len(domains) <= FEW:
+        return
+    for heading in ("samples", "held out"):
+        of = _NUMBERS[heading]
+        numbers = [of(one) for one in domains if of(one)]
+        fewest = min(numbers, default=0)
+        if numbers and fewest < max(numbers):
+            yield f"  fewest {heading}, {fewest}: {listed([one.name for one in domains if of(one) == fewest])}"
+    without = {
+        "that do not train": lambda one: one.train == 0,
+        "that hold nothing out": lambda one: one.train > 0 and one.held_out == 0,
+    }
+    for what, holds in without.items():
+        if names := [one.name for one in domains if holds(one)]:
+            yield f"  {what}: {listed(names)}"
+    for name in dict.fromkeys(name for one in domains for name in one.missing):
+        lacking = [one.name for one in domains if name in one.missing]
+        yield f"  without samples of {name}: {listed(lacking)}"
+
+
+def without_labels(domains: Sequence[DomainCheck]) -> Iterator[str]:
+    """Where samples have no label, and how many: a line for each of a few domains, or one for all."""
+    some = [one for one in domains if one.without_label]
+    if len(some) <= FEW:
+        for one in some:
+            what = "not measured" if one.without_label == one.samples else f"{one.measured_as_target} samples measured"
+            yield f"{one.name}: {one.without_label} samples without labels, which no source trains on; {what}"
+        return
+    number, none = (
+        sum(one.without_label for one in some),
+        [one.name for one in some if one.without_label == one.samples],
+    )
+    yield f"{number} samples without labels, which no source trains on: {listed([one.name for one in some])}"
+    if none:
+        yield f"not measured, without any label: {listed(none)}"
+
+
+def missing_cells_of(column: str, sites: Mapping[str, tuple[int, int]]) -> str:
+    """How many cells of a column are missing at each site; of many sites those with the largest shares.
+
+    Args:
+        column: its name.
+        sites: site → its missing cells and its rows.
+    """
+    some = {site: counts for site, counts in sites.items() if counts[0]}
+    shown = sorted(some, key=lambda site: -some[site][0] / some[site][1]) if len(some) > FEW else [*some]
+    counts = listed([f"{site} {some[site][0]} of {some[site][1]}" for site in shown])
+    if len(some) <= FEW:
+        return f"missing in column {column}: {counts}"
+    cells, rows = sum(one for one, _ in sites.values()), sum(whole for _, whole in sites.values())
+    return f"missing in column {column}: {cells} of {rows} at {len(some)} of {len(sites)} sites; most at {counts}"
+
+
+def privacy_rows(spent: Mapping[str, tuple[float, float]]) -> list[list[str]]:
+    """ε of a run and of all runs for each site; of many, where they are least and most.
+
+    Args:
+        spent: site → both.
+    """
+    if len(spent) > FEW:
+        least, most = min(spent, key=lambda site: spent[site]), max(spent, key=lambda site: spent[site])
+        spent = {f"{len(spent)} sites, least ({least})": spent[least], f"most ({most})": spent[most]}
+    return [[site, *(f"{epsilon:.2f}" for epsilon in both)] for site, both in spent.items()]

@@ -1,0 +1,92 @@
+"""Averages of methods over the seeds that all of them have.
+
+Runs that are missing, or that another process still trains, leave methods with different seeds. Their averages in the
+table are then over different splits of the data, and are not ranked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from fedshift.evaluation.records import RunResult, Selection
+from fedshift.evaluation.summary import AVERAGE, Row, Value, rows
+
+
+@dataclass(frozen=True)
+class Comparable:
+    """What methods are ranked by.
+
+    Attributes:
+        means: method → its average over all targets and the seeds that all these methods have. If there is no such
+            seed: over its own.
+        seeds: method → the seeds at which it was measured at every target.
+    """
+
+    means: Mapping[str, Row]
+    seeds: Mapping[str, frozenset[int]]
+
+    @property
+    def common(self) -> list[int]:
+        """The seeds that all methods have."""
+        return sorted(frozenset.intersection(*self.seeds.values())) if self.seeds else []
+
+    @property
+    def unseen(self) -> bool:
+        """Whether methods have different seeds of which they have equally many, so that no count shows it."""
+        sets = set(self.seeds.values())
+        return len({len(seeds) for seeds in sets}) < len(sets)
+
+    @property
+    def alike(self) -> bool:
+        """Whether all methods have the same seeds."""
+        return len(set(self.seeds.values())) <= 1
+
+
+def comparable(
+    results: Sequence[RunResult],
+    targets: Sequence[str],
+    value: Value,
+    select: Selection = "last",
+    methods: Sequence[str] = (),
+) -> Comparable:
+    """The averages of the methods that were measured at every target.
+
+    Args:
+        results: finished runs.
+        targets: all that count.
+        value: what methods are compared by.
+        select: the selection rule whose round is taken.
+        methods: their order.
+    """
+    at: dict[str, dict[str, set[int]]] = {name: {} for name in methods}
+    for one in results:
+        if value(one, select) is not None:
+            at.setdefault(one.method, {}).setdefault(one.target, set()).add(one.seed)
+    whole = {
+        name: frozenset(set[int].intersection(*(by_target[target] for target in targets)))
+        for name, by_target in at.items()
+        if targets and by_target.keys() >= set(targets)
+    }
+    found = Comparable({}, {name: seeds for name, seeds in whole.items() if seeds})
+    common = found.common
+    kept: Iterable[RunResult] = results if found.alike or not common else (one for one in results if one.seed in common)
+    averages = rows(kept, select, methods, targets, value)
+    means = {row.method: row for row in averages if row.target == AVERAGE and row.method in found.seeds}
+    return Comparable(means, found.seeds)
+
+
+def unlike_seeds(found: Comparable, repeat: str) -> str:
+    """Which methods have which seeds, as a sentence without its end; "" if all have the same.
+
+    Args:
+        found: the averages of methods.
+        repeat: what a seed is: "seed" or "split".
+    """
+    if found.alike:
+        return ""
+    names: dict[frozenset[int], list[str]] = {}
+    for name, seeds in found.seeds.items():
+        names.setdefault(seeds, []).append(name)
+    parts = (f"{', '.join(those)} {', '.join(map(str, sorted(seeds)))}" for seeds, those in names.items())
+    return f"Methods have different {repeat}s ({'; '.join(parts)})"
