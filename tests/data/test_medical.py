@@ -387,6 +387,32 @@ def test_a_narrow_window(tmp_path: Path) -> None:
     assert one_of(path) == [[0, 128], [255, 255]]
 
 
+@pytest.mark.case("DICOM grey", "a slope without an intercept, and the other way round: 0 and 1 are meant")
+@pytest.mark.parametrize(("fields", "grey"), [({"RescaleSlope": 2}, 80), ({"RescaleIntercept": -10}, 30)])
+def test_half_of_a_rescale(fields: dict[str, float], grey: int, tmp_path: Path) -> None:
+    """As GDCM reads them. With this window each value from 0 to 255 is its own grey level."""
+    path = dicom(tmp_path / "a.dcm", np.array([[0, 40]], dtype=np.int16), **fields)
+    assert one_of(path, (127.5, 255.0))[0][1] == grey
+
+
+@pytest.mark.case("DICOM grey", "a slope of 0, or one that is no number, is refused")
+@pytest.mark.parametrize("fields", [{"RescaleSlope": 0}, {"RescaleSlope": "inf"}, {"RescaleIntercept": "nan"}])
+def test_a_rescale_that_cannot_be(fields: dict[str, Any], tmp_path: Path) -> None:
+    path = dicom(tmp_path / "a.dcm", np.array([[0, 1]], dtype=np.int16), **({"RescaleSlope": 1} | fields))
+    with pytest.raises(UserError, match=r"a.dcm cannot be read \(ValueError: Rescale Slope"):
+        one_of(path)
+
+
+@pytest.mark.case("DICOM grey", "12 bits at the upper end of 16, as before 2014, are refused")
+def test_bits_at_the_upper_end(tmp_path: Path) -> None:
+    path = dicom(tmp_path / "a.dcm", np.array([[0, 0x7FF0]], dtype=np.uint16), BitsStored=12)
+    whole = pydicom.dcmread(path)
+    whole.HighBit = 15
+    whole.save_as(path)
+    with pytest.raises(UserError, match="has its bits elsewhere than at the lower end"):
+        pixels(path)
+
+
 @pytest.mark.case("DICOM windows", "a negative slope")
 def test_a_negative_slope(tmp_path: Path) -> None:
     path = dicom(

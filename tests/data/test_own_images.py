@@ -559,3 +559,31 @@ def test_many_patients() -> None:
     begin = time.perf_counter()
     assert list(_one_patient({"a": names})) == []
     assert time.perf_counter() - begin < 2
+
+
+@pytest.mark.case("names of files", "an image whose name is not written in UTF-8 is read")
+def test_a_file_named_by_another_system(tmp_path: Path) -> None:
+    root = collection(tmp_path / "images")
+    folder = root / "north" / "cat"
+    named = os.path.join(os.fsencode(folder), b"Aufnahme \xfc.png")
+    picture(folder / "plain.png")
+    os.rename(folder / "plain.png", named)
+    assert len(ImageFolder(root=root, size=8).build().domains["north"]) == 7
+    Path(os.fsdecode(named)).write_bytes(b"no image")
+    with pytest.raises(UserError, match="does not decode"):
+        ImageFolder(root=root, size=8).build()
+
+
+@pytest.mark.case("names of files", "a folder of a class, or of a site, whose name is not written in UTF-8")
+@pytest.mark.parametrize(("site", "label"), [(b"a", b"m\xfcde"), (b"M\xfcnchen", b"yes")])
+def test_a_folder_named_by_another_system(site: bytes, label: bytes, tmp_path: Path) -> None:
+    """A run would end with a traceback after training, where it writes the names of its classes."""
+    root = tmp_path / "images"
+    for place in (site, b"b"):
+        for name in (b"no", label):
+            folder = Path(os.fsdecode(os.path.join(os.fsencode(root), place, name)))
+            folder.mkdir(parents=True)
+            picture(folder / "0.png")
+    with pytest.raises(UserError, match=r"is not written in UTF-8: rename it") as raised:
+        ImageFolder(root=root, size=8).build()
+    assert str(raised.value).isascii()

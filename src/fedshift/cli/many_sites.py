@@ -51,7 +51,7 @@ def unlike(domains: Sequence[DomainCheck]) -> Iterator[str]:
         fewest = min(numbers, default=0)
         if numbers and fewest < max(numbers):
             yield f"  fewest {heading}, {fewest}: {listed([one.name for one in domains if of(one) == fewest])}"
-    without = {
+    without: dict[str, Callable[[DomainCheck], bool]] = {
         "that do not train": lambda one: one.train == 0,
         "that hold nothing out": lambda one: one.train > 0 and one.held_out == 0,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
@@ -43,6 +44,7 @@ def checked(dataset: DataSet) -> DataSet:
     if not dataset.domains:
         raise UserError(f"{where} has no domain: give it at least one site")
     check_site_names(where, dataset.domains)
+    _check_letters(where, dataset)
     if len(dataset.classes) < (2 if dataset.task == "classification" else 1):
         raise UserError(
             f"{where} has fewer than two classes ({', '.join(dataset.classes) or 'none'}): give it at least two"
@@ -83,6 +85,27 @@ def check_site_names(where: str, names: Iterable[str]) -> None:
             f"{where}: sites {quoted(alike[0])} and {quoted(alike[1])} have one name, but for capitals, spaces or "
             "Unicode forms: write it in one way if they are one site, or rename one"
         )
+
+
+def _check_letters(where: str, dataset: DataSet) -> None:
+    """Raise UserError if a name cannot be written as UTF-8, as a folder's that another system named may be.
+
+    Results and models could not be written then, after training.
+    """
+    for what, names in (("site", dataset.domains), ("class", dataset.classes)):
+        for name in names:
+            if not _is_unicode(name):
+                raise UserError(f"{where}: the name of {what} {name!a} is not written in UTF-8: rename it")
+    if not _is_unicode(json.dumps(dataset.preprocessing.table, ensure_ascii=False, default=str)):
+        raise UserError(f"{where}: the name of a column or a category is not written in UTF-8: rename it")
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _shape(domain: Domain) -> tuple[int, ...]:

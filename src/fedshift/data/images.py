@@ -384,7 +384,7 @@ def unreadable(files: Sequence[ImageFile], window: Window | None = None) -> list
     """
     digest = hashlib.sha256(f"{_FORMAT} unreadable {window}\n".encode())
     for file in files:
-        digest.update(f"{file.name}\t{file.stamp}\n".encode())
+        digest.update(f"{file.name}\t{file.stamp}\n".encode(errors="surrogatepass"))  # names may be no UTF-8
     target = cache_dir() / f"unreadable-{digest.hexdigest()[:24]}.json"
     try:
         known = read_object(target)
@@ -439,7 +439,7 @@ def decoded(
     """
     digest = hashlib.sha256(f"{_FORMAT} {'mask' if mask else channels} {height} {width} {window}\n".encode())
     for file in files:
-        digest.update(f"{file.name}\t{file.stamp}\n".encode())
+        digest.update(f"{file.name}\t{file.stamp}\n".encode(errors="surrogatepass"))  # names may be no UTF-8
     folder = cache_dir()
     target = folder / f"{label}-{digest.hexdigest()[:24]}.npy"
     shape = (len(files), channels, height, width)

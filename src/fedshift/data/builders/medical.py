@@ -292,6 +292,8 @@ def _check_supported(path: Path, header: Any) -> None:
         raise UserError(f"image {path} is stored as {kind} with {samples} samples a pixel: convert it to grey or RGB")
     if kind in ("YBR_FULL", "YBR_FULL_422") and int(header.BitsAllocated) > 8:
         raise UserError(f"image {path} is stored as {kind} with more than 8 bits: convert it to RGB")
+    if _shifted(header):
+        raise UserError(f"image {path} has its bits elsewhere than at the lower end (0028,0102): convert it")
     if header.get("PresentationLUTSequence"):
         raise UserError(f"image {path} has a table for its presentation (2050,0010): convert it without it")
     if header.get("PixelPresentation") in ("COLOR", "MIXED") and "RedPaletteColorLookupTableDescriptor" in header:
@@ -305,6 +307,12 @@ def _check_supported(path: Path, header: Any) -> None:
         if not packages:
             raise UserError(f"image {path} is stored as {name}, which is not read: convert it")
         raise NotYetReadable(f"image {path} is stored as {name}, which needs other packages: {packages}")
+
+
+def _shifted(header: Any) -> bool:
+    """Whether stored values begin above the lowest bit, as the standard allowed until 2014 and decoders do not read."""
+    high, stored = header.get("HighBit"), header.get("BitsStored")
+    return high is not None and stored is not None and int(high) != int(stored) - 1
 
 
 def _packages(decoder: Any) -> str:
@@ -435,9 +443,10 @@ def _modality(frame: Values, whole: Any, number: int) -> Values:
         table = _table(item.LUTDescriptor, item.LUTData, whole)
         return _looked_up(frame, table, _first_index(item.LUTDescriptor, frame))
     slope, intercept = _number(fields.get("RescaleSlope")), _number(fields.get("RescaleIntercept"))
-    if slope is None or intercept is None or (slope, intercept) == (1.0, 0.0):
-        return frame
-    return frame.astype(np.float64) * slope + intercept
+    slope, intercept = 1.0 if slope is None else slope, 0.0 if intercept is None else intercept
+    if slope == 0 or not np.isfinite([slope, intercept]).all():
+        raise ValueError(f"Rescale Slope {slope:g}, Rescale Intercept {intercept:g}")
+    return frame if (slope, intercept) == (1.0, 0.0) else frame.astype(np.float64) * slope + intercept
 
 
 def _view(whole: Any, number: int) -> Callable[[Values], Grey] | None:
