@@ -248,6 +248,13 @@ def test_only_networks_that_the_file_makes_are_called(attribute: str, tmp_path: 
             models.build(models.parse({"name": f"net.py:{name}"}, tmp_path, models.any_code), (64,), 3, seed=0)
 
 
+@pytest.mark.case("code that a file names", "a function of fedshift itself, by its module and name")
+@pytest.mark.parametrize("name", ["fedshift.files:write_bytes", "fedshift.api:run", "fedshift.weights:Weights"])
+def test_no_function_of_fedshift_is_called_for_a_network(name: str) -> None:
+    with pytest.raises(UserError, match="has no network"):
+        models.parse({"name": name}, permit=models.any_code)
+
+
 def test_a_module_that_is_not_installed_is_shown_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "not_installed_anywhere"
     package.mkdir()

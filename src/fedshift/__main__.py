@@ -2,4 +2,5 @@
 
 from fedshift.cli import main
 
-main()
+if __name__ == "__main__":  # a file may name any module of fedshift, and importing it does nothing
+    main()

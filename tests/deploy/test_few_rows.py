@@ -203,3 +203,37 @@ def test_the_layout_of_a_file_does_not_leave(tmp_path: Path) -> None:
     assert card["preprocessing"]["table"]["id"] == "who"
     told = json.dumps(card)
     assert not [word for word in ("years", "whom", "cp1252", "units", "rename", "26.5") if word in told]
+
+
+@pytest.mark.case("few rows", "the name of a patient in the column of classes; the same class, listed by a person")
+def test_a_class_of_few_rows_that_nobody_listed_does_not_leave(tmp_path: Path) -> None:
+    file = site(tmp_path, ["red"] * ROWS, AGES)
+    options, table = yaml.safe_load(file.read_text()), tmp_path / "t.csv"
+    rows = [line.split(",") for line in table.read_text().splitlines()]
+    for number, row in enumerate(rows[1:]):
+        row[2] = "Doe Jane" if number == 7 else ("no", "yes")[number % 2]
+    table.write_text("\n".join(map(",".join, rows)) + "\n")
+    del options["classes"]
+    file.write_text(yaml.safe_dump(options))
+    told, log = answer(file)
+    assert told["error"] == "Refused"
+    assert "names of classes that are in few rows (rule policy.smallest_group: 10)" in told["message"]
+    assert "Doe" not in json.dumps(told) + log + lines(file)
+    assert "rows: 1" in lines(file)
+    file.write_text(yaml.safe_dump({**options, "classes": ["no", "yes", "Doe Jane"]}))
+    assert answer(file)[0]["card"]["classes"] == ["no", "yes", "Doe Jane"]
+    file.write_text(yaml.safe_dump({**options, "policy": {**options["policy"], "smallest_group": 1}}))
+    assert "Doe Jane" in answer(file)[0]["card"]["classes"]
+
+
+@pytest.mark.case("few rows", "classes 0, 1, 2 of few rows tell nothing by their names")
+def test_numbered_classes_may_be_rare(tmp_path: Path) -> None:
+    file = site(tmp_path, ["red"] * ROWS, AGES)
+    table = tmp_path / "t.csv"
+    rows = [line.split(",") for line in table.read_text().splitlines()]
+    rows[1][2] = "2"
+    table.write_text("\n".join(map(",".join, rows)) + "\n")
+    options = yaml.safe_load(file.read_text())
+    del options["classes"]
+    file.write_text(yaml.safe_dump(options))
+    assert answer(file)[0]["card"]["classes"] == ["0", "1", "2"]

@@ -112,7 +112,8 @@ def load_site(path: Path) -> SiteConfig:
 class Holding:
     """A site's data: its data set, its own domain, and the statistics it gives for the common encoding.
 
-    ``few`` are the parts of a table's columns that are in few rows, of which ``given`` tells nothing.
+    ``few`` are the parts of a table's columns that are in few rows, of which ``given`` tells nothing. ``listed`` says
+    whether a person here listed the classes of the federation.
     """
 
     source: DataSource
@@ -121,6 +122,7 @@ class Holding:
     fingerprint: str
     given: dict[str, Any] | None
     few: tuple[Few, ...] = ()
+    listed: bool = False
 
     def encoded(self, preprocessing: Preprocessing, shape: Sequence[int]) -> Domain:
         """The domain in an encoding that all sites share, where there is one.
@@ -170,7 +172,8 @@ def read_holding(config: SiteConfig) -> Holding:
         domain, data = _renumbered(config, data, domain)
     columns = {config.file.site: data.columns[name]} if name in data.columns else {}
     own = replace(data, domains={config.file.site: domain}, columns=columns)
-    return Holding(source, own, domain, data_fingerprint(own), source.gives())
+    listed = config.file.classes is not None
+    return Holding(source, own, domain, data_fingerprint(own), source.gives(), listed=listed)
 
 
 def _renumbered(config: SiteConfig, data: DataSet, domain: Domain) -> tuple[Domain, DataSet]:

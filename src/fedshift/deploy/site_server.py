@@ -27,7 +27,7 @@ from fedshift.data.site_data import SiteData
 from fedshift.data.tasks.objective import objective_of
 from fedshift.deploy.agreed_terms import AgreedTerms, asked_bounds, split_terms
 from fedshift.deploy.privacy.exposure import ExposureWatch
-from fedshift.deploy.privacy.few_rows import check_few
+from fedshift.deploy.privacy.few_rows import check_classes, check_few
 from fedshift.deploy.privacy.site_rules import SiteRules
 from fedshift.deploy.remote.policy import ACCURACY, AuditLog, described, whole_number
 from fedshift.deploy.remote.transport import PROTOCOL, request_key
@@ -170,6 +170,7 @@ class SiteProgram:
             lambda: self.rules.check_hello(header.get("private"), self.holding),
             *(partial(self._check_method, wanted, header) for wanted in header["methods"]),
             partial(self._check_counts, rows),
+            lambda: check_classes(self.name, self.holding, self.policy),
             self._check_statistics,
             partial(self._check_asked, header),
             partial(self._check_sums, header),

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from fedshift.data import agreement
 from fedshift.data.domain import Domain
 from fedshift.data.few_rows import encoding_without_few, few_rows, without_few
@@ -85,6 +87,32 @@ def _refusals(holding: Holding, policy: Policy) -> Iterator[tuple[str, str]]:
         yield what, what
 
 
+def check_classes(site: str, holding: Holding, policy: Policy) -> None:
+    """Raise Refused if the card would name classes of few rows that nobody listed: a patient's name may be one.
+
+    Classes that are called 0, 1, 2, … tell nothing by their names.
+    """
+    if count := len(_rare_classes(holding, policy)):
+        text = f"site '{site}' refuses to send {_classes_refused(policy)}"
+        raise Refused(f"{text} ({count} of {len(holding.data.classes)})", public=text)
+
+
+def _rare_classes(holding: Holding, policy: Policy) -> list[int]:
+    """How many rows each class has that is told of and is in few rows."""
+    data, labels = holding.data, holding.domain.labels
+    if holding.listed or data.task != "classification" or data.classes == tuple(map(str, range(len(data.classes)))):
+        return []
+    rows: list[int] = np.bincount(labels, minlength=len(data.classes)).tolist()
+    return [number for number in rows if 0 < number < policy.smallest_group]
+
+
+def _classes_refused(policy: Policy) -> str:
+    return (
+        f"the names of classes that are in few rows (rule policy.smallest_group: {policy.smallest_group}): list all "
+        "classes of the federation in SITE.yaml (classes: [...]) if these are some, else correct their rows"
+    )
+
+
 def leaving(holding: Holding, policy: Policy) -> Iterator[str]:
     """Lines that say what of the data a card tells the coordinator before any training, and what stays here.
 
@@ -93,6 +121,8 @@ def leaving(holding: Holding, policy: Policy) -> Iterator[str]:
         policy: the site's.
     """
     given = holding.given
+    if rare := _rare_classes(holding, policy):
+        yield f"warning: it refuses to send {_classes_refused(policy)}; rows: {', '.join(map(str, rare[:10]))}"
     if given is not None and not policy.lets_out("statistics"):
         yield f"warning: it takes part in no experiment: {_of(given)} needs statistics under policy.send"
     if given is None or given["kind"] != agreement.TABLE:

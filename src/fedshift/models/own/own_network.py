@@ -156,8 +156,10 @@ def parse(fields: Mapping[str, Any], folder: Path | None) -> OwnNetwork:
     except Exception as error:
         raise UserError(f"{what} cannot be imported: {one_line(error)}") from error
     make: Any = getattr(module, attribute, None)
-    if not _makes_networks(make) or not made_in(module, make):
-        own = [key for key, value in vars(module).items() if _makes_networks(value) and made_in(module, value)]
+    # Of fedshift itself no function makes networks, and files would call any of them by its name.
+    makes = _is_network if place.partition(".")[0] == "fedshift" else _makes_networks
+    if not makes(make) or not made_in(module, make):
+        own = [key for key, value in vars(module).items() if makes(value) and made_in(module, value)]
         raise UserError(
             f"{place} has no network '{attribute}' of its own (a class derived from torch.nn.Module, or a function); "
             f"{nearest(attribute, own)}"
@@ -168,7 +170,11 @@ def parse(fields: Mapping[str, Any], folder: Path | None) -> OwnNetwork:
 
 def _makes_networks(thing: object) -> bool:
     """Whether it may be called for a network. Whatever else a module has is not called because a file names it."""
-    return inspect.isfunction(thing) or (isinstance(thing, type) and issubclass(thing, nn.Module))
+    return inspect.isfunction(thing) or _is_network(thing)
+
+
+def _is_network(thing: object) -> bool:
+    return isinstance(thing, type) and issubclass(thing, nn.Module)
 
 
 def is_object(value: object) -> bool:
