@@ -12,7 +12,7 @@ import pytest
 from fedshift.deploy.agreed_terms import TERMS, AgreedTerms, Peer, SplitTerm
 from fedshift.deploy.chained_log import START, append_line, checked_lines
 from fedshift.deploy.flare.deployment_folder import Deployment
-from fedshift.deploy.remote.policy import AuditLog, Policy
+from fedshift.deploy.secure.rosters import Rosters
 from fedshift.digests import Damaged, read_object, write_object
 from fedshift.encryption import read_private, write_private
 from fedshift.errors import FedshiftError
@@ -149,3 +149,21 @@ def test_agreements_of_before_hold(tmp_path: Path) -> None:
         file.write_text(json.dumps(spoiled))
         with pytest.raises(Damaged, match="restore it, or remove it to agree anew"):
             terms.agreed()
+
+
+@pytest.mark.case("files of earlier versions", "sums that were masked before the sets of sites were recorded")
+def test_sums_of_before_bind_a_site(tmp_path: Path) -> None:
+    """Else a coordinator that asked for a sum before the upgrade asks for a like one of other sites after it."""
+    log, last = tmp_path / "audit.jsonl", START
+    with open(log, "w") as file:
+        for roster in (["east", "north", "west"], ["east", "north", "south"], None):
+            line = json.dumps({"time": 1.0, "do": "call", **({"roster": roster} if roster else {}), "previous": last})
+            last = hashlib.sha256(line.encode()).hexdigest()
+            file.write(f"{line}\n")
+    rosters = Rosters(tmp_path, "north", Policy(), AuditLog(log))
+    with pytest.raises(FedshiftError, match="takes part in sums of east, north, south, and not"):
+        rosters.check(["east", "north", "south", "west"])
+    assert rosters.note(["east", "north", "south"], "run") == 1
+    Rosters(tmp_path, "north", Policy(roster="any"), AuditLog(log)).check(["east", "north", "south", "west"])
+    AuditLog(log).append(do="call", roster=["a", "b", "c"], noise=True)
+    assert AuditLog(log).older_roster == ["east", "north", "south"]

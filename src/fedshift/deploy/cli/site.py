@@ -168,7 +168,7 @@ def _say_sums(config: SiteConfig, say: Callable[[str], None]) -> None:
     with contextlib.suppress(FedshiftError):  # a damaged log is said elsewhere
         rosters = Rosters(config.memory, config.file.site, policy, AuditLog(config.audit_log))
         try:
-            known = "; then ".join(", ".join(roster) for roster in rosters.known()) or "none yet"
+            known = "; then ".join(", ".join(roster) for roster in rosters.sets()) or "none yet"
             say(f"its sums were of: {known} (rule policy.roster: {_rule(policy.roster)})")
         except Refused as error:
             say(f"warning: {error}")

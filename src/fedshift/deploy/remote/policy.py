@@ -311,6 +311,8 @@ class AuditLog:
         """Times of measurements."""
         self.rosters = 0
         """How many sets of sites the site had recorded (`deployment.secure.rosters`) when it last masked."""
+        self.older_roster: list[str] = []
+        """The sites of the last sum that an earlier version masked for, which recorded no sets of sites."""
         self.ledger = 0
         """How many lines the ledger of privacy had when the site last answered with noise."""
         lines, self._last = self.check(path)
@@ -374,6 +376,8 @@ class AuditLog:
 
     def _count(self, line: Mapping[str, Any]) -> None:
         self.rosters = max(self.rosters, whole_number(line.get("rosters")))
+        if "sha256" not in line and isinstance(roster := line.get("roster"), list):  # only earlier versions' lack it
+            self.older_roster = [str(site) for site in roster]
         if isinstance(paid := line.get("ledger"), Mapping):
             lines = whole_number(paid.get("lines"))
             self.ledger = lines if line.get("do") == RECOVERED else max(self.ledger, lines)

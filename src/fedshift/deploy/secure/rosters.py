@@ -62,6 +62,15 @@ class Rosters:
             )
         return known
 
+    def sets(self) -> list[list[str]]:
+        """The sets of sites of all sums, oldest first, with that of an earlier version if no other is known.
+
+        Raises:
+            Refused: as in `known`.
+        """
+        older = self._log.older_roster if self._log is not None else []
+        return self.known() or ([older] if older else [])
+
     def check(self, roster: Sequence[str]) -> int:
         """Check that the site may mask for these sites; return how many sets it has recorded.
 
@@ -94,10 +103,14 @@ class Rosters:
             )
 
     def _allowed(self, known: Sequence[list[str]]) -> list[str]:
-        """The one set of sites that the rule allows; empty if the first sum decides."""
+        """The one set of sites that the rule allows; empty if the first sum decides.
+
+        An earlier version's sums count: it wrote their sites in the audit log alone.
+        """
         if isinstance(self._rule, tuple):
             return list(self._rule)
-        return known[-1] if known else []
+        older = self._log.older_roster if self._log is not None else []
+        return known[-1] if known else older
 
     def note(self, roster: Sequence[str], run: str) -> int:
         """As `check`, and write the set down before anything masked leaves. Again it changes nothing.
