@@ -12,6 +12,7 @@ import pytest
 from fedshift.deploy.agreed_terms import TERMS, AgreedTerms, Peer, SplitTerm
 from fedshift.deploy.chained_log import START, append_line, checked_lines
 from fedshift.deploy.flare.deployment_folder import Deployment
+from fedshift.deploy.remote.policy import AuditLog, Policy
 from fedshift.deploy.secure.rosters import Rosters
 from fedshift.digests import Damaged, read_object, write_object
 from fedshift.encryption import read_private, write_private
