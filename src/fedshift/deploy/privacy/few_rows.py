@@ -102,7 +102,7 @@ def _rare_classes(holding: Holding, policy: Policy) -> list[int]:
     data, labels = holding.data, holding.domain.labels
     if holding.listed or data.task != "classification" or data.classes == tuple(map(str, range(len(data.classes)))):
         return []
-    rows: list[int] = np.bincount(labels, minlength=len(data.classes)).tolist()
+    rows: list[int] = np.bincount(labels[labels >= 0], minlength=len(data.classes)).tolist()
     return [number for number in rows if 0 < number < policy.smallest_group]
 
 
