@@ -152,8 +152,8 @@ def test_a_picture_has_no_dark_colours(assemble: ModuleType) -> None:
 
 def test_links_to_files_that_are_no_pages_become_their_names(assemble: ModuleType, tmp_path: Path) -> None:
     page = ROOT / "docs" / "design.md"
-    text = assemble.with_links(page, {page, ROOT / "docs" / "deploy.md"})
-    assert "(deploy.md)" in text
+    text = assemble.with_links(page, {page, ROOT / "docs" / "extend.md"})
+    assert "(extend.md)" in text
     assert "(../tests/test_layering.py)" not in text
     assert "`tests/test_layering.py`" in text
     (tmp_path / "page.md").write_text("[there](nowhere.md)", encoding="utf-8")

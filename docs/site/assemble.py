@@ -50,8 +50,6 @@ def assemble(out: Path) -> None:
     _write(out / "reference" / "experiment_file.md", reference.experiment_file())
     _write(out / "reference" / "networks.md", reference.networks())
     _write(out / "reference" / "functional.md", reference.functional())
-    design = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
-    _write(out / "glossary.md", "# Glossary\n" + design.partition("\n## Glossary\n")[2])
 
 
 def in_light_colours(svg: str) -> str:

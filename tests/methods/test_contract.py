@@ -107,7 +107,7 @@ def test_its_file_reads_like_its_paper(name: str) -> None:
     module = sys.modules[registry.method_class(name).__module__]
     text = (module.__doc__ or "").lower()
     for part in ("setting", "wire:", "where", "should reproduce"):
-        assert part in text, f"the docstring of {module.__file__} lacks '{part}': see 'How to' in docs/design.md"
+        assert part in text, f"the docstring of {module.__file__} lacks '{part}': see docs/extend.md"
 
 
 @every_method
