@@ -7,7 +7,8 @@ known truth are the other sites, as the runs that left these out measured them. 
 * synthetic: the same samples with noise, in another scale or unit, with columns or parts of the image missing, …;
 * moved: the same samples drawn again so that class frequencies differ (Dirichlet, 0.3 and 1 a class).
 
-What is known of a target is compared with what `estimate_accuracy` says of its scores alone, without a look at inputs.
+What is known of a target is compared with what `estimate_accuracy` says without its labels. The changes by which the
+other sites teach it (`fedshift.evaluation.estimate.changes`) are not these shifts, but some are alike: noise, a scale.
 It writes results/estimate.json and prints the tables of estimate.md. The constants in
 `fedshift.evaluation.estimate.combination` were chosen on these data sets, the same for all of them.
 """
@@ -31,9 +32,11 @@ import torch
 from numpy.typing import NDArray
 
 import fedshift
-from fedshift.data.domain import DataSet, SparseRows
+from fedshift.data.domain import DataSet
 from fedshift.evaluation.estimate import combination
+from fedshift.evaluation.estimate.changes import nearby_answers
 from fedshift.evaluation.estimate.combination import LeftOut, estimate_accuracy
+from fedshift.experiment.changed_samples import looked_at, samples_of, usual_values
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.estimate import measured
 from fedshift.experiment.features import built
@@ -86,6 +89,7 @@ class Outcome:
     estimate: float
     low: float
     high: float
+    scores_alone: float
     abstain: bool
     harmful: bool
     unexplained: float
@@ -130,21 +134,17 @@ def changed_columns(rows: Inputs, mean: Inputs, std: Inputs, draw: np.random.Gen
         yield name, changed.astype(np.float32)
 
 
-def dense(data: DataSet, site: str, rows: NDArray[np.int64]) -> Inputs:
-    """Some samples of a site as an array."""
-    inputs = data.domains[site].inputs
-    return inputs.dense(rows) if isinstance(inputs, SparseRows) else np.asarray(inputs)[rows]
-
-
 def synthetic(data: DataSet, site: str, rows: NDArray[np.int64], seed: int) -> Iterator[tuple[str, Inputs]]:
     """The samples of a site under every change."""
     draw = np.random.default_rng([seed, list(data.domains).index(site)])
-    inputs = dense(data, site, rows)
+    inputs = samples_of(data, site, rows)
     if inputs.dtype == np.uint8:
         yield from changed_images(inputs, draw)
         return
     others = [
-        dense(data, name, np.arange(min(len(domain), 700))) for name, domain in data.domains.items() if name != site
+        samples_of(data, name, np.arange(min(len(domain), 700)))
+        for name, domain in data.domains.items()
+        if name != site
     ]
     pooled = np.concatenate(others)
     yield from changed_columns(inputs, pooled.mean(axis=0), pooled.std(axis=0), draw)
@@ -188,18 +188,21 @@ def outcomes(name: str, seed: int, runs: Path, trained_for: list[float]) -> Iter
         for one in measured(folder / site / f"seed-{seed}", tuple(data.classes))
         if one.unseen
     }
-    cases = {site: one.known for site, one in known.items()}
+    models = {site: fedshift.Model.load(folder / site / f"seed-{seed}").trained for site in known}
+    cases = {site: looked_at(models[site], data, site, one.rows, one.known) for site, one in known.items()}
     for site, one in known.items():
         others = {name: case for name, case in cases.items() if name != site}
-        trained = fedshift.Model.load(folder / site / f"seed-{seed}").trained
+        trained = models[site]
         some = np.sort(np.random.default_rng(seed).permutation(len(one.rows))[:MOST])
         scores, labels, rows = one.known.scores[some], one.known.labels[some], one.rows[some]
         outcome = partial(outcome_of, others, combination.Cases.of(others), name, seed, site, accuracy(scores, labels))
-        yield outcome("natural", "", scores, labels)
+        near = partial(nearby_answers, trained.scores, usual=usual_values(data, list(others)))
+        nearby = near(samples_of(data, site, rows))
+        yield outcome("natural", "", scores, labels, nearby)
         for shift, inputs in synthetic(data, site, rows, seed):
-            yield outcome("synthetic", shift, trained.scores(inputs), labels)
+            yield outcome("synthetic", shift, trained.scores(inputs), labels, near(inputs))
         for shift, chosen_rows in moved(labels, len(data.classes), seed):
-            yield outcome("moved", shift, scores[chosen_rows], labels[chosen_rows])
+            yield outcome("moved", shift, scores[chosen_rows], labels[chosen_rows], nearby[chosen_rows])
 
 
 def outcome_of(
@@ -213,11 +216,13 @@ def outcome_of(
     shift: str,
     scores: Inputs,
     labels: NDArray[np.int64],
+    nearby: Inputs,
 ) -> Outcome:
     """What is said of one target's scores, and what is known."""
-    found = estimate_accuracy(others, scores, cases=cases)
+    found = estimate_accuracy(others, scores, cases=cases, nearby=nearby)
     assert found.usual is not None
-    estimate, low, high = in_any_case(cases, scores)
+    scores_alone = in_any_case(cases, scores)[0]
+    estimate, low, high = in_any_case(cases, scores, nearby)
     return Outcome(
         data=data,
         seed=seed,
@@ -230,6 +235,7 @@ def outcome_of(
         estimate=estimate,
         low=low,
         high=high,
+        scores_alone=scores_alone,
         abstain=found.abstain,
         harmful=found.harmful,
         unexplained=found.unexplained or 0.0,
@@ -238,9 +244,9 @@ def outcome_of(
     )
 
 
-def in_any_case(cases: combination.Cases, scores: Inputs) -> tuple[float, float, float]:
+def in_any_case(cases: combination.Cases, scores: Inputs, nearby: Inputs | None = None) -> tuple[float, float, float]:
     """Estimate and interval, also where none would be given: so abstention cannot make the errors smaller."""
-    centre, low, high = cases.interval(combination.read(cases.whole, scores), len(scores))
+    centre, low, high = cases.interval(combination.read(cases.whole, scores), len(scores), nearby)
     return 100 * centre, 100 * low, 100 * high
 
 
@@ -266,6 +272,7 @@ def summary(found: list[Outcome]) -> dict[str, dict[str, float]]:
             "targets": len(own),
             "error": by_set(own, lambda one: abs(one.estimate - one.truth)),
             "error where given": by_set(given, lambda one: abs(one.estimate - one.truth)),
+            "from scores alone": by_set(own, lambda one: abs(one.scores_alone - one.truth)),
             "mean of the other sites": by_set(own, lambda one: abs(one.usual - one.truth)),
             **{name: by_set(own, lambda one, name=name: abs(one.parts[name] - one.truth)) for name in own[0].parts},
             "covered": by_set(own, lambda one: 100 * (one.low <= one.truth <= one.high)),

@@ -35,13 +35,14 @@ def assemble() -> Iterator[ModuleType]:
 
 
 def test_a_method_has_its_equations_options_and_results(assemble: ModuleType) -> None:
-    page = assemble.reference.method_page("csac", "Use `practical` | [it].", "the results")
+    page = assemble.reference.method_page("csac", "the results")
     assert assemble.reference.described(sys.modules[CSAC.__module__].__doc__) in page
-    assert "Use `practical` \\| \\[it\\]." in page
+    assert assemble.reference.literal(CSAC.traits.advice) in page
+    assert assemble.reference.literal("Use `practical` | [it].") == "Use `practical` \\| \\[it\\]."
     for option in CSAC.model_fields:
         assert page.count(f"\n| `{option}` |") == 1, option
     assert page.endswith("## Measured\n\nthe results")
-    assert "No committed result" in assemble.reference.method_page("fedavg", "", "")
+    assert "No committed result" in assemble.reference.method_page("fedavg", "")
 
 
 def test_equations_are_set(assemble: ModuleType) -> None:

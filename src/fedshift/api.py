@@ -218,7 +218,8 @@ class Results:
         Raises:
             UserError: the choice is not of one run, or the samples are not what the model reads.
         """
-        return self.model(method, target, seed).estimate(X)
+        source = None if self.experiment is None else self.experiment.data
+        return self.model(method, target, seed).estimate(X, source=source)
 
     def page(self, samples: Given | None = None) -> Path:
         """Write the page, ``report.html`` in the experiment's folder: tables, figures, warnings and settings.

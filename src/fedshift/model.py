@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from fedshift.data.domain import DataSource
 from fedshift.data.input_guard import InputShift
 from fedshift.evaluation.estimate.combination import Estimate
 from fedshift.evaluation.records import RunResult
@@ -137,15 +138,17 @@ class Model:
         """
         return self.trained.read(Path(X) if isinstance(X, str) else X, how_written(written or {})).shift
 
-    def estimate(self, X: Samples, written: Written = None) -> Estimate:
+    def estimate(self, X: Samples, written: Written = None, source: DataSource | None = None) -> Estimate:
         """The accuracy to expect on samples without labels, in percent, with an interval of 90 %, or why there is none.
 
         It needs the runs beside that of the model, each of which left another site out: see `estimate_accuracy`.
+        The samples of these sites are read where the run says they are, or from ``source``.
 
         Raises:
             UserError: the samples are not what the model reads, or it does not tell classes apart.
         """
-        return estimate_at(self.trained, self.folder, Path(X) if isinstance(X, str) else X, how_written(written or {}))
+        samples = Path(X) if isinstance(X, str) else X
+        return estimate_at(self.trained, self.folder, samples, how_written(written or {}), source)
 
     def to_label(
         self, X: Samples, number: int = 50, seed: int = 0, strata: bool | None = None, written: Written = None

@@ -13,6 +13,7 @@ import fedshift
 from fedshift.cli.estimate import print_estimate
 from fedshift.errors import UserError
 from fedshift.evaluation.predictions import PREDICTIONS
+from fedshift.experiment.config.experiment import parse
 
 SITES = ("north", "south", "east", "west")
 
@@ -33,24 +34,29 @@ def written(path: Path, rows: list[dict[str, Any]], names: tuple[str, ...] = ("a
     return path
 
 
+STUDY: dict[str, Any] = {
+    "name": "estimate",
+    "protocol": {"targets": "all", "seeds": [0, 1]},
+    "model": "linear",
+    "training": {"rounds": 8, "batch_size": 16, "lr": 0.1},
+    "methods": ["fedavg"],
+    "engine": {"threads": 1},
+    "evaluation": {"resamples": 0},
+    "device": "cpu",
+}
+
+
+def table_of(folder: Path) -> dict[str, Any]:
+    sites = {name: str(folder / f"{name}.csv") for name in SITES}
+    return {"name": "table", "sites": sites, "label": "outcome", "numeric": ["age", "pressure"]}
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> fedshift.api.Results:
     place = tmp_path_factory.mktemp("estimate")
-    sites = {name: str(written(place / f"{name}.csv", hospital(at))) for at, name in enumerate(SITES)}
-    return fedshift.run(
-        {
-            "name": "estimate",
-            "data": {"name": "table", "sites": sites, "label": "outcome", "numeric": ["age", "pressure"]},
-            "protocol": {"targets": "all", "seeds": [0, 1]},
-            "model": "linear",
-            "training": {"rounds": 8, "batch_size": 16, "lr": 0.1},
-            "methods": ["fedavg"],
-            "engine": {"threads": 1},
-            "evaluation": {"resamples": 0},
-            "device": "cpu",
-        },
-        place / "runs",
-    )
+    for at, name in enumerate(SITES):
+        written(place / f"{name}.csv", hospital(at))
+    return fedshift.run({**STUDY, "data": table_of(place)}, place / "runs")
 
 
 def run_of(results: fedshift.api.Results, site: str) -> Path:
@@ -74,9 +80,28 @@ def test_a_new_site_is_estimated_from_the_sites_left_out(
     print_estimate(run_of(results, "north"), data, "json", None)
     said = json.loads(capsys.readouterr().out)
     assert {"estimate", "low", "high", "abstain", "reasons"} <= set(said)
+    found = model.estimate(data)
     assert said["estimate"] == pytest.approx(found.estimate)
     print_estimate(run_of(results, "north") / "model.safetensors", data, "terminal", None)
     assert f"{found.estimate:.1f} %" in capsys.readouterr().out
+
+
+def test_the_sites_samples_are_looked_at_again(results: fedshift.api.Results, tmp_path: Path) -> None:
+    data = written(tmp_path / "new.csv", hospital(9, 200), ("age", "pressure"))
+    model = results.model(target="north", seed=0)
+    estimate = model.estimate(data)
+    assert not any("scores alone" in reason for reason in estimate.reasons)
+    assert results.estimate(data, target="north", seed=0).estimate == estimate.estimate
+
+
+def test_an_experiment_whose_samples_are_others_is_no_help(results: fedshift.api.Results, tmp_path: Path) -> None:
+    for at, name in enumerate(SITES):
+        written(tmp_path / f"{name}.csv", hospital(at + 20))
+    data = written(tmp_path / "new.csv", hospital(9, 200), ("age", "pressure"))
+    model = results.model(target="north", seed=0)
+    other = model.estimate(data, source=parse({**STUDY, "data": table_of(tmp_path)}).data)
+    assert other.estimate != model.estimate(data).estimate
+    assert "scores alone" in other.reasons[-1]
 
 
 def test_labels_of_the_data_are_not_read(results: fedshift.api.Results, tmp_path: Path) -> None:

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 from numpy.typing import NDArray
 
-from fedshift.data.domain import UNKNOWN
+from fedshift.data.domain import UNKNOWN, DataSet, DataSource
 from fedshift.data.table_files import SiteFormat
 from fedshift.errors import UserError
+from fedshift.evaluation.estimate.changes import nearby_answers
 from fedshift.evaluation.estimate.combination import Estimate, LeftOut, estimate_accuracy
 from fedshift.evaluation.predictions import PREDICTIONS, UNLABELLED
 from fedshift.evaluation.records import RunResult
-from fedshift.evaluation.stored import check_sum
+from fedshift.evaluation.stored import SETTINGS, check_sum, stored
+from fedshift.experiment.changed_samples import changeable, looked_at, usual_values
+from fedshift.experiment.config.data_section import data_source
 from fedshift.experiment.predict import ToPredict, TrainedModel, load_model
 from fedshift.experiment.runs.run_folder import MODEL
 
 _SAME, _DIGITS = 10, 5
 """So many samples of a site, and half of them, are among the data if their scores agree to so many digits."""
 _MOST_SEEDS = 4
+_NOT_LOOKED_AT = "it rests on scores alone: the left-out sites' samples were not looked at again"
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,7 @@ class Measured:
         unseen: whether the model did not train there.
         rows: each sample's row at its site (n,).
         known: scores and labels; labels are −1 where there are none.
+        sources: the sites that the model trained at.
     """
 
     site: str
@@ -43,10 +49,15 @@ class Measured:
     unseen: bool
     rows: NDArray[np.int64]
     known: LeftOut
+    sources: frozenset[str]
 
 
 def estimate_at(
-    trained: TrainedModel, folder: Path | None, data: Path | Any, written: SiteFormat | None = None
+    trained: TrainedModel,
+    folder: Path | None,
+    data: Path | Any,
+    written: SiteFormat | None = None,
+    source: DataSource | None = None,
 ) -> Estimate:
     """Estimate the accuracy of a model on samples without labels.
 
@@ -59,6 +70,8 @@ def estimate_at(
         folder: of its run; None or one without runs beside it: there are no cases, and no estimate.
         data: the samples, as for `TrainedModel.read`.
         written: how a table is written.
+        source: has the samples of the run's sites, which are changed and looked at again; None: what the run says of
+            its data. Where they cannot be read, or are others, the estimate rests on the scores that the runs noted.
 
     Raises:
         UserError: the data do not fit the model, it gives no probabilities of classes, or predictions are damaged.
@@ -70,20 +83,28 @@ def estimate_at(
     """
     if trained.segments or trained.objective.task != "classification":
         raise UserError(f"estimate is for models that tell classes apart, and this one is for {_task(trained)}")
-    return estimate_of(trained, folder, trained.read(data, written))
+    return estimate_of(trained, folder, trained.read(data, written), source)
 
 
-def estimate_of(trained: TrainedModel, folder: Path | None, samples: ToPredict) -> Estimate:
+def estimate_of(
+    trained: TrainedModel, folder: Path | None, samples: ToPredict, source: DataSource | None = None
+) -> Estimate:
     """As `estimate_at`, of samples that were read."""
     scores = trained.scores(samples.inputs).astype(np.float64)
-    left_out, trained_on = _cases(trained, folder, scores)
+    source = source or (None if folder is None else _source_of(folder))
+    read = None if source is None else _Read(source)
+    left_out, trained_on = _cases(trained, folder, scores, read)
+    nearby = _nearby(trained, samples.inputs, left_out, read)
     estimate = estimate_accuracy(
         left_out,
         scores,
         [] if folder is None else list(_other_seeds(folder, trained, samples.inputs)),
         unlike=samples.shift.refusal,
         unusual="; ".join(text for text in (samples.shift.warning, samples.left_out) if text) or None,
+        nearby=nearby,
     )
+    if left_out and nearby is None:
+        estimate = replace(estimate, reasons=(*estimate.reasons, _NOT_LOOKED_AT))
     if not trained_on:
         return estimate
     why = f"the model trained at '{trained_on[0]}', whose samples these are: an estimate is for a new site"
@@ -95,7 +116,7 @@ def _task(trained: TrainedModel) -> str:
 
 
 def _cases(
-    trained: TrainedModel, folder: Path | None, scores: NDArray[np.float64]
+    trained: TrainedModel, folder: Path | None, scores: NDArray[np.float64], read: _Read | None
 ) -> tuple[dict[str, LeftOut], list[str]]:
     """The sites that were left out, without the one whose samples these are; and the sources whose samples they are."""
     if folder is None:
@@ -108,7 +129,7 @@ def _cases(
             if run == own and _same(one.known.scores, known):
                 trained_on += [] if one.unseen else [one.site]
             elif one.unseen:
-                cases[one.site] = one.known
+                cases[one.site] = one.known if read is None else _looked_at(run, one, read)
     return cases, trained_on
 
 
@@ -116,6 +137,72 @@ def _siblings(folder: Path) -> list[Path]:
     """The folders of the runs of the same method and seed, that of the run itself among them."""
     own = folder.absolute()
     return sorted(own.parents[1].glob(f"*/{own.name}")) if len(own.parents) > 1 else []
+
+
+def _source_of(run: Path) -> DataSource | None:
+    """The data that a run says it read, if they can be found without code of others."""
+    try:
+        if (settings := stored(run / SETTINGS)) is None:
+            return None
+        said = yaml.safe_load(settings.data)["data"]
+        name = str(said["name"])
+        if ":" in name or name.endswith(".py"):
+            return None
+        return data_source({key: value for key, value in said.items() if key != "fingerprint"}, run)
+    except (UserError, OSError, yaml.YAMLError, KeyError, TypeError):
+        return None
+
+
+class _Read:
+    """The data of a run's sites, read once for each encoding."""
+
+    def __init__(self, source: DataSource) -> None:
+        self._source = source
+        self._read: list[tuple[DataSource, DataSet]] = []
+
+    def encoded_by(self, sources: Collection[str]) -> DataSet:
+        """The data as a model that trained at these sites reads them.
+
+        Raises:
+            UserError: they cannot be read.
+        """
+        source = self._source
+        for name in self._of(source).domains:
+            source = source if name in sources else source.without(name)
+        return self._of(source)
+
+    def _of(self, source: DataSource) -> DataSet:
+        for known, data in self._read:
+            if known == source:
+                return data
+        self._read.append((source, source.build()))
+        return self._read[-1][1]
+
+
+def _nearby(
+    trained: TrainedModel, inputs: NDArray[Any], left_out: Mapping[str, LeftOut], read: _Read | None
+) -> NDArray[np.float64] | None:
+    """What the model says near the samples; None if not all of the left-out sites were looked at so."""
+    if read is None or not left_out or not all(site.looked_at for site in left_out.values()):
+        return None
+    usual = usual_values(read.encoded_by(trained.metadata["sources"]), list(left_out))
+    if not changeable(inputs) or inputs.shape[1:] != usual.mean.shape:
+        return None
+    return nearby_answers(trained.scores, inputs, usual)
+
+
+def _looked_at(run: Path, one: Measured, read: _Read) -> LeftOut:
+    """What the run's model says of a site's samples when they are changed.
+
+    It is what the run noted, and no more, if data or model cannot be read, or if the model says something else of the
+    samples than it did then.
+    """
+    try:
+        left_out = load_model(run / MODEL)
+        data = read.encoded_by(one.sources)
+    except UserError:
+        return one.known
+    return looked_at(left_out, data, one.site, one.rows, one.known)
 
 
 def _same(scores: NDArray[Any], known: set[bytes]) -> bool:
@@ -128,7 +215,7 @@ def _same(scores: NDArray[Any], known: set[bytes]) -> bool:
 def estimate_at_run(run: Path, result: RunResult) -> Estimate:
     """Estimate the accuracy of a run at its target that has no labels, from the predictions that it noted.
 
-    The cases with known truth are those of `estimate_at`.
+    The cases with known truth are those of `estimate_at`, but only scores are read: no site's samples are needed.
 
     Args:
         run: its folder.
@@ -151,7 +238,8 @@ def estimate_at_run(run: Path, result: RunResult) -> Estimate:
         for one in measured(other, classes)
         if one.unseen
     }
-    return estimate_accuracy(left_out, scores, unlike=said.unlike, unusual=said.unusual)
+    estimate = estimate_accuracy(left_out, scores, unlike=said.unlike, unusual=said.unusual)
+    return replace(estimate, reasons=(*estimate.reasons, _NOT_LOOKED_AT)) if left_out else estimate
 
 
 def measured(run: Path, classes: tuple[str, ...]) -> Iterator[Measured]:
@@ -195,7 +283,7 @@ def noted(run: Path, classes: tuple[str, ...]) -> Iterator[Measured]:
     for site, part in sorted({*zip(sites.tolist(), parts.tolist(), strict=True)}):
         rows = (sites == site) & (parts == part)
         unseen = part == "target" and site not in sources
-        yield Measured(site, part, unseen, numbered[rows], LeftOut(scores[rows], numbers[rows]))
+        yield Measured(site, part, unseen, numbered[rows], LeftOut(scores[rows], numbers[rows]), frozenset(sources))
 
 
 def _other_seeds(folder: Path, trained: TrainedModel, inputs: Any) -> Iterator[NDArray[np.float32]]:

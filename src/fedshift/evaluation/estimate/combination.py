@@ -4,16 +4,21 @@ Each labelled site was left out once, so a model that never saw it has been meas
 with known truth: its accuracy is estimated from the others' sums, as that of the site without labels is from all, and
 how far those estimates were off says how far this one may be.
 
-The estimate is the median of five (`USED`), since each of them is far off somewhere. Where no class frequencies explain
-the predictions (`unexplained`, beyond what the left-out sites show of each other), inputs have changed and not only
-frequencies: then confidence misleads most, and the median of the three that do not read it alone takes its
-place. These choices, and the constants below, are the same for all data; benchmarks/estimate.md says how they do.
+The estimate begins with the median of five (`USED`), since each of them is far off somewhere. Where no class
+frequencies explain the predictions (`unexplained`, beyond what the left-out sites show of each other), inputs have
+changed and not only frequencies: then confidence misleads most, and the median of the three that do not read it alone
+takes its place.
+
+Where the left-out sites' samples can be read, too, each gives further cases, in which its samples are changed or drawn
+again; what they show of the median's errors corrects it (`fedshift.evaluation.estimate.correction`).
+
+These choices, and the constants below, are the same for all data; benchmarks/estimate.md says how they do.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
@@ -22,10 +27,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from fedshift.evaluation.estimate.changes import drawn_again
+from fedshift.evaluation.estimate.correction import Case, Correction, learn
 from fedshift.evaluation.estimate.estimators import (
     ESTIMATORS,
     agreement,
     distance_of_confidence,
+    moved_frequencies,
     unexplained,
 )
 from fedshift.evaluation.estimate.sums import Numbers, SiteSums, probabilities, sums_of
@@ -41,17 +49,34 @@ FLOOR, SPREAD = 0.42, 1.3
 s is the standard deviation of the five."""
 PRIOR = 3
 """As many left-out sites that number counts for."""
+MOVED_COUNT = 2.0
+"""Cases of moved class frequencies count for so many of changed samples."""
 _MOST_SQUARE = 9.0
 """One left-out site's squared error, in such errors, counts for no more."""
 FEWEST_SITES, FEWEST_SAMPLES, FEW_EVENTS = 2, 10, 10
 UNEXPLAINED, FAR = 0.45, 0.06
 """From these, beyond what the left-out sites show of each other, scores are too unlike for an estimate."""
-LOSS, ODD, DISTANT, ALARM = 14.0, 0.15, 0.02, 2.5
+LOSS, ODD, DISTANT, ALARM = 25.0, 0.3, 0.015, 1.7
 """A shift may be harmful from a sum of ALARM: points below the left-out sites' mean over LOSS, unexplained answers over
 ODD, and distance of confidence over DISTANT. About 6 % of unharmed targets reach it."""
 WIDEST = 70.0
 """An interval of more points than these says nothing, and no estimate is given."""
 LEVEL = 0.9
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a model says of samples and of those near them.
+
+    Attributes:
+        scores: probabilities (n, classes).
+        labels: class numbers (n,).
+        nearby: see `fedshift.evaluation.estimate.changes.nearby_answers` (n, changes, 2).
+    """
+
+    scores: NDArray[Any]
+    labels: NDArray[np.int64]
+    nearby: NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -61,10 +86,12 @@ class LeftOut:
     Attributes:
         scores: probabilities (n, classes).
         labels: class numbers (n,).
+        looked_at: of some of its samples: as they are, first, and under changes. Empty if they could not be read.
     """
 
     scores: NDArray[Any]
     labels: NDArray[np.int64]
+    looked_at: tuple[Answers, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -118,11 +145,28 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Reading:
-    """What estimators say of scores, as shares."""
+    """What estimators say of scores, as shares, and how unlike those of the left-out sites they are.
+
+    Attributes:
+        parts: by estimator.
+        unexplained, far: see the functions `unexplained` and `distance_of_confidence`.
+        predicted, frequencies: total variation between the shares of predicted classes here and there, and between
+            class frequencies as EM has them and theirs.
+        peak: the share of the class that is predicted most, less that there.
+    """
 
     parts: Mapping[str, float]
     unexplained: float
     far: float
+    predicted: float
+    frequencies: float
+    peak: float
+
+    def features(self, nearby: NDArray[Any]) -> Numbers:
+        """What the correction reads of them and of the answers nearby (m, changes, 2)."""
+        said = [logit(value) for value in self.parts.values()]
+        unlike = [self.unexplained, self.far, self.predicted, self.frequencies, self.peak]
+        return np.array([*said, *unlike, *nearby.mean(axis=0).ravel()])
 
     def centre(self, usual: float) -> float:
         """The estimate; ``usual``: the share of unexplained samples at left-out sites."""
@@ -147,10 +191,15 @@ def read(sums: SiteSums, scores: ArrayLike) -> Reading:
         (0.7, 0.6)
     """
     shares = probabilities(scores)
+    here = np.bincount(shares.argmax(axis=1), minlength=shares.shape[1]) / len(shares)
+    there = sums.confusion.sum(axis=0) / sums.samples
     return Reading(
         {name: estimator(sums, shares) for name, estimator in ESTIMATORS.items()},
         unexplained(sums, shares),
         distance_of_confidence(sums, shares),
+        predicted=float(np.abs(here - there).sum() / 2),
+        frequencies=float(np.abs(moved_frequencies(sums, shares) - sums.frequencies).sum() / 2),
+        peak=float(here.max() - there.max()),
     )
 
 
@@ -161,6 +210,7 @@ def estimate_accuracy(
     unlike: str | None = None,
     unusual: str | None = None,
     cases: Cases | None = None,
+    nearby: NDArray[Any] | None = None,
 ) -> Estimate:
     """Estimate the accuracy of a model at a site without labels.
 
@@ -171,6 +221,7 @@ def estimate_accuracy(
         unlike: what is too unlike the training data about the inputs; None: nothing.
         unusual: what is unusual about them.
         cases: of the same sites, if they were read before.
+        nearby: what the model says near the samples, see `nearby_answers`; None: the median is not corrected.
 
     Example:
         >>> draw = np.random.default_rng(0)
@@ -201,7 +252,7 @@ def estimate_accuracy(
     found = read(cases.whole, shares)
     beyond, far = found.unexplained - cases.unexplained, found.far - cases.far
     stop += _too_unlike(beyond, far)
-    centre, low, high = cases.interval(found, len(shares))
+    centre, low, high = cases.interval(found, len(shares), nearby)
     if not stop and 100 * (high - low) > WIDEST:
         stop.append(f"its interval would be {100 * (high - low):.0f} points wide")
     lost = 100 * ((usual or 0.0) - centre)
@@ -217,43 +268,116 @@ def estimate_accuracy(
 
 @dataclass(frozen=True)
 class Cases:
-    """What the left-out sites say of estimates: the sums of all, their usual unlikeness, and a factor of errors."""
+    """What the left-out sites say of estimates.
+
+    Attributes:
+        whole: the sums of all.
+        unexplained, far: how unlike they are each other.
+        factor: how far the median is off there, in errors that it is given.
+        sites: how many there are.
+        correction: of the median; None if their samples were not looked at.
+        corrected_factor: the same of the corrected median.
+    """
 
     whole: SiteSums
     unexplained: float
     far: float
     factor: float
     sites: int
+    correction: Correction | None = None
+    corrected_factor: float = 1.0
 
     @classmethod
     def of(cls, left_out: Mapping[str, LeftOut]) -> Cases:
         """Read at least two left-out sites, each from the sums of the others."""
         sums = {name: sums_of(site.scores, site.labels) for name, site in left_out.items()}
-        readings = {
-            name: read(reduce(add, (one for other, one in sums.items() if other != name)), site.scores)
-            for name, site in left_out.items()
-        }
+        others = {name: reduce(add, (one for other, one in sums.items() if other != name)) for name in sums}
+        readings = {name: read(others[name], site.scores) for name, site in left_out.items()}
         usual = float(np.mean([one.unexplained for one in readings.values()]))
-        squares = 0.0
-        for name, one in readings.items():
-            n, right = sums[name].samples, sums[name].accuracy * sums[name].samples
-            truth = math.log((right + 0.5) / (n - right + 0.5))
-            noise = 1 / (right + 0.5) + 1 / (n - right + 0.5)  # of a binomial's logit
-            square = max(0.0, (truth - logit(one.centre(usual))) ** 2 - noise) / one.error**2
-            squares += min(square, _MOST_SQUARE)
+        squares = {
+            name: _square(
+                logit(one.centre(usual)) - _odds(sums[name].accuracy, sums[name].samples),
+                sums[name].accuracy,
+                sums[name].samples,
+                one.error,
+            )
+            for name, one in readings.items()
+        }
         far = float(np.mean([one.far for one in readings.values()]))
-        factor = math.sqrt((PRIOR + squares) / (PRIOR + len(sums)))
-        return cls(reduce(add, sums.values()), usual, far, factor, len(sums))
+        cases = cls(reduce(add, sums.values()), usual, far, _factor(squares), len(sums))
+        if not all(site.looked_at for site in left_out.values()):
+            return cases
+        return cases._corrected(
+            {name: list(_known(others[name], left_out[name], usual, number)) for number, name in enumerate(sums)}
+        )
 
-    def interval(self, reading: Reading, samples: int) -> tuple[float, float, float]:
+    def _corrected(self, known: Mapping[str, Sequence[_Known]]) -> Cases:
+        """With what all sites' cases teach, and how well each site's are foretold by the others'."""
+        learnt = {name: [one.case for one in cases] for name, cases in known.items()}
+        squares = {}
+        for name, cases in known.items():
+            before = learn({other: one for other, one in learnt.items() if other != name})
+            squares[name] = float(
+                np.mean(
+                    [
+                        _square(before.at(one.case.features) - one.case.off, one.accuracy, one.samples, one.error)
+                        for one in cases
+                    ]
+                )
+            )
+        return replace(self, correction=learn(learnt), corrected_factor=_factor(squares))
+
+    def interval(
+        self, reading: Reading, samples: int, nearby: NDArray[Any] | None = None
+    ) -> tuple[float, float, float]:
         """The estimate and the ends of its interval, for the accuracy on so many samples."""
         from scipy.special import stdtrit  # takes a second to import
 
-        centre = reading.centre(self.unexplained)
+        centre, factor = reading.centre(self.unexplained), self.factor
+        if self.correction is not None and nearby is not None:
+            centre = _share(logit(centre) + self.correction.at(reading.features(nearby)))
+            factor = self.corrected_factor
         middle = logit(centre)
         noise = 1 / (samples * centre + 0.5) + 1 / (samples * (1 - centre) + 0.5)
-        half = stdtrit(PRIOR + self.sites, (1 + LEVEL) / 2) * math.sqrt((self.factor * reading.error) ** 2 + noise)
+        half = stdtrit(PRIOR + self.sites, (1 + LEVEL) / 2) * math.sqrt((factor * reading.error) ** 2 + noise)
         return centre, min(centre, _share(middle - half)), max(centre, _share(middle + half))
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A case of a left-out site, with what its error is compared with."""
+
+    case: Case
+    accuracy: float
+    samples: int
+    error: float
+
+
+def _known(others: SiteSums, site: LeftOut, usual: float, seed: int) -> Iterator[_Known]:
+    """The cases of a site: as it is, changed, and drawn again in other class frequencies, which ``seed`` decides."""
+    natural, *changed = site.looked_at
+    again = drawn_again(natural.labels, natural.scores.shape[1], seed)
+    moved = [Answers(natural.scores[rows], natural.labels[rows], natural.nearby[rows]) for rows in again]
+    for answers, weight in [(natural, 1.0), *((one, 1.0) for one in changed), *((one, MOVED_COUNT) for one in moved)]:
+        reading, samples = read(others, answers.scores), len(answers.labels)
+        accuracy = float((answers.scores.argmax(axis=1) == answers.labels).mean())
+        off = logit(accuracy) - logit(reading.centre(usual))
+        yield _Known(Case(reading.features(answers.nearby), off, weight), accuracy, samples, reading.error)
+
+
+def _odds(accuracy: float, samples: int) -> float:
+    """The logit of an accuracy that was counted on so many samples."""
+    return math.log((accuracy * samples + 0.5) / ((1 - accuracy) * samples + 0.5))
+
+
+def _square(off: float, accuracy: float, samples: int, error: float) -> float:
+    """The square of how far an estimate is off on the logit scale, without the noise of counting, in its errors."""
+    noise = 1 / (accuracy * samples + 0.5) + 1 / ((1 - accuracy) * samples + 0.5)  # of a binomial's logit
+    return min(max(0.0, off**2 - noise) / error**2, _MOST_SQUARE)
+
+
+def _factor(squares: Mapping[str, float]) -> float:
+    return math.sqrt((PRIOR + sum(squares.values())) / (PRIOR + len(squares)))
 
 
 def logit(share: float) -> float:

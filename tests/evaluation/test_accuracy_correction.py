@@ -1,0 +1,124 @@
+"""What the changed samples of left-out sites teach an estimate, and samples nearby."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from sklearn.linear_model import Ridge
+
+from fedshift.evaluation.estimate.changes import Usual, changes, drawn_again, nearby_answers
+from fedshift.evaluation.estimate.combination import Answers, Cases, LeftOut, read
+from fedshift.evaluation.estimate.correction import OFFSET, RIDGE, Case, learn
+
+
+def softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
+    shares = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return np.asarray(shares / shares.sum(axis=1, keepdims=True))
+
+
+USUAL = Usual(np.zeros(8), np.ones(8))
+
+
+class TooSure:
+    """A linear model of two classes, made sure by large weights, that reads two columns of eight."""
+
+    def __init__(self, sharp: float = 6.0) -> None:
+        self.sharp = sharp
+
+    def scores(self, rows: NDArray[np.float64]) -> NDArray[np.float64]:
+        value = self.sharp * (rows[:, 0] + rows[:, 1])
+        return softmax(np.stack([-value, value], axis=1))
+
+
+def drawn(seed: int, n: int = 300) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Samples of a site with an offset of its own, and labels that the two columns decide but for noise."""
+    rng = np.random.default_rng(seed)
+    rows = rng.normal(size=(n, 8)) + 0.2 * rng.normal(size=8)
+    labels = (rows[:, 0] + rows[:, 1] + 0.7 * rng.normal(size=n) > 0).astype(np.int64)
+    return rows, labels
+
+
+def looked_at(seed: int) -> LeftOut:
+    model = TooSure()
+    rows, labels = drawn(seed)
+    answers = [Answers(model.scores(rows), labels, nearby_answers(model.scores, rows, USUAL))]
+    for _, changed in changes(rows, USUAL, seed):
+        answers.append(Answers(model.scores(changed), labels, nearby_answers(model.scores, changed, USUAL)))
+    return LeftOut(model.scores(rows), labels, tuple(answers))
+
+
+def test_changed_samples_teach_where_a_model_is_too_sure() -> None:
+    """With noise on its inputs a model that is too sure says nothing of what it lost; the cases with noise know."""
+    model, alone, taught = TooSure(), [], []
+    cases = Cases.of({f"s{seed}": looked_at(seed) for seed in range(5)})
+    for seed in range(50, 62):
+        rows, labels = drawn(seed)
+        noisy = rows + 1.2 * np.random.default_rng(seed + 1000).normal(size=rows.shape)
+        scores = model.scores(noisy)
+        truth = 100 * float((scores.argmax(axis=1) == labels).mean())
+        nearby = nearby_answers(model.scores, noisy, USUAL)
+        for errors, near in ((alone, None), (taught, nearby)):
+            centre, low, high = cases.interval(read(cases.whole, scores), len(scores), near)
+            assert low <= centre <= high
+            errors.append(abs(100 * centre - truth))
+    assert np.mean(taught) < 0.75 * np.mean(alone)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_correction_is_the_ridge_regression_of_scikit_learn_without_offsets(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedshift.evaluation.estimate.correction.OFFSET", 0.0)
+    rng = np.random.default_rng(seed)
+    rows, off, weights = rng.normal(size=(30, 4)), rng.normal(size=30), rng.uniform(0.5, 2, 30)
+    cases = [Case(row, value, weight) for row, value, weight in zip(rows, off, weights, strict=True)]
+    correction = learn({"a": cases[:10], "b": cases[10:]})
+    standard = (rows - rows.mean(axis=0)) / (rows.std(axis=0) + 1e-6)
+    right = Ridge(RIDGE, fit_intercept=False).fit(standard, off, sample_weight=weights)
+    np.testing.assert_allclose(correction.coefficients, right.coef_, atol=1e-9)
+
+
+def test_an_offset_that_all_cases_of_a_site_share_counts_less_than_differences_within_it() -> None:
+    """The same regression as a mixed model: one column a site, whose coefficients have the offset's variance."""
+    rng = np.random.default_rng(0)
+    sites = {
+        name: [Case(rng.normal(size=2), rng.normal() + at, 1.0) for _ in range(12)] for at, name in enumerate("abc")
+    }
+    rows = np.stack([case.features for cases in sites.values() for case in cases])
+    standard = (rows - rows.mean(axis=0)) / (rows.std(axis=0) + 1e-6)
+    member = np.repeat(np.eye(3), 12, axis=0) * np.sqrt(RIDGE * OFFSET)
+    off = np.array([case.off for cases in sites.values() for case in cases])
+    right = Ridge(RIDGE, fit_intercept=False).fit(np.hstack([standard, member]), off)
+    np.testing.assert_allclose(learn(sites).coefficients, right.coef_[:2], atol=1e-9)
+
+
+@settings(deadline=None, max_examples=20)
+@given(seed=st.integers(0, 10_000), image=st.booleans())
+def test_changes_keep_type_and_shape_and_bytes_stay_bytes(seed: int, image: bool) -> None:
+    rng = np.random.default_rng(seed)
+    inputs = rng.integers(0, 256, (3, 1, 6, 5), dtype=np.uint8) if image else rng.normal(size=(4, 3)).astype(np.float32)
+    made = dict(changes(inputs, Usual.of([inputs]), seed))
+    assert len(made) == 11
+    for changed in made.values():
+        assert changed.dtype == inputs.dtype
+        assert changed.shape == inputs.shape
+        assert np.isfinite(changed.astype(np.float64)).all()
+
+
+def test_a_model_that_reads_no_value_keeps_every_answer_nearby() -> None:
+    inputs = np.random.default_rng(0).normal(size=(20, 3))
+    answers = nearby_answers(lambda rows: np.tile([0.3, 0.7], (len(rows), 1)), inputs, Usual.of([inputs]))
+    assert answers.shape == (20, 4, 2)
+    assert answers[..., 0].all()
+    np.testing.assert_allclose(answers[..., 1], 0.7)
+
+
+def test_samples_drawn_again_are_the_sites_own_in_other_frequencies() -> None:
+    labels = np.array([0] * 50 + [1] * 40 + [2] * 10)
+    shares = [np.bincount(labels[rows], minlength=4) / len(rows) for rows in drawn_again(labels, 4)]
+    assert len(shares) == 6
+    assert all(share[3] == 0 for share in shares)
+    assert max(np.abs(share[:3] - [0.5, 0.4, 0.1]).max() for share in shares) > 0.2
