@@ -55,7 +55,7 @@ def test_every_test_that_the_page_names_exists(page: str) -> None:
 
 
 def test_the_selftest_tries_what_the_rows_say_and_nothing_else() -> None:
-    """A row that nothing tries says why. Two rows may name one attempt."""
+    """A row that nothing tries says why, and names the test that tries it. Two rows may name one attempt."""
     pytest.importorskip("nvflare", reason="the selftest needs NVIDIA FLARE")
     from fedshift.deploy.playground.selftest import PROMISES
 
@@ -64,6 +64,7 @@ def test_the_selftest_tries_what_the_rows_say_and_nothing_else() -> None:
         header, _, *table = rows(page)
         assert header[-3:] == SHOWN
         for row in table:
+            assert NAMED.search(row[-3]), f"no test shows: {row}"
             found = re.findall(r"`([^`]+)`", row[-2])
             assert found or re.fullmatch(r"no: .{10,}", row[-2]), row
             named |= set(found)

@@ -278,6 +278,24 @@ def test_a_second_reply_is_refused(tmp_path: Path) -> None:
     }
 
 
+def test_the_reply_of_an_earlier_round_is_refused(tmp_path: Path) -> None:
+    sent: list[Any] = []
+
+    def replay(site: str, header: dict[str, Any], answer: Any) -> Any:
+        if site != HOSTILE or header["do"] != "call":
+            return answer
+        sent.append(answer)
+        return sent[0]
+
+    files = write_data(tmp_path / "data", SITES)
+    places = {site: site_file(tmp_path, site, files[site]) for site in SITES}
+    deploy(tmp_path, options_of({"name": "fedavg"}), transport=Loopback(places, replay), engine={"quorum": 2})
+    assert {(event["site"], event["round"]) for event in events(tmp_path) if event.get("is") == "refused"} == {
+        (HOSTILE, 2),
+        (HOSTILE, 3),
+    }
+
+
 def test_a_site_that_is_lost_before_the_run_goes_on_stands_in_by_its_card(tmp_path: Path) -> None:
     files = write_data(tmp_path / "data", SITES)
     places = {site: site_file(tmp_path, site, files[site]) for site in SITES}

@@ -289,6 +289,22 @@ def test_measurements_have_noise_and_are_counted(tmp_path: Path) -> None:
     assert len(lines(site)) == 30
 
 
+def test_models_are_measured_until_the_budget_is_spent(tmp_path: Path) -> None:
+    site = program(tmp_path, epsilon=3.0, measurement_noise=8.0)
+    part = {**_part(site), "role": "unseen", "whole": True}
+
+    def measured(number: int, run: str = "r") -> Any:
+        return request(site, do="measure", round=number, run=run, setting=ASKED, part=part)
+
+    number = next(number for number in range(200) if "error" in measured(number))
+    assert number > 2
+    assert "privacy.epsilon" in measured(number)["message"]
+    assert len(lines(site)) == number
+    assert site.rules.ledger.epsilon() <= 3.0
+    assert "privacy.epsilon" in measured(0, "another")["message"]
+    assert "error" not in measured(0)  # answered and paid before
+
+
 def test_a_result_says_how_much_noise_its_accuracies_have(tmp_path: Path) -> None:
     """Of 12 samples that a site holds out, two more or fewer may be said to be right: 17 points."""
     protocol = {"targets": ["sites"], "seeds": [0], "test_fraction": 0.3}

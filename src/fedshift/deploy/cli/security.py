@@ -91,7 +91,7 @@ def _lines(number: int) -> str:
 def selftest(
     keep: Annotated[Path | None, typer.Option("--keep", help="Leave kits and logs here.", metavar="DIR")] = None,
 ) -> None:
-    """Play a federation on this machine and try every promise of docs/security.md on it.
+    """Play a federation on this machine and try on it the promises of docs/security.md that depend on an installation.
 
     It says who tried what and what came of it, and ends with 1 if a promise does not hold.
     """

@@ -144,13 +144,6 @@ def caught_requests(
     return transport.programs, caught
 
 
-def genuine_request(played: Played, name: str, differs: Differs = lambda site: {}) -> tuple[SiteProgram, Message]:
-    """A new program of the first site, and a request to train that the coordinator sends it."""
-    programs, caught = caught_requests(played, name, differs=differs)
-    first = next(iter(played.sites))
-    return programs[first], caught[first]
-
-
 def forged(request: Message, content: Mapping[str, Content] | None = None, **changes: Any) -> Message:
     """A request with other fields or other content, as a coordinator can make it: key and digest fit.
 

@@ -26,11 +26,10 @@ NASTY = ("<script>alert(1)</script>", '=HYPERLINK("http://x")', "\x1b]0;owned\x0
 POLICY: dict[str, Any] = {
     "send": ["weights", "numbers", "accuracy", "metrics"],
     "smallest_group": 10,
-    "methods": ["fedavg", "ccst", "deepall"],
+    "methods": ["fedavg"],
     "requests_per_round": 8,
 }
-"""What the sites allow. `ccst` may run, but the styles that it needs may not leave; `deepall` may run, but the samples
-that it needs leave no site of a deployment."""
+"""What the sites allow."""
 PATIENCE = 120.0
 """Seconds that anything may take: the machine may be busy."""
 
