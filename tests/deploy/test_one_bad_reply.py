@@ -132,16 +132,16 @@ def test_without_a_quorum_the_run_ends_and_names_it(tmp_path: Path) -> None:
 def test_an_answer_that_breaks_the_check_itself_is_only_that_sites_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fedshift.federation.replies import checks
+    from fedshift.federation import replies
 
-    real = checks.ReplyCheck.check
+    real = replies.ReplyCheck.check
 
     def fails(self: Any, call: str, site: str, *rest: Any) -> Any:
         if site == HOSTILE:
             raise NotImplementedError("nobody thought of this")
         return real(self, call, site, *rest)
 
-    monkeypatch.setattr(checks.ReplyCheck, "check", fails)
+    monkeypatch.setattr(replies.ReplyCheck, "check", fails)
     deploy(tmp_path, options_of({"name": "fedavg"}), engine={"quorum": 2})
     assert refused(tmp_path) == {HOSTILE}
 

@@ -219,7 +219,7 @@ def test_the_dice_loss_is_minimised() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"methods": ["csac"]}, r"csac .*classification.* segmentation: choose deepall, "),
+        ({"methods": ["csac"]}, r"csac .*classification.* segmentation: choose fedavg, "),
         ({"model": FROZEN}, r"'frozen' .*classification"),
         ({"model": "mnist_cnn"}, r"model\.name: 'mnist_cnn' .*classification.* choose unet"),
         ({"data": "rotated_digits", "protocol": {"targets": "D0"}}, r"'unet' .*segmentation"),

@@ -235,19 +235,6 @@ def kit_of(folder: Path, role: str, allowed: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("role", "before"),
-    [
-        ("coordinator", "fedshift.federation.flare" + ".FlareCoordinator"),
-        ("site", "fedshift.federation.flare" + ".FlareSite"),
-    ],
-)
-def test_a_kit_of_before_is_refused_in_one_line(tmp_path: Path, role: str, before: str) -> None:
-    with pytest.raises(UserError, match=r"anew.*--renew") as caught:
-        roles.load_kit(kit_of(tmp_path, role, before), role)
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize(("role", "now"), [("coordinator", COORDINATOR_CLASS), ("site", SITE_CLASS)])
 def test_a_kit_of_now_is_taken(tmp_path: Path, role: str, now: str) -> None:
     assert load_kit(kit_of(tmp_path, role, now), role).role == role

@@ -59,8 +59,8 @@ class EpiFCR(DomainTraining):
         name="epi_fcr",
         citation="Li et al., ICCV 2019",
         group="pooled",
-        advice="For three domains or more, at several times the cost; no gain shown: 55.24 on SURF, where deepall "
-        "with its equal mini-batches has 55.94.",
+        advice="For three domains or more, at several times the cost; no gain shown: 53.59 on SURF, where deepall "
+        "with its mini-batches has 54.52.",
         settings={"released": {"summed": True}},
         tasks=WITHOUT_MASKS,
         relative_cost=2.5,

@@ -63,8 +63,8 @@ class MASF(DomainTraining):
         name="masf",
         citation="Dou et al., NeurIPS 2019",
         group="pooled",
-        advice="For three domains or more, with small steps; no gain shown: 54.65 on SURF, where deepall with its "
-        "equal mini-batches has 55.94.",
+        advice="For three domains or more, with small steps; no gain shown: 52.91 on SURF, where deepall with its "
+        "mini-batches has 54.52.",
         settings={"released": {"meta_clip": 2.0, "triplet_part": 3}},
         needs_classes="it compares which classes are confused with each other",
         thaws=False,
