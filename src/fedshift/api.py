@@ -181,18 +181,18 @@ class Results:
 
     def _run(self, method: str | None, target: str | None, seed: int | None) -> FinishedRun:
         """The run of a choice, as `model` has it."""
-        found = self.collected.all_runs
+        runs = self.collected.all_runs
         for what, name in (("method", method), ("target", target)):
-            known = list(dict.fromkeys(getattr(run.result, what) for run in found))
+            known = list(dict.fromkeys(getattr(run.result, what) for run in runs))
             if name is None and len(known) > 1:
                 raise UserError(f"there are runs of several {what}s: choose one with {what}=…; {nearest('', known)}")
             if name is not None and name not in known:
                 raise UserError(f"there is no finished run with {what} '{name}'; {nearest(name, known)}")
-            found = tuple(run for run in found if name is None or getattr(run.result, what) == name)
-        seeds = [run.result.seed for run in found]
+            runs = tuple(run for run in runs if name is None or getattr(run.result, what) == name)
+        seeds = [run.result.seed for run in runs]
         if seed is not None and seed not in seeds:
             raise UserError(f"there is no finished run with seed {seed}; known: {', '.join(map(str, seeds))}")
-        return found[seeds.index(min(seeds) if seed is None else seed)]
+        return runs[seeds.index(min(seeds) if seed is None else seed)]
 
     def predict(
         self,

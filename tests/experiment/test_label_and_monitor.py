@@ -86,6 +86,21 @@ def test_labels_of_a_list_give_an_interval(run: Path, new: Path, tmp_path: Path,
     assert 0 < told["needed"] <= 150
 
 
+def test_a_table_may_be_written_otherwise(run: Path, new: Path, tmp_path: Path, capsys: Any) -> None:
+    """Semicolons and decimal commas: the same samples are drawn, and the same is expected of them."""
+    other = tmp_path / "other.csv"
+    patients(50).drop(columns="outcome").to_csv(other, index=False, sep=";", decimal=",")
+    written = ["data.separator=;", "data.decimal=,"]
+    as_they_are = {**LABEL, "number": 30, "format": "json"}
+    label_samples(run, new, **as_they_are, out=tmp_path / "one.csv")
+    plan = json.loads(capsys.readouterr().out)
+    label_samples(run, other, **as_they_are, out=tmp_path / "two.csv", overrides=written)
+    assert json.loads(capsys.readouterr().out) == {**plan, "list": str(tmp_path / "two.csv")}
+    month = {"month": "first", "alarms": 0.01, "baseline": 3, "format": "json"}
+    print_month(run, other, tmp_path / "log.jsonl", **month, overrides=written)
+    assert json.loads(capsys.readouterr().out)["samples"] == 150
+
+
 def test_a_longer_list_keeps_the_labels(run: Path, new: Path, tmp_path: Path, capsys: Any) -> None:
     short, long = tmp_path / "short.csv", tmp_path / "long.csv"
     label_samples(run, new, **{**LABEL, "number": 20}, out=short)

@@ -277,7 +277,7 @@ def label(
         seed=seed,
         at_random=at_random,
         format=format,
-        own=(method, network),
+        own_code=(method, network),
         overrides=overrides or [],
     )
 
@@ -314,7 +314,7 @@ def monitor(
         alarms=alarms,
         baseline=baseline,
         format=format,
-        own=(method, network),
+        own_code=(method, network),
         overrides=overrides or [],
     )
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fedshift.cli.predict import table_format
+from fedshift.data.table_files import SiteFormat
 from fedshift.errors import UserError, nearest
 from fedshift.evaluation.estimate.labelling import LEVEL, Interval
 from fedshift.experiment.estimate import estimate_at
@@ -27,7 +28,7 @@ def label_samples(
     seed: int,
     at_random: bool,
     format: str,
-    own: tuple[str | None, str | None] = (None, None),
+    own_code: tuple[str | None, str | None] = (None, None),
     overrides: Sequence[str] = (),
 ) -> None:
     """Write a list of samples to label; or with ``labels``, a list that is filled in, say what follows from it. With
@@ -39,7 +40,7 @@ def label_samples(
     if format not in _FORMATS:
         raise UserError(f"--format: there is no format '{format}'; {nearest(format, _FORMATS)}")
     written = table_format(overrides, "label")
-    trained = load_model(run, *own)
+    trained = load_model(run, *own_code)
     known: dict[int, str] = {}
     if labels is not None:
         before, known = list_to_label(trained, data, labels, written)
@@ -47,62 +48,65 @@ def label_samples(
             _tell(before.measure(known, width), format)
             return
         drawn = before.drawn
-        found = samples_to_label(
+        to_label = samples_to_label(
             trained, data, number, seed, strata=drawn.stratified, most=len(drawn.sizes), written=written
         )
-        if lost := set(known) - set(found.rows):
+        if lost := set(known) - set(to_label.rows):
             raise UserError(
                 f"--number: {len(lost)} samples that have labels are not in a list of {number} with seed {seed}: ask "
                 "for more, or use the seed of before"
             )
     else:
-        found = samples_to_label(
+        to_label = samples_to_label(
             trained, data, 50 if number is None else number, seed, strata=False if at_random else None, written=written
         )
-    found.write(out, known)
-    accuracy = _expected_accuracy(trained, run, data, found)
+    to_label.write(out, known)
+    accuracy = _expected_accuracy(trained, run, data, written, to_label)
     plan = {
         "list": str(out),
-        "rows": found.rows,
-        "groups": len(found.drawn.sizes),
-        "expected_width": found.expected(accuracy).width,
+        "rows": to_label.rows,
+        "groups": len(to_label.drawn.sizes),
+        "expected_width": to_label.expected(accuracy).width,
         "width": width,
-        "needed": found.needed(accuracy, width),
+        "needed": to_label.needed(accuracy, width),
     }
     if format == "json":
         print(json_text(plan, indent=2))
         return
-    for line in _planned(found, plan, accuracy, out):
+    for line in _planned(to_label, plan, accuracy, out):
         print(printable(line))
 
 
-def _expected_accuracy(trained: TrainedModel, run: Path, data: Path, found: ToLabel) -> float:
+def _expected_accuracy(
+    trained: TrainedModel, run: Path, data: Path, written: SiteFormat | None, to_label: ToLabel
+) -> float:
     """The estimated accuracy; else the mean confidence."""
-    estimate = estimate_at(trained, run if run.is_dir() else run.parent, data).estimate
-    return float(100 * found.scores.max(axis=1).mean()) if estimate is None else estimate
+    estimate = estimate_at(trained, run if run.is_dir() else run.parent, data, written).estimate
+    return float(100 * to_label.scores.max(axis=1).mean()) if estimate is None else estimate
 
 
-def _planned(found: ToLabel, plan: dict[str, object], accuracy: float, out: Path) -> Iterator[str]:
-    how = f"at random in {plan['groups']} groups of confidence" if found.drawn.stratified else "at random"
-    yield f"{out}: {len(found.rows)} of {len(found.names)} samples, drawn {how}; fill in the column label, from the top"
+def _planned(to_label: ToLabel, plan: dict[str, object], accuracy: float, out: Path) -> Iterator[str]:
+    how = f"at random in {plan['groups']} groups of confidence" if to_label.drawn.stratified else "at random"
+    numbers = f"{len(to_label.rows)} of {len(to_label.names)} samples"
+    yield f"{out}: {numbers}, drawn {how}; fill in the column label, from the top"
     yield (
         f"at an accuracy of {accuracy:.0f} % their labels give an interval of about {plan['expected_width']:.0f} "
         f"points ({LEVEL:.0%}); {plan['width']:g} points take about {plan['needed']} labels"
     )
 
 
-def _tell(found: FromLabels, format: str) -> None:
+def _tell(measured: FromLabels, format: str) -> None:
     if format == "json":
-        print(json_text(found.plain(), indent=2))
+        print(json_text(measured.plain(), indent=2))
         return
-    print(f"{found.labels} labels of {found.samples} samples")
-    print(f"accuracy: {_in_words(found.accuracy)}")
-    if found.auroc is not None:
-        print(f"AUROC: {_in_words(found.auroc)}")
-    more = found.needed - found.labels
+    print(f"{measured.labels} labels of {measured.samples} samples")
+    print(f"accuracy: {_in_words(measured.accuracy)}")
+    if measured.auroc is not None:
+        print(f"AUROC: {_in_words(measured.auroc)}")
+    more = measured.needed - measured.labels
     what = f"{more} more labels" if more > 0 else "no more labels"
-    print(f"an interval of {found.width:g} points for the accuracy takes {what} ({found.needed} in all)")
+    print(f"an interval of {measured.width:g} points for the accuracy takes {what} ({measured.needed} in all)")
 
 
-def _in_words(one: Interval) -> str:
-    return f"{one.value:.1f} % ({one.low:.1f} to {one.high:.1f} in {LEVEL:.0%} of cases)"
+def _in_words(interval: Interval) -> str:
+    return f"{interval.value:.1f} % ({interval.low:.1f} to {interval.high:.1f} in {LEVEL:.0%} of cases)"

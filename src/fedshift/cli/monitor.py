@@ -26,7 +26,7 @@ def print_month(
     alarms: float,
     baseline: int,
     format: str,
-    own: tuple[str | None, str | None] = (None, None),
+    own_code: tuple[str | None, str | None] = (None, None),
     overrides: Sequence[str] = (),
 ) -> None:
     """Look at a new month's samples, append a line to the log and print it. The exit code is 1 if it is an alarm.
@@ -37,8 +37,8 @@ def print_month(
     if format not in _FORMATS:
         raise UserError(f"--format: there is no format '{format}'; {nearest(format, _FORMATS)}")
     written = table_format(overrides, "monitor")
-    found = monitor(
-        load_model(run, *own),
+    looked_at = monitor(
+        load_model(run, *own_code),
         run if run.is_dir() else run.parent,
         data,
         log,
@@ -48,32 +48,32 @@ def print_month(
         written=written,
     )
     if format == "json":
-        print(json_text({**found.model_dump(mode="json"), "alarm": found.alarm}, indent=2))
+        print(json_text({**looked_at.model_dump(mode="json"), "alarm": looked_at.alarm}, indent=2))
     else:
-        for line in _lines(found):
+        for line in _lines(looked_at):
             print(printable(line))
-    if found.alarm:
+    if looked_at.alarm:
         raise typer.Exit(1)
 
 
-def _lines(found: Month) -> Iterator[str]:
-    role = ", with which later ones are compared" if found.reference else ""
-    yield f"month {found.month}: {found.samples} samples{role}"
-    if not found.answers:
+def _lines(month: Month) -> Iterator[str]:
+    role = ", with which later ones are compared" if month.reference else ""
+    yield f"month {month.month}: {month.samples} samples{role}"
+    if not month.answers:
         yield f"note: less than {FEWEST} samples say too little, so nothing but their number is noted"
         return
-    if found.estimate is None:
+    if month.estimate is None:
         yield "no estimate of the accuracy: fedshift estimate says why"
     else:
-        ends = f"{found.low:.1f} to {found.high:.1f} in {LEVEL:.0%} of cases"
-        yield f"accuracy, estimated: {found.estimate:.1f} % ({ends})"
-    for name in found.unlike:
+        ends = f"{month.low:.1f} to {month.high:.1f} in {LEVEL:.0%} of cases"
+        yield f"accuracy, estimated: {month.estimate:.1f} % ({ends})"
+    for name in month.unlike:
         yield f"warning: {name} is too unlike the training data to predict; fedshift predict says in what"
-    for name in (name for name in found.unusual if name not in found.unlike):
+    for name in (name for name in month.unusual if name not in month.unlike):
         yield f"note: {name} is unlike the training data"
-    if found.harmful:
+    if month.harmful:
         yield "warning: the model may do much worse here than where it was measured; have some samples labelled"
-    for what, p in found.drift.items():
+    for what, p in month.drift.items():
         yield f"warning: {what} differ from the first months (p = {p:.1g})"
-    if not found.alarm:
+    if not month.alarm:
         yield "no alarm"

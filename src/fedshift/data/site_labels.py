@@ -12,7 +12,9 @@ from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, mode
 from fedshift.data.domain import UNKNOWN, DataSource, Domain, part_of
 from fedshift.errors import UserError, nearest
 
-Said = Annotated[Literal["none", "few", "few_train"], BeforeValidator(lambda said: "none" if said is None else said)]
+Labels = Annotated[
+    Literal["none", "few", "few_train"], BeforeValidator(lambda value: "none" if value is None else value)
+]
 """What a site has of labels."""
 _LABELLED = "labelled"
 
@@ -20,7 +22,7 @@ _LABELLED = "labelled"
 class SiteLabels(DataSource):
     """Base of the data sets of which some sites may lack labels."""
 
-    site_labels: dict[str, Said] = Field(
+    site_labels: dict[str, Labels] = Field(
         default_factory=dict,
         description="site: none, it has no labels, so it can only be a target, and is not measured; few, its labelled "
         "samples measure models and train none; few_train, they train, as a site of their own, and measure none",
@@ -53,21 +55,21 @@ class SiteLabels(DataSource):
         Raises:
             UserError: a site has more or fewer labels than ``site_labels`` says, or two domains have one name.
         """
-        found: dict[str, Domain] = {}
+        parts: dict[str, Domain] = {}
         for site, domain in domains.items():
-            said = self.site_labels.get(site)
-            if said in ("few", "few_train"):
+            labels = self.site_labels.get(site)
+            if labels in ("few", "few_train"):
                 _check_few(site, domain)
-            if said != "few_train":
-                found[site] = domain if said is None else replace(domain, unlabelled=True)
+            if labels != "few_train":
+                parts[site] = domain if labels is None else replace(domain, unlabelled=True)
                 continue
             name = f"{site}.{_LABELLED}"
             if name in domains:
                 raise UserError(f"data.site_labels: the labelled samples of '{site}' would be called '{name}': rename")
             rest = np.flatnonzero(domain.labels == UNKNOWN)
-            found[site] = replace(part_of(domain, rest, site), unlabelled=True)
-            found[name] = replace(part_of(domain, domain.known, name), only_source=True)
-        return found
+            parts[site] = replace(part_of(domain, rest, site), unlabelled=True)
+            parts[name] = replace(part_of(domain, domain.known, name), only_source=True)
+        return parts
 
 
 def _check_few(site: str, domain: Domain) -> None:

@@ -121,12 +121,12 @@ def _cases(
     """The sites that were left out, without the one whose samples these are; and the sources whose samples they are."""
     if folder is None:
         return {}, []
-    own = folder.absolute()
+    this_run = folder.absolute()
     known = {row.tobytes() for row in scores.round(_DIGITS)}
     cases, trained_on = {}, []
     for run in _siblings(folder):
         for one in measured(run, trained.classes):
-            if run == own and _same(one.known.scores, known):
+            if run == this_run and _same(one.known.scores, known):
                 trained_on += [] if one.unseen else [one.site]
             elif one.unseen:
                 cases[one.site] = one.known if read is None else _looked_at(run, one, read)
@@ -144,11 +144,11 @@ def _source_of(run: Path) -> DataSource | None:
     try:
         if (settings := stored(run / SETTINGS)) is None:
             return None
-        said = yaml.safe_load(settings.data)["data"]
-        name = str(said["name"])
+        section = yaml.safe_load(settings.data)["data"]
+        name = str(section["name"])
         if ":" in name or name.endswith(".py"):
             return None
-        return data_source({key: value for key, value in said.items() if key != "fingerprint"}, run)
+        return data_source({key: value for key, value in section.items() if key != "fingerprint"}, run)
     except (UserError, OSError, yaml.YAMLError, KeyError, TypeError):
         return None
 
@@ -275,8 +275,8 @@ def noted(run: Path, classes: tuple[str, ...]) -> Iterator[Measured]:
             return
         sites, parts = (np.array(table.column(name).to_pylist()) for name in ("site", "part"))
         scores = np.stack([table.column(f"score_{name}").to_numpy() for name in classes], axis=1)
-        place: dict[str | None, int] = {name: number for number, name in enumerate(classes)} | {None: UNKNOWN}
-        numbers = np.array([place[name] for name in table.column("label").to_pylist()], dtype=np.int64)
+        class_numbers: dict[str | None, int] = {name: number for number, name in enumerate(classes)} | {None: UNKNOWN}
+        numbers = np.array([class_numbers[name] for name in table.column("label").to_pylist()], dtype=np.int64)
         numbered, sources = table.column("row").to_numpy(), set(about["sources"])
     except (OSError, KeyError, TypeError, ValueError, pa.ArrowException):
         raise UserError(f"{path} is damaged: restore it, or delete {run} and run again") from None

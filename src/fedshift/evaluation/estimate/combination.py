@@ -164,9 +164,9 @@ class Reading:
 
     def features(self, nearby: NDArray[Any]) -> Numbers:
         """What the correction reads of them and of the answers nearby (m, changes, 2)."""
-        said = [logit(value) for value in self.parts.values()]
+        parts = [logit(value) for value in self.parts.values()]
         unlike = [self.unexplained, self.far, self.predicted, self.frequencies, self.peak]
-        return np.array([*said, *unlike, *nearby.mean(axis=0).ravel()])
+        return np.array([*parts, *unlike, *nearby.mean(axis=0).ravel()])
 
     def centre(self, usual: float) -> float:
         """The estimate; ``usual``: the share of unexplained samples at left-out sites."""

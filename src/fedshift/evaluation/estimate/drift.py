@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fedshift.evaluation.estimate.sums import answers_of, probabilities
+from fedshift.evaluation.estimate.sums import BANDS, answers_of, probabilities
 
 _DRAWS = 9999
 """Of the test of answers; its smallest p is 1 in 10,000."""
@@ -42,7 +42,7 @@ def answers(scores: ArrayLike) -> NDArray[np.int64]:
     """
     shares = probabilities(scores)
     predicted, bands = answers_of(shares)
-    counts = np.zeros((shares.shape[1], 5), dtype=np.int64)
+    counts = np.zeros((shares.shape[1], BANDS), dtype=np.int64)
     np.add.at(counts, (predicted, bands), 1)
     return counts.reshape(-1)
 
