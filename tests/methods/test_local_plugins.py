@@ -23,13 +23,14 @@ from fedshift.federation.randomness import derive_seed, drawn_from
 from fedshift.federation.site import Batch, Envelope, Site
 from fedshift.federation.site_runner import SiteRunner
 from fedshift.functional.metric_learning import momentum_triplet_loss
+from fedshift.functional.mixing import mixed_styles
 from fedshift.methods import registry
 from fedshift.methods.base import Method
 from fedshift.methods.composition.local import PLUG_INS
+from fedshift.methods.composition.mixstyle import beta
 from fedshift.methods.composition.puzzles import Puzzles
 from fedshift.methods.composition.triplets import KeyQueue
 from fedshift.methods.federated.fedavg import FedAvg
-from fedshift.methods.pooled.mixstyle import MixStyle
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -74,13 +75,19 @@ def head_of(site: Site, name: str, make: Callable[[], Any]) -> Any:
 # A step of each -------------------------------------------------------------------------------------------------------
 
 
-def test_mixstyle_is_the_pooled_method_s_step() -> None:
-    runner, weights = site_of(FedAvg(local=[{"name": "mixstyle", "probability": 1.0}]))
-    found = fitted(runner, weights)
-    other, _ = site_of(FedAvg())
-    other.site.begin(FIRST)
-    assert found == MixStyle(probability=1.0).fit(other.site, weights, steps=1).weights
-    assert found != fitted(other, weights)
+def test_mixstyle_by_hand() -> None:
+    """Partners are the mini-batch in another order."""
+    runner, weights = site_of(FedAvg(local=[{"name": "mixstyle", "probability": 1.0, "stages": ["conv1"]}]))
+    model, batch = beginning(runner.site, weights)
+    draws = runner.site.generator_for("mixstyle")
+    torch.rand((), generator=draws)
+    order, weight = torch.randperm(8, generator=draws), beta(0.1, 8, draws).float()
+    handle = model.get_submodule(model.stages["conv1"]).register_forward_hook(
+        lambda _, __, maps: mixed_styles(maps, order, weight)
+    )
+    descend(F.cross_entropy(model(batch.inputs), batch.targets), trainable(model))
+    handle.remove()
+    assert_same(fitted(runner, weights), model)
 
 
 def test_amplitude_mix_by_numpy() -> None:

@@ -55,6 +55,7 @@ class Traits:
         asked_once: the calls that ask about a model that a site keeps, and its name in the site's memory. With secure
             aggregation a site answers such a call once for each model, because repeated answers would reveal it.
         takes_plug_ins: whether it takes plug-ins of local training: its sites train one network with `Site.minimise`.
+        includes: the plug-ins that make a preset of the method that it derives from; their options are its fields.
         unfit_plug_ins: plug-ins that do not go with it, and why: "which …".
         trains_privately: whether it takes ``training.privacy``: its sites train with `Site.minimise` alone, send
             nothing else that is computed from samples, and its loss is a mean over samples and a ``regulariser``.
@@ -83,6 +84,7 @@ class Traits:
     reads_sealed: str = ""
     asked_once: Mapping[str, str] = field(default_factory=dict)
     takes_plug_ins: bool = True
+    includes: tuple[str, ...] = ()
     unfit_plug_ins: Mapping[str, str] = field(default_factory=dict)
     trains_privately: bool = False
     thaws: bool = True

@@ -137,7 +137,7 @@ def test_a_site_that_refuses_does_not_train() -> None:
 
 WRONG: list[tuple[Method, dict[str, object], dict[str, Any], str]] = [
     (FedDyn(), MLP, {}, "feddyn trains in its own way"),
-    (FedSAM(), MLP, {}, "fedsam trains in its own way"),
+    (FedSAM(), MLP, {}, "plug-ins"),
     (FedNova(), MLP, {}, "fednova trains in its own way"),
     (FedAvg(local=[{"name": "mixup"}]), MLP, {}, "plug-ins"),
     (FedAvg(), {**MLP, "dropout": 0.1}, {}, "without dropout"),

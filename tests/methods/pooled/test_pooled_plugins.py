@@ -38,7 +38,7 @@ SIZES = {"north": 12, "south": 9, "west": 10}
 GOES_WITH = {
     "deepall": ON_IMAGES,
     "source_only": ON_IMAGES,
-    "mixstyle": [name for name in ON_IMAGES if name != "mixstyle"],
+    "mixstyle": ON_IMAGES,
     "jigen": [name for name in ON_IMAGES if name not in ("jigsaw", "label_smoothing")],
     "fact": [name for name in ON_IMAGES if name not in ("amplitude_mix", "label_smoothing")],
     "eisnet": ["augment", "mixstyle", "dropout"],

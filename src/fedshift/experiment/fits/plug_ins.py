@@ -17,7 +17,8 @@ def fits(about: About, method: Method, network: Network) -> Iterator[str]:
         try:
             _check(plug_in, about, network)
         except UserError as error:
-            raise UserError(f"methods: {method.display}: local.{error}") from None
+            where = "local." if plug_in in method.local else ""
+            raise UserError(f"methods: {method.display}: {where}{error}") from None
     yield from ()
 
 

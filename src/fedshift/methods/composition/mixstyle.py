@@ -1,7 +1,6 @@
 """MixStyle at work: behind some stages of a network, the styles of samples are mixed (see `methods.pooled.mixstyle`).
 
-As a plug-in it mixes samples of one site, thus of one domain: partners are drawn at random. Mixing across domains would
-need the statistics of other sites.
+A site of a federation has one domain, so partners are drawn at random. Mixing across domains is for pooled methods.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from contextlib import contextmanager
 from typing import Annotated, Literal
 
 import torch
-from pydantic import Field, PositiveFloat
+from pydantic import BaseModel, Field, PositiveFloat
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
@@ -25,17 +24,27 @@ STEM = "stem"
 """What stands before a network's blocks. The authors mix behind blocks alone (ResNet.featuremaps, resnet18_ms_l123)."""
 
 
-class MixStyleOption(LocalOption):
+class Mixing(BaseModel):
+    """The options of MixStyle."""
+
+    probability: Annotated[float, Field(ge=0, le=1)] = Field(0.5, description="p: of mixing in a forward pass")
+    alpha: PositiveFloat = Field(0.1, description="α of λ ~ Beta(α, α)")
+    partners: Literal["random", "cross_domain"] = Field("random", description="whose style a sample is mixed with")
+    stages: tuple[str, ...] | None = Field(
+        None, description="behind which stages; none = all with positions but the stem and the last"
+    )
+
+
+class MixStyleOption(Mixing, LocalOption):
     """MixStyle (Zhou et al., ICLR 2021): the feature statistics of samples of a site's mini-batch are mixed."""
 
     cost = 0.1
 
     name: Literal["mixstyle"] = "mixstyle"
-    probability: Annotated[float, Field(ge=0, le=1)] = Field(0.5, description="p: of mixing in a forward pass")
-    alpha: PositiveFloat = Field(0.1, description="α of λ ~ Beta(α, α)")
-    stages: tuple[str, ...] | None = Field(
-        None, description="behind which stages; none = all with positions but the stem and the last"
-    )
+
+    @property
+    def of_two_domains(self) -> bool:
+        return self.partners == "cross_domain"
 
     def at(self, site: Site) -> PlugIn:
         return _MixStyle(site, self)
@@ -56,7 +65,8 @@ class _MixStyle(PlugIn):
     def __init__(self, site: Site, option: MixStyleOption) -> None:
         super().__init__(site)
         self._stages = option.stages
-        self._mixer = Mixer(option.probability, option.alpha, site.generator_for("mixstyle"), across=False)
+        draws = site.generator_for("mixstyle")
+        self._mixer = Mixer(option.probability, option.alpha, draws, across=option.of_two_domains)
 
     @contextmanager
     def attached(self, model: Network) -> Iterator[None]:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, 
 from fedshift.errors import UserError
 from fedshift.federation.site import PlugIn, Site
 from fedshift.methods.composition.averaging import AverageOption, Averaging, LastRounds
-from fedshift.methods.composition.local import LocalPlugIns
+from fedshift.methods.composition.local import PLUG_INS, LocalPlugIns
 from fedshift.methods.composition.new_site import NewSite
 from fedshift.methods.composition.plug_in import LocalOption
 from fedshift.methods.robust import RULES, RobustAggregation, unfit
@@ -104,6 +104,8 @@ class Composed(BaseModel, ABC):
         names = [plug_in.name for plug_in in self.local]
         if len(set(names)) < len(names):
             raise ValueError("local: a plug-in occurs twice")
+        if not self.traits.pooled and any(plug_in.of_two_domains for plug_in in self.local):
+            raise ValueError("local: partners: cross_domain is for samples of all domains in one place; leave it out")
         for name in names:
             if name in self.traits.unfit_plug_ins:
                 raise ValueError(
@@ -119,7 +121,7 @@ class Composed(BaseModel, ABC):
     @property
     def kept_at_sites(self) -> tuple[str, ...]:
         """What sites keep between exchanges, for the method and for its plug-ins."""
-        return (*self.traits.memory_names, *(name for plug_in in self.local for name in plug_in.memory_names))
+        return (*self.traits.memory_names, *(name for plug_in in self.plugged for name in plug_in.memory_names))
 
     def plug_ins(self, site: Site) -> tuple[PlugIn, ...]:
         """The plug-ins at work in one exchange. A target without labels has none."""
@@ -129,7 +131,15 @@ class Composed(BaseModel, ABC):
 
     def local_for(self, input_shape: tuple[int, ...]) -> tuple[LocalOption, ...]:
         """The plug-ins for samples of this shape: those of ``local``, and what a method adds by itself."""
-        return self.local
+        return self.plugged
+
+    @property
+    def plugged(self) -> tuple[LocalOption, ...]:
+        """The plug-ins of ``local``, and nearest to the loss those of a preset that ``local`` does not name."""
+        named = {plug_in.name for plug_in in self.local}
+        kinds = [PLUG_INS[name] for name in self.traits.includes if name not in named]
+        options = [{name: getattr(self, name) for name in kind.model_fields if name != "name"} for kind in kinds]
+        return (*self.local, *(kind.model_validate(given) for kind, given in zip(kinds, options, strict=True)))
 
     def new_site_for(self, input_shape: tuple[int, ...]) -> NewSite:
         """What the network takes from an unseen site's samples of this shape."""

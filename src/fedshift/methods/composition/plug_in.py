@@ -32,6 +32,11 @@ class LocalOption(BaseModel, ABC):
 
     name: str
 
+    @property
+    def of_two_domains(self) -> bool:
+        """Whether a mini-batch must be of two domains, half of each."""
+        return False
+
     @abstractmethod
     def at(self, site: Site) -> PlugIn:
         """The plug-in at a site, for one exchange."""

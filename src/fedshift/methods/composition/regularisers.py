@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Annotated, Literal
 
 import torch
-from pydantic import Field, PositiveFloat
+from pydantic import BaseModel, Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -20,7 +20,16 @@ from fedshift.models.network import Network
 Rate = Annotated[float, Field(ge=0, lt=1)]
 
 
-class SharpnessOption(LocalOption):
+class Sharpness(BaseModel):
+    """The options of sharpness-aware steps."""
+
+    radius: NonNegativeFloat = Field(0.05, description="ρ: how far away the loss is looked at")
+    adaptive: bool = Field(False, description="ASAM: distances relative to each weight")
+    eta: PositiveFloat = Field(0.2, description="η of ASAM")
+    scaled_biases: bool = Field(True, description="ASAM: T = |θ| + η of biases too (code: 1)")
+
+
+class SharpnessOption(Sharpness, LocalOption):
     """Sharpness-aware steps (SAM, ASAM): the gradient of L is taken at ``θ + ε``, where L is worst nearby.
 
     BatchNorm's statistics move at both, as in `fedsam`.
@@ -29,9 +38,6 @@ class SharpnessOption(LocalOption):
     cost = 1.0
 
     name: Literal["sharpness"] = "sharpness"
-    radius: PositiveFloat = Field(0.05, description="ρ: how far away the loss is looked at")
-    adaptive: bool = Field(False, description="ASAM: distances relative to each weight")
-    eta: PositiveFloat = Field(0.2, description="η of ASAM")
 
     def at(self, site: Site) -> PlugIn:
         return _Sharpness(site, self)
@@ -58,11 +64,20 @@ class _Sharpness(PlugIn):
     def loss(self, loss_of: LossOf, batch: Batch) -> Tensor:
         assert self.model is not None
         option = self._option
+        if option.radius == 0:
+            return loss_of(batch)
         parameters = {name: value for name, value in self.model.named_parameters() if value.requires_grad}
         gradients = torch.autograd.grad(
             loss_of(batch), list(parameters.values()), allow_unused=True, materialize_grads=True
         )
-        there = worst_nearby(parameters, gradients, option.radius, adaptive=option.adaptive, eta=option.eta)
+        there = worst_nearby(
+            parameters,
+            gradients,
+            option.radius,
+            adaptive=option.adaptive,
+            eta=option.eta,
+            biases=option.scaled_biases,
+        )
         found: Tensor = functional_call(
             _LossAt(self.model, loss_of), {f"model.{name}": value for name, value in there.items()}, (batch,)
         )

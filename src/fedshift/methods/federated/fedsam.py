@@ -24,23 +24,13 @@ Should reproduce: no published table of this setting is known to us; as ρ goes 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
-from pydantic import Field, NonNegativeFloat, PositiveFloat
-from torch import Tensor
-from torch.func import functional_call
-
 from fedshift.data.domain import ALL_TASKS
-from fedshift.federation.site import Batch, Site
-from fedshift.functional.sharpness import worst_nearby
+from fedshift.methods.composition.regularisers import Sharpness
 from fedshift.methods.federated.fedavg import FedAvg
-from fedshift.models.network import Network
-from fedshift.weights import Weights
 
 
-class FedSAM(FedAvg):
-    """FedAvg with sharpness-aware local steps."""
+class FedSAM(Sharpness, FedAvg):
+    """A preset: FedAvg with the plug-in ``sharpness``."""
 
     traits = FedAvg.traits.derive(
         name="fedsam",
@@ -53,25 +43,5 @@ class FedSAM(FedAvg):
             "asam_released": {"adaptive": True, "radius": 0.5, "scaled_biases": False},
         },
         tasks=ALL_TASKS,
-        relative_cost=2.0,
+        includes=("sharpness",),
     )
-
-    radius: NonNegativeFloat = Field(0.05, description="ρ: how far away the loss is looked at")
-    adaptive: bool = Field(False, description="ASAM: distances relative to each weight")
-    eta: PositiveFloat = Field(0.2, description="η of ASAM")
-    scaled_biases: bool = Field(True, description="ASAM: T = |θ| + η of biases too (code: 1)")
-
-    def loss_at(self, site: Site, model: Network, weights: Weights) -> Callable[[Batch], Tensor]:
-        parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
-
-        def loss(batch: Batch) -> Tensor:
-            here = site.objective.loss(model(batch.inputs), batch.targets)
-            if self.radius == 0:
-                return here
-            gradients = torch.autograd.grad(here, list(parameters.values()), materialize_grads=True)
-            there = worst_nearby(
-                parameters, gradients, self.radius, adaptive=self.adaptive, eta=self.eta, biases=self.scaled_biases
-            )
-            return site.objective.loss(functional_call(model, there, (batch.inputs,)), batch.targets)
-
-        return loss

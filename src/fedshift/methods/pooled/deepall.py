@@ -22,9 +22,9 @@ Should reproduce: Rotated MNIST average 94.30 ± 0.29, PACS ResNet-18 80.24 ± 0
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
 from fedshift.data.domain import ALL_TASKS
 from fedshift.federation.federation import Federation
@@ -90,6 +90,12 @@ class DeepAll(InOnePlace):
         "many times fewer steps. none: from all samples mixed",
     )
 
+    @model_validator(mode="after")
+    def _batches_fit(self) -> Self:
+        if self.domain_batches is not None and any(plug_in.of_two_domains for plug_in in self.plugged):
+            raise ValueError("domain_batches: with partners: cross_domain a batch is of two domains; leave it out")
+        return self
+
     def mini_batches_of_a_step(self, domains: int) -> int:
         """How many mini-batches a step draws from a pool of so many domains, an unlabelled one included."""
         return domains if self.domain_batches == "full" else 1
@@ -99,6 +105,8 @@ class DeepAll(InOnePlace):
         return mini_batches / self.mini_batches_of_a_step(domains)
 
     def of_all(self, site: Site, due: int) -> Iterator[Batch]:
+        if any(plug_in.of_two_domains for plug_in in self.plugged):
+            return site.paired_batches(due)
         if self.domain_batches is None:
             return super().of_all(site, due)
         return (joined(*sources) for sources, _ in self.of_each(site, due))

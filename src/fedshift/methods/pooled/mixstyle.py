@@ -25,24 +25,15 @@ Should reproduce: PACS ResNet-18 82.8 on average; with ``cross_domain`` 84.1, 78
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
-
-from pydantic import Field, PositiveFloat, model_validator
-from torch import Tensor
-
 from fedshift.data.domain import WITHOUT_MASKS
-from fedshift.errors import UserError, nearest
-from fedshift.federation.messages import Update
-from fedshift.federation.site import Batch, Site
 from fedshift.methods.base import Samples
-from fedshift.methods.composition.mixstyle import Mixer
+from fedshift.methods.composition.mixstyle import Mixing
+from fedshift.methods.composition.plug_in import check_images
 from fedshift.methods.pooled.deepall import DeepAll
-from fedshift.models.network import Network
-from fedshift.weights import Weights
 
 
-class MixStyle(DeepAll):
-    """Pooled training with mixed feature statistics."""
+class MixStyle(Mixing, DeepAll):
+    """A preset: `deepall` with the plug-in ``mixstyle``."""
 
     traits = DeepAll.traits.derive(
         name="mixstyle",
@@ -51,44 +42,9 @@ class MixStyle(DeepAll):
         advice="For convolutional networks, at no cost worth naming; no gain on PACS images (73.16, where deepall "
         "has 74.57).",
         tasks=WITHOUT_MASKS,
-        unfit_plug_ins={"mixstyle": "which mixes styles by itself"},
-        relative_cost=1.1,
+        includes=("mixstyle",),
     )
-
-    probability: Annotated[float, Field(ge=0, le=1)] = Field(0.5, description="p: of mixing in a forward pass")
-    alpha: PositiveFloat = Field(0.1, description="α of λ ~ Beta(α, α)")
-    partners: Literal["random", "cross_domain"] = Field("random", description="whose style a sample is mixed with")
-    stages: tuple[str, ...] | None = Field(
-        None, description="behind which stages; none = all with positions but the stem and the last"
-    )
-
-    @model_validator(mode="after")
-    def _batches_fit(self) -> Self:
-        if self.partners == "cross_domain" and self.domain_batches is not None:
-            raise ValueError("domain_batches: with partners: cross_domain a batch is of two domains; leave it out")
-        return self
-
-    def check(self, network: Network) -> None:
-        for stage in self.stages or ():
-            if stage not in network.stages:
-                raise UserError(
-                    f"mixstyle.stages: the network has no stage '{stage}'; {nearest(stage, network.stages)}"
-                )
 
     def check_samples(self, samples: Samples) -> tuple[str, ...]:
-        if len(samples.shape) != 3:
-            raise UserError("mixstyle needs images: vectors have no statistics over positions; choose another method")
+        check_images(self.name, samples.shape, "vectors have no statistics over positions")
         return ()
-
-    def fit(self, site: Site, weights: Weights, steps: int) -> Update:
-        """Train on this round's mini-batches in the pool."""
-        model = site.model(weights)
-        across = self.partners == "cross_domain"
-        batches = site.paired_batches(steps) if across else self.of_all(site, steps)
-        Mixer(self.probability, self.alpha, site.generator_for("mixstyle"), across).attach(model, self.stages)
-
-        def loss_of(batch: Batch) -> Tensor:
-            return site.objective.loss(model(batch.inputs), batch.targets)
-
-        loss = site.minimise_over(batches, loss_of, model, remember="optimizer")
-        return Update(site.weights_of(model), site.samples, loss)
