@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fedshift.federation.site import Site
 from fedshift.methods import masks
-from fedshift.methods.federated import csac_alignment
+from fedshift.methods.federated import csac
 from fedshift.methods.federated.csac import CSAC
 from fedshift.methods.federated.kd3a import KD3A
 from fedshift.methods.federated.mdfnet import MDFNet, _Halves
@@ -101,14 +101,14 @@ class _WithLayers(nn.Module):
 
 def test_csac(drawn: Drawn, monkeypatch: pytest.MonkeyPatch) -> None:
     layers: list[nn.Module] = []
-    make = csac_alignment.projection_layer
+    make = csac.projection_layer
 
     def recorded(*arguments: Any, **options: Any) -> nn.Module:
         layers.append(make(*arguments, **options))
         layers[-1] = copy.deepcopy(kept := layers[-1])
         return kept
 
-    monkeypatch.setattr(csac_alignment, "projection_layer", recorded)
+    monkeypatch.setattr(csac, "projection_layer", recorded)
     method, found = CSAC(acquisition_epochs=3, calibration_epochs=2), tiny.domains(tiny.CNN, SIZES)
     state, where = tiny.run(method, found, rounds=2, lr=0.1, momentum=0.9)
 

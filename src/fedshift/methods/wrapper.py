@@ -81,7 +81,11 @@ class Wrapper(Method):
         inner = self.inner.traits
         memory = tuple(dict.fromkeys((*inner.memory_names, *self.own_memory)))
         return inner.derive(
-            name=traits.name, settings=traits.settings, needs_classes=inner.needs_classes, memory_names=memory
+            name=traits.name,
+            settings=traits.settings,
+            needs_classes=inner.needs_classes,
+            memory_names=memory,
+            includes=(),  # `local_for` has the inner method's plug-ins
         )
 
     @property

@@ -35,6 +35,7 @@ from fedshift.methods.federated.ccst import CCST, StyleTransfer
 from fedshift.methods.federated.csac import CSAC
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.federated.fedprox import FedProx
+from fedshift.methods.federated.fedsam import FedSAM
 from fedshift.methods.federated.fedsr import FedSR
 from fedshift.methods.federated.mdfnet import MDFNet
 from fedshift.methods.federated.oracle import Oracle
@@ -116,12 +117,19 @@ def test_nothing_of_the_inner_method_is_forgotten() -> None:
     """A new hook of methods has to be handed on, or named here as not the other's."""
     own = {"name", "setting", "label", "recipe", "display", "described_setting"}
     own |= {"composition", *Composed.model_fields}  # a wrapper has its own
-    own |= {"traits", "plug_ins", "kept_at_sites", "reads"}  # made of its own and of what is handed on
+    own |= {"traits", "plug_ins", "plugged", "kept_at_sites", "reads"}  # made of its own and of what is handed on
     own |= {"trains_in_parts", "in_parts"}  # refused
     both = (Method, Composed)
     hooks = {name for kind in both for name in (*vars(kind), *kind.__annotations__) if not name.startswith("_")}
     hooks -= {name for name in hooks if name.startswith("model_")}
     assert hooks - own <= set(vars(Wrapper))
+
+
+def test_a_preset_may_be_the_inner_method() -> None:
+    found = [images(site, number) for site, number in SIZES.items()]
+    preset, written = StyleTransfer(method=FedSAM()), StyleTransfer(method=FedAvg(), local=({"name": "sharpness"},))
+    assert run(preset, found)[0].weights == run(written, found)[0].weights
+    assert run(preset, found)[0].weights != run(StyleTransfer(method=FedAvg()), found)[0].weights
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedadg", "fedomg", "kd3a", "mdfnet"])

@@ -14,8 +14,7 @@ from tiny import MLP, domains, images, run, setting, vectors
 from fedshift.errors import UserError
 from fedshift.functional.colour import rgb_to_lab
 from fedshift.functional.styles import channel_styles
-from fedshift.methods.federated.ccst import CCST, StyleTransfer
-from fedshift.methods.federated.ccst_vgg import decoder, encoder
+from fedshift.methods.federated.ccst import CCST, StyleTransfer, decoder, encoder
 from fedshift.methods.federated.fedavg import FedAvg
 
 # Versions of a sample -------------------------------------------------------------------------------------------------

@@ -15,9 +15,8 @@ from torch import Tensor
 from fedshift.federation.site import Batch, Envelope, Site
 from fedshift.functional.attention import cross_layer_attention
 from fedshift.functional.mmd import MULTIPLIERS
-from fedshift.methods.federated import csac_alignment as csac_module
-from fedshift.methods.federated.csac import CSAC
-from fedshift.methods.federated.csac_alignment import Aligner
+from fedshift.methods.federated import csac as csac_module
+from fedshift.methods.federated.csac import CSAC, Aligner
 from fedshift.weights import Weights
 
 # L_AL -----------------------------------------------------------------------------------------------------------------

@@ -16,8 +16,7 @@ from fedshift.federation.local.pool import WorkerPool
 from fedshift.federation.randomness import derive_seed
 from fedshift.federation.site import Site
 from fedshift.methods.base import State
-from fedshift.methods.federated.fada import FADA, shifted
-from fedshift.methods.federated.fada_networks import Disentangler
+from fedshift.methods.federated.fada import FADA, Disentangler, shifted
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 

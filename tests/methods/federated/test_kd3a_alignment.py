@@ -7,7 +7,7 @@ import torch
 from kd3a_setting import BUDGET, SITES, kd3a, rounds_of, site_of
 from torch import nn
 
-from fedshift.methods.federated.kd3a_teachers import BatchNormAlignment
+from fedshift.methods.federated.kd3a import BatchNormAlignment
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 

@@ -14,7 +14,6 @@ from fedshift.experiment.compatibility import check_fit
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.plan import Plan
 from fedshift.functional.averaging import is_buffer
-from fedshift.methods.federated import kd3a_teachers
 
 IDENTITIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a label is a name": ({"label": "mine"}, {}),
@@ -33,7 +32,7 @@ def test_an_option_that_must_not_change_the_weights(case: str) -> None:
 def test_predictions_that_are_too_many_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The epoch goes over all samples, so judging what training saw is judging them all."""
     (kept, _), _ = rounds_of(kd3a())
-    monkeypatch.setattr(kd3a_teachers, "_KEPT_BYTES", 0)
+    monkeypatch.setattr("fedshift.methods.federated.kd3a._KEPT_BYTES", 0)
     (streamed, _), _ = rounds_of(kd3a())
     assert streamed.report["confident"] == kept.report["confident"]
     assert streamed.report["aggregation_weights"] == pytest.approx(kept.report["aggregation_weights"])

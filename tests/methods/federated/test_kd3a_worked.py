@@ -14,9 +14,7 @@ from tiny import LINEAR, federation
 
 from fedshift.data.domain import Domain
 from fedshift.federation.local.in_process import LocalFederation
-from fedshift.methods.federated.kd3a import KD3A, Aggregate
-from fedshift.methods.federated.kd3a_shares import smoothed
-from fedshift.methods.federated.kd3a_teachers import Teachers
+from fedshift.methods.federated.kd3a import KD3A, Aggregate, Teachers, smoothed
 from fedshift.weights import Weights
 
 FIRST = ((0.95, 0.03, 0.02), (0.92, 0.05, 0.03), (0.02, 0.96, 0.02))

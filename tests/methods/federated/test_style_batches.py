@@ -7,8 +7,7 @@ import torch
 from test_ccst import begun, seen, site_of
 from tiny import images
 
-from fedshift.methods.federated.ccst import CCST
-from fedshift.methods.federated.ccst_styles import Channels, Style, Styler
+from fedshift.methods.federated.ccst import CCST, Channels, Style, Styler
 
 
 def test_samples_of_a_batch_take_styles_independently() -> None:

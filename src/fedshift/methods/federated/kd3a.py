@@ -53,9 +53,9 @@ Should reproduce: Amazon Review 79.0, 80.6, 85.6, 86.9, average 83.1; Digit-5 92
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -65,19 +65,26 @@ from torch import Tensor, nn
 from fedshift.errors import TrainingDiverged, UserError
 from fedshift.federation.exchange import Missing, Routed
 from fedshift.federation.federation import Federation
-from fedshift.federation.messages import Reply, Share, Update
+from fedshift.federation.messages import BYTES_PER_NUMBER, Reply, Share, Update
+from fedshift.federation.randomness import derive_seed
 from fedshift.federation.site import Batch, Site
 from fedshift.functional import knowledge_vote as votes
-from fedshift.functional import schedules
+from fedshift.functional import schedules, source_weights
 from fedshift.functional.averaging import is_buffer, weighted_average
+from fedshift.functional.batchnorm import batchnorm_distance, batchnorm_objective
+from fedshift.functional.clustering import dispersion
 from fedshift.functional.consensus_focus import FocusTally
 from fedshift.methods.base import Method, State
-from fedshift.methods.federated import kd3a_shares
-from fedshift.methods.federated.kd3a_teachers import BatchNormAlignment, Teachers, with_private
+from fedshift.methods.heads import with_own_statistics
 from fedshift.methods.robust import Averaged
 from fedshift.methods.traits import Traits
 from fedshift.models.network import Network
 from fedshift.weights import Weights
+
+_INFERENCE_BATCH = 500
+_KEPT_BYTES = 256 * 2**20
+"""The most that predictions of all teachers for all samples may take to be kept in memory."""
+Focus = Literal["shapley", "leave_one_out", "samples", "h_divergence", "information_gain"]
 
 
 @dataclass(frozen=True)
@@ -135,7 +142,7 @@ class KD3A(Method):
     labels: Literal["soft", "hard"] = Field(
         "soft", description="p with weight n_p (paper), or the winner with 0/1 (code)"
     )
-    focus: kd3a_shares.Focus = Field(
+    focus: Focus = Field(
         "leave_one_out",
         description="source shares: consensus focus (paper; shapley: code), N_k (ablation), or other weightings",
     )
@@ -272,15 +279,15 @@ class KD3A(Method):
         trained = teachers.weights(models)
         models, trained = ({name: of[name] for name in finite} for of in (models, trained))
         samples = {name: samples[name] for name in finite}
-        alphas = kd3a_shares.of_round(
+        alphas = shares_of_round(
             site,
             self.focus,
-            kd3a_shares.Models(weights, models, trained, samples),
+            Models(weights, models, trained, samples),
             value,
             confident if self.target_share == "confident" else None,
         )
         if previous and self.share_momentum:
-            alphas = kd3a_shares.smoothed(previous, alphas, self.share_momentum)
+            alphas = smoothed(previous, alphas, self.share_momentum)
         parts = {**trained, site.name: distilled}
         merged = weighted_average(
             list(parts.values()), list(alphas.values()), bn_merge="moments" if self.batch_norm == "moments" else "mean"
@@ -342,3 +349,232 @@ class KD3A(Method):
         kept = self.personal(trained)
         if kept:
             site.memory["private"] = kept
+
+
+# Shares of sources and target in a round: consensus focus, or what the paper compares it with -------------------------
+
+
+class Models(NamedTuple):
+    """The models of a round: θ, the sources' models as received and as aggregated, and N_k."""
+
+    start: Weights
+    came: Mapping[str, Weights]
+    merged: Mapping[str, Weights]
+    samples: Mapping[str, int]
+
+
+def shares_of_round(
+    site: Site, focus: Focus, models: Models, value: Tensor | None, confident: float | None
+) -> dict[str, float]:
+    """The shares of a round.
+
+    Args:
+        site: the target.
+        focus: how sources are weighted.
+        models: the models of the round.
+        value: consensus focus of each source (K,); None for another ``focus``.
+        confident: the share of the target's samples on which a teacher is confident, for the released code's α_T. None:
+            α_T is N_T/(ΣN + N_T).
+
+    Returns:
+        α of every source and, under the site's own name, of the target. They sum to 1.
+    """
+    counts = list(models.samples.values())
+    if value is None:
+        target = site.samples / (sum(counts) + site.samples) if confident is None else confident / (len(counts) + 1)
+        sources = [(1 - target) * share for share in _without_value(site, focus, models, counts)]
+    elif confident is None:
+        sources, target = source_weights.domain_weights(value, counts, site.samples)
+    else:
+        sources, target = source_weights.released_domain_weights(value, confident)
+    return {**dict(zip(models.samples, sources, strict=True)), site.name: target}
+
+
+def _without_value(site: Site, focus: Focus, models: Models, counts: Sequence[int]) -> list[float]:
+    """Shares among the sources by one of the weightings that consensus focus is compared with."""
+    if focus == "samples":
+        return source_weights.sample_weights(counts)
+    if focus == "h_divergence":  # as received: after aggregation they may hold the target's statistics
+        return by_distance(site, list(models.came.values()), counts)
+    return by_gain(site, models.start, list(models.merged.values()))
+
+
+def by_distance(site: Site, models: Sequence[Weights], samples: Sequence[int]) -> list[float]:
+    """H-divergence: α_k ∝ N_k exp(−d_k).
+
+    d_k is the distance per channel between a source's BatchNorm statistics and those of the target's data under its
+    model.
+    """
+    own = (site.weights_of(with_own_statistics(site, model)) for model in models)
+    distances = [batchnorm_distance(*pair, per_channel=True) for pair in zip(models, own, strict=True)]
+    return source_weights.distance_weights(samples, distances)
+
+
+def by_gain(site: Site, before: Weights, models: Sequence[Weights]) -> list[float]:
+    """FADA's information gain: α is the softmax of the relative gains.
+
+    A gain is how much tighter the target's features cluster under a model than under ``before``, as a ratio.
+    """
+    gains = source_weights.relative_gains(_dispersion(site, before), [_dispersion(site, model) for model in models])
+    return source_weights.gain_weights(gains)
+
+
+@torch.no_grad()
+def _dispersion(site: Site, weights: Weights) -> float:
+    """The dispersion of the target's features around their cluster centres under a model."""
+    model = site.model(weights).eval()
+    features = torch.cat([model.features(batch.inputs).flatten(1) for batch in site.all_batches()])
+    return dispersion(features, site.classes, derive_seed(site.seed))
+
+
+def smoothed(previous: Mapping[str, float], new: Mapping[str, float], momentum: float) -> dict[str, float]:
+    """Shares averaged over rounds. A site that was missing in the last round starts with its new share."""
+    before = [previous.get(name, share) for name, share in new.items()]
+    mixed = source_weights.smoothed_weights(before, list(new.values()), momentum)
+    return {name: share / sum(mixed) for name, share in zip(new, mixed, strict=True)}
+
+
+# The sources' models at the target: predictions, focus, alignment with their statistics -------------------------------
+
+
+class Teachers:
+    """The sources' models at the target: their predictions for its samples, and what each adds to the consensus.
+
+    If nothing is augmented and all predictions fit in `_KEPT_BYTES`, they are computed once, in large batches, and the
+    focus is that of all samples. Otherwise they are computed for every batch and not kept, and the focus is that of the
+    samples in training.
+
+    A model with finite weights may still predict numbers that are not finite (a source that diverges). Such predictions
+    are replaced by equal probabilities, which pass no gate, and the model is not among the `finite` ones.
+
+    Args:
+        site: the target.
+        models: the sources' models.
+        gate: confidence from which a teacher votes.
+        own_statistics: use the teachers' BatchNorm statistics; otherwise those of the batch.
+        whole_epoch: whether training passes over all samples.
+        tally: adds up the focus of each teacher; None if it is not needed.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        models: Sequence[Weights],
+        gate: float,
+        *,
+        own_statistics: bool,
+        whole_epoch: bool,
+        tally: FocusTally | None,
+    ) -> None:
+        self._site, self._gate = site, gate
+        self._own_statistics, self._tally = own_statistics, tally
+        self._networks = [site.model(weights).requires_grad_(False) for weights in models]
+        for network in self._networks:
+            network.train(not self._own_statistics)
+        self._confident = self._judged = 0
+        self._finite = torch.ones(len(models), dtype=torch.bool, device=site.device)
+        self._all: Tensor | None = None
+        kept = len(models) * site.samples * site.classes * BYTES_PER_NUMBER <= _KEPT_BYTES
+        if kept and whole_epoch and self._own_statistics and site.data.deterministic:
+            self._all = torch.cat(list(self._ask_all()), dim=1)
+            self._judge(self._all)
+
+    @torch.no_grad()
+    def _ask(self, inputs: Tensor) -> Tensor:
+        found = torch.stack([network(inputs).softmax(1) for network in self._networks])
+        finite = found.isfinite().all(2)
+        self._finite &= finite.all(1)
+        return found.where(finite[:, :, None], torch.full_like(found, 1 / found.shape[2]))
+
+    def _ask_all(self) -> Iterator[Tensor]:
+        return (self._ask(inputs) for inputs, _, _ in self._site.data.all_batches(_INFERENCE_BATCH))
+
+    def _judge(self, said: Tensor) -> None:
+        self._confident += int((said.amax(2) > self._gate).any(0).sum())
+        self._judged += said.shape[1]
+        if self._tally is not None:
+            self._tally.add(said)
+
+    def predictions(self, batch: Batch) -> Tensor:
+        """The teachers' probabilities for a batch, (K, b, C)."""
+        if self._all is not None:
+            return self._all[:, batch.rows.to(self._all.device)]
+        said = self._ask(batch.inputs)
+        self._judge(said)
+        return said
+
+    def judged(self) -> tuple[Tensor | None, float]:
+        """Consensus focus (K,), or None without a tally; and the share of samples on which a teacher is confident."""
+        if not self._judged:  # no batch was left for this exchange
+            for network in self._networks:
+                network.eval()
+            for said in self._ask_all():
+                self._judge(said)
+        return None if self._tally is None else self._tally.focus(), self._confident / self._judged
+
+    def finite(self, names: Iterable[str]) -> list[str]:
+        """The names of the models whose predictions were all finite.
+
+        Args:
+            names: one per model.
+
+        Raises:
+            TrainingDiverged: there is no such model.
+        """
+        names = list(names)
+        found = [name for name, finite in zip(names, self._finite.tolist(), strict=True) if finite]
+        if not found:
+            raise TrainingDiverged(
+                f"no source's model ({', '.join(names)}) predicts finite numbers at site '{self._site.name}': lower "
+                "training.lr"
+            )
+        return found
+
+    def weights(self, models: Mapping[str, Weights]) -> Mapping[str, Weights]:
+        """The models as they are aggregated: as received, or with BatchNorm statistics updated by target batches."""
+        if self._own_statistics:
+            return models
+        return {name: self._site.weights_of(network) for name, network in zip(models, self._networks, strict=True)}
+
+
+class BatchNormAlignment:
+    """The objective of BatchNorm-MMD (12) for a network in training: its features against the statistics of models.
+
+    Args:
+        network: h_T, whose BatchNorm layers' inputs are π.
+        models: site → model, of the K sources and the target.
+        shares: site → α.
+    """
+
+    def __init__(self, network: Network, models: Mapping[str, Weights], shares: Mapping[str, float]) -> None:
+        self._network = network
+        self._objectives: list[Tensor] = []
+        alphas = [shares[site] for site in models]
+        place = next(network.parameters()).device
+        for name, module in network.named_modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                means, variances = (
+                    torch.stack([model[f"{name}.{part}"] for model in models.values()]).to(place)
+                    for part in ("running_mean", "running_var")
+                )
+                hook = self._hook(means, variances, torch.tensor(alphas, device=place))
+                module.register_forward_pre_hook(hook)
+
+    def _hook(
+        self, means: Tensor, variances: Tensor, shares: Tensor
+    ) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def keep(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            self._objectives.append(batchnorm_objective(inputs[0], means, variances, shares))
+
+        return keep
+
+    def objective(self, inputs: Tensor) -> Tensor:
+        """Σ_l Σ_k α_k (‖mean(π_l) − m_lk‖² + ‖mean(π_l²) − (v_lk + m_lk²)‖²) for a batch, a scalar."""
+        self._objectives.clear()
+        self._network(inputs)
+        return torch.stack(self._objectives).sum()
+
+
+def with_private(site: Site, weights: Weights) -> Weights:
+    """``weights`` with the site's private tensors in place of those of the same name."""
+    return weights.merge(site.memory.weights("private")) if "private" in site.memory else weights
