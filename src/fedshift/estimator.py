@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -29,31 +30,20 @@ ALL = "all"
 """The name of the only site if no sites are given."""
 
 
+@dataclass(eq=False, repr=False)
 class _Federated(BaseEstimator):  # type: ignore[misc]
     """What the estimators share: their options, and training."""
 
-    def __init__(
-        self,
-        method: str | Mapping[str, Any] = "fedavg",
-        model: str | Mapping[str, Any] = "mlp",
-        *,
-        rounds: int = 40,
-        batch_size: int = 32,
-        lr: float = 0.1,
-        training: Mapping[str, Any] | None = None,
-        standardise: bool = True,
-        random_state: int | np.random.RandomState | None = 0,
-        device: str = "cpu",
-    ) -> None:
-        self.method = method
-        self.model = model
-        self.rounds = rounds
-        self.batch_size = batch_size
-        self.lr = lr
-        self.training = training
-        self.standardise = standardise
-        self.random_state = random_state
-        self.device = device
+    method: str | Mapping[str, Any] = "fedavg"
+    model: str | Mapping[str, Any] = "mlp"
+    _: KW_ONLY
+    rounds: int = 40
+    batch_size: int = 32
+    lr: float = 0.1
+    training: Mapping[str, Any] | None = None
+    standardise: bool = True
+    random_state: int | np.random.RandomState | None = 0
+    device: str = "cpu"
 
     def _train(self, X: npt.NDArray[Any], labels: npt.NDArray[Any], sites: Any, names: tuple[str, ...]) -> None:
         """Train on checked samples.
@@ -172,6 +162,7 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
         return found
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class FederatedRegressor(RegressorMixin, _Federated):  # type: ignore[misc]
     """A network that predicts a quantity, trained across sites, with scikit-learn's interface.
 
@@ -197,32 +188,7 @@ class FederatedRegressor(RegressorMixin, _Federated):  # type: ignore[misc]
         n_iter_: the rounds that were done.
     """
 
-    def __init__(
-        self,
-        method: str | Mapping[str, Any] = "fedavg",
-        model: str | Mapping[str, Any] = "mlp",
-        *,
-        loss: str = "squared",
-        rounds: int = 40,
-        batch_size: int = 32,
-        lr: float = 0.1,
-        training: Mapping[str, Any] | None = None,
-        standardise: bool = True,
-        random_state: int | np.random.RandomState | None = 0,
-        device: str = "cpu",
-    ) -> None:
-        super().__init__(
-            method,
-            model,
-            rounds=rounds,
-            batch_size=batch_size,
-            lr=lr,
-            training=training,
-            standardise=standardise,
-            random_state=random_state,
-            device=device,
-        )
-        self.loss = loss
+    loss: str = "squared"
 
     def fit(self, X: Any, y: Any, sites: Any = None) -> Self:
         """Train on samples at sites.
@@ -252,6 +218,7 @@ class FederatedRegressor(RegressorMixin, _Federated):  # type: ignore[misc]
         return {"task": "regression", "loss": self.loss}
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class FederatedSurvival(_Federated):
     """A network that says who has an event sooner, trained across sites, with scikit-survival's interface.
 
@@ -280,30 +247,7 @@ class FederatedSurvival(_Federated):
         n_iter_: the rounds that were done.
     """
 
-    def __init__(
-        self,
-        method: str | Mapping[str, Any] = "fedavg",
-        model: str | Mapping[str, Any] = "mlp",
-        *,
-        rounds: int = 40,
-        batch_size: int = 256,
-        lr: float = 0.1,
-        training: Mapping[str, Any] | None = None,
-        standardise: bool = True,
-        random_state: int | np.random.RandomState | None = 0,
-        device: str = "cpu",
-    ) -> None:
-        super().__init__(
-            method,
-            model,
-            rounds=rounds,
-            batch_size=batch_size,
-            lr=lr,
-            training=training,
-            standardise=standardise,
-            random_state=random_state,
-            device=device,
-        )
+    batch_size: int = 256
 
     def fit(self, X: Any, y: Any, sites: Any = None) -> Self:
         """Train on samples at sites.

@@ -35,6 +35,8 @@ def needed(module: str, *, extra: str, what: str) -> Any:
 
 
 COMPILER = "torch._dynamo"
+_programs: list[str] = []
+"""Which of fedshift's programs this process runs; none in a process of the user's own Python."""
 
 
 class _LaterCompiler(ModuleType):
@@ -63,15 +65,21 @@ class _LaterCompiler(ModuleType):
         return getattr(importlib.import_module(COMPILER), name)
 
 
+def runs_program(name: str) -> None:
+    """Say that this process runs one of fedshift's own programs, such as a worker, and not the user's Python."""
+    _programs.append(name)
+
+
 def compiler_comes_later() -> bool:
     """Let torch's optimisers work without torch's compiler, until somebody uses the compiler in this process.
 
-    Optimisers import the compiler only to mark what it must not compile. The import costs 150 MB and a second.
+    Optimisers import the compiler only to mark what it must not compile. The import costs 150 MB and a second. Only
+    fedshift's own programs are spared it: in a user's process no module of torch is replaced.
 
     Returns:
         Whether the compiler is still not imported.
     """
-    if COMPILER not in sys.modules:
+    if COMPILER not in sys.modules and _programs:
         torch: Any = importlib.import_module("torch")
         sys.modules[COMPILER] = torch._dynamo = _LaterCompiler()
-    return isinstance(sys.modules[COMPILER], _LaterCompiler)
+    return isinstance(sys.modules.get(COMPILER), _LaterCompiler)

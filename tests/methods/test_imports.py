@@ -40,8 +40,19 @@ registry.build(registry.parse({"name": "mnist_cnn"}), (1, 28, 28), 10, 0)
 assert "torchvision" not in sys.modules
 """
 """Torch is imported by networks alone, methods on demand, and torchvision by its own networks."""
+IN_A_USERS_PROCESS = """
+import sys, torch
+from fedshift.federation.training import Training
+from fedshift.models.pretrained import light_torchvision
+light_torchvision()
+Training().build_optimizer(torch.nn.Linear(2, 2).parameters(), 0.1).zero_grad()
+assert sys.modules["torch._dynamo"] is torch._dynamo
+assert torch._dynamo.__file__.startswith(torch.__path__[0])
+"""
 WITHOUT_COMPILER = """
 import torch
+from fedshift.extras import runs_program
+runs_program("test")
 from fedshift.federation.training import Training
 from fedshift.models.pretrained import light_torchvision
 network = light_torchvision().models.get_model("resnet18", weights=None).fc
@@ -65,3 +76,8 @@ assert torch.optim.Optimizer.zero_grad.__wrapped__.__dynamo_disable.__module__.s
 @pytest.mark.slow
 def test_what_is_heavy_is_imported_on_demand() -> None:
     subprocess.run([sys.executable, "-c", LIGHT + WITHOUT_COMPILER], check=True)
+
+
+@pytest.mark.slow
+def test_no_module_of_torch_is_replaced_in_a_users_process() -> None:
+    subprocess.run([sys.executable, "-c", IN_A_USERS_PROCESS], check=True)

@@ -11,6 +11,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from fedshift.extras import runs_program
+
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Disk errors that are not bugs: full, over quota, read-only."""
 
@@ -19,6 +21,7 @@ def main() -> None:
     """Entry point of ``fedshift``. Exit codes: 0 done, 1 failure, 2 a user's mistake, 130 interrupted."""
     # Schedulers stop programs with SIGTERM. Treat it as Ctrl-C, so that workers stop and temporary files are removed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    runs_program("fedshift")
     atexit.register(_leave_garbage)
     try:
         sys.exit(exit_code("fedshift", _command))

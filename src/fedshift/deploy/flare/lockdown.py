@@ -21,6 +21,7 @@ from typing import Any
 
 from fedshift.deploy.flare.limits import LARGEST_FRAME, RECONNECT
 from fedshift.errors import UserError
+from fedshift.extras import runs_program
 
 CLIENT = "nvflare.private.fed.app.client.client_train"
 JOB = "nvflare.private.fed.app.client.worker_process"
@@ -332,6 +333,7 @@ def main() -> None:
     if module not in (CLIENT, JOB):
         print(f"error: {module!r} is none of FLARE's processes at a site", file=sys.stderr)
         sys.exit(UNLOCKABLE)
+    runs_program("site")
     gc.disable()  # imports make no garbage, and searching for it takes a sixth of their time
     try:
         lock_down()

@@ -27,6 +27,7 @@ from fedshift.deploy.flare.service_lock import only_service
 from fedshift.deploy.flare.service_log import RAW, ServiceLog
 from fedshift.digests import write_object
 from fedshift.errors import FedshiftError, UserError
+from fedshift.extras import runs_program
 
 _BACKOFF = (1.0, 60.0)
 """Shortest and longest wait before another try, in seconds."""
@@ -301,6 +302,7 @@ def _processes_of(kit: Kit) -> Iterator[Any]:
 
 def main() -> None:
     """Run a service in this process."""
+    runs_program("service")
     os.umask(0o077)  # whatever a role writes is its user's alone; FLARE's processes inherit this
     kit = load_kit(Path(sys.argv[1]))
     service = Service(kit, Path(sys.argv[2]) if len(sys.argv) > 2 else None)

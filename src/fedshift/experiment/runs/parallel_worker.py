@@ -18,6 +18,7 @@ from fedshift.errors import OUT_OF_MEMORY, FedshiftError, TrainingDiverged, User
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.experiment.runs.parallel import DIVERGED
+from fedshift.extras import runs_program
 from fedshift.import_paths import CHILD
 
 
@@ -26,6 +27,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that workers and their files are cleaned up
     atexit.register(gc.freeze)  # otherwise Python searches all of torch's objects for garbage at exit
     os.environ[CHILD] = "1"
+    runs_program("runs")
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         run_experiment(parse(json.loads(Path(sys.argv[1]).read_text())), Path(sys.argv[2]), helper=True)

@@ -18,6 +18,7 @@ import torch
 
 from fedshift.data.domain import Domain, SparseRows
 from fedshift.errors import OUT_OF_MEMORY, FedshiftError, is_out_of_memory
+from fedshift.extras import runs_program
 from fedshift.federation.local.allocator import keep_freed_memory
 from fedshift.federation.messages import decode, encode, reply_content
 from fedshift.federation.setting_json import setting_from
@@ -126,6 +127,7 @@ def main() -> None:
     torch.set_num_threads(threads)
     keep_freed_memory()
     atexit.register(gc.freeze)  # otherwise Python searches all of torch's objects for garbage at exit
+    runs_program("worker")
     key = sys.stdin.buffer.read()
     os.environ[CHILD] = "1"
     folder = Path(address).resolve().parent
