@@ -79,6 +79,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 _AS_IN_A_FILE = {
     "tuple_type": "input should be a list, such as [a, b]",
     "dict_type": "input should be like {name: value}",
+    "model_type": "input should be like {name: value}",
     "too_short": "at least one entry is needed",
     "int_parsing": "input should be a whole number",
     "float_parsing": "input should be a number",

@@ -19,12 +19,13 @@ def budgets(method: Method, methods: Sequence[Method], training: Training, split
     The total over all sites is what the most demanding of ``methods`` needs, or `training.mini_batches` times the
     number of sources. So it is the same for every method. It is divided so that all sites
     finish in the same round: a site that finished early would keep sending a model that it no longer trains.
-    Mini-batches at an unlabelled target count like any other.
+    Mini-batches at an unlabelled target count like any other. A method that trains otherwise has the budget of an
+    experiment in which all do.
 
     Args:
         method: the method of the run.
         methods: all methods of the experiment.
-        training: the experiment's training section.
+        training: how the run's sites train.
         split: the rows of the run.
     """
 
@@ -54,7 +55,7 @@ def rounds_needed(
 
     Args:
         method: of the run.
-        training: the experiment's training section.
+        training: how the run's sites train.
         split: the rows of the run.
         budget: of `budgets`.
         whole: only those rounds for which every site has enough left, as sums need: in the last round, of which each

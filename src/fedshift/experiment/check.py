@@ -6,7 +6,7 @@ import itertools
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -31,6 +31,7 @@ from fedshift.experiment.runs.run_folder import run_folder
 from fedshift.experiment.trial import try_method
 from fedshift.federation.local.allocator import keep_freed_memory
 from fedshift.federation.messages import promised_kinds
+from fedshift.federation.training import Training
 from fedshift.methods import registry as method_registry
 from fedshift.methods.base import Method, Traffic, calls_of, cost_of, in_order
 from fedshift.methods.pooled.equal_steps import steps_of_run
@@ -178,10 +179,7 @@ def check(experiment: Experiment, runs: Path | None = None) -> Check:
     if experiment.model.code is not None:
         warnings += try_loading(plan.runs[0])
     with told_of(experiment.model, "training with it"):
-        per_batch = {
-            frozen: _seconds_per_batch(experiment, data, device, threads, frozen=frozen) for frozen in (True, False)
-        }
-        needs = _needs(plan, per_batch, warnings)
+        needs = _needs(plan, _Clock(experiment, data, device, threads), warnings)
     plain = payload(experiment.training.network(experiment.model, data.input_shape, len(data.classes), 0))
     return Check(
         data=data.name,
@@ -252,8 +250,27 @@ class _Need:
     steps: float | None
 
 
-def _needs(plan: Plan, per_batch: Mapping[bool, float], warnings: list[str]) -> dict[str, list[_Need]]:
-    """What every run needs, by method; ``per_batch``: seconds, frozen or not. Adds to ``warnings``."""
+@dataclass(frozen=True)
+class _Clock:
+    """Seconds of a mini-batch, timed once for each way of training."""
+
+    experiment: Experiment
+    data: DataSet
+    device: str
+    threads: int
+    timed: dict[tuple[int, str, bool], float] = field(default_factory=dict)
+
+    def seconds(self, training: Training, *, frozen: bool) -> float:
+        """Of one mini-batch; ``frozen``: while the backbone is."""
+        kind = training.batch_size, training.optimizer, frozen
+        if kind not in self.timed:
+            experiment = self.experiment.model_copy(update={"training": training})
+            self.timed[kind] = _seconds_per_batch(experiment, self.data, self.device, self.threads, frozen=frozen)
+        return self.timed[kind]
+
+
+def _needs(plan: Plan, clock: _Clock, warnings: list[str]) -> dict[str, list[_Need]]:
+    """What every run needs, by method. Adds to ``warnings``."""
     needs: dict[str, list[_Need]] = {method.display: [] for method in plan.experiment.methods}
     dry: dict[object, DryRun | None] = {}
     refusing = bool(plan.experiment.engine.refuse_at)
@@ -268,7 +285,7 @@ def _needs(plan: Plan, per_batch: Mapping[bool, float], warnings: list[str]) -> 
             if method_record(method)["name"] not in method_registry.METHODS:
                 try_method(runs[0], network)
             dry[kind] = _dry_run(runs[0], network, warnings)
-        needs[method.display] += [_need(planned, network, per_batch, dry[kind]) for planned in runs]
+        needs[method.display] += [_need(planned, network, clock, dry[kind]) for planned in runs]
     return needs
 
 
@@ -290,14 +307,16 @@ def _dry_run(planned: PlannedRun, network: Network, warnings: list[str]) -> DryR
         return None
 
 
-def _need(planned: PlannedRun, network: Network, per_batch: Mapping[bool, float], dry: DryRun | None) -> _Need:
+def _need(planned: PlannedRun, network: Network, clock: _Clock, dry: DryRun | None) -> _Need:
     method, engine = planned.run.method, planned.experiment.engine
     sites = 1 if method.traits.pooled else len(planned.split.train)
     speed_up = engine.parallel_runs * min(engine.workers, sites)
     cost = cost_of(method, planned.plan.data.input_shape)
     trained = trained_of(planned)
-    frozen = min(1.0, planned.experiment.training.thaw_after / max(1, planned.rounds))
-    seconds = trained * (frozen * per_batch[True] + (1 - frozen) * per_batch[False]) * cost / speed_up
+    training = planned.training
+    frozen = min(1.0, training.thaw_after / max(1, planned.rounds))
+    per_batch = frozen * clock.seconds(training, frozen=True) + (1 - frozen) * clock.seconds(training, frozen=False)
+    seconds = trained * per_batch * cost / speed_up
     sent = traffic(planned, network, dry) if dry is not None else None
     per_site = round(trained / len(planned.split.train))
     steps = steps_of_run(method, planned.budget)
@@ -306,7 +325,7 @@ def _need(planned: PlannedRun, network: Network, per_batch: Mapping[bool, float]
 
 def _per_round(planned: PlannedRun) -> float:
     """Mini-batches of a source in one round, mean over the sources. Training before the first round does not count."""
-    method, training = planned.run.method, planned.experiment.training
+    method, training = planned.run.method, planned.training
     if method.traits.pooled or method.traits.target == "labelled":
         return planned.mini_batches / max(1, planned.rounds)
     parts = method.exchanges_per_epoch

@@ -103,7 +103,7 @@ def dry_run_of(planned: PlannedRun, network: Network) -> DryRun:
 
 def traffic(planned: PlannedRun, network: Network, dry: DryRun) -> Traffic:
     """Bytes of a run, the samples included that leave their sites before a pooled method trains."""
-    split, size = planned.split, planned.experiment.training.batch_size
+    split, size = planned.split, planned.training.batch_size
     trained = sum(
         planned.budget[site] * len(rows) / batches_per_epoch(len(rows), size)
         for site, rows in {**split.train, **split.unlabelled}.items()
@@ -125,7 +125,7 @@ def traffic(planned: PlannedRun, network: Network, dry: DryRun) -> Traffic:
 
 def trained_of(planned: PlannedRun) -> int:
     """Mini-batches that all sites together train on in a run."""
-    return trained_by_all(planned.run.method, planned.experiment.training, planned.split, planned.budget, planned.drawn)
+    return trained_by_all(planned.run.method, planned.training, planned.split, planned.budget, planned.drawn)
 
 
 @dataclass(frozen=True, kw_only=True)

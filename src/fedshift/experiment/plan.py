@@ -28,6 +28,7 @@ from fedshift.experiment.features import built
 from fedshift.experiment.privacy import draws_of, site_privacy
 from fedshift.experiment.protocols.base import Roles, Split
 from fedshift.federation.site_runner import Setting, SitePlan
+from fedshift.federation.training import Training
 from fedshift.methods.base import Method
 from fedshift.models.network import Network
 
@@ -217,6 +218,11 @@ class PlannedRun:
         """The run's experiment."""
         return self.plan.experiment
 
+    @cached_property
+    def training(self) -> Training:
+        """How the run's sites train: as the experiment says, but for what its method does otherwise."""
+        return self.run.method.own_training(self.experiment.training)
+
     @property
     def split(self) -> Split:
         """The rows of the run."""
@@ -241,7 +247,7 @@ class PlannedRun:
     @cached_property
     def budget(self) -> dict[str, int]:
         """Mini-batches that each site may train on."""
-        return budgets(self.run.method, self.experiment.methods, self.experiment.training, self.split)
+        return budgets(self.run.method, self.experiment.methods, self.training, self.split)
 
     @property
     def drawn(self) -> int | None:
@@ -252,7 +258,7 @@ class PlannedRun:
     def rounds(self) -> int:
         """Rounds until the budget is used; 0 if it is used before the first round."""
         whole = self.experiment.engine.sums_only
-        return rounds_needed(self.run.method, self.experiment.training, self.split, self.budget, whole=whole)
+        return rounds_needed(self.run.method, self.training, self.split, self.budget, whole=whole)
 
     @property
     def mini_batches(self) -> int:
@@ -264,7 +270,7 @@ class PlannedRun:
         experiment, data = self.experiment, self.data
         return Setting(
             method=self.run.method,
-            training=experiment.training.for_classes(data.classes),
+            training=self.training.for_classes(data.classes),
             network=experiment.model,
             preprocessing=data.preprocessing,
             input_shape=data.input_shape,
@@ -284,7 +290,7 @@ class PlannedRun:
         Raises:
             UserError: the ε that is asked for cannot be reached.
         """
-        if (training := self.experiment.training).privacy is None:
+        if (training := self.training).privacy is None:
             return {}
         return {
             site: site_privacy(training, site, len(rows), self.budget[site], grouped=self.plan.in_groups(site, rows))
@@ -299,8 +305,7 @@ class PlannedRun:
     def network(self) -> Network:
         """A network like that of the run's sites. Its weights are arbitrary."""
         data, sources = self.data, self.plan.roles(self.run.target)[0]
-        training = self.experiment.training
-        network = training.network(self.experiment.model, data.input_shape, len(data.classes), 0)
+        network = self.training.network(self.experiment.model, data.input_shape, len(data.classes), 0)
         return self.run.method.adapt_network(network, len(sources))
 
     @property
@@ -333,7 +338,7 @@ def common_settings(experiment: Experiment, method: Method) -> dict[str, Any]:
         "data": data_record(experiment.data),
         "protocol": {key: value for key, value in whole["protocol"].items() if key not in experiment.protocol.extent},
         "model": experiment.model.record(),
-        "training": whole["training"],
+        "training": method.own_training(experiment.training).model_dump(mode="json"),
         "method": method_record(method),
     }
 

@@ -243,8 +243,11 @@ class Method(Composed, ABC):
         raise FedshiftError(f"{self.name} trains in its own way, so its sites cannot train side by side")
 
     def recipe(self) -> dict[str, Any]:
-        """The class to import and its options, from which another process makes an equal method."""
-        return {"class": place_of(type(self)), "options": self.model_dump(mode="json")}
+        """The class to import and its options, from which another process makes an equal method.
+
+        How it trains is part of a `Setting`.
+        """
+        return {"class": place_of(type(self)), "options": self.model_dump(mode="json", exclude={"training"})}
 
 
 def work_of(method: Method) -> tuple[Trained, Trained]:

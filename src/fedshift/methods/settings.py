@@ -21,7 +21,7 @@ PAPER = "paper"
 
 Settings = Mapping[str, Mapping[str, Any]]
 
-_NO_OPTIONS = ("name", "label", "setting", "sha256", "method")
+_NO_OPTIONS = ("name", "label", "setting", "sha256", "method", "training")
 """Fields that a setting never has. ``method`` is an inner method."""
 
 

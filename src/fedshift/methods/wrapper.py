@@ -16,10 +16,23 @@ from fedshift.federation.site import Site
 from fedshift.methods.base import Method, RunPlan, Samples, State, Traffic, calls_of, in_order
 from fedshift.methods.composition.averaging import Averaging
 from fedshift.methods.composition.new_site import NewSite
+from fedshift.methods.composition.options import Composed
 from fedshift.methods.composition.plug_in import LocalOption
 from fedshift.methods.traits import Traits
 from fedshift.models.network import Network
 from fedshift.weights import Weights
+
+_BESIDE = (
+    "robust",
+    "server",
+    "local",
+    "training",
+    "exchanges_per_epoch",
+    "batch_norm_at_new_site",
+    "classifier_at_new_site",
+    "average",
+)
+"""Options of every method that a wrapper has for the method behind it."""
 
 
 class Wrapper(Method):
@@ -38,20 +51,9 @@ class Wrapper(Method):
     def _trains_at_sites(self) -> Self:
         if self.inner.traits.pooled or self.inner.traits.target == "labelled":
             raise ValueError(f"{self.inner.name} does not train at source sites; choose a federated method")
-        if self.inner.robust is not None:
-            raise ValueError(f"robust: write it beside {self.name}, not in the method behind it")
-        if self.inner.server is not None:
-            raise ValueError(f"server: write it beside {self.name}, not in the method behind it")
-        if self.inner.local:
-            raise ValueError(f"local: write it beside {self.name}, not in the method behind it")
-        if self.inner.exchanges_per_epoch > 1:
-            raise ValueError(f"exchanges_per_epoch: write it beside {self.name}, not in the method behind it")
-        if self.inner.batch_norm_at_new_site is not None:
-            raise ValueError(f"batch_norm_at_new_site: write it beside {self.name}, not in the method behind it")
-        if self.inner.classifier_at_new_site is not None:
-            raise ValueError(f"classifier_at_new_site: write it beside {self.name}, not in the method behind it")
-        if self.inner.average is not None:
-            raise ValueError(f"average: write it beside {self.name}, not in the method behind it")
+        for name in _BESIDE:
+            if getattr(self.inner, name) != Composed.model_fields[name].default:
+                raise ValueError(f"{name}: write it beside {self.name}, not in the method behind it")
         if (self.average is not None or self.average_rounds > 1) and self.inner.average_rounds > 1:
             raise ValueError(f"average_rounds is set here and for {self.inner.name}; set it once")
         return self

@@ -19,6 +19,7 @@ from fedshift.report.conditions import used_note
 from fedshift.report.estimates import notes_on
 from fedshift.report.like_for_like import comparable, unlike_seeds
 from fedshift.report.measures import ACCURACY, HAUSDORFF, MEASURES, METRICS, Measure, measure_of
+from fedshift.report.unlike_training import trained_note
 from fedshift.text import in_unit
 
 MISSING = "–"
@@ -181,7 +182,7 @@ def table_of(collected: Collected, select: Selection = "last", metric: str = "")
     measure = _measure(collected, select, metric)
     arrange = partial(table, select=select, targets=order.targets)
     whole = arrange(results, methods=order.methods, progress=collected.progress, measure=measure)
-    said = (note(results, order.methods) for note in (used_note, settings_note, privacy_note, work_note))
+    said = (note(results, order.methods) for note in (used_note, trained_note, settings_note, privacy_note, work_note))
     whole = replace(whole, notes=(*whole.notes, *chain.from_iterable(said)))
     both = whole.measure in pairs.HARMONIC_MEANS.values()
     whole = replace(whole, notes=(*whole.notes, *notes_on(collected)))

@@ -135,9 +135,9 @@ def audit_leakage(
     device, threads = resolve_device(experiment.device), experiment.engine.thread_count()
     sources = [name, *(other for other in plan.roles(target)[0] if other != name)]
     parts = {source: (shown.domains[source], split.train[source], 0) for source in sources}
+    trained = experiment.methods[0].own_training(experiment.training)
     views = {
-        source: SiteData([part], data.preprocessing, experiment.training.augmentation, device)
-        for source, part in parts.items()
+        source: SiteData([part], data.preprocessing, trained.augmentation, device) for source, part in parts.items()
     }
     view = views[name]
     network = _network(experiment, data, seed, model).to(device).train()
@@ -150,7 +150,7 @@ def audit_leakage(
 
     def attacked(size: int, names: Sequence[str], number: int) -> list[Case]:
         """Both exchanges, at a size of mini-batch, of these sites together, in a repeat."""
-        training = experiment.training.for_classes(data.classes).model_copy(update={"batch_size": size})
+        training = trained.for_classes(data.classes).model_copy(update={"batch_size": size})
         sites = []
         for source in names:
             own, noise = views[source], draws.get(source)

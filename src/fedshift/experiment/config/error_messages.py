@@ -29,7 +29,8 @@ def describe(error: ValidationError, prefix: str, model: type[BaseModel]) -> str
     more = f" ({len(faults) - 1} more)" if len({tuple(f["loc"][:1]) for f in faults}) > 1 else ""
     if fault["type"] == "extra_forbidden":
         known = [name for name in inside.model_fields if name != "name"]
-        return f"{path}: there is no such field; {nearest(str(fault['loc'][-1]), known)}{more}"
+        name = str(fault["loc"][-1])
+        return f"{path}: there is no such field; {_deeper(name, inside)}{nearest(name, known)}{more}"
     if fault["type"] == "missing":
         return f"{path}: this field is missing{more}"
     message = in_words(fault)
@@ -96,6 +97,15 @@ def _section(annotation: Any) -> type[BaseModel] | None:
         return annotation
     found = {section for part in get_args(annotation) if (section := _section(part)) is not None}
     return found.pop() if len(found) == 1 else None
+
+
+def _deeper(name: str, section: type[BaseModel]) -> str:
+    """Where a section inside this one has a field of that name, as a hint; else ""."""
+    for field, info in section.model_fields.items():
+        inner = _section(info.annotation)
+        if inner is not None and name in inner.model_fields:
+            return f"write {field}: {{{name}: …}}; "
+    return ""
 
 
 def _short(value: Any) -> str:

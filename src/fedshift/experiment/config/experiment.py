@@ -74,9 +74,13 @@ def method_name(method: Method) -> str:
 def method_record(method: Method) -> dict[str, Any]:
     """The method's options, for results and model files.
 
-    They hold no path of this machine. A user's own file is named by its file name and checksum.
+    They hold no path of this machine. A user's own file is named by its file name and checksum. How the method trains
+    is in the run's training section.
     """
-    return {**own_file_record(method_name(method), type(method)), **method.model_dump(mode="json")}
+    return {
+        **own_file_record(method_name(method), type(method)),
+        **method.model_dump(mode="json", exclude={"training"}),
+    }
 
 
 def data_record(source: DataSource) -> dict[str, Any]:
@@ -140,6 +144,12 @@ def _check_engine(experiment: Experiment) -> None:
         raise UserError("engine.grace: it begins when those of engine.quorum have answered; set engine.quorum, too")
     if isinstance(engine, FlareEngine) and experiment.protocol.cuts_sources:
         raise UserError("protocol.sites_each: a deployed site keeps its samples together; leave it out")
+    changed = next((method.display for method in experiment.methods if method.training is not None), None)
+    if changed is not None and isinstance(engine, FlareEngine):
+        raise UserError(
+            f"methods: {changed}: training: deployed sites agree to one training section; give this method a deployed "
+            "experiment of its own"
+        )
     if own_network.is_given(experiment.model) and (engine.processes > 1 or isinstance(engine, FlareEngine)):
         raise UserError(
             "model: it was given as an object, which other processes cannot make; name it file.py:Class, or leave out "
@@ -149,14 +159,25 @@ def _check_engine(experiment: Experiment) -> None:
 
 def _check_training(experiment: Experiment) -> None:
     """Raise UserError where fields of the training contradict each other, or the network."""
-    training = experiment.training
+    _check_one_training(experiment, experiment.training, "training")
+    for number, method in enumerate(experiment.methods):
+        if method.training is not None:
+            path = f"methods[{number}] ({method.name}).training"
+            try:
+                training = method.own_training(experiment.training)
+            except ValidationError as error:
+                raise UserError(describe(error, path, Training)) from None
+            _check_one_training(experiment, training, path)
+
+
+def _check_one_training(experiment: Experiment, training: Training, path: str) -> None:
     if isinstance(experiment.model, Frozen) and not training.augmentation.is_identity:
         raise UserError(
-            "training.augmentation: a frozen backbone processes every image once, so images cannot be augmented; "
+            f"{path}.augmentation: a frozen backbone processes every image once, so images cannot be augmented; "
             "leave it out"
         )
     if training.optimizer == "sgd" and training.nesterov and training.momentum == 0:
-        raise UserError("training.nesterov: needs training.momentum above 0")
+        raise UserError(f"{path}.nesterov: needs {path}.momentum above 0")
 
 
 def _training(value: Any, folder: Path) -> BaseModel:

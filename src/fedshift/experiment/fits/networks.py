@@ -27,7 +27,7 @@ def method_fits(about: About, method: Method, network: Network) -> Iterator[str]
 
 def samples_fit(about: About) -> Iterator[str]:
     """What methods say of their options on so many samples."""
-    training = about.experiment.training
-    samples = Samples(about.data.input_shape, shortest_epochs(training, (one.split for one in about.plan.runs)))
+    splits = [one.split for one in about.plan.runs]
     for method in about.experiment.methods:
-        yield from method.check_samples(samples)
+        training = method.own_training(about.experiment.training)
+        yield from method.check_samples(Samples(about.data.input_shape, shortest_epochs(training, splits)))

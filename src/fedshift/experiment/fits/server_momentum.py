@@ -11,7 +11,8 @@ from fedshift.methods.server import Momentum, rounds_to_speed
 
 def fits(about: About, method: Method) -> Iterator[str]:
     """Say where the rounds are too few for it."""
-    optimizer, rounds = method.server, about.experiment.training.rounds * method.exchanges_per_epoch
+    optimizer = method.server
+    rounds = method.own_training(about.experiment.training).rounds * method.exchanges_per_epoch
     if not isinstance(optimizer, Momentum) or rounds >= (needed := rounds_to_speed(optimizer.beta)):
         return
     yield (

@@ -19,9 +19,11 @@ def network_fits(about: About) -> Iterator[str]:
 
 def class_weights_fit(about: About) -> Iterator[str]:
     """Check that samples have classes, where they are drawn by class."""
-    training, data = about.experiment.training, about.data
-    training.for_classes(data.classes)
-    if training.class_weights is not None and data.task != "classification":
+    data, common = about.data, about.experiment.training
+    sections = [common, *(method.own_training(common) for method in about.experiment.methods)]
+    for training in sections:
+        training.for_classes(data.classes)
+    if data.task != "classification" and any(training.class_weights is not None for training in sections):
         raise UserError(f"training.class_weights: an image of data set {data.name} has no single class; leave it out")
     yield from ()
 

@@ -67,7 +67,7 @@ def train_and_evaluate(
         UserError: the device has too little memory.
         FedshiftError: the method breaks its contract.
     """
-    run, training = planned.run, planned.experiment.training
+    run, training = planned.run, planned.training
     loop = _RunLoop(context, planned, folder, federation, evaluator)
     try:
         return loop.to_the_end(network, run.method.evaluated_network(network, len(planned.split.train)))

@@ -7,14 +7,25 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from fedshift.errors import UserError
 from fedshift.federation.site import PlugIn, Site
+from fedshift.federation.training import Training
 from fedshift.methods.composition.averaging import AverageOption, Averaging, LastRounds
 from fedshift.methods.composition.local import PLUG_INS, LocalPlugIns
 from fedshift.methods.composition.new_site import NewSite
 from fedshift.methods.composition.plug_in import LocalOption
+from fedshift.methods.composition.training_changes import TrainingChanges
 from fedshift.methods.robust import RULES, RobustAggregation, unfit
 from fedshift.methods.server import ServerOptimizer
 from fedshift.methods.settings import PAPER, described, with_setting
@@ -65,6 +76,11 @@ class Composed(BaseModel, ABC):
     local: LocalPlugIns = Field(
         (), description="plug-ins of the sites' training, such as [mixstyle]: see fedshift fields local"
     )
+    training: TrainingChanges | None = Field(
+        None,
+        description="fields of the training section that are otherwise for this method, such as {lr: 0.1}: see "
+        "fedshift fields training",
+    )
 
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
@@ -112,6 +128,21 @@ class Composed(BaseModel, ABC):
                     f"local: {name} does not go with {self.name}, {self.traits.unfit_plug_ins[name]}; leave it out"
                 )
         return self
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        written: dict[str, Any] = plain(self)
+        if self.training is None:  # private noise is drawn from the settings, which are those of earlier runs
+            written.pop("training", None)
+        return written
+
+    def own_training(self, training: Training) -> Training:
+        """How its sites train in an experiment with this training section.
+
+        Raises:
+            ValidationError: the method's changes do not go with it.
+        """
+        return training if self.training is None else self.training.on(training)
 
     @property
     def averaging(self) -> Averaging:

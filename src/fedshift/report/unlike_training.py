@@ -1,0 +1,50 @@
+"""Which rows of a table were trained otherwise than others: ``training`` of a method."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from fedshift.evaluation.records import RunResult
+
+_OF_THE_RUN = "mini_batches"
+"""A record has the budget of every site in the place of this field."""
+
+
+def otherwise(result: RunResult, other: RunResult) -> dict[str, Any]:
+    """The fields of the training section in which a run differs from another, with its own values.
+
+    Example:
+        >>> made = RunResult.model_construct
+        >>> fast, slow = (made(options={"training": {"lr": rate, "rounds": 3}}) for rate in (0.5, 0.1))
+        >>> otherwise(fast, slow)
+        {'lr': 0.5}
+    """
+    own, others = _training(result), _training(other)
+    return {
+        name: value for name, value in own.items() if name != _OF_THE_RUN and name in others and value != others[name]
+    }
+
+
+def trained_note(results: Sequence[RunResult], methods: Sequence[str]) -> Iterator[str]:
+    """Which rows were trained with which values, for the fields in which rows differ."""
+    first = {result.method: result for result in reversed(results) if result.method in methods}
+    rows = [first[name] for name in methods if name in first]
+    parts = []
+    for name in dict.fromkeys(name for row in rows for name in otherwise(row, rows[0])):
+        values: dict[str, list[str]] = {}
+        for row in rows:
+            values.setdefault(_written(_training(row).get(name)), []).append(row.method)
+        parts.append(f"{name} " + ", ".join(f"{value} ({', '.join(those)})" for value, those in values.items()))
+    if parts:
+        yield f"Rows were trained with settings of their own: {'; '.join(parts)}."
+
+
+def _training(result: RunResult) -> Mapping[str, Any]:
+    section = result.options.get("training")
+    return section if isinstance(section, Mapping) else {}
+
+
+def _written(value: object) -> str:
+    return value if isinstance(value, str) else "none" if value is None else json.dumps(value, ensure_ascii=False)
