@@ -57,7 +57,7 @@ class Results:
     @property
     def runs(self) -> list[RunResult]:
         """One result per (method, target, seed), but for targets without labels: see `estimates`."""
-        return self.collected.results
+        return [run.result for run in self.collected.runs]
 
     @property
     def estimates(self) -> dict[str, dict[str, list[Estimate]]]:

@@ -89,7 +89,7 @@ class DeployedPlan(Plan):
                     f"{cause if agreed.grouped.get(site) else ''}"
                 )
         if target == EVERY_SITE:
-            return Split(train, held_out, {site: chosen for site, chosen in held_out.items() if len(chosen)})
+            return protocol.of_counts(train, held_out)
         if agreed.own is not None and target in self.own:
             domain = agreed.own.domains[target]
             own_held_out = protocol.domain_rows(domain, seed)[1]

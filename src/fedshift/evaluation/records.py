@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,8 +16,8 @@ from fedshift.evaluation.site_bytes import SiteBytes
 from fedshift.text import in_unit
 
 Selection = Literal["last", "source", "oracle"]
-Part = Literal["target", "held_out"]
-"""Which samples of a site are measured."""
+Part = Literal["target", "held_out", "common"]
+"""Which samples of a site are measured; common: of a test set that no one trains on, beside the targets."""
 if TYPE_CHECKING:
     SiteMetric = str
 else:
@@ -79,6 +80,9 @@ class RoundRecord(_Record):
     target_hausdorff: dict[str, Pixels] = Field(
         default_factory=dict, description="for segmentation: Hausdorff distance at each target, in pixels"
     )
+    common_accuracy: dict[str, NotNegative] = Field(
+        default_factory=dict, description="the same on each common test set; written only if there is one"
+    )
     metric: Metric = Field(
         default="accuracy", description="what the fields called accuracy hold; written only if it is no percentage"
     )
@@ -95,7 +99,9 @@ class RoundRecord(_Record):
 
     @model_validator(mode="after")
     def _shares_are_percent(self) -> RoundRecord:
-        for value in (*self.target_accuracy.values(), *self.source_accuracy.values()):
+        for value in chain(
+            *(one.values() for one in (self.target_accuracy, self.source_accuracy, self.common_accuracy))
+        ):
             ENTRIES[self.metric].check(value)
         return self
 
@@ -104,6 +110,8 @@ class RoundRecord(_Record):
         written: dict[str, Any] = plain(self)
         if ENTRIES[self.metric].unit == "%":
             written.pop("metric", None)
+        if not self.common_accuracy:
+            written.pop("common_accuracy", None)
         return written
 
     @property
@@ -163,6 +171,14 @@ class SelectedRound(_Record):
     )
     per_class: list[Percent | None] = Field(default_factory=list)
     hausdorff: Pixels | None = Field(default=None, description="for segmentation: mean over the measured targets")
+    common: dict[str, NotNegative] = Field(default_factory=dict, description="each common test set, if there are any")
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        written: dict[str, Any] = plain(self)
+        if not self.common:
+            written.pop("common", None)
+        return written
 
 
 class SiteMetrics(_Record):
@@ -172,7 +188,7 @@ class SiteMetrics(_Record):
     """
 
     site: str
-    part: Part = Field(description="the target's measured samples, or a source's held-out ones")
+    part: Part = Field(description="the target's measured samples, a source's held-out ones, or a common test set")
     samples: Count
     support: list[Count | None] = Field(
         description="samples of each class; None where a site does not say; empty if labels are no classes"

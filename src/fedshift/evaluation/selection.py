@@ -125,7 +125,8 @@ def _selected(rounds: Sequence[RoundRecord], index: int | None) -> SelectedRound
         round=record.round,
         accuracy=record.target_mean,
         source_accuracy=record.source_mean,
-        sites={**record.target_accuracy, **record.source_accuracy},
+        sites={**record.source_accuracy, **record.target_accuracy},
+        common=record.common_accuracy,
         per_class=record.per_class,
         hausdorff=record.hausdorff_mean,
     )

@@ -370,7 +370,7 @@ def _domain(plan: Plan, name: str) -> DomainCheck:
     # A domain that is not a target of the protocol is described as if it were one.
     targets = protocol.possible_targets(data)
     as_source = next((target for target in targets if name in plan.roles(target)[0]), None)
-    as_target = next((target for target in targets if name in plan.roles(target)[1]), None)
+    as_target = next((target for target in targets if protocol.by_site or name in plan.roles(target)[1]), None)
     given = plan.split(as_source, seed) if as_source is not None else None
     return DomainCheck(
         name,

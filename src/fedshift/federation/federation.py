@@ -19,6 +19,7 @@ from fedshift.federation.replies import About, Bounds, ReplyCheck, reply_type
 from fedshift.federation.secure.sums import SMALLEST_ROSTER, By, SumOnly, Total, Weighing, contribution, threshold
 from fedshift.federation.site import Envelope, LocalFit, PlugIn, Site
 from fedshift.models.network import Network
+from fedshift.weights import Weights
 
 OnRefusal = Literal["stop", "leave_out"]
 
@@ -46,6 +47,11 @@ class CallOwner(Protocol):
     def traits(self) -> OfRouting: ...
 
     def adapt_network(self, network: Network, sources: int) -> Network: ...
+
+    @property
+    def keeps_own_weights(self) -> bool: ...
+
+    def own_weights(self, weights: Weights, memory: Mapping[str, Content]) -> Weights: ...
 
     def call_owner(self, call: str) -> CallOwner: ...
 
@@ -143,6 +149,11 @@ class Federation(ABC):
     def crossing(self, call: str, site: str, content: Mapping[str, Content]) -> Mapping[str, Content]:
         """``content`` as the ledger counts it on its way to ``site``; an engine may send it in a smaller form."""
         return content
+
+    def own_weights(self, site: str, weights: Weights) -> Weights:
+        """What predicts at a site that trained, from the published model ``weights``: the same, unless a method keeps
+        parts of the model there and the engine can look at them."""
+        return weights
 
     def save_memory(self, folder: Path) -> dict[str, dict[str, str]]:
         """Write what sites remember below ``folder``; return site → entry → file name. Here, sites remember nothing."""

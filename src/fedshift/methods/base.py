@@ -200,11 +200,24 @@ class Method(Composed, ABC):
         """
         return {}
 
+    def own_weights(self, weights: Weights, memory: Mapping[str, Content]) -> Weights:
+        """What predicts at a site that trained, from the published model and what the site remembers; by default the
+        published model.
+
+        It has the tensors of ``weights``. A site that has not trained yet remembers nothing.
+        """
+        return weights
+
     def personal(self, weights: Weights) -> Collection[str]:
         """Parameters of the common model that each site has of its own. A server's optimiser leaves them alone."""
         return ()
 
     # Made of the above. The engine asks for it; a method of your own leaves it alone ----------------------------------
+
+    @property
+    def keeps_own_weights(self) -> bool:
+        """Whether a site that trained predicts with a model of its own."""
+        return type(self).own_weights is not Method.own_weights
 
     @property
     def shares(self) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 from pydantic import model_validator
 
 from fedshift.federation.federation import Federation
-from fedshift.federation.messages import Reply
+from fedshift.federation.messages import Content, Reply
 from fedshift.federation.replies import About, Bounds
 from fedshift.federation.site import Site
 from fedshift.methods.base import Method, RunPlan, Samples, State, Traffic, calls_of, in_order
@@ -121,6 +121,13 @@ class Wrapper(Method):
 
     def evaluated_network(self, network: Network, sources: int) -> Network:
         return self.inner.evaluated_network(network, sources)
+
+    @property
+    def keeps_own_weights(self) -> bool:
+        return self.inner.keeps_own_weights
+
+    def own_weights(self, weights: Weights, memory: Mapping[str, Content]) -> Weights:
+        return self.inner.own_weights(weights, memory)
 
     def personal(self, weights: Weights) -> Collection[str]:
         return self.inner.personal(weights)

@@ -20,6 +20,7 @@ from fedshift.errors import UserError, nearest
 from fedshift.evaluation.packs.packed import RUNS, kept
 from fedshift.evaluation.records import RoundRecord, RunResult, SiteMetric
 from fedshift.evaluation.stored import ORDER, RESULT, is_finished, packed_run, read_failure, run_folders, stored
+from fedshift.report.by_site import at_sites
 from fedshift.text import one_line
 
 _MOST_NAMES = 12
@@ -68,7 +69,13 @@ class Collected:
 
     @property
     def results(self) -> list[RunResult]:
-        return [run.result for run in self.runs]
+        """What tables are made of: the results of ``runs``, by site where a run measures each site by itself."""
+        return list(at_sites(run.result for run in self.runs))
+
+    @property
+    def seen(self) -> tuple[FinishedRun, ...]:
+        """`results` with their folders."""
+        return tuple(FinishedRun(run.folder, one) for run in self.runs for one in at_sites([run.result]))
 
     @property
     def all_runs(self) -> tuple[FinishedRun, ...]:
@@ -128,7 +135,9 @@ def collect(folder: str | os.PathLike[str]) -> Collected:
     targets = _ordered(order.targets, (run.result.target for run in runs))
     runs.sort(key=lambda p: (methods.index(p.result.method), targets.index(p.result.target), p.result.seed))
     measured = [run for run in runs if run.result.is_measured]
-    there = {name for run in measured for name in (run.result.method, run.result.target)}
+    seen = list(at_sites(run.result for run in measured))
+    there = {name for one in seen for name in (one.method, one.target)}
+    targets = list(dict.fromkeys((*targets, *(one.target for one in seen))))
     return Collected(
         name=experiments[0].name,
         runs=tuple(measured),

@@ -103,13 +103,13 @@ def _sections(
         metrics_section(results, table.methods),
         predictions_section(runs, found.method, samples),
         None if samples is None else features_section(runs, table.methods, samples),
-        curves_section(runs, records, table),
+        curves_section(collected.seen, records, table),
         other_section(collected, roles),
         differences_section(found, table),
         weights_section(runs, records, table.methods),
-        cost_section(results, table.methods),
+        cost_section([run.result for run in runs], table.methods),
         classes_section(results, table),
-        warnings_section(results),
+        warnings_section([run.result for run in runs], results),
         settings_section(collected),
     ]
     yield from (one for one in further if one is not None)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from statistics import fmean
+from statistics import fmean, stdev
 
 from fedshift.errors import UserError
 from fedshift.evaluation.cautions import BASELINES, baselines, privacy_note, settings_note, warnings_of, work_note
@@ -14,6 +14,7 @@ from fedshift.evaluation.records import RunResult, Selection
 from fedshift.evaluation.selection import RULES
 from fedshift.evaluation.summary import AVERAGE, Row, row_of, rows, with_samples
 from fedshift.report import pairs
+from fedshift.report.by_site import at_common_tests, measures_each
 from fedshift.report.collect import Collected
 from fedshift.report.conditions import used_note
 from fedshift.report.estimates import notes_on
@@ -23,7 +24,7 @@ from fedshift.report.unlike_training import trained_note
 from fedshift.text import in_unit
 
 MISSING = "–"
-WORST, GAP = "worst site", "gap between sites"
+WORST, GAP, SPREAD = "worst site", "gap between sites", "spread over sites"
 _MOST_EXCEPTIONS = 6
 
 
@@ -194,11 +195,25 @@ def table_of(collected: Collected, select: Selection = "last", metric: str = "")
     if select == "last" and any(result.sites for result in results):
         whole = replace(whole, notes=(*whole.notes, *_site_notes(results, whole.measure)))
         more += [] if both else [*_intervals(whole), *_worst(whole, results)]
+    more += _common_tests(collected, whole, arrange)
     whole = replace(whole, more=tuple(more))
+    if any(map(measures_each, results)):
+        sites = set(whole.columns)
+        rest = tuple(row for one in more for row in one.rows if row.target not in sites)
+        average = "Average: the mean over the sites, each counts alike."
+        return replace(whole, rows=(*whole.rows, *rest), notes=(*whole.notes, average))
     if not both:
         return whole
     found = tuple(pairs.rows_of(results, whole.rows, select))
     return replace(whole, rows=found, notes=(*whole.notes, *pairs.notes(found, results[0].metric)))
+
+
+def _common_tests(collected: Collected, whole: Table, arrange: Callable[..., Table]) -> Iterator[Table]:
+    """The table of the test sets that no one trains on, where runs measure each site."""
+    results = list(at_common_tests(run.result for run in collected.runs))
+    if any(whole.measure.value(result, whole.select) is not None for result in results):
+        measure = replace(whole.measure, title=f"{whole.measure.name} on common test sets")
+        yield arrange(results, targets=(), methods=whole.methods, measure=measure)
 
 
 def _measure(collected: Collected, select: Selection, metric: str) -> Measure:
@@ -265,6 +280,8 @@ def _worst(whole: Table, results: Sequence[RunResult]) -> Iterator[Table]:
             found.append(row_of(method, WORST, whole.select, [worst(one.values()) for one in complete]))
             gaps = [abs(best(one.values()) - worst(one.values())) for one in complete]
             found.append(row_of(method, GAP, whole.select, gaps))
+            found.append(row_of(method, SPREAD, whole.select, [stdev(one.values()) for one in complete]))
+    columns = (WORST, GAP, SPREAD) if any(map(measures_each, results)) else (WORST, GAP)
     if found:
         top = _best([row for row in found if row.target == WORST], set(), best, measure.unit)
         top |= _best([row for row in found if row.target == GAP], set(), min, measure.unit)
@@ -276,15 +293,18 @@ def _worst(whole: Table, results: Sequence[RunResult]) -> Iterator[Table]:
                     if (row := by_place.get((method, column)))
                     else None
                 )
-                for column in (WORST, GAP)
+                for column in columns
             }
             for method in whole.methods
         }
         note = (
             f"Worst and gap of each {measure.repeat}, then their mean. The worst site on average: {', '.join(names)}."
         )
-        shown = replace(measure, title=f"{measure.name}: worst site, gap between sites", what="", notes=(note,))
-        yield Table(whole.select, shown, whole.methods, (WORST, GAP), cells, (), shown.notes)
+        note += " Spread: the standard deviation over the sites (n−1)." if SPREAD in columns else ""
+        shown = replace(measure, title=f"{measure.name}: {', '.join(columns)}", what="", notes=(note,))
+        yield Table(
+            whole.select, shown, whole.methods, columns, cells, tuple(found) if SPREAD in columns else (), shown.notes
+        )
 
 
 def _shown(number: float, unit: str) -> str:

@@ -38,6 +38,7 @@ class Split:
         measured: rows that each target is measured on.
         unlabelled: rows that each target trains on without labels.
         predicted: rows of targets that have no labels: models answer there, and are not measured.
+        common: rows of test sets that measure the model beside the targets, and that no one trains on.
     """
 
     train: Mapping[str, Rows]
@@ -45,6 +46,7 @@ class Split:
     measured: Mapping[str, Rows]
     unlabelled: Mapping[str, Rows] = field(default_factory=dict)
     predicted: Mapping[str, Rows] = field(default_factory=dict)
+    common: Mapping[str, Rows] = field(default_factory=dict)
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -59,6 +61,7 @@ class ProtocolSection(Section):
         question: what an experiment under the protocol asks, in words.
         next_target: what the next site is one of that its answer holds for, in words.
         unseen: whether a target takes no part in training.
+        by_site: whether one run measures each site by itself, with the site's own model where a method keeps one there.
         both_sides: whether methods are compared at sources and targets alike, by the harmonic mean of the two.
         extent: fields that say which runs an experiment has. They are not settings of a single run.
     """
@@ -67,6 +70,7 @@ class ProtocolSection(Section):
     next_target: ClassVar[str] = "site"
     unseen: ClassVar[bool] = False
     both_sides: ClassVar[bool] = False
+    by_site: ClassVar[bool] = False
     extent: ClassVar[tuple[str, ...]]
 
     kind: str = Field(description="the protocol")
@@ -223,6 +227,10 @@ class DeployedProtocol(ProtocolSection):
     @abstractmethod
     def domain_rows(self, domain: Domain, seed: int) -> tuple[Rows, Rows]:
         """The training and the held-out rows of one domain. They do not depend on other domains."""
+
+    def of_counts(self, train: Mapping[str, Rows], held_out: Mapping[str, Rows]) -> Split:
+        """The parts of `EVERY_SITE`: all sites train, and are measured on what they hold out."""
+        return Split(train, held_out, {name: rows for name, rows in held_out.items() if len(rows)})
 
     def measures_all(self, grouped: bool) -> bool:
         """Whether an unseen target is measured on all its samples, not on those that it would hold out.

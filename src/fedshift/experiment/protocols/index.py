@@ -8,9 +8,10 @@ from typing import get_args
 from fedshift.experiment.protocols.adapt_to_one import AdaptToOne
 from fedshift.experiment.protocols.base import ProtocolSection
 from fedshift.experiment.protocols.leave_one_out import LeaveOneOut
+from fedshift.experiment.protocols.participants import Participants
 from fedshift.experiment.protocols.source_target import SourceTarget
 
-Protocol = LeaveOneOut | AdaptToOne | SourceTarget
+Protocol = LeaveOneOut | AdaptToOne | SourceTarget | Participants
 """What the section ``protocol`` can be; the first is the default."""
 PROTOCOLS: Mapping[str, type[Protocol]] = {kind.model_fields["kind"].default: kind for kind in get_args(Protocol)}
 """The protocols by `kind`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from fedshift.data.tasks.objective import CLASSES, Objective, objective_of
 from fedshift.errors import UserError
 from fedshift.evaluation import segmentation
 from fedshift.evaluation.predictions import UNLABELLED, SitePredictions
-from fedshift.evaluation.records import SiteMetrics
+from fedshift.evaluation.records import Part, SiteMetrics
 from fedshift.evaluation.site_metrics import Scored, common_threshold
 from fedshift.evaluation.tasks.measuring import MetricOptions, measuring_of
 from fedshift.experiment.protocols.base import Split
@@ -28,6 +28,10 @@ from fedshift.models.options import NetworkOptions
 from fedshift.weights import Weights
 
 _BATCH = 500
+MEASURED: tuple[Part, Part] = ("target", "common")
+"""What is measured with the threshold that the held-out samples choose."""
+OwnWeights = Callable[[str, Weights], Weights]
+"""Site, the published model → the model that predicts at this site."""
 _MASKS = 16
 """Images in a batch for segmentation, where every pixel has a score."""
 
@@ -57,6 +61,7 @@ class Evaluator:
         model: the network's options.
         resamples: bootstrap samples of the intervals in `final`.
         new_site: of `answering` at the targets.
+        own_weights: site that trained, model → what predicts at this site; None: the model predicts at all targets.
     """
 
     def __init__(
@@ -67,6 +72,7 @@ class Evaluator:
         model: NetworkOptions,
         resamples: int = 0,
         new_site: NewSite | None = None,
+        own_weights: OwnWeights | None = None,
     ) -> None:
         def views(rows: Mapping[str, Rows]) -> dict[str, SiteData]:
             return {
@@ -76,11 +82,12 @@ class Evaluator:
             }
 
         self._targets, self._sources = views(split.measured), views(split.held_out)
-        self._answered = views(split.predicted)
+        self._answered, self._common = views(split.predicted), views(split.common)
         self._rows: dict[str, Mapping[str, Rows]] = {
             "target": split.measured,
             "held_out": split.held_out,
             UNLABELLED: split.predicted,
+            "common": split.common,
         }
         self._domains = data.domains
         self._trained_at = sorted(split.train)
@@ -88,7 +95,7 @@ class Evaluator:
         self._objective = objective_of(data.preprocessing)
         self._measuring = measuring_of(self._objective)
         self._model = model
-        self._resamples, self._new_site = resamples, new_site
+        self._resamples, self._new_site, self._own_weights = resamples, new_site, own_weights
 
     def measure(self, network: Network, weights: Weights) -> dict[str, Any]:
         """Accuracy in percent: at each target, on each source's held-out rows, and of each class over the targets.
@@ -103,15 +110,22 @@ class Evaluator:
         Returns:
             The fields of a `RoundRecord`.
         """
-        _load(network, weights)
         if isinstance(self._model, SegmentationOptions):
-            return self._measure_masks(network, self._model)
+            return self._measure_masks(network, weights, self._model)
+        model = _Loaded(network, weights)
         return self._record(
             {
-                name: predictions(answering(network, view, self._new_site), view, self._objective)
+                name: predictions(self._at(model, name, view), view, self._objective)
                 for name, view in self._targets.items()
             },
-            {name: predictions(self._at(network, name), view, self._objective) for name, view in self._sources.items()},
+            {
+                name: predictions(self._at_source(model, name), view, self._objective)
+                for name, view in self._sources.items()
+            },
+            {
+                name: predictions(self._answering(model, view), view, self._objective)
+                for name, view in self._common.items()
+            },
         )
 
     def final(self, network: Network, weights: Weights, threshold: float | None = None) -> Final:
@@ -122,32 +136,47 @@ class Evaluator:
             weights: the model.
             threshold: score from which a sample of a target is positive, if no source here chooses one.
         """
-        _load(network, weights)
         if isinstance(self._model, SegmentationOptions):
-            return Final(self._measure_masks(network, self._model))
-        kept = [
-            self._kept("target", name, answering(network, view, self._new_site), view)
-            for name, view in self._targets.items()
-        ]
-        kept += [self._kept("held_out", name, self._at(network, name), view) for name, view in self._sources.items()]
+            return Final(self._measure_masks(network, weights, self._model))
+        model = _Loaded(network, weights)
+        kept = [self._kept("target", name, self._at(model, name, view), view) for name, view in self._targets.items()]
         kept += [
-            self._kept(UNLABELLED, name, answering(network, view, self._new_site), view)
-            for name, view in self._answered.items()
+            self._kept("held_out", name, self._at_source(model, name), view) for name, view in self._sources.items()
+        ]
+        kept += [
+            self._kept(part, name, self._answering(model, view), view)
+            for part, views in ((UNLABELLED, self._answered), ("common", self._common))
+            for name, view in views.items()
         ]
         at_site = self._measuring.at_site
         held_out = [
             at_site(one.site, "held_out", one.scored, MetricOptions()) for one in kept if one.part == "held_out"
         ]
         options = MetricOptions(common_threshold(held_out) if held_out else threshold, self._resamples)
-        measured = [at_site(one.site, "target", one.scored, options) for one in kept if one.part == "target"]
-        record = self._record(
-            {one.site: one.scored.predicted for one in kept if one.part == "target"},
-            {one.site: one.scored.predicted for one in kept if one.part == "held_out"},
+        measured, common = (
+            [at_site(one.site, part, one.scored, options) for one in kept if one.part == part] for part in MEASURED
         )
-        return Final(record, (*measured, *held_out), tuple(kept))
+        record = self._record(
+            *(
+                {one.site: one.scored.predicted for one in kept if one.part == part}
+                for part in ("target", "held_out", "common")
+            )
+        )
+        return Final(record, (*measured, *held_out, *common), tuple(kept))
 
-    def _at(self, network: Network, source: str) -> Network:
-        return network.at(self._trained_at.index(source))
+    def _at(self, model: _Loaded, name: str, view: SiteData) -> Network:
+        """The network that predicts at a target: the site's own where it trained and the protocol measures so."""
+        if self._own_weights is None:
+            return self._answering(model, view)
+        return self._at_source(model, name) if name in self._trained_at else self._answering(model, view)
+
+    def _at_source(self, model: _Loaded, source: str) -> Network:
+        own = None if self._own_weights is None else self._own_weights(source, model.weights)
+        return model.network_of(model.weights if own is None else own).at(self._trained_at.index(source))
+
+    def _answering(self, model: _Loaded, view: SiteData) -> Network:
+        """The network that predicts where no one trained."""
+        return answering(model.network_of(model.weights), view, self._new_site)
 
     def _kept(self, part: str, name: str, network: Network, view: SiteData) -> SitePredictions:
         domain, rows = self._domains[name], np.asarray(self._rows[part][name], dtype=np.int64)
@@ -156,43 +185,65 @@ class Evaluator:
         names = None if ids is None else [ids[row] for row in rows]
         return SitePredictions(name, part, rows, names, scored(network, view, self._objective, groups))
 
-    def _record(self, targets: Mapping[str, NDArray[Any]], sources: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
+    def _record(
+        self,
+        targets: Mapping[str, NDArray[Any]],
+        sources: Mapping[str, NDArray[Any]],
+        common: Mapping[str, NDArray[Any]],
+    ) -> dict[str, Any]:
         """The fields of a `RoundRecord`, from the prediction for every sample."""
         pairs = {name: (targets[name], view.labels.cpu().numpy()) for name, view in self._targets.items()}
-        value = self._measuring.value
-        held_out = {name: (said, self._sources[name].labels.cpu().numpy()) for name, said in sources.items()}
-        return {
-            "target_accuracy": {name: found for name, pair in pairs.items() if (found := value(*pair)) is not None},
-            "source_accuracy": {name: found for name, pair in held_out.items() if (found := value(*pair)) is not None},
+        found = {
+            "target_accuracy": self._values(targets, self._targets),
+            "source_accuracy": self._values(sources, self._sources),
             "per_class": self._measuring.by_class(pairs, self._classes) if pairs else [],
         }
+        return found | ({"common_accuracy": self._values(common, self._common)} if common else {})
 
-    def _measure_masks(self, network: Network, model: SegmentationOptions) -> dict[str, Any]:
+    def _values(self, said: Mapping[str, NDArray[Any]], views: Mapping[str, SiteData]) -> dict[str, float]:
+        """Name → the task's metric, where it can be measured."""
+        values = {name: self._measuring.value(one, views[name].labels.cpu().numpy()) for name, one in said.items()}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def _measure_masks(self, network: Network, weights: Weights, options: SegmentationOptions) -> dict[str, Any]:
         """As `measure`, for segmentation: means over images, then over structures."""
-        overlaps, distances = {}, {}
+        model, overlaps, distances = _Loaded(network, weights), {}, {}
         for name, view in self._targets.items():
             found = [
                 (segmentation.dice(predicted, true), segmentation.hausdorff(predicted, true))
-                for predicted, true in predicted_masks(answering(network, view, self._new_site), view, model)
+                for predicted, true in predicted_masks(self._at(model, name, view), view, options)
             ]
             overlaps[name] = np.concatenate([overlap for overlap, _ in found])
             distances[name] = float(np.concatenate([distance for _, distance in found]).mean())
-        return {
+        common = {name: _dice(self._answering(model, view), view, options) for name, view in self._common.items()}
+        record: dict[str, Any] = {
             "target_accuracy": {name: float(overlap.mean()) for name, overlap in overlaps.items()},
             "target_hausdorff": distances,
             "source_accuracy": {
-                name: float(
-                    np.concatenate([segmentation.dice(*pair) for pair in predicted_masks(network, view, model)]).mean()
-                )
-                for name, view in self._sources.items()
+                name: _dice(self._at_source(model, name), view, options) for name, view in self._sources.items()
             },
             "per_class": np.concatenate(list(overlaps.values())).mean(axis=0).tolist(),
         }
+        return record | ({"common_accuracy": common} if common else {})
 
 
-def _load(network: Network, weights: Weights) -> None:
-    network.load_state_dict(dict(weights))
-    network.eval()
+class _Loaded:
+    """A network with the weights that it last had, which are loaded only where others are asked for."""
+
+    def __init__(self, network: Network, weights: Weights) -> None:
+        self.network, self.weights = network, weights
+        self._there: Weights | None = None
+
+    def network_of(self, weights: Weights) -> Network:
+        """The network with these weights."""
+        if self._there is not weights:
+            self.network.load_state_dict(dict(weights))
+            self._there = weights
+        return self.network.eval()
+
+
+def _dice(network: Network, view: SiteData, options: SegmentationOptions) -> float:
+    return float(np.concatenate([segmentation.dice(*pair) for pair in predicted_masks(network, view, options)]).mean())
 
 
 def answering(network: Network, view: SiteData, new_site: NewSite | None) -> Network:

@@ -30,7 +30,6 @@ def carry_out(context: Context, workers: Workers, planned: PlannedRun, folder: R
     resamples, data = experiment.evaluation.resamples, planned.data
     new_site = experiment.protocol.new_site_of(planned.run.method, data.input_shape, planned.split)
     measured = measured_parts(planned.run.method, engine.routing, planned.split)
-    evaluator = Evaluator(data, measured, device, experiment.model, resamples, new_site)
     options: dict[str, Any] = {
         "budget": site_budget(planned.budget, sites),
         "rounds": max(1, planned.rounds),
@@ -46,4 +45,6 @@ def carry_out(context: Context, workers: Workers, planned: PlannedRun, folder: R
         if pool
         else LocalFederation(sites, setting, side_by_side=engine.sites == "side_by_side", **options)
     )
+    own = federation.own_weights if experiment.protocol.by_site else None
+    evaluator = Evaluator(data, measured, device, experiment.model, resamples, new_site, own)
     return train_and_evaluate(context, planned, folder, federation, evaluator, network)

@@ -13,6 +13,7 @@ from fedshift.federation.federation import Federation
 from fedshift.federation.local.stacked import STACKED, minimise_together
 from fedshift.federation.site import LocalFit, Role
 from fedshift.federation.site_runner import Setting, SitePlan, SiteRunner, about_sites
+from fedshift.weights import Weights
 
 
 def names_of(plans: Sequence[SitePlan], role: Role) -> list[str]:
@@ -74,6 +75,9 @@ class LocalFederation(Federation):
                 yield Missing(name, error)
                 continue
             yield Answer(name, reply, mini_batches)
+
+    def own_weights(self, site: str, weights: Weights) -> Weights:
+        return self.method.own_weights(weights, self._runners[site].site.memory) if site in self._runners else weights
 
     def save_memory(self, folder: Path) -> dict[str, dict[str, str]]:
         return {

@@ -31,6 +31,7 @@ from fedshift.federation.local.in_process import names_of
 from fedshift.federation.messages import Statistics, decode, encode
 from fedshift.federation.setting_json import reply_from, setting_recipe
 from fedshift.federation.site_runner import Setting, SitePlan, about_sites
+from fedshift.weights import Weights
 
 BUFFERED_ANSWERS = 4
 """Answers that may wait for an earlier site's answer before workers pause. This bounds the server's memory."""
@@ -223,6 +224,13 @@ class PoolFederation(Federation):
                         continue
                     waiting[name] = Answer(name, reply_from(header["reply"], content), header["mini_batches"])
             yield waiting.pop(site)
+
+    def own_weights(self, site: str, weights: Weights) -> Weights:
+        if site not in self._worker_of or not self.method.keeps_own_weights:
+            return weights
+        content, _ = self._pool.call(self._worker_of[site], {"do": "own", "site": site}, weights=weights)
+        own: Weights = content["weights"]
+        return own
 
     def save_memory(self, folder: Path) -> dict[str, dict[str, str]]:
         version = self.progress.exchange

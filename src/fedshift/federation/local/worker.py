@@ -67,6 +67,10 @@ class Worker:
         memory = self._runners[header["site"]].site.memory
         return {}, {"files": memory.save(Path(header["folder"]), header["version"])}
 
+    def own(self, header: dict[str, Any], content: dict[str, Any]) -> Answer:
+        runner = self._runners[header["site"]]
+        return {"weights": runner.method.own_weights(content["weights"], runner.site.memory)}, {}
+
     def load(self, header: dict[str, Any], content: dict[str, Any]) -> Answer:
         self._runners[header["site"]].site.memory.load(Path(header["folder"]), header["files"])
         return {}, {}
@@ -79,6 +83,7 @@ class Worker:
             "call": self.call,
             "save": self.save,
             "load": self.load,
+            "own": self.own,
         }
         while True:
             try:

@@ -16,8 +16,8 @@ Where papers and code differ, and what was chosen
     appendix of FedBN's paper), for which each site sends a copy of its own. ``unseen: target`` measures statistics on
     all samples of the new site that are predicted together (SiloBN's paper): then nothing of a site's normalisation
     leaves it, and under FedBN scale and shift are those of the common start.
- 3. The accuracy at sources that is recorded is that of the published model; a site's own is known only there. With
-    ``unseen: target`` it is measured batch by batch, in the order of the samples.
+ 3. The accuracy at sources that is recorded is that of the published model; only the protocol ``participants``
+    measures each site with its own. With ``unseen: target`` it is measured batch by batch, in the order of the samples.
  4. ``unseen: target`` needs many samples: the statistics of one alone are poor, or those of the common start.
 
 Should reproduce: no published table of this setting is known to us.
@@ -26,7 +26,7 @@ Should reproduce: no published table of this setting is known to us.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedshift.errors import UserError
-from fedshift.federation.messages import Update
+from fedshift.federation.messages import Content, Update
 from fedshift.federation.site import Site
 from fedshift.functional.averaging import is_buffer
 from fedshift.methods.composition.new_site import NewSite
@@ -72,6 +72,10 @@ class FedBN(FedAvg):
 
     def personal(self, weights: Weights) -> set[str]:
         return normalisation_of(weights, self.stays)
+
+    def own_weights(self, weights: Weights, memory: Mapping[str, Content]) -> Weights:
+        kept = memory.get("normalisation")
+        return weights if not isinstance(kept, Weights) else Weights({**weights, **kept})
 
     def evaluated_network(self, network: Network, sources: int) -> Network:
         return network if self.unseen == "mean" else with_batch_statistics(network)

@@ -14,6 +14,7 @@ from typing import Any
 
 from fedshift.evaluation.cautions import few_informative, majorities
 from fedshift.evaluation.records import RunResult, Selection
+from fedshift.evaluation.significance import holm
 from fedshift.evaluation.summary import Row
 from fedshift.experiment.protocols.base import ProtocolSection
 from fedshift.experiment.protocols.index import protocol_of
@@ -97,6 +98,26 @@ class Against:
 
 
 @dataclass(frozen=True)
+class SiteGain:
+    """What a site gains by taking part.
+
+    Attributes:
+        site: the site.
+        gain: how much better the chosen method is there than the model that the site trains alone; negative: worse.
+        p: over seeds, of this site, after Holm's correction over the sites; None where there is no test.
+    """
+
+    site: str
+    gain: float
+    p: float | None
+
+    @property
+    def shown(self) -> bool:
+        """Whether the difference is more than chance."""
+        return self.p is not None and self.p < LEVEL
+
+
+@dataclass(frozen=True)
 class Unknown:
     """Something that the runs leave open: in a few words, and as a sentence."""
 
@@ -127,6 +148,7 @@ class Verdict:
         unknown: what is left open.
         differences: all comparisons that were tested.
         next_target: what the next site is one of, in words.
+        pays: what each site gains over training alone, where each is measured by itself and sites trained alone, too.
         without_labels: target without labels → method → its estimated accuracy there, of each seed.
     """
 
@@ -146,6 +168,7 @@ class Verdict:
     guess: float | None = None
     next_target: str = "site"
     without_labels: Estimates = field(default_factory=dict)
+    pays: tuple[SiteGain, ...] = ()
 
     @property
     def looks(self) -> int:
@@ -186,6 +209,7 @@ class Verdict:
             ],
             "not_shown_to_be_worse": [one.name for one in self.equals],
             "comparisons": self.looks,
+            **({"pays": [asdict(one) | {"shown": one.shown} for one in self.pays]} if self.pays else {}),
             "left_the_sites": dict(self.left),
             "privacy": self.guarantee,
             "at_sites_that_trained": not self.measured_new,
@@ -238,15 +262,16 @@ def verdict(collected: Collected, table: Table | None = None) -> Verdict:
         differences=tuple(found),
         measured_new=not measured_where_trained(results),
         without_labels=estimates_of(collected),
+        pays=tuple(_pays(chosen, tests, roles, results, table.measure)),
         next_target="site" if (protocol := common_protocol(results)) is None else protocol.next_target,
     )
 
 
 def question_of(results: Sequence[RunResult]) -> str:
     """The question that these runs ask; "" if they ask several, or none that is known."""
-    if measured_where_trained(results):
-        return HELD_OUT
     protocol = common_protocol(results)
+    if measured_where_trained(results) and not (protocol is not None and protocol.by_site):
+        return HELD_OUT
     if protocol is None:
         return ""
     reading = [name for name, row in conditions(results).items() if "target" in row.uses]
@@ -340,6 +365,23 @@ def _against(
             p_sites=difference.corrected,
             unit=unit,
         )
+
+
+def _pays(
+    method: str | None, tests: Tests, roles: Mapping[str, Role], results: Sequence[RunResult], measure: Measure
+) -> Iterator[SiteGain]:
+    """The chosen method compared with training alone at each site, where runs measure each by itself."""
+    alone = next((name for name, role in roles.items() if role == "alone"), None)
+    protocol = common_protocol(results)
+    if method is None or alone is None or protocol is None or not protocol.by_site:
+        return
+    ours, theirs = tests.get(f"{method} − {alone}"), tests.get(f"{alone} − {method}")
+    if (difference := ours or theirs) is None:
+        return
+    sign = (-1 if measure.less_is_better else 1) * (1 if ours else -1)
+    by_site = difference.comparison.targets
+    for (site, test), p in zip(by_site.items(), holm([test.p for test in by_site.values()]), strict=True):
+        yield SiteGain(site, sign * test.mean, p)
 
 
 def _unknown(collected: Collected, table: Table, ranked: Comparable, there: Set[Role]) -> Iterator[Unknown]:

@@ -29,6 +29,8 @@ _SHORT: Mapping[str, str] = {
     "sealed": "sealed models",
 }
 _MOST_NAMED = 3
+_MOST_SITES = 5
+"""Sites at either end whose gain is named."""
 _SAYS_NOTHING = 50.0
 """Percentage points from which an interval for the next site says no more than that there were too few targets."""
 
@@ -39,8 +41,16 @@ def short_kind(kind: str) -> str:
 
 
 def two_sentences(verdict: Verdict) -> str:
-    """The verdict in two sentences."""
-    return f"{first_sentence(verdict)} {_second_sentence(verdict)}"
+    """The verdict in two sentences, and for whom it pays where that was asked."""
+    pays = f"It pays for {_paid(verdict)}. " if verdict.pays else ""
+    return f"{first_sentence(verdict)} {pays}{_second_sentence(verdict)}"
+
+
+def _paid(verdict: Verdict) -> str:
+    """At how many sites the chosen method is better than training alone."""
+    better = [one for one in verdict.pays if one.gain > 0]
+    shown = sum(one.shown for one in better)
+    return f"{len(better)} of {len(verdict.pays)} sites, at {shown} of them more than chance"
 
 
 def first_sentence(verdict: Verdict) -> str:
@@ -217,6 +227,8 @@ def paragraphs(verdict: Verdict) -> Iterator[tuple[str, list[str]]]:
     if compared:
         lines = [f"{verdict.method} is {comparison(one)}." for one in compared]
         yield "By how much", [*lines, *_correction(verdict)]
+    if verdict.pays:
+        yield "Does it pay for each site", list(_pays(verdict))
     if verdict.method is not None and verdict.expected is not None:
         new, few = verdict.measured_new, verdict.expected.few
         number = _measured(verdict.measure, verdict.expected.mean if new else verdict.expected.average)
@@ -227,6 +239,29 @@ def paragraphs(verdict: Verdict) -> Iterator[tuple[str, list[str]]]:
     if verdict.without_labels:
         yield "What to expect where there are no labels", list(sentences(verdict.without_labels))
     yield "What is not known", [one.why for one in verdict.unknown]
+
+
+def _pays(verdict: Verdict) -> Iterator[str]:
+    """How many sites gain by taking part, and which do not."""
+    better, worse = ([one for one in verdict.pays if (one.gain > 0) == up and one.gain] for up in (True, False))
+    shown, lost = ([one for one in sites if one.shown] for sites in (better, worse))
+    whole = len(verdict.pays)
+    yield (
+        f"{verdict.method} is better than training alone at {len(better)} of {whole} sites, more than chance at "
+        f"{len(shown)}; it is worse at {len(worse)}, more than chance at {len(lost)}."
+    )
+    sorted_gains = sorted(verdict.pays, key=lambda one: one.gain)
+    ends = sorted_gains if whole <= 2 * _MOST_SITES else [*sorted_gains[:_MOST_SITES], *sorted_gains[-_MOST_SITES:]]
+    unit = "Points" if verdict.measure.unit else "In the label's unit"
+    named = ", ".join(f"{one.site} {_signed(one.gain, verdict.measure.unit)}{'*' if one.shown else ''}" for one in ends)
+    yield (
+        f"{unit} over training alone, least first{'' if len(ends) == whole else ', the least and the most'}: {named} "
+        f"(* p < 0.05 over {verdict.measure.repeat}s, Holm's correction over the sites)."
+    )
+
+
+def _signed(gain: float, unit: str) -> str:
+    return ("−" if gain < 0 else "+") + (f"{abs(gain):.2f}" if unit else in_unit(abs(gain)))
 
 
 def _correction(verdict: Verdict) -> Iterator[str]:

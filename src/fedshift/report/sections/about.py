@@ -46,7 +46,7 @@ def facts(collected: Collected) -> list[tuple[str, str]]:
         ("targets", ", ".join(order.targets)),
         ("seeds", ", ".join(map(str, order.seeds))),
         _learned(results),
-        ("runs", f"{len(results)} finished{missing}"),
+        ("runs", f"{len(collected.runs)} finished{missing}"),
     ]
     return [(what, said) for what, said in found if said]
 
@@ -105,13 +105,13 @@ def _bytes(sizes: dict[str, dict[str, dict[str, float]]]) -> Iterator[Block]:
         )
 
 
-def warnings_section(results: Sequence[RunResult]) -> Section:
-    """What follows from the results, and what the runs warned of."""
+def warnings_section(results: Sequence[RunResult], measured: Sequence[RunResult] = ()) -> Section:
+    """What follows from the results, or from ``measured``, and what the runs warned of."""
     where: dict[str, list[str]] = defaultdict(list)
     for result in results:
         for warning in dict.fromkeys(result.warnings):
             where[warning].append(f"{result.method} / {result.target} / seed {result.seed}")
-    items = cautions(results)
+    items = cautions(measured or results)
     for warning, places in where.items():
         more = f" and {len(places) - 3} more" if len(places) > 3 else ""
         items.append(f"{warning} ({'; '.join(places[:3])}{more})")

@@ -9,6 +9,7 @@ from pathlib import Path
 from fedshift.evaluation.records import RoundRecord
 from fedshift.report import plots
 from fedshift.report.averages import mean_over_targets, moving, weights_by_layer, weights_over_rounds
+from fedshift.report.by_site import rounds_at
 from fedshift.report.collect import FinishedRun
 from fedshift.report.measures import Measure
 from fedshift.report.sections.blocks import Block, Section, Text, curve_rows, figure, section
@@ -54,7 +55,7 @@ def _curve(
 ) -> tuple[plots.Curve, plots.Curve] | None:
     """A method's curve over rounds and over mini-batches, at one target or on average; None if there is none."""
     chosen = [run for run in runs if run.result.method == method and target in (None, run.result.target)]
-    shown = [(run.result, records[run.folder]) for run in chosen]
+    shown = [(run.result, rounds_at(run.result, records[run.folder])) for run in chosen]
     points = mean_over_targets([(result, rounds) for result, rounds in shown if rounds])
     if not points:
         return None
