@@ -358,7 +358,7 @@ def asked_bounds(
         mini_batches: that the site may still train on in this run; None: the request does not say.
     """
     epochs = [number for method in methods for number in _epochs(method.model_dump(mode="json"))]
-    known = [number for number in (mini_batches, training.mini_batches) if number is not None]
+    known = [number for number in (mini_batches, training.mini_batches, training.steps) if number is not None]
     return TrainingBounds(
         lr=training.lr * max([1.0, *training.layer_rates.values()]),
         batch_size=training.batch_size,

@@ -11,6 +11,10 @@ from fedshift.experiment.protocols.base import Split
 from fedshift.federation.site_runner import SitePlan
 from fedshift.federation.training import Training
 from fedshift.methods.base import Method, Trained, per_round, work_of
+from fedshift.methods.pooled.equal_steps import steps_of_run
+
+_MANY = 10**6
+"""Mini-batches of a long run, whose steps say how many one step takes."""
 
 
 def budgets(method: Method, methods: Sequence[Method], training: Training, split: Split) -> dict[str, int]:
@@ -19,7 +23,8 @@ def budgets(method: Method, methods: Sequence[Method], training: Training, split
     The total over all sites is what the most demanding of ``methods`` needs, or `training.mini_batches` times the
     number of sources. So it is the same for every method. It is divided so that all sites
     finish in the same round: a site that finished early would keep sending a model that it no longer trains.
-    Mini-batches at an unlabelled target count like any other. A method that trains otherwise has the budget of an
+    Mini-batches at an unlabelled target count like any other. With `training.steps` it is what so many steps take, of
+    each site or of the pooled model. A method that trains otherwise has the budget of an
     experiment in which all do.
 
     Args:
@@ -36,6 +41,8 @@ def budgets(method: Method, methods: Sequence[Method], training: Training, split
             for site, rows in chosen.items()
         }
 
+    if training.steps is not None:
+        return _budgets_of_steps(method, training, split, needs(method, method.exchanges_per_epoch))
     fixed = training.mini_batches
     # More exchanges are no more work: an epoch counts as a whole here, whatever part of it a round trains on.
     total = fixed * len(split.train) if fixed else max(sum(needs(candidate, 1).values()) for candidate in methods)
@@ -44,6 +51,23 @@ def budgets(method: Method, methods: Sequence[Method], training: Training, split
     if whole == 0:  # the method needs no training
         return dict.fromkeys(own, -(-total // len(own)))
     return {site: -(-need * total // whole) for site, need in own.items()}
+
+
+def _budgets_of_steps(method: Method, training: Training, split: Split, needs: Mapping[str, int]) -> dict[str, int]:
+    """As `budgets` for ``training.steps``; ``needs``: site → what the method needs there."""
+    steps = training.steps
+    assert steps is not None
+    if not (method.traits.pooled or method.traits.target == "labelled"):
+        total = steps * len(split.train)
+        whole = sum(needs.values())
+        return {site: -(-need * total // whole) if whole else steps for site, need in needs.items()}
+    taken = steps_of_run(method, dict.fromkeys(needs, _MANY))
+    batches_of_a_step = 1.0 if taken is None else len(needs) * _MANY / taken
+    total, done, budget = math.ceil(steps * batches_of_a_step - 1e-6), 0, {}
+    for number, site in enumerate(needs, 1):  # the pool has their sum, so that no share is rounded up
+        budget[site] = number * total // len(needs) - done
+        done += budget[site]
+    return budget
 
 
 def rounds_needed(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fedshift.data.transforms import normalised, to_pixels
-from fedshift.errors import FedshiftError, TrainingDiverged
+from fedshift.errors import FedshiftError, TrainingDiverged, UserError
 from fedshift.federation.private_training import minimise_privately
 from fedshift.federation.randomness import derive_seed, drawn_from
 from fedshift.federation.site_base import Batch, Envelope, Role, SiteBase
@@ -122,8 +122,11 @@ class Site(SiteBase):
             for batch in batches:
                 for optimizer in stepped:
                     optimizer.zero_grad(set_to_none=True)
-                loss = whole_loss(batch)
-                loss.backward()  # type: ignore[no-untyped-call]
+                if self.training.accumulate == 1:
+                    loss = whole_loss(batch)
+                    loss.backward()  # type: ignore[no-untyped-call]
+                else:
+                    loss = self._in_parts(batch, whole_loss)
                 if self.training.clip_norm is not None:
                     nn.utils.clip_grad_norm_(parameters, self.training.clip_norm)
                 for optimizer in stepped:
@@ -135,6 +138,21 @@ class Site(SiteBase):
         if remember is not None:
             self.remember_optimizer(steppers[0], remember)
         return mean
+
+    def _in_parts(self, batch: object, loss_of: Callable[[Any], Tensor]) -> Tensor:
+        """The loss of a mini-batch whose gradient is added up over its parts, each with its share of the samples.
+
+        Raises:
+            UserError: it is no plain mini-batch.
+        """
+        if not isinstance(batch, Batch):
+            raise UserError("training.accumulate: this method draws several mini-batches for a step: leave it out")
+        whole, loss = len(batch.inputs), torch.zeros((), device=batch.inputs.device)
+        for rows in torch.arange(whole).tensor_split(min(whole, self.training.accumulate)):
+            part = loss_of(batch.part(slice(int(rows[0]), int(rows[-1]) + 1))) * (len(rows) / whole)
+            part.backward()  # type: ignore[no-untyped-call]
+            loss = loss + part.detach()
+        return loss
 
     def check_loss(self, mean: float, first: float) -> None:
         """Check the mean loss of an exchange's mini-batches beside the first of them.

@@ -82,7 +82,9 @@ class Training(BaseModel):
 
     rounds: PositiveInt = Field(40, description="R: rounds of the method that needs the most mini-batches")
     batch_size: PositiveInt = Field(64, le=2**31 - 1, description="B: samples in a mini-batch")
-    optimizer: Literal["sgd", "adam"] = Field("sgd", description="optimiser of every site")
+    optimizer: Literal["sgd", "adam", "adamw"] = Field(
+        "sgd", description="optimiser of every site; adamw decays weights apart from the gradient"
+    )
     lr: PositiveFloat = Field(0.01, description="η: learning rate")
     lr_schedule: Literal["constant", "linear", "cosine", "inverse_power"] = Field(
         "constant", description="how the learning rate falls with the share of a run's mini-batches that is done"
@@ -108,7 +110,9 @@ class Training(BaseModel):
     )
     momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.5, description="momentum of SGD")
     nesterov: bool = Field(False, description="Nesterov's form of momentum")
-    weight_decay: NonNegativeFloat = Field(0.0, description="L2 penalty on all trained parameters")
+    weight_decay: NonNegativeFloat = Field(
+        0.0, description="L2 penalty on all trained parameters; for adamw the share of them that a rate of 1 takes off"
+    )
     clip_norm: PositiveFloat | None = Field(None, description="largest norm of a gradient; none = not clipped")
     reset_optimizer_each_round: bool = Field(
         True, description="a new optimiser each round (false: momentum is kept at the site)"
@@ -133,6 +137,15 @@ class Training(BaseModel):
         "named; balanced: by each site's own counts, all its classes equally often; none: every sample once in an "
         "epoch",
     )
+    steps: PositiveInt | None = Field(
+        None,
+        description="optimiser steps of a run, at each site or of the pooled model, in place of mini_batches",
+    )
+    accumulate: PositiveInt = Field(
+        1,
+        description="parts of a mini-batch whose gradients are added up before a step, so that it needs less memory; "
+        "equal to the whole one where the loss is a mean over samples and no layer looks at the mini-batch",
+    )
     privacy: Privacy | None = Field(None, description="differential privacy of every site's samples; none: no noise")
     adapters: Adapters | None = Field(
         None, description="train and send low-rank adapters and the head only (docs/own_network.md); none: everything"
@@ -155,6 +168,10 @@ class Training(BaseModel):
             )
         if self.thaw_after and self.adapters is not None:
             raise ValueError("thaw_after trains the backbone later, and adapters keep it fixed: leave out one of them")
+        if self.steps is not None and self.mini_batches is not None:
+            raise ValueError("steps and mini_batches both say how long a run is: leave out one of them")
+        if self.accumulate > 1 and self.privacy is not None:
+            raise ValueError("accumulate: private training adds up the gradients of single samples: leave it out")
         if self.thaw_after >= self.rounds:
             raise ValueError(
                 f"thaw_after: of {self.rounds} rounds the backbone would be frozen in all: lower it, or choose "
@@ -165,8 +182,9 @@ class Training(BaseModel):
     @model_serializer(mode="wrap")
     def _as_before(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
         written: dict[str, Any] = plain(self)
-        if not self.thaw_after:  # private noise is drawn from the settings, which are those of earlier runs
-            written.pop("thaw_after", None)
+        for name in ("thaw_after", "steps", "accumulate"):
+            if getattr(self, name) == type(self).model_fields[name].default:
+                written.pop(name, None)  # private noise is drawn from the settings, which are those of earlier runs
         return written
 
     def learning_rate(self, progress: float) -> float:
@@ -194,6 +212,18 @@ class Training(BaseModel):
                 f"training.layer_rates: {name} computes with one learning rate for all layers; leave it out, or choose "
                 "another method, such as fedavg"
             )
+
+    def check_whole_batches(self, name: str) -> None:
+        """Refuse `accumulate` for a method that takes steps of its own, or whose mini-batches cannot be divided.
+
+        Args:
+            name: of the method, for the message.
+
+        Raises:
+            UserError: mini-batches come in parts.
+        """
+        if self.accumulate > 1:
+            raise UserError(f"training.accumulate: {name} needs its mini-batches whole: leave it out")
 
     def chances(self, labels: Tensor) -> Tensor | None:
         """In what proportion samples of these classes (n,) are drawn; None: each once in an epoch."""
@@ -266,8 +296,9 @@ class Training(BaseModel):
             if parameter.requires_grad or parameter in waiting:
                 by_factor.setdefault((factors or {}).get(parameter, 1.0), []).append(parameter)
         groups = [{"params": some, "lr": lr * factor, "factor": factor} for factor, some in by_factor.items()]
-        if self.optimizer == "adam":
-            return torch.optim.Adam(groups, lr=lr, weight_decay=self.weight_decay, fused=True)
+        if self.optimizer != "sgd":
+            kind = torch.optim.Adam if self.optimizer == "adam" else torch.optim.AdamW
+            return kind(groups, lr=lr, weight_decay=self.weight_decay, fused=True)
         return torch.optim.SGD(
             groups, lr=lr, momentum=self.momentum, nesterov=self.nesterov, weight_decay=self.weight_decay, fused=True
         )

@@ -10,6 +10,8 @@ from fedshift.evaluation.records import RunResult
 
 _OF_THE_RUN = "mini_batches"
 """A record has the budget of every site in the place of this field."""
+_NOT_WRITTEN: Mapping[str, Any] = {"steps": None, "accumulate": 1}
+"""Fields that records have where they are not these."""
 
 
 def otherwise(result: RunResult, other: RunResult) -> dict[str, Any]:
@@ -43,7 +45,7 @@ def trained_note(results: Sequence[RunResult], methods: Sequence[str]) -> Iterat
 
 def _training(result: RunResult) -> Mapping[str, Any]:
     section = result.options.get("training")
-    return section if isinstance(section, Mapping) else {}
+    return {**_NOT_WRITTEN, **section} if isinstance(section, Mapping) else {}
 
 
 def _written(value: object) -> str:

@@ -45,6 +45,8 @@ def check_side_by_side(name: str, network: Network, training: Training, *, in_pa
         fault = f"{name} has plug-ins of local training"
     elif training.privacy is not None:
         fault = "training.privacy needs the gradient of each sample"
+    elif training.optimizer == "adamw" or training.accumulate > 1:
+        fault = "training.optimizer must be sgd or adam, and training.accumulate 1"
     elif training.adapters is not None:
         fault = "training.adapters changes the layers"
     elif training.precision != "float32" or training.matrix_products != "default":

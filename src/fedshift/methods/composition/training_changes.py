@@ -52,7 +52,9 @@ class _Changes(BaseModel):
         Raises:
             ValidationError: the values do not go together.
         """
-        kept = {name: getattr(training, name) for name in training.model_fields_set}
+        length = ("steps", "mini_batches")
+        other = length if any(name in self.model_fields_set for name in length) else ()  # one of the two is given
+        kept = {name: getattr(training, name) for name in training.model_fields_set if name not in other}
         return Training.model_validate(kept | self.given)
 
 

@@ -224,6 +224,7 @@ class FedADG(Method):
 
     def fit(self, site: Site, weights: Weights, generator: Weights) -> Update:
         """Train E₀ epochs on the task and E₁ adversarial epochs; the best of the latter is sent."""
+        site.training.check_whole_batches(self.name)
         model = cast(WithGenerator, site.model(weights.merge(generator)))
         game = _Game(self, site, model)
         best: tuple[float, Weights, Weights] | None = None

@@ -131,7 +131,7 @@ def experiment_file(collected: Collected) -> dict[str, Any]:
         if isinstance(found := whole.get(section_name), Mapping):
             whole[section_name] = {name: value for name, value in found.items() if name != left_out}
     common = _common_budget(results, results[0].method)
-    if common is not None:
+    if common is not None and "steps" not in whole["training"]:
         whole["training"]["mini_batches"] = common
     if (protocol := protocol_of(whole.get("protocol"))) is not None:
         pairs = {result.target: (result.labelled, result.unlabelled) for result in results}
@@ -150,7 +150,7 @@ def _changes(results: Sequence[RunResult], method: str, common: int | None) -> d
     """The ``training`` of a method that trained otherwise than the first run, whose runs have the budget ``common``."""
     own = next(one for one in results if one.method == method)
     changes, budget = otherwise(own, results[0]), _common_budget(results, method)
-    if budget != common:
+    if budget != common and "steps" not in own.options.get("training", {}):
         changes["mini_batches"] = budget
     return {"training": changes} if changes else {}
 
