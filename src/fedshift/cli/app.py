@@ -95,6 +95,9 @@ def search(
     All methods train with a part of the budget, the best with more. The first method of the list is what the others are
     compared with. Ends in an experiment file with the best, and a page.
 
+    With a search section in the file: settings are drawn from its spaces (fedshift fields search), and one table has
+    what training-domain validation, left-out domains and the oracle choose.
+
     Example: fedshift search means.yaml --keep-out M0 --keep-out M75
     """
     from fedshift.cli.search import search_file

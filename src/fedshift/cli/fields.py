@@ -37,6 +37,7 @@ def show_fields(section: str | None) -> None:
     from fedshift.data.transforms import Augmentation
     from fedshift.experiment.config.engine_section import ENGINES
     from fedshift.experiment.config.evaluation_section import Evaluation
+    from fedshift.experiment.config.search_section import Search, Space
     from fedshift.experiment.protocols.index import PROTOCOLS
     from fedshift.federation.training import Privacy, Training
     from fedshift.methods.composition.averaging import AVERAGES
@@ -55,6 +56,7 @@ def show_fields(section: str | None) -> None:
         },
         "engine": {f"engine, name: {name}": kind for name, kind in ENGINES.items()},
         "evaluation": {"evaluation": Evaluation},
+        "search": {"search": Search, "search.spaces, of each field": Space},
         "server": {f"server of a method, optimizer: {name}": kind for name, kind in OPTIMIZERS.items()},
         "average": {f"average of a method, kind: {name}": kind for name, kind in AVERAGES.items()},
         "local": {f"local of a method, name: {name}": kind for name, kind in PLUG_INS.items()},

@@ -14,12 +14,17 @@ from fedshift.cli.run import reporter_at
 from fedshift.errors import TrainingDiverged, UserError
 from fedshift.experiment.check import check
 from fedshift.experiment.config.experiment import Experiment, load
+from fedshift.experiment.drawn_methods import drawn_methods
+from fedshift.experiment.features import built
+from fedshift.experiment.plan import Plan
 from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.experiment.search import Rung, budget_of, going_on, kept_out, on_rung, ranked, rungs
+from fedshift.experiment.search_rules import Results, by_run, check_rules, choices, with_draws, without_target
 from fedshift.files import write_bytes
 from fedshift.methods.base import Method
 from fedshift.report.collect import collect
 from fedshift.report.folding import Folded
+from fedshift.report.rules_page import rules_page
 from fedshift.report.search_page import Climbed, outcome, search_page
 
 
@@ -29,6 +34,9 @@ def search_file(
     """Search among the methods of an experiment file, or continue where the search stopped."""
     errors = safe_console(stderr=True)
     experiment = load(path, overrides)
+    if experiment.search is not None:
+        draw_file(experiment, runs, keep_out, plan_only)
+        return
     out = kept_out(experiment, keep_out)
     ladder = rungs(len(experiment.methods), factor)
     budget = budget_of(experiment, out)
@@ -49,6 +57,49 @@ def search_file(
     safe_console().print(outcome(climbed), markup=False, highlight=False, soft_wrap=True)
     for name, made in (("page", page), ("experiment", file)):
         errors.print(f"{name}: {made}", markup=False, highlight=False, soft_wrap=True)
+
+
+def draw_file(experiment: Experiment, runs: Path, keep_out: Sequence[str], plan_only: bool) -> None:
+    """Run the draws of an experiment's ``search`` section, or go on with them, and print what each rule chooses."""
+    errors, console, search = safe_console(stderr=True), safe_console(), experiment.search
+    assert search is not None
+    draws, out = drawn_methods(experiment), tuple(keep_out)
+    whole = with_draws(experiment, draws, out)
+    plan = Plan(whole, whole.protocol.taking_part(built(whole)))
+    check_rules(whole, search.rules, plan.data)
+    cross = plan.targets if "leave_one_domain_out" in search.rules else ()
+    parts = [whole, *(without_target(experiment, draws, out, target) for target in cross)]
+    counts = [len(plan.runs), *(len(Plan(part, part.protocol.taking_part(built(part))).runs) for part in parts[1:])]
+    further = f", and {sum(counts[1:])} that leave a source out" if cross else ""
+    errors.print(f"{len(draws)} draws: {counts[0]} runs{further}", highlight=False, soft_wrap=True)
+    if plan_only:
+        return
+    folder = runs / f"{experiment.name}-search"
+    try:
+        results = [_results(part, folder, errors) for part in parts]
+    except KeyboardInterrupt:
+        errors.print("interrupted: run the same command again to continue after the last round", highlight=False)
+        sys.exit(130)
+    inner = dict(zip(cross, results[1:], strict=True))
+    chosen = [one for rule in search.rules for one in choices(rule, draws, results[0], inner, plan.targets)]
+    page, text = folder / "search.md", rules_page(experiment, chosen, plan.targets, plan.metric)
+    write_bytes(page, text.encode())
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    errors.print(f"page: {page}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _results(part: Experiment, folder: Path, errors: Console) -> Results:
+    """Run what is not finished of an experiment of the search; runs that diverged are missing."""
+    reporter, stop = reporter_at(errors)
+    try:
+        run_experiment(part, folder, reporter)
+    except TrainingDiverged as error:
+        errors.print(f"warning: {error}", markup=False, highlight=False, soft_wrap=True)
+    finally:
+        stop()
+    if reporter.left:
+        raise UserError("another process runs some of this search: start the command again when it is done")
+    return by_run(collect(folder / part.name).results)
 
 
 def _show_budget(experiment: Experiment, ladder: Sequence[Rung], out: Sequence[str], budget: int) -> None:

@@ -22,6 +22,7 @@ from fedshift.experiment.config.data_section import data_name, data_source, name
 from fedshift.experiment.config.engine_section import ENGINES, Engine, EngineSection, FlareEngine, LocalEngine
 from fedshift.experiment.config.error_messages import check_booleans, describe, suggest_field
 from fedshift.experiment.config.evaluation_section import Evaluation
+from fedshift.experiment.config.search_section import Search
 from fedshift.experiment.protocols.base import ProtocolSection
 from fedshift.experiment.protocols.index import PROTOCOLS, Protocol
 from fedshift.experiment.protocols.leave_one_out import LeaveOneOut
@@ -51,12 +52,15 @@ class Experiment(Section):
         default_factory=LocalEngine, discriminator="name", description="what runs the sites, and how they exchange"
     )
     evaluation: Evaluation = Field(default_factory=Evaluation, description="what is measured and kept")
+    search: Search | None = Field(None, description="what fedshift search draws, and who chooses")
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps …")
 
     def dump(self) -> dict[str, Any]:
         """The experiment as plain data, with every default written out."""
         out = self.model_dump(mode="json")
         out["data"]["name"] = data_name(self.data)
+        if self.search is None:
+            del out["search"]
         out["methods"] = [{"name": method_name(method), **method.model_dump(mode="json")} for method in self.methods]
         return out
 
@@ -116,7 +120,7 @@ def parse(options: Mapping[str, Any], folder: Path | None = None) -> Experiment:
     for method in experiment.methods:
         experiment.protocol.check_method(method)
     _check_engine(experiment)
-    _check_training(experiment)
+    check_training(experiment)
     return experiment
 
 
@@ -157,8 +161,13 @@ def _check_engine(experiment: Experiment) -> None:
         )
 
 
-def _check_training(experiment: Experiment) -> None:
-    """Raise UserError where fields of the training contradict each other, or the network."""
+def check_training(experiment: Experiment) -> None:
+    """Check that the training sections, the experiment's and those of its methods, agree in themselves and with the
+    network.
+
+    Raises:
+        UserError: they do not.
+    """
     _check_one_training(experiment, experiment.training, "training")
     for number, method in enumerate(experiment.methods):
         if method.training is not None:
@@ -182,6 +191,10 @@ def _check_one_training(experiment: Experiment, training: Training, path: str) -
 
 def _training(value: Any, folder: Path) -> BaseModel:
     return value if isinstance(value, Training) else _section(Training, value, "training")
+
+
+def _search(value: Any, folder: Path) -> BaseModel | None:
+    return value if value is None or isinstance(value, Search) else _section(Search, value, "search")
 
 
 def _evaluation(value: Any, folder: Path) -> BaseModel:
@@ -270,6 +283,7 @@ _SECTIONS: Mapping[str, Callable[[Any, Path], Any]] = {
     "training": _training,
     "evaluation": _evaluation,
     "engine": _engine,
+    "search": _search,
 }
 """How each section is read, in the order of the messages; relative paths are relative to the folder."""
 

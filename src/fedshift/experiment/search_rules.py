@@ -1,0 +1,187 @@
+"""DomainBed's rules, which choose among draws, and what each chooses for every method, target and seed.
+
+Source: Gulrajani & Lopez-Paz, ICLR 2021, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from fedshift.data.domain import DataSet
+from fedshift.errors import UserError
+from fedshift.evaluation.records import RunResult
+from fedshift.evaluation.summary import mean_and_standard_error
+from fedshift.experiment.config.experiment import Experiment
+from fedshift.experiment.config.search_section import Choosing
+from fedshift.experiment.drawn_methods import Drawn
+
+RULES: Mapping[Choosing, str] = {
+    "training_domains": "training-domain validation: the draw and round with the best mean on the sources' held-out "
+    "parts",
+    "leave_one_domain_out": "leave-one-domain-out cross-validation: the draw with the best mean over sources that were "
+    "left out in turn; last round",
+    "oracle": "oracle: the draw with the best last round at the target, by the very labels that it is measured by; a "
+    "bound, not a result",
+}
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What a rule chose for a method at a target with a seed: a draw, and the accuracy at the target."""
+
+    rule: Choosing
+    method: str
+    target: str
+    seed: int
+    draw: Drawn
+    accuracy: float
+
+
+@dataclass(frozen=True)
+class RuleRow:
+    """A row of the table: means over seeds, and standard errors (None for one seed), by target; then of the average."""
+
+    rule: Choosing
+    method: str
+    targets: Mapping[str, tuple[float, float | None]]
+    average: tuple[float, float | None] | None
+
+
+Results = Mapping[tuple[str, str, int], RunResult]
+"""(method's label, target, seed) → a finished run."""
+
+
+def with_draws(experiment: Experiment, draws: Sequence[Drawn], out: Sequence[str]) -> Experiment:
+    """The experiment that trains all draws; ``out``: domains that nothing reads."""
+    drop = {"drop": tuple(dict.fromkeys((*getattr(experiment.protocol, "drop", ()), *out)))} if out else {}
+    return experiment.model_copy(
+        update={
+            "name": f"{experiment.name}-draws",
+            "methods": tuple(drawn.method for drawn in draws),
+            "protocol": experiment.protocol.model_copy(update=drop),
+        }
+    )
+
+
+def without_target(experiment: Experiment, draws: Sequence[Drawn], out: Sequence[str], target: str) -> Experiment:
+    """The experiment that leaves each source of a target out in turn, and never reads the target."""
+    whole = with_draws(experiment, draws, out)
+    protocol = whole.protocol.searched((*out, target))
+    return whole.model_copy(update={"name": f"{experiment.name}-without-{target}", "protocol": protocol})
+
+
+def check_rules(experiment: Experiment, rules: Sequence[Choosing], data: DataSet) -> None:
+    """Check that the rules can choose.
+
+    Args:
+        experiment: of `with_draws`.
+        rules: that choose.
+        data: the domains that take part.
+
+    Raises:
+        UserError: no samples are held out, or there are too few sources to leave one out.
+    """
+    if "training_domains" in rules and not experiment.protocol.holds_out:
+        raise UserError(
+            "search.rules: training_domains chooses by the sources' held-out parts, and protocol.test_fraction is 0: "
+            "raise it, or leave the rule out"
+        )
+    if "leave_one_domain_out" in rules:
+        experiment.protocol.searched(())  # refuses a protocol that leaves no source out
+        if len(data.domains) < 3:
+            raise UserError(
+                f"search.rules: leave_one_domain_out needs at least 3 domains, and there are {len(data.domains)}: "
+                "leave the rule out"
+            )
+
+
+def by_run(results: Sequence[RunResult]) -> Results:
+    """The finished runs by what they are of."""
+    return {(result.method, result.target, result.seed): result for result in results}
+
+
+def choices(
+    rule: Choosing, draws: Sequence[Drawn], runs: Results, inner: Mapping[str, Results], targets: Sequence[str]
+) -> list[Chosen]:
+    """What a rule chooses. Draws whose training diverged cannot be chosen.
+
+    Args:
+        rule: the rule.
+        draws: of all methods.
+        runs: of `with_draws`.
+        inner: target → the runs of `without_target`; empty for other rules.
+        targets: of the table.
+    """
+    seeds = sorted({seed for _, _, seed in runs})
+    found = []
+    for method in dict.fromkeys(drawn.of for drawn in draws):
+        own = [drawn for drawn in draws if drawn.of == method]
+        for target in targets:
+            for seed in seeds:
+                best = _best(rule, own, runs, inner.get(target, {}), target, seed)
+                if best is not None:
+                    found.append(Chosen(rule, method, target, seed, *best))
+    return found
+
+
+def _best(
+    rule: Choosing, draws: Sequence[Drawn], runs: Results, inner: Results, target: str, seed: int
+) -> tuple[Drawn, float] | None:
+    best: tuple[float, Drawn, float] | None = None
+    for drawn in draws:
+        result = runs.get((drawn.method.display, target, seed))
+        if result is None:
+            continue
+        left_out = [run for (label, _, at), run in inner.items() if (label, at) == (drawn.method.display, seed)]
+        value, accuracy = _JUDGED[rule](result, left_out)
+        if value is None or accuracy is None:
+            continue
+        signed = -value if result.less_is_better else value
+        if best is None or signed > best[0]:  # the first of equal ones, which may be the defaults
+            best = signed, drawn, accuracy
+    return None if best is None else best[1:]
+
+
+def _by_sources(result: RunResult, inner: Sequence[RunResult]) -> tuple[float | None, float | None]:
+    return result.source_accuracy("source"), result.accuracy("source")
+
+
+def _by_left_out(result: RunResult, inner: Sequence[RunResult]) -> tuple[float | None, float | None]:
+    scores = [run.score() for run in inner]
+    known = [score for score in scores if score is not None]
+    return fmean(known) if known and len(known) == len(scores) else None, result.accuracy()
+
+
+def _by_target(result: RunResult, inner: Sequence[RunResult]) -> tuple[float | None, float | None]:
+    return result.accuracy(), result.accuracy()
+
+
+_JUDGED: Mapping[Choosing, Callable[[RunResult, Sequence[RunResult]], tuple[float | None, float | None]]] = {
+    "training_domains": _by_sources,
+    "leave_one_domain_out": _by_left_out,
+    "oracle": _by_target,
+}
+"""What a draw is chosen by, and its accuracy at the target."""
+
+
+def rule_rows(chosen: Sequence[Chosen], targets: Sequence[str]) -> list[RuleRow]:
+    """The table: means and standard errors over seeds, of each target and of the average over targets."""
+    rows = []
+    for rule, method in dict.fromkeys((one.rule, one.method) for one in chosen):
+        own = [one for one in chosen if (one.rule, one.method) == (rule, method)]
+        at = {target: [one.accuracy for one in own if one.target == target] for target in targets}
+        by_seed: dict[int, list[float]] = {}
+        for one in own:
+            by_seed.setdefault(one.seed, []).append(one.accuracy)
+        whole = [fmean(values) for values in by_seed.values() if len(values) == len(targets)]
+        rows.append(
+            RuleRow(
+                rule,
+                method,
+                {target: mean_and_standard_error(values) for target, values in at.items() if values},
+                mean_and_standard_error(whole) if whole else None,
+            )
+        )
+    return rows
