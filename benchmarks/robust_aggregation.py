@@ -193,7 +193,7 @@ def carried_out(cell: Cell) -> dict[str, Any]:
     where.start = Weights(network.state_dict()).clone()
     evaluator = Evaluator(planned.data, planned.split, torch.device("cpu"), planned.experiment.model)
     with tempfile.TemporaryDirectory() as place, RunFolder(Path(place), planned.identity) as folder:
-        folder.claim()
+        folder.write_settings()
         result = train_and_evaluate(Context("cpu", 1, Reporter()), planned, folder, where, evaluator, network)
         weights = Weights(load_file(Path(place) / "model.safetensors"))
     return {

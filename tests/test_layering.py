@@ -24,6 +24,7 @@ FLOORS = (
     ("data",),
     ("functional",),
     (
+        "claims",
         "class_registry",
         "deploy_door",
         "digests",

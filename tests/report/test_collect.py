@@ -112,11 +112,14 @@ def test_corrupt_order_is_named(experiment: Path) -> None:
         collect(experiment)
 
 
-def test_rounds_with_a_torn_end_and_a_repeated_round(write_part: Write) -> None:
+def test_rounds_with_a_torn_end_or_a_repeated_round(write_part: Write) -> None:
     path = write_part("fedavg", "a", 0, 10.0, 20.0) / "rounds.jsonl"
     first, second = path.read_text().splitlines()
-    path.write_text(f"{first}\n{second}\n{second.replace('20.0', '30.0')}\n{first[:30]}")
-    assert [record.target_mean for record in read_rounds(path)] == [10.0, 30.0]
+    path.write_text(f"{first}\n{second}\n{first[:30]}")
+    assert [record.target_mean for record in read_rounds(path)] == [10.0, 20.0]
+    path.write_text(f"{first}\n{second}\n{second.replace('20.0', '30.0')}\n")
+    with pytest.raises(UserError, match="line 3 has round 2 after round 2"):
+        read_rounds(path)
     path.write_text(f"{first[:30]}\n{second}\n")
     with pytest.raises(UserError, match="line 1 is corrupt"):
         read_rounds(path)

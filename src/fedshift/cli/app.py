@@ -65,16 +65,26 @@ def run(
     samples: Annotated[
         bool, typer.Option("--samples", help="Show samples on the page: the worst mistakes and features of each model.")
     ] = False,
+    shard: Annotated[
+        str | None, typer.Option("--shard", metavar="I/N", help="Take the I-th of N parts of the runs alone.")
+    ] = None,
+    wait: Annotated[
+        bool,
+        typer.Option("--wait", help="Wait for runs that other processes train; take over from those gone."),
+    ] = False,
     trust: Trust = False,
 ) -> None:
-    """Run an experiment, or resume it where it stopped.
+    """Run an experiment, or resume it where it stopped. Several processes on one folder share its runs.
+
+    SIGTERM, SIGUSR1, SIGUSR2 and SIGHUP end it after the round in progress with exit code 75: start it again to go on.
+    Exit code 5: other processes are still training runs.
 
     Example: fedshift run digits.yaml training.rounds=10 protocol.seeds=[0,1]
     """
     from fedshift.cli.run import run_file
 
     with may_ask(trust):
-        run_file(experiment, overrides or [], runs, track or [], samples)
+        run_file(experiment, overrides or [], runs, track or [], samples, shard, wait)
 
 
 @app.command(rich_help_panel=TRAIN)

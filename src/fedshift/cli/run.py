@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -20,14 +21,15 @@ from rich.progress import (
 
 from fedshift.cli.console import escape, safe_console
 from fedshift.cli.features import FeatureBar
-from fedshift.errors import TrainingDiverged
+from fedshift.errors import TrainingDiverged, UserError
 from fedshift.evaluation.records import RoundRecord, RunResult, with_unit
 from fedshift.evaluation.stored import is_finished, run_folders
 from fedshift.experiment.config.experiment import Experiment, load
 from fedshift.experiment.plan import Run
-from fedshift.experiment.runs.context import Callback, Reporter
+from fedshift.experiment.runs.context import Reporter
 from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.experiment.runs.lines import Lines, at_work
+from fedshift.experiment.runs.stopping import heeded
 from fedshift.report.advice.verdict import verdict
 from fedshift.report.advice.words import two_sentences
 from fedshift.report.collect import collect
@@ -37,45 +39,85 @@ from fedshift.report.sections.samples import ShownSamples
 from fedshift.report.table import table_of
 from fedshift.report.table_formats import terminal
 
+ELSEWHERE = 5
+"""Exit code of a process that leaves runs which other processes are training."""
+
 
 def run_file(
-    path: Path, overrides: Sequence[str], runs: Path, trackers: Sequence[str] = (), samples: bool = False
+    path: Path,
+    overrides: Sequence[str],
+    runs: Path,
+    trackers: Sequence[str] = (),
+    samples: bool = False,
+    shard: str | None = None,
+    wait: bool = False,
 ) -> None:
     """Run an experiment file, then print the table and write the report.
 
     Progress is shown as bars at a terminal and as lines elsewhere. ``trackers`` names those that get every round. With
-    ``samples`` the page shows samples too.
+    ``samples`` the page shows samples too. See `run_experiment` for ``shard``, here as "i/n", and ``wait``.
     """
     errors = safe_console(stderr=True)
     try:
-        _run(load(path, overrides), runs, errors, [tracker(name) for name in trackers], samples)
+        part = _shard(shard)
+        with heeded() as stop:
+            experiment, callbacks = load(path, overrides), [tracker(name) for name in trackers]
+            train = partial(run_experiment, callbacks=callbacks, stop=stop.check, shard=part, wait=wait)
+            left = _run(experiment, runs, errors, train, samples)
     except KeyboardInterrupt:
         errors.print("interrupted: run the same command again to continue after the last round", highlight=False)
         sys.exit(130)
+    if left:
+        sys.exit(ELSEWHERE)
 
 
-def _run(experiment: Experiment, runs: Path, errors: Console, callbacks: Sequence[Callback], samples: bool) -> None:
+def _shard(text: str | None) -> tuple[int, int]:
+    """The i and n of "i/n".
+
+    Raises:
+        UserError: it is not of this form, or i is not from 1 to n.
+    """
+    found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text or "1/1")
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise UserError(f"--shard {text}: give i/n, such as 2/4 for the second of four parts")
+    return int(found[1]), int(found[2])
+
+
+Train = Callable[[Experiment, Path, Reporter], object]
+
+
+def _run(experiment: Experiment, runs: Path, errors: Console, train: Train, samples: bool) -> int:
+    """Train, then show what is finished.
+
+    Returns:
+        The number of runs that other processes are still training.
+    """
     reporter, stop = reporter_at(errors)
     folder, diverged = runs / experiment.name, None
     try:
-        run_experiment(experiment, runs, reporter, callbacks=callbacks)
+        train(experiment, runs, reporter)
     except TrainingDiverged as error:
         diverged = error
     finally:
         stop()
     if any(map(is_finished, run_folders(folder))):
-        show_results(folder, errors, ShownSamples(experiment) if samples else None)
+        show_results(folder, errors, ShownSamples(experiment) if samples else None, advise=not reporter.left)
     if diverged is not None:
         raise diverged
+    return reporter.left
 
 
-def show_results(folder: Path, errors: Console, samples: ShownSamples | None = None) -> None:
-    """Print the table of the finished runs in ``folder``, write the page, and say in two sentences what they show."""
+def show_results(folder: Path, errors: Console, samples: ShownSamples | None = None, *, advise: bool = True) -> None:
+    """Print the table of the finished runs in ``folder``, write the page, and say in two sentences what they show.
+
+    Without ``advise`` nothing is said: other processes are at work, and methods have unequal sets of runs.
+    """
     collected = collect(folder)
     found, console = table_of(collected), safe_console()
     console.print(terminal(found))
     errors.print(f"page: {write_page(folder, collected, samples)}", markup=False, highlight=False, soft_wrap=True)
-    console.print(two_sentences(verdict(collected, found)), markup=False, highlight=False)
+    if advise:
+        console.print(two_sentences(verdict(collected, found)), markup=False, highlight=False)
 
 
 def reporter_at(errors: Console) -> tuple[Bars | Lines, Callable[[], None]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -22,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps
 
+from fedshift.claims import claimed
 from fedshift.data import sizes
 from fedshift.data.locate import cache_dir
 from fedshift.digests import Damaged, read_object, write_object
@@ -448,12 +448,14 @@ def decoded(
         return known
     aside = target.with_suffix(".part")
     try:
-        with _alone(aside) as stream:  # waits if another process decodes the same images, then uses its result
+        # Waits if another process decodes the same images, then uses its result.
+        with claimed(aside) as claim, _fresh(aside) as stream:
             if (known := _cached(target, shape)) is not None:
                 return known
             if target.exists():
                 warnings.warn(f"{target} was damaged: its images are decoded again", stacklevel=2)
             _write(stream, shape, _in_order(files, channels, height, width, mask, window))
+            claim.check()
             os.replace(aside, target)
     except OSError as error:
         raise UserError(
@@ -491,19 +493,14 @@ def _write(stream: IO[bytes], shape: tuple[int, ...], images: Iterable[_One]) ->
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[IO[bytes]]:
-    """An empty file that no other process writes meanwhile. It is removed if it is there still at the end."""
-    while True:
-        with open(path, "ab") as stream:
-            fcntl.flock(stream, fcntl.LOCK_EX)
-            if not (path.exists() and path.stat().st_ino == os.fstat(stream.fileno()).st_ino):
-                continue  # who had it before has removed or renamed it
-            try:
-                stream.truncate(0)
-                yield stream
-            finally:
-                path.unlink(missing_ok=True)
-            return
+def _fresh(path: Path) -> Iterator[IO[bytes]]:
+    """A new file, which is removed if it is there still at the end."""
+    path.unlink(missing_ok=True)  # a process that lost its claim may be writing to it
+    with open(path, "xb") as stream:
+        try:
+            yield stream
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def _in_order(

@@ -208,7 +208,7 @@ def _carry_out(
             seed=run.seed,
             on_answer=log.trained,
         )
-        folder.claim()
+        folder.write_settings()
         evaluator = _AtSites(plan, planned, federation, torch.device(context.device))
         result = train_and_evaluate(context, planned, folder, federation, evaluator, network)
         ask_plain(transport, "end", name, {site: {} for site in sites}, engine.patience)

@@ -8,7 +8,6 @@ checksum follows each batch.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -25,6 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from fedshift.claims import claimed
 from fedshift.data.checks import checked
 from fedshift.data.domain import DataSet, DataSource, Domain, Preprocessing, SparseRows
 from fedshift.data.locate import cache_dir
@@ -174,18 +174,17 @@ def site_features(
         return SiteFeatures(known, path, 0, 0.0)
     part = path.with_suffix(".part")
     try:
-        with open(part, "a+b") as stream:
-            fcntl.flock(
-                stream, fcntl.LOCK_EX
-            )  # waits if another process extracts the same images, then uses its result
+        # Waits if another process extracts the same images, then uses its result.
+        with claimed(part) as claim, open(part, "a+b") as stream:
             known = _read(path, header, Watcher())
             if known is not None:
                 return SiteFeatures(known, path, 0, 0.0)
             began = time.perf_counter()
             features, before = _extracted(domain, extractor.to(device), device, stream, watcher)
             seconds = time.perf_counter() - began
+            claim.check()
             write_bytes(path, _packed(features, header))
-            part.unlink()
+            part.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(
             f"cannot write features to {path.parent} ({error.strerror}): free some space, or set FEDSHIFT_CACHE "

@@ -186,11 +186,10 @@ def read_order(path: Path) -> Order:
 def read_rounds(path: Path) -> list[RoundRecord]:
     """Read a `rounds.jsonl`, packed or not; empty if there is none.
 
-    An incomplete last line is skipped: the run was killed while it wrote the line. If two lines have the same round,
-    the later one counts: a resumed run repeats the round that it lost.
+    An incomplete last line is skipped: the run was killed while it wrote the line.
 
     Raises:
-        UserError: the file cannot be read, or another line is not a round's record.
+        UserError: the file cannot be read, another line is not a round's record, or a round is there twice.
     """
     file = stored(path)
     if file is None:
@@ -198,12 +197,17 @@ def read_rounds(path: Path) -> list[RoundRecord]:
     lines = file.data.splitlines()
     if file.data and not file.data.endswith(b"\n"):
         lines.pop()
-    records: dict[int, RoundRecord] = {}
+    records: list[RoundRecord] = []
     for number, line in enumerate(lines, 1):
         if line.strip():
             record = _parse(RoundRecord, line, file.place(number), "remove this run and run it again")
-            records[record.round] = record
-    return [records[number] for number in sorted(records)]
+            if records and record.round <= records[-1].round:
+                raise UserError(
+                    f"{file.place(number)} has round {record.round} after round {records[-1].round}: two processes "
+                    "wrote it; remove this run and run it again"
+                )
+            records.append(record)
+    return records
 
 
 def _parse(model: type[Model], text: bytes, where: str, advice: str) -> Model:

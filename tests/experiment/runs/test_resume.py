@@ -36,6 +36,7 @@ from fedshift.errors import UserError
 from fedshift.evaluation.records import RoundRecord
 from fedshift.experiment.plan import Run
 from fedshift.experiment.runs.context import Reporter
+from fedshift.federation.message_files import read_message
 
 FEDAVG = {"name": "fedavg"}
 CSAC = {"name": "csac", "acquisition_epochs": 1, "calibration_epochs": 1}
@@ -319,3 +320,97 @@ def test_the_mean_of_the_last_rounds_may_be_asked_of_a_wrapper_or_of_its_inner_m
     assert any((inside[name] != plain[name]).any() for name in plain)
     with pytest.raises(UserError, match="average_rounds is set here and for fedavg"):
         model("both", 2, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP], ids=lambda one: one.name
+)
+def test_a_scheduler_s_signal_ends_it_after_the_round(tmp_path: Path, number: signal.Signals) -> None:
+    """Code 75, the round in progress is written, and the same command ends in the same bits."""
+    options = experiment(sites(tmp_path, images), model={"name": "mnist_cnn", "channels": [2, 3]})
+    options["training"]["rounds"] = 6
+    file, runs = write(tmp_path / "e.yaml", options), tmp_path / "runs"
+    running = command("run", file, "--runs", runs, said=tmp_path / "said", pause=3.0)
+    rounds = runs / "small" / "fedavg" / "a" / "seed-0" / "rounds.jsonl"
+    wait_for(lambda: lines(rounds) >= 3)
+    os.kill(running.pid, number)
+    running.join(60)
+    assert running.exitcode == 75
+    assert f"stopped by {number.name} after a round: run the same command again" in (tmp_path / "said").read_text()
+    assert lines(rounds) == 3
+    fedshift.run(options, runs)
+    fedshift.run(options, tmp_path / "whole")
+    assert outcome(runs) == outcome(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_a_round_that_takes_longer_than_the_grace_is_dropped(tmp_path: Path) -> None:
+    options = experiment(sites(tmp_path))
+    file, runs = write(tmp_path / "e.yaml", options), tmp_path / "runs"
+    options["training"]["rounds"] = 6
+    file = write(tmp_path / "e.yaml", options)
+    running = command("run", file, "--runs", runs, said=tmp_path / "said", pause=60.0, FEDSHIFT_GRACE="0.2")
+    rounds = runs / "small" / "fedavg" / "a" / "seed-0" / "rounds.jsonl"
+    wait_for(lambda: lines(rounds) >= 3)
+    os.kill(running.pid, signal.SIGTERM)
+    running.join(30)
+    assert running.exitcode == 75
+    assert "took longer than 0.2 seconds" in (tmp_path / "said").read_text()
+    fedshift.run(options, runs)
+    fedshift.run(options, tmp_path / "whole")
+    assert outcome(runs) == outcome(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_parallel_runs_end_after_their_rounds(tmp_path: Path) -> None:
+    options = experiment(
+        save(tmp_path, a=images(1, 60), b=images(2, 60), c=images(3, 60)),
+        protocol={"targets": ["a", "b", "c"], "seeds": [0]},
+        model={"name": "mnist_cnn", "channels": [8, 16]},
+    )
+    options["training"]["rounds"] = 40
+    file, runs = write(tmp_path / "e.yaml", options), tmp_path / "runs"
+    running = command("run", file, "engine.parallel_runs=2", "--runs", runs, said=tmp_path / "said", pause=1.0)
+    begun = lambda: [file for file in runs.rglob("rounds.jsonl") if lines(file) >= 2]  # noqa: E731
+    wait_for(lambda: len(begun()) == 2, 120)
+    os.kill(running.pid, signal.SIGUSR1)
+    running.join(60)
+    assert running.exitcode == 75
+    checkpoints = list(runs.rglob("checkpoint.safetensors"))
+    assert len(checkpoints) + len(list(runs.rglob("result.json"))) >= 2
+    for file in checkpoints:
+        _, header = read_message(file)
+        assert header["round"] == lines(file.with_name("rounds.jsonl")), "no round was lost"
+    options["training"]["rounds"] = 40
+    fedshift.run(options, runs)
+    fedshift.run(options, tmp_path / "whole")
+    assert outcome(runs) == outcome(tmp_path / "whole")
+
+
+def test_shards_are_all_runs_once(cli: Cli, tmp_path: Path) -> None:
+    options = experiment(sites(tmp_path), protocol={"targets": ["a", "b", "c"], "seeds": [0]})
+    file, runs = write(tmp_path / "e.yaml", options), tmp_path / "runs"
+    assert cli("run", file, "--runs", runs, "--shard", "1/2").code == 0
+    assert [path.parent.parent.name for path in sorted(runs.rglob("result.json"))] == ["a", "c"]
+    assert cli("run", file, "--runs", runs, "--shard", "2/2").code == 0
+    assert len(list(runs.rglob("result.json"))) == 3
+    for wrong in ("0/2", "3/2", "2", "a/b", "1/0"):
+        refused = cli("run", file, "--runs", runs, "--shard", wrong)
+        assert refused.code == 2
+        assert wrong in refused.err
+
+
+def test_it_waits_for_another_process_or_takes_its_run_over(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The claim of a machine that is gone: nobody beats. Without --wait it is found out, too."""
+    monkeypatch.setenv("FEDSHIFT_SILENCE", "1")
+    file, runs = write(tmp_path / "e.yaml", experiment(sites(tmp_path))), tmp_path / "runs"
+    part = runs / "small" / "fedavg" / "a" / "seed-0"
+    part.mkdir(parents=True)
+    there = {"place": ["server-2", "", ""], "process": 7, "start": "", "token": "t"}
+    (part / ".claim-000001").write_text(json.dumps(there))
+    assert cli("run", file, "--runs", runs).code == 0
+    assert (part / "result.json").exists()
+    assert not list(part.glob(".claim*"))

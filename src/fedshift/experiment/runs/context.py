@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -71,12 +71,16 @@ class Callback:
 
 @dataclass(frozen=True)
 class Context:
-    """What all runs of an experiment share in one process: device, threads, reporter, callbacks, distances of sites."""
+    """What all runs of an experiment share in one process: device, threads, reporter, callbacks, distances of sites.
+
+    ``stop`` is called before every round, and raises an error to stop there.
+    """
 
     device: str
     threads: int
     reporter: Reporter
     callbacks: Sequence[Callback] = ()
+    stop: Callable[[], None] = lambda: None
     distances: dict[tuple[str, int], dict[str, float]] = field(default_factory=dict)
 
     def distances_of(self, planned: PlannedRun) -> dict[str, float]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from fedshift.claims import ClaimLost, network_file_system, silence
 from fedshift.errors import TrainingDiverged, UserError
 from fedshift.evaluation.records import RoundRecord
-from fedshift.evaluation.stored import ROUNDS, stored
+from fedshift.evaluation.stored import FAILURE, ROUNDS, stored
 from fedshift.experiment.compatibility import check_fit
 from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.environment import resolve_device, threads_set
@@ -19,6 +21,9 @@ from fedshift.experiment.runs.parallel import parallel_workers
 from fedshift.experiment.runs.run_folder import RunFolder, run_folder, write_order
 from fedshift.models.own.trial import told_of
 
+_LOOK = 1.0
+"""Seconds between two looks at a run that another process holds."""
+
 
 def run_experiment(
     experiment: Experiment,
@@ -27,6 +32,9 @@ def run_experiment(
     *,
     callbacks: Sequence[Callback] = (),
     helper: bool = False,
+    stop: Callable[[], None] = lambda: None,
+    shard: tuple[int, int] = (1, 1),
+    wait: bool = False,
 ) -> Path:
     """Run every run that is not finished. An interrupted run resumes after its last round.
 
@@ -39,6 +47,9 @@ def run_experiment(
         callbacks: are called after each round and each run.
         helper: whether this is one of the further processes of ``engine.parallel_runs``. These take runs that no other
             process holds.
+        stop: is called before every round, and raises an error to stop there.
+        shard: (i, n): take the i-th, (i + n)-th … run alone, for processes that cannot lock each other's runs.
+        wait: whether to wait for runs that other processes hold, and to take over those whose process is gone.
 
     Returns:
         The experiment's folder.
@@ -58,18 +69,26 @@ def run_experiment(
     elsewhere = dict(pair for pair in zip(folders, plan.runs, strict=True) if callbacks and pair[0].result() is None)
     if not helper:
         write_order(plan, folder)
-    reporter.begin(len(plan.runs))
+        if kind := network_file_system(folder):
+            reporter.warn(
+                f"{folder} is on {kind}, where a lock of one machine may not hold on another: processes keep apart by "
+                f"claims, too, and take over after {silence():g} seconds without a sign"
+            )
+    mine = list(zip(plan.runs, folders, strict=True))[shard[0] - 1 :: shard[1]]
+    reporter.begin(len(mine))
     diverged: list[TrainingDiverged] = []
-    helpers = 0 if helper else max(0, min(engine.parallel_runs, unfinished) - 1)
+    helpers = 0 if helper or shard != (1, 1) else max(0, min(engine.parallel_runs, unfinished) - 1)
     with (
         threads_set(threads),
-        parallel_workers(experiment, runs, helpers, diverged),
+        parallel_workers(experiment, runs, helpers, diverged, stop),
         Workers(engine.workers, threads) as workers,
     ):
-        context = Context(device, threads, reporter, callbacks)
-        diverged += _carry_out_all(context, workers, plan, folders, elsewhere)
+        context = Context(device, threads, reporter, callbacks, stop)
+        diverged += _carry_out_all(context, workers, mine, elsewhere)
+        if not helper:
+            diverged += _take_over(context, workers, mine, elsewhere, wait=wait)
     if not helper:
-        _tell_held(folders, reporter)
+        _tell_held([held for _, held in mine], reporter)
     for run_of, planned in elsewhere.items():
         _pass_on(planned, run_of, callbacks)
     if diverged:
@@ -128,11 +147,35 @@ def _pass_on(planned: PlannedRun, folder: RunFolder, callbacks: Sequence[Callbac
         callback.after_run(planned.run, result, folder.path)
 
 
+def _take_over(
+    context: Context,
+    workers: Workers,
+    runs: Sequence[tuple[PlannedRun, RunFolder]],
+    elsewhere: dict[RunFolder, PlannedRun],
+    *,
+    wait: bool,
+) -> list[TrainingDiverged]:
+    """Carry out the runs that are held by processes that turn out to be gone, or with ``wait`` until none is left.
+
+    Returns:
+        The errors of the runs that diverged.
+    """
+    diverged: list[TrainingDiverged] = []
+    while True:
+        left = [pair for pair in runs if pair[1].result() is None and not (pair[1].path / FAILURE).exists()]
+        free = [pair for pair in left if not pair[1].is_held()]
+        diverged += _carry_out_all(context, workers, free, elsewhere)
+        if not free and not any(wait or not held.holder_lives() for _, held in left):
+            return diverged
+        if not free:
+            context.stop()
+            time.sleep(_LOOK)
+
+
 def _carry_out_all(
     context: Context,
     workers: Workers,
-    plan: Plan,
-    folders: Sequence[RunFolder],
+    runs: Sequence[tuple[PlannedRun, RunFolder]],
     elsewhere: dict[RunFolder, PlannedRun],
 ) -> list[TrainingDiverged]:
     """Carry out the unfinished runs that no other process holds, and take them out of ``elsewhere``.
@@ -141,7 +184,7 @@ def _carry_out_all(
         The errors of the runs that diverged.
     """
     reporter, diverged = context.reporter, []
-    for planned, folder in zip(plan.runs, folders, strict=True):
+    for planned, folder in runs:
         if folder.result() is None and not folder.acquire():
             reporter.skipped(planned.run)
             continue
@@ -153,8 +196,12 @@ def _carry_out_all(
                 continue
             elsewhere.pop(folder, None)
             try:
-                with told_of(plan.experiment.model, "training with it"):
+                with told_of(planned.experiment.model, "training with it"):
                     result = carry_out(context, workers, planned, folder)
+            except ClaimLost as error:
+                reporter.warn(str(error))
+                reporter.skipped(planned.run)
+                workers.close()
             except TrainingDiverged as error:
                 diverged.append(error)
                 reporter.diverged(planned.run)

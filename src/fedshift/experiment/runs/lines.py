@@ -116,7 +116,7 @@ def at_work(runs: int, holders: Collection[str]) -> str:
     """That other processes are at work on some runs, and which."""
     return (
         f"{runs} run{'s are' if runs > 1 else ' is'} being trained by {', '.join(holders)}: run the same command again "
-        "when that is done, or wait for its own table"
+        "when that is done, with --wait to wait for it"
     )
 
 

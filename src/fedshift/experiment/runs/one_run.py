@@ -25,7 +25,7 @@ def carry_out(context: Context, workers: Workers, planned: PlannedRun, folder: R
     shown = planned.shown_data
     sites, setting = planned.sites(shown), planned.setting(context.device)
     network = setting.build_network().to(context.device)
-    folder.claim()
+    folder.write_settings()
     experiment, device = planned.experiment, torch.device(context.device)
     resamples, data = experiment.evaluation.resamples, planned.data
     new_site = experiment.protocol.new_site_of(planned.run.method, data.input_shape, planned.split)

@@ -7,22 +7,35 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from fedshift import trust
 from fedshift.data.builders.in_memory import InMemory
 from fedshift.errors import FedshiftError, TrainingDiverged, UserError
 from fedshift.experiment.config.experiment import Experiment
+from fedshift.experiment.runs.stopping import Stopped, grace
 
 DIVERGED = 3
 """Exit code of a process in which a run diverged."""
+STOP = b"stop"
+"""What a process reads when it should finish its round and stop."""
+_LOOK = 0.1
+"""Seconds between two looks whether a process has ended."""
+_PATIENCE = 10.0
+"""Seconds for a process to stop once its pipe is closed."""
 
 
 @contextmanager
 def parallel_workers(
-    experiment: Experiment, runs: Path, number: int, diverged: list[TrainingDiverged]
+    experiment: Experiment,
+    runs: Path,
+    number: int,
+    diverged: list[TrainingDiverged],
+    stop: Callable[[], None] = lambda: None,
 ) -> Iterator[None]:
     """Start further processes that take runs of the same experiment.
 
@@ -33,6 +46,8 @@ def parallel_workers(
         runs: the folder that holds a folder for each experiment.
         number: how many processes.
         diverged: receives the errors of runs that diverged in one of them.
+        stop: is called while this process waits for them, and raises an error to stop. After `Stopped` they finish
+            their rounds.
 
     Raises:
         UserError: the data are objects of this process, which another one cannot read.
@@ -47,37 +62,76 @@ def parallel_workers(
         file = Path(folder) / "experiment.json"
         file.write_text(json.dumps(experiment.dump()))
         command = [sys.executable, "-m", "fedshift.experiment.runs.parallel_worker", str(file), str(runs)]
-        processes: list[tuple[subprocess.Popen[bytes], Path]] = []
+        processes: list[_Further] = []
         try:
             for count in range(number):
-                output = Path(folder) / f"errors-{count}.txt"
-                with open(output, "wb") as errors:
-                    # In its own session, so that Ctrl-C reaches only this process, which then stops the others.
-                    process = subprocess.Popen(
-                        command,
-                        stdin=subprocess.PIPE,
-                        stdout=errors,
-                        stderr=errors,
-                        env={**os.environ, **trust.for_children()},
-                        start_new_session=True,
-                    )
-                processes.append((process, output))
+                processes.append(_started(command, Path(folder) / f"errors-{count}.txt"))
             yield
-            for process, output in processes:
-                if process.wait():
-                    lines = output.read_text(errors="replace").strip().splitlines()
-                    said = lines[-1] if lines else f"a parallel run ended with code {process.returncode}"
-                    if process.returncode == DIVERGED:
-                        diverged.append(TrainingDiverged(said))
-                    else:
-                        raise (UserError if process.returncode == UserError.exit_code else FedshiftError)(said)
+            for further in processes:
+                _wait_for(further, stop)
+                _raise_failure(further, diverged)
+        except Stopped:
+            for further in processes:
+                _ask_to_stop(further.process)
+            _give_time(processes, grace())
+            raise
         finally:
-            for process, _ in processes:
-                assert process.stdin is not None
-                process.stdin.close()  # it stops when this pipe closes, also if this process is killed
-            for process, _ in processes:
-                try:
-                    process.wait(timeout=10)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+            for further in processes:
+                assert further.process.stdin is not None
+                further.process.stdin.close()  # it stops when this pipe closes, also if this process is killed
+            _give_time(processes, _PATIENCE)
+            for further in processes:
+                further.process.kill()
+                further.process.wait()
+
+
+class _Further(NamedTuple):
+    """A further process, and the file of what it writes."""
+
+    process: subprocess.Popen[bytes]
+    output: Path
+
+
+def _started(command: Sequence[str], output: Path) -> _Further:
+    with open(output, "wb") as errors:
+        # In its own session, so that Ctrl-C reaches only this process, which then stops the others.
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=errors,
+            stderr=errors,
+            env={**os.environ, **trust.for_children()},
+            start_new_session=True,
+        )
+    return _Further(process, output)
+
+
+def _wait_for(further: _Further, stop: Callable[[], None]) -> None:
+    while further.process.poll() is None:
+        stop()
+        time.sleep(_LOOK)
+
+
+def _raise_failure(further: _Further, diverged: list[TrainingDiverged]) -> None:
+    code = further.process.returncode
+    if code == 0:
+        return
+    lines = further.output.read_text(errors="replace").strip().splitlines()
+    said = lines[-1] if lines else f"a parallel run ended with code {code}"
+    if code != DIVERGED:
+        raise (UserError if code == UserError.exit_code else FedshiftError)(said)
+    diverged.append(TrainingDiverged(said))
+
+
+def _give_time(processes: Sequence[_Further], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    for further in processes:
+        with suppress(subprocess.TimeoutExpired):
+            further.process.wait(timeout=max(0.0, end - time.monotonic()))
+
+
+def _ask_to_stop(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin is not None
+    with suppress(OSError):  # it has ended
+        process.stdin.write(STOP)
+        process.stdin.flush()

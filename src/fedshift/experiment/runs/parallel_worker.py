@@ -17,7 +17,8 @@ from pathlib import Path
 from fedshift.errors import OUT_OF_MEMORY, FedshiftError, TrainingDiverged, UserError, is_out_of_memory
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.runs.experiment_loop import run_experiment
-from fedshift.experiment.runs.parallel import DIVERGED
+from fedshift.experiment.runs.parallel import DIVERGED, STOP
+from fedshift.experiment.runs.stopping import heeded
 from fedshift.extras import runs_program
 from fedshift.import_paths import CHILD
 
@@ -28,9 +29,12 @@ def main() -> int:
     atexit.register(gc.freeze)  # otherwise Python searches all of torch's objects for garbage at exit
     os.environ[CHILD] = "1"
     runs_program("runs")
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        run_experiment(parse(json.loads(Path(sys.argv[1]).read_text())), Path(sys.argv[2]), helper=True)
+        with heeded() as stop:
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
+            threading.Thread(target=_end_with_parent, daemon=True).start()
+            experiment = parse(json.loads(Path(sys.argv[1]).read_text()))
+            run_experiment(experiment, Path(sys.argv[2]), helper=True, stop=stop.check)
     except TrainingDiverged as error:
         print(error, file=sys.stderr)
         return DIVERGED
@@ -48,11 +52,10 @@ def main() -> int:
 
 
 def _end_with_parent() -> None:
-    """Stop this process when its parent ends.
-
-    The parent writes nothing to this process's standard input. So a read returns only when the parent's end is closed.
-    """
-    os.read(0, 1)
+    """Stop this process after its round when its parent says so, at once when its parent ends, as the pipe closes."""
+    if os.read(0, len(STOP)):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.read(0, 1)
     os.kill(os.getpid(), signal.SIGTERM)
 
 

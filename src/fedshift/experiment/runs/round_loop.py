@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from fedshift.claims import ClaimLost
 from fedshift.errors import TrainingDiverged, UserError, is_out_of_memory
 from fedshift.evaluation.predictions import as_parquet
 from fedshift.evaluation.records import ERRORS, RoundRecord, RunResult
@@ -20,6 +21,7 @@ from fedshift.experiment.plan import PlannedRun, Run, model_metadata
 from fedshift.experiment.runs.context import Context
 from fedshift.experiment.runs.evaluator import Final
 from fedshift.experiment.runs.run_folder import RunFolder
+from fedshift.experiment.runs.stopping import Stopped
 from fedshift.experiment.unlabelled_sites import without_labels
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import RawData
@@ -86,6 +88,8 @@ def train_and_evaluate(
             ) from error
         folder.note_failure(error)
         raise
+    except (ClaimLost, Stopped):
+        raise  # the run is not at fault, and a lost folder is another process's
     except Exception as error:
         folder.note_failure(error)
         raise
@@ -134,6 +138,7 @@ class _RunLoop:
             state = method.start(federation, start)
             state = self._close_round(evaluated, state, last=False)
         while not self._is_done(state):
+            self.context.stop()
             state = play_round(method, federation, state)
             federation.settle()
             state = self._close_round(evaluated, state, last=self._is_done(state))

@@ -5,12 +5,10 @@ Every file is written atomically.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import json
 import os
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -19,6 +17,7 @@ import yaml
 from pydantic import ValidationError
 from torch import Tensor
 
+from fedshift.claims import Claim
 from fedshift.digests import BLANK, ENTRY, filled, with_digest, write_object
 from fedshift.errors import FedshiftError, UserError
 from fedshift.evaluation.packs.packed import DUMPER
@@ -46,7 +45,6 @@ from fedshift.federation.secure.closed import in_one, in_two, is_closed
 from fedshift.files import plain_yaml, write_bytes
 from fedshift.methods.base import State
 from fedshift.methods.composition.averaging import Kept
-from fedshift.text import one_line
 from fedshift.weights import Weights
 
 FORMAT = 1
@@ -61,7 +59,11 @@ class RunFolder:
         self.path = path
         self.identity = json.loads(json.dumps(identity))
         self._lock: int | None = None
+        self._locked_out = False
+        """Whether the system itself says that another process holds the folder."""
+        self._claim = Claim(path)
         self._rounds = hashlib.sha256()  # of the lines of rounds.jsonl
+        self._length = 0  # of rounds.jsonl, in bytes
 
     # Lock and identity ----------------------------------------------------------------------------------------------
 
@@ -82,17 +84,30 @@ class RunFolder:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(handle)
+            self._locked_out = True
             return False
         except OSError as error:
             os.close(handle)
             raise UserError(f"cannot lock {self.path}: {error.strerror}; choose a local folder with --runs") from None
+        self._locked_out = False
+        try:
+            taken = self._take_claim()
+        except BaseException:
+            os.close(handle)
+            raise
+        if not taken:
+            os.close(handle)
+            return False
         self._lock = handle
-        with contextlib.suppress(OSError):  # who holds it is only a help
-            os.ftruncate(handle, 0)
-            os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         for half in self.path.glob(".*.part"):  # left by a process that was killed while it wrote
             half.unlink(missing_ok=True)
         return True
+
+    def _take_claim(self) -> bool:
+        try:
+            return self._claim.take()
+        except OSError as error:
+            raise UserError(f"cannot write in {self.path}: {error.strerror}; free some space and run again") from None
 
     def is_held(self) -> bool:
         """Whether a process holds the folder."""
@@ -101,17 +116,18 @@ class RunFolder:
         self.release()
         return False
 
+    def holder_lives(self) -> bool:
+        """Whether the process that held the folder at the last look is at work; False: that is not known yet."""
+        return self._locked_out or self._claim.is_alive()
+
     def holder(self) -> str:
         """The process that holds the folder, such as "process 312 on server-2"."""
-        try:
-            said = (self.path / ".lock").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            said = ""
-        return one_line(said[:200]) or "another process"
+        return self._claim.holder() or "another process"
 
     def release(self) -> None:
         """Unlock the folder."""
         if self._lock is not None:
+            self._claim.release()
             os.close(self._lock)
             self._lock = None
 
@@ -164,7 +180,7 @@ class RunFolder:
         except (yaml.YAMLError, ValueError, TypeError):
             raise UserError(f"{file.place()} is damaged: delete {self.path} and run again") from None
 
-    def claim(self) -> None:
+    def write_settings(self) -> None:
         """Write the run's settings. From then on the folder belongs to this run."""
         (self.path / FAILURE).unlink(missing_ok=True)
         data = yaml.dump(self.identity, Dumper=DUMPER, sort_keys=False, allow_unicode=True).encode()
@@ -203,6 +219,7 @@ class RunFolder:
 
     def finish(self, result: RunResult) -> None:
         """Write the result, which marks the run as finished, and delete its checkpoint."""
+        self._claim.check()
         data = (result.model_dump_json(indent=2) + "\n").encode()
         write_sums(self.path, {RESULT: data}, (SETTINGS, ROUNDS, MODEL, SEALED_MODEL, PREDICTIONS))
         write_bytes(self.path / RESULT, data)
@@ -228,11 +245,14 @@ class RunFolder:
         file = self.path / ROUNDS
         try:
             line = f"{record.model_dump_json()}\n".encode()
+            self._claim.check()
             with open(file, "ab") as lines:
+                lines.truncate(self._length)  # of a process that lost the folder while it wrote
                 lines.write(line)
                 lines.flush()
                 os.fsync(lines.fileno())
             self._rounds.update(line)
+            self._length += len(line)
         except OSError as error:
             raise UserError(f"cannot write {file}: {error.strerror}; free some space and run again") from None
 
@@ -260,7 +280,9 @@ class RunFolder:
             "rounds_sha256": self._rounds.hexdigest(),
             **header,
         }
+        self._claim.check()
         write_message(self.path / _CHECKPOINT, content, whole)
+        self._claim.check()  # before what the other process's checkpoint may name is deleted
         write_site_bytes(self.path, header.get("bytes_by_site"))
         self._tidy(memory)
 
@@ -327,13 +349,13 @@ class RunFolder:
             )
         whole = "".join(record.model_dump_json() + "\n" for record in records).encode()
         write_bytes(file, whole)
-        self._rounds = hashlib.sha256(whole)
+        self._rounds, self._length = hashlib.sha256(whole), len(whole)
         return records
 
     def restart(self) -> None:
         """Delete `rounds.jsonl`. Called if there is no checkpoint."""
         (self.path / ROUNDS).unlink(missing_ok=True)
-        self._rounds = hashlib.sha256()
+        self._rounds, self._length = hashlib.sha256(), 0
 
     def _tidy(self, memory: Mapping[str, Mapping[str, str]]) -> None:
         wanted = {self.memory / site / file for site, files in memory.items() for file in files.values()}

@@ -1,0 +1,242 @@
+"""Claims: one process has a folder, also where locks do not hold; who is silent for too long has lost it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fedshift import claims
+from fedshift.claims import Claim, ClaimLost, Place, claimed, network_file_system, silence
+from fedshift.errors import UserError
+
+ELSEWHERE = Place("server-2", "boot", "space")
+
+
+@pytest.fixture
+def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(claims.SILENCE, "0.4")
+
+
+@pytest.fixture
+def far(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, briefly: None) -> Iterator[Claim]:
+    """A claim of a process on another machine."""
+    claim = Claim(tmp_path)
+    with monkeypatch.context() as there:
+        there.setattr(claims, "place", lambda: ELSEWHERE)
+        assert claim.take()
+    yield claim
+    claim.release()
+
+
+def fall_silent(claim: Claim) -> None:
+    """As a process that is stopped, or whose machine is gone: no more signs of life."""
+    claim._end.set()
+    time.sleep(0.05)
+
+
+def test_who_has_a_folder_keeps_it(far: Claim, tmp_path: Path) -> None:
+    other = Claim(tmp_path)
+    end = time.monotonic() + 1.0
+    while time.monotonic() < end:
+        assert not other.take()
+        far.check()
+        time.sleep(0.05)
+    assert other.is_alive()
+    assert other.holder() == f"process {os.getpid()} on server-2"
+    far.release()
+    assert other.take()
+    other.release()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_silent_process_loses_it_and_notices(far: Claim, tmp_path: Path) -> None:
+    fall_silent(far)
+    other = Claim(tmp_path)
+    assert not other.take()
+    assert not other.is_alive()
+    time.sleep(0.5)
+    assert other.take()
+    other.check()
+    with pytest.raises(ClaimLost, match=f"process {os.getpid()} on .* seen no sign of this process for 0.4 seconds"):
+        far.check()
+    far.release()
+    other.check()
+    other.release()
+    third = Claim(tmp_path)
+    assert third.take()
+    far._number = 1  # which is in use again
+    with pytest.raises(ClaimLost):
+        far.check()
+    third.release()
+
+
+def test_the_clock_of_another_machine_does_not_count(far: Claim, tmp_path: Path) -> None:
+    for file in tmp_path.iterdir():
+        os.utime(file, (0, 0))
+    assert not Claim(tmp_path).take()
+
+
+def test_one_of_many_takes_over(far: Claim, tmp_path: Path) -> None:
+    fall_silent(far)
+    rivals = [Claim(tmp_path) for _ in range(8)]
+    assert not any(rival.take() for rival in rivals)
+    time.sleep(0.5)
+    begin, took = threading.Barrier(len(rivals)), []
+
+    def try_it(rival: Claim) -> None:
+        begin.wait()
+        took.append(rival.take())
+
+    threads = [threading.Thread(target=try_it, args=(rival,)) for rival in rivals]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(took) == 1
+    for rival in rivals:
+        rival.release()
+
+
+@pytest.mark.slow
+def test_a_process_that_ended_here_is_noticed_at_once(tmp_path: Path) -> None:
+    code = "import sys, time; from pathlib import Path; from fedshift.claims import Claim\n"
+    code += "assert Claim(Path(sys.argv[1])).take(); print('taken', flush=True); time.sleep(60)"
+    dead = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)
+    assert dead.stdout is not None
+    assert dead.stdout.readline() == b"taken\n"
+    other = Claim(tmp_path)
+    assert not other.take()
+    dead.send_signal(signal.SIGSTOP)
+    assert not other.take()
+    dead.kill()
+    end = time.monotonic() + 10
+    while not other.take():  # a zombie: nobody has waited for it
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    dead.wait()
+    other.release()
+
+
+def test_who_waits_gets_it_next(tmp_path: Path) -> None:
+    path, order = tmp_path / "cache", []
+
+    def work(name: str) -> None:
+        with claimed(path, seconds=0.01) as claim:
+            order.append(f"{name} begins")
+            time.sleep(0.05)
+            claim.check()
+            order.append(f"{name} ends")
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in "abc"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for begins, ends in zip(order[::2], order[1::2], strict=True):
+        assert begins[0] == ends[0]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b'{"place": 3}', b"\xff" * 5000])
+def test_a_file_that_is_no_claim_counts_as_one_until_it_was_silent(tmp_path: Path, briefly: None, text: bytes) -> None:
+    (tmp_path / ".claim-000007").write_bytes(text)
+    claim = Claim(tmp_path)
+    assert not claim.take()
+    assert claim.holder() == ""
+    time.sleep(0.5)
+    assert claim.take()
+    assert [file.name for file in tmp_path.iterdir()] == [".claim-000008"]
+    claim.release()
+
+
+@pytest.mark.parametrize("given", ["0", "-1", "nan", "inf", "soon"])
+def test_an_impossible_silence_is_refused(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    monkeypatch.setenv(claims.SILENCE, given)
+    with pytest.raises(UserError, match=claims.SILENCE):
+        silence()
+
+
+@pytest.fixture
+def two_mounts(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+    """Two mounts of one folder, between which flock does not exclude."""
+    if shutil.which("bindfs") is None or not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        pytest.skip("needs bindfs and /dev/fuse")
+    back, *mounts = (tmp_path / name for name in ("back", "one", "two"))
+    for folder in (back, *mounts):
+        folder.mkdir()
+    try:
+        for mount in mounts:
+            if subprocess.run(["bindfs", str(back), str(mount)], check=False).returncode:
+                pytest.skip("bindfs cannot mount here")
+        yield mounts[0], mounts[1]
+    finally:
+        for mount in mounts:
+            subprocess.run(["fusermount", "-u", "-z", str(mount)], check=False)
+
+
+WORK = """
+import os, sys, time
+from pathlib import Path
+from fedshift import claims
+from fedshift.claims import Claim, ClaimLost, Place
+claims.place = lambda: Place(f"machine-{os.getpid()}", "", "")  # each process on a machine of its own
+folder, name = Path(sys.argv[1]), sys.argv[2]
+claim, count = Claim(folder), 0
+while count < 40:
+    try:
+        if not claim.take():
+            time.sleep(0.02)
+            continue
+        log = folder / "log"
+        done = len(log.read_text().split()) if log.exists() else 0
+        if done >= 40:
+            break
+        time.sleep(0.02)
+        claim.check()
+        with open(log, "a") as file:
+            file.write(f"{done}\\n")
+    except ClaimLost:
+        claim = Claim(folder)
+claim.release()
+"""
+
+
+@pytest.mark.slow
+def test_two_mounts_kills_and_pauses(two_mounts: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forty pieces of work by four processes of two mounts, which are stopped, continued and killed: none twice."""
+    assert all(network_file_system(mount) == "fuse" for mount in two_mounts)
+    monkeypatch.setenv(claims.SILENCE, "0.6")
+
+    def start(number: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", WORK, str(two_mounts[number % 2]), str(number)])
+
+    processes = [start(number) for number in range(4)]
+    log = two_mounts[0] / "log"
+    end = time.monotonic() + 120
+    moments = 0
+    while not (log.exists() and len(log.read_text().split()) >= 40):
+        assert time.monotonic() < end
+        one = processes[moments % 4]
+        moments += 1
+        if moments % 3 == 0:
+            one.kill()
+            one.wait()
+            processes[processes.index(one)] = start(moments)
+        else:
+            one.send_signal(signal.SIGSTOP)
+            time.sleep(0.8)
+            one.send_signal(signal.SIGCONT)
+        time.sleep(0.2)
+    for one in processes:
+        one.send_signal(signal.SIGCONT)
+        one.wait(timeout=60)
+    assert log.read_text().split() == [str(number) for number in range(40)]
