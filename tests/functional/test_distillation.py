@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.special import rel_entr, softmax
 from torch.autograd import gradcheck
 
-from fedshift.functional.distillation import move_towards, softened_divergence
+from fedshift.functional.distillation import move_towards, other_scores, softened_divergence
 from fedshift.functional.schedules import sigmoid_ramp
 
 
@@ -37,3 +38,11 @@ def test_an_average_follows_and_integers_are_copied() -> None:
 def test_the_ramp_of_fact() -> None:
     grown = [2 * sigmoid_ramp(epoch / 5) for epoch in range(7)]
     assert grown == pytest.approx([0.013476, 0.081524, 0.330598, 0.898658, 1.637462, 2.0, 2.0], abs=1e-6)
+
+
+@given(st.integers(2, 6), st.integers(0, 99))
+def test_other_scores_are_those_that_are_left_when_a_row_s_own_is_deleted(classes: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    scores, labels = torch.randn(4, classes, generator=generator), torch.randint(classes, (4,), generator=generator)
+    expected = [np.delete(row.numpy(), label).tolist() for row, label in zip(scores, labels, strict=True)]
+    assert other_scores(scores, labels).tolist() == expected

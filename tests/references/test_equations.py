@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -26,11 +26,12 @@ from fedshift.functional.control_variates import (
     normalising_factor,
 )
 from fedshift.functional.differential_privacy import NoisySteps, clipped_sum, epsilon
+from fedshift.functional.distillation import other_scores, softened_divergence
 from fedshift.functional.divergence_weighting import divergence_aggregate
 from fedshift.functional.gradient_matching import matching_shares
 from fedshift.functional.information import information_maximisation, pseudo_labels
 from fedshift.functional.knowledge_vote import distillation_loss, knowledge_vote, mixup, released_labels
-from fedshift.functional.losses import proximal_penalty
+from fedshift.functional.losses import calibrated_scores, proximal_penalty, task_loss
 from fedshift.functional.meta_learning import inner_step
 from fedshift.functional.mmd import multi_kernel_mmd, weighted_multi_kernel_mmd
 from fedshift.functional.projection import projection_convolution
@@ -363,6 +364,31 @@ def test_fednova_s_nesterov_momentum(reference: Reference) -> None:
     factors = [normalising_factor(steps, 0.9, nesterov=True) for steps in (3, 5, 9)]
     reference.agree("a_norms", factors)
     reference.agree("how_far_the_codes_steps_carry_in_units_of_the_rate", factors)
+
+
+def agreed_loss(reference: Reference, loss_of: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Compare a loss of scores and labels, and its gradient by the scores."""
+    scores = reference.tensors["scores"].clone().requires_grad_()
+    loss = loss_of(scores, torch.tensor(reference.inputs["labels"]))
+    reference.agree("loss", loss)
+    reference.agree("gradient", torch.autograd.grad(loss, scores)[0])
+
+
+@compares("federated", "fedntd_1", "fedntd_2")
+def test_fedntd_s_loss(reference: Reference) -> None:
+    tau, beta, common = reference.parameters["tau"], reference.parameters["beta"], reference.tensors["common"]
+
+    def loss(scores: Tensor, labels: Tensor) -> Tensor:
+        apart = softened_divergence(other_scores(common, labels), other_scores(scores, labels), tau)
+        return task_loss(scores, labels) + beta * tau**2 * apart
+
+    agreed_loss(reference, loss)
+
+
+@compares("federated", "fedlc_1", "fedlc_2")
+def test_fedlc_s_loss_where_the_site_lacks_a_class(reference: Reference) -> None:
+    counts, tau = torch.tensor(reference.inputs["counts"]), reference.parameters["tau"]
+    agreed_loss(reference, lambda scores, labels: task_loss(calibrated_scores(scores, counts, tau), labels))
 
 
 @compares("federated", "feddyn_1", "feddyn_2", "feddyn_3")

@@ -30,6 +30,8 @@ from fedshift.weights import Weights
 AS_RELEASED: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "feddyn_4": ({"name": "feddyn", "alpha": 0.1, "setting": "released"}, {}),
     "feddyn_5": ({"name": "feddyn", "alpha": 0.1, "setting": "released"}, {}),
+    "feddc_1": ({"name": "feddc", "alpha": 0.01}, {}),
+    "feddc_2": ({"name": "feddc", "alpha": 0.5}, {}),
     "scaffold_3": ({"name": "scaffold"}, {}),
     "fediir_4": ({"name": "fediir", "setting": "released", "penalty_weight": 2.0}, {"momentum": 0.9}),
     "fediir_5": ({"name": "fediir", "setting": "released", "penalty_weight": 2.0}, {"momentum": 0.9}),

@@ -53,3 +53,24 @@ def move_towards(average: Iterable[Tensor], values: Iterable[Tensor], momentum: 
                 old.lerp_(new, 1 - momentum)
             else:
                 old.copy_(new)
+
+
+def other_scores(scores: Tensor, labels: Tensor) -> Tensor:
+    """Each row's scores of the classes that are not its own, in their order: FedNTD's not-true classes.
+
+    Source: Lee et al., NeurIPS 2022.
+
+    Args:
+        scores: (n, C).
+        labels: (n,) class numbers.
+
+    Returns:
+        (n, C − 1).
+
+    Example:
+        >>> other_scores(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), torch.tensor([1, 0]))
+        tensor([[1., 3.],
+                [5., 6.]])
+    """
+    others = torch.arange(scores.shape[1], device=scores.device) != labels[:, None]
+    return scores[others].view(len(scores), -1)

@@ -145,3 +145,20 @@ def inverse_frequencies(numbers: Tensor, classes: int) -> Tensor:
     counts = torch.bincount(numbers, minlength=classes).to(torch.get_default_dtype())
     inverse = torch.where(counts > 0, 1 / counts.clamp_min(1), 0.0)
     return inverse / inverse.sum()
+
+
+def calibrated_scores(scores: Tensor, counts: Tensor, strength: float) -> Tensor:
+    """``f_c − τ·n_c^{−1/4}``: scores lowered the more, the fewer samples their class has here.
+
+    Source: FedLC (Zhang et al., ICML 2022), the calibrated logits.
+
+    Args:
+        scores: f, (n, C).
+        counts: n_c, the samples of each class, (C,). A class without any has the score −∞.
+        strength: τ; 0 leaves the scores as they are.
+
+    Example:
+        >>> calibrated_scores(torch.zeros(1, 3), torch.tensor([1, 16, 0]), strength=2.0)
+        tensor([[-2., -1., -inf]])
+    """
+    return scores if strength == 0 else scores - strength * counts.to(scores.dtype) ** -0.25
