@@ -42,9 +42,15 @@ def batch(inputs: Tensor, labels: Sequence[int] | None, domain: int | Sequence[i
 
 
 def pool(
-    method: Method, model: Network, batches: Sequence[Batch], rate: float, *, parts: nn.Module | None = None
+    method: Method,
+    model: Network,
+    batches: Sequence[Batch],
+    rate: float,
+    *,
+    parts: nn.Module | None = None,
+    optimizer: str = "sgd",
 ) -> tuple[Site, Weights]:
-    """A pool of three domains that trains with plain SGD, and the weights of ``model``.
+    """A pool of three domains that trains with plain SGD or Adam, and the weights of ``model``.
 
     Args:
         method: Which is about to train.
@@ -52,9 +58,12 @@ def pool(
         batches: Those of the next step, one of each domain, or one of all.
         rate: Of learning.
         parts: What trains beside the model.
+        optimizer: Of the experiment.
     """
     sizes = {"north": 30, "south": 20, "west": 10}
-    where = federation(method, domains(LINEAR, sizes), LINEAR, momentum=0.0, weight_decay=0.0, lr=rate)
+    where = federation(
+        method, domains(LINEAR, sizes), LINEAR, momentum=0.0, weight_decay=0.0, lr=rate, optimizer=optimizer
+    )
     assert isinstance(where, LocalFederation)
     site = where._runners["pool"].site
     site.begin(Envelope(1, 1, 0.0, LEFT))

@@ -7,6 +7,22 @@ from option_cases import Try, of
 _ONE_PLACE = {"local_epochs": of(2, where="plan")}  # all of a pool's work is what the most demanding method needs
 _POOLED = {**_ONE_PLACE, "domain_batches": of("split", "full")}
 _BY_DOMAIN = {**_ONE_PLACE, "domain_batches": of("split")}
+_LATER = {
+    **_BY_DOMAIN,
+    "penalty_weight": of(0.0, 2.0, penalty_start=1),
+    "penalty_start": of(0, 1),
+    "weight_before": of(0.0, 3.0),
+    "rescaled": of(False, penalty_start=1, penalty_weight=5.0),
+    "restart_optimizer": of(True, where="normed with momentum", penalty_start=1),
+}
+_ADVERSARIAL = {
+    **_BY_DOMAIN,
+    "updates": of("alternate"),
+    "adversarial_weight": of(0.0, 3.0),
+    "discriminator_steps": of(2, updates="alternate"),
+    "gradient_penalty": of(1.0),
+    "hidden": of((8,), ()),
+}
 
 POOLED_METHODS: dict[str, dict[str, tuple[Try, ...]]] = {
     "deepall": _POOLED,
@@ -154,4 +170,23 @@ POOLED_METHODS: dict[str, dict[str, tuple[Try, ...]]] = {
         "cluster_passes": of(1),
         "centre_rate": of(1.0),
     },
+    "coral": {**_BY_DOMAIN, "penalty_weight": of(0.0, 5.0), "moments": of("mean_and_covariance")},
+    "mmd": {**_BY_DOMAIN, "penalty_weight": of(0.0, 5.0), "kernels": of((1.0,))},
+    "irm": {**_LATER, "estimate": of("halves", penalty_start=1, penalty_weight=5.0)},
+    "vrex": _LATER,
+    "groupdro": {**_BY_DOMAIN, "weights_rate": of(0.0, 0.5), "adjustment": of(1.0, weights_rate=0.5)},
+    "mldg": {
+        **_BY_DOMAIN,
+        "beta": of(0.0, 3.0),
+        "meta_test": of(2),
+        "episodes": of("pairs"),
+        "inner_rate": of(1.0),
+        "inner_optimizer": of("adam"),
+        "second_order": of(False, inner_rate=0.5),
+    },
+    "fish": {**_BY_DOMAIN, "meta_rate": of(0.1, 1.0), "order": of("fixed")},
+    "sd": {**_POOLED, "penalty_weight": of(0.0, 1.0), "centre": of(1.0)},
+    "rsc": {**_POOLED, "feature_share": of(0.0, 0.7), "batch_share": of(0.0, 1.0)},
+    "dann": _ADVERSARIAL,
+    "cdann": _ADVERSARIAL,
 }

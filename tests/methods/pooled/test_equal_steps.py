@@ -22,10 +22,15 @@ from fedshift.federation.site_base import parts_of
 from fedshift.methods import registry
 from fedshift.methods.pooled.deepall import DeepAll
 from fedshift.methods.pooled.equal_steps import steps_of_run
+from fedshift.methods.pooled.training import DomainTraining
 from fedshift.models.network import Network
 
 POOLED = [name for name in registry.names() if registry.method_class(name).traits.pooled]
-APART = ["masf", "dger", "epi_fcr", "metareg", "feature_critic"]
+APART = [
+    name
+    for name in POOLED
+    if issubclass(kind := registry.method_class(name), DomainTraining) and not kind.traits.needs_target
+]
 """Those that need the domains of the sources apart."""
 ADAPTING = ["mdan", "m3sda", "dael", "cmss", "dsbn", "cdan", "srdc"]
 SIZES = {"north": 30, "south": 20, "west": 25}
@@ -82,11 +87,11 @@ def measured(name: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tupl
 def test_of_one_mini_batch_each_every_method_makes_as_many_steps_as_deepall(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But M3SDA, whose A, B and C are steps of their own on the same samples."""
+    """But M3SDA, whose A, B and C are steps of their own on the same samples, and Fish, which steps on every part."""
     options = {"domain_batches": "split"} if name in (*APART, *ADAPTING) else {}
     steps, used, foretold = measured(name, monkeypatch, **options)
     of_deepall, its_samples, _ = measured("deepall", monkeypatch)
-    times = 3 if name == "m3sda" else 1  # A, B and, in the tests' setting, one C
+    times = 3 if name in ("m3sda", "fish") else 1  # A, B and, in the tests' setting, one C
     assert (used, steps) == (its_samples, times * of_deepall) == (BUDGET, times * BUDGET)
     assert foretold == steps
 
@@ -95,10 +100,10 @@ def test_of_one_mini_batch_each_every_method_makes_as_many_steps_as_deepall(
 def test_of_a_mini_batch_of_each_domain_every_method_makes_a_part_of_the_steps(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A third with three domains, a quarter with the target. In MetaReg's first stage each domain makes a step."""
+    """A third with three domains, a quarter with the target. In MetaReg's stage 1 and in Fish each domain makes one."""
     steps, used, foretold = measured(name, monkeypatch, domain_batches="full")
     domain = 4 if name in ADAPTING else 3
-    wanted = {"m3sda": 3 * BUDGET // 4, "metareg": BUDGET}.get(name, BUDGET // domain)
+    wanted = {"m3sda": 3 * BUDGET // 4, "metareg": BUDGET, "fish": BUDGET}.get(name, BUDGET // domain)
     assert (used, steps) == (BUDGET, wanted)
     if name == "metareg":  # here all of it is in rounds that begin in stage 1
         assert foretold == 0.75 * BUDGET + 0.25 * BUDGET / 3
