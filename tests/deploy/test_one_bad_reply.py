@@ -260,7 +260,7 @@ def test_a_site_that_misses_a_round_leaves_the_documented_result(
     places = {site: site_file(tmp_path, site, files[site]) for site in SITES}
     there, _ = deploy(tmp_path, options, transport=Loopback(places, lose), engine={"quorum": 2})
     monkeypatch.setattr(Without, "absent", {("south", 2)})
-    monkeypatch.setattr("fedshift.experiment.runs.one_run.LocalFederation", Without)
+    monkeypatch.setattr("fedshift.experiment.runs.round_loop.LocalFederation", Without)
     here = simulate(tmp_path, options)
     assert same(model(here, "fedavg", "west"), model(there, "fedavg", "west"))
 

@@ -16,7 +16,7 @@ from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.plan import POOL, Plan, pooled_bytes, site_plans
 from fedshift.experiment.protocols.base import Split
 from fedshift.experiment.protocols.leave_one_out import LeaveOneOut
-from fedshift.experiment.runs import one_run
+from fedshift.experiment.runs import round_loop
 from fedshift.methods import registry
 from fedshift.methods.base import Method
 
@@ -130,14 +130,14 @@ def test_a_split_is_computed_once_for_all_methods(tmp_path: Path, monkeypatch: p
 def test_what_a_run_hands_to_its_federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each seed its own setting, the engine's quorum, and what single sites refuse."""
     seen: list[tuple[Any, Any, Any]] = []
-    plain = one_run.LocalFederation
+    plain = round_loop.LocalFederation
 
     class Watched(plain):  # type: ignore[misc, valid-type]
         def __init__(self, plans: Any, setting: Any, **options: Any) -> None:
             seen.append((plans, setting, options))
             super().__init__(plans, setting, **options)
 
-    monkeypatch.setattr(one_run, "LocalFederation", Watched)
+    monkeypatch.setattr(round_loop, "LocalFederation", Watched)
     engine = {"name": "local", "threads": 1, "quorum": 1, "on_refusal": "leave_out", "refuse_at": {"c": ["styles"]}}
     protocol = {"targets": ["a"], "seeds": [3, 5], "test_fraction": 0.3}
     fedshift.run(experiment(sites(tmp_path), engine=engine, protocol=protocol), tmp_path / "runs")

@@ -264,7 +264,7 @@ def test_a_quorum_goes_on_without_a_killed_site_and_a_revoked_one(
     sizes = [event["bytes"] for event in reduced.deployment.events() if event["what"] == "fit" and "bytes" in event]
     assert min(sizes) * len(SITES) > IN_FLIGHT << 20, "they are too large to travel as a whole"
     monkeypatch.setattr(Without, "absent", lost.keys())
-    monkeypatch.setattr("fedshift.experiment.runs.one_run.LocalFederation", Without)
+    monkeypatch.setattr("fedshift.experiment.runs.round_loop.LocalFederation", Without)
     here = simulate(tmp_path, {**reduced.options, "methods": [{**SLOW, "label": "killed"}]})
     assert same(model(here, "killed", "west"), model(reduced.folder, "killed", "west"))
 

@@ -97,7 +97,7 @@ def test_sites_are_lost_before_and_between_the_exchanges(
     records = [json.loads(line) for line in (there / "fedavg/west/seed-0/rounds.jsonl").read_text().splitlines()]
     assert [list(record["extra"].get("missing", {})) for record in records[-2:]] == [["up"], []]
     monkeypatch.setattr(Without, "absent", {("up", 1)})
-    monkeypatch.setattr("fedshift.experiment.runs.one_run.LocalFederation", Without)
+    monkeypatch.setattr("fedshift.experiment.runs.round_loop.LocalFederation", Without)
     here = simulate_secure(tmp_path, options, FIVE)
     ours, theirs = model(here, "fedavg", "west"), model(there, "fedavg", "west")
     if wire == "float32":

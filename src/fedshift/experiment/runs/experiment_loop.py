@@ -16,8 +16,8 @@ from fedshift.experiment.environment import resolve_device, threads_set
 from fedshift.experiment.features import built
 from fedshift.experiment.plan import Plan, PlannedRun
 from fedshift.experiment.runs.context import Callback, Context, Reporter, Workers
-from fedshift.experiment.runs.one_run import carry_out
 from fedshift.experiment.runs.parallel import parallel_workers
+from fedshift.experiment.runs.round_loop import carry_out
 from fedshift.experiment.runs.run_folder import RunFolder, run_folder, write_order
 from fedshift.models.own.trial import told_of
 
