@@ -117,7 +117,7 @@ def test_nothing_of_the_inner_method_is_forgotten() -> None:
     """A new hook of methods has to be handed on, or named here as not the other's."""
     own = {"name", "setting", "label", "recipe", "display", "described_setting"}
     own |= {"composition", *Composed.model_fields}  # a wrapper has its own
-    own |= {"traits", "plug_ins", "plugged", "kept_at_sites", "reads"}  # made of its own and of what is handed on
+    own |= {"traits", "plug_ins", "kept_at_sites", "reads", "own_training"}  # made of its own and of what is handed on
     own |= {"trains_in_parts", "in_parts"}  # refused
     both = (Method, Composed)
     hooks = {name for kind in both for name in (*vars(kind), *kind.__annotations__) if not name.startswith("_")}

@@ -152,7 +152,10 @@ class Composed(BaseModel, ABC):
     @property
     def kept_at_sites(self) -> tuple[str, ...]:
         """What sites keep between exchanges, for the method and for its plug-ins."""
-        return (*self.traits.memory_names, *(name for plug_in in self.plugged for name in plug_in.memory_names))
+        return (
+            *self.traits.memory_names,
+            *(name for plug_in in self._plug_in_options for name in plug_in.memory_names),
+        )
 
     def plug_ins(self, site: Site) -> tuple[PlugIn, ...]:
         """The plug-ins at work in one exchange. A target without labels has none."""
@@ -162,10 +165,10 @@ class Composed(BaseModel, ABC):
 
     def local_for(self, input_shape: tuple[int, ...]) -> tuple[LocalOption, ...]:
         """The plug-ins for samples of this shape: those of ``local``, and what a method adds by itself."""
-        return self.plugged
+        return self._plug_in_options
 
     @property
-    def plugged(self) -> tuple[LocalOption, ...]:
+    def _plug_in_options(self) -> tuple[LocalOption, ...]:
         """The plug-ins of ``local``, and nearest to the loss those of a preset that ``local`` does not name."""
         named = {plug_in.name for plug_in in self.local}
         kinds = [PLUG_INS[name] for name in self.traits.includes if name not in named]

@@ -92,7 +92,7 @@ class DeepAll(InOnePlace):
 
     @model_validator(mode="after")
     def _batches_fit(self) -> Self:
-        if self.domain_batches is not None and any(plug_in.of_two_domains for plug_in in self.plugged):
+        if self.domain_batches is not None and any(plug_in.of_two_domains for plug_in in self._plug_in_options):
             raise ValueError("domain_batches: with partners: cross_domain a batch is of two domains; leave it out")
         return self
 
@@ -105,7 +105,7 @@ class DeepAll(InOnePlace):
         return mini_batches / self.mini_batches_of_a_step(domains)
 
     def of_all(self, site: Site, due: int) -> Iterator[Batch]:
-        if any(plug_in.of_two_domains for plug_in in self.plugged):
+        if any(plug_in.of_two_domains for plug_in in self._plug_in_options):
             return site.paired_batches(due)
         if self.domain_batches is None:
             return super().of_all(site, due)
