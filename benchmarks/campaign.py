@@ -51,7 +51,7 @@ from fedshift.deploy.flare.deployment_folder import ENDS, Deployment
 from fedshift.deploy.remote.policy import AuditLog
 from fedshift.errors import UserError
 from fedshift.experiment.environment import versions
-from fedshift.experiment.runs import one_run
+from fedshift.experiment.runs import round_loop
 from fedshift.files import write_bytes
 
 RESULTS = Path(__file__).parent / "results" / "network" / "campaign.json"
@@ -147,12 +147,12 @@ class Campaign:
         lost = {(event["site"], event["round"]) for event in deployment.events() if event.get("is") == "lost"}
         Without.absent = lost if quorum else set()
         orders = os.environ.pop("FEDSHIFT_CAMPAIGN")  # they are not for this process: its clock stays
-        engine = vars(one_run)["LocalFederation"]
-        vars(one_run)["LocalFederation"] = Without
+        engine = vars(round_loop)["LocalFederation"]
+        vars(round_loop)["LocalFederation"] = Without
         try:
             here = simulate(self.folder / options["name"], played, aggregation=aggregation)
         finally:
-            vars(one_run)["LocalFederation"] = engine
+            vars(round_loop)["LocalFederation"] = engine
             os.environ["FEDSHIFT_CAMPAIGN"] = orders
         wrong = [] if same(model(here, "played", "west"), model(there, "played", "west")) else ["the weights differ"]
         lines = (there / "played/west/seed-0/rounds.jsonl").read_text().splitlines()
