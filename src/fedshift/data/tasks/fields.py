@@ -189,15 +189,14 @@ def flags(where: str, values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
         values: an array of any kind.
 
     Returns:
-        float32 (n, labels) of 0 and 1.
+        float32 (n, labels) of 0 and 1. A single label may be (n,): it is a network of one logit.
 
     Raises:
-        UserError: they are not two or more columns of 0 and 1.
+        UserError: they are no columns of 0 and 1.
     """
-    if values.ndim != 2 or values.shape[1] < 2 or values.dtype.kind not in "iufb":
-        raise UserError(
-            f"{where}: {_shown(values)}; task multi_label needs (n, labels) of 0 and 1 with at least two labels"
-        )
+    if values.ndim not in (1, 2) or values.dtype.kind not in "iufb":
+        raise UserError(f"{where}: {_shown(values)}; task multi_label needs (n, labels) or (n,) of 0 and 1")
+    values = values.reshape(len(values), -1)
     wrong = ~np.isin(values, (0, 1)).all(axis=1)
     if wrong.any():
         row = int(np.flatnonzero(wrong)[0])
