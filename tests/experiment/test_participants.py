@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from statistics import fmean, stdev
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,10 @@ from small import experiment, features, save, sites, write
 
 import fedshift
 from fedshift.errors import UserError
+from fedshift.experiment import check as check_module
+from fedshift.experiment import costs
+from fedshift.experiment.config.experiment import parse
+from fedshift.experiment.plan import Plan
 from fedshift.experiment.predict import load_model
 
 EVERY: dict[str, Any] = {"kind": "participants", "seeds": [0, 1], "test_fraction": 0.3}
@@ -138,6 +143,30 @@ def test_sites_can_be_cut_and_left_out(tmp_path: Path) -> None:
     run = fedshift.run(experiment(four(tmp_path), protocol=protocol), tmp_path / "runs").runs[0]
     assert list(run.data["training_samples"]) == ["a.1", "a.2", "b.1", "b.2"]
     assert [site.site for site in run.sites if site.part == "common"] == ["t"]
+
+
+@pytest.mark.case("fedshift check", "bytes of many sites from those of a few")
+def test_bytes_of_many_sites_are_those_of_a_dry_run_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = save(tmp_path, **{f"s{number}": features(number, 8) for number in range(64)})
+    options = experiment(where, protocol={**EVERY, "seeds": [0]}, methods=["fedavg", "alone", "scaffold"])
+    few = fedshift.check(options)
+    monkeypatch.setattr(costs, "_MANY", 100)
+    every = fedshift.check(options)
+    for short, whole in zip(few.methods, every.methods, strict=True):
+        assert (short.bytes_up, short.bytes_down) == (whole.bytes_up, whole.bytes_down)
+
+
+def test_time_to_measure_is_in_the_estimate(tmp_path: Path) -> None:
+    """Rounds that are not measured take no time for it."""
+    plan, clocks = {}, []
+    for every in (1, 2):
+        training = {"rounds": 4, "batch_size": 8, "lr": 0.05, "measure_every": every}
+        parsed = parse(experiment(sites(tmp_path), protocol=EVERY, training=training))
+        plan[every] = Plan(parsed, parsed.protocol.taking_part(parsed.data.build()))
+        clocks.append(SimpleNamespace(measuring=(1.0, 0.01)))
+    per_round = 3 * 1.0 + 24 * 0.01  # three sites with 24 test samples
+    assert check_module._measuring(plan[1].runs[0], clocks[0]) == pytest.approx(4 * per_round)
+    assert check_module._measuring(plan[2].runs[0], clocks[1]) == pytest.approx(2 * per_round)
 
 
 @pytest.mark.parametrize(

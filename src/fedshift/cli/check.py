@@ -108,8 +108,8 @@ def _of_methods(experiment: Experiment, found: Check) -> Iterator[_Block]:
     ]
     yield Folded(columns, methods, words=(len(columns) - 2, len(columns) - 1))
     yield _Line(
-        f"training of all runs: about {_duration(sum(method.hours for method in found.methods))}; starting, evaluating "
-        "and saving add to this",
+        f"training of all runs, measuring included: about {_duration(sum(method.hours for method in found.methods))}; "
+        "starting and saving add to this",
         whole=False,
     )
     if (slow := _faster(experiment, found)) is not None:

@@ -91,6 +91,8 @@ class Column:
 
     def without(self, values: Sequence[float]) -> Column:
         """The other values."""
+        if not len(values):
+            return self
         others = ~np.isin(self.values, values)
         return Column(self.values[others], self.rows[others], self.missing)
 
@@ -351,8 +353,12 @@ def codes_of(sites: Mapping[str, Column]) -> list[float]:
     ends = {float(value) for one in sites.values() if one.count for value in (one.values[0], one.values[-1])}
     repeated = {value for one in sites.values() for value in one.repeated()}
     suspects = sorted(ends & repeated)
+    if not suspects:
+        return []
     rest = pooled([one.without([value for value in suspects if value in _CODES]) for one in sites.values()])
-    return [value for value in suspects if _is_code(value, rest.without([value]), sites)]
+    lowest, highest = (rest.values[0], rest.values[-1]) if len(rest.values) else (0.0, 0.0)
+    outer = [value for value in suspects if not lowest < value < highest]  # of many sites few ends are ends of all
+    return [value for value in outer if _is_code(value, rest.without([value]), sites)]
 
 
 def _codes(column: str, sites: Mapping[str, Column]) -> Iterator[str]:

@@ -92,7 +92,7 @@ def _shared(data: DataSet, prints: Prints) -> Iterator[str]:
     domains = {name: domain for name, domain in data.domains.items() if not isinstance(domain.inputs, SparseRows)}
     small = bool(prints)
     rows = {name: set(kinds.tolist()) for name, kinds in prints.items()}
-    for one, other in combinations(domains, 2):
+    for one, other in _pairs_with_equal_samples(rows) if small else combinations(domains, 2):
         first, second = domains[one], domains[other]
         if first.groups is not None and second.groups is not None:
             continue  # these say which samples of different sites belong together
@@ -108,6 +108,17 @@ def _shared(data: DataSet, prints: Prints) -> Iterator[str]:
                     f"sites '{one}' and '{other}' share {both} equal samples: what trains at one is measured at the "
                     "other"
                 )
+
+
+def _pairs_with_equal_samples(rows: Mapping[str, set[int]]) -> list[tuple[str, str]]:
+    """The pairs of sites with a number of a sample in common, in the order of the sites: of many, few have."""
+    holders: dict[int, list[int]] = {}
+    for number, prints in enumerate(rows.values()):
+        for one in prints:
+            holders.setdefault(one, []).append(number)
+    names = list(rows)
+    found = {pair for sites in holders.values() if len(sites) > 1 for pair in combinations(sites, 2)}
+    return [(names[one], names[other]) for one, other in sorted(found)]
 
 
 def _prints(data: DataSet) -> dict[str, NDArray[np.int64]]:

@@ -7,8 +7,10 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from fedshift.data.checks import absent_classes
@@ -40,6 +42,8 @@ from fedshift.models.own.trial import told_of
 from fedshift.models.payload import payload
 
 _TIMED_BATCHES = 8
+_MEASURED = 64
+"""Samples of which the forward pass is timed."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ class MethodCheck:
         rounds: rounds of its longest run.
         mini_batches_per_site: mean over the sources, in its longest run.
         mini_batches_per_round: mean over the sources, in one round of that run.
-        hours: training time of all its runs; evaluating and saving are not included.
+        hours: time of all its runs for training and measuring; starting and saving are not included.
         bytes_up: bytes that leave the sites in all its runs; None where they are not known.
         bytes_down: bytes that reach the sites in all its runs; None where they are not known.
         shares: kinds of content that leave a site.
@@ -268,6 +272,16 @@ class _Clock:
             self.timed[kind] = _seconds_per_batch(experiment, self.data, self.device, self.threads, frozen=frozen)
         return self.timed[kind]
 
+    @cached_property
+    def measuring(self) -> tuple[float, float]:
+        """Seconds to measure the model: of each site, and of each of its samples."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.threads)
+        try:
+            return _seconds_to_measure(self.experiment, self.data, self.device)
+        finally:
+            torch.set_num_threads(before)
+
 
 def _needs(plan: Plan, clock: _Clock, warnings: list[str]) -> dict[str, list[_Need]]:
     """What every run needs, by method. Adds to ``warnings``."""
@@ -316,11 +330,21 @@ def _need(planned: PlannedRun, network: Network, clock: _Clock, dry: DryRun | No
     training = planned.training
     frozen = min(1.0, training.thaw_after / max(1, planned.rounds))
     per_batch = frozen * clock.seconds(training, frozen=True) + (1 - frozen) * clock.seconds(training, frozen=False)
-    seconds = trained * per_batch * cost / speed_up
+    seconds = trained * per_batch * cost / speed_up + _measuring(planned, clock) / engine.parallel_runs
     sent = traffic(planned, network, dry) if dry is not None else None
     per_site = round(trained / len(planned.split.train))
     steps = steps_of_run(method, planned.budget)
     return _Need(planned.rounds, per_site, _per_round(planned), seconds, sent, steps)
+
+
+def _measuring(planned: PlannedRun, clock: _Clock) -> float:
+    """Seconds in which a run measures the model, in all its measured rounds."""
+    split, (of_site, of_sample) = planned.split, clock.measuring
+    sizes = [
+        len(rows) for part in (split.measured, split.held_out, split.common) for rows in part.values() if len(rows)
+    ]
+    rounds = 1 + (max(1, planned.rounds) - 1) // planned.training.measure_every
+    return rounds * (len(sizes) * of_site + sum(sizes) * of_sample)
 
 
 def _per_round(planned: PlannedRun) -> float:
@@ -376,7 +400,9 @@ def _domain(plan: Plan, name: str) -> DomainCheck:
         name,
         samples=len(data.domains[name]),
         train=len(given.train[name]) if given else 0,
-        held_out=len(given.held_out[name]) if given else 0,
+        held_out=len(given.held_out[name]) + (len(given.measured.get(name, ())) if protocol.by_site else 0)
+        if given
+        else 0,
         measured_as_target=protocol.measured_at(data, as_target, name, seed) if as_target is not None else 0,
         missing=() if data.domains[name].unlabelled else absent_classes(data, data.domains[name]),
         without_label=len(data.domains[name]) - len(data.domains[name].known),
@@ -389,6 +415,27 @@ def _learned(data: DataSet) -> str:
     if data.preprocessing.objective is None:
         return f"{len(data.classes)} classes"
     return f"{data.task} of {', '.join(data.classes)}"
+
+
+@torch.no_grad()
+def _seconds_to_measure(experiment: Experiment, data: DataSet, device: str) -> tuple[float, float]:
+    """Seconds of a forward pass of one sample, and of each further one: the fastest of three."""
+    domain = max(data.domains.values(), key=len)
+    network = experiment.training.network(experiment.model, data.input_shape, len(data.classes), 0).to(device).eval()
+    found = []
+    for number in (1, min(len(domain), _MEASURED)):
+        view = SiteData([(domain, np.arange(number), 0)], data.preprocessing, None, device)
+        seconds = []
+        for _ in range(3):
+            began = time.perf_counter()
+            for inputs, _, _ in view.all_batches(number):
+                network(inputs)
+            if device.startswith("cuda"):
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - began)
+        found.append((number, min(seconds)))
+    (_, least), (samples, most) = found
+    return least, max(0.0, most - least) / samples
 
 
 def _seconds_per_batch(experiment: Experiment, data: DataSet, device: str, threads: int, *, frozen: bool) -> float:

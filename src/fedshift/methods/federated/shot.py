@@ -294,7 +294,9 @@ def members_by_name(weights: Weights, sources: Sequence[str]) -> dict[str, Weigh
 
 def member_weights(weights: Weights) -> Iterator[Weights]:
     """The weights of each member, in order."""
-    number = 0
-    while found := weights.select(f"members.{number}"):
-        yield Weights({name.split(".", 2)[2]: tensor for name, tensor in found.items()})
-        number += 1
+    members: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in weights.items():  # once, since there may be a thousand members
+        if name.startswith("members."):
+            _, number, own = name.split(".", 2)
+            members.setdefault(int(number), {})[own] = tensor
+    yield from (Weights(members[number]) for number in sorted(members))
