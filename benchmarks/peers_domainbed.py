@@ -2,15 +2,16 @@
 
     python benchmarks/peers_domainbed.py [--steps 300] [--folder FOLDER]
 
-``peers/domainbed_images.csv`` has, for each angle, the numbers of 640 images in MNIST's training set, which is read from
-``FEDSHIFT_DATA``. ``peers/domainbed_measured.csv`` has what facebookresearch/DomainBed at commit b93c22a1 gave on them, by
-steps, method and seed, with its defaults.
+``peers/domainbed_images.csv`` has, for each angle, the numbers of 640 images in MNIST's training set, which is read
+from ``FEDSHIFT_DATA``. ``peers/domainbed_measured.csv`` has what facebookresearch/DomainBed at commit b93c22a1 gave on
+them, by steps, method and seed, with its defaults.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import math
 import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -57,7 +58,7 @@ def measured(steps: int) -> Mapping[str, list[float]]:
 
 def spread(values: Sequence[float]) -> float:
     """The standard error of the mean."""
-    return stdev(values) / len(values) ** 0.5
+    return stdev(values) / math.sqrt(len(values))
 
 
 def main(steps: int, folder: Path) -> None:

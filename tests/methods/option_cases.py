@@ -100,6 +100,7 @@ FEDERATED_METHODS: dict[str, dict[str, tuple[Try, ...]]] = {
         "mean_from_zero": of(True),
         "gradient_weighting": of("batches"),
     },
+    "afl": {**_LOCAL, "weights_rate": of(0.0, 1.0), "rule": of("exponential")},
     "feddg_ga": {**_LOCAL, "step": of(0.0, 0.5), "centred": of(False), "shared_step": of(True), "late_step": of(True)},
     "gperxan": {**_FEDERATED, "guide_weight": of(0.0, 3.0), "unseen": of("target")},
     "fedomg": {**_LOCAL, "kappa": of(0.0, 0.9), "server_rate": of(0.5), "rescaled": of(True), "shares_twice": of(True)},

@@ -168,6 +168,33 @@ def gain_weights(gains: Sequence[float]) -> list[float]:
     return weights
 
 
+def ascended_weights(weights: Tensor, losses: Tensor, rate: float, *, exponential: bool = False) -> list[float]:
+    """Weights of the sites after a step up their losses: the adversary's move in a minimax over mixtures of sites.
+
+    Source: ``Π(λ + γL)``, Π the Euclidean projection on the simplex (AFL, Mohri et al., ICML 2019); ``exponential``:
+    ``λ_k exp(γL_k) / Σ_j λ_j exp(γL_j)`` (GroupDRO, Sagawa et al., ICLR 2020).
+
+    Args:
+        weights: λ, with sum 1.
+        losses: L.
+        rate: γ.
+        exponential: whether the step is that of GroupDRO.
+
+    Example:
+        >>> half, losses = torch.tensor([0.5, 0.5]), torch.tensor([1.0, 0.0])
+        >>> [ascended_weights(half, losses, rate) for rate in (0.5, 3.0)]
+        [[0.75, 0.25], [1.0, 0.0]]
+    """
+    if exponential:
+        moved: list[float] = (weights.double().log() + rate * losses.double()).softmax(0).tolist()
+        return moved
+    raised = weights.double() + rate * losses.double()
+    ordered = raised.sort(descending=True).values
+    excess = (ordered.cumsum(0) - 1) / torch.arange(1, len(ordered) + 1)
+    projected: list[float] = (raised - excess[ordered > excess][-1]).clamp_min(0).tolist()
+    return projected
+
+
 def _shares(values: Tensor, total: float) -> list[float]:
     """Divide ``total`` in proportion to ``values``, equally when all are 0."""
     largest = values.max()
