@@ -17,7 +17,9 @@ import fedshift
 from fedshift.cli.label import label_samples
 from fedshift.cli.monitor import print_month
 from fedshift.errors import UserError
+from fedshift.experiment.labelling import list_to_label, samples_to_label
 from fedshift.experiment.monitor import read_log
+from fedshift.experiment.predict import load_model
 
 LABEL = {"number": None, "labels": None, "width": 10.0, "seed": 0, "at_random": False, "format": "terminal"}
 MONITOR = {"month": None, "alarms": 0.01, "baseline": 3, "format": "terminal"}
@@ -120,8 +122,12 @@ def test_a_longer_list_keeps_the_labels(run: Path, new: Path, tmp_path: Path, ca
     [
         (lambda text: text.replace("patient 50-", "patient 51-"), "is the list of other data"),
         (lambda text: text.replace("sample,row", "sample,number"), "expected sample, row"),
-        (lambda text: text.replace(",150,", ",140,"), "fill in the column label only"),
-        (lambda text: text.replace(",150,", ",150,healthy", 1), "'healthy' .* is none of the model's classes"),
+        (lambda text: text.replace(",1-", ",2-", 1), "fill in the column label only"),
+        (lambda text: text.replace(",1-", ",2-"), "drawn with another model"),
+        (
+            lambda text: text.replace("\n", "healthy\n", 2).replace("labelhealthy", "label"),
+            "none of the model's classes",
+        ),
         (lambda text: text, "no sample has a label yet"),
     ],
 )
@@ -133,6 +139,20 @@ def test_a_list_that_does_not_fit_is_refused(
     out.write_text(spoil(out.read_text()))
     with pytest.raises(UserError, match=said):
         label_samples(run, new, **{**LABEL, "labels": out}, out=out)
+
+
+def test_the_list_says_nothing_of_what_the_model_thinks(run: Path, new: Path, tmp_path: Path) -> None:
+    """Of a stratified draw every line says the same, but for the sample; read again, it is the draw that was made."""
+    trained = load_model(run)
+    drawn = samples_to_label(trained, new, 60, strata=True)
+    assert drawn.drawn.stratified
+    drawn.write(tmp_path / "list.csv")
+    lines = [line.split(",") for line in (tmp_path / "list.csv").read_text().splitlines()]
+    assert lines[0] == ["sample", "row", "draw", "label"]
+    assert len({line[2] for line in lines[1:]}) == 1
+    again, _ = list_to_label(trained, new, tmp_path / "list.csv")
+    assert np.array_equal(again.drawn.strata, drawn.drawn.strata)
+    assert (again.rows, again.drawn.sizes) == (drawn.rows, drawn.drawn.sizes)
 
 
 def test_labels_from_python(run: Path) -> None:

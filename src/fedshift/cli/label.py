@@ -49,7 +49,7 @@ def label_samples(
             return
         drawn = before.drawn
         to_label = samples_to_label(
-            trained, data, number, seed, strata=drawn.stratified, most=len(drawn.sizes), written=written
+            trained, data, number, seed, strata=drawn.stratified, most=drawn.asked, written=written
         )
         if lost := set(known) - set(to_label.rows):
             raise UserError(

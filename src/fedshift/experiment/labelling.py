@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,12 +25,14 @@ from fedshift.evaluation.estimate.labelling import (
     draw,
     expected_interval,
     labels_needed,
+    strata_of,
 )
 from fedshift.experiment.predict import TrainedModel
 from fedshift.files import write_bytes
 from fedshift.text import csv_cell, csv_text, from_csv_cell
 
-_HEAD = ("sample", "row", "group", "group_size", "label")
+_HEAD = ("sample", "row", "draw", "label")
+"""``draw`` is the same in every line: see `_mark`."""
 
 
 @dataclass(frozen=True)
@@ -101,11 +104,8 @@ class ToLabel:
     def text(self, labels: Mapping[int, str] | None = None) -> str:
         """The list as CSV, with the labels that are known by row. It says nothing of the model's answers, so that they
         sway nobody who labels."""
-        known, sizes = labels or {}, self.drawn.sizes
-        lines = [
-            [csv_cell(self.names[row]), str(row), str(group), str(sizes[group]), csv_cell(known.get(row, ""))]
-            for row, group in zip(self.rows, self.drawn.strata.tolist(), strict=True)
-        ]
+        known, mark = labels or {}, _mark(self.scores, self.drawn.asked)
+        lines = [[csv_cell(self.names[row]), str(row), mark, csv_cell(known.get(row, ""))] for row in self.rows]
         return csv_text([_HEAD, *lines])
 
     def write(self, path: Path, labels: Mapping[int, str] | None = None) -> None:
@@ -183,7 +183,7 @@ def list_to_label(
         UserError: it cannot be read, or is of other data.
     """
     scores, names = _scored(trained, data, written)
-    drawn, labels = _read(path, names)
+    drawn, labels = _read(path, names, scores)
     return ToLabel(names, scores, trained.classes, drawn), labels
 
 
@@ -196,16 +196,21 @@ def _scored(
     return trained.scores(samples.inputs), tuple(map(str, samples.names))
 
 
-def _read(path: Path, names: tuple[str, ...]) -> tuple[Drawn, dict[int, str]]:
+def _mark(scores: NDArray[np.float32], asked: int) -> str:
+    """How a list was drawn: into how many groups by confidence, and a digest of them. It tells nothing of a sample."""
+    return f"{asked}-{hashlib.sha256(strata_of(scores, asked).tobytes()).hexdigest()[:16]}"
+
+
+def _read(path: Path, names: tuple[str, ...], scores: NDArray[np.float32]) -> tuple[Drawn, dict[int, str]]:
     try:
         lines = list(csv.DictReader(io.StringIO(path.read_text(encoding="utf-8-sig"))))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    rows, groups, sizes, labels = list[int](), list[int](), dict[int, int](), dict[int, str]()
+    rows, marks, labels = list[int](), set[str](), dict[int, str]()
     for number, line in enumerate(lines, 2):
         try:
-            name, row, group, size, label = (str(line[column] or "") for column in _HEAD)
-            at, which, of = int(row), int(group), int(size)
+            name, row, mark, label = (str(line[column] or "") for column in _HEAD)
+            at = int(row)
         except (KeyError, ValueError):
             raise UserError(f"{path}, line {number}: expected {', '.join(_HEAD)}, as 'fedshift label' wrote") from None
         if not 0 <= at < len(names) or names[at] != from_csv_cell(name):
@@ -213,11 +218,13 @@ def _read(path: Path, names: tuple[str, ...]) -> tuple[Drawn, dict[int, str]]:
                 f"{path}, line {number}: row {at} of the data is another sample: is the list of other data?"
             )
         rows.append(at)
-        groups.append(which)
-        sizes[which] = of
+        marks.add(mark)
         if not is_missing(label.strip()):
             labels[at] = from_csv_cell(label.strip())
-    if sorted(sizes) != list(range(len(sizes))) or sum(sizes.values()) != len(names) or len(set(rows)) != len(rows):
-        raise UserError(f"{path}: groups or rows are not as 'fedshift label' wrote them: fill in the column label only")
-    in_order = tuple(sizes[which] for which in range(len(sizes)))
-    return Drawn(np.array(rows, dtype=np.int64), np.array(groups, dtype=np.int64), in_order), labels
+    asked = next((number for number in range(1, MOST_STRATA + 1) if marks == {_mark(scores, number)}), None)
+    if len(marks) == 1 and asked is None:
+        raise UserError(f"{path}: the list was drawn with another model, or of other data: give those")
+    if asked is None or len(set(rows)) != len(rows):
+        raise UserError(f"{path}: rows are not as 'fedshift label' wrote them: fill in the column label only")
+    strata, chosen = strata_of(scores, asked), np.array(rows, dtype=np.int64)
+    return Drawn(chosen, strata[chosen], tuple(np.bincount(strata).tolist()), asked), labels

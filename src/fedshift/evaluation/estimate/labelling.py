@@ -27,6 +27,7 @@ _WORTH = 0.9
 """Strata are used if they need no more than this share of the labels for the same interval."""
 _MOST_SURE = 0.95
 """The model's confidence is taken for no more than this, so that the surest samples are looked at, too."""
+_DIGITS = 5
 Rows = NDArray[np.int64]
 
 
@@ -38,11 +39,13 @@ class Drawn:
         rows: the samples (n,).
         strata: the stratum of each (n,); all 0 if they are drawn at random from all.
         sizes: how many samples each stratum has.
+        asked: how many strata were asked for; there are fewer where many samples are as sure.
     """
 
     rows: Rows
     strata: Rows
     sizes: tuple[int, ...]
+    asked: int = 1
 
     @property
     def stratified(self) -> bool:
@@ -94,7 +97,8 @@ def draw(
     number = min(number, len(shares))
     order = np.random.default_rng([seed, 29]).permutation(len(shares)).astype(np.int64)
     sure = np.minimum(shares.max(axis=1), _MOST_SURE)
-    stratum = _strata_of(shares.max(axis=1), min(most, number // _EACH))
+    asked = min(most, number // _EACH)
+    stratum = strata_of(shares, asked)
     sizes = np.bincount(stratum)
     spread = np.sqrt(_means(sure * (1 - sure), stratum) + _variances(sure, stratum))
     allotted = _allotted(sizes * spread, sizes, number)
@@ -102,12 +106,12 @@ def draw(
         alike = sure.mean() * (1 - sure.mean())
         strata = len(sizes) > 1 and _variance(sizes, spread**2, allotted) <= _WORTH * alike / number
     if not strata or len(sizes) < 2:
-        return Drawn(order[:number], np.zeros(number, dtype=np.int64), (len(shares),))
+        return Drawn(order[:number], np.zeros(number, dtype=np.int64), (len(shares),), 1)
     chosen = [order[stratum[order] == which][:count] for which, count in enumerate(allotted)]
     rows = np.concatenate(chosen)
     within = np.concatenate([(np.arange(count) + 0.5) / count for count in allotted])
     turn = np.argsort(within, kind="stable")  # whoever stops early has labelled some of each
-    return Drawn(rows[turn], np.repeat(np.arange(len(sizes)), allotted)[turn], tuple(sizes.tolist()))
+    return Drawn(rows[turn], np.repeat(np.arange(len(sizes)), allotted)[turn], tuple(sizes.tolist()), asked)
 
 
 def accuracy_of(right: ArrayLike, drawn: Drawn, level: float = LEVEL) -> Interval:
@@ -218,8 +222,16 @@ def expected_interval(scores: ArrayLike, drawn: Drawn, accuracy: float, level: f
     return Interval(accuracy, 100 * low, 100 * high)
 
 
-def _strata_of(sure: Numbers, number: int) -> Rows:
-    """The stratum of each sample: ``number`` of about equal size by confidence, fewer where many are as sure."""
+def strata_of(scores: ArrayLike, number: int) -> Rows:
+    """The stratum of each sample (n,): ``number`` of about equal size by confidence, fewer where many are as sure.
+
+    Confidence counts to five digits, so that another machine finds the same strata.
+
+    Example:
+        >>> strata_of([[0.9, 0.1], [0.6, 0.4], [0.2, 0.8], [0.5, 0.5]], 2).tolist()
+        [1, 0, 1, 0]
+    """
+    sure = probabilities(scores).max(axis=1).round(_DIGITS)
     if number < 2:
         return np.zeros(len(sure), dtype=np.int64)
     edges = np.unique(np.quantile(sure, np.arange(1, number) / number))
