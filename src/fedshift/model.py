@@ -16,6 +16,7 @@ from fedshift.evaluation.records import RunResult
 from fedshift.evaluation.stored import RESULT, stored
 from fedshift.experiment.estimate import estimate_at
 from fedshift.experiment.export import Exported, export
+from fedshift.experiment.handing_out import check_adapted
 from fedshift.experiment.labelling import ToLabel, samples_to_label
 from fedshift.experiment.monitor import ALARMS, BASELINE, Month, monitor
 from fedshift.experiment.predict import TrainedModel, how_written, load_model
@@ -87,17 +88,19 @@ class Model:
         """
         write_bytes(Path(path), model_file(self.trained.network.state_dict(), self.metadata))
 
-    def export(self, to: str, folder: str | Path) -> Exported:
+    def export(self, to: str, folder: str | Path, accept_shift: bool = False) -> Exported:
         """Write the model for other programs, after a check that its outputs agree, and a model card beside it.
 
         Args:
             to: ``onnx``, ``torchscript`` or ``safetensors``.
             folder: the folder to write to.
+            accept_shift: whether to write also a model that was adapted to a site whose samples are too unlike.
 
         Raises:
-            UserError: the format or the folder cannot be used, or a package is missing.
+            UserError: the format or the folder cannot be used, or a package is missing; or the model is not handed out.
             FedshiftError: the outputs differ. Nothing is written.
         """
+        check_adapted(self.trained, self.folder, accept=accept_shift)
         written = export(self.trained, to, Path(folder))
         write_bytes(Path(folder) / "README.md", self.card().encode())
         return written
@@ -210,6 +213,7 @@ class Model:
         """
         frames = needed("pandas", extra="tables", what="predictions")
         path = Path(X) if isinstance(X, str) else X
+        check_adapted(self.trained, self.folder, accept=accept_shift)
         found = self.trained.predict(path, accept_shift=accept_shift, written=how_written(written or {}))
         columns: dict[str, Any] = {"id": [one.name for one in found]}
         if any(one.label is not None for one in found):
@@ -220,6 +224,7 @@ class Model:
         return frames.DataFrame(columns)
 
     def _stored(self, X: Samples, accept_shift: bool, written: Written) -> Any:
+        check_adapted(self.trained, self.folder, accept=accept_shift)
         samples = self.trained.read(Path(X) if isinstance(X, str) else X, how_written(written or {}))
         samples.check(accept_shift)
         return samples.inputs

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from cryptography import x509
@@ -25,6 +26,8 @@ from fedshift.deploy.agreed_terms import AgreedTerms
 from fedshift.deploy.crypto.at_site import SecureSite
 from fedshift.deploy.crypto.keys import Order, PrivateKey
 from fedshift.deploy.crypto.sealing import SealingKey
+from fedshift.deploy.estimate_messages import checked_sums, plain_sums
+from fedshift.deploy.estimates import estimated, keep_sums, kept_sums, note_estimated
 from fedshift.deploy.flare.authority import CERTIFICATE, ISSUED, KEY, Authority
 from fedshift.deploy.flare.certificates import revoked_sites, write_issued
 from fedshift.deploy.flare.deployment_folder import Deployment
@@ -36,11 +39,13 @@ from fedshift.deploy.remote.policy import AuditLog, Policy
 from fedshift.deploy.remote.wire import body_of, seal
 from fedshift.deploy.secure.boxes import Boxes
 from fedshift.deploy.secure.rosters import ROSTERS, Rosters
+from fedshift.deploy.site_estimates import asked_reading, keep_scores, kept_scores, note_reading
 from fedshift.deploy.site_requests import keep_answer, kept_answer
 from fedshift.deploy.spent_before import noted_spending
 from fedshift.digests import write_object
 from fedshift.errors import FedshiftError
 from fedshift.evaluation import packing
+from fedshift.evaluation.estimate.sums import sums_of
 from fedshift.evaluation.site_bytes import read_site_bytes, write_site_bytes
 from fedshift.evaluation.stored import pack_of, read_failure
 from fedshift.experiment.runs.run_folder import RunFolder, model_file
@@ -53,6 +58,7 @@ from fedshift.report.collect import read_order
 from fedshift.weights import Weights
 
 FLIPS = 20
+SUMS = checked_sums(plain_sums(sums_of([[0.9, 0.1], [0.4, 0.6]], [0, 0])), 2)
 ENVELOPE = {"exchange": 1, "round": 1, "progress": 0.0, "mini_batches_left": 5}
 ASKED = {"envelope": ENVELOPE, "key": "k" * 64}
 PROJECT = Project(name="p", contact="a@example.org", server="localhost", port=8002, sites=("north", "south"))
@@ -311,6 +317,18 @@ KINDS: dict[str, Kind] = {
         "m.safetensors",
         lambda f: {name: tensor.tolist() for name, tensor in read_weights(f / "m.safetensors").items()},
     ),
+    "kept scores": Kind(
+        lambda f: keep_scores(f, "r", np.full((4, 2), 0.5, dtype=np.float32)),
+        "r.scores",
+        lambda f: (lambda found: None if found is None else found.tolist())(kept_scores(f, "r")),
+    ),
+    "reading that was asked for": Kind(
+        lambda f: note_reading(f, "r", "k" * 64), "r-reading.json", lambda f: asked_reading(f, "r")
+    ),
+    "sums of a target": Kind(
+        lambda f: keep_sums(f / "r.json", {"north": SUMS}), "r.json", lambda f: kept_sums(f / "r.json")
+    ),
+    "estimates that were made": Kind(lambda f: note_estimated(f, ["r", "s"]), "estimates.json", estimated),
 }
 
 
@@ -363,6 +381,10 @@ TRIED = [
     pytest.param("why a run stopped", marks=pytest.mark.case("bit flips", "why a run stopped")),
     pytest.param("bytes of sites", marks=pytest.mark.case("bit flips", "bytes of sites")),
     pytest.param("model", marks=pytest.mark.case("bit flips", "model")),
+    pytest.param("kept scores", marks=pytest.mark.case("bit flips", "kept scores")),
+    pytest.param("reading that was asked for", marks=pytest.mark.case("bit flips", "reading that was asked for")),
+    pytest.param("sums of a target", marks=pytest.mark.case("bit flips", "sums of a target")),
+    pytest.param("estimates that were made", marks=pytest.mark.case("bit flips", "estimates that were made")),
 ]
 """`KINDS`, with marks whose texts are literals: the list of tried inputs reads them."""
 
@@ -401,6 +423,7 @@ CALLS = {
     "deploy/agreed_terms": 1,
     "deploy/cli/audit": 1,
     "deploy/cli/deploy": 1,
+    "deploy/estimates": 2,
     "deploy/event_log": 1,
     "deploy/flare/authority": 1,
     "deploy/flare/certificates": 1,
@@ -419,6 +442,7 @@ CALLS = {
     "deploy/secure/rosters": 1,
     "deploy/secure/site_seals": 1,
     "deploy/sinks": 1,
+    "deploy/site_estimates": 2,
     "deploy/site_requests": 2,
     "deploy/spent_before": 1,
     "evaluation/packing": 1,

@@ -115,7 +115,8 @@ GOOD: dict[str, Any] = {"accuracy": 50.0, "samples": 4, "classes": [[1, 2], None
 def test_measures_that_cannot_be_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(FedshiftError, match="measure"):
         checked_measures({**GOOD, **changes}, SETTING)
-    assert checked_measures(GOOD, SETTING) == {**GOOD, "classes": [(1, 2), None, (1, 2)], "metrics": None}
+    expected = {**GOOD, "classes": [(1, 2), None, (1, 2)], "metrics": None, "sums": None}
+    assert checked_measures(GOOD, SETTING) == expected
 
 
 METRICS: dict[str, Any] = {

@@ -11,6 +11,8 @@ import pytest
 from PIL import Image
 
 import fedshift
+from fedshift.cli.export import export_run
+from fedshift.cli.predict import print_predictions
 from fedshift.data.domain import UNKNOWN
 from fedshift.errors import UserError
 from fedshift.report.page import page
@@ -45,6 +47,7 @@ def study(data: dict[str, Any], **fields: Any) -> dict[str, Any]:
 
 
 ADAPT = {"kind": "adapt_to_one", "seeds": [0]}
+PLAIN = {"kind": "leave_one_out", "seeds": [0]}
 LABELLED = {name: patients(seed) for seed, name in enumerate(("north", "south", "east"))}
 WITHOUT = {**LABELLED, "va": patients(9, labels=False)}
 NONE = {"va": "none"}
@@ -89,6 +92,11 @@ def test_an_estimate_stands_where_no_measure_can(finished: fedshift.api.Results)
     shown = page(finished.collected)
     assert "Targets without labels" in shown
     assert f"{estimate.estimate:.1f}" in shown
+    # For those who decide: the numbers in words, what is unlike, and what to do.
+    assert f"we expect {estimate.estimate:.0f} of 100 answers to be right" in shown
+    assert "Its samples look like those of the other sites." in shown
+    assert "What to do: have some samples labelled to confirm it before use" in shown
+    assert "fedshift estimate also looks at samples again where it can" in shown
 
 
 @pytest.mark.parametrize(
@@ -207,9 +215,52 @@ def test_another_unit_leaves_no_estimate(tmp_path: Path) -> None:
     done = fedshift.run(study(table({**LABELLED, "va": va}, site_labels=NONE)), tmp_path)
     (estimate,) = done.estimates["va"]["fedavg"]
     assert estimate.abstain
+    assert estimate.too_unlike
     assert "column 'a'" in estimate.reasons[0]
+    shown = page(done.collected)
+    assert "We cannot say what to expect" in shown
+    assert "What to do: do not use the model there until the data are mended" in shown
 
 
 def test_nothing_changes_where_all_have_labels() -> None:
     settings = fedshift.api.parse(study(table(LABELLED))).dump()
     assert "site_labels" not in settings["data"]  # runs of before keep their identity
+
+
+@pytest.mark.parametrize("codes", [("f", "m"), ("F", "M")])
+def test_a_model_is_not_handed_out_where_it_adapted_to_what_is_too_unlike(
+    codes: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Categories in another spelling: the column is named, and the adapted model needs a flag, the common one none."""
+
+    def coded(frame: pd.DataFrame, names: tuple[str, str]) -> pd.DataFrame:
+        return frame.assign(sex=[names[row % 2] for row in range(len(frame))])
+
+    sites = {name: coded(frame, ("f", "m")) for name, frame in LABELLED.items()}
+    sites["va"] = coded(patients(9, labels=False), codes)
+    data = table(sites, site_labels=NONE, categorical=["sex"])
+    protocol = {**ADAPT, "targets": ["va"]}
+    done = fedshift.run(study(data, protocol=protocol, methods=["shot"], training={"rounds": 2}), tmp_path)
+    (run,) = done.collected.unmeasured
+    said, new = run.result.without_labels["va"], tmp_path / "new.csv"
+    coded(patients(11, labels=False), ("f", "m")).to_csv(new, index=False)  # the data themselves are not the reason
+    model = done.model(target="va")
+    if codes == ("f", "m"):
+        assert said.unlike is None
+        print_predictions(run.folder, new, "csv", None)
+        return
+    assert said.unlike is not None
+    assert "column 'sex': 100 % of the rows have an unknown category ('F', 'M'; known: 'f', 'm')" in said.unlike
+    for refused in (
+        lambda: print_predictions(run.folder, new, "csv", None),
+        lambda: export_run(run.folder, "safetensors", tmp_path / "out", None, None),
+        lambda: model.predict(new),
+        lambda: model.predictions(new),
+    ):
+        with pytest.raises(UserError, match=r"adapted to 'va', and is not handed out.*column 'sex'.*--accept-shift"):
+            refused()
+    print_predictions(run.folder, new, "csv", None, accept_shift=True)
+    assert len(capsys.readouterr().out.splitlines()) == 61
+    export_run(run.folder, "safetensors", tmp_path / "out", None, None, accept_shift=True)
+    common = fedshift.run(study(data, protocol={**PLAIN, "targets": ["va"]}), tmp_path / "common")
+    print_predictions(common.collected.unmeasured[0].folder, new, "csv", None)

@@ -339,6 +339,9 @@ def export(
     out: Annotated[Path | None, typer.Option("--out", help="Folder to write to. [RUN/export]", metavar="DIR")] = None,
     method: OwnMethod = None,
     network: OwnNetwork = None,
+    accept_shift: Annotated[
+        bool, typer.Option("--accept-shift", help="Also a model that was adapted to data that look too unlike.")
+    ] = False,
 ) -> None:
     """Write a trained model for other programs, with its preprocessing, and a model card (README.md) beside it.
 
@@ -346,7 +349,7 @@ def export(
     """
     from fedshift.cli.export import export_run
 
-    export_run(model, to, out, method, network)
+    export_run(model, to, out, method, network, accept_shift)
 
 
 app.add_typer(results, name="results", rich_help_panel=READ)

@@ -51,6 +51,11 @@ def _lines(estimate: Estimate) -> Iterator[str]:
         yield f"accuracy where it was measured: {estimate.usual:.1f} % (mean of {sites}, each left out in turn)"
     if estimate.harmful:
         yield "warning: the data differ so much that the model may do much worse here; have some samples labelled first"
+    if estimate.looked_at:
+        yield (
+            "note: samples of the left-out sites were looked at again; page, tables and verdict rest on scores alone "
+            "and may say another number: take this one"
+        )
     for reason in estimate.reasons[1 if estimate.abstain else 0 :]:
         yield f"note: {reason}"
     if estimate.parts:

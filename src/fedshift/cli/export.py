@@ -9,11 +9,20 @@ import typer
 from fedshift.model import Model
 
 
-def export_run(run: Path, to: str, out: Path | None, own_method: str | None, own_network: str | None) -> None:
+def export_run(
+    run: Path,
+    to: str,
+    out: Path | None,
+    own_method: str | None,
+    own_network: str | None,
+    accept_shift: bool = False,
+) -> None:
     """Write a run's model in another format and a model card beside it.
 
     Raises:
-        UserError: the run, the format or the folder cannot be used.
+        UserError: the run, the format or the folder cannot be used; or the model was adapted to samples that are too
+            unlike, unless ``accept_shift`` says that it is wanted all the same.
     """
-    found = Model.load(run, own_method, own_network).export(to, out or (run if run.is_dir() else run.parent) / "export")
+    folder = out or (run if run.is_dir() else run.parent) / "export"
+    found = Model.load(run, own_method, own_network).export(to, folder, accept_shift)
     typer.echo(f"{found.file}: its probabilities agree with the run's (largest difference {found.difference:.1e})")

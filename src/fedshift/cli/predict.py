@@ -11,6 +11,7 @@ from fedshift.cli.console import safe_console
 from fedshift.data.table_files import SiteFormat
 from fedshift.errors import UserError, nearest
 from fedshift.experiment.config.experiment import override_field
+from fedshift.experiment.handing_out import check_adapted
 from fedshift.experiment.predict import how_written, load_model
 from fedshift.report.folding import Folded
 from fedshift.text import csv_text, json_text, printable
@@ -58,6 +59,7 @@ def print_predictions(
         raise UserError(f"--format: there is no format '{format}'; {nearest(format, _FORMATS)}")
     written = table_format(overrides, "predict")
     trained = load_model(model, own_method, own_network)
+    check_adapted(trained, model if model.is_dir() else model.parent, accept=accept_shift)
     if masks is not None:
         if written is not None:
             raise UserError("data.… says how tables are written, and --masks needs images")

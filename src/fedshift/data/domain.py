@@ -310,6 +310,13 @@ class DataSource(BaseModel):
         """How a table says the class of a row, for predictions: the fields of a `Labelling`."""
         return None
 
+    def table_shift(self, site: str | None = None, preprocessing: Preprocessing | None = None) -> Any:
+        """How a site's table differs from those that an encoding was made of, as an `InputShift`; None: no table.
+
+        ``site``: which; None: the only one. ``preprocessing``: the encoding; None: that of this source.
+        """
+        return None
+
     def without(self, unseen: str) -> DataSource:
         """This source, with a preprocessing that uses no statistics of ``unseen``. By default it uses none at all."""
         return self

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import BeforeValidator, Field, PrivateAttr, SerializerFunctionWrapHandler, model_serializer
 
 from fedshift.data.domain import UNKNOWN, DataSource, Domain, part_of
 from fedshift.errors import UserError, nearest
@@ -28,6 +28,14 @@ class SiteLabels(DataSource):
         "samples measure models and train none; few_train, they train, as a site of their own, and measure none",
     )
 
+    _elsewhere: tuple[str, ...] = PrivateAttr(())
+
+    def of_federation(self, classes: tuple[str, ...]) -> Self:
+        """The data of a site without labels, where the sites with labels are elsewhere; ``classes``: of all."""
+        alone = self.model_copy()
+        alone._elsewhere = classes
+        return alone
+
     @model_serializer(mode="wrap")
     def _as_before(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
         written: dict[str, Any] = plain(self)
@@ -42,7 +50,7 @@ class SiteLabels(DataSource):
                 raise UserError(f"data.site_labels: there is no site '{site}'; {nearest(site, sites)}")
         if self.site_labels and not classes:
             raise UserError("data.site_labels: only labels that are classes may be missing: leave the site out")
-        if self.site_labels and not self.labelled_sites(sites):
+        if self.site_labels and not self._elsewhere and not self.labelled_sites(sites):
             raise UserError("data.site_labels: no site is left that has labels, and models learn from these")
 
     def labelled_sites(self, sites: Mapping[str, object]) -> tuple[str, ...]:
@@ -80,6 +88,11 @@ def _check_few(site: str, domain: Domain) -> None:
         raise UserError(f"data.site_labels: every sample of '{site}' has a label: leave it out of site_labels")
     if domain.fixed_split:
         raise UserError(f"data.site_labels: '{site}' has few labels and a fixed split: leave one of them out")
+
+
+def unread(site: str, what: str, remedy: str = "leave the site out of site_labels to use them") -> str:
+    """A warning of a site that has labels and is said to have none."""
+    return f"site '{site}' has {what}, which are not read, since data.site_labels says none: {remedy}"
 
 
 def unknown_labels(samples: int) -> np.typing.NDArray[np.int64]:

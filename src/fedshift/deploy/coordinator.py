@@ -17,6 +17,7 @@ import torch
 
 from fedshift.data.builders.at_sites import AtSites
 from fedshift.deploy.deployed_plan import DeployedPlan, check_budgets
+from fedshift.deploy.estimates import asks_sums, hand_over, keep_sums, run_at_sites, sums_file
 from fedshift.deploy.event_log import EventLog
 from fedshift.deploy.handshake import agree, note_cards
 from fedshift.deploy.json_files import DEPLOY_AGAIN
@@ -35,7 +36,7 @@ from fedshift.experiment.config.engine_section import FlareEngine
 from fedshift.experiment.config.experiment import Experiment, method_name, parse
 from fedshift.experiment.environment import resolve_device, threads_set
 from fedshift.experiment.fits.sealed_routing import measured_parts
-from fedshift.experiment.plan import PlannedRun, Run
+from fedshift.experiment.plan import PlannedRun, Run, model_metadata
 from fedshift.experiment.protocols.base import EVERY_SITE, Split
 from fedshift.experiment.runs.context import Context
 from fedshift.experiment.runs.evaluator import Evaluator, Final
@@ -155,6 +156,7 @@ def coordinate(folder: Path, transport: Transport, sites: Sequence[str]) -> None
         log.begin(len(plan.runs))
         for planned in plan.runs:
             _carry_out(context, plan, planned, transport, engine, runs, log)
+        hand_over(plan, transport, folder, engine.deadline, log)
 
 
 def _carry_out(
@@ -179,7 +181,7 @@ def _carry_out(
         setting = planned.setting(context.device)
         network = setting.build_network().to(context.device)
         plans = planned.sites(planned.data)
-        name = f"{experiment.name}-{run.method.display}-{run.target}-seed-{run.seed}"
+        name = run_at_sites(experiment.name, run)
         numbers = {site.name: (site.role, site.parts[0][2]) for site in plans}
         plain = SealedFederation if engine.routing == "sealed" else RemoteFederation
         colluders = max(plan.agreed.colluders.get(one.name, 0) for one in plans)
@@ -209,9 +211,11 @@ def _carry_out(
             on_answer=log.trained,
         )
         folder.write_settings()
-        evaluator = _AtSites(plan, planned, federation, torch.device(context.device))
+        place = sums_file(runs.parents[1], name)
+        evaluator = _AtSites(plan, planned, federation, torch.device(context.device), place)
         result = train_and_evaluate(context, planned, folder, federation, evaluator, network)
-        ask_plain(transport, "end", name, {site: {} for site in sites}, engine.patience)
+        over = {"estimates_follow": bool(plan.data.unlabelled)}
+        ask_plain(transport, "end", name, dict.fromkeys(sites, over), engine.patience)
         log.finished(run, result, resumed=False)
 
 
@@ -329,8 +333,9 @@ class _AtSites:
     """Evaluates a model where the samples are: at the sites, and here on the coordinator's own."""
 
     def __init__(
-        self, plan: DeployedPlan, planned: PlannedRun, federation: RemoteFederation, device: torch.device
+        self, plan: DeployedPlan, planned: PlannedRun, federation: RemoteFederation, device: torch.device, place: Path
     ) -> None:
+        """``place``: the file for sums of confidences, if the target gives some."""
         data, own = planned.data, planned.run.target in plan.own
         split = measured_parts(planned.run.method, plan.experiment.engine.routing, planned.split)
         self._resamples, model = plan.experiment.evaluation.resamples, plan.experiment.model
@@ -340,6 +345,8 @@ class _AtSites:
         self._targets = [] if own else list(split.measured)
         self._sources = [site for site, rows in split.held_out.items() if len(rows)]
         self._federation, self._classes = federation, len(data.classes)
+        self._predicted, self._metadata = [*split.predicted], partial(model_metadata, planned)
+        self._sums, self._place = asks_sums(plan, planned), place
 
     def measure(self, network: Network, weights: Weights) -> dict[str, Any]:
         """As `Evaluator.measure`.
@@ -356,7 +363,12 @@ class _AtSites:
         sources = [site for site in self._sources if site not in self._targets]
         found = self._ask(weights, sources, part="held_out")
         threshold = common_threshold(_metrics(found, sources, "held_out"))
-        found |= self._ask(weights, self._targets, part="target", resamples=self._resamples, threshold=threshold)
+        asked: dict[str, Any] = {"resamples": self._resamples, "threshold": threshold}
+        found |= self._ask(weights, self._targets, part="target", **asked, **({"sums": True} if self._sums else {}))
+        if self._sums:
+            keep_sums(self._place, {site: found[site]["sums"] for site in self._targets if site in found})
+        if self._predicted:
+            self._federation.hand_out(weights, self._predicted, self._metadata())
         record, held_out = self._record(found), _metrics(found, sources, "held_out")
         if self._here is not None:
             here = self._here.final(network, weights, threshold)
@@ -389,7 +401,7 @@ class _AtSites:
         return {
             "target_accuracy": {site: found[site]["accuracy"] for site in self._targets if site in found},
             "source_accuracy": sources,
-            "per_class": [_recall(pair) for pair in pairs],
+            "per_class": [_recall(pair) for pair in pairs] if self._targets else [],
         }
 
 

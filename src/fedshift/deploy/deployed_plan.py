@@ -11,6 +11,7 @@ from fedshift.data import agreement
 from fedshift.data.domain import DataSet, Preprocessing, Rows
 from fedshift.deploy.handshake import Agreed, encoded_for
 from fedshift.errors import UserError
+from fedshift.evaluation.records import WithoutLabels
 from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.environment import data_fingerprint
 from fedshift.experiment.plan import Plan, PlannedRun
@@ -68,6 +69,10 @@ class DeployedPlan(Plan):
         budget = self.agreed.privacy.get(site)
         return None if budget is None or budget["measurement_noise"] is None else float(budget["measurement_noise"])
 
+    def without_labels(self, planned: PlannedRun) -> dict[str, WithoutLabels]:
+        """As in `Plan`: how unlike the samples are is known at their site alone."""
+        return {site: WithoutLabels(samples=len(rows), at_site=True) for site, rows in planned.split.predicted.items()}
+
     def in_groups(self, site: str, rows: Rows) -> bool:
         """As in `Plan`, as the site's card says."""
         return self.agreed.grouped.get(site, False)
@@ -75,7 +80,8 @@ class DeployedPlan(Plan):
     def _split(self, target: str, seed: int) -> Split:
         """How many rows of each site train and are held out; which rows of the coordinator's own set are measured."""
         protocol, agreed = self.experiment.protocol.deployed(), self.agreed
-        sources = [site for site in agreed.sites if site != target]
+        lacking = agreed.data.unlabelled
+        sources = [site for site in agreed.sites if site != target and site not in lacking]
         if not sources:
             raise UserError(f"protocol.targets: no site is left to train when '{target}' is the target")
         rows = {site: self._rows(site, seed) for site in agreed.sites}
@@ -95,6 +101,8 @@ class DeployedPlan(Plan):
             own_held_out = protocol.domain_rows(domain, seed)[1]
             return Split(train, held_out, {target: protocol.measured_rows(domain, own_held_out)})
         unlabelled, measured = rows[target]
+        if target in lacking:
+            return Split(train, held_out, {}, {} if protocol.unseen else {target: unlabelled}, {target: unlabelled})
         if not protocol.unseen:
             return Split(train, held_out, {target: measured}, {target: unlabelled})
         whole = agreed.measures_all(target, protocol)
@@ -121,7 +129,7 @@ def check_budgets(plan: DeployedPlan, *, begun: bool) -> None:
     Raises:
         UserError: the message names the site.
     """
-    if plan.agreed.privacy and not all(one.split.measured for one in plan.runs):
+    if plan.agreed.privacy and not all(one.split.targets for one in plan.runs):
         raise UserError(
             "protocol.targets: no site measures the model, since those with a budget of privacy hold no samples out "
             "for it: name data.unseen, or sites set privacy.measurement_noise"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,10 @@ import numpy as np
 from fedshift.data import agreement
 from fedshift.data import registry as data_registry
 from fedshift.data.builders.at_sites import AtSites
-from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing
+from fedshift.data.domain import UNKNOWN, DataSet, Domain, Manifest, Preprocessing
 from fedshift.deploy.event_log import EventLog
 from fedshift.deploy.members import CARDS, cards_of
+from fedshift.deploy.remote.policy import CONFIDENCES
 from fedshift.deploy.remote.transport import Lost, Transport, ask_plain
 from fedshift.deploy.site_cards import checked_card
 from fedshift.deploy.spent_before import SPENT, noted_spending
@@ -101,6 +102,7 @@ def agree(
         "network": experiment.model.model_dump(mode="json"),
         "training": experiment.training.model_dump(mode="json"),
         "split": experiment.protocol.deployed().split_rule(),
+        "unseen": experiment.protocol.unseen,
         "seeds": list(experiment.protocol.seeds),
         "on_refusal": engine.on_refusal,
         "aggregation": engine.aggregation,
@@ -216,7 +218,10 @@ def _agreed(experiment: Experiment, cards: Mapping[str, Mapping[str, Any]]) -> A
         if given:
             preprocessing = _encoding(given, preprocessing)
             shape = preprocessing.shape or shape
-        domains = {site: _without_samples(site, int(card["samples"]), shape) for site, card in cards.items()}
+        domains = {
+            site: _without_samples(site, int(card["samples"]), shape, unlabelled=bool(card["unlabelled"]))
+            for site, card in cards.items()
+        }
         rows = {
             site: {seed: [int(n) for n in pair] for seed, pair in card["rows"].items()} for site, card in cards.items()
         }
@@ -293,6 +298,14 @@ def _warnings_of(experiment: Experiment, cards: Mapping[str, Mapping[str, Any]])
             for site, card in cards.items()
             if card["secure"] == "required"
         )
+    lacking = [site for site, card in cards.items() if card["unlabelled"]]
+    for site, card in cards.items() if lacking else ():
+        if not card["unlabelled"] and (CONFIDENCES not in card["send"] or card["privacy"]):
+            rule = "privacy.epsilon" if card["privacy"] else "policy.send"
+            warnings += (
+                f"site '{site}' sends no confidences (rule {rule}): what to expect at '{lacking[0]}', which has no "
+                "labels, rests on other sites",
+            )
     return warnings
 
 
@@ -327,14 +340,29 @@ def encoded_for(experiment: Experiment, agreed: Agreed, target: str) -> DataSet:
     if agreed.given is None:
         return agreed.data
     unseen = experiment.protocol.unseen
-    given = {site: one for site, one in agreed.given.items() if not (unseen and site == target)}
-    labelled = [site for site in given if site != target]
-    preprocessing = _encoding(given, agreed.data.preprocessing, labelled)
+    preprocessing = _encoding_without(agreed, {target} if unseen else set(), target)
     shape = preprocessing.shape or agreed.data.input_shape
     own = _own_set(experiment, shape, agreed.data.classes, preprocessing)
-    domains = {site: _without_samples(site, len(agreed.data.domains[site]), shape) for site in agreed.sites}
+    domains = {
+        site: _without_samples(site, len(one), shape, unlabelled=one.unlabelled)
+        for site, one in agreed.data.domains.items()
+        if site in agreed.rows
+    }
     whole = {**domains, **(own.domains if own else {})}
     return replace(agreed.data, domains=whole, preprocessing=preprocessing)
+
+
+def sources_encoding(agreed: Agreed, target: str) -> Preprocessing:
+    """The encoding computed from the sites that trained with their labels, with which a target's samples compare."""
+    return agreed.data.preprocessing if agreed.given is None else _encoding_without(agreed, {target}, target)
+
+
+def _encoding_without(agreed: Agreed, left_out: Collection[str], target: str) -> Preprocessing:
+    """The agreed encoding without some sites, and without those that lack labels and are not the target."""
+    lacking = {site for site in agreed.data.unlabelled if site != target}
+    given = {site: one for site, one in (agreed.given or {}).items() if site not in left_out and site not in lacking}
+    labelled = [site for site in given if site != target]
+    return _encoding(given, agreed.data.preprocessing, labelled)
 
 
 def _own_set(
@@ -371,7 +399,8 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}…"
 
 
-def _without_samples(name: str, samples: int, shape: tuple[int, ...]) -> Domain:
+def _without_samples(name: str, samples: int, shape: tuple[int, ...], *, unlabelled: bool = False) -> Domain:
     """A domain of which only the size is known here: arrays of the right shape that take no memory and hold zeros."""
     inputs = np.broadcast_to(np.zeros((), dtype=np.float32), (samples, *shape))
-    return Domain(name, inputs, np.broadcast_to(np.zeros((), dtype=np.int64), (samples,)))
+    label = np.full((), UNKNOWN if unlabelled else 0, dtype=np.int64)
+    return Domain(name, inputs, np.broadcast_to(label, (samples,)), unlabelled=unlabelled)

@@ -115,6 +115,7 @@ class Card(_Part):
     Attributes:
         rows: the numbers of training and held-out samples, by seed.
         fixed_split: whether its data fix the test samples; then statistics are of the others.
+        unlabelled: whether it has no labels; then all its rows train, as those of a target.
         privacy: its budget, if it has one.
     """
 
@@ -128,6 +129,7 @@ class Card(_Part):
     given: Annotated[GivenMoments | GivenTable, Field(discriminator="kind")] | None
     grouped: bool
     fixed_split: bool = False
+    unlabelled: bool = False
     fingerprint: Annotated[str, StringConstraints(min_length=1, max_length=100)]
     send: Annotated[tuple[Word, ...], Field(max_length=50)]
     secure: Literal["allowed", "required"] = "allowed"
@@ -202,6 +204,7 @@ def card_of(holding: Holding, rows: Mapping[str, Sequence[int]], policy: Policy,
         "given": holding.given,
         "grouped": domain.groups is not None,
         "fixed_split": domain.fixed_split,
+        "unlabelled": domain.unlabelled,
         "fingerprint": holding.fingerprint,
         "send": list(policy.send),
         "secure": policy.secure,

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError,
 
 from fedshift.data.domain import DataSet, DataSource, Domain, Preprocessing
 from fedshift.data.few_rows import Few
+from fedshift.data.site_labels import SiteLabels
 from fedshift.deploy.remote.policy import Policy, PrivacyBudget
 from fedshift.deploy.sinks import Sink
 from fedshift.errors import UserError, nearest
@@ -48,6 +49,11 @@ class SiteFile(BaseModel):
         None, le=1024, description="threads of the site's process; none = torch's own choice"
     )
     memory: Path = Field(Path("memory"), description="where the site remembers, relative to this file")
+    received: Path = Field(
+        Path("received"),
+        description="where a site without labels keeps the models that it got, its predictions and what to expect of "
+        "them, relative to this file",
+    )
     sink: Sink | None = Field(None, description="where a copy of each line of the audit log goes: file, syslog or http")
     policy: Policy = Field(default_factory=Policy)
     privacy: PrivacyBudget | None = Field(
@@ -83,6 +89,10 @@ class SiteConfig:
         return (self.path.parent / self.file.memory).resolve()
 
     @property
+    def received(self) -> Path:
+        return (self.path.parent / self.file.received).resolve()
+
+    @property
     def audit_log(self) -> Path:
         return self.memory / "audit.jsonl"
 
@@ -105,7 +115,10 @@ def load_site(path: Path) -> SiteConfig:
         raise UserError(f"{path}: {describe(error, '', SiteFile)}") from None
     if not _NAME.fullmatch(file.site):
         raise UserError(f"{path}: site '{file.site}': letters, digits, '.', '_' and '-' only")
-    return SiteConfig(path.resolve(), file)
+    config = SiteConfig(path.resolve(), file)
+    if config.received.is_relative_to(config.memory):
+        raise UserError(f"{path}: received: a folder outside that of memory, whose files end with a run")
+    return config
 
 
 @dataclass(frozen=True)
@@ -148,11 +161,8 @@ def read_holding(config: SiteConfig) -> Holding:
     source = data_source(config.file.data, config.path.parent)
     if config.file.classes is not None and "classes" in type(source).model_fields:
         source = source.model_copy(update={"classes": config.file.classes})
-    if getattr(source, "site_labels", {}):
-        raise UserError(
-            f"{config.path}: data.site_labels: a deployed site needs labels yet: leave this site out, and predict its "
-            "samples with 'fedshift predict'; a simulation can have it"
-        )
+    if isinstance(source, SiteLabels) and source.site_labels:
+        source = _without_labels(config, source)
     data = source.build()
     if data.task == "segmentation":
         raise UserError(f"{config.path}: data: '{data.name}' is for {data.task}, which a deployment cannot train yet")
@@ -163,6 +173,8 @@ def read_holding(config: SiteConfig) -> Holding:
         raise UserError(
             f"{config.path}: domain: say which domain of the data this site holds; {nearest(name or '', data.domains)}"
         )
+    if getattr(source, "site_labels", {}) and name not in data.unlabelled:
+        raise UserError(f"{config.path}: data.site_labels: it names other sites than '{name}', whose data these are")
     if source.shares and len(data.domains) > 1:
         raise UserError(f"{config.path}: data.sites: name only this site's own file; the encoding is made of all of it")
     domain = replace(data.domains[name], name=config.file.site)
@@ -176,12 +188,33 @@ def read_holding(config: SiteConfig) -> Holding:
     return Holding(source, own, domain, data_fingerprint(own), source.gives(), listed=listed)
 
 
+def _without_labels(config: SiteConfig, source: SiteLabels) -> SiteLabels:
+    """The data of a site that has no labels.
+
+    Raises:
+        UserError: it has some, or nobody says which classes there are.
+    """
+    if few := next((site for site, labels in source.site_labels.items() if labels != "none"), None):
+        raise UserError(
+            f"{config.path}: data.site_labels: a deployed site has labels or none, and '{few}' has few: write none; a "
+            "simulation can use them"
+        )
+    if config.file.classes is None:
+        raise UserError(
+            f"{config.path}: classes: list all classes of the federation in order: a site without labels cannot know "
+            "them"
+        )
+    return source.of_federation(config.file.classes)
+
+
 def _renumbered(config: SiteConfig, data: DataSet, domain: Domain) -> tuple[Domain, DataSet]:
     """Number the labels by the classes of the federation; the data set may hold only some of them."""
     wanted = config.file.classes or ()
     unknown = [name for name in data.classes if name not in wanted]
     if unknown:
         raise UserError(f"{config.path}: classes: the data hold '{unknown[0]}', which is not listed")
+    if domain.unlabelled:
+        return domain, replace(data, classes=wanted)
     numbers = np.array([wanted.index(name) for name in data.classes], dtype=np.int64)
     return replace(domain, labels=numbers[domain.labels]), replace(data, classes=wanted)
 

@@ -26,6 +26,7 @@ class Whole(BaseModel):
         part: what the site is in the run: the target, or a source, of which the held-out samples are measured.
         resamples: bootstrap samples of the intervals.
         threshold: the score from which a sample of a target is positive; None if no source chose one.
+        sums: whether sums of confidences are asked for, too.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -33,6 +34,7 @@ class Whole(BaseModel):
     part: Part
     resamples: Annotated[int, Field(ge=0, le=100_000)] = 0
     threshold: Annotated[float, Field(ge=0, le=1)] | None = None
+    sums: bool = False
 
 
 def measured(

@@ -28,7 +28,9 @@ RESIDUALS = "wire-residuals"
 """The site memory that holds the rounding residuals of the models it sent."""
 
 
-_SUFFIXES = (".json", ".jsonl", ".lock", ".secret")
+SCORES = ".scores"
+"""What a file ends with that holds the scores of a run's last model, beside the run's folder."""
+_SUFFIXES = (".json", ".jsonl", ".lock", ".secret", SCORES)
 """Of files in a site's memory that belong to no run."""
 
 

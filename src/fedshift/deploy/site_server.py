@@ -35,6 +35,7 @@ from fedshift.deploy.remote.wire import Message, body_of, error_answer, seal, un
 from fedshift.deploy.secure.site_seals import SiteSeals
 from fedshift.deploy.secure.site_sums import SiteSums, promised_masked, without_body
 from fedshift.deploy.site_cards import card_of
+from fedshift.deploy.site_estimates import SiteEstimates
 from fedshift.deploy.site_file import SiteConfig, file_stamp, load_site, read_holding
 from fedshift.deploy.site_requests import (
     RESIDUALS,
@@ -53,8 +54,9 @@ from fedshift.deploy.site_requests import (
 from fedshift.errors import FedshiftError, Refused, UserError
 from fedshift.experiment.config.error_messages import describe
 from fedshift.experiment.environment import resolve_device
+from fedshift.experiment.runs.evaluator import answering, scored
 from fedshift.federation.local.allocator import keep_freed_memory
-from fedshift.federation.messages import promised_kinds, reply_content
+from fedshift.federation.messages import Content, promised_kinds, reply_content
 from fedshift.federation.replies import reply_type
 from fedshift.federation.setting_json import setting_from
 from fedshift.federation.site_runner import Setting, SitePlan, SiteRunner
@@ -62,9 +64,11 @@ from fedshift.federation.training import Training
 from fedshift.methods import registry as methods
 from fedshift.methods.base import Method
 from fedshift.models import registry as networks
+from fedshift.models.adapters import merged
 from fedshift.models.network import Network
 from fedshift.text import printable
 from fedshift.version import installed_version
+from fedshift.weights import Weights
 
 
 def tell_people(error: Exception) -> str:
@@ -100,12 +104,15 @@ class SiteProgram:
         self.sums = SiteSums(config, self.terms, self.log)
         self.seals = SiteSeals(config, self.terms, self.sums)
         self.rules = SiteRules(config, self.log)
+        self.estimates = SiteEstimates(config)
         self.device = resolve_device(config.file.device)
         if config.file.threads is not None:
             torch.set_num_threads(config.file.threads)
         keep_freed_memory()
         self._stamp = self._stamp_now()
         self.holding = self.rules.shown(read_holding(config))
+        for warning in self.holding.data.warnings if in_service else ():
+            print(f"warning: {printable(warning)}", flush=True)
         self._runner: tuple[str, SiteRunner, dict[str, str]] | None = None
         self._measurer: tuple[str, Network, SiteData] | None = None
 
@@ -130,6 +137,7 @@ class SiteProgram:
             if header.get("key") != request_key(header, body):
                 raise FedshiftError("a request's key does not fit its content")
             work = {"hello": self._hello, "measure": self._measure, "end": self._end, "sealing_key": self.seals.key}
+            work |= {"predict": self._predict, "reading": self.estimates.reading, "estimate": self._estimate}
             work |= {"call": partial(self._call, body), **self.sums.requests}
             do = header.get("do")
             if not isinstance(do, str) or do not in work:
@@ -202,7 +210,8 @@ class SiteProgram:
 
     def _check_method(self, wanted: Mapping[str, Any], header: Mapping[str, Any]) -> None:
         shares = shared_kinds(self._method(wanted), header, header["on_refusal"])
-        self.policy.check_method(self.name, wanted["name"], shares)
+        only_gets = self.holding.domain.unlabelled and header.get("unseen") is True
+        self.policy.check_method(self.name, wanted["name"], () if only_gets else shares)
 
     def _check_counts(self, rows: Mapping[str, Sequence[int]]) -> None:
         """Raise Refused unless the numbers of training and held-out samples, by seed, may leave."""
@@ -255,6 +264,8 @@ class SiteProgram:
         return found
 
     def _rows(self, split: Mapping[str, Any]) -> tuple[Rows, Rows]:
+        if self.holding.domain.unlabelled:
+            return np.arange(len(self.holding.domain), dtype=np.int64), np.zeros(0, dtype=np.int64)
         return self.rules.rows(self.holding.domain, split)
 
     def _method(self, recipe: Mapping[str, Any]) -> Method:
@@ -374,6 +385,11 @@ class SiteProgram:
         self.terms.check(agree=agree, network=setting.network, splits=splits, training=training)
 
     def _runner_for(self, header: Mapping[str, Any], method: Method) -> SiteRunner:
+        if self.holding.domain.unlabelled and header["part"]["role"] != "target":
+            raise Refused(
+                f"site '{self.name}' has no labels (its data.site_labels) and trains as a target only, not as a "
+                f"{header['part']['role']}"
+            )
         digest = digest_of(header)
         if self._runner is not None and self._runner[0] == digest:
             return self._runner[1]
@@ -406,6 +422,8 @@ class SiteProgram:
 
     def _measure(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
         """Answer with this site's accuracy under the given weights, on samples that no call trains on."""
+        if self.holding.domain.unlabelled:
+            raise Refused(f"site '{self.name}' has no labels (its data.site_labels) and measures no model")
         self.policy.check_kind(self.name, ACCURACY, "measuring a model")
         self.rules.check_measures()
         run, number = run_name(header["run"]), whole_number(header["round"])
@@ -418,24 +436,72 @@ class SiteProgram:
         if unseen and header["part"]["whole"] and not self.holding.domain.fixed_split:
             held_out = np.arange(len(self.holding.domain), dtype=np.int64)
         self.policy.check_group(self.name, ACCURACY, len(held_out), "measuring a model")
+        network, view = self._network_of(header, method, content, entry, held_out)
+        new_site, groups = method.new_site_for(view.input_shape) if unseen else None, self.holding.domain.groups
+        groups, objective = None if groups is None else groups[held_out], objective_of(view.preprocessing)
+        measures = self.rules.measured(header, network, view, objective, groups, new_site, entry)
+        if (header.get("whole") or {}).get("sums") is True and objective.task == "classification":
+            scores = scored(answering(network, view, new_site), view, objective, groups)
+            measures["sums"] = self.estimates.sums(run, scores, int(header["setting"]["classes"]), entry)
+        return seal({"answers": header["key"], "measures": measures}, body_of({}))
+
+    def _network_of(
+        self,
+        header: Mapping[str, Any],
+        method: Method,
+        content: Mapping[str, Content],
+        entry: dict[str, Any],
+        rows: Rows,
+    ) -> tuple[Network, SiteData]:
+        """The model in a request, in evaluation mode, and the samples that it is asked about."""
         digest, setting = digest_of(header), self._setting(header["setting"], method)
         weights = self.seals.opened_model(header, setting, content, entry)
         if self._measurer is None or self._measurer[0] != digest:
             network = method.evaluated_network(setting.build_network(), setting.sources).to(self.device)
             self.rules.check_measured(method, network, setting.input_shape)
             domain = self.holding.encoded(setting.preprocessing, setting.input_shape)
-            view = SiteData([(domain, held_out, 0)], setting.preprocessing, None, self.device)
+            view = SiteData([(domain, rows, 0)], setting.preprocessing, None, self.device)
             self._measurer = (digest, network, view)
         _, network, view = self._measurer
         network.eval().load_state_dict(dict(weights))
-        new_site, groups = method.new_site_for(view.input_shape) if unseen else None, self.holding.domain.groups
-        groups, objective = None if groups is None else groups[held_out], objective_of(view.preprocessing)
-        measures = self.rules.measured(header, network, view, objective, groups, new_site, entry)
-        return seal({"answers": header["key"], "measures": measures}, body_of({}))
+        return network, view
+
+    # At a site without labels -----------------------------------------------------------------------------------------
+
+    def _check_unlabelled(self) -> None:
+        """Raise Refused where the site has labels."""
+        if not self.holding.domain.unlabelled:
+            raise Refused(f"site '{self.name}' has labels: it measures models, and keeps no predictions of them")
+
+    def _predict(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
+        """Keep the model of a run and its predictions here; nothing of them leaves."""
+        self._check_unlabelled()
+        run, number = run_name(header["run"]), whole_number(header["round"])
+        self.log.check_rate(self.name, self.policy, run, number)
+        method = self._method(header["setting"]["method"])
+        self._check_unchanged(header["part"]["fingerprint"])
+        self._check_terms(header, method, agree=True)
+        whole, _ = self._rows(header["part"]["split"])
+        network, view = self._network_of(header, method, content, entry, whole)
+        unseen, groups = header["part"]["role"] == "unseen", self.holding.domain.groups
+        answers = answering(network, view, method.new_site_for(view.input_shape) if unseen else None)
+        scores = scored(answers, view, objective_of(view.preprocessing), groups)
+        weights = Weights({name: tensor.cpu() for name, tensor in network.state_dict().items()})
+        self.estimates.receive(run, merged(network, weights), scores, self.holding, header.get("metadata"))
+        entry["sent"] = {}
+        return seal({"answers": header["key"]}, body_of({}))
+
+    def _estimate(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
+        """Estimate the accuracy of a run's model here, and keep that here."""
+        self._check_unlabelled()
+        entry["sent"] = {}
+        return self.estimates.estimate(header, self.holding)
 
     def _end(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
         """End a run: remove the memory of it, but for the key of a sealed model."""
         self.seals.end(header["run"])
         shutil.rmtree(self.config.memory / run_name(header["run"]), ignore_errors=True)
+        if header.get("estimates_follow") is not True:
+            self.estimates.forget(run_name(header["run"]))
         self._runner = self._measurer = None
         return seal({"answers": header["key"]}, body_of({}))

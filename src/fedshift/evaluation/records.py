@@ -262,6 +262,7 @@ class WithoutLabels(_Record):
     samples: Count
     unlike: str | None = Field(default=None, description="how the samples are too unlike those of the sources")
     unusual: str | None = Field(default=None, description="how they are unlike them at all")
+    at_site: bool = Field(default=False, description="whether their site keeps its predictions and its estimate")
 
 
 class RunResult(_Record):

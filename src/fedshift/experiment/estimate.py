@@ -28,6 +28,7 @@ from fedshift.experiment.runs.run_folder import MODEL
 _SAME, _DIGITS = 10, 5
 """So many samples of a site, and half of them, are among the data if their scores agree to so many digits."""
 _MOST_SEEDS = 4
+AT_SITE = "the site keeps it beside its predictions, in the folder that received names in its SITE.yaml"
 _NOT_LOOKED_AT = "it rests on scores alone: the left-out sites' samples were not looked at again"
 
 
@@ -226,6 +227,8 @@ def estimate_at_run(run: Path, result: RunResult) -> Estimate:
     """
     classes = tuple(result.classes)
     answers = [one for one in noted(run, classes) if one.part == UNLABELLED]
+    if any(one.at_site for one in result.without_labels.values()):
+        return Estimate(None, None, None, abstain=True, reasons=(AT_SITE,))
     if result.metric != "accuracy" or not answers:
         why = "no predictions were kept" if result.metric == "accuracy" else "estimates are of accuracies only"
         return Estimate(None, None, None, abstain=True, reasons=(why,))

@@ -19,7 +19,7 @@ from fedshift.data.input_guard import LOOKED_AT, image_statistics
 from fedshift.data.site_differences import shared_groups, site_differences
 from fedshift.data.tasks.objective import objective_of
 from fedshift.evaluation.metric_entries import Metric
-from fedshift.evaluation.records import SitePrivacy
+from fedshift.evaluation.records import SitePrivacy, WithoutLabels
 from fedshift.evaluation.tasks.measuring import measuring_of
 from fedshift.experiment.budgets import budgets, rounds_needed
 from fedshift.experiment.config.experiment import Experiment, data_record, method_record
@@ -27,6 +27,7 @@ from fedshift.experiment.environment import data_fingerprint, versions
 from fedshift.experiment.features import built
 from fedshift.experiment.privacy import draws_of, site_privacy
 from fedshift.experiment.protocols.base import Roles, Split
+from fedshift.experiment.unlabelled_sites import without_labels
 from fedshift.federation.site_runner import Setting, SitePlan
 from fedshift.federation.training import Training
 from fedshift.methods.base import Method
@@ -153,6 +154,13 @@ class Plan:
         sides = [side for name in planned.split.train for side in data.sides.get(name, ())]
         found = image_statistics(images, sides)
         return {} if found is None else {"training_images": found.model_dump()}
+
+    def without_labels(self, planned: PlannedRun) -> dict[str, WithoutLabels]:
+        """The targets of a run that lack labels, and how unlike their samples are to those that trained."""
+        source, split = self.experiment.data, planned.split
+        for name in (*self.data.domains, *self.experiment.protocol.left_out) if split.predicted else ():
+            source = source if name in split.train else source.without(name)
+        return without_labels(planned.data, split, source)
 
     def roles(self, target: str) -> Roles:
         """The sources and the targets of the runs with this target."""

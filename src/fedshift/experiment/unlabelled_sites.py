@@ -5,23 +5,24 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from fedshift.data.domain import DataSet, Preprocessing, Rows, SparseRows
+from fedshift.data.domain import DataSet, DataSource, Preprocessing, Rows, SparseRows
 from fedshift.data.input_guard import InputShift, feature_shift, image_shift, image_statistics
-from fedshift.data.tables import encoding_of
 from fedshift.evaluation.records import WithoutLabels
-from fedshift.experiment.plan import PlannedRun
 from fedshift.experiment.protocols.base import Split
 
 _MEASURED = 100
 """Most columns that can be measurements; where there are more, they are computed features, and are not compared."""
 
 
-def without_labels(planned: PlannedRun) -> dict[str, WithoutLabels]:
-    """The targets of a run that lack labels, and how unlike their samples are to those that trained."""
-    data, split = planned.data, planned.split
+def without_labels(data: DataSet, split: Split, source: DataSource) -> dict[str, WithoutLabels]:
+    """The targets of a run that lack labels, and how unlike their samples are to those that trained.
+
+    ``source``: the same data, with an encoding of the sites that trained with their labels.
+    """
     found = {}
     for site, rows in split.predicted.items():
-        shift = _shift(data, split, site, rows)
+        table = source.table_shift(site) if data.preprocessing.kind == "table" else None
+        shift = _shift(data, split, site, rows) if table is None else table
         found[site] = WithoutLabels(samples=len(rows), unlike=shift.refusal, unusual=shift.warning)
     return found
 
@@ -44,8 +45,6 @@ def _shift(data: DataSet, split: Split, site: str, rows: Rows) -> InputShift:
 
 def _columns(preprocessing: Preprocessing, width: int) -> dict[str, int]:
     """Name → place of the columns that are numbers, as the data have them."""
-    if preprocessing.kind == "table":
-        return {one.name: number for number, one in enumerate(encoding_of(preprocessing).numeric)}
     measured = width <= _MEASURED and preprocessing.backbone is None
     return {str(number): number for number in range(width)} if measured else {}
 

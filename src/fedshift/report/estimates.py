@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean
 
 from fedshift.evaluation.estimate.combination import LEVEL, Estimate
-from fedshift.experiment.estimate import estimate_at_run
+from fedshift.experiment.estimate import AT_SITE, estimate_at_run
 from fedshift.report.collect import Collected
 
 Estimates = dict[str, dict[str, list[Estimate]]]
@@ -48,6 +48,43 @@ def in_words(estimates: Sequence[Estimate]) -> str:
     given = sum(not one.abstain for one in estimates)
     fewer = f", {given} of {len(estimates)} seeds" if given < len(estimates) else ""
     return f"{found[0]:.1f} % ({found[1]:.1f} to {found[2]:.1f} in {LEVEL:.0%} of cases{fewer})"
+
+
+def for_a_board(found: Estimates) -> Iterator[str]:
+    """A paragraph for each target without labels, in words for people who decide and do not train models."""
+    for site, by_method in found.items():
+        method = max(by_method, key=lambda name: (mean_of(by_method[name]) or (0.0, -1.0, 0.0))[1])
+        yield " ".join(_for_a_board(site, method, len(by_method), by_method[method]))
+
+
+def _for_a_board(site: str, method: str, methods: int, estimates: Sequence[Estimate]) -> Iterator[str]:
+    first, middle = estimates[0], mean_of(estimates)
+    which = method if methods == 1 else f"{method}, the one of {methods} that promises most"
+    yield f"Nobody has checked how often the model is right at {site}, since no sample there has a label ({which})."
+    if first.reasons[:1] == (AT_SITE,):
+        yield f"What to expect is known there alone: {AT_SITE}. Ask its people before anybody relies on the model."
+        return
+    if middle is None:
+        yield f"We cannot say what to expect: {first.reasons[0]}."
+    else:
+        share, low, high = (f"{part:.0f}" for part in middle)
+        yield (
+            f"At {first.sites} other sites that such models had not seen, it is known. From that we expect {share} of "
+            f"100 answers to be right, and {low} to {high} with a certainty of {LEVEL:.0%}."
+        )
+        unlike = [reason for one in estimates for reason in one.reasons if "look unlike" in reason]
+        yield f"What is unlike there: {unlike[0]}." if unlike else "Its samples look like those of the other sites."
+    yield f"What to do: {_advice(estimates, known=middle is not None)}."
+
+
+def _advice(estimates: Sequence[Estimate], *, known: bool) -> str:
+    if any(one.too_unlike for one in estimates):
+        return "do not use the model there until the data are mended, or samples with labels show that it works"
+    if not known:
+        return "have samples labelled before the model is used; fedshift label says which"
+    if any(one.harmful for one in estimates):
+        return "do not use it there yet, since it may do much worse than elsewhere: have samples labelled first"
+    return "have some samples labelled to confirm it before use (fedshift label), and watch it by the month after"
 
 
 def mean_of(estimates: Sequence[Estimate]) -> tuple[float, float, float] | None:

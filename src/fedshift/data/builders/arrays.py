@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -31,7 +31,7 @@ from fedshift.data.domain import (
 from fedshift.data.identifiers import check_classes
 from fedshift.data.images import as_channels_first
 from fedshift.data.locate import load_npz
-from fedshift.data.site_labels import unknown_labels
+from fedshift.data.site_labels import unknown_labels, unread
 from fedshift.data.splits import fixed_split
 from fedshift.data.tables import moments
 from fedshift.data.tasks.fields import TaskFields, flags, label_sums, quantities, times
@@ -108,7 +108,7 @@ class Arrays(TaskFields):
         if not self.shares:
             return None
         ((site, held),) = self.sites.items()
-        arrays = _arrays(site, held)
+        arrays = _arrays(site, held, self.site_labels.get(site))
         known = np.arange(len(arrays["y"])) if (rows := _split(str(held), arrays)) is None else rows[0]
         count, total, squares = len(known), np.zeros(0), np.zeros(0)
         if self.standardise:
@@ -146,16 +146,23 @@ class Arrays(TaskFields):
                 raise UserError(f"data.mean: {len(self.mean)} numbers for samples of {shape[0]} channels or columns")
             preprocessing = preprocessing.model_copy(update={"mean": self.mean, "std": self.std})
         scaling = sites_for_statistics(self.label_statistics_from or self.statistics_from, domains)
-        told = [domains[site] for site in scaling] if self.scales_labels else []
-        objective = self.objective([label_sums(domain.labels[domain.described]) for domain in told])
+        scales = [domains[site] for site in scaling] if self.scales_labels else []
+        objective = self.objective([label_sums(domain.labels[domain.described]) for domain in scales])
         preprocessing = preprocessing.model_copy(update={"objective": objective})
-        dataset = checked(DataSet(self.name, self.by_labels(domains), classes, preprocessing, self.manifest()))
+        told = DataSet(self.name, self.by_labels(domains), classes, preprocessing, self.manifest())
+        dataset = checked(replace(told, warnings=tuple(self._unread_labels())))
         if not self.standardise:
             return replace(dataset, warnings=(*dataset.warnings, *_unscaled(dataset)))
         chosen = sites_for_statistics(self.statistics_from, domains)
         mean, std = _moments([described_inputs(domains[site]) for site in chosen])
         scaled = dataset.preprocessing.model_copy(update={"mean": tuple(mean.tolist()), "std": tuple(std.tolist())})
         return replace(dataset, preprocessing=scaled)
+
+    def _unread_labels(self) -> Iterator[str]:
+        """A warning for each file that has labels and is said to have none."""
+        for site, held in self.sites.items():
+            if self.site_labels.get(site) == "none" and isinstance(held, Path) and "y" in load_npz(held, (), ["y"]):
+                yield unread(site, "labels in an array y")
 
     def _named(self, labels: Mapping[str, Array]) -> tuple[str, ...] | None:
         """What networks have an output for, if it is named: the classes, or what a regression predicts."""

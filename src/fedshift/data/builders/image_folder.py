@@ -118,7 +118,9 @@ class ImageFolder(SiteLabels):
                 f"site '{empty}' is empty: no images in {self.root / empty}/<class>/{others}; {hint}expected {_LAYOUT}"
             )
         labelled = {site: held[site] for site in self.labelled_sites(held)}
-        classes = agreed_classes(labelled, what="class folders", allow_missing=self.missing_classes == "allow")
+        classes = self._elsewhere or agreed_classes(
+            labelled, what="class folders", allow_missing=self.missing_classes == "allow"
+        )
         self._check_known(held, classes)
         in_order = (*classes, _NO_CLASS)
         files = {site: [(label, file) for label in in_order for file in found[site].get(label, [])] for site in found}

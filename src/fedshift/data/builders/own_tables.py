@@ -26,7 +26,8 @@ from fedshift.data.checks import agreed_classes, checked
 from fedshift.data.codings import counted
 from fedshift.data.domain import DataSet, DataSource, Domain, Inputs, Labels, Manifest, Preprocessing, Rows
 from fedshift.data.identifiers import check_categories
-from fedshift.data.site_labels import unknown_labels
+from fedshift.data.input_guard import InputShift, table_shift
+from fedshift.data.site_labels import unknown_labels, unread
 from fedshift.data.splits import fixed_split
 from fedshift.data.table_files import (
     PLAIN,
@@ -41,7 +42,14 @@ from fedshift.data.table_files import (
     parted,
     read_table,
 )
-from fedshift.data.tables import TableEncoding, TableStatistics, agreed_encoding, encode, site_statistics
+from fedshift.data.tables import (
+    TableEncoding,
+    TableStatistics,
+    agreed_encoding,
+    encode,
+    encoding_of,
+    site_statistics,
+)
 from fedshift.data.tasks.fields import TaskFields, label_sums
 from fedshift.errors import UserError, nearest
 from fedshift.functional.noisy_moments import Ranges
@@ -280,9 +288,7 @@ class Table(TableFormat, TaskFields):
         named = {} if not self.has_classes else {site: self._known(site, table) for site, table in tables.items()}
         classes = self._classes({site: names for site, names in named.items() if site not in self.site_labels})
         labels = {site: self._numbers_of(site, table, named.get(site, ()), classes) for site, table in tables.items()}
-        chosen = sites_for_statistics(self.statistics_from, tables)
-        statistics = [site_statistics(self._trained(tables[site]), self.numeric, self.categorical) for site in chosen]
-        encoding = agreed_encoding(statistics, self.numeric, self.categorical)
+        encoding = self._encoding(tables)
         self._check_fills(encoding)
         form = None if self._form == PLAIN else self._form
         encoding = encoding.with_choices(self._codes(""), self._fills, form, self.id)
@@ -303,10 +309,7 @@ class Table(TableFormat, TaskFields):
             cells = [cell for name in self.label_columns for cell in tables[site].cells.get(name, ())]
             known = sum(not is_missing(cell) for cell in cells)
             if known:
-                yield (
-                    f"site '{site}' has labels in {known} rows, which are not read, since data.site_labels says none: "
-                    "write few to measure there"
-                )
+                yield unread(site, f"labels in {known} rows", "write few to measure there")
 
     def _check_identifiers(self, tables: Mapping[str, Columns]) -> None:
         """Raise UserError if a column of categories or classes names rows, unless ``many_categories`` lists it."""
@@ -324,6 +327,8 @@ class Table(TableFormat, TaskFields):
         """What networks have an output for: the classes of all sites together, or the column of a quantity."""
         if not self.has_classes:
             return self.label_columns if self.task == "multi_label" else self.label_columns[:1]
+        if self._elsewhere:
+            return self._elsewhere
         found = agreed_classes(
             {site: set(names) for site, names in labels.items()},
             what=f"labels in column '{self.label_column}'",
@@ -379,6 +384,17 @@ class Table(TableFormat, TaskFields):
         (table,) = self._tables().values()
         return site_statistics(self._trained(table), self.numeric, self.categorical, ranges)
 
+    def table_shift(self, site: str | None = None, preprocessing: Preprocessing | None = None) -> InputShift:
+        tables = self._tables()
+        encoding = self._encoding(tables) if preprocessing is None else encoding_of(preprocessing)
+        return table_shift(next(iter(tables.values())) if site is None else tables[site], encoding)
+
+    def _encoding(self, tables: Mapping[str, Columns]) -> TableEncoding:
+        """The encoding of the sites that give statistics."""
+        chosen = sites_for_statistics(self.statistics_from, tables)
+        statistics = [site_statistics(self._trained(tables[site]), self.numeric, self.categorical) for site in chosen]
+        return agreed_encoding(statistics, self.numeric, self.categorical)
+
     def encoded(self, preprocessing: Preprocessing, classes: tuple[str, ...]) -> DataSet:
         """The tables in the agreed encoding. The coordinator can choose the encoding, and it sees the error messages.
 
@@ -418,20 +434,20 @@ class Table(TableFormat, TaskFields):
     def _encoded(self, encoding: TableEncoding, preprocessing: Preprocessing, classes: tuple[str, ...]) -> DataSet:
         domains: dict[str, Domain] = {}
         for site, table in self._tables().items():
-            labels, path = () if not self.has_classes else self._labels(table), table.path
+            labels, path = () if not self.has_classes else self._known(site, table), table.path
             unknown = sorted(set(labels) - set(classes))
             if unknown:
                 raise UserError(
                     f"{path}: label '{unknown[0]}' is none of the federation's classes ({', '.join(classes)})",
                     public=f"{path}: a label is none of the federation's classes ({', '.join(classes)})",
                 )
-            numbers = self._numbered(table, labels, classes)
+            numbers = self._numbers_of(site, table, labels, classes)
             with np.errstate(over="ignore", invalid="ignore"):
                 # The largest number in place of one that is too large: with a chosen mean and std, an error would tell
                 # whether a cell is above a bound, at no cost to a budget of privacy.
                 features = np.nan_to_num(encode(table, encoding), copy=False)
             domains[site] = self._domain(site, table, features, numbers)
-        return checked(DataSet(self.name, domains, classes, preprocessing, self.manifest()))
+        return checked(DataSet(self.name, self.by_labels(domains), classes, preprocessing, self.manifest()))
 
     def _tables(self) -> dict[str, Columns]:
         """The table of each site, with its cells and rows as this section describes them."""

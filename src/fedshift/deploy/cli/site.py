@@ -22,7 +22,16 @@ from fedshift.deploy.privacy.few_rows import few_samples, leaving, of_many_rows
 from fedshift.deploy.privacy.ledger import PrivacyLedger
 from fedshift.deploy.privacy.noisy_statistics import lacking
 from fedshift.deploy.privacy.recovery import lost_records, recover_records
-from fedshift.deploy.remote.policy import ACCURACY, MASKED, METRICS, SEALED, WEIGHTS, AuditLog, TrainingBounds
+from fedshift.deploy.remote.policy import (
+    ACCURACY,
+    CONFIDENCES,
+    MASKED,
+    METRICS,
+    SEALED,
+    WEIGHTS,
+    AuditLog,
+    TrainingBounds,
+)
 from fedshift.deploy.secure.identity import Identity
 from fedshift.deploy.secure.rosters import Rosters
 from fedshift.deploy.secure.site_sums import SiteSums
@@ -50,7 +59,9 @@ def check_site(path: Path) -> None:
     domain, data = holding.domain, holding.data
     shape = "×".join(map(str, domain.inputs.shape[1:]))
     say(f"site {config.file.site}: {len(domain)} samples of {shape}, data fingerprint {holding.fingerprint}")
-    if data.task == "classification":
+    if domain.unlabelled:
+        say(f"labels: none (data.site_labels): it measures no model; what it gets is kept at {config.received}")
+    elif data.task == "classification":
         counts = np.bincount(domain.labels, minlength=len(data.classes))
         say("classes: " + ", ".join(f"{name} {count}" for name, count in zip(data.classes, counts, strict=True)))
     else:
@@ -134,7 +145,7 @@ def _values(data: DataSet) -> str:
 
 def _say_policy(config: SiteConfig, say: Callable[[str], None]) -> None:
     policy = config.file.policy
-    every = (*known_kinds(), ACCURACY, METRICS)
+    every = (*known_kinds(), ACCURACY, METRICS, CONFIDENCES)
     leaves = [kind for kind in dict.fromkeys((*policy.send, MASKED, SEALED)) if policy.lets_out(kind)]
     say(f"may leave: {', '.join(leaves)}; of at least {policy.smallest_group} samples")
     say(f"never leaves: {', '.join(kind for kind in every if kind not in leaves)}")

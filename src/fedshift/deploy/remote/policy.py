@@ -26,13 +26,15 @@ ACCURACY = "accuracy"
 """The kind of a site's report after it measured a model on its held-out samples."""
 METRICS = "metrics"
 """The kind of what a site adds to that report at the end of a run: AUROC, calibration and so on."""
+CONFIDENCES = "confidences"
+"""The kind of a site's sums of confidences among right and wrong answers, for an estimate at a site without labels."""
 _DAY = 24 * 3600
-_COUNTED = ("call", "measure", "step")
+_COUNTED = ("call", "measure", "step", "predict")
 """What counts towards the limits of a day and of a round. Version 1 of the requests named a call ``step``."""
 _FEW, _MOST_EXPOSED = 16, 0.8
 """How fast the limit of exposure falls with the number of samples, and the most that it is at any site."""
 MASKED, SEALED, WEIGHTS = Masked.kind, Sealed.kind, Weights.kind
-_AGGREGATES = ("statistics", WEIGHTS, MASKED, SEALED, NUMBERS, ACCURACY, METRICS)
+_AGGREGATES = ("statistics", WEIGHTS, MASKED, SEALED, NUMBERS, ACCURACY, METRICS, CONFIDENCES)
 """Kinds that summarise many samples: at least `Policy.smallest_group` of them."""
 
 
@@ -69,7 +71,8 @@ class Policy(BaseModel):
         ("weights", NUMBERS, ACCURACY, METRICS),
         description="kinds that may leave: weights, numbers (counts, losses), accuracy (of a model on held-out "
         "samples), metrics (of a run's last model: AUROC, calibration …), statistics (means, sums that encode a "
-        "table), styles, spectra, features; masked (a part of a sum of models under secure aggregation) and "
+        "table), confidences (counts and sums of a run's last model, by which a site without labels estimates its "
+        "accuracy), styles, spectra, features; masked (a part of a sum of models under secure aggregation) and "
         "sealed (a model that the coordinator cannot open) also wherever weights may",
     )
     secure: Literal["allowed", "required"] = Field(
@@ -157,7 +160,7 @@ class Policy(BaseModel):
     @field_validator("send")
     @classmethod
     def _kinds(cls, send: tuple[str, ...]) -> tuple[str, ...]:
-        known = (*known_kinds(), ACCURACY, METRICS)
+        known = (*known_kinds(), ACCURACY, METRICS, CONFIDENCES)
         for kind in send:
             if kind not in known:
                 raise ValueError(f"unknown kind '{kind}'; {nearest(kind, known)}")

@@ -16,7 +16,14 @@ from typing import Any, ClassVar
 
 from fedshift.deploy.remote.incoming import Grace, Spool, Stop, Taken
 from fedshift.deploy.remote.outbox import HERE, Outbox
-from fedshift.deploy.remote.replies import checked_header, checked_measures, measured_bytes, report_bytes
+from fedshift.deploy.remote.replies import (
+    checked_header,
+    checked_measures,
+    handed_bytes,
+    measured_bytes,
+    report_bytes,
+    sums_bytes,
+)
 from fedshift.deploy.remote.transport import PROTOCOL, Lost, Sign, Transport, drained, opened, request_key
 from fedshift.deploy.remote.wire import Message, Residuals, Wire, body_of, seal
 from fedshift.errors import FedshiftError, KindRefused, Refused, TrainingDiverged
@@ -311,7 +318,7 @@ class RemoteFederation(Federation):
         Returns:
             What `checked_measures` returns, by site; lost sites are left out.
         """
-        outgoing, keys = self._asked_to_measure(weights, sites, whole)
+        outgoing, keys = self._with_model("measure", weights, sites, {"whole": whole or None})
         found, grace = dict[str, dict[str, Any]](), Grace(self.grace, self.quorum, len(sites), self._lost)
         missing = dict.fromkeys(sites, grace.too_late)
         for site, message in self._arrivals("measure", outgoing):
@@ -331,20 +338,51 @@ class RemoteFederation(Federation):
             self._lost.add(site)
         return {site: found[site] for site in sites if site in found}
 
-    def _asked_to_measure(
-        self, weights: Weights, sites: Sequence[str], whole: Mapping[str, Any]
+    def hand_out(self, weights: Weights, sites: Sequence[str], metadata: Mapping[str, Any]) -> None:
+        """Send a run's last model to sites without labels, which keep it and its predictions, and send nothing.
+
+        Args:
+            weights: the model.
+            sites: names of the sites.
+            metadata: what a file of the model says of it.
+
+        Raises:
+            FedshiftError: a site refuses it, or does not answer.
+        """
+        outgoing, keys = self._with_model("predict", weights, sites, {"metadata": metadata})
+        missing: dict[str, str] = dict.fromkeys(sites, "it did not answer in time")
+        for site, message in self._arrivals("predict", outgoing):
+            if isinstance(message, Lost):
+                missing[site] = message.reason
+            elif isinstance(message, Message):
+                try:
+                    header, _, _ = opened(message, keys.get(site, ""))
+                    missing[site] = str(header["message"])[:2000] if "error" in header else ""
+                except FedshiftError as error:
+                    missing[site] = str(error)
+        for site, reason in missing.items():
+            if reason:
+                self._record("predict", site, "lost", reason)
+                raise FedshiftError(
+                    f"site '{site}' did not take its model: {reason}; when that is put right, continue with fedshift "
+                    "deploy resume"
+                )
+
+    def _with_model(
+        self, do: str, weights: Weights, sites: Sequence[str], more: Mapping[str, Any]
     ) -> tuple[list[tuple[str, Message]], dict[str, str]]:
-        """The requests to measure a model, and their keys by site. Only they hold its body: the transport may write it
-        to a file."""
+        """Requests with a model, and their keys by site. Only they hold its body: the transport may write it to a
+        file."""
         body = body_of(in_two("weights", weights), self.wire)
         size = sum(value.nbytes for value in body.content.values() if isinstance(value, NamedTensors))
+        told = measured_bytes(size) if do == "measure" else handed_bytes(size)
         outgoing: list[tuple[str, Message]] = []
         keys: dict[str, str] = {}
         for site in sites:
-            header = {"do": "measure", "round": self.round, "whole": whole or None, **self._common(site)}
+            header = {"do": do, "round": self.round, **more, **self._common(site)}
             keys[site] = header["key"] = request_key(header, body.sha256)
             outgoing.append((site, seal(header, body)))
-            self.ledger.record(0, "measure", site, "down", {"measured": measured_bytes(size)})
+            self.ledger.record(0, do, site, "down", {"model": told})
         return outgoing, keys
 
     def _take_measures(self, site: str, message: Message, key: str, found: dict[str, dict[str, Any]]) -> None:
@@ -366,7 +404,9 @@ class RemoteFederation(Federation):
         except FedshiftError as error:
             self._record("measure", site, "refused", str(error))
             return
-        self.ledger.record(0, "measure", site, "up", {"measures": report_bytes(found[site])})
+        sums = found[site]["sums"]
+        told = {} if sums is None else {"sums": sums_bytes(sums)}
+        self.ledger.record(0, "measure", site, "up", {"measures": report_bytes(found[site]), **told})
 
     def _record_error(self, site: str, lost: Lost) -> None:
         self._record("measure", site, "refused" if lost.refused else "lost", lost.reason)

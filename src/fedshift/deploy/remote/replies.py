@@ -12,7 +12,8 @@ from pydantic import ValidationError
 
 from fedshift.data.domain import Preprocessing
 from fedshift.data.tasks.objective import objective_of
-from fedshift.deploy.remote.policy import ACCURACY
+from fedshift.deploy.estimate_messages import GivenSums, checked_sums
+from fedshift.deploy.remote.policy import ACCURACY, CONFIDENCES
 from fedshift.errors import FedshiftError
 from fedshift.evaluation.metric_entries import ENTRIES
 from fedshift.evaluation.records import SiteMetrics
@@ -20,6 +21,7 @@ from fedshift.evaluation.site_metrics import BINS
 from fedshift.evaluation.tasks.measuring import Measuring, measuring_of
 from fedshift.federation.messages import Statistics
 from fedshift.federation.replies import fits
+from fedshift.weights import Weights
 
 _LONGEST_FILE = 255
 """Characters in the name of a file."""
@@ -57,9 +59,26 @@ class Measured(Statistics):
     kind = ACCURACY
 
 
+class Confidences(Statistics):
+    """Stands in the ledger for a site's sums of confidences."""
+
+    kind = CONFIDENCES
+
+
+def sums_bytes(sums: GivenSums) -> Confidences:
+    """The numbers in a site's sums of confidences, for the ledger."""
+    numbers = 2 + 2 * len(sums.by_confidence[0]) + 2 * len(sums.losses) + sums.sums.answers.size
+    return Confidences({"bytes": torch.empty(8 * numbers, dtype=torch.uint8, device="meta")})
+
+
 def measured_bytes(size: int) -> Measured:
     """Content of ``size`` bytes for the ledger; it takes no memory."""
     return Measured({"bytes": torch.empty(size, dtype=torch.uint8, device="meta")})
+
+
+def handed_bytes(size: int) -> Weights:
+    """A model of ``size`` bytes that a site keeps, for the ledger."""
+    return Weights({"bytes": torch.empty(size, dtype=torch.uint8, device="meta")})
 
 
 def report_bytes(report: Mapping[str, Any]) -> Measured:
@@ -81,8 +100,8 @@ def checked_measures(value: Any, recipe: Mapping[str, Any]) -> dict[str, Any]:
         recipe: the run's setting, of which the classes and the task count.
 
     Returns:
-        ``{accuracy, samples, classes, metrics}``; ``classes`` holds (right, of) per class, or None where it is kept
-        back; ``metrics`` is a `SiteMetrics`, or None where the site does not send it.
+        ``{accuracy, samples, classes, metrics, sums}``; ``classes`` holds (right, of) per class, or None where it is
+        kept back; ``metrics`` is a `SiteMetrics`, and ``sums`` a `GivenSums`, or None where the site does not send it.
 
     Raises:
         FedshiftError: it is something else, or its numbers are impossible.
@@ -105,7 +124,10 @@ def checked_measures(value: Any, recipe: Mapping[str, Any]) -> dict[str, Any]:
     metrics = _checked_metrics(value.get("metrics"), samples, int(recipe["classes"]), measuring)
     if metrics is not None and not set(measuring.metrics).issuperset((*metrics.values, *metrics.intervals)):
         raise FedshiftError("its metrics are of another task")
-    return {"accuracy": float(said), "samples": samples, "classes": pairs, "metrics": metrics}
+    sums = None if value.get("sums") is None else checked_sums(value["sums"], int(recipe["classes"]))
+    if sums is not None and sums.samples != samples:
+        raise FedshiftError("its sums of confidences are of another number of samples than it measured")
+    return {"accuracy": float(said), "samples": samples, "classes": pairs, "metrics": metrics, "sums": sums}
 
 
 def _checked_metrics(value: Any, samples: int, classes: int, measuring: Measuring) -> SiteMetrics | None:

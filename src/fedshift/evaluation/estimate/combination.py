@@ -109,6 +109,9 @@ class Estimate:
         samples: number of samples without labels.
         sites: number of left-out sites.
         unexplained, far: how unlike the scores are, beyond what left-out sites show of each other.
+        too_unlike: whether it abstains because the samples, or the answers to them, are too unlike; then no model that
+            was adapted to them is handed out either.
+        looked_at: whether samples of the left-out sites were looked at again, and the estimate corrected by that.
     """
 
     estimate: float | None
@@ -123,6 +126,8 @@ class Estimate:
     sites: int = 0
     unexplained: float | None = None
     far: float | None = None
+    too_unlike: bool = False
+    looked_at: bool = False
 
     def plain(self) -> dict[str, Any]:
         """The same as JSON has it."""
@@ -139,6 +144,8 @@ class Estimate:
             "sites": self.sites,
             "unexplained": self.unexplained,
             "far": self.far,
+            "too_unlike": self.too_unlike,
+            "looked_at": self.looked_at,
             "parts": dict(self.parts),
         }
 
@@ -203,6 +210,44 @@ def read(sums: SiteSums, scores: ArrayLike) -> Reading:
     )
 
 
+@dataclass(frozen=True)
+class KnownSite:
+    """What a left-out site tells of itself where its scores stay there.
+
+    Attributes:
+        sums: of what a model that never saw it says of its samples.
+        reading: of the same, from the sums of the other left-out sites.
+    """
+
+    sums: SiteSums
+    reading: Reading
+
+
+def estimate_from_sums(
+    known: Mapping[str, KnownSite], scores: ArrayLike, unlike: str | None = None, unusual: str | None = None
+) -> Estimate:
+    """As `estimate_accuracy`, where of the left-out sites only sums and readings are known. It says the same.
+
+    Args:
+        known: by site.
+        scores, unlike, unusual: as there.
+
+    Example:
+        >>> estimate_from_sums({}, [[0.9, 0.1]] * 20).reasons
+        ('too few sites: an estimate needs 2 that were left out, and there is 0',)
+    """
+    supports = {name: site.sums.confusion.sum(axis=1) for name, site in known.items()}
+    usual = float(np.mean([site.sums.accuracy for site in known.values()])) if known else None
+    return _estimate(
+        supports,
+        usual,
+        Cases.of_known(known) if len(known) >= FEWEST_SITES else None,
+        np.asarray(scores, dtype=np.float64),
+        unlike=unlike,
+        unusual=unusual,
+    )
+
+
 def estimate_accuracy(
     left_out: Mapping[str, LeftOut],
     scores: ArrayLike,
@@ -232,8 +277,26 @@ def estimate_accuracy(
         >>> found.abstain, found.low < 81 < found.high  # E max(p, 1 − p) of this beta distribution is 82 %
         (False, True)
     """
-    shares = np.asarray(scores, dtype=np.float64)
+    supports = {name: np.bincount(site.labels, minlength=site.scores.shape[1]) for name, site in left_out.items()}
     usual = float(np.mean([_accuracy(site) for site in left_out.values()])) if left_out else None
+    if cases is None and len(left_out) >= FEWEST_SITES and len(np.asarray(scores)):
+        cases = Cases.of(left_out)
+    shares = np.asarray(scores, dtype=np.float64)
+    return _estimate(supports, usual, cases, shares, others, unlike=unlike, unusual=unusual, nearby=nearby)
+
+
+def _estimate(
+    supports: Mapping[str, NDArray[Any]],
+    usual: float | None,
+    cases: Cases | None,
+    shares: Numbers,
+    others: Sequence[ArrayLike] = (),
+    *,
+    unlike: str | None = None,
+    unusual: str | None = None,
+    nearby: NDArray[Any] | None = None,
+) -> Estimate:
+    """``supports``: of each left-out site, samples of each class; ``usual``: their mean accuracy."""
     known = Estimate(
         None,
         None,
@@ -242,17 +305,18 @@ def estimate_accuracy(
         reasons=(),
         usual=None if usual is None else 100 * usual,
         samples=len(shares),
-        sites=len(left_out),
+        sites=len(supports),
     )
-    stop = [*([unlike] if unlike else []), *_impossible(left_out, shares)]
-    notes = [*([unusual] if unusual and not unlike else []), *_few_events(left_out)]
-    if len(left_out) < FEWEST_SITES or len(shares) == 0:
-        return replace(known, reasons=(*stop, *notes), harmful=bool(unlike))
-    cases = cases or Cases.of(left_out)
+    stop = [*([unlike] if unlike else []), *_impossible(len(supports), shares)]
+    notes = [*([unusual] if unusual and not unlike else []), *_few_events(supports)]
+    if cases is None or len(supports) < FEWEST_SITES or len(shares) == 0:
+        return replace(known, reasons=(*stop, *notes), harmful=bool(unlike), too_unlike=bool(unlike))
     found = read(cases.whole, shares)
     beyond, far = found.unexplained - cases.unexplained, found.far - cases.far
-    stop += _too_unlike(beyond, far)
+    unlike_answers = _too_unlike(beyond, far)
+    known, stop = replace(known, too_unlike=bool(unlike or unlike_answers)), [*stop, *unlike_answers]
     centre, low, high = cases.interval(found, len(shares), nearby)
+    known = replace(known, looked_at=cases.correction is not None and nearby is not None)
     if not stop and 100 * (high - low) > WIDEST:
         stop.append(f"its interval would be {100 * (high - low):.0f} points wide")
     lost = 100 * ((usual or 0.0) - centre)
@@ -293,6 +357,19 @@ class Cases:
         sums = {name: sums_of(site.scores, site.labels) for name, site in left_out.items()}
         others = {name: reduce(add, (one for other, one in sums.items() if other != name)) for name in sums}
         readings = {name: read(others[name], site.scores) for name, site in left_out.items()}
+        cases = cls.of_known({name: KnownSite(sums[name], readings[name]) for name in sums})
+        if not all(site.looked_at for site in left_out.values()):
+            return cases
+        usual = cases.unexplained
+        return cases._corrected(
+            {name: list(_known(others[name], left_out[name], usual, number)) for number, name in enumerate(sums)}
+        )
+
+    @classmethod
+    def of_known(cls, known: Mapping[str, KnownSite]) -> Cases:
+        """The same from sums and readings of at least two left-out sites, without a correction."""
+        sums = {name: site.sums for name, site in known.items()}
+        readings = {name: site.reading for name, site in known.items()}
         usual = float(np.mean([one.unexplained for one in readings.values()]))
         squares = {
             name: _square(
@@ -304,12 +381,7 @@ class Cases:
             for name, one in readings.items()
         }
         far = float(np.mean([one.far for one in readings.values()]))
-        cases = cls(reduce(add, sums.values()), usual, far, _factor(squares), len(sums))
-        if not all(site.looked_at for site in left_out.values()):
-            return cases
-        return cases._corrected(
-            {name: list(_known(others[name], left_out[name], usual, number)) for number, name in enumerate(sums)}
-        )
+        return cls(reduce(add, sums.values()), usual, far, _factor(squares), len(sums))
 
     def _corrected(self, known: Mapping[str, Sequence[_Known]]) -> Cases:
         """With what all sites' cases teach, and how well each site's are foretold by the others'."""
@@ -399,13 +471,11 @@ def _accuracy(site: LeftOut) -> float:
     return float((site.scores.argmax(axis=1) == site.labels).mean())
 
 
-def _impossible(left_out: Mapping[str, LeftOut], shares: Numbers) -> list[str]:
-    """Why there can be no estimate, whatever the numbers."""
+def _impossible(sites: int, shares: Numbers) -> list[str]:
+    """Why there can be no estimate from so many left-out sites, whatever the numbers."""
     reasons = []
-    if len(left_out) < FEWEST_SITES:
-        reasons.append(
-            f"too few sites: an estimate needs {FEWEST_SITES} that were left out, and there is {len(left_out)}"
-        )
+    if sites < FEWEST_SITES:
+        reasons.append(f"too few sites: an estimate needs {FEWEST_SITES} that were left out, and there is {sites}")
     if len(shares) < FEWEST_SAMPLES:
         reasons.append(f"too few samples: {len(shares)}, and an estimate needs {FEWEST_SAMPLES}")
     elif float(np.ptp(shares, axis=0).max()) < 1e-6:
@@ -413,11 +483,10 @@ def _impossible(left_out: Mapping[str, LeftOut], shares: Numbers) -> list[str]:
     return reasons
 
 
-def _few_events(left_out: Mapping[str, LeftOut]) -> list[str]:
+def _few_events(supports: Mapping[str, NDArray[Any]]) -> list[str]:
     """Which sites have so few samples of a kind that they say little."""
     reasons = []
-    for name, site in left_out.items():
-        counts = np.bincount(site.labels, minlength=site.scores.shape[1])
+    for name, counts in supports.items():
         if (least := int(np.sort(counts)[-2])) < FEW_EVENTS:
             reasons.append(
                 f"site '{name}' says little: beside its most frequent class it has at most {least} of any other"

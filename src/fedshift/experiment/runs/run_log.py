@@ -22,7 +22,6 @@ from fedshift.experiment.runs.context import Context
 from fedshift.experiment.runs.evaluator import Final
 from fedshift.experiment.runs.run_folder import RunFolder
 from fedshift.experiment.runs.stopping import Stopped
-from fedshift.experiment.unlabelled_sites import without_labels
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import RawData
 from fedshift.federation.training import exploded
@@ -202,7 +201,7 @@ class RunLog:
             unlabelled=list(unlabelled) if both else [],
             seed=run.seed,
             metric=run.metric,
-            without_labels=without_labels(planned),
+            without_labels=planned.plan.without_labels(planned),
             selected=selected_rounds(self.records, self.run.metric in ERRORS, measured=bool(planned.split.measured)),
             sites=list(final.sites),
             classes=list(data.classes),

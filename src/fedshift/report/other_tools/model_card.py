@@ -72,11 +72,10 @@ def _head(trained: TrainedModel, result: RunResult | None) -> dict[str, Any]:
         "pipeline_tag": task,
         "tags": ["fedshift", "federated-learning", "domain-generalization", trained.metadata["method"]["name"]],
     }
-    if result is None:
+    accuracy = None if result is None else result.accuracy()
+    if result is None or accuracy is None:  # targets without labels are not measured
         return head
     data = str(result.data.get("name", "unknown"))
-    accuracy = result.accuracy()
-    assert accuracy is not None  # the last round is always measured
     name = f"{result.metric} at {target}, {role}, last round"
     measured = {
         "task": {"type": task},
@@ -90,6 +89,10 @@ def _head(trained: TrainedModel, result: RunResult | None) -> dict[str, Any]:
         ],
     }
     return head | {"metrics": [result.metric], "model-index": [{"name": _name(trained), "results": [measured]}]}
+
+
+def _is_measured(result: RunResult | None) -> bool:
+    return result is None or result.accuracy() is not None
 
 
 def _title(data: str) -> str:
@@ -107,7 +110,7 @@ def _intro(trained: TrainedModel, result: RunResult | None) -> Iterator[str]:
         if "raw_data" not in trained.method.shares
         else f"A model that was trained with fedshift {said['versions']['fedshift']} on the **pooled samples** of "
         f"{len(said['sources'])} sites ({', '.join(map(text, said['sources']))})"
-    ) + (f", and measured at {text(target)}, {role}." if target else ".")
+    ) + (f", and {'measured at' if _is_measured(result) else 'for'} {text(target)}, {role}." if target else ".")
     yield ""
     yield f"* Network: {text(said['model']['name'])}, {_numbers(trained):,} parameters."
     yield f"* Input: {_input(trained)}."
@@ -188,6 +191,9 @@ def _method(trained: TrainedModel, result: RunResult | None) -> Iterator[str]:
 def _measures(trained: TrainedModel, result: RunResult) -> Iterator[str]:
     yield "## Measures"
     yield ""
+    if not _is_measured(result):
+        yield f"{text(result.target)} has no labels, so nothing was measured: fedshift estimate says what to expect."
+        return
     yield f"{METRICS[result.metric].what}, of one run with one seed."
     yield ""
     yield from _pipes(

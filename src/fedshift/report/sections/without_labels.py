@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from fedshift.report import plots
 from fedshift.report.collect import Collected
-from fedshift.report.estimates import Estimates, estimates_of, mean_of, notes_on
+from fedshift.report.estimates import Estimates, estimates_of, for_a_board, mean_of, notes_on
 from fedshift.report.sections.blocks import Block, Cells, Entry, Listing, Section, Text, figure, grid, number, section
 
 _TITLE = "Targets without labels"
@@ -21,7 +21,8 @@ def without_labels_section(collected: Collected) -> Section | None:
 
 
 def _blocks(collected: Collected, found: Estimates) -> Iterator[Block]:
-    yield Text(" ".join(_in_short(collected)), "verdict")
+    yield from (Text(paragraph, "verdict") for paragraph in for_a_board(found))
+    yield Text(" ".join(_in_short(collected)))
     rows, drawn = list[Cells](), {}
     for site, by_method in found.items():
         for method, estimates in by_method.items():
@@ -46,11 +47,12 @@ def _blocks(collected: Collected, found: Estimates) -> Iterator[Block]:
 
 
 def _in_short(collected: Collected) -> Iterator[str]:
-    """A paragraph for people who decide."""
+    """The same in numbers, and what they rest on."""
     yield from notes_on(collected)
     yield (
         "An estimate is no measurement: it compares the models' answers there with those at targets that have labels. "
-        "Before a decision rests on it, have some samples labelled: fedshift label says which, and how many."
+        "Here, in tables and in the verdict it rests on the scores that runs noted. fedshift estimate also looks at "
+        "samples again where it can, so it may say another number: that is then the one to take."
     )
 
 

@@ -1,0 +1,161 @@
+"""What crosses the network for an estimate at a site without labels: sums and readings of sites that have some.
+
+The receiver trusts no number in them. A site's sums are those of `fedshift.evaluation.estimate.sums`: no sample, but
+counts of confidences among right and wrong answers, so they leave a site only if its policy lets ``confidences`` out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Self, TypeVar
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from fedshift.errors import FedshiftError
+from fedshift.evaluation.estimate.combination import KnownSite, Reading
+from fedshift.evaluation.estimate.estimators import ESTIMATORS
+from fedshift.evaluation.estimate.sums import BANDS, BINS, TEMPERATURES, SiteSums
+
+MOST_CLASSES = 100
+"""Of more, the counts of each class by each other are too many for a header."""
+_Count = Annotated[float, Field(ge=0, le=2**53)]
+_Amounts = Annotated[tuple[_Count, ...], Field(min_length=len(TEMPERATURES), max_length=len(TEMPERATURES))]
+_Bins = Annotated[tuple[_Count, ...], Field(min_length=BINS, max_length=BINS)]
+_Bands = Annotated[tuple[_Count, ...], Field(min_length=BANDS, max_length=BANDS)]
+_Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+_Given = TypeVar("_Given", bound=_Part)
+
+
+class GivenSums(_Part):
+    """A `SiteSums`, checked."""
+
+    samples: Annotated[int, Field(ge=1, le=2**53)]
+    by_confidence: tuple[_Bins, _Bins]
+    losses: _Amounts
+    confidences: _Amounts
+    answers: Annotated[tuple[tuple[_Bands, ...], ...], Field(min_length=2, max_length=MOST_CLASSES)]
+    cost: _Count
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if any(len(row) != len(self.answers) for row in self.answers):
+            raise ValueError("answers are not of each class by each class")
+        sums = self.sums
+        right = float(np.trace(sums.confusion))
+        if not (
+            sums.by_confidence.sum() == sums.answers.sum() == self.samples and sums.by_confidence[1].sum() == right
+        ):
+            raise ValueError("counts do not add up to the samples")
+        if max(*self.confidences, self.cost) > self.samples * (1 + 1e-9):
+            raise ValueError("sums are larger than the samples allow")
+        return self
+
+    @property
+    def sums(self) -> SiteSums:
+        """The sums as estimators read them."""
+        return SiteSums(
+            self.samples,
+            np.array(self.by_confidence),
+            np.array(self.losses),
+            np.array(self.confidences),
+            np.array(self.answers),
+            self.cost,
+        )
+
+
+class GivenReading(_Part):
+    """A `Reading`, checked."""
+
+    parts: dict[str, _Share]
+    unexplained: _Share
+    far: _Share
+    predicted: _Share
+    frequencies: _Share
+    peak: Annotated[float, Field(ge=-1, le=1)]
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if self.parts.keys() != ESTIMATORS.keys():
+            raise ValueError("parts are not those of the estimators")
+        return self
+
+
+class GivenSite(_Part):
+    """What a site without labels is told of a left-out site."""
+
+    sums: GivenSums
+    reading: GivenReading
+
+    @property
+    def known(self) -> KnownSite:
+        """The same as estimates read it."""
+        return KnownSite(self.sums.sums, Reading(**self.reading.model_dump()))
+
+
+def plain_sums(sums: SiteSums) -> dict[str, Any]:
+    """Sums as a message holds them."""
+    return {
+        "samples": sums.samples,
+        "by_confidence": sums.by_confidence.tolist(),
+        "losses": sums.losses.tolist(),
+        "confidences": sums.confidences.tolist(),
+        "answers": sums.answers.tolist(),
+        "cost": sums.cost,
+    }
+
+
+def plain_reading(reading: Reading) -> dict[str, Any]:
+    """A reading as a message holds it; shares that rounding put beyond 0 or 1 are put back."""
+    shares = {name: _within(getattr(reading, name)) for name in ("unexplained", "far", "predicted", "frequencies")}
+    parts = {name: _within(value) for name, value in reading.parts.items()}
+    return {"parts": parts, **shares, "peak": max(-1.0, min(1.0, reading.peak))}
+
+
+def _within(share: float) -> float:
+    return float(max(0.0, min(1.0, share)))
+
+
+def checked_sums(said: Any, classes: int) -> GivenSums:
+    """The sums in a message.
+
+    Raises:
+        FedshiftError: they are something else, or of other classes.
+    """
+    found = _checked(GivenSums, said, "sums of confidences")
+    if len(found.answers) != classes:
+        raise FedshiftError(f"its sums of confidences are of {len(found.answers)} classes, not {classes}")
+    return found
+
+
+def checked_reading(said: Any) -> GivenReading:
+    """The reading in a message; raises FedshiftError if it is something else."""
+    return _checked(GivenReading, said, "reading of confidences")
+
+
+def checked_sites(said: Any, classes: int) -> dict[str, KnownSite]:
+    """What a message says of left-out sites, by name.
+
+    Raises:
+        FedshiftError: it says something else, or they are of other classes.
+    """
+    if not isinstance(said, Mapping) or len(said) > 100_000:
+        raise FedshiftError("what is said of left-out sites cannot be read")
+    sites = {str(name)[:200]: _checked(GivenSite, site, "sums and reading") for name, site in said.items()}
+    if any(len(site.sums.answers) != classes for site in sites.values()):
+        raise FedshiftError(f"sums of confidences are not of {classes} classes")
+    return {name: site.known for name, site in sites.items()}
+
+
+def _checked(kind: type[_Given], said: Any, what: str) -> _Given:
+    try:
+        return kind.model_validate_json(json.dumps(said))
+    except (ValidationError, ValueError, TypeError, RecursionError):
+        raise FedshiftError(f"its {what} cannot be read or are impossible") from None

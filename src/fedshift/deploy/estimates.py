@@ -1,0 +1,157 @@
+"""The coordinator's part in estimates at sites without labels: it carries sums and readings, and sees no estimate.
+
+Where a labelled site is the target of a run, it sends sums of what that run's model says of its samples. When all runs
+are over, each such site reads its scores with the sums of the others, once, and each site without labels is told both
+of all of them. It then estimates by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from functools import reduce
+from operator import add
+from pathlib import Path
+from typing import Any
+
+from fedshift.deploy.deployed_plan import DeployedPlan
+from fedshift.deploy.estimate_messages import GivenReading, GivenSums, checked_reading, checked_sums, plain_sums
+from fedshift.deploy.event_log import EventLog
+from fedshift.deploy.handshake import sources_encoding
+from fedshift.deploy.remote.policy import CONFIDENCES
+from fedshift.deploy.remote.transport import Lost, Transport, ask_plain
+from fedshift.digests import read_object, write_object
+from fedshift.errors import FedshiftError
+from fedshift.experiment.plan import PlannedRun, Run
+
+OVER = "estimates.json"
+_REMEDY = "delete it, and sites estimate again"
+
+
+def run_at_sites(experiment: str, run: Run) -> str:
+    """The name by which sites know a run."""
+    return f"{experiment}-{run.method.display}-{run.target}-seed-{run.seed}"
+
+
+def asks_sums(plan: DeployedPlan, planned: PlannedRun) -> bool:
+    """Whether the target of a run is asked for sums: where another site lacks labels, and it lets them out."""
+    target, agreed = planned.run.target, plan.agreed
+    gives = CONFIDENCES in agreed.cards.get(target, {}).get("send", ()) and target not in agreed.privacy
+    return (
+        bool(plan.data.unlabelled) and target in planned.split.measured and gives and planned.run.metric == "accuracy"
+    )
+
+
+def sums_file(folder: Path, run: str) -> Path:
+    """The file of a deployment for the sums of a run's target."""
+    return folder / "sums" / f"{run}.json"
+
+
+def keep_sums(place: Path, sums: Mapping[str, GivenSums | None]) -> None:
+    """Keep the sums of a run's targets, until all runs are over."""
+    given = {site: one.model_dump(mode="json") for site, one in sums.items() if one is not None}
+    if given:
+        write_object(place, given, indent=None)
+
+
+def hand_over(plan: DeployedPlan, transport: Transport, folder: Path, deadline: float, log: EventLog) -> None:
+    """Let sites without labels estimate what to expect of the models that they got. What failed is tried again later.
+
+    Args:
+        plan: of the experiment, whose runs are over.
+        transport: carries the messages.
+        folder: the deployment's.
+        deadline: seconds to wait for an answer.
+        log: is told of sites that do not answer.
+    """
+    over = set(estimated(folder))
+    names = [run_at_sites(plan.experiment.name, one.run) for one in plan.runs]
+    waiting = [(one, name) for one, name in zip(plan.runs, names, strict=True) if one.split.predicted]
+    waiting = [(one, name) for one, name in waiting if name not in over]
+    for planned, name in waiting:
+        known = _known(plan, planned.run, transport, folder, deadline, log)
+        if _estimated(plan, planned, known, transport, deadline, log):
+            over.add(name)
+    if not waiting:
+        return
+    note_estimated(folder, over)
+    if all(name in over for _, name in waiting):
+        for planned, name in zip(plan.runs, names, strict=True):  # the sites may forget their scores
+            sites = [site for site in planned.split.targets if site in plan.agreed.sites]
+            headers: dict[str, dict[str, Any]] = {site: {} for site in sites}
+            ask_plain(transport, "end", name, headers, deadline)
+
+
+def _known(
+    plan: DeployedPlan, run: Run, transport: Transport, folder: Path, deadline: float, log: EventLog
+) -> dict[str, Any]:
+    """Sums and reading of each site that was left out of a run beside this one, as the site without labels is told."""
+    same = [one.run for one in plan.runs if (one.run.method, one.run.seed) == (run.method, run.seed)]
+    names = {one.target: run_at_sites(plan.experiment.name, one) for one in same if one.target != run.target}
+    classes = len(plan.data.classes)
+    kept = {site: kept_sums(sums_file(folder, run)).get(site) for site, run in names.items()}
+    sums = {site: checked_sums(said, classes) for site, said in kept.items() if said is not None}
+    known: dict[str, Any] = {}
+    for site, own in sums.items():
+        others = [one.sums for other, one in sums.items() if other != site]
+        if others:
+            reading = _reading(site, names[site], plain_sums(reduce(add, others)), transport, deadline, log)
+            known |= {} if reading is None else {site: {"sums": own.model_dump(), "reading": reading.model_dump()}}
+    return known
+
+
+def kept_sums(place: Path) -> dict[str, Any]:
+    """What `keep_sums` kept, by site, as it was written; empty if there is nothing.
+
+    Raises:
+        Damaged: the file is.
+    """
+    return read_object(place, _REMEDY, older=True)
+
+
+def note_estimated(folder: Path, runs: Collection[str]) -> None:
+    """Note of which runs there are estimates."""
+    write_object(folder / OVER, {"runs": sorted(runs)})
+
+
+def estimated(folder: Path) -> tuple[str, ...]:
+    """The runs that were noted.
+
+    Raises:
+        Damaged: the file is.
+    """
+    return tuple(map(str, read_object(folder / OVER, _REMEDY, older=True).get("runs", ())))
+
+
+def _reading(
+    site: str, run: str, others: Mapping[str, Any], transport: Transport, deadline: float, log: EventLog
+) -> GivenReading | None:
+    answer = ask_plain(transport, "reading", run, {site: {"sums": others}}, deadline).get(site, Lost("did not answer"))
+    try:
+        if not isinstance(answer, Lost):
+            return checked_reading(answer.get("reading"))
+        reason = answer.reason
+    except FedshiftError as error:
+        reason = str(error)
+    log.warn(f"site '{site}' is no case of the estimates of {run}: {reason}")
+    return None
+
+
+def _estimated(
+    plan: DeployedPlan,
+    planned: PlannedRun,
+    known: Mapping[str, Any],
+    transport: Transport,
+    deadline: float,
+    log: EventLog,
+) -> bool:
+    """Tell the target of a run what is known; whether it has estimated."""
+    site, run = planned.run.target, run_at_sites(plan.experiment.name, planned.run)
+    encoding = sources_encoding(plan.agreed, site).model_dump(mode="json")
+    header = {"known": dict(known), "preprocessing": encoding}
+    answer = ask_plain(transport, "estimate", run, {site: header}, deadline).get(site, Lost("did not answer"))
+    lost = isinstance(answer, Lost)
+    reason = answer.reason if isinstance(answer, Lost) else f"from {len(known)} sites; it stays there"
+    log.event({"what": "estimate", "site": site, "run": run, "is": "lost" if lost else "made", "reason": reason[:500]})
+    if lost:
+        log.warn(f"site '{site}' has no estimate of run {run}: {reason}; fedshift deploy resume tries again")
+    return not lost

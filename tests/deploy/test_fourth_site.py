@@ -1,0 +1,276 @@
+"""A fourth site, without labels, joins three: it gets model, predictions and estimate, and sends nothing of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+from loopback import Loopback, deploy, events, model, options_of, result, same, site_file
+from safetensors.torch import load_file
+
+import fedshift
+from fedshift.deploy.playground.in_process import forged
+from fedshift.deploy.remote.policy import AuditLog
+from fedshift.deploy.remote.wire import Message, body_of, seal, unseal
+from fedshift.deploy.site_estimates import SiteEstimates
+from fedshift.deploy.site_file import load_site, read_holding
+from fedshift.errors import Refused, UserError
+
+LABELLED = {"north": 90, "south": 80, "east": 100}
+SEND = ["weights", "numbers", "accuracy", "metrics", "confidences", "statistics"]
+PROTOCOL = {"kind": "leave_one_out", "seeds": [0], "test_fraction": 0.3}
+
+
+def samples(seed: int, n: int) -> tuple[np.ndarray, np.ndarray]:  # type: ignore[type-arg]
+    draw = np.random.default_rng(seed)
+    x = draw.normal(size=(n, 5)).astype(np.float32)
+    return x, (x[:, 0] + 0.5 * draw.normal(size=n) > 0).astype(np.int64) + (x[:, 1] > 1)
+
+
+def files(folder: Path) -> dict[str, str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    for seed, (site, n) in enumerate({**LABELLED, "va": 70}.items()):
+        x, y = samples(seed, n)
+        np.savez(folder / f"{site}.npz", x=x, **({} if site == "va" else {"y": y}))
+    return {site: str(folder / f"{site}.npz") for site in (*LABELLED, "va")}
+
+
+def places(folder: Path, held: dict[str, str], without: dict[str, Any] | None = None, **policy: Any) -> dict[str, Path]:
+    found = {site: site_file(folder, site, held[site], **{"send": SEND, **policy}) for site in LABELLED}
+    found["va"] = site_file(folder, "va", held["va"], **(without or {}))
+    options = yaml.safe_load(found["va"].read_text())
+    options["data"]["site_labels"] = {"va": "none"}
+    found["va"].write_text(yaml.safe_dump(options))
+    return found
+
+
+def both(
+    folder: Path, method: Any, protocol: dict[str, Any], **engine: Any
+) -> tuple[Path, fedshift.api.Results, Loopback]:
+    """The runs of a deployment of four sites, and the same in a simulation."""
+    held = files(folder / "data")
+    options = options_of(method, protocol=protocol, evaluation={"resamples": 0})
+    transport = Loopback(places(folder, held))
+    deployed, _ = deploy(folder, options, sites={**LABELLED, "va": 70}, unseen={}, transport=transport, engine=engine)
+    data = {"name": "arrays", "sites": held, "classes": ["0", "1", "2"], "site_labels": {"va": "none"}}
+    simulated = fedshift.run({**options, "data": data, "engine": {"threads": 1, **engine}}, folder / "simulated")
+    return deployed, simulated, transport
+
+
+def test_it_ends_as_the_simulation_does(tmp_path: Path) -> None:
+    deployed, simulated, transport = both(tmp_path, "fedavg", PROTOCOL)
+    for site in (*LABELLED, "va"):
+        assert same(model(deployed, "fedavg", site), model(simulated.folder, "fedavg", site))
+    run = next((tmp_path / "va" / "received").iterdir())
+    assert same(load_file(run / "model.safetensors"), model(simulated.folder, "fedavg", "va"))
+    told = pd.read_parquet(run / "predictions.parquet")
+    expected = simulated.predictions("va")
+    assert set(told["part"]) == {"unlabelled"}
+    assert np.allclose(told[["score_0", "score_2"]], expected[["score_0", "score_2"]], atol=1e-7)
+    # The simulation reads the other sites' samples' scores; this site was told sums alone.
+    (here,) = simulated.estimates["va"]["fedavg"]
+    there = json.loads((run / "estimate.json").read_text())
+    assert (there["sites"], there["samples"]) == (3, 70)
+    assert not there["abstain"]
+    assert [there[name] for name in ("estimate", "low", "high")] == pytest.approx([here.estimate, here.low, here.high])
+    right = 100 * (told["predicted"].astype(int) == samples(3, 70)[1]).mean()
+    assert there["low"] <= right <= there["high"]
+    # What the model file says is enough to predict there.
+    again = fedshift.Model.load(run / "model.safetensors").predict_proba(samples(3, 70)[0])
+    assert np.allclose(told[["score_0", "score_1", "score_2"]], again, atol=1e-6)
+
+    lines, _ = AuditLog.check(tmp_path / "va" / "memory" / "audit.jsonl")
+    assert [line["do"] for line in lines] == ["hello", *["end"] * 3, "predict", "end", "estimate", "end"]
+    assert {kind["kind"] for line in lines for kind in line.get("sent", {}).values()} == {"numbers"}  # of its card
+    lines, _ = AuditLog.check(tmp_path / "north" / "memory" / "audit.jsonl")
+    assert [line["sent"] for line in lines if line["do"] == "reading"] == [{"reading": {"kind": "confidences"}}]
+    assert not list((tmp_path / "north" / "memory").glob("*.scores")), "forgotten when all is over"
+    noted = result(deployed, "fedavg", "va")
+    assert noted["without_labels"] == {"va": {"samples": 70, "unlike": None, "unusual": None, "at_site": True}}
+    assert noted["bytes_by_site"]["sites"]["va"]["up"] == {}
+    assert noted["bytes_by_site"]["sites"]["va"]["down"].keys() == {"weights"}
+    assert result(deployed, "fedavg", "north")["bytes_by_site"]["sites"]["north"]["up"]["confidences"] > 0
+    assert [event["is"] for event in events(tmp_path) if event["what"] == "estimate"] == ["made"]
+    said = fedshift.results(deployed).markdown()
+    assert "va has no labels, so it is not measured" in said
+    assert "the site keeps it beside its predictions" in said
+    assert transport.asked.count(("va", "fit")) == 0
+
+
+@pytest.mark.parametrize("method", ["kd3a", {"name": "shot", "bottleneck": 4}, "recipe_unlabelled"])
+def test_it_trains_where_a_method_takes_it(method: Any, tmp_path: Path) -> None:
+    protocol = {"kind": "adapt_to_one", "targets": ["va"], "seeds": [0], "test_fraction": 0.3}
+    deployed, simulated, _ = both(tmp_path, method, protocol)
+    name = method if isinstance(method, str) else method["name"]
+    assert same(model(deployed, name, "va"), model(simulated.folder, name, "va"))
+    noted = result(deployed, name, "va")
+    assert noted["data"]["unlabelled_samples"] == {"va": 70}
+    assert noted["rounds"] == simulated.collected.unmeasured[0].result.rounds
+    run = next((tmp_path / "va" / "received").iterdir())
+    assert len(pd.read_parquet(run / "predictions.parquet")) == 70
+    there = json.loads((run / "estimate.json").read_text())
+    assert there["abstain"]
+    assert "too few sites" in there["reasons"][0]
+
+
+def table_site(folder: Path, site: str, frame: pd.DataFrame, **data: Any) -> Path:
+    place = folder / site / "SITE.yaml"
+    place.parent.mkdir(parents=True)
+    frame.to_csv(place.parent / "t.csv", index=False)
+    source = {"name": "table", "sites": {site: "t.csv"}, "label": "ill", "numeric": ["a", "b"], "categorical": ["sex"]}
+    options = {"site": site, "data": {**source, **data}, "classes": ["no", "yes"], "device": "cpu", "threads": 1}
+    place.write_text(yaml.safe_dump({**options, "policy": {"send": SEND}}))
+    return place
+
+
+def patients(seed: int, months: bool = False, sex: tuple[str, str] = ("f", "m")) -> pd.DataFrame:
+    draw = np.random.default_rng(seed)
+    a, b = draw.normal(60, 9, 80), draw.normal(size=80)
+    ill = np.where(a + 9 * b + draw.normal(0, 4, 80) > 60, "yes", "no")
+    return pd.DataFrame({"a": 12 * a if months else a, "b": b, "sex": draw.choice(sex, 80), "ill": ill})
+
+
+@pytest.mark.parametrize(
+    ("va", "reason"),
+    [
+        (patients(3), None),
+        (patients(3, months=True), "column 'a'"),
+        (patients(3, sex=("F", "M")), "column 'sex': 100 % of the rows have an unknown category ('F', 'M'"),
+    ],
+)
+def test_a_table_is_guarded_where_it_lies(va: pd.DataFrame, reason: str | None, tmp_path: Path) -> None:
+    found = {site: table_site(tmp_path, site, patients(seed)) for seed, site in enumerate(LABELLED)}
+    found["va"] = table_site(tmp_path, "va", va.drop(columns="ill"), site_labels={"va": "none"})
+    options = options_of("fedavg", protocol=PROTOCOL, evaluation={"resamples": 0})  # type: ignore[arg-type]
+    deploy(tmp_path, options, sites={**LABELLED, "va": 80}, unseen={}, transport=Loopback(found))
+    run = next((tmp_path / "va" / "received").iterdir())
+    there = json.loads((run / "estimate.json").read_text())
+    assert there["abstain"] is (reason is not None)
+    assert reason is None or reason in there["reasons"][0]
+
+
+def test_a_coordinator_gets_nothing_that_it_may_not(tmp_path: Path) -> None:
+    """It asks for measures, for training with labels, for sums, and a labelled site for more than one reading."""
+    held = files(tmp_path / "data")
+    transport, caught = Loopback(places(tmp_path, held)), dict[tuple[str, str], Message]()
+
+    handle = {site: program.handle for site, program in transport.programs.items()}
+    for site, program in transport.programs.items():
+
+        def listen(message: Message, coordinator: str, site: str = site) -> Message:
+            caught.setdefault((site, json.loads(message.header)["do"]), message)
+            return handle[site](message, coordinator)
+
+        program.handle = listen  # type: ignore[method-assign]
+    options = options_of("fedavg", protocol={**PROTOCOL, "targets": "all"}, evaluation={"resamples": 0})  # type: ignore[arg-type]
+    deploy(tmp_path, options, sites={**LABELLED, "va": 70}, unseen={}, transport=transport)
+
+    def said(site: str, message: Message, **changes: Any) -> str:
+        return str(unseal(handle[site](forged(message, **changes), "an attacker"))[0].get("message"))
+
+    predict, hello = caught["va", "predict"], caught["va", "hello"]
+    assert unseal(handle["va"](hello, "a coordinator"))[0]["card"]["unlabelled"] is True
+    assert "has no labels (its data.site_labels) and measures no model" in said("va", predict, do="measure")
+    whole = {"part": "target", "sums": True}
+    assert "measures no model" in said("va", caught["north", "measure"], whole=whole)
+    header = unseal(caught["north", "call"])[0]
+    for role in ("source", "unseen"):
+        part = {**header["part"], "role": role, "fingerprint": transport.programs["va"].holding.fingerprint}
+        assert "trains as a target only" in said("va", caught["north", "call"], part=part)
+    assert "has no scores" in said("va", caught["north", "reading"]) or "refuses" in said(
+        "va", caught["north", "reading"]
+    )
+    assert "has labels" in said("north", predict)
+    assert "has labels" in said("north", caught["va", "estimate"])
+    # Of one run a site gives one reading, and none where its policy does not let it out.
+    for do in ("predict", "estimate"):
+        for field in ("metadata", "known"):
+            assert "Traceback" not in said("va", caught["va", do], **{field: [["x"]]})
+    strict = places(tmp_path / "strict", held, send=["weights", "numbers", "accuracy", "metrics"])
+    north = Loopback({"north": strict["north"]}).programs["north"]
+    refused = unseal(north.handle(forged(caught["north", "measure"], whole=whole), "an attacker"))[0]
+    assert "refuses to send confidences" in refused["message"]
+    assert (
+        "refuses to send confidences" in unseal(north.handle(caught["north", "reading"], "an attacker"))[0]["message"]
+    )
+
+
+def test_a_second_reading_of_other_sums_is_refused(tmp_path: Path) -> None:
+    held, told = files(tmp_path / "data"), []
+
+    def ask_again(site: str, header: dict[str, Any], answer: Any) -> Any:
+        if header["do"] == "reading" and site == "north":
+            others = {**header["sums"], "cost": 0.0}
+            message = seal({**header, "sums": others}, body_of({}))
+            again = forged(message, sums=others)
+            told.append(unseal(transport.programs[site].handle(again, "an attacker"))[0].get("message"))
+            told.append(unseal(transport.programs[site].handle(seal(header, body_of({})), "again"))[0].get("message"))
+        return answer
+
+    transport = Loopback(places(tmp_path, held), ask_again)
+    options = options_of("fedavg", protocol=PROTOCOL, evaluation={"resamples": 0})  # type: ignore[arg-type]
+    deploy(tmp_path, options, sites={**LABELLED, "va": 70}, unseen={}, transport=transport)
+    assert told == ["site 'north' gives one reading of its scores in a run, and gave it", None]
+
+
+def test_impossible_sums_make_no_case(tmp_path: Path) -> None:
+    """A site that lies about its sums in a way that shows is no case, and the estimate rests on the others."""
+
+    def spoil(site: str, header: dict[str, Any], answer: Any) -> Any:
+        said, content, _ = unseal(answer)
+        if site == "north" and header["do"] == "reading":
+            said["reading"]["parts"]["transport"] = 7.0
+            return seal(said, body_of(content))
+        return answer
+
+    transport = Loopback(places(tmp_path, files(tmp_path / "data")), spoil)
+    options = options_of("fedavg", protocol=PROTOCOL, evaluation={"resamples": 0})  # type: ignore[arg-type]
+    deploy(tmp_path, options, sites={**LABELLED, "va": 70}, unseen={}, transport=transport)
+    run = next((tmp_path / "va" / "received").iterdir())
+    assert json.loads((run / "estimate.json").read_text())["sites"] == 2
+    assert any("'north' is no case" in event.get("message", "") for event in events(tmp_path))
+
+
+def test_without_confidences_there_is_no_estimate(tmp_path: Path) -> None:
+    transport = Loopback(places(tmp_path, files(tmp_path / "data"), send=["weights", "numbers", "accuracy", "metrics"]))
+    options = options_of("fedavg", protocol=PROTOCOL, evaluation={"resamples": 0})  # type: ignore[arg-type]
+    deploy(tmp_path, options, sites={**LABELLED, "va": 70}, unseen={}, transport=transport)
+    run = next((tmp_path / "va" / "received").iterdir())
+    assert "too few sites" in json.loads((run / "estimate.json").read_text())["reasons"][0]
+    assert any("'north' sends no confidences" in event.get("message", "") for event in events(tmp_path))
+
+
+def test_what_a_site_says_of_its_labels_is_held_to(tmp_path: Path) -> None:
+    held = files(tmp_path / "data")
+    place = site_file(tmp_path, "va", held["north"])
+    options = yaml.safe_load(place.read_text())
+
+    def read(**changes: Any) -> Any:
+        labels = changes.pop("site_labels", {"va": "none"})
+        place.write_text(yaml.safe_dump({**options, "data": {**options["data"], "site_labels": labels}, **changes}))
+        return read_holding(load_site(place))
+
+    (warning,) = read().data.warnings
+    assert "has labels in an array y, which are not read, since data.site_labels says none" in warning
+    assert (read().domain.labels == -1).all()
+    with pytest.raises(UserError, match="a deployed site has labels or none, and 'va' has few: write none"):
+        read(site_labels={"va": "few"})
+    with pytest.raises(UserError, match="there is no site 'west'"):
+        read(site_labels={"west": "none"})
+    with pytest.raises(UserError, match="list all classes of the federation"):
+        read(classes=None)
+    with pytest.raises(UserError, match="received: a folder outside that of memory"):
+        read(received="memory/here")
+
+
+def test_a_site_with_a_budget_of_privacy_sends_no_sums(tmp_path: Path) -> None:
+    place = site_file(tmp_path, "north", files(tmp_path / "data")["north"], send=SEND)
+    written = yaml.safe_load(place.read_text())
+    place.write_text(yaml.safe_dump({**written, "privacy": {"epsilon": 5.0, "measurement_noise": 5.0}}))
+    with pytest.raises(Refused, match="sends no confidences, which have no noise"):
+        SiteEstimates(load_site(place)).check_gives()
