@@ -25,13 +25,23 @@ class ClassRegistry(Generic[T]):
         what: what one entry is, for messages, such as ``"data set"``.
         base: the class that every entry derives from.
         places: name → ``package.module:Class``, in the order of the documentation.
+        elsewhere: what to write for an unknown name that is known as something else, or "".
         own: whether a name may also be ``file.py:Class`` or ``package.module:Class``, a user's own class.
     """
 
-    def __init__(self, what: str, base: type[Any], places: Mapping[str, str], *, own: bool = False) -> None:
+    def __init__(
+        self,
+        what: str,
+        base: type[Any],
+        places: Mapping[str, str],
+        *,
+        elsewhere: Callable[[str], str] = lambda name: "",
+        own: bool = False,
+    ) -> None:
         self.what = what
         self.base = base
         self.places = dict(places)
+        self.elsewhere = elsewhere
         self.own = own
 
     def __contains__(self, name: object) -> bool:
@@ -73,7 +83,7 @@ class ClassRegistry(Generic[T]):
         module_name, colon, attribute = place.rpartition(":")
         if not colon:
             hint = "; your own: file.py:Class" if self.own else ""
-            raise UserError(f"unknown {self.what} '{name}'; {nearest(name, self.places)}{hint}")
+            raise UserError(f"unknown {self.what} '{name}'; {self.elsewhere(name)}{nearest(name, self.places)}{hint}")
         if name in self.places:
             return cast(type[T], getattr(importlib.import_module(module_name), attribute))
         return self._own_class(name, module_name, attribute, folder)

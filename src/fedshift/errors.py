@@ -71,9 +71,36 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """
     names = sorted(known)
     close = [one for one in names if one.lower() == name.lower()]
-    close = close or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    close = close or [one for one in difflib.get_close_matches(name, names, n=3, cutoff=0.5) if _is_slip(name, one)]
     listing = "known: " + (", ".join(names) if names else "none")
     return f"did you mean '{close[0]}'? {listing}" if close else listing
+
+
+def _is_slip(name: str, known: str) -> bool:
+    """Whether a name may be a known one mistyped, shortened or lengthened: other names of as few letters are not."""
+    shorter, longer = sorted((name.lower(), known.lower()), key=len)
+    return edits(shorter, longer) <= max(1, len(longer) // 4) or (len(shorter) > 3 and shorter in longer)
+
+
+def edits(name: str, other: str) -> int:
+    """The fewest letters to insert, leave out, replace, or swap with the next, that turn one name into another.
+
+    Source: optimal string alignment (Damerau, CACM 1964).
+
+    Example:
+        >>> edits("fedagv", "fedavg"), edits("mldg", "dmg"), edits("kitten", "sitting")
+        (1, 3, 3)
+    """
+    before: list[int] = []
+    row = list(range(len(other) + 1))
+    for number, letter in enumerate(name, 1):
+        above, before, row = before, row, [number]
+        for place, one in enumerate(other, 1):
+            costs = [row[-1] + 1, before[place] + 1, before[place - 1] + (letter != one)]
+            if number > 1 and place > 1 and (letter, name[number - 2]) == (other[place - 2], one):
+                costs.append(above[place - 2] + 1)
+            row.append(min(costs))
+    return row[-1]
 
 
 _AS_IN_A_FILE = {

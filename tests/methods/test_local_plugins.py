@@ -274,7 +274,7 @@ def test_workers_give_the_same_bits(name: str, pool: WorkerPool) -> None:
         ({"name": "fedadg", "local": ["mixstyle"]}, "several networks"),
         ({"name": "fedavg", "local": ["mixstyle", "mixstyle"]}, "twice"),
         ({"name": "fedavg", "local": ["mixstile"]}, "did you mean 'mixstyle'"),
-        ({"name": "fedavg", "local": [{"name": "jigsaw", "alpha": 1}]}, "jigsaw has no option 'alpha'"),
+        ({"name": "fedavg", "local": [{"name": "jigsaw", "omega": 1}]}, "jigsaw has no option 'omega'"),
         ({"name": "fedavg", "local": [{"mixup": {"alpha": 1}}]}, "{name: mixup, alpha: 1}"),
         ({"name": "fedavg", "local": [{"alpha": 1}]}, "name: one of .*mixup"),
         ({"name": "fedavg", "local": 3}, "must be a list"),

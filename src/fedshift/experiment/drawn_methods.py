@@ -14,6 +14,7 @@ from fedshift.experiment.config.experiment import Experiment, check_training
 from fedshift.experiment.config.search_section import Search
 from fedshift.methods.base import Method
 from fedshift.methods.composition.training_changes import TrainingChanges
+from fedshift.methods.symbols import symbols_of
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ def _draws_of(search: Search, method: Method) -> list[Drawn]:
     for path, space in search.spaces.items():
         first, _, rest = path.partition(".")
         if first in ("training", label):
-            spaces[path if first == "training" else rest] = path, space
+            field = path if first == "training" else symbols_of(type(method)).get(rest, rest)
+            spaces[field] = path, space
     found = []
     for number in range(search.draws if spaces else 1):
         plain = not spaces or (number == 0 and search.defaults_first)

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from fedshift.errors import in_words, nearest
+from fedshift.methods.symbols import symbols_in_words, with_names
 
 
 def read_choice(value: Any, by: str, kinds: Mapping[str, type[BaseModel]], what: str) -> Any:
@@ -32,12 +33,14 @@ def read_choice(value: Any, by: str, kinds: Mapping[str, type[BaseModel]], what:
         raise ValueError(f"there is no {what} '{name}'; {nearest(name, kinds)}")
     kind = kinds[name]
     try:
-        return kind.model_validate(dict(options))
+        return kind.model_validate(with_names(kind, options))
     except ValidationError as error:
         faults = error.errors()
         fault, option = faults[0], str(faults[0]["loc"][0])
         if fault["type"] == "extra_forbidden":
-            raise ValueError(f"{name} has no option '{option}'; {nearest(option, kind.model_fields)}") from None
+            raise ValueError(
+                f"{name} has no option '{option}'; {nearest(option, kind.model_fields)}{symbols_in_words(kind)}"
+            ) from None
         reason = " or ".join(in_words(other) for other in faults if other["loc"][0] == option)
         if fault["type"] == "missing":
             reason = "is missing"

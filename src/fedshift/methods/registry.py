@@ -11,7 +11,23 @@ from fedshift.methods.base import Method
 from fedshift.methods.index import ENTRIES
 
 METHODS: Mapping[str, str] = {name: entry.place for name, entry in ENTRIES.items()}
-_CLASSES: ClassRegistry[Method] = ClassRegistry("method", Method, METHODS, own=True)
+
+
+def _as_option(name: str) -> str:
+    """How a method is written that is an option of others here, such as FedAdam, Mixup or a median; else ""."""
+    from fedshift.methods.composition.averaging import AVERAGES
+    from fedshift.methods.composition.local import PLUG_INS
+    from fedshift.methods.robust import RULES
+    from fedshift.methods.server import OPTIMIZERS
+
+    plain = name.lower().removeprefix("fed").strip("_-")
+    for option, kinds in {"server": OPTIMIZERS, "robust": RULES, "average": AVERAGES}.items():
+        if plain in kinds:
+            return f"write {{name: fedavg, {option}: {plain}}}; "
+    return f"write {{name: fedavg, local: [{plain}]}}; " if plain in PLUG_INS else ""
+
+
+_CLASSES: ClassRegistry[Method] = ClassRegistry("method", Method, METHODS, elsewhere=_as_option, own=True)
 
 
 def names() -> tuple[str, ...]:

@@ -119,6 +119,7 @@ def test_nothing_of_the_inner_method_is_forgotten() -> None:
     own |= {"composition", *Composed.model_fields}  # a wrapper has its own
     own |= {"traits", "plug_ins", "kept_at_sites", "reads", "own_training"}  # made of its own and of what is handed on
     own |= {"trains_in_parts", "in_parts"}  # refused
+    own |= {"own_training"}  # the other's is refused
     both = (Method, Composed)
     hooks = {name for kind in both for name in (*vars(kind), *kind.__annotations__) if not name.startswith("_")}
     hooks -= {name for name in hooks if name.startswith("model_")}

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from fedshift.errors import UserError, in_words, nearest
+from fedshift.methods.symbols import symbols_in_words
 
 
 def describe(error: ValidationError, prefix: str, model: type[BaseModel]) -> str:
@@ -30,7 +31,8 @@ def describe(error: ValidationError, prefix: str, model: type[BaseModel]) -> str
     if fault["type"] == "extra_forbidden":
         known = [name for name in inside.model_fields if name != "name"]
         name = str(fault["loc"][-1])
-        return f"{path}: there is no such field; {_deeper(name, inside)}{nearest(name, known)}{more}"
+        hint = f"{_deeper(name, inside)}{nearest(name, known)}{symbols_in_words(inside)}"
+        return f"{path}: there is no such field; {hint}{more}"
     if fault["type"] == "missing":
         return f"{path}: this field is missing{more}"
     message = in_words(fault)

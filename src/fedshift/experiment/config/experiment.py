@@ -31,6 +31,7 @@ from fedshift.federation.training import Training
 from fedshift.files import edited_yaml, names_alike
 from fedshift.methods import registry as method_registry
 from fedshift.methods.base import Method
+from fedshift.methods.symbols import with_names
 from fedshift.models import registry as model_registry
 from fedshift.models.networks.frozen import Frozen
 from fedshift.models.options import NetworkOptions
@@ -266,7 +267,7 @@ def _method(value: Any, path: str, folder: Path) -> Method:
     fields = named(value, path)
     try:
         found = method_registry.parse(fields, folder)
-        check_booleans(fields, f"{path} ({found.name})", type(found))
+        check_booleans(with_names(type(found), fields), f"{path} ({found.name})", type(found))
         return found
     except ValidationError as error:
         kind = method_registry.method_class(str(fields["name"]), folder)

@@ -29,6 +29,7 @@ from fedshift.methods.composition.training_changes import TrainingChanges
 from fedshift.methods.robust import RULES, RobustAggregation, unfit
 from fedshift.methods.server import ServerOptimizer
 from fedshift.methods.settings import PAPER, described, with_setting
+from fedshift.methods.symbols import with_names
 from fedshift.methods.traits import Traits
 
 _OF_TRAITS = frozenset(field.name for field in fields(Traits)) | {"scenario", "needs_target"}
@@ -98,7 +99,9 @@ class Composed(BaseModel, ABC):
     @model_validator(mode="before")
     @classmethod
     def _options_of_the_setting(cls, options: Any) -> Any:
-        return with_setting(cls.traits.settings, options) if isinstance(options, Mapping) else options
+        if not isinstance(options, Mapping):
+            return options
+        return with_setting(cls.traits.settings, with_names(cls, options))
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:

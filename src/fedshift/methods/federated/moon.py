@@ -11,6 +11,7 @@ model of the round before. In a site's first round both are the common model, an
 
 Where papers and code differ, and what was chosen
  1. The head has two layers, as wide as the features and 256; the classifier reads its output (paper and code).
+    ``projection: null`` leaves it out, as PFLlib does.
  2. μ = 1, τ = 0.5 (the paper tunes μ among 0.1, 1, 5, 10).
  3. The common and the last model answer in evaluation mode, as in the code (QinbinLi/MOON, main.py,
     `local_train_net_fedcon` and the main loop).
@@ -52,13 +53,19 @@ class Moon(FedAvg):
 
     contrastive_weight: NonNegativeFloat = Field(1.0, description="μ")
     temperature: PositiveFloat = Field(0.5, description="τ")
-    projection: PositiveInt = Field(256, description="width of the projection head's output")
+    projection: PositiveInt | None = Field(
+        256, description="width of the projection head's output; none: no head, z is the features (PFLlib)"
+    )
 
     def adapt_network(self, network: Network, sources: int) -> Network:
-        def head(width: int) -> nn.Sequential:
-            return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, self.projection))
+        size = self.projection
+        if size is None:
+            return network
 
-        return with_block(network, head, size=self.projection, classifier=nn.Linear)
+        def head(width: int) -> nn.Sequential:
+            return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, size))
+
+        return with_block(network, head, size=size, classifier=nn.Linear)
 
     def fit(self, site: Site, weights: Weights) -> Update:
         """Train, and remember the trained model for the next round."""
