@@ -138,6 +138,20 @@ def test_no_base_sample_of_a_common_test_set_trains(tmp_path: Path) -> None:
     assert common.samples == run.data["measured_samples"]["a"] == 30 - run.data["training_samples"]["a"]
 
 
+@pytest.mark.case("data.split", "a site all of whose rows are test")
+def test_a_site_of_test_rows_measures_and_does_not_train(tmp_path: Path) -> None:
+    alone = {**features(4, 40), "split": np.array(["test"] * 40)}
+    where = {**sites(tmp_path), **save(tmp_path, t=alone)}
+    for standardise in (False, True):
+        options = experiment(where, name=f"s{standardise}", protocol={**EVERY, "seeds": [0]})
+        options["data"] |= {"standardise": standardise}
+        run = fedshift.run(options, tmp_path / "runs").runs[0]
+        assert list(run.data["training_samples"]) == ["a", "b", "c"]
+        assert [(site.site, site.samples) for site in run.sites if site.part == "common"] == [("t", 40)]
+    with pytest.raises(UserError, match="'t' has no training samples"):
+        fedshift.check(experiment(where, name="out"))
+
+
 def test_sites_can_be_cut_and_left_out(tmp_path: Path) -> None:
     protocol = {**EVERY, "seeds": [0], "common_tests": ["t"], "drop": ["c"], "sites_each": 2}
     run = fedshift.run(experiment(four(tmp_path), protocol=protocol), tmp_path / "runs").runs[0]

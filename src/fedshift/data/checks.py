@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from fedshift.data.codings import quoted
 from fedshift.data.domain import DataSet, Domain, SparseRows
-from fedshift.data.splits import check_fixed_split
+from fedshift.data.splits import check_fixed_split, check_some_train
 from fedshift.errors import UserError
 from fedshift.files import names_alike
 
@@ -49,6 +49,7 @@ def checked(dataset: DataSet) -> DataSet:
         raise UserError(
             f"{where} has fewer than two classes ({', '.join(dataset.classes) or 'none'}): give it at least two"
         )
+    check_some_train(where, dataset.domains.values())
     first = next(iter(dataset.domains.values()))
     for name, domain in dataset.domains.items():
         _check_domain(f"{where}, site '{name}'", domain, len(dataset.classes))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -39,15 +39,16 @@ def fixed_split(cells: Sequence[str], place: Callable[[int], str]) -> tuple[Rows
 
 
 def check_fixed_split(where: str, domain: Domain) -> None:
-    """Raise UserError unless a fixed split has rows on both sides and no group on both."""
+    """Raise UserError unless a fixed split has test rows, and no group on both sides."""
     if not domain.fixed_split:
         return
     train, test = domain.train_rows, domain.test_rows
     if train is None or test is None:
         raise UserError(f"{where}: a fixed split needs both its training and its test rows")
-    for side, rows in ((TRAIN, train), (TEST, test)):
-        if len(rows) == 0:
-            raise UserError(f"{where}: data.split has no row of {side}: each site needs rows of {TRAIN} and of {TEST}")
+    if len(test) == 0:
+        raise UserError(
+            f"{where}: data.split has no row of {TEST}: each site needs some; one of {TEST} alone only tests"
+        )
     if domain.groups is not None:
         both = np.intersect1d(domain.groups[train], domain.groups[test])
         if len(both):
@@ -55,6 +56,12 @@ def check_fixed_split(where: str, domain: Domain) -> None:
                 f"{where}: {len(both)} groups, such as patients, have rows of {TRAIN} and of {TEST} in data.split: put "
                 "all rows of a group on one side"
             )
+
+
+def check_some_train(where: str, domains: Iterable[Domain]) -> None:
+    """Raise UserError where fixed splits leave no training row at any site."""
+    if all(one.fixed_split and one.train_rows is not None and len(one.train_rows) == 0 for one in domains):
+        raise UserError(f"{where}: data.split has no row of {TRAIN} at any site: give some sites rows of {TRAIN}")
 
 
 def split_kind(domain: Domain, wanted: Literal["auto", "random", "official"]) -> Literal["random", "official"]:
