@@ -209,19 +209,34 @@ def cut(domain: Domain, sites: int, by: Literal["chance", "labels"], skew: float
         raise UserError("protocol.cut_by: labels needs classes, and samples without groups; write chance")
     generator = np.random.default_rng([17, zlib.crc32(domain.name.encode())])
     if by == "labels":
-        parts = _by_labels(domain.labels, sites, skew, generator)
+        parts = by_site_shares(domain.labels, sites, skew * len(np.unique(domain.labels)), generator)
     else:
         dealt = np.array_split(generator.permutation(units), sites)
         parts = dealt if domain.groups is None else [np.flatnonzero(np.isin(domain.groups, some)) for some in dealt]
     return [part_of(domain, np.sort(rows), f"{domain.name}.{number}") for number, rows in enumerate(parts, 1)]
 
 
-def _by_labels(labels: npt.NDArray[Any], sites: int, skew: float, generator: np.random.Generator) -> list[Rows]:
+def by_site_shares(labels: npt.NDArray[Any], sites: int, alpha: float, generator: np.random.Generator) -> list[Rows]:
+    """Sites of equal size (± 1), each with shares of the classes ~ Dirichlet(α·p), p being the shares among all.
+
+    A site draws its samples' classes by its shares, and by the shares of those that are left where one runs out.
+
+    Source: Hsu, Qi, Brown (2019).
+
+    Args:
+        labels: class numbers (n,).
+        sites: their number.
+        alpha: α: the smaller, the more the sites differ.
+        generator: draws the shares and the order of the samples.
+
+    Returns:
+        The rows of each site.
+    """
     classes, counts = np.unique(labels, return_counts=True)
     left = [list(generator.permutation(np.flatnonzero(labels == label))) for label in classes]
     parts = []
     for places in np.array_split(np.arange(len(labels)), sites):
-        wanted = generator.dirichlet(skew * len(classes) * counts / len(labels))
+        wanted = generator.dirichlet(alpha * counts / len(labels))
         rows = []
         for _ in places:
             shares = np.where([len(some) > 0 for some in left], wanted + 1e-12, 0.0)

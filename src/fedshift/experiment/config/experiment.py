@@ -148,7 +148,7 @@ def _check_engine(experiment: Experiment) -> None:
     if isinstance(engine, FlareEngine) and engine.grace is not None and engine.quorum is None:
         raise UserError("engine.grace: it begins when those of engine.quorum have answered; set engine.quorum, too")
     if isinstance(engine, FlareEngine) and experiment.protocol.cuts_sources:
-        raise UserError("protocol.sites_each: a deployed site keeps its samples together; leave it out")
+        raise UserError("protocol.sites_each, pool: a deployed site keeps its samples together; leave both out")
     changed = next((method.display for method in experiment.methods if method.training is not None), None)
     if changed is not None and isinstance(engine, FlareEngine):
         raise UserError(

@@ -58,7 +58,8 @@ class AdaptToOne(OneTarget):
                     f"label in it: write protocol.targets: [{others}]"
                 )
         if self.wrong_labels and self.cuts_sources:
-            raise UserError("protocol.wrong_labels: names whole sources, which protocol.sites_each cuts; leave one out")
+            cuts = "sites_each" if self.pool is None else "pool"
+            raise UserError(f"protocol.wrong_labels: names whole sources, which protocol.{cuts} cuts; leave one out")
 
     def _check_target_rows(self, data: DataSet, target: str, rows: tuple[Rows, Rows]) -> None:
         unlabelled, measured = rows

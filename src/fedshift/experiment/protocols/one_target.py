@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, PositiveFloat, PositiveInt, SerializerFunctionWrapHandler, field_validator, model_serializer
 
 from fedshift.data.domain import DataSet, Domain, Rows
+from fedshift.data.pooled_cut import PooledCut, site_domains
 from fedshift.data.splits import cut, part_rows, split_kind
 from fedshift.errors import UserError, nearest
 from fedshift.experiment.protocols.base import (
@@ -52,6 +53,16 @@ class OneTarget(DeployedProtocol):
     label_skew: PositiveFloat = Field(
         0.5, description="cut_by: labels: the smaller, the more the sites' classes differ (Dirichlet)"
     )
+    pool: PooledCut | None = Field(
+        None, description="pool the sources' samples and deal them out to so many sites, in a simulation; none: not"
+    )
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        written = super()._as_before(plain)
+        if self.pool is None:  # the settings of earlier runs stay theirs
+            written.pop("pool", None)
+        return written
 
     @field_validator("targets", mode="before")
     @classmethod
@@ -88,7 +99,7 @@ class OneTarget(DeployedProtocol):
     @property
     def cuts_sources(self) -> bool:
         """Whether the samples of a source are given to several sites."""
-        return self.sites_each > 1
+        return self.sites_each > 1 or self.pool is not None
 
     @property
     def holds_out(self) -> bool:
@@ -127,9 +138,15 @@ class OneTarget(DeployedProtocol):
         return {"targets": targets, "seeds": seeds}
 
     def taking_part(self, data: DataSet) -> DataSet:
-        """The data without the domains in ``drop``, and with the sources cut as ``sites_each`` says."""
+        """The data without the domains in ``drop``, and with the sources cut as ``sites_each`` or ``pool`` says."""
         self._check_named(data)
+        if self.pool is not None and self.sites_each > 1:
+            raise UserError(
+                "protocol.pool: pools the sources, which protocol.sites_each cuts one by one; leave one out"
+            )
         kept = {name: domain for name, domain in data.domains.items() if name not in self.drop}
+        if self.pool is not None:
+            return replace(data, domains=site_domains(self.pool, kept, self._whole(kept)), columns={})
         if self.cuts_sources:
             return replace(data, domains=self._cut(kept), columns={})
         columns = {name: own for name, own in data.columns.items() if name in kept}
@@ -138,6 +155,16 @@ class OneTarget(DeployedProtocol):
     def _check_named(self, data: DataSet) -> None:
         """Raise UserError where a field beside ``targets`` names a domain that does not exist."""
         check_known("drop", self.drop, data)
+
+    def _whole(self, domains: Mapping[str, Domain]) -> tuple[str, ...]:
+        """The domains that are not pooled: the target, and what lacks labels.
+
+        Raises:
+            UserError: there is not exactly one target.
+        """
+        if len(self.named_targets) != 1:
+            raise UserError("protocol.pool: name one target, such as protocol.targets: [M0]; only sources are pooled")
+        return tuple(name for name, one in domains.items() if name in self.named_targets or one.unlabelled)
 
     def _cut(self, domains: Mapping[str, Domain]) -> dict[str, Domain]:
         """The domains, the sources cut into sites; the target stays whole.

@@ -105,6 +105,12 @@ class Participants(OneTarget):
         if both := next((name for name in self.common_tests if name in self.drop), None):
             raise UserError(f"protocol.common_tests: '{both}' is in protocol.drop, too: leave it out of one")
 
+    def _whole(self, domains: Mapping[str, Domain]) -> tuple[str, ...]:
+        """Common test sets, and what lacks labels or only tests."""
+        return tuple(
+            name for name, one in domains.items() if name in self.common_tests or one.unlabelled or _only_tests(one)
+        )
+
     def _cut(self, domains: Mapping[str, Domain]) -> dict[str, Domain]:
         """The domains, the sites cut; common test sets stay whole."""
         found: dict[str, Domain] = {}
