@@ -128,7 +128,8 @@ def test_what_a_killed_process_decoded_is_written_over(tmp_path: Path, cache: Pa
     assert dying.stdout.readline() == "half\n"
     dying.kill()
     dying.communicate()
-    assert [path.suffix for path in cache.iterdir()] == [".part"]
+    assert [path.suffix for path in cache.glob("[!.]*")] == [".part"]
+    assert len(list(cache.glob(".*.claim-*"))) == 1
     ImageFolder(root=root).build()
     assert {path.suffix for path in cache.iterdir()} == {".npy"}
 

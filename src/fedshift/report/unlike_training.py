@@ -25,8 +25,17 @@ def otherwise(result: RunResult, other: RunResult) -> dict[str, Any]:
     """
     own, others = _training(result), _training(other)
     return {
-        name: value for name, value in own.items() if name != _OF_THE_RUN and name in others and value != others[name]
+        name: value
+        for name, value in own.items()
+        if name != _OF_THE_RUN and name in others and _differ(value, others[name])
     }
+
+
+def _differ(value: object, other: object) -> bool:
+    """Whether two values differ, but for parts that a record of an earlier version has not."""
+    if isinstance(value, Mapping) and isinstance(other, Mapping):
+        return any(value[part] != other[part] for part in value if part in other)
+    return value != other
 
 
 def trained_note(results: Sequence[RunResult], methods: Sequence[str]) -> Iterator[str]:
