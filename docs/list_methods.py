@@ -55,12 +55,13 @@ def entry_of(kind: type[Method]) -> Entry:
     if traits.group is None:
         raise ValueError(f"{kind.__module__}: {kind.__name__}.traits has no group")
     sends = traits.sends or ("**all training samples**" if traits.pooled else "a model")
+    kept = f"; at its site stays {traits.keeps}" if traits.keeps else ""
     return Entry(
         place=f"{kind.__module__}:{kind.__name__}",
         group=traits.group,
         advice=traits.advice,
         scenario=traits.scenario,
-        sends=sends + (", also the target's" if traits.pooled and traits.needs_target else ""),
+        sends=sends + (", also the target's" if traits.pooled and traits.needs_target else "") + kept,
         shares=method.shares,
         citation=traits.citation,
         settings=tuple(traits.settings),

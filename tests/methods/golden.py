@@ -70,7 +70,7 @@ RATES: dict[str, tuple[float, float]] = {
     "dael": (0.025, 0.005), "m3sda": (0.02, 0.005), "cdan": (0.02, 0.005), "cmss": (0.015, 0.005),
     "srdc": (0.007, 0.005), "masf": (0.005, 0.003), "dger": (0.005, 0.003), "epi_fcr": (0.005, 0.003),
     "metareg": (0.0025, 0.003), "feature_critic": (0.005, 0.003),
-    "mmd": (0.01, 0.005), "fediir": (0.015, 0.02), "fedomg": (0.01, 0.02),
+    "mmd": (0.01, 0.005), "fediir": (0.015, 0.02), "fedomg": (0.01, 0.02), "fedbabu": (0.03, 0.2),
 }  # fmt: skip
 """Learning rates on images and on vectors with which a run learns something and is not done with it; else LR."""
 NORMED_ALONE = ("fedbn", "silobn")
@@ -117,16 +117,20 @@ def record(name: str) -> tuple[Record, dict[str, tuple[int, float]]]:
             method, found, network, rounds=ROUNDS, lr=rates[kind == "vectors"], momentum=0.9, budget=budget
         )
         assert isinstance(where, LocalFederation)
-        model = evaluated(method, state.weights, found, network)
         batches = [
-            (batch.inputs, batch.targets)
+            (batch.inputs, batch.targets, runner.site.name)
             for runner in where._runners.values()
             if runner.site.role == "source"
             for batch in runner.site.all_batches()
         ]
-        inputs, labels = (torch.cat(column) for column in zip(*batches, strict=True))
+        inputs, labels = (torch.cat([batch[part] for batch in batches]) for part in (0, 1))  # type: ignore[misc]
         with torch.no_grad():
-            logits = model(inputs).double()
+            if method.traits.no_new_site:  # only with what a site keeps does the model predict
+                own = {site: where.own_weights(site, state.weights) for _, _, site in batches}
+                models = {site: evaluated(method, weights, found, network) for site, weights in own.items()}
+                logits = torch.cat([models[site](some) for some, _, site in batches]).double()
+            else:
+                logits = evaluated(method, state.weights, found, network)(inputs).double()
         start = start_of(method, found, network)
         trained = [key for key, tensor in start.items() if key in state.weights and tensor.is_floating_point()]
         numbers[kind] = {

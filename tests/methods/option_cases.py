@@ -42,8 +42,13 @@ WHERE: dict[str, str] = {
 }  # fmt: skip
 """A method's usual set-up; `images` where it is not named."""
 
-_FEDERATED = {"local_epochs": of(2), "steps_per_round": of(2), "weighting": of("uniform")}
-_LOCAL = {"local_epochs": of(2), "steps_per_round": of(2)}
+_LOCAL = {
+    "local_epochs": of(2),
+    "steps_per_round": of(2),
+    "fine_tune": of({"epochs": 1}, {"steps": 3, "lr": 0.5}, where="finished"),
+}
+_FEDERATED = {**_LOCAL, "weighting": of("uniform")}
+_TRAINED = {name: tries for name, tries in _FEDERATED.items() if name != "fine_tune"}
 _CODES = {
     "steps_per_round": of(2),
     "local_epochs": of(2, steps_per_round=None),
@@ -103,6 +108,14 @@ FEDERATED_METHODS: dict[str, dict[str, tuple[Try, ...]]] = {
     "afl": {**_LOCAL, "weights_rate": of(0.0, 1.0), "rule": of("exponential")},
     "feddg_ga": {**_LOCAL, "step": of(0.0, 0.5), "centred": of(False), "shared_step": of(True), "late_step": of(True)},
     "gperxan": {**_FEDERATED, "guide_weight": of(0.0, 3.0), "unseen": of("target")},
+    "fedper": _FEDERATED,
+    "fedrep": {**_FEDERATED, "head_epochs": of(1, 3)},
+    "fedbabu": {**_FEDERATED, "fine_tune": of(None, {"steps": 2}, where="finished")},
+    "ditto": {
+        **_FEDERATED,
+        "proximal_weight": of(0.0, 3.0, where="finished"),
+        "personal_epochs": of(2, where="finished"),
+    },
     "fedomg": {**_LOCAL, "kappa": of(0.0, 0.9), "server_rate": of(0.5), "rescaled": of(True), "shares_twice": of(True)},
     "csac": {
         "acquisition_epochs": of(2, 3, acquisition_steps=None, acquisition_epochs=1),
@@ -166,13 +179,13 @@ FEDERATED_METHODS: dict[str, dict[str, tuple[Try, ...]]] = {
         "keep": of("last", where="held out", adversarial_epochs=3),
         "weighting": of("samples"),
     },
-    "ccst": {**_STYLES, **_FEDERATED, "weighting": of("samples"), "proximal_weight": of(3.0)},
+    "ccst": {**_STYLES, **_TRAINED, "weighting": of("samples"), "proximal_weight": of(3.0)},
     "styles": {
         **_STYLES,
         "method": of({"name": "fedprox", "proximal_weight": 3.0}, {"name": "fedavg", "local_epochs": 2}),
     },
     "copa": {
-        **_FEDERATED,
+        **_TRAINED,
         "local_epochs": of(1, 3),
         "hybrid_normalisation": of(False, where="normed images"),
         "adaptation": of(True, threshold=0.2),
@@ -196,7 +209,7 @@ FEDERATED_METHODS: dict[str, dict[str, tuple[Try, ...]]] = {
         "mixup": of(0.0, 2.0),
     },
     "recipe_unlabelled": {
-        **_FEDERATED,
+        **_TRAINED,
         "begin": of(0.0, 0.8),
         "information_weight": of(0.0, 0.3),
         "pseudo_label_weight": of(0.0, 1.0),
@@ -250,6 +263,7 @@ ELSEWHERE: dict[tuple[str, str], tuple[Any, ...]] = {
         "neighbours",
         "centroids",
     ),  # the tiny target's are those of centroids: its own test
+    ("recipe_unlabelled", "fine_tune"): (),  # refused: test_fine_tune
     ("recipe", "averaged"): (0.0,),  # no part of a round: test_recipe
     ("recipe", "templates"): (None,),  # the same
     ("recipe", "colour_augmentation"): ("none",),  # the tiny images have one channel: the same

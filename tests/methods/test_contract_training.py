@@ -37,10 +37,10 @@ from fedshift.models import registry as models
 
 
 def share_of_chance(method: Method, network: dict[str, object], state: State, where: LocalFederation) -> float:
-    """The loss on the sources' samples, as a part of what equal probabilities have."""
-    model = evaluated(method, state.weights, network=network)
+    """The loss on the sources' samples, each with what predicts there, as a part of what equal probabilities have."""
     total, samples = 0.0, 0
     for site in (runner.site for runner in where._runners.values() if runner.site.role == "source"):
+        model = evaluated(method, where.own_weights(site.name, state.weights), network=network)
         with torch.no_grad():
             for batch in site.all_batches():
                 scores = model(batch.inputs)

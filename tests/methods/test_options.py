@@ -21,7 +21,7 @@ from test_ccst import coloured
 from test_ccst_samples import vgg_files
 from test_fedadg import held_out
 from test_kd3a import rounds_of
-from tiny import CNN, MLP, NORMED, NORMED_CNN, domains, evaluated, images, play, run, start_of, step_on
+from tiny import CNN, MLP, NORMED, NORMED_CNN, domains, evaluated, images, normed_for, play, run, start_of, step_on
 
 from fedshift.data.builders.discs_and_cups import DiscsAndCups
 from fedshift.federation.local.in_process import LocalFederation
@@ -30,6 +30,7 @@ from fedshift.federation.training import Training
 from fedshift.methods import registry
 from fedshift.methods.base import Method, State
 from fedshift.methods.composition.options import Composed
+from fedshift.methods.rounds import finish_run
 from fedshift.models.networks.unet import UNet
 from fedshift.weights import Weights
 
@@ -73,6 +74,14 @@ def result_of(method: Method, state: State, found: Any, network: dict[str, objec
         return state.weights, dict(state.parts), model(inputs).tolist()
 
 
+def finished(method: Method) -> list[Result]:
+    """What predicts at each site at the end of a run of one round."""
+    network = normed_for(method)
+    state, where = run(method, domains(network), network, rounds=1)
+    finish_run(method, where, state.weights)
+    return [(where.own_weights(site, state.weights), {}, []) for site in where.sources]
+
+
 def masks(method: Method) -> list[Result]:
     """Two sites of segmented images."""
     data = DiscsAndCups(size=32, per_site=4).build()
@@ -107,6 +116,7 @@ SETUPS: dict[str, Callable[[Method], Iterable[Any]]] = {
     "normed": functools.partial(trained, network=NORMED, rounds=4, budget=80, lr=0.2),
     "normed with momentum": functools.partial(trained, network=NORMED, rounds=2, momentum=0.9),
     "normed images": functools.partial(trained, network=NORMED_CNN, rounds=1),
+    "finished": finished,
     "masks": masks,
     "held out": chosen_by_held_out,
     "kd3a": warm,

@@ -46,7 +46,7 @@ from fedshift.federation.secure.sums import threshold
 from fedshift.federation.setting_json import setting_recipe
 from fedshift.federation.site import Role
 from fedshift.federation.site_runner import Setting, SitePlan, about_sites
-from fedshift.methods.base import Method
+from fedshift.methods.base import PERSONAL, Method
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -148,6 +148,7 @@ def coordinate(folder: Path, transport: Transport, sites: Sequence[str]) -> None
         for warning in _check_sums(plan):
             log.warn(warning)
         _check_measured(plan)
+        check_deployed(plan.experiment.methods)
         check_budgets(plan, begun=begun)
         note_cards(folder, agreed)
         context = Context(resolve_device(experiment.device), torch.get_num_threads(), log)
@@ -227,6 +228,16 @@ def _check_measured(plan: DeployedPlan) -> None:
                 f"engine.routing: sealed hides parts of the trained model of {run.run.method.display} from the "
                 f"coordinator, which would have to measure it on its own '{run.run.target}': let a site be the target, "
                 "or leave it out"
+            )
+
+
+def check_deployed(methods: Sequence[Method]) -> None:
+    """Raise UserError where sites have models of their own, with which deployed ones are not measured so far."""
+    for method in methods:
+        if PERSONAL in method.traits.memory_names:
+            raise UserError(
+                f"methods: {method.display} makes a model of each site's own, and deployed sites measure the common "
+                "model only: leave it out (and fine_tune), or simulate it with fedshift run"
             )
 
 

@@ -15,6 +15,7 @@ from fedshift.experiment.fits import (
     fixed_weights,
     networks,
     new_site,
+    personal,
     plug_ins,
     precision,
     private,
@@ -51,6 +52,7 @@ OF_METHOD_ALONE: tuple[OfMethod, ...] = (
     secure_sums.fits,
     tasks.method_fits,
     target_labels.fits,
+    personal.fits,
 )
 OF_NETWORK: tuple[OfNetwork, ...] = (
     networks.method_fits,

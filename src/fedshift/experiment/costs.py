@@ -20,7 +20,7 @@ from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.site_runner import Setting, SitePlan
 from fedshift.functional.differential_privacy import NoisySteps, epsilon
 from fedshift.methods.base import Method, RunPlan, Traffic
-from fedshift.methods.rounds import play_round
+from fedshift.methods.rounds import finish_run, play_round
 from fedshift.methods.screening import screening_of
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -35,14 +35,15 @@ _FEW_SITES = (6, 9, 12, 15)
 
 @dataclass(frozen=True)
 class DryRun:
-    """Bytes until the first round, in the first round, and in every later one."""
+    """Bytes until the first round, in the first round, in every later one, and after the last."""
 
     start: Traffic
     first: Traffic
     later: Traffic
+    finish: Traffic
 
     def of(self, rounds: int) -> Traffic:
-        """Bytes of a run of so many rounds."""
+        """Bytes of so many rounds and of what comes before them."""
         if rounds == 0:
             return self.start
         further = Traffic(self.later.up * (rounds - 1), self.later.down * (rounds - 1))
@@ -88,6 +89,8 @@ def dry_run(
     for _ in range(2):
         state = play_round(method, federation, state)
         pages.append(_page(federation))
+    finish_run(method, federation, state.weights)
+    pages.append(_page(federation))
     return DryRun(*pages)
 
 
@@ -117,11 +120,11 @@ def _of_many(sites: Sequence[SitePlan], of: Callable[[Sequence[SitePlan]], DryRu
         if _parabola(values[:3], _FEW_SITES[3]) != values[3]:
             return None
         found.append(int(_parabola(values[:3], len(sites))))
-    return DryRun(*(Traffic(*found[place : place + 2]) for place in (0, 2, 4)))
+    return DryRun(*(Traffic(*found[place : place + 2]) for place in (0, 2, 4, 6)))
 
 
 def _numbers(dry: DryRun) -> tuple[int, ...]:
-    return tuple(number for one in (dry.start, dry.first, dry.later) for number in (one.up, one.down))
+    return tuple(number for one in (dry.start, dry.first, dry.later, dry.finish) for number in (one.up, one.down))
 
 
 def _parabola(values: Sequence[int], at: int) -> Fraction:
@@ -144,7 +147,7 @@ def traffic(planned: PlannedRun, network: Network, dry: DryRun) -> Traffic:
     )
     share = trained_of(planned) / max(1, sum(planned.budget.values()))
     plan = RunPlan(
-        dry=dry.of(planned.rounds),
+        dry=dry.of(planned.rounds) + dry.finish,
         dry_samples={site: min(SAMPLES, len(rows)) for site, rows in split.train.items()},
         network=network,
         input_shape=planned.plan.data.input_shape,

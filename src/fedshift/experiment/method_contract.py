@@ -201,23 +201,26 @@ def _learns(tried: _Tried) -> str:
     while len(shares) < _ROUNDS and (not shares or shares[-1] >= _LEARNED):
         state = play_round(tried.method, where, state)
         where.settle()
-        shares.append(_share_of_chance(tried, setting, state))
+        shares.append(_share_of_chance(tried, setting, where, state))
     if shares[-1] < _LEARNED:
         return ""
     return f"after {_ROUNDS} rounds its loss on the sites is {shares[-1]:.2f} of that of guessing, not below {_LEARNED}"
 
 
-def _share_of_chance(tried: _Tried, setting: Setting, state: State) -> float:
+def _share_of_chance(tried: _Tried, setting: Setting, where: LocalFederation, state: State) -> float:
+    """The loss on the sites' samples, each with what predicts there; the sites have equally many."""
     model = tried.method.evaluated_network(setting.build_network(), len(tried.sizes))
-    model.load_state_dict(dict(state.weights))
     domains = [_images(name, size) for name, size in tried.sizes.items()]
     if tried.method.traits.target == "labelled":
         domains = [_images("target", 14)]
-    inputs = torch.from_numpy(np.concatenate([domain.inputs for domain in domains])).float() / 255
-    labels = torch.from_numpy(np.concatenate([domain.labels for domain in domains]))
-    with torch.no_grad():
-        loss = torch.nn.functional.cross_entropy(model.eval()((inputs - 0.5) / 0.25), labels)
-    return loss.item() / math.log(_CLASSES)
+    losses: list[float] = []
+    for domain in domains:
+        model.load_state_dict(dict(where.own_weights(domain.name, state.weights)))
+        inputs, labels = torch.from_numpy(domain.inputs).float() / 255, torch.from_numpy(domain.labels)
+        with torch.no_grad():
+            loss = torch.nn.functional.cross_entropy(model.eval()((inputs - 0.5) / 0.25), labels)
+        losses.append(loss.item())
+    return sum(losses) / len(losses) / math.log(_CLASSES)
 
 
 _PROMISES: Mapping[str, Callable[[_Tried], str]] = {

@@ -22,6 +22,8 @@ from fedshift.models.network import Network
 from fedshift.weights import Weights
 
 OnRefusal = Literal["stop", "leave_out"]
+UNLIMITED = 2**31
+"""More mini-batches than any exchange has."""
 
 
 class OfRouting(Protocol):
@@ -134,6 +136,7 @@ class Federation(ABC):
         self.ledger = Ledger()
         self.progress = Progress(used=dict.fromkeys((*sources, *targets), 0))
         self.round = 0
+        self.finishing = False  # after the last round, when all sites are asked and no budget counts
         self.screening: Screening | None = None
         self._on_answer = on_answer or (lambda site, mini_batches: None)
         self._open: Replies[Any] | None = None
@@ -170,8 +173,8 @@ class Federation(ABC):
 
     @property
     def drawn(self) -> tuple[str, ...]:
-        """The sources that take part in this round; before the first round, all do."""
-        if self.per_round is None or self.round == 0:
+        """The sources that take part in this round; before the first round and after the last, all do."""
+        if self.per_round is None or self.round == 0 or self.finishing:
             return self.sources
         return sources_of_round(self.sources, self.per_round, self.seed, self.round)
 
@@ -273,7 +276,7 @@ class Federation(ABC):
         def requests() -> Iterator[Request]:
             for site in to:
                 self.ledger.record(number, call, site, "down", self.crossing(call, site, own[site]))
-                left = self.budget.get(site, 0) - self.progress.used[site]
+                left = UNLIMITED if self.finishing else self.budget.get(site, 0) - self.progress.used[site]
                 yield Request(site, Envelope(number, self.round, shares[site], left), own[site])
 
         missing: list[str] = []

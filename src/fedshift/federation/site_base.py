@@ -179,24 +179,29 @@ class SiteBase:
         """A generator for one purpose in this exchange. Draws for other purposes do not change it."""
         return generator(self.seed, self.name, self.envelope.exchange, purpose)
 
-    def optimizer(self, *modules: nn.Module, memory: str | None = None, keep: bool = False) -> torch.optim.Optimizer:
+    def optimizer(
+        self, *modules: nn.Module, memory: str | None = None, keep: bool = False, rate: float | None = None
+    ) -> torch.optim.Optimizer:
         """The experiment's optimiser over the modules' parameters. `minimise` makes one by itself.
 
         Args:
             modules: what it trains.
             memory: the entry of the site's memory that `remember_optimizer` keeps its momentum in.
             keep: whether the method keeps momentum where the experiment resets it each round.
+            rate: a learning rate that stays as it is; None: the experiment's, with its schedule.
         """
         parameters = [parameter for module in modules for parameter in module.parameters()]
         factors = rate_factors(modules) if self.training.layer_rates else None
         waiting = waiting_parameters(modules) if self.training.thaw_after else ()
-        optimizer = self.training.build_optimizer(parameters, self.learning_rate, factors, waiting)
+        first = self.learning_rate if rate is None else rate
+        optimizer = self.training.build_optimizer(parameters, first, factors, waiting)
         kept = keep or not self.training.reset_optimizer_each_round
         if memory is not None and kept and memory in self.memory:
             load_optimizer(optimizer, self.memory[memory])
             if self.training.thaw_after:
                 begin_momentum(optimizer)
-        self._scheduled.append((optimizer, self.learning_rate))
+        if rate is None:
+            self._scheduled.append((optimizer, first))
         return optimizer
 
     def remember_optimizer(self, optimizer: torch.optim.Optimizer, memory: str, keep: bool = False) -> None:

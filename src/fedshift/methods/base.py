@@ -103,6 +103,8 @@ class Samples:
     epochs: Mapping[str, int] = field(default_factory=dict)
 
 
+PERSONAL = "personal"
+"""The entry of a site's memory with those tensors of a model that predict at this site alone. They never leave it."""
 U = TypeVar("U", bound=Update)
 Trained = Callable[[int, int], int]
 """Mini-batches of an epoch, and rounds → the mini-batches of a run."""
@@ -202,11 +204,18 @@ class Method(Composed, ABC):
 
     def own_weights(self, weights: Weights, memory: Mapping[str, Content]) -> Weights:
         """What predicts at a site that trained, from the published model and what the site remembers; by default the
-        published model.
+        published model with what the site keeps under `PERSONAL` in place of its own tensors.
 
         It has the tensors of ``weights``. A site that has not trained yet remembers nothing.
         """
-        return weights
+        kept = memory.get(PERSONAL)
+        return weights.merge(kept) if isinstance(kept, Weights) else weights
+
+    def personalise(self, federation: Federation, weights: Weights) -> None:
+        """What sites do with the run's model after the last round, each for itself; by default nothing.
+
+        It comes beside the budget of mini-batches, and every site is asked, drawn for the last round or not.
+        """
 
     def personal(self, weights: Weights) -> Collection[str]:
         """Parameters of the common model that each site has of its own. A server's optimiser leaves them alone."""
@@ -217,7 +226,7 @@ class Method(Composed, ABC):
     @property
     def keeps_own_weights(self) -> bool:
         """Whether a site that trained predicts with a model of its own."""
-        return type(self).own_weights is not Method.own_weights
+        return PERSONAL in self.traits.memory_names or type(self).own_weights is not Method.own_weights
 
     @property
     def shares(self) -> tuple[str, ...]:

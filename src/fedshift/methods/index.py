@@ -15,7 +15,7 @@ from fedshift.data.domain import Task
 
 Reads = Literal["sums", "norms", "models"]
 """What a server reads of the models that sites send."""
-Group = Literal["unseen", "unlabelled", "both", "pooled", "rivals"]
+Group = Literal["unseen", "unlabelled", "both", "pooled", "rivals", "personal"]
 
 GROUPS: Mapping[Group, str] = {
     "unseen": "unseen site: the model is for a site that took no part",
@@ -23,6 +23,7 @@ GROUPS: Mapping[Group, str] = {
     "both": "both: sites with labels and sites without, both measured",
     "pooled": "pooled references: all samples in one place, not private",
     "rivals": "rivals: other federated methods, for comparison",
+    "personal": "personal: every site that takes part gets a model of its own, in part or whole",
 }
 """The lists of ``fedshift methods`` and their titles."""
 

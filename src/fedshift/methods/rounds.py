@@ -8,6 +8,7 @@ from fedshift.errors import FedshiftError
 from fedshift.federation.federation import Federation
 from fedshift.methods.base import Method, State
 from fedshift.methods.server import after_round
+from fedshift.weights import Weights
 
 
 def play_round(method: Method, federation: Federation, state: State) -> State:
@@ -26,3 +27,13 @@ def play_round(method: Method, federation: Federation, state: State) -> State:
         return new
     weights, moments = after_round(optimizer, state.weights, new.weights, state.server, method.personal(new.weights))
     return replace(new, weights=weights, server=moments)
+
+
+def finish_run(method: Method, federation: Federation, weights: Weights) -> None:
+    """What the method's sites do with the run's model ``weights`` after the last round."""
+    federation.finishing = True
+    try:
+        method.personalise(federation, weights)
+        federation.settle()
+    finally:
+        federation.finishing = False

@@ -33,6 +33,9 @@ class Traits:
         group: the list of ``fedshift methods`` that it stands in.
         advice: what it is for, and what was measured; every number stands in a table of ``benchmarks``.
         sends: what leaves a site, in words.
+        keeps: what stays at each site and predicts there, in words; the common model does the rest.
+        no_new_site: whether a site that took no part has nothing to predict with, since each keeps a part of the model
+            that no other knows.
         sites: which sites take part, where ``target`` does not say it.
         settings: named values of the options beside the paper's.
         small: options with which a test is short.
@@ -68,6 +71,8 @@ class Traits:
     group: Group | None = None
     advice: str = ""
     sends: str = ""
+    keeps: str = ""
+    no_new_site: bool = False
     sites: str = ""
     settings: Settings = field(default_factory=dict)
     small: Mapping[str, Any] = field(default_factory=dict)

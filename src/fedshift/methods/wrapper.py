@@ -129,6 +129,9 @@ class Wrapper(Method):
     def own_weights(self, weights: Weights, memory: Mapping[str, Content]) -> Weights:
         return self.inner.own_weights(weights, memory)
 
+    def personalise(self, federation: Federation, weights: Weights) -> None:
+        self.inner.personalise(federation, weights)
+
     def personal(self, weights: Weights) -> Collection[str]:
         return self.inner.personal(weights)
 

@@ -23,7 +23,7 @@ from fedshift.federation.federation import Federation
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.local.pool import PoolFederation
 from fedshift.methods.base import State
-from fedshift.methods.rounds import play_round
+from fedshift.methods.rounds import finish_run, play_round
 from fedshift.methods.screening import screening_of
 from fedshift.models.adapters import merged
 from fedshift.models.network import Network
@@ -157,6 +157,8 @@ class _RunLoop:
         state = replace(state, averaged=averaging.after(state.averaged, state.weights, state.round / max(1, rounds)))
         measured = state.round % self.planned.experiment.training.measure_every == 0
         model = self._handed_out(state, last=last)
+        if last:
+            finish_run(self.run.method, self.federation, model)
         results: dict[str, Any] = {"target_accuracy": {}}
         if last:
             self.final = self.evaluator.final(network, model)

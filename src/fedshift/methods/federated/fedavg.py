@@ -21,6 +21,7 @@ Should reproduce: Rotated MNIST average 92.65 ± 0.08, PACS ResNet-18 82.36 ± 0
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pydantic import Field, PositiveInt
@@ -28,13 +29,21 @@ from torch import Tensor
 
 from fedshift.data.domain import ALL_TASKS
 from fedshift.federation.federation import Federation
-from fedshift.federation.messages import Update
+from fedshift.federation.messages import Count, Reply, Update
 from fedshift.federation.site import Batch, LocalFit, Site
-from fedshift.methods.base import Method, State, calls_of, trained_mean
+from fedshift.methods.base import PERSONAL, Method, State, calls_of, trained_mean
+from fedshift.methods.composition.fine_tune import FineTune
 from fedshift.methods.robust import Averaged
 from fedshift.methods.traits import Traits
 from fedshift.models.network import Network
 from fedshift.weights import Weights
+
+
+@dataclass(frozen=True)
+class Finished(Reply):
+    """On how many mini-batches a site trained its own model after the last round. The model stays there."""
+
+    steps: Count
 
 
 class LocalTraining(Method):
@@ -49,6 +58,17 @@ class LocalTraining(Method):
 
     local_epochs: PositiveInt = Field(1, description="E: passes over a site's data per round")
     steps_per_round: PositiveInt | None = Field(None, description="mini-batches per round instead of whole epochs")
+    fine_tune: FineTune | None = Field(
+        None,
+        description="after the last round each site trains the final model on and predicts with what comes of it, such "
+        "as {epochs: 5} or {steps: 100, lr: 0.01}; it never leaves",
+    )
+
+    def adjust_traits(self, traits: Traits) -> Traits:
+        if self.fine_tune is None:
+            return traits
+        memory = dict.fromkeys((*traits.memory_names, PERSONAL))
+        return replace(traits, memory_names=tuple(memory), trains_privately=False)
 
     def mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
         return rounds * (self.steps_per_round or self.local_epochs * batches_per_epoch)
@@ -57,6 +77,29 @@ class LocalTraining(Method):
         """Train for E epochs from the common model."""
         update: Update = self._fit_at(site, weights).carry_out()
         return update
+
+    @property
+    def composition(self) -> tuple[str, ...]:
+        usual = type(self).model_fields["fine_tune"].default
+        return (*super().composition, *(("tuned",) if self.fine_tune not in (None, usual) else ()))
+
+    def personalise(self, federation: Federation, weights: Weights) -> None:
+        if self.fine_tune is not None:
+            federation.ask(self.tune, to=federation.sources, weights=weights)
+
+    def tune(self, site: Site, weights: Weights) -> Finished:
+        """Train what predicts at this site on with the task's loss, and keep it here."""
+        assert self.fine_tune is not None
+        model, rate = site.model(self.own_weights(weights, site.memory)), self.fine_tune.lr or site.training.lr
+        site.minimise(
+            lambda batch: site.objective.loss(model(batch.inputs), batch.targets),
+            model,
+            epochs=self.fine_tune.epochs or 1,
+            steps=self.fine_tune.steps,
+            optimizers=[site.optimizer(model, rate=rate)],
+        )
+        site.memory[PERSONAL] = site.weights_of(model)
+        return Finished(site.mini_batches)
 
     def _fit_at(self, site: Site, weights: Weights) -> LocalFit:
         model = site.model(weights)
@@ -73,10 +116,10 @@ class LocalTraining(Method):
 
     @property
     def trains_in_parts(self) -> bool:
-        """True if `fit` is the only call and its loss is the task's."""
+        """True if `fit` is the only call of a run and its loss is the task's."""
         kind = type(self)
         own = kind.fit is not LocalTraining.fit or kind.loss_at is not LocalTraining.loss_at
-        return not own and set(calls_of(kind)) == {"fit"}
+        return not own and self.fine_tune is None and set(calls_of(kind)) == {"fit", "tune"}
 
     def in_parts(self, call: str, site: Site, content: Mapping[str, Any]) -> LocalFit:
         return self._fit_at(site, **content)

@@ -75,7 +75,7 @@ class FedBN(FedAvg):
 
     def own_weights(self, weights: Weights, memory: Mapping[str, Content]) -> Weights:
         kept = memory.get("normalisation")
-        return weights if not isinstance(kept, Weights) else Weights({**weights, **kept})
+        return super().own_weights(weights.merge(kept) if isinstance(kept, Weights) else weights, memory)
 
     def evaluated_network(self, network: Network, sources: int) -> Network:
         return network if self.unseen == "mean" else with_batch_statistics(network)

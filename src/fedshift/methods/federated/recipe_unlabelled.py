@@ -43,11 +43,11 @@ import copy
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, Self, cast
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, NonNegativeFloat
+from pydantic import Field, NonNegativeFloat, model_validator
 from torch import Tensor, nn
 
 from fedshift.federation.federation import Federation
@@ -110,6 +110,12 @@ class RecipeUnlabelled(FedAvg):
         description="least τ at which the target's model answers: the share of the labelled sites' surest answers that "
         "it keeps; else theirs answers there, with its statistics; 0: always",
     )
+
+    @model_validator(mode="after")
+    def _not_tuned(self) -> Self:
+        if self.fine_tune is not None:
+            raise ValueError(f"fine_tune: {self.name} has a model for each side already; leave it out")
+        return self
 
     def target_mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
         return self.mini_batches(batches_per_epoch, rounds)

@@ -1,0 +1,140 @@
+"""What each site has of its own: it predicts there, it never leaves, and nothing else changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from every_method import method_of
+from tiny import MLP, domains, federation, plans, play, run, setting, start_of, step_on
+from torch import nn
+
+from fedshift.deploy.coordinator import check_deployed
+from fedshift.errors import UserError
+from fedshift.experiment.costs import dry_run
+from fedshift.federation.local.in_process import LocalFederation
+from fedshift.federation.messages import Reply, leaves, reply_content
+from fedshift.federation.site_runner import SiteRunner
+from fedshift.methods import registry
+from fedshift.methods.base import PERSONAL, Method
+from fedshift.methods.rounds import finish_run
+from fedshift.weights import Weights
+
+KEEPING = [name for name in registry.names() if PERSONAL in registry.method_class(name)().traits.memory_names]
+TUNED = {"fine_tune": {"steps": 3, "lr": 0.2}}
+
+
+def ended(method: Method, **options: Any) -> LocalFederation:
+    """A federation after two rounds and what comes after the last."""
+    state, where = run(method, domains(MLP), MLP, **options)
+    assert isinstance(where, LocalFederation)
+    finish_run(method, where, state.weights)
+    return where
+
+
+@pytest.mark.parametrize("name", [*KEEPING, "tuned"])
+def test_what_a_site_keeps_is_in_no_reply(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    replies: list[tuple[str, Reply]] = []
+    checked = SiteRunner._checked
+
+    def noted(self: SiteRunner, call: str, reply: object) -> Any:
+        assert isinstance(reply, Reply)
+        replies.append((call, reply))
+        return checked(self, call, reply)
+
+    monkeypatch.setattr(SiteRunner, "_checked", noted)
+    method = method_of("fedavg", **TUNED) if name == "tuned" else method_of(name)
+    where = ended(method)
+    kept = [runner.site.memory.weights(PERSONAL) for runner in where._runners.values()]
+    assert len(kept) == 3
+    for _, reply in replies:
+        for _, content in leaves(reply_content(reply)):
+            for sent in content.values() if isinstance(content, Weights) else ():
+                assert not any(torch.equal(sent, mine) for own in kept for mine in own.values() if mine.dim())
+    if registry.method_class(method.name).traits.sends == "a model without its classifier":
+        fits = [reply for call, reply in replies if call == "fit"]
+        assert not any(tensor.startswith("classifier") for fit in fits for tensor in fit.weights)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", KEEPING)
+def test_what_a_site_keeps_is_declared(name: str) -> None:
+    assert registry.method_class(name).traits.keeps
+
+
+def test_fine_tuning_is_plain_training_of_the_last_model_and_changes_no_common_model() -> None:
+    found = [domains(MLP)[1]]  # five samples, one batch
+    plain, _ = run(method_of("fedavg"), found, MLP, momentum=0.0)
+    tuned = method_of("fedavg", **TUNED)
+    state, where = run(tuned, found, MLP, momentum=0.0)
+    assert state.weights == plain.weights
+    finish_run(tuned, where, state.weights)
+    assert isinstance(where, LocalFederation)
+    site = where._runners["small"].site
+    model = site.model(state.weights)
+    batch = next(site.all_batches())
+    for _ in range(3):
+        model.zero_grad()
+        nn.functional.cross_entropy(model(batch.inputs), batch.targets).backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            for value in model.parameters():
+                assert value.grad is not None
+                value -= 0.2 * value.grad
+    for key, value in where.own_weights("small", state.weights).items():
+        torch.testing.assert_close(value, model.state_dict()[key], atol=1e-6, rtol=1e-5)
+
+
+def test_the_bytes_of_fine_tuning_are_foretold() -> None:
+    method = method_of("fedavg", **TUNED)
+    state, where = run(method, domains(MLP), MLP)
+    before = {way: sum(kinds.values()) for way, kinds in where.ledger.total.items()}
+    finish_run(method, where, state.weights)
+    whole = setting(method, domains(MLP), MLP)
+    dry = dry_run(method, plans(method, domains(MLP)), whole, whole.build_network(), rounds=2).finish
+    size = state.weights.nbytes
+    assert (dry.up, dry.down) == (3 * 8, 3 * size), "a number up, the model down, at three sites"
+    assert sum(where.ledger.total["up"].values()) - before["up"] == dry.up
+    assert sum(where.ledger.total["down"].values()) - before["down"] == dry.down
+
+
+def test_sites_that_were_not_drawn_last_tune_too() -> None:
+    method = method_of("fedavg", **TUNED)
+    where = federation(method, domains(MLP), MLP)
+    where.per_round = 1
+    state = step_on(method, where, method.start(where, start_of(method, domains(MLP), MLP)))
+    finish_run(method, where, state.weights)
+    assert isinstance(where, LocalFederation)
+    assert all(PERSONAL in runner.site.memory for runner in where._runners.values())
+    assert len(where.drawn) == 1
+
+
+def test_a_tuned_row_has_its_name_and_goes_with_no_private_training() -> None:
+    method = method_of("fedprox", fine_tune={"epochs": 2})
+    assert method.display == "fedprox+tuned"
+    assert not method.traits.trains_privately
+    assert method_of("fedbabu").display == "fedbabu"
+    with pytest.raises(ValueError, match="either epochs or steps"):
+        method_of("fedavg", fine_tune={"lr": 0.1})
+    with pytest.raises(ValueError, match="leave it out"):
+        registry.parse({"name": "recipe_unlabelled", "fine_tune": {"epochs": 1}})
+
+
+def test_deployed_sites_are_not_measured_with_models_of_their_own() -> None:
+    check_deployed([method_of("fedavg"), method_of("fedbn")])
+    for method in (method_of("ditto"), method_of("fedavg", **TUNED)):
+        with pytest.raises(UserError, match="deployed sites measure the common model only"):
+            check_deployed([method])
+
+
+def test_a_round_leaves_the_classifier_of_the_common_start() -> None:
+    method = method_of("fedper")
+    start = start_of(method, domains(MLP), MLP)
+    for state, _ in play(method, domains(MLP), MLP):
+        assert all(torch.equal(state.weights[name], start[name]) for name in method.personal(start))
+
+
+def test_a_network_needs_a_body() -> None:
+    method = method_of("fedper")
+    network = setting(method, domains(MLP), {"name": "linear"}).build_network()
+    with pytest.raises(UserError, match="choose a network with layers there"):
+        method.check(network)
