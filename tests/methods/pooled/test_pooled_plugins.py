@@ -49,6 +49,10 @@ GOES_WITH = {
     **dict.fromkeys(("masf", "dger", "epi_fcr", "feature_critic"), ("augment", "mixstyle", "dropout")),
     **dict.fromkeys(("coral", "mmd", "irm", "vrex", "groupdro"), ("augment", "mixstyle", "dropout")),
     **dict.fromkeys(("mldg", "fish", "dann", "cdann"), ("augment", "mixstyle", "dropout")),
+    **dict.fromkeys(
+        ("ib_erm", "causirl", "eqrm", "andmask", "selfreg", "domain_mixup"), ("augment", "mixstyle", "dropout")
+    ),
+    "fishr": ["augment", "mixstyle"],
     **dict.fromkeys(("mdan", "cmss", "cdan", "srdc"), ("mixstyle", "dropout")),
     **dict.fromkeys(("m3sda", "dael"), ("mixstyle",)),
     **dict.fromkeys(("metareg", "dsbn"), ()),
