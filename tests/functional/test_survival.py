@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedshift.data.registry import parse
 from fedshift.functional.survival import partial_likelihood
 
 
@@ -77,3 +78,18 @@ def test_its_gradient_is_that_of_differences() -> None:
     times, events = torch.tensor([2.0, 1.0, 2.0, 3.0, 2.0]), torch.tensor([1, 0, 1, 1, 0])
     risks = torch.tensor([0.3, -1.2, 40.0, 0.1, 39.0], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda r: partial_likelihood(r, times.double(), events), (risks,))
+
+
+def test_the_mean_over_samples_is_flambys() -> None:
+    """Of log 2 + log 1 over four samples: FLamby divides by all of the mini-batch (arXiv 2210.04620)."""
+    times, events = torch.tensor([1.0, 2.0, 0.5, 0.5]), torch.tensor([1.0, 1.0, 0.0, 0.0])
+    assert float(partial_likelihood(torch.zeros(4), times, events, "samples")) == pytest.approx(math.log(2) / 4)
+    assert float(partial_likelihood(torch.zeros(4), times, events)) == pytest.approx(math.log(2) / 2)
+
+
+def test_the_data_say_of_what_it_is_the_mean() -> None:
+    fields = {"name": "arrays", "sites": {"a": "a.npz", "b": "b.npz"}, "mean_over": "samples"}
+    data = parse(fields | {"task": "time_to_event"})
+    assert data.objective([]) == {"task": "time_to_event", "mean_over": "samples"}
+    with pytest.raises(ValueError, match="task: time_to_event"):
+        parse(fields)

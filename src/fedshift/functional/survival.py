@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
+MeanOver = Literal["events", "samples"]
 
-def partial_likelihood(risks: Tensor, times: Tensor, events: Tensor) -> Tensor:
-    """The negative logarithm of Cox's partial likelihood, mean over the events; 0 where there is none.
+
+def partial_likelihood(risks: Tensor, times: Tensor, events: Tensor, mean_over: MeanOver = "events") -> Tensor:
+    """The negative logarithm of Cox's partial likelihood, mean over the events or samples; 0 without an event.
 
     Of events at the same time t, Efron's approximation is used: with the d events D at t and the samples R that were
     observed until t or longer,
@@ -20,6 +24,7 @@ def partial_likelihood(risks: Tensor, times: Tensor, events: Tensor) -> Tensor:
         risks: logarithms of relative hazards, (n,).
         times: until the event, or until the sample was seen last, (n,).
         events: 1 where the event happened at that time, 0 where it was not seen, (n,).
+        mean_over: what the sum is divided by the number of.
 
     Example:
         >>> partial_likelihood(torch.zeros(2), torch.tensor([1.0, 2.0]), torch.ones(2))  # (log 2 + log 1) / 2
@@ -39,4 +44,4 @@ def partial_likelihood(risks: Tensor, times: Tensor, events: Tensor) -> Tensor:
     weights = (times[None, :] >= at[:, None]).to(risks.dtype)
     weights = weights - share[:, None] * ((times[None, :] == at[:, None]) & happened[None, :])
     terms = risks[happened] - (risks[None, :] + weights.log()).logsumexp(1)
-    return -terms.sum() / count
+    return -terms.sum() / (count if mean_over == "events" else len(risks))

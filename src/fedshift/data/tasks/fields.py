@@ -15,6 +15,7 @@ from pydantic import Field, PositiveFloat, model_validator
 from fedshift.data.domain import Preprocessing
 from fedshift.data.site_labels import SiteLabels
 from fedshift.errors import UserError
+from fedshift.functional.survival import MeanOver
 from fedshift.text import type_in_words
 
 Declared = Literal["classification", "regression", "time_to_event", "multi_label"]
@@ -38,6 +39,9 @@ class TaskFields(SiteLabels):
     huber_delta: PositiveFloat = Field(
         1.0, description="loss huber: from this error on, in standard deviations of the label, the loss is linear"
     )
+    mean_over: MeanOver = Field(
+        "events", description="task time_to_event: a mini-batch's loss is the mean over its events, or over its samples"
+    )
     label_statistics_from: tuple[str, ...] | None = Field(
         None, description="task regression: the sites whose sums scale the label; unset: those of statistics_from"
     )
@@ -48,6 +52,8 @@ class TaskFields(SiteLabels):
             for name in _OF_REGRESSION:
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise ValueError(f"{name} is for a quantity: write task: regression beside it, or leave it out")
+        if self.mean_over != "events" and self.task != "time_to_event":
+            raise ValueError("mean_over is for times: write task: time_to_event beside it, or leave it out")
         if self.huber_delta != 1.0 and self.loss != "huber":
             raise ValueError("huber_delta needs loss: huber")
         return self
@@ -74,7 +80,7 @@ class TaskFields(SiteLabels):
         if self.task == "classification":
             return None
         if not self.scales_labels:
-            return {"task": self.task}
+            return {"task": self.task} | ({} if self.mean_over == "events" else {"mean_over": self.mean_over})
         said: dict[str, object] = {"task": self.task, "loss": self.loss, "huber_delta": self.huber_delta}
         unscaled = {**said, "mean": 0.0, "std": 1.0}
         return scaled(unscaled, sums) if sums else unscaled
@@ -88,7 +94,7 @@ class TaskFields(SiteLabels):
             UserError: they ask for another task or loss.
         """
         own, asked = self.objective([]) or {}, preprocessing.objective or {}
-        if any(own.get(name) != asked.get(name) for name in ("task", "loss", "huber_delta")):
+        if any(own.get(name) != asked.get(name) for name in ("task", "loss", "huber_delta", "mean_over")):
             raise UserError("the federation learns another task or loss than the data section of this site says")
 
 

@@ -20,7 +20,7 @@ from torch.nn import functional
 from fedshift.data.domain import Preprocessing, Task
 from fedshift.errors import UserError
 from fedshift.functional.losses import smoothed_cross_entropy, task_loss
-from fedshift.functional.survival import partial_likelihood
+from fedshift.functional.survival import MeanOver, partial_likelihood
 
 
 class Objective(BaseModel, ABC):
@@ -152,13 +152,17 @@ class TimeToEvent(Objective):
     """Who has an event sooner, by Cox's partial likelihood. Networks say the logarithm of a relative hazard.
 
     A sample is compared with those of its own mini-batch that were observed as long.
+
+    Attributes:
+        mean_over: of what the loss of a mini-batch is the mean.
     """
 
     task: Literal["time_to_event"] = "time_to_event"
+    mean_over: MeanOver = "events"
     by_sample: ClassVar[bool] = False
 
     def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        return partial_likelihood(outputs[:, 0], labels[:, 0], labels[:, 1])
+        return partial_likelihood(outputs[:, 0], labels[:, 0], labels[:, 1], self.mean_over)
 
     def described(self, names: Sequence[str]) -> str:
         return f"the logarithm of the relative hazard, larger for an earlier event, by {names[0]}"
