@@ -11,6 +11,7 @@ import yaml
 
 import chart
 import claims
+import peers
 import summarise
 from fedshift.evaluation.stored import SETTINGS, is_finished, run_folders, stored
 from fedshift.experiment.config.experiment import override_field, parse
@@ -114,3 +115,11 @@ def test_committed_results_are_whole_and_still_understood() -> None:
         settings = plain_yaml(file.data)
         assert set(settings) <= set(comparable(settings)) | {"engine", "device", "versions"}
         assert comparable(comparable(settings)) == comparable(settings)
+
+
+@pytest.mark.parametrize(("name", "steps"), [("angles", 60), ("angles", 300), ("clients", peers.STEPS_OF_A_CLIENT)])
+def test_the_page_has_what_was_measured_beside_the_peers(name: str, steps: int) -> None:
+    page = (peers.HERE / "peers.md").read_text(encoding="utf-8")
+    rows = peers.table(name, steps)
+    assert len(rows) > 10
+    assert all(row in page for row in rows)
