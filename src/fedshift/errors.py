@@ -71,6 +71,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """
     names = sorted(known)
     close = [one for one in names if one.lower() == name.lower()]
+    close = close or difflib.get_close_matches(name, names, n=1, cutoff=0.8)
     close = close or [one for one in difflib.get_close_matches(name, names, n=3, cutoff=0.5) if _is_slip(name, one)]
     listing = "known: " + (", ".join(names) if names else "none")
     return f"did you mean '{close[0]}'? {listing}" if close else listing

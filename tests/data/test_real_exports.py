@@ -523,8 +523,8 @@ def test_frames_are_written_in_their_own_way(tmp_path: Path) -> None:
     ("options", "message"),
     [
         pytest.param(
-            {"per_site": {"sud": {"decimal": ","}}},
-            "no site 'sud'; did you mean 'south'",
+            {"per_site": {"suoth": {"decimal": ","}}},
+            "no site 'suoth'; did you mean 'south'",
             marks=pytest.mark.case("exports per site", "an unknown site"),
         ),
         pytest.param(

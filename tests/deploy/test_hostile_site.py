@@ -111,6 +111,11 @@ def test_a_target_cannot_send_a_part_of_a_model(tmp_path: Path) -> None:
             )
 
 
+DEPLOYED = [
+    name
+    for name in registry.names()
+    if not registry.method_class(name).traits.pooled and not registry.method_class(name).traits.keeps
+]
 SMALL: dict[str, dict[str, Any]] = {
     "csac": METHODS["csac"],
     "fada": {"steps_per_round": 2},
@@ -121,7 +126,7 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in registry.names() if not registry.method_class(name).traits.pooled])
+@pytest.mark.parametrize("name", DEPLOYED)
 def test_no_honest_reply_is_refused(name: str, tmp_path: Path) -> None:
     method = registry.parse({"name": name, **SMALL.get(name, {})})
     write_images(tmp_path)

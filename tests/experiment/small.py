@@ -173,6 +173,7 @@ def run_command(words: tuple[str, ...], said: str, pause: float, environment: di
     os.setsid()
     # Tests that were started in the background of a shell ignore Ctrl-C, and so would what they start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     with open(said, "wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

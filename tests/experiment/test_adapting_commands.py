@@ -149,7 +149,7 @@ def test_a_mistake_is_one_line(cli: Cli, tmp_path: Path, changes: dict[str, Any]
         ({"name": "kd3a", "focus": "h_divergence"}, "linear", ["kd3a.focus", "h_divergence", "BatchNorm"]),
         ({"name": "kd3a", "batch_norm": "loss"}, "linear", ["kd3a.batch_norm", "loss", "BatchNorm"]),
         ({"name": "kd3a", "gate_start": 1}, NETWORK, ["methods[0] (kd3a).gate_start", "less than 1"]),
-        ({"name": "kd3a", "gates": 1}, NETWORK, ["methods[0] (kd3a).gates", "'gate_"]),
+        ({"name": "kd3a", "gate_strat": 1}, NETWORK, ["methods[0] (kd3a).gate_strat", "'gate_start'"]),
     ],
 )
 def test_a_method_that_does_not_fit(

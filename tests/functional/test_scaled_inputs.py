@@ -30,7 +30,9 @@ from fedshift.functional import (
     control_variates,
     distillation,
     experts,
+    feature_alignment,
     information,
+    invariance,
     knowledge_vote,
     losses,
     masking,
@@ -89,6 +91,7 @@ CASES = [
     case(losses.task_loss, (2, 2, 9, 9), call=lambda x: losses.task_loss(x, like(MASKS, x))),
     case(losses.smoothed_cross_entropy, NC, call=lambda x: losses.smoothed_cross_entropy(x, LABELS, 0.1)),
     case(losses.smoothed_cross_entropy, NC, call=lambda x: losses.smoothed_cross_entropy(x, LABELS, 0.1, "others")),
+    case(losses.calibrated_scores, NC, call=lambda x: losses.calibrated_scores(x, torch.tensor([1, 16, 81]), 1.0)),
     case(
         survival.partial_likelihood, V, call=lambda x: survival.partial_likelihood(x, like(TIMES, x), like(EVENTS, x))
     ),
@@ -176,7 +179,23 @@ CASES = [
     case(segmentation.contrastive_loss, ND, call=lambda x: segmentation.contrastive_loss(x, LABELS)),
     case(segmentation.boundary_loss, (2, 3, 9, 9), call=lambda x: segmentation.boundary_loss(x, like(MASKS, x))),
     case(segmentation.region_means, (2, 3, 9, 9), call=lambda x: segmentation.region_means(x, like(MASKS, x))[0]),
+    # Domains that should be alike
+    case(feature_alignment.coral_distance, ND, ND),
+    case(
+        feature_alignment.coral_distance,
+        ND,
+        ND,
+        call=lambda x, y: feature_alignment.coral_distance(x, y, "mean_and_covariance"),
+    ),
+    case(
+        feature_alignment.gaussian_discrepancy,
+        ND,
+        ND,
+        call=lambda x, y: feature_alignment.gaussian_discrepancy([x, y], [0.1, 1.0]),
+    ),
+    case(invariance.irm_penalty, NC, NC, call=lambda x, y: invariance.irm_penalty([x, y], [LABELS, LABELS])),
     # Answers of several networks
+    case(distillation.other_scores, NC, call=lambda x: distillation.other_scores(x, LABELS)),
     case(distillation.softened_divergence, NC, NC, call=lambda x, y: distillation.softened_divergence(x, y, 2.0)),
     case(
         knowledge_vote.distillation_loss,
@@ -253,6 +272,7 @@ BY_WAY_OF_ONE = {
         representation.gaussian_divergence,
         representation.mean_prediction,
         masking.soft_interaction,
+        feature_alignment.gaussian_discrepancy,
     ),
 }
 """They compute with probabilities, or take differences of numbers near 1, whose rounding of about 1e-7 stays."""
@@ -271,6 +291,7 @@ OTHERS = {
     "differential_privacy": {"clipped_sum", "gaussian"},
     "experts": {"confident_pseudo_labels"},
     "exposure": {"largest_shares"},
+    "feature_alignment": {"mean_over_pairs"},
     "fixed_point": {"to_fixed", "from_fixed"},
     "geometry": {"affine_matrices", "resampled", "cut_out"},
     "gradient_matching": {"products_about", "matching_weights", "matching_shares"},
@@ -283,7 +304,7 @@ OTHERS = {
         *("mean_squared_errors", "best_match", "ssim", "correlation"),
     },
     "losses": {"inverse_frequencies"},
-    "masking": {"draws_like"},
+    "masking": {"draws_like", "challenged_features"},
     "membership": {"scaled_confidence", "likelihood_ratios"},
     "meta_learning": {"with_gradient", "answer_at"},
     "metric_learning": {"semi_hard", "drawn_with_repetition"},

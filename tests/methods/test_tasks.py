@@ -22,6 +22,7 @@ from fedshift.methods.base import Method, State
 from fedshift.methods.composition.local import PLUG_INS
 from fedshift.methods.heads import Experts
 from fedshift.methods.index import ENTRIES
+from fedshift.methods.rounds import finish_run
 from fedshift.models import registry as models
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -114,18 +115,26 @@ class Run:
     def go_on(self) -> None:
         self.state = step_on(self.method, self.where, self.state)
 
-    def model(self) -> Network:
+    def model(self, site: str) -> Network:
+        """What predicts at a site: the common model, or the site's own."""
         built = self.method.evaluated_network(self.setting.build_network(), len(self.found))
-        built.load_state_dict(dict(self.state.weights))
+        own = self.method.traits.keeps and not self.method.traits.pooled
+        weights = self.where.own_weights(site, self.state.weights) if own else self.state.weights
+        built.load_state_dict(dict(weights))
         return built.eval()
 
     def outputs(self) -> tuple[torch.Tensor, torch.Tensor]:
         """What the model says of all sources' samples, and their labels."""
-        inputs = torch.from_numpy(np.concatenate([one.inputs for one in self.found]))
-        if self.images:
-            inputs = (inputs.float() / 255 - 0.5) / 0.25
-        with torch.no_grad():
-            return self.model()(inputs), torch.from_numpy(np.concatenate([one.labels for one in self.found]))
+        if self.method.traits.keeps:
+            finish_run(self.method, self.where, self.state.weights)
+        said = []
+        for one in self.found:
+            inputs = torch.from_numpy(np.asarray(one.inputs))
+            if self.images:
+                inputs = (inputs.float() / 255 - 0.5) / 0.25
+            with torch.no_grad():
+                said.append(self.model(one.name)(inputs))
+        return torch.cat(said), torch.from_numpy(np.concatenate([one.labels for one in self.found]))
 
     def better_than_a_constant(self) -> float:
         """By which part the loss is less than that of the best constant; of concordance, how far above chance."""

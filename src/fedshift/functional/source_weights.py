@@ -189,6 +189,7 @@ def ascended_weights(weights: Tensor, losses: Tensor, rate: float, *, exponentia
         moved: list[float] = (weights.double().log() + rate * losses.double()).softmax(0).tolist()
         return moved
     raised = weights.double() + rate * losses.double()
+    raised = raised - raised.max()  # which moves the projection nowhere; a large number would leave no digit for 1
     ordered = raised.sort(descending=True).values
     excess = (ordered.cumsum(0) - 1) / torch.arange(1, len(ordered) + 1)
     projected: list[float] = (raised - excess[ordered > excess][-1]).clamp_min(0).tolist()

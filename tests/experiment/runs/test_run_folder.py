@@ -59,7 +59,7 @@ def test_what_a_run_leaves(cli: Cli, tmp_path: Path) -> None:
     assert written["method"] == {"name": "fedavg", "label": None, "setting": "paper", "average_rounds": 1,
                                  "average": None, "server": None, "robust": None, "local": [],
                                  "exchanges_per_epoch": 1, "batch_norm_at_new_site": None,
-                                 "classifier_at_new_site": None,
+                                 "classifier_at_new_site": None, "fine_tune": None,
                                  "local_epochs": 1, "steps_per_round": None, "weighting": "samples"}  # fmt: skip
     assert (written["target"], written["seed"]) == ("a", 0)
     rounds = [RoundRecord.model_validate_json(line) for line in (part / "rounds.jsonl").read_text().splitlines()]

@@ -233,7 +233,7 @@ def estimate_from_sums(
         scores, unlike, unusual: as there.
 
     Example:
-        >>> estimate_from_sums({}, [[0.9, 0.1]] * 20).reasons
+        >>> estimate_from_sums({}, [[0.9, 0.1], [0.3, 0.7]] * 10).reasons
         ('too few sites: an estimate needs 2 that were left out, and there is 0',)
     """
     supports = {name: site.sums.confusion.sum(axis=1) for name, site in known.items()}

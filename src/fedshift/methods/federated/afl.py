@@ -75,7 +75,7 @@ class AgnosticFederated(LocalTraining):
         # Sites that are missing keep their weights; the others share what they have together.
         whole = sum(known[site] for site in updates.sites)
         shares = torch.tensor([known[site] / whole if whole else 1 / len(updates.sites) for site in updates.sites])
-        losses = torch.tensor([met[site] for site in updates.sites])
+        losses = torch.tensor([met[site] for site in updates.sites], dtype=torch.float64)
         moved = ascended_weights(shares, losses, self.weights_rate, exponential=self.rule == "exponential")
         by = dict(zip(updates.sites, moved, strict=True))
         weights, used, trained = trained_mean(updates, by=by)

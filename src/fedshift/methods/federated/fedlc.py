@@ -45,6 +45,7 @@ class FedLC(FedAvg):
         group="rivals",
         advice="For sites whose classes differ: a site does not unlearn classes that it lacks.",
         tasks=("classification",),
+        needs_classes="its scores are calibrated by the numbers of classes",
     )
 
     calibration: NonNegativeFloat = Field(1.0, description="τ: how much scores of rare classes are lowered")

@@ -44,6 +44,7 @@ class FedNTD(FedAvg):
         group="rivals",
         advice="For sites whose classes differ: what the common model knows of the other classes is kept.",
         tasks=("classification",),
+        needs_classes="it distils what the common model says of the other classes",
         relative_cost=1.4,
     )
 

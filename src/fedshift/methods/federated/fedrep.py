@@ -26,6 +26,7 @@ from torch import nn
 
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Site
+from fedshift.methods.base import PERSONAL
 from fedshift.methods.federated.fedper import FedPer
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -42,6 +43,7 @@ class FedRep(FedPer):
         sends="a model without its classifier",
         keeps="its classifier",
         no_new_site=True,
+        memory_names=(PERSONAL,),
         small={"head_epochs": 2},
     )
 
