@@ -50,7 +50,7 @@ class FedDC(Scaffold):
         name="feddc",
         citation="Gao et al., CVPR 2022",
         group="rivals",
-        advice="For many rounds at sites that differ, at twice the traffic; where steps are few, SCAFFOLD is safer.",
+        advice="For many rounds at sites that differ, at twice the traffic.",
         sends="a model, and a control variate as large",
         memory_names=("optimizer", "control", "drift"),
     )

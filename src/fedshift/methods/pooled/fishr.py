@@ -7,16 +7,16 @@ Setting: domain generalization, *not private*: the data of all sources lie in on
 Wire: every training sample once (the ledger counts them as raw data); no exchange is needed after that.
 
 g_i is the gradient of a sample's loss by the classifier's weights, v_e its variance in domain e, one number a weight:
-    v_e = mean over the domain of (g_i − mean g)²                                                       (1)
-    v̄_e ← γ v̄_e + (1 − γ) v_e                                            moving average, appendix
-    L(θ) = 1/K Σ_e L_e(θ) + λ 1/K Σ_e ‖v̄_e − mean of v̄‖²                                              (2, 3)
+    v_e = mean over the domain of (g_i − mean g)²
+    v̄_e ← γ v̄_e + (1 − γ) v_e                                            moving average
+    L(θ) = 1/K Σ_e L_e(θ) + λ 1/K Σ_e ‖v̄_e − mean of v̄‖²
 
 The classifier is linear, so g_i = (softmax(h(z_i)) − y_i) z_iᵀ and needs no pass of its own.
 
 Where papers and code differ, and what was chosen
  1. ‖·‖² is the mean over the weights, and v̄_e is divided by 1 − γ, so that the newest variance has the weight 1; both
-    as in DomainBed (facebookresearch/DomainBed, domainbed/algorithms.py, Fishr; lib/misc.py, MovingAverage), which is
-    the authors' code. v̄_e is 0 at first.
+    as in DomainBed (facebookresearch/DomainBed, domainbed/algorithms.py, Fishr; lib/misc.py, MovingAverage). The
+    authors' own repository was not run. v̄_e is 0 at first.
  2. λ = 1000 and γ = 0.95, as there. ``setting: domainbed`` has no penalty before step 1,500, at which Adam begins
     anew. **Before that step it is plain training**: a run must be much longer. Here the penalty is there at once.
  3. DomainBed weighs samples alike, here domains; the same where batches are equally long.
