@@ -51,7 +51,9 @@ def test_under_noise_it_finds_less_than_is_claimed(tmp_path: Path) -> None:
     pytest.importorskip("opacus")
     private = {"noise_multiplier": 8.0, "delta": 0.01}
     path = write(tmp_path / "e.yaml", options(tmp_path, privacy=private, rounds=5))
-    membership_file(path, [], tmp_path / "out", runs=tmp_path, site="b", trainings=2)
+    membership_file(
+        path, [], tmp_path / "out", runs=tmp_path, site="b", trainings=6
+    )  # of two, chance alone may claim more
     found = json.loads((tmp_path / "out" / "membership.json").read_text())
     assert found["claimed"][0] > 0
     assert all(one["epsilon"] <= found["claimed"][0] for one in found["attacks"])
