@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from fedshift import claims
-from fedshift.claims import Claim, ClaimLost, Place, claimed, network_file_system, silence
+from fedshift.claims import Claim, ClaimLost, Machine, claimed, network_file_system, silence
 from fedshift.errors import UserError
 
-ELSEWHERE = Place("server-2", "boot", "space")
+ELSEWHERE = Machine("server-2", "boot", "space")
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def far(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, briefly: None) -> Itera
     """A claim of a process on another machine."""
     claim = Claim(tmp_path)
     with monkeypatch.context() as there:
-        there.setattr(claims, "place", lambda: ELSEWHERE)
+        there.setattr(claims, "machine", lambda: ELSEWHERE)
         assert claim.take()
     yield claim
     claim.release()
@@ -146,7 +146,7 @@ def test_who_waits_gets_it_next(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b"[]", b'{"place": 3}', b"\xff" * 5000])
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b'{"machine": 3}', b"\xff" * 5000])
 def test_a_file_that_is_no_claim_counts_as_one_until_it_was_silent(tmp_path: Path, briefly: None, text: bytes) -> None:
     (tmp_path / ".claim-000007").write_bytes(text)
     claim = Claim(tmp_path)
@@ -187,8 +187,8 @@ WORK = """
 import os, sys, time
 from pathlib import Path
 from fedshift import claims
-from fedshift.claims import Claim, ClaimLost, Place
-claims.place = lambda: Place(f"machine-{os.getpid()}", "", "")  # each process on a machine of its own
+from fedshift.claims import Claim, ClaimLost, Machine
+claims.machine = lambda: Machine(f"machine-{os.getpid()}", "", "")  # each process on a machine of its own
 folder, name = Path(sys.argv[1]), sys.argv[2]
 claim, count = Claim(folder), 0
 while count < 40:

@@ -22,7 +22,7 @@ from typing import NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from fedshift.errors import FedshiftError, UserError
+from fedshift.errors import FedshiftError, seconds_from
 from fedshift.text import one_line
 
 SILENCE = "FEDSHIFT_SILENCE"
@@ -38,7 +38,7 @@ class ClaimLost(FedshiftError):
     """Another process took this one's folder over, because it had seen no sign of it for a while."""
 
 
-class Place(NamedTuple):
+class Machine(NamedTuple):
     """Where this process runs: numbers of processes mean the same in the same place.
 
     Attributes:
@@ -52,11 +52,11 @@ class Place(NamedTuple):
     space: str
 
 
-def place() -> Place:
+def machine() -> Machine:
     """Where this process runs.
 
     Example:
-        >>> place() == place()
+        >>> machine() == machine()
         True
     """
     boot = space = ""
@@ -64,7 +64,7 @@ def place() -> Place:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     with contextlib.suppress(OSError):
         space = os.readlink("/proc/self/ns/pid")
-    return Place(socket.gethostname(), boot, space)
+    return Machine(socket.gethostname(), boot, space)
 
 
 class _Text(BaseModel):
@@ -72,7 +72,7 @@ class _Text(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    place: Place
+    machine: Machine
     process: int
     start: str
     token: str
@@ -83,10 +83,10 @@ class _Text(BaseModel):
         os.fsync(handle)
 
     def named(self) -> str:
-        return one_line(f"process {self.process} on {self.place.host}"[:200])
+        return one_line(f"process {self.process} on {self.machine.host}"[:200])
 
     def is_here(self) -> bool:
-        return self.place == place()
+        return self.machine == machine()
 
     def is_gone(self) -> bool:
         """Whether the process has ended, as far as its own machine can tell; False of another machine."""
@@ -111,14 +111,7 @@ def silence() -> float:
         >>> silence()
         90.0
     """
-    given = os.environ.get(SILENCE)
-    try:
-        seconds = float(given) if given else _SILENCE
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise UserError(f"{SILENCE} is {given!r}: give seconds above 0, such as {_SILENCE:g}")
-    return seconds
+    return seconds_from(SILENCE, _SILENCE)
 
 
 class Claim:
@@ -159,7 +152,7 @@ class Claim:
         if last and not self._is_void(last):
             return False
         process = os.getpid()
-        text = _Text(place=place(), process=process, start=_start_of(process), token=self._token)
+        text = _Text(machine=machine(), process=process, start=_start_of(process), token=self._token)
         try:
             handle = os.open(self._file(last + 1), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -44,6 +45,32 @@ class TrainingDiverged(FedshiftError):
 
 class ReplyRefused(FedshiftError):
     """A site's reply is not what its call promises. The message names the site."""
+
+
+def seconds_from(variable: str, default: float, *, zero: bool = False) -> float:
+    """The seconds in a variable of the environment.
+
+    Args:
+        variable: its name.
+        default: where it is not set, or empty.
+        zero: whether it may be 0.
+
+    Raises:
+        UserError: it is no number, negative, or not finite.
+
+    Example:
+        >>> seconds_from("FEDSHIFT_NOT_SET", 5.0)
+        5.0
+    """
+    text = os.environ.get(variable)
+    try:
+        seconds = float(text) if text else default
+    except ValueError:
+        seconds = -1.0
+    if 0 < seconds < float("inf") or (zero and seconds == 0):
+        return seconds
+    least = "of at least 0" if zero else "above 0"
+    raise UserError(f"{variable} is {text!r}: give seconds {least}, such as {default:g}")
 
 
 OUT_OF_MEMORY = "out of memory: take less data or a smaller model, or lower training.batch_size or engine.workers"

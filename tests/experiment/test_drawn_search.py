@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 from calling import Cli
 from scipy import stats
-from small import experiment, features, save, write
+from small import command, experiment, features, lines, save, wait_for, write
 
 from fedshift.evaluation.records import RunResult, SelectedRound
 from fedshift.experiment.config.experiment import Experiment, parse
@@ -128,6 +130,23 @@ def test_a_search_that_was_stopped_goes_on_and_gives_the_same_table(tmp_path: Pa
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")} == stamps
     for rule in ("training_domains", "leave_one_domain_out", "oracle"):
         assert f"| {rule} | fedprox | " in pages[0]
+
+
+@pytest.mark.slow
+def test_a_scheduler_s_signal_stops_a_search_after_the_round(tmp_path: Path, cli: Cli) -> None:
+    whole, pages = given(tmp_path, draws=2), []
+    whole["protocol"]["targets"], whole["training"]["rounds"] = ["a"], 6
+    file = write(tmp_path / "e.yaml", whole)
+    running = command("search", file, "--runs", tmp_path / "stopped", said=tmp_path / "said", pause=2.0)
+    wait_for(lambda: any(lines(path) >= 3 for path in (tmp_path / "stopped").rglob("rounds.jsonl")))
+    os.kill(running.pid, signal.SIGUSR2)
+    running.join(60)
+    assert running.exitcode == 75
+    assert "stopped by SIGUSR2 after a round" in (tmp_path / "said").read_text()
+    for name in ("stopped", "at once"):
+        assert cli("search", file, "--runs", tmp_path / name).code == 0
+        pages.append((tmp_path / name / "small-search" / "search.md").read_text())
+    assert pages[0] == pages[1]
 
 
 @pytest.mark.parametrize(

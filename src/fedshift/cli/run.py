@@ -77,10 +77,10 @@ def _shard(text: str | None) -> tuple[int, int]:
     Raises:
         UserError: it is not of this form, or i is not from 1 to n.
     """
-    found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text or "1/1")
-    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+    parts = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text or "1/1")
+    if parts is None or not 1 <= int(parts[1]) <= int(parts[2]):
         raise UserError(f"--shard {text}: give i/n, such as 2/4 for the second of four parts")
-    return int(found[1]), int(found[2])
+    return int(parts[1]), int(parts[2])
 
 
 Train = Callable[[Experiment, Path, Reporter], object]

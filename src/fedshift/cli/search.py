@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -12,14 +13,16 @@ from rich.console import Console
 from fedshift.cli.console import safe_console
 from fedshift.cli.run import reporter_at
 from fedshift.errors import TrainingDiverged, UserError
+from fedshift.evaluation.records import RunResult
 from fedshift.experiment.check import check
 from fedshift.experiment.config.experiment import Experiment, load
 from fedshift.experiment.drawn_methods import drawn_methods
 from fedshift.experiment.features import built
 from fedshift.experiment.plan import Plan
 from fedshift.experiment.runs.experiment_loop import run_experiment
+from fedshift.experiment.runs.stopping import Stop, heeded
 from fedshift.experiment.search import Rung, budget_of, going_on, kept_out, on_rung, ranked, rungs
-from fedshift.experiment.search_rules import Results, by_run, check_rules, choices, with_draws, without_target
+from fedshift.experiment.search_rules import by_run, check_rules, choices, with_draws, without_target
 from fedshift.files import write_bytes
 from fedshift.methods.base import Method
 from fedshift.report.collect import collect
@@ -45,7 +48,8 @@ def search_file(
         return
     folder = runs / f"{experiment.name}-search"
     try:
-        climbed = _climb(experiment, ladder, out, budget, folder, errors)
+        with heeded() as stop:
+            climbed = _climb(experiment, ladder, out, budget, partial(_trained, folder, errors, stop))
     except KeyboardInterrupt:
         errors.print("interrupted: run the same command again to continue after the last round", highlight=False)
         sys.exit(130)
@@ -76,7 +80,8 @@ def draw_file(experiment: Experiment, runs: Path, keep_out: Sequence[str], plan_
         return
     folder = runs / f"{experiment.name}-search"
     try:
-        results = [_results(part, folder, errors) for part in parts]
+        with heeded() as stop:
+            results = [by_run(_trained(folder, errors, stop, part)) for part in parts]
     except KeyboardInterrupt:
         errors.print("interrupted: run the same command again to continue after the last round", highlight=False)
         sys.exit(130)
@@ -88,18 +93,18 @@ def draw_file(experiment: Experiment, runs: Path, keep_out: Sequence[str], plan_
     errors.print(f"page: {page}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _results(part: Experiment, folder: Path, errors: Console) -> Results:
+def _trained(folder: Path, errors: Console, stop: Stop, part: Experiment) -> tuple[RunResult, ...]:
     """Run what is not finished of an experiment of the search; runs that diverged are missing."""
-    reporter, stop = reporter_at(errors)
+    reporter, end = reporter_at(errors)
     try:
-        run_experiment(part, folder, reporter)
+        run_experiment(part, folder, reporter, stop=stop.check)
     except TrainingDiverged as error:
         errors.print(f"warning: {error}", markup=False, highlight=False, soft_wrap=True)
     finally:
-        stop()
+        end()
     if reporter.left:
         raise UserError("another process runs some of this search: start the command again when it is done")
-    return by_run(collect(folder / part.name).results)
+    return tuple(collect(folder / part.name).results)
 
 
 def _show_budget(experiment: Experiment, ladder: Sequence[Rung], out: Sequence[str], budget: int) -> None:
@@ -121,23 +126,18 @@ def _show_budget(experiment: Experiment, ladder: Sequence[Rung], out: Sequence[s
 
 
 def _climb(
-    experiment: Experiment, ladder: Sequence[Rung], out: Sequence[str], budget: int, folder: Path, errors: Console
+    experiment: Experiment,
+    ladder: Sequence[Rung],
+    out: Sequence[str],
+    budget: int,
+    trained: Callable[[Experiment], tuple[RunResult, ...]],
 ) -> list[Climbed]:
     """Run the rungs. Finished runs are not repeated, so a second call goes on where the first stopped."""
     methods: tuple[Method, ...] = experiment.methods
     climbed: list[Climbed] = []
     for rung in ladder:
         part = on_rung(experiment, rung, methods, out, budget)
-        reporter, stop = reporter_at(errors)
-        try:
-            run_experiment(part, folder, reporter)
-        except TrainingDiverged as error:
-            errors.print(f"warning: {error}", markup=False, highlight=False, soft_wrap=True)
-        finally:
-            stop()
-        if reporter.left:
-            raise UserError("another process runs some of this search: start the command again when it is done")
-        results = tuple(collect(folder / part.name).results)
+        results = trained(part)
         ranking = ranked(methods, results)
         last = rung.number == len(ladder)
         methods = going_on(ranking, experiment.methods[0], 2 if last else ladder[rung.number].methods)

@@ -409,7 +409,7 @@ def test_it_waits_for_another_process_or_takes_its_run_over(
     file, runs = write(tmp_path / "e.yaml", experiment(sites(tmp_path))), tmp_path / "runs"
     part = runs / "small" / "fedavg" / "a" / "seed-0"
     part.mkdir(parents=True)
-    there = {"place": ["server-2", "", ""], "process": 7, "start": "", "token": "t"}
+    there = {"machine": ["server-2", "", ""], "process": 7, "start": "", "token": "t"}
     (part / ".claim-000001").write_text(json.dumps(there))
     assert cli("run", file, "--runs", runs).code == 0
     assert (part / "result.json").exists()

@@ -6,13 +6,12 @@ and written; if it takes longer than the grace, it is dropped. Ctrl-C (SIGINT), 
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from fedshift.errors import FedshiftError, UserError
+from fedshift.errors import FedshiftError, seconds_from
 
 GRACE = "FEDSHIFT_GRACE"
 """The variable of the environment with the seconds that a round in progress gets."""
@@ -61,14 +60,7 @@ def grace() -> float:
         >>> grace()
         25.0
     """
-    given = os.environ.get(GRACE)
-    try:
-        seconds = float(given) if given else _GRACE
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise UserError(f"{GRACE} is {given!r}: give seconds, such as {_GRACE:g}; 0 drops the round at once")
-    return seconds
+    return seconds_from(GRACE, _GRACE, zero=True)
 
 
 @contextmanager

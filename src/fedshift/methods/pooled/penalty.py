@@ -9,6 +9,7 @@ batch, so BatchNorm normalises them together.
 from __future__ import annotations
 
 import itertools
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -100,9 +101,9 @@ class DomainLoss(DomainTraining):
         """What the method has beside the model: modules that train with it, or buffers alone."""
         return nn.Module()
 
+    @abstractmethod
     def loss(self, step: Step) -> Tensor:
         """The loss of a step."""
-        raise NotImplementedError
 
     def fit(self, site: Site, weights: Weights, steps: int) -> Update:
         """Train on this round's mini-batches in the pool."""
@@ -126,9 +127,9 @@ class DomainPenalty(DomainLoss):
 
     penalty_weight: NonNegativeFloat = Field(1.0, description="λ: weight of the penalty")
 
+    @abstractmethod
     def penalty(self, step: Step) -> Tensor:
         """P, a scalar."""
-        raise NotImplementedError
 
     def weight_at(self, step: Step) -> float:
         """λ at a step."""
