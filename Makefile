@@ -11,7 +11,7 @@ MUTATION_JOBS ?= 2
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,deploy,tables,networks,medical,privacy,export]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,deploy,tables,networks,medical,privacy,export,search,cluster,ray,volumes,databases]"
 	touch $(READY)
 
 demo: $(READY)  ## compare four methods on rotated digits; ends with a table and runs/demo/report.html
