@@ -29,8 +29,11 @@ from fedshift.import_paths import import_file
 from fedshift.methods import registry as methods
 from fedshift.methods.base import Method
 from fedshift.models import registry as models
+from omop import sqlite_database
 
 ROOT = Path(__file__).resolve().parents[1]
+NEEDED = {"omop": "sqlalchemy"}
+"""Packages of extras that an example uses."""
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 OWN_METHOD = ROOT / "examples" / "trimmed_mean.py"
 OWN_LOSS = ROOT / "examples" / "own_loss.py"
@@ -200,6 +203,8 @@ def examples(tmp_path: Path) -> Path:
             for number in range(4):
                 pixels = draws.integers(0, 256, (20 + number, 30, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(folder / "photos" / site / label / f"{number}.png")
+    for number, site in enumerate(("north", "south", "east")):
+        sqlite_database(folder / "omop" / f"{site}.db", number)
     return folder
 
 
@@ -208,6 +213,7 @@ def examples(tmp_path: Path) -> Path:
     [
         ("arrays", [], "arrays/east.npz", 20),
         ("table", [], "tables/east.csv", 58),
+        ("omop", [], None, 0),
         # Without the download of ImageNet's weights, and small.
         ("image_folder", ["data.size=16", "model={name: mnist_cnn}"], "photos/east", 8),
         ("own_method", ["data.per_class=10", "protocol.targets=[D0]", "model=linear"], None, 0),
@@ -222,6 +228,8 @@ def test_example_files_run(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if name in NEEDED:
+        pytest.importorskip(NEEDED[name])
     monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "cache"))
     common = ["training.rounds=1", "protocol.seeds=[0]", "engine.threads=1", "device=cpu"]
     experiment = load(examples / f"{name}.yaml", [*common, *overrides])

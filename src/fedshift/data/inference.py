@@ -14,12 +14,14 @@ from fedshift.data.builders.in_memory import InMemory
 from fedshift.data.builders.medical import is_medical, slices_of
 from fedshift.data.builders.table_labels import Labelling
 from fedshift.data.domain import Preprocessing
+from fedshift.data.hdf5 import HDF5
 from fedshift.data.images import ImageFile, decode, is_image, on_disk, paged, pages_warning, some_sides
-from fedshift.data.locate import load_npz
+from fedshift.data.locate import load_arrays
 from fedshift.data.table_files import EXCEL, PARQUET, Columns, SiteFormat, from_columns
 from fedshift.data.tables import TableEncoding, encode_rows, encoding_of, rows_of
 from fedshift.errors import UserError
 
+_ARRAYS = (".npz", *HDF5)
 _TABLES = (".csv", ".tsv", ".txt", ".data", *PARQUET, *EXCEL)
 Stored = npt.NDArray[np.uint8] | npt.NDArray[np.float32]
 
@@ -43,7 +45,7 @@ def load_for_prediction(path: Path, preprocessing: Preprocessing) -> tuple[list[
     suffix = path.suffix.lower()
     if path.is_file() and suffix in _TABLES:
         return encode_rows(preprocessing, path)
-    if path.is_file() and suffix == ".npz":
+    if path.is_file() and suffix in _ARRAYS:
         return _arrays(path, preprocessing)
     if path.is_file() and not is_image(path.name) and not is_medical(path):
         raise UserError(f"{path} cannot be predicted: give an image, a folder of images, an .npz or a .csv file")
@@ -129,14 +131,14 @@ def known_labels(
         return None if by is None else by.known(samples)
     if not isinstance(samples, Path):
         return None
-    if samples.suffix.lower() == ".npz" and samples.is_file():
+    if samples.suffix.lower() in _ARRAYS and samples.is_file():
         return _array_labels(samples, len(names), classes)
     folders = [Path(name).parent.name for name in names]
     return list(folders) if samples.is_dir() and set(folders) <= set(classes) else None
 
 
 def _array_labels(path: Path, samples: int, classes: Sequence[str]) -> list[str | None] | None:
-    labels = load_npz(path, [], ["y"]).get("y")
+    labels = load_arrays(path, [], ["y"]).get("y")
     if labels is None:
         return None
     if labels.shape != (samples,):
@@ -203,7 +205,7 @@ def _image_shape(preprocessing: Preprocessing) -> tuple[int, int, int]:
 def _arrays(path: Path, preprocessing: Preprocessing) -> tuple[list[str], Stored]:
     if preprocessing.kind == "table":
         raise UserError(f"{path} holds arrays, but the model reads a .csv table: give that")
-    inputs = readable_inputs(f"data file {path}", load_npz(path, ["x"])["x"])
+    inputs = readable_inputs(f"data file {path}", load_arrays(path, ["x"])["x"])
     if len(inputs) == 0:
         raise UserError(f"data file {path} is empty: give at least one sample")
     _check_shape(f"data file {path}", inputs, preprocessing)

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from fedshift.data import sizes
 from fedshift.data.domain import Manifest
+from fedshift.data.hdf5 import HDF5, load_hdf5
 from fedshift.errors import UserError
 from fedshift.files import write_bytes
 
@@ -91,6 +92,13 @@ def require(what: str, candidates: Sequence[str], how_to_get: str) -> Path:
     if found is None:
         raise not_found(what, candidates, how_to_get)
     return found
+
+
+def load_arrays(
+    path: Path, required: Sequence[str] | None = None, optional: Sequence[str] = ()
+) -> dict[str, npt.NDArray[np.generic]]:
+    """Read arrays of an ``.npz`` or an HDF5 file, by its ending: `load_npz`, `fedshift.data.hdf5.load_hdf5`."""
+    return (load_hdf5 if path.suffix.lower() in HDF5 else load_npz)(path, required, optional)
 
 
 def load_npz(

@@ -249,7 +249,9 @@ class Columns:
 
 
 def read_table(path: Path, form: TableFormat = PLAIN, numeric: Collection[str] = ()) -> Columns:
-    """Read a CSV, Excel or Parquet file. Names and units are left as they are: `Columns.renamed`, `Columns.in_units`.
+    """Read a CSV, Excel or Parquet file, or a folder of partitioned Parquet.
+
+    Names and units are left as they are: `Columns.renamed`, `Columns.in_units`.
 
     The separator of a CSV file is a comma, semicolon or tab, unless the format or a first line ``sep=`` names it: the
     most frequent one in the first line, outside of quotes.
@@ -265,6 +267,8 @@ def read_table(path: Path, form: TableFormat = PLAIN, numeric: Collection[str] =
     """
     suffix = path.suffix.lower()
     with sizes.reading(path):
+        if path.is_dir():
+            return _read_partitioned(path, form, numeric)
         if suffix in PARQUET:
             return _read_parquet(path, form, numeric)
         if suffix in EXCEL:
@@ -557,6 +561,44 @@ def advice_on(cell: str, otherwise: str) -> str:
 def is_date(cell: str) -> bool:
     """Whether a cell is a date, as ISO 8601, days first or months first."""
     return _DATE.fullmatch(cell) is not None
+
+
+def _read_partitioned(path: Path, form: TableFormat, numeric: Collection[str]) -> Columns:
+    """The Parquet files below a folder; folders called column=value are columns (Hive's form)."""
+    from pyarrow import ArrowException
+
+    try:
+        with sizes.reading(path):
+            whole = _partitioned(path, ())
+            sizes.check_table(path, whole.count_rows(), len(whole.schema.names))
+            texts = [field.name for field in whole.schema if str(field.type).endswith("string")]
+            parts = {frozenset(part.physical_schema.names): part.path for part in whole.get_fragments()}
+            if len(parts) > 1:  # Arrow would leave out columns, or read them as missing
+                raise UserError(f"data folder {path}: {' and '.join(sorted(parts.values())[:2])} have other columns")
+            # Each text once: files say how many rows they have, and not how long their texts are.
+            table = _partitioned(path, texts).to_table()
+    except (ArrowException, OSError, ValueError) as error:
+        raise UserError(
+            f"data folder {path} cannot be read as partitioned Parquet: give it Parquet files of the same columns only"
+        ) from error
+    with sizes.reading(path):
+        check_once(path, table.column_names)
+        return from_columns(str(path), {name: _values(table[name]) for name in table.column_names}, form, numeric)
+
+
+def _partitioned(path: Path, texts: Collection[str]) -> Any:
+    """The Parquet files below a folder, not read yet.
+
+    Raises:
+        UserError: there is none.
+    """
+    from pyarrow import dataset
+
+    form = dataset.ParquetFileFormat(read_options=dataset.ParquetReadOptions(dictionary_columns=texts))
+    found = dataset.dataset(str(path.resolve()), format=form, partitioning="hive")
+    if not found.files:
+        raise UserError(f"data folder {path} holds no Parquet files: name a CSV file in it, or a folder of Parquet")
+    return found
 
 
 def _read_parquet(path: Path, form: TableFormat, numeric: Collection[str]) -> Columns:

@@ -223,12 +223,12 @@ def file_stamp(options: Mapping[str, Any], folder: Path) -> str:
     """A digest that changes when a data file does.
 
     Args:
-        options: the ``data`` section of SITE.yaml; names, sizes and times of the files below ``root``, ``sites`` and
-            ``file`` count.
+        options: the ``data`` section of SITE.yaml; names, sizes and times of the files below ``root``, ``sites``,
+            ``file`` and ``query`` count. Of databases only a file of SQLite counts.
         folder: the folder that relative paths start from.
     """
     digest = hashlib.sha256()
-    for path in _files_of([options.get(name) for name in ("root", "sites", "file")], folder):
+    for path in _files_of([options.get(name) for name in ("root", "sites", "file", "query")], folder):
         with contextlib.suppress(OSError):
             found = path.stat()
             digest.update(f"{path}|{found.st_size}|{found.st_mtime_ns}|{stat.S_IFMT(found.st_mode)}\n".encode())
@@ -242,7 +242,7 @@ def _files_of(value: Any, folder: Path) -> Iterator[Path]:
         for item in value:
             yield from _files_of(item, folder)
     elif isinstance(value, str | Path):
-        path = folder / value
+        path = folder / str(value).removeprefix("sqlite:///")
         yield path
         if path.is_dir():
             for number, below in enumerate(sorted(path.rglob("*"))):

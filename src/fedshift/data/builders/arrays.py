@@ -1,4 +1,4 @@
-"""Your own arrays: one ``.npz`` file per site, with ``x`` (images or features) and ``y`` (class numbers)."""
+"""Your own arrays: one ``.npz`` or HDF5 file per site, with ``x`` (images or features) and ``y`` (class numbers)."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 from fedshift.data.agreement import MOMENTS
 from fedshift.data.builders.in_memory import Array, InMemory, SiteSamples
 from fedshift.data.checks import check_finite, checked, natural_order
+from fedshift.data.databases import Database
 from fedshift.data.domain import (
     UNKNOWN,
     DataSet,
@@ -30,7 +31,7 @@ from fedshift.data.domain import (
 )
 from fedshift.data.identifiers import check_classes
 from fedshift.data.images import as_channels_first
-from fedshift.data.locate import load_npz
+from fedshift.data.locate import load_arrays
 from fedshift.data.site_labels import unknown_labels, unread
 from fedshift.data.splits import fixed_split
 from fedshift.data.tables import moments
@@ -39,20 +40,21 @@ from fedshift.errors import UserError, nearest
 from fedshift.text import type_in_words
 
 _LAYOUT = (
-    "one .npz per site: x uint8 images (n, c, h, w), (n, h, w) or (n, h, w, c), or float features (n, d), or "
-    "float volumes (n, c, d, h, w); y integers or names (n,); optional groups integers (n,), the same number for "
-    "samples that must not be split apart; optional split train or test (n,), a fixed test set"
+    "one .npz or HDF5 file (.h5, .hdf5) per site: x uint8 images (n, c, h, w), (n, h, w) or (n, h, w, c), or float "
+    "features (n, d), or float volumes (n, c, d, h, w); y integers or names (n,); optional groups integers "
+    "(n,), the same number for samples that must not be split apart; optional split train or test (n,), a fixed test "
+    "set"
 )
 _LARGE = 10.0
 """A column with a larger root mean square gives a warning."""
 
 
 class Arrays(TaskFields):
-    """One ``.npz`` file per site."""
+    """One ``.npz`` or HDF5 file per site."""
 
     name: Literal["arrays"] = "arrays"
     sites: dict[str, SiteSamples] = Field(
-        min_length=1, description="site name: its .npz file; in Python also (inputs, labels) or a data set"
+        min_length=1, description="site name: its .npz or HDF5 file; in Python also (inputs, labels) or a data set"
     )
     classes: tuple[str, ...] | None = Field(None, description="names of the classes, in the order of their numbers")
     standardise: bool = Field(
@@ -69,6 +71,8 @@ class Arrays(TaskFields):
 
     @model_validator(mode="after")
     def _scales_once(self) -> Self:
+        if any(isinstance(held, Database) for held in self.sites.values()):
+            raise ValueError("the rows of a database are a table: write name: table, and a query")
         if (self.mean is None) != (self.std is None) or len(self.mean or ()) != len(self.std or ()):
             raise ValueError("mean and std go together, one number each per channel or column")
         if self.mean is not None and self.standardise:
@@ -161,7 +165,7 @@ class Arrays(TaskFields):
     def _unread_labels(self) -> Iterator[str]:
         """A warning for each file that has labels and is said to have none."""
         for site, held in self.sites.items():
-            if self.site_labels.get(site) == "none" and isinstance(held, Path) and "y" in load_npz(held, (), ["y"]):
+            if self.site_labels.get(site) == "none" and isinstance(held, Path) and "y" in load_arrays(held, (), ["y"]):
                 yield unread(site, "labels in an array y")
 
     def _named(self, labels: Mapping[str, Array]) -> tuple[str, ...] | None:
@@ -258,17 +262,18 @@ def sites_for_statistics(chosen: tuple[str, ...] | None, sites: Mapping[str, obj
     return chosen
 
 
-def _arrays(site: str, held: Path | InMemory, labels: str | None = None) -> dict[str, Array]:
+def _arrays(site: str, held: Path | Database | InMemory, labels: str | None = None) -> dict[str, Array]:
     """Arrays ``x``, ``y`` and perhaps ``groups`` and ``split`` of a site. ``labels``: none, few, …; None: of all."""
     where = f"data of site '{site}'"
+    assert not isinstance(held, Database)  # the section refuses it
     if labels == "none":
         if isinstance(held, Path):
-            read = load_npz(held, ["x"], ["groups", "split"])
+            read = load_arrays(held, ["x"], ["groups", "split"])
         else:
             read = {"x": _as_stored(where, held.inputs(where))}
         return {**read, "y": unknown_labels(len(read["x"]))}
     if isinstance(held, Path):
-        read = load_npz(held, ["x"], ["y", "groups", "split"])
+        read = load_arrays(held, ["x"], ["y", "groups", "split"])
         if "y" in read:
             return read
         raise UserError(

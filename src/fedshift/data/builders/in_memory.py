@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import PlainSerializer, PlainValidator
 
+from fedshift.data.databases import Database, database, is_address
 from fedshift.errors import UserError, nearest
 
 Array = npt.NDArray[np.generic]
@@ -110,16 +111,31 @@ class InMemory:
         return _array(f"{where}: {what}", [classes[value] for value in values] if classes else values)
 
 
-def samples_in(value: Any) -> Path | InMemory:
+def held_at(value: Any) -> Path | Database:
+    """A path or, where it reads like one, the address of a database.
+
+    Raises:
+        ValueError: it is neither.
+        UserError: the address cannot be used.
+    """
+    if isinstance(value, str):
+        return database(value) if is_address(value) else Path(value)
+    if isinstance(value, Path | Database):
+        return value
+    raise ValueError("give the path of a file, or the address of a database")
+
+
+def samples_in(value: Any) -> Path | Database | InMemory:
     """What a site's entry under ``data.sites`` stands for.
 
     Raises:
         ValueError: it is neither a path nor samples.
+        UserError: it is the address of a database that cannot be used.
     """
-    if isinstance(value, Path | InMemory):
+    if isinstance(value, InMemory):
         return value
-    if isinstance(value, str):
-        return Path(value)
+    if isinstance(value, str | Path | Database):
+        return held_at(value)
     if isinstance(value, tuple | list):
         if len(value) != 2 or any(isinstance(part, str) for part in value):
             raise ValueError("give one file for each site; in Python, also a pair of inputs and labels")
@@ -131,8 +147,10 @@ def samples_in(value: Any) -> Path | InMemory:
     raise ValueError("give one file for each site; in Python, also (inputs, labels), a data frame or a data set")
 
 
-SiteSamples = Annotated[Path | InMemory, PlainValidator(samples_in), PlainSerializer(str)]
+SiteSamples = Annotated[Path | Database | InMemory, PlainValidator(samples_in), PlainSerializer(str)]
 """A site's entry under ``data.sites``. Written down, objects in memory are named by their type only."""
+Held = Annotated[Path | Database, PlainValidator(held_at), PlainSerializer(str)]
+"""A file or a database, as written in an experiment file."""
 
 
 def listed(values: Any) -> list[Any]:

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, model
 
 from fedshift.data.agreement import table_given
 from fedshift.data.builders.arrays import sites_for_statistics
-from fedshift.data.builders.in_memory import InMemory, SiteSamples
+from fedshift.data.builders.in_memory import Held, InMemory, SiteSamples
 from fedshift.data.builders.table_labels import (
     CLASSES,
     Condition,
@@ -24,6 +24,7 @@ from fedshift.data.builders.table_labels import (
 )
 from fedshift.data.checks import agreed_classes, checked
 from fedshift.data.codings import counted
+from fedshift.data.databases import Database, read_query
 from fedshift.data.domain import DataSet, DataSource, Domain, Inputs, Labels, Manifest, Preprocessing, Rows
 from fedshift.data.identifiers import check_categories
 from fedshift.data.input_guard import InputShift, table_shift
@@ -56,13 +57,19 @@ from fedshift.functional.noisy_moments import Ranges
 
 
 class Table(TableFormat, TaskFields):
-    """CSV, Excel or Parquet files with a label column, numeric columns and categorical columns."""
+    """CSV, Excel or Parquet files, or databases, with a label column, numeric columns and categorical columns."""
 
     name: Literal["table"] = "table"
     sites: dict[str, SiteSamples] | None = Field(
-        None, min_length=1, description="site name: its CSV, Excel or Parquet file"
+        None,
+        min_length=1,
+        description="site name: its CSV, Excel or Parquet file, its folder of partitioned Parquet, or with query the "
+        "address of its database, such as sqlite:///omop.db or postgresql://reader@host/omop",
     )
-    file: Path | None = Field(None, description="one such file of all sites, instead of sites")
+    file: Held | None = Field(None, description="one such file, folder or database of all sites, instead of sites")
+    query: Path | None = Field(
+        None, description="a text file with one SELECT statement: the rows that it gives are the table of a database"
+    )
     site_column: str | None = Field(None, description="with file: the column that holds the name of each row's site")
     label: str | tuple[str, ...] | None = Field(
         None,
@@ -125,6 +132,9 @@ class Table(TableFormat, TaskFields):
             raise ValueError("give either sites, a file for each, or file, one for all")
         if (self.file is None) != (self.site_column is None):
             raise ValueError("file and site_column go together: the file of all sites, and its column of their names")
+        held = [self.file] if self.file is not None else [*(self.sites or {}).values()]
+        if any(isinstance(one, Database) != (self.query is not None) for one in held):
+            raise ValueError("query and the addresses of databases go together, at all sites")
         of_times = self.task == "time_to_event"
         if any((column is not None) != of_times for column in (self.time, self.event)):
             raise ValueError("time and event go together with task: time_to_event, which needs both columns")
@@ -243,8 +253,9 @@ class Table(TableFormat, TaskFields):
             source="yours",
             licence="yours",
             how_to_get="save one CSV, Excel or Parquet file per site, and give data.sites; or one file with a column "
-            "of the sites' names, and give data.file and data.site_column",
-            layout="CSV (comma, semicolon or tab; first line: column names, unless header is none), .xlsx or Parquet",
+            "of the sites' names, and give data.file and data.site_column; or give a query of a database",
+            layout="CSV (comma, semicolon or tab; first line: column names, unless header is none), .xlsx, Parquet, a "
+            "folder of partitioned Parquet (column=value), or a SELECT statement on SQLite or PostgreSQL",
             notes="Each site gives counts, sums and sums of squares of its numeric columns and the sets of its "
             "categories and labels, never rows. Missing cells (empty, ?, NA, NaN): the mean unless impute says other, "
             "and a 0/1 column for each number that is missing anywhere; categories: all zeros. A site that is unseen "
@@ -470,7 +481,7 @@ class Table(TableFormat, TaskFields):
             UserError: a file cannot be read or lacks a column.
         """
         if self.file is not None:
-            whole = read_table(self.file, self._form, self._numbers).renamed(self.rename)
+            whole = self._read(self.file, "", self._form).renamed(self.rename)
             tables = dict(parted(whole, str(self.site_column)))
             unknown = next((site for site in self.per_site if site not in tables), None)
             if unknown is not None:
@@ -499,12 +510,18 @@ class Table(TableFormat, TaskFields):
                 more = f"; if it has no labels, write data.site_labels: {{{site}: none}}" if column in labels else ""
                 raise UserError(f"{where}{error}{more}", public=error.public) from None
 
-    def _table(self, site: str, held: Path | InMemory) -> Columns:
+    def _table(self, site: str, held: Path | Database | InMemory) -> Columns:
         form = self._form_of(site)
-        if isinstance(held, Path):
-            return read_table(held, form, self._numbers)
+        if not isinstance(held, InMemory):
+            return self._read(held, f" at site '{site}'", form)
         where = f"the table of site '{site}'"
         return from_columns(where, held.columns(self.label_column), form, self._numbers)
+
+    def _read(self, held: Path | Database, at: str, form: TableFormat) -> Columns:
+        if isinstance(held, Path):
+            return read_table(held, form, self._numbers)
+        assert self.query is not None  # checked above
+        return read_query(held, self.query, f"{self.query.name}{at}", form, self._numbers)
 
     def _domain(self, site: str, table: Columns, inputs: Inputs, labels: Labels) -> Domain:
         domain = Domain(site, inputs, labels, ids=self._ids(table))

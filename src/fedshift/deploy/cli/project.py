@@ -16,6 +16,7 @@ import typer
 import yaml
 
 from fedshift.cli.console import safe_console
+from fedshift.data.databases import Database
 from fedshift.data.domain import DataSet, Domain, SparseRows
 from fedshift.data.splits import TEST, TRAIN
 from fedshift.deploy.flare import roles
@@ -211,13 +212,13 @@ def spread(experiment: Experiment, folder: Path) -> tuple[Experiment, dict[str, 
     targets = experiment.protocol.targets_of(data)
     own = targets if experiment.protocol.unseen and len(targets) == 1 else ()
     files = getattr(experiment.data, "sites", None)  # of arrays and tables: each site uses its own file unchanged
-    if not isinstance(files, Mapping) or not all(isinstance(file, Path) for file in files.values()):
+    if not isinstance(files, Mapping) or not all(isinstance(file, Path | Database) for file in files.values()):
         files = None
 
     def described(names: Sequence[str]) -> dict[str, object]:
         if files is not None:
             whole = experiment.data.model_dump(mode="json", exclude={"statistics_from"})
-            whole["sites"] = {name: str(Path(files[name]).resolve()) for name in names}
+            whole["sites"] = {name: _whole(files[name]) for name in names}
             return whole
         return _described(data, names, folder)
 
@@ -268,6 +269,10 @@ def _write(path: Path, domain: Domain) -> None:
     if domain.fixed_split:
         arrays["split"] = np.where(np.isin(np.arange(len(domain)), domain.described), TRAIN, TEST)
     np.savez(path, **arrays)
+
+
+def _whole(held: Path | Database) -> str:
+    return str(held.resolve() if isinstance(held, Path) else held)
 
 
 def _described(data: DataSet, names: Sequence[str], folder: Path) -> dict[str, object]:

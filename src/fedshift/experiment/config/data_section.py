@@ -12,6 +12,7 @@ from pydantic import PydanticUserError, ValidationError
 
 from fedshift.data import registry as data_registry
 from fedshift.data.builders.own import described
+from fedshift.data.databases import below, is_address
 from fedshift.data.domain import DataSource
 from fedshift.errors import UserError
 from fedshift.experiment.config.error_messages import describe
@@ -106,6 +107,8 @@ def _below(value: Any, folder: Path) -> Any:
         return {key: _below(item, folder) for key, item in value.items()}
     if not isinstance(value, str | Path):
         return value
+    if isinstance(value, str) and is_address(value):
+        return below(value, lambda file: str(_below(file, folder)))
     path = Path(value).expanduser()
     beside = folder / path
     return str(beside if path.is_absolute() or beside.exists() or not path.exists() else path)
