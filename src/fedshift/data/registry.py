@@ -8,6 +8,7 @@ from pathlib import Path
 from fedshift.class_registry import ClassRegistry
 from fedshift.data.domain import DataSource
 
+_MANIFESTS = Path(__file__).parent / "published" / "manifests"
 _SOURCES: ClassRegistry[DataSource] = ClassRegistry(
     "data set",
     DataSource,
@@ -28,6 +29,7 @@ _SOURCES: ClassRegistry[DataSource] = ClassRegistry(
         "arrays": "fedshift.data.builders.arrays:Arrays",
         "table": "fedshift.data.builders.own_tables:Table",
         "sites": "fedshift.data.builders.at_sites:AtSites",
+        **{path.stem: f"fedshift.data.published.source:{path.stem}" for path in sorted(_MANIFESTS.glob("*.yaml"))},
     },
     own=True,
 )

@@ -1,0 +1,220 @@
+"""Readers of arrays: the npz files of MedMNIST, the pickles of CIFAR, the MATLAB files of Digits-Five."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+from pydantic import BaseModel, ConfigDict
+
+from fedshift.data.images import as_channels_first
+from fedshift.data.locate import load_npz
+from fedshift.data.published.pickled import read_pickled
+from fedshift.data.published.samples import Location, Part, Samples
+from fedshift.errors import UserError
+
+Values = npt.NDArray[Any]
+_SIDE = 32
+"""Height and width that digits are brought to."""
+
+
+class Npz(BaseModel):
+    """An npz file for each domain, with arrays ``train_images``, ``train_labels``, ``val_images`` and so on.
+
+    Attributes:
+        files: domain → its file.
+        parts: the prefix of arrays → the part.
+        labels: ``many`` where a sample has several.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["npz"]
+    files: dict[str, str]
+    parts: dict[str, Literal["train", "test"]]
+    labels: Literal["one", "many"] = "one"
+
+    def in_words(self) -> str:
+        """How the folder looks."""
+        return ", ".join(self.files.values())
+
+    def read(self, location: Location) -> dict[str, Samples]:
+        """The images by domain; those of one part after those of another.
+
+        Raises:
+            UserError: a file is missing, damaged, or holds arrays that do not fit.
+        """
+        domains = {}
+        for domain in location.domains:
+            path = location.folder / self.files[domain]
+            if path.exists():
+                names = [f"{part}_{what}" for part in self.parts for what in ("images", "labels")]
+                arrays = load_npz(path, names)
+                read = [(arrays[f"{name}_images"], arrays[f"{name}_labels"], part) for name, part in self.parts.items()]
+                domains[domain] = _together(path, read, self.labels)
+            elif not location.incomplete:
+                raise location.missing(f"file {self.files[domain]}")
+        return domains
+
+
+class Pickles(BaseModel):
+    """Pickled dictionaries with rows of 3 × 32 × 32 pixels, as CIFAR's authors publish them.
+
+    Attributes:
+        files: part → its files.
+        folder: where they may be below the data set's folder.
+        labels: the entry of class numbers.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["pickles"]
+    files: dict[Literal["train", "test"], tuple[str, ...]]
+    labels: str
+
+    def in_words(self) -> str:
+        """How the folder looks."""
+        return ", ".join(name for names in self.files.values() for name in names)
+
+    def read(self, location: Location) -> dict[str, Samples]:
+        """All images, as one domain.
+
+        Raises:
+            UserError: a file is missing, damaged, could run code, or holds arrays that do not fit.
+        """
+        read: list[tuple[Values, Values, Part]] = []
+        path = location.folder
+        for part, names in self.files.items():
+            for name in names:
+                path = location.folder / name
+                if path.exists():
+                    read.append((*_batch(path, self.labels), part))
+                elif not location.incomplete:
+                    raise location.missing(f"file {name}")
+        return {location.domains[0]: _together(path, read, "one")} if read else {}
+
+
+def _batch(path: Path, labels: str) -> tuple[Values, Values]:
+    held = read_pickled(path)
+    data, entries = held.get("data"), held.get(labels)
+    if not isinstance(data, np.ndarray) or data.ndim != 2 or data.shape[1] != 3 * 32 * 32 or entries is None:
+        raise UserError(f"data file {path} has no data of 3 × 32 × 32 pixels and no {labels}: get it again")
+    try:
+        numbers = np.array([int(entry) for entry in entries], dtype=np.int64)
+    except (TypeError, ValueError):
+        raise UserError(f"data file {path}: {labels} are no whole numbers: get it again") from None
+    return data.reshape(-1, 3, 32, 32), numbers
+
+
+class MatFile(BaseModel):
+    """Where a domain's arrays are: entry names, or an entry and places in its cell, as ``dataset/0/1``.
+
+    Attributes:
+        files: part → its files; one file may hold both parts.
+        images: part → the entry.
+        labels: part → the entry.
+        last: whether the images are numbered along the last axis, as SVHN's.
+        unit: whether pixels are from 0 to 1.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    files: dict[Literal["train", "test"], tuple[str, ...]]
+    images: dict[Literal["train", "test"], str]
+    labels: dict[Literal["train", "test"], str]
+    last: bool = False
+    unit: bool = False
+
+
+class Mat(BaseModel):
+    """MATLAB files with images and one-hot or plain labels; label 10 is the digit 0."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["mat"]
+    domains: dict[str, MatFile]
+
+    def in_words(self) -> str:
+        """How the folder looks."""
+        return ", ".join(dict.fromkeys(names[0] for about in self.domains.values() for names in about.files.values()))
+
+    def read(self, location: Location) -> dict[str, Samples]:
+        """The images by domain, grey ones with their channel three times.
+
+        Raises:
+            UserError: a file is missing or damaged, or lacks an entry.
+        """
+        domains = {}
+        for domain in location.domains:
+            about = self.domains[domain]
+            paths = {
+                part: next((location.folder / name for name in names if (location.folder / name).exists()), None)
+                for part, names in about.files.items()
+            }
+            if None in paths.values():
+                if not location.incomplete:
+                    raise location.missing(f"file {next(iter(about.files.values()))[0]}")
+                continue
+            read = [(*_of_mat(path, about, part), part) for part, path in paths.items() if path is not None]
+            domains[domain] = _together(location.folder, read, "one")
+        return domains
+
+
+def _of_mat(path: Path, about: MatFile, part: Literal["train", "test"]) -> tuple[Values, Values]:
+    from scipy.io import loadmat
+
+    try:
+        held: Mapping[str, Any] = loadmat(path)
+        images, labels = (_entry(held, name) for name in (about.images[part], about.labels[part]))
+    except UserError:
+        raise
+    except Exception as error:  # a damaged file can raise anything
+        raise UserError(f"data file {path} is not the MATLAB file of this data set ({error}): get it again") from None
+    if about.last:
+        images = np.moveaxis(images, -1, 0)
+    if images.ndim == 3:
+        images = images[..., np.newaxis]
+    if images.ndim == 4 and images.shape[1] == 1:
+        images = np.moveaxis(images, 1, -1)
+    if about.unit:
+        images = np.rint(images * 255)
+    if images.shape[1:3] != (_SIDE, _SIDE):
+        images = _resized(images.astype(np.uint8))
+    digits = labels.argmax(axis=1) if labels.ndim == 2 and labels.shape[1] > 1 else labels.reshape(-1) % 10
+    return np.broadcast_to(images, (*images.shape[:3], 3)).astype(np.uint8), digits.astype(np.int64)
+
+
+def _resized(images: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """Images (n, h, w, 1 or 3) brought to the side of the others, bilinearly."""
+    grey = images.shape[-1] == 1
+    sized = [
+        Image.fromarray(image[..., 0] if grey else image).resize((_SIDE, _SIDE), Image.Resampling.BILINEAR)
+        for image in images
+    ]
+    return np.stack([np.asarray(image) for image in sized]).reshape(len(images), _SIDE, _SIDE, -1)
+
+
+def _entry(held: Mapping[str, Any], name: str) -> Values:
+    first, *steps = name.split("/")
+    value: Any = held[first]
+    for step in steps:
+        value = value[int(step)]
+    return np.asarray(value)
+
+
+def _together(path: Path, read: Sequence[tuple[Values, Values, Part]], labels: Literal["one", "many"]) -> Samples:
+    """The parts one after the other."""
+    for images, numbers, _ in read:
+        fit = images.dtype == np.uint8 and images.ndim in (3, 4) and len(images) == len(numbers)
+        if not fit or numbers.dtype.kind not in "iub":
+            raise UserError(f"data file {path}: its images or labels are not those of this data set: get it again")
+    images = np.concatenate([as_channels_first(part) for part, _, _ in read])
+    if labels == "many":
+        marks: npt.NDArray[Any] = np.concatenate([numbers for _, numbers, _ in read]).astype(np.float32)
+    else:
+        marks = np.concatenate([numbers.reshape(-1) for _, numbers, _ in read]).astype(np.int64)
+    return Samples(images, marks, tuple(part for _, numbers, part in read for _ in range(len(numbers))))

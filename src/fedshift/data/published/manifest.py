@@ -1,0 +1,107 @@
+"""What is known of each published data set, as its file in ``manifests/`` says it."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+
+from fedshift.data.domain import Task
+from fedshift.data.published.array_files import Mat, Npz, Pickles
+from fedshift.data.published.image_files import Folders, Lists, Table
+from fedshift.data.published.mask_files import Levels, Volumes
+from fedshift.data.published.row_files import Rows
+
+Layout = Annotated[Folders | Lists | Table | Npz | Pickles | Mat | Levels | Volumes | Rows, Field(discriminator="kind")]
+_FOLDER = Path(__file__).with_name("manifests")
+
+
+class Counts(BaseModel):
+    """What its source says of a domain; nothing is compared where it says nothing.
+
+    Attributes:
+        all: samples.
+        train: those of the official training part.
+        test: those of the official test part.
+        classes: samples of each class, in the order of the classes.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    all: PositiveInt | None = None
+    train: PositiveInt | None = None
+    test: PositiveInt | None = None
+    classes: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.classes is not None and self.all is not None and sum(self.classes) != self.all:
+            raise ValueError(f"the classes have {sum(self.classes)} samples, not {self.all}")
+        if None not in (self.train, self.test, self.all) and (self.train or 0) + (self.test or 0) != self.all:
+            raise ValueError("train and test are not all")
+        return self
+
+
+class PublishedSet(BaseModel):
+    """A published data set.
+
+    Attributes:
+        title: its name in words.
+        source: who published it.
+        licence: its terms.
+        get: what to fetch.
+        counts_from: where the counts stand.
+        folders: usual names of its folder below ``FEDSHIFT_DATA``, besides its own name.
+        task: what is predicted.
+        classes: in the order of their numbers; structures of masks; for times to an event their column.
+        domains: name → counts.
+        total: samples of all domains, where only that is known.
+        channels: of images.
+        size: height and width; images of files are brought to it, those of arrays have it.
+        layout: how its files lie; None if fedshift cannot read it.
+        instead: what to do where it cannot.
+        notes: what else to know.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    title: str
+    source: str
+    licence: str
+    get: str
+    counts_from: str
+    folders: tuple[str, ...] = ()
+    task: Task = "classification"
+    classes: tuple[str, ...]
+    domains: dict[str, Counts]
+    total: PositiveInt | None = None
+    channels: Literal[1, 3] = 3
+    size: PositiveInt = 224
+    layout: Layout | None = None
+    instead: str = ""
+    notes: str = ""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        for name, counts in self.domains.items():
+            if counts.classes is not None and len(counts.classes) != len(self.classes):
+                raise ValueError(f"{name} has counts of {len(counts.classes)} classes, not of {len(self.classes)}")
+        if (self.layout is None) == (not self.instead):
+            raise ValueError("either a layout, or what to do instead")
+        return self
+
+    @property
+    def fixed_size(self) -> bool:
+        """Whether the files hold images of one size."""
+        return isinstance(self.layout, Npz | Pickles | Mat)
+
+
+@cache
+def published(name: str) -> PublishedSet:
+    """What is known of a published data set, from the file of its name."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    text = (_FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
+    return PublishedSet.model_validate(yaml.load(text, Loader=loader))  # nosec B506: a safe loader, and our own file
