@@ -215,4 +215,14 @@ POOLED_METHODS: dict[str, dict[str, tuple[Try, ...]]] = {
     "andmask": {**_BY_DOMAIN, "agreement": of(0.3), "rescaled": of(False)},
     "domain_mixup": {**_BY_DOMAIN, "alpha": of(5.0)},
     "selfreg": {**_BY_DOMAIN, "feature_weight": of(0.0), "alpha": of(5.0), "train_projection": of(False)},
+    "sagnet": {**_BY_DOMAIN, "adversarial_weight": of(0.0, 3.0)},
+    "mtl": {**_BY_DOMAIN, "newest": of(0.3), "unseen": of("sources")},
+    "miro": {
+        **_POOLED,
+        "penalty_weight": of(0.0, 2.0),
+        "first_variance": of(1.0, penalty_weight=2.0),
+        "rate_factor": of(1.0, penalty_weight=2.0),
+        "stages": of(("conv2",), penalty_weight=2.0),
+    },
+    "erm_plus_plus": {**_POOLED, "linear_share": of(0.0, 0.6), "average_from": of(0.0, 0.8)},
 }

@@ -87,11 +87,12 @@ def measured(name: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tupl
 def test_of_one_mini_batch_each_every_method_makes_as_many_steps_as_deepall(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But M3SDA, whose A, B and C are steps of their own on the same samples, and Fish, which steps on every part."""
+    """But M3SDA, whose A, B and C are steps of their own on the same samples, Fish, which steps on every part, and
+    SagNet, whose turns of content and adversary do."""
     options = {"domain_batches": "split"} if name in (*APART, *ADAPTING) else {}
     steps, used, foretold = measured(name, monkeypatch, **options)
     of_deepall, its_samples, _ = measured("deepall", monkeypatch)
-    times = 3 if name in ("m3sda", "fish") else 1  # A, B and, in the tests' setting, one C
+    times = {"m3sda": 3, "fish": 3, "sagnet": 2}.get(name, 1)  # A, B and, in the tests' setting, one C
     assert (used, steps) == (its_samples, times * of_deepall) == (BUDGET, times * BUDGET)
     assert foretold == steps
 
@@ -103,7 +104,8 @@ def test_of_a_mini_batch_of_each_domain_every_method_makes_a_part_of_the_steps(
     """A third with three domains, a quarter with the target. In MetaReg's stage 1 and in Fish each domain makes one."""
     steps, used, foretold = measured(name, monkeypatch, domain_batches="full")
     domain = 4 if name in ADAPTING else 3
-    wanted = {"m3sda": 3 * BUDGET // 4, "metareg": BUDGET, "fish": BUDGET}.get(name, BUDGET // domain)
+    others = {"m3sda": 3 * BUDGET // 4, "metareg": BUDGET, "fish": BUDGET, "sagnet": 2 * BUDGET // 3}
+    wanted = others.get(name, BUDGET // domain)
     assert (used, steps) == (BUDGET, wanted)
     if name == "metareg":  # here all of it is in rounds that begin in stage 1
         assert foretold == 0.75 * BUDGET + 0.25 * BUDGET / 3

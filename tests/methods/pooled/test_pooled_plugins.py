@@ -53,6 +53,9 @@ GOES_WITH = {
         ("ib_erm", "causirl", "eqrm", "andmask", "selfreg", "domain_mixup"), ("augment", "mixstyle", "dropout")
     ),
     "fishr": ["augment", "mixstyle"],
+    "sagnet": ["augment", "mixstyle", "dropout"],
+    "mtl": ["augment", "mixstyle"],
+    **dict.fromkeys(("miro", "erm_plus_plus"), ON_IMAGES),
     **dict.fromkeys(("mdan", "cmss", "cdan", "srdc"), ("mixstyle", "dropout")),
     **dict.fromkeys(("m3sda", "dael"), ("mixstyle",)),
     **dict.fromkeys(("metareg", "dsbn"), ()),
