@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -147,7 +147,7 @@ def shared_workers(two_workers: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> 
     Not for runs that diverge: they close their workers in the middle of a mini-batch.
     """
 
-    def shared(workers: int, threads: int) -> WorkerPool:
+    def shared(workers: int, threads: int, cards: Sequence[object] = ()) -> WorkerPool:
         assert (workers, threads) == (2, 1)
         return two_workers
 

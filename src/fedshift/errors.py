@@ -73,6 +73,7 @@ def seconds_from(variable: str, default: float, *, zero: bool = False) -> float:
     raise UserError(f"{variable} is {text!r}: give seconds {least}, such as {default:g}")
 
 
+_NO_MEMORY = ("allocate memory", "CUDA error: out of memory", "_STATUS_ALLOC_FAILED")
 OUT_OF_MEMORY = "out of memory: take less data or a smaller model, or lower training.batch_size or engine.workers"
 
 
@@ -85,7 +86,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """
     kinds = {kind.__name__ for kind in type(error).__mro__}
     return bool(kinds & {"MemoryError", "OutOfMemoryError"}) or (
-        isinstance(error, RuntimeError) and "allocate memory" in str(error)
+        isinstance(error, RuntimeError) and any(sign in str(error) for sign in _NO_MEMORY)
     )
 
 

@@ -143,7 +143,7 @@ def test_a_run_that_diverges_does_not_keep_the_others_from_being_run(
         monkeypatch.setattr(two_workers, "close", two_workers.forget)
         pools = [two_workers, WorkerPool(1, threads=1)]
         closed = pools[-1]
-        monkeypatch.setattr("fedshift.experiment.runs.context.WorkerPool", lambda workers, threads: pools.pop())
+        monkeypatch.setattr("fedshift.experiment.runs.context.WorkerPool", lambda *_: pools.pop())
     where = sites(tmp_path)
     methods = [{"name": "fedprox", "proximal_weight": 1e30}, {"name": "fedavg"}]
     one = {"targets": ["a"], "seeds": [0]}

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from fedshift.experiment.fits import (
     averages,
+    cards,
     comparison,
     drawn_sites,
     fixed_weights,
@@ -43,6 +44,7 @@ OF_EXPERIMENT: tuple[OfExperiment, ...] = (
     comparison.targets_fit,
     quorum.fits,
     precision.fits,
+    cards.fits,
     drawn_sites.fits,
     fixed_weights.fits,
     networks.start_fits,

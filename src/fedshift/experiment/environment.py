@@ -19,6 +19,7 @@ import torch
 from fedshift.data.domain import DataSet, SparseRows
 from fedshift.errors import UserError
 from fedshift.federation.local.allocator import keep_freed_memory
+from fedshift.federation.local.cards import Device, cards_of, dealt
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -63,12 +64,15 @@ def _versions() -> Mapping[str, str]:
     return found
 
 
-def resolve_device(name: str) -> str:
-    """The device of that name. ``auto`` is the first accelerator, or the CPU.
+def resolve_device(name: Device) -> str:
+    """The device of that name. ``auto`` is the first accelerator, or the CPU; of several cards, that with most memory.
 
     Raises:
         UserError: this machine does not have the device.
     """
+    if cards := cards_of(name):
+        return dealt(cards, 1)[0].device
+    assert isinstance(name, str)
     if name == "auto":
         if torch.cuda.is_available():
             return "cuda"

@@ -325,14 +325,15 @@ class PlannedRun:
     def identity(self) -> dict[str, Any]:
         """The settings that identify the run, and others that are recorded with them."""
         experiment, settings = self.experiment, common_settings(self.experiment, self.run.method)
+        whole = experiment.dump()
         return {
             **settings,
             "data": {**settings["data"], "fingerprint": self.plan.fingerprint},
             "target": self.run.target,
             "seed": self.run.seed,
             "training": {**settings["training"], "mini_batches": self.budget},
-            "engine": experiment.dump()["engine"],
-            "device": experiment.device,
+            "engine": whole["engine"],
+            "device": whole["device"],
             "versions": versions(),
             **experiment.engine.identity,
         }

@@ -23,6 +23,7 @@ from fedshift.deploy.flare import roles
 from fedshift.errors import UserError
 from fedshift.experiment.config.engine_section import FlareEngine, LocalEngine
 from fedshift.experiment.config.experiment import Experiment, load, parse
+from fedshift.federation.local.cards import cards_of
 
 if TYPE_CHECKING:
     from fedshift.deploy.flare.authority import Ask
@@ -233,7 +234,7 @@ def spread(experiment: Experiment, folder: Path) -> tuple[Experiment, dict[str, 
                 "kit": ".",
                 "data": described([name]),
                 "classes": list(data.classes),
-                "device": experiment.device,
+                "device": "auto" if cards_of(experiment.device) else experiment.device,
                 "threads": threads,
                 "policy": {
                     "send": [kind for kind in _SENT if kind not in experiment.engine.refuse_at.get(name, ())],

@@ -27,6 +27,7 @@ from fedshift.experiment.protocols.base import ProtocolSection
 from fedshift.experiment.protocols.index import PROTOCOLS, Protocol
 from fedshift.experiment.protocols.leave_one_out import LeaveOneOut
 from fedshift.experiment.section import Section
+from fedshift.federation.local.cards import Device
 from fedshift.federation.training import Training
 from fedshift.files import edited_yaml, names_alike
 from fedshift.methods import registry as method_registry
@@ -54,7 +55,9 @@ class Experiment(Section):
     )
     evaluation: Evaluation = Field(default_factory=Evaluation, description="what is measured and kept")
     search: Search | None = Field(None, description="what fedshift search draws, and who chooses")
-    device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps …")
+    device: Device = Field(
+        "auto", description="auto, cpu, cuda, cuda:1, mps …; all: every CUDA card; or a list: [cuda:0, cuda:1]"
+    )
 
     def dump(self) -> dict[str, Any]:
         """The experiment as plain data, with every default written out."""

@@ -12,6 +12,7 @@ from fedshift.evaluation.records import RoundRecord, RunResult
 from fedshift.experiment.distance import proxy_distances
 from fedshift.experiment.features import Watcher
 from fedshift.experiment.plan import PlannedRun, Run
+from fedshift.federation.local.cards import Card
 from fedshift.federation.local.pool import WorkerPool
 
 
@@ -99,9 +100,9 @@ class Workers:
     They start when the first run needs them, and again after `close`.
     """
 
-    def __init__(self, number: int, threads: int) -> None:
-        """``threads`` is the number of threads of each worker."""
-        self._number, self._threads = number, threads
+    def __init__(self, number: int, threads: int, cards: Sequence[Card] = ()) -> None:
+        """``threads`` is the number of threads of each worker; ``cards`` are those that they share."""
+        self._number, self._threads, self._cards = number, threads, cards
         self._pool: WorkerPool | None = None
         self._data: DataSet | None = None
 
@@ -110,7 +111,7 @@ class Workers:
         if self._number == 1:
             return None
         if self._pool is None:
-            self._pool = WorkerPool(self._number, self._threads)
+            self._pool = WorkerPool(self._number, self._threads, self._cards)
         if data is not self._data:
             self._pool.forget()  # the samples and labels of an earlier run
             self._data = data

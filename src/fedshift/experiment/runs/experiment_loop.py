@@ -19,6 +19,7 @@ from fedshift.experiment.runs.context import Callback, Context, Reporter, Worker
 from fedshift.experiment.runs.parallel import parallel_workers
 from fedshift.experiment.runs.round_loop import carry_out
 from fedshift.experiment.runs.run_folder import RunFolder, run_folder, write_order
+from fedshift.federation.local.cards import cards_of, shares
 from fedshift.models.own.trial import told_of
 
 _LOOK = 1.0
@@ -78,12 +79,13 @@ def run_experiment(
     reporter.begin(len(mine))
     diverged: list[TrainingDiverged] = []
     helpers = 0 if helper or shard != (1, 1) else max(0, min(engine.parallel_runs, unfinished) - 1)
+    first, *further = shares(cards_of(experiment.device), helpers + 1, engine.workers)
     with (
         threads_set(threads),
-        parallel_workers(experiment, runs, helpers, diverged, stop),
-        Workers(engine.workers, threads) as workers,
+        parallel_workers(experiment, runs, helpers, diverged, stop, further),
+        Workers(engine.workers, threads, first) as workers,
     ):
-        context = Context(device, threads, reporter, callbacks, stop)
+        context = Context(first[0].device if first else device, threads, reporter, callbacks, stop)
         diverged += _carry_out_all(context, workers, mine, elsewhere)
         if not helper:
             diverged += _take_over(context, workers, mine, elsewhere, wait=wait)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from fedshift.data.builders.in_memory import InMemory
 from fedshift.errors import FedshiftError, TrainingDiverged, UserError
 from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.runs.stopping import Stopped, grace
+from fedshift.federation.local.cards import Card, environment
 
 DIVERGED = 3
 """Exit code of a process in which a run diverged."""
@@ -36,6 +37,7 @@ def parallel_workers(
     number: int,
     diverged: list[TrainingDiverged],
     stop: Callable[[], None] = lambda: None,
+    cards: Sequence[Sequence[Card]] = (),
 ) -> Iterator[None]:
     """Start further processes that take runs of the same experiment.
 
@@ -48,6 +50,7 @@ def parallel_workers(
         diverged: receives the errors of runs that diverged in one of them.
         stop: is called while this process waits for them, and raises an error to stop. After `Stopped` they finish
             their rounds.
+        cards: those of each process; none where the device is no choice of cards.
 
     Raises:
         UserError: the data are objects of this process, which another one cannot read.
@@ -60,12 +63,16 @@ def parallel_workers(
         raise UserError("engine.parallel_runs: data in memory are known to this process alone: use engine.workers")
     with tempfile.TemporaryDirectory(prefix="fedshift-runs-") as folder:
         file = Path(folder) / "experiment.json"
-        file.write_text(json.dumps(experiment.dump()))
+        options = experiment.dump()
+        if any(cards):
+            options["device"] = "all"  # of those that it sees
+        file.write_text(json.dumps(options))
         command = [sys.executable, "-m", "fedshift.experiment.runs.parallel_worker", str(file), str(runs)]
         processes: list[_Further] = []
         try:
             for count in range(number):
-                processes.append(_started(command, Path(folder) / f"errors-{count}.txt"))
+                seen = environment(cards[count]) if cards else {}
+                processes.append(_started(command, Path(folder) / f"errors-{count}.txt", seen))
             yield
             for further in processes:
                 _wait_for(further, stop)
@@ -92,7 +99,7 @@ class _Further(NamedTuple):
     output: Path
 
 
-def _started(command: Sequence[str], output: Path) -> _Further:
+def _started(command: Sequence[str], output: Path, variables: Mapping[str, str]) -> _Further:
     with open(output, "wb") as errors:
         # In its own session, so that Ctrl-C reaches only this process, which then stops the others.
         process = subprocess.Popen(
@@ -100,7 +107,7 @@ def _started(command: Sequence[str], output: Path) -> _Further:
             stdin=subprocess.PIPE,
             stdout=errors,
             stderr=errors,
-            env={**os.environ, **trust.for_children()},
+            env={**os.environ, **trust.for_children(), **variables},
             start_new_session=True,
         )
     return _Further(process, output)

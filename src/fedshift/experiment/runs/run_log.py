@@ -23,6 +23,7 @@ from fedshift.experiment.runs.evaluator import Final
 from fedshift.experiment.runs.run_folder import RunFolder
 from fedshift.experiment.runs.stopping import Stopped
 from fedshift.federation.federation import Federation
+from fedshift.federation.local.cards import kind_of
 from fedshift.federation.messages import RawData
 from fedshift.federation.training import exploded
 from fedshift.methods.base import State
@@ -174,7 +175,7 @@ class RunLog:
 
     def _environment(self) -> dict[str, Any]:
         """What the last bits of the weights depend on: threads, device, versions."""
-        return {"threads": self.context.threads, "device": self.context.device, **versions()}
+        return {"threads": self.context.threads, "device": kind_of(self.context.device), **versions()}
 
     def _refusals(self) -> list[str]:
         """The sites' refusals in the rounds so far, without duplicates."""
@@ -215,7 +216,7 @@ class RunLog:
             bytes_by_site=site_bytes(self.federation.ledger.by_site),
             versions=versions(),
             threads=context.threads,
-            device=context.device,
+            device=kind_of(context.device),
             warnings=[
                 *data.warnings,
                 *planned.plan.site_differences,
@@ -265,8 +266,8 @@ def failures_noted(context: Context, planned: PlannedRun, folder: RunFolder) -> 
     except (MemoryError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise UserError(
-                f"out of memory on {context.device}: lower training.batch_size or engine.workers, or take a smaller "
-                "model"
+                f"out of memory on {context.device}: lower training.batch_size, engine.workers or "
+                "engine.parallel_runs, or take a smaller model"
             ) from error
         folder.note_failure(error)
         raise

@@ -27,6 +27,7 @@ from fedshift.data.domain import Domain, SparseRows
 from fedshift.errors import FedshiftError, KindRefused, TrainingDiverged, UserError
 from fedshift.federation.exchange import Answer, Missing, Request
 from fedshift.federation.federation import Federation
+from fedshift.federation.local.cards import Card, dealt, environment
 from fedshift.federation.local.in_process import names_of
 from fedshift.federation.messages import Statistics, decode, encode
 from fedshift.federation.setting_json import reply_from, setting_recipe
@@ -41,9 +42,12 @@ _SOCKET_PATH = 100
 
 
 class WorkerPool:
-    """Worker processes, each with ``threads`` threads. A pool serves any number of runs."""
+    """Worker processes, each with ``threads`` threads and a card of ``cards``. A pool serves any number of runs."""
 
-    def __init__(self, workers: int, threads: int) -> None:
+    def __init__(self, workers: int, threads: int, cards: Sequence[Card] = ()) -> None:
+        chosen = dealt(cards, workers) if cards else []
+        self.device = chosen[0].alone if chosen else None
+        """What each worker calls its card; None: the device is that of the setting."""
         self._folder = tempfile.TemporaryDirectory(prefix="fedshift-pool-", ignore_cleanup_errors=True)
         self._shared: dict[int, tuple[Domain, str]] = {}
         key = secrets.token_bytes(32)
@@ -54,13 +58,13 @@ class WorkerPool:
         address = min(whole, os.path.relpath(whole), key=len)
         if len(address) > _SOCKET_PATH:
             raise UserError(f"the folder of temporary files ({tempfile.gettempdir()}) has too long a path: set TMPDIR")
-        environment = {**os.environ, **trust.for_children(), "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+        variables = {**os.environ, **trust.for_children(), "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
         with Listener(address, "AF_UNIX", backlog=workers, authkey=key) as listener:
             for number in range(workers):
                 process = subprocess.Popen(
                     [sys.executable, "-m", "fedshift.federation.local.worker", address, str(threads), str(number)],
                     stdin=subprocess.PIPE,
-                    env=environment,
+                    env={**variables, **environment(chosen[number : number + 1])},
                     start_new_session=True,  # Ctrl-C reaches only the server, which closes its workers
                 )
                 assert process.stdin is not None
@@ -178,6 +182,7 @@ class PoolFederation(Federation):
             load[worker] += sum(len(rows) for _, rows, _ in plan.parts)
             self._worker_of[plan.name] = worker
         recipe = setting_recipe(setting)
+        recipe["device"] = pool.device or recipe["device"]
         for worker in range(len(load)):
             pool.call(worker, {"do": "setting", "setting": recipe})
         for plan in plans:
