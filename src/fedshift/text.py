@@ -11,7 +11,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 _FORMULA = re.compile(r"'*[=+\-@\t\r]")
@@ -99,3 +99,13 @@ def in_unit(value: float, like: float | None = None) -> str:
     size = abs(value if like is None else like)
     decimals = 2 if not size or not math.isfinite(size) else max(2, 2 - math.floor(math.log10(size)))
     return f"{value:.{decimals}f}"
+
+
+def listed(names: Sequence[str], most: int = 20, sign: str = ", ") -> str:
+    """Names with commas or another sign between them; if they are many the first, and how many more.
+
+    Example:
+        >>> listed(["a", "b", "c"], most=2)
+        'a, b and 1 more'
+    """
+    return sign.join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -10,8 +10,9 @@ import pytest
 import yaml
 from calling import Cli
 
-from fedshift.cli.many_sites import FEW, domain_table, listed, missing_cells_of, privacy_rows, unlike, without_labels
+from fedshift.cli.many_sites import FEW, domain_table, missing_cells_of, privacy_rows, unlike, without_labels
 from fedshift.experiment.check import DomainCheck
+from fedshift.text import listed
 
 HOSPITALS = 60
 SMALLEST, LACKING, CODED, EMPTY = 11, 7, 3, 9
@@ -105,4 +106,3 @@ def test_what_many_sites_spend_and_lack() -> None:
     said = missing_cells_of("lab", cells)
     assert said.startswith("missing in column lab: 100 of 910 at 61 of 91 sites; most at empty 10 of 10, ")
     assert said.endswith("and 41 more")
-    assert listed([]) == ""

@@ -8,13 +8,14 @@ from itertools import chain
 from pathlib import Path
 
 from fedshift.cli.console import safe_console
-from fedshift.cli.many_sites import domain_table, listed, missing_cells_of, privacy_rows, unlike, without_labels
+from fedshift.cli.many_sites import domain_table, missing_cells_of, privacy_rows, unlike, without_labels
 from fedshift.errors import UserError
 from fedshift.experiment.check import Check, MethodCheck, check, noise_costs
 from fedshift.experiment.config.experiment import Experiment, load
 from fedshift.experiment.runs.run_folder import check_place
 from fedshift.report.folding import Folded
 from fedshift.report.steps import steps_in_words
+from fedshift.text import listed
 
 _MOST_COLUMNS = 20
 """Columns whose missing cells are listed."""

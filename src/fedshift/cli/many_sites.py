@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from fedshift.experiment.check import DomainCheck
 from fedshift.report.folding import Folded
+from fedshift.text import listed
 
 FEW = 20
 """So many sites have a row each."""
@@ -16,16 +17,6 @@ _NUMBERS: Mapping[str, Callable[[DomainCheck], int]] = {
     "held out": lambda one: one.held_out,
     "measured as target": lambda one: one.measured_as_target,
 }
-
-
-def listed(names: Sequence[str], most: int = FEW) -> str:
-    """Names with commas between them; if they are many the first, and how many more.
-
-    Example:
-        >>> listed(["a", "b", "c"], most=2)
-        'a, b and 1 more'
-    """
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def domain_table(domains: Sequence[DomainCheck]) -> Folded:

@@ -40,6 +40,8 @@ _SITE = 30
 _MOST_CATEGORIES = 10_000
 """A column of more categories at all sites together is not compared: it takes long, and is no column of categories."""
 _MOST_NAMED = 3
+_MOST_SITES = 10
+"""Sites of one warning that are named with their numbers."""
 _CODES = frozenset(
     {0.0} | {sign * float(digit * count) for digit in "789" for count in range(1, 6) for sign in (1, -1)} | {-1.0}
 )
@@ -171,13 +173,16 @@ def missing_warnings(columns: Counted) -> Iterator[str]:
             if missing >= _ALMOST_ALL * rows
         ]
         if empty:
-            yield f"column '{column}' has no value, or almost none, at {', '.join(empty)}"
+            yield f"column '{column}' has no value, or almost none, at {_of_sites(empty)}"
 
 
-def number_warnings(numbers: Numbers) -> Iterator[str]:
-    """Codes for "missing", columns that never change at a site, and signs in other digits; one line for a column."""
+def number_warnings(numbers: Numbers, codes: Mapping[str, Sequence[float]]) -> Iterator[str]:
+    """Codes for "missing", columns that never change at a site, and signs in other digits; one line for a column.
+
+    ``codes``: of `codes_of`, by column.
+    """
     for name, sites in numbers.items():
-        found = list(_codes(name, sites)) or list(_other_digits(name, sites))
+        found = list(_codes(name, sites, codes[name])) or list(_other_digits(name, sites))
         if not found and any(len(one.values) == 1 for one in sites.values()):
             named = {
                 site: {f"{value:g}": int(rows) for value, rows in zip(one.values, one.rows, strict=True)}
@@ -336,6 +341,11 @@ def _listed(parts: Sequence[str]) -> str:
     return "; ".join(parts[:_MOST_NAMED]) + more
 
 
+def _of_sites(parts: Sequence[str]) -> str:
+    more = f" and {len(parts) - _MOST_SITES} more" if len(parts) > _MOST_SITES else ""
+    return ", ".join(parts[:_MOST_SITES]) + more
+
+
 def _names(sites: Sequence[str]) -> str:
     more = f" and {len(sites) - _MOST_NAMED} more" if len(sites) > _MOST_NAMED else ""
     return ", ".join(f"'{site}'" for site in sites[:_MOST_NAMED]) + more
@@ -355,17 +365,16 @@ def codes_of(sites: Mapping[str, Column]) -> list[float]:
     suspects = sorted(ends & repeated)
     if not suspects:
         return []
-    rest = pooled([one.without([value for value in suspects if value in _CODES]) for one in sites.values()])
+    rest = pooled(list(sites.values())).without([value for value in suspects if value in _CODES])
     lowest, highest = (rest.values[0], rest.values[-1]) if len(rest.values) else (0.0, 0.0)
     outer = [value for value in suspects if not lowest < value < highest]  # of many sites few ends are ends of all
     return [value for value in outer if _is_code(value, rest.without([value]), sites)]
 
 
-def _codes(column: str, sites: Mapping[str, Column]) -> Iterator[str]:
-    found = codes_of(sites)
+def _codes(column: str, sites: Mapping[str, Column], found: Sequence[float]) -> Iterator[str]:
     if not found:
         return
-    mean, deviation = moments_of(pooled([one.without(found) for one in sites.values()]))
+    mean, deviation = moments_of(pooled(list(sites.values())).without(found))
     where = [
         f"{value:g} in {_share(one.share(value))} of the rows of '{site}'"
         for value in found
@@ -374,7 +383,7 @@ def _codes(column: str, sites: Mapping[str, Column]) -> Iterator[str]:
     ]
     means = "it means" if len(found) == 1 else "they mean"
     yield (
-        f"{column} has {', '.join(where)}, the other values are {mean:.4g} ± {deviation:.3g}: if {means} "
+        f"{column} has {_of_sites(where)}, the other values are {mean:.4g} ± {deviation:.3g}: if {means} "
         "missing, set data.missing_values, or leave such cells empty"
     )
 
@@ -382,9 +391,8 @@ def _codes(column: str, sites: Mapping[str, Column]) -> Iterator[str]:
 def pooled(columns: Sequence[Column]) -> Column:
     """The values of several sites together."""
     values, place = np.unique(np.concatenate([one.values for one in columns]), return_inverse=True)
-    rows = np.zeros(len(values), dtype=np.int64)
-    np.add.at(rows, place.reshape(-1), np.concatenate([one.rows for one in columns]))
-    return Column(values, rows)
+    weights = np.concatenate([one.rows for one in columns])
+    return Column(values, np.bincount(place.reshape(-1), weights, len(values)).astype(np.int64))
 
 
 def _is_code(value: float, rest: Column, sites: Mapping[str, Column]) -> bool:
@@ -419,8 +427,8 @@ def moments_of(column: Column) -> Moments:
     """Mean and standard deviation of a column; zeros if it is empty."""
     if not column.count:
         return 0.0, 0.0
-    mean = float(np.average(column.values, weights=column.rows))
-    return mean, float(np.sqrt(np.average((column.values - mean) ** 2, weights=column.rows)))
+    mean = float((column.values * column.rows).sum() / column.count)
+    return mean, float(np.sqrt(((column.values - mean) ** 2 * column.rows).sum() / column.count))
 
 
 def _other_digits(column: str, sites: Mapping[str, Column]) -> Iterator[str]:

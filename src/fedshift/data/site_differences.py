@@ -6,8 +6,9 @@ The same samples twice, numbers of patients at several sites, columns in other u
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import combinations
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import combinations, islice
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,13 +38,20 @@ _LOOKED_AT = 20_000
 """About how many rows of a site columns without names are judged by."""
 _REPEATS, _REPEATED = 3, 0.02
 """Rows that repeat an earlier one, and their share of a site, from which they are reported."""
+_COMPARED = 1000
+"""Sites whose numeric columns are compared; of more, so many evenly among them."""
+_HOLDERS = 100
+"""Sites with one entry in common whose pairs are looked at: ten thousand have fifty million."""
 _BY_CHANCE = 0.05
 """A row that chance would repeat more often than this is no copy."""
 
+T = TypeVar("T")
 Prints = Mapping[str, NDArray[np.int64]]
 """Site → a number for each of its samples, equal for equal ones."""
 Parts = Callable[[str], tuple[Rows, Rows]]
 """The training and held-out rows of a site."""
+Codes = Mapping[str, Sequence[float]]
+"""Numeric column → the numbers that stand for missing."""
 
 
 def site_differences(data: DataSet, parts: Parts | None = None) -> tuple[str, ...]:
@@ -54,12 +62,13 @@ def site_differences(data: DataSet, parts: Parts | None = None) -> tuple[str, ..
         parts: says which rows of a site train and which are held out; None: not known.
     """
     numbers, prints = _numbers(data), _prints(data)
+    codes = {column: codes_of(sites) for column, sites in numbers.items()}
     return (
         *_fewer_pairs(_shared(data, prints)),
         *_repeated(data, prints, parts),
         *_shared_ids(data),
-        *_scales(numbers),
-        *_codings(data, numbers),
+        *_scales(numbers, codes),
+        *_codings(data, numbers, codes),
     )
 
 
@@ -75,8 +84,7 @@ def shared_groups(data: DataSet) -> dict[tuple[str, str], int]:
         for name, domain in data.domains.items()
         if domain.groups is not None
     }
-    pairs = {(one, other): len(numbers[one] & numbers[other]) for one, other in combinations(numbers, 2)}
-    return {pair: count for pair, count in pairs.items() if count}
+    return {(one, other): len(numbers[one] & numbers[other]) for one, other in _pairs_with_equal(numbers)}
 
 
 def _fewer_pairs(warnings: Iterable[str]) -> Iterator[str]:
@@ -92,7 +100,9 @@ def _shared(data: DataSet, prints: Prints) -> Iterator[str]:
     domains = {name: domain for name, domain in data.domains.items() if not isinstance(domain.inputs, SparseRows)}
     small = bool(prints)
     rows = {name: set(kinds.tolist()) for name, kinds in prints.items()}
-    for one, other in _pairs_with_equal_samples(rows) if small else combinations(domains, 2):
+    for one, other in _pairs_with_equal(
+        _twice(prints) if small else {name: [_start(it)] for name, it in domains.items()}
+    ):
         first, second = domains[one], domains[other]
         if first.groups is not None and second.groups is not None:
             continue  # these say which samples of different sites belong together
@@ -110,14 +120,26 @@ def _shared(data: DataSet, prints: Prints) -> Iterator[str]:
                 )
 
 
-def _pairs_with_equal_samples(rows: Mapping[str, set[int]]) -> list[tuple[str, str]]:
-    """The pairs of sites with a number of a sample in common, in the order of the sites: of many, few have."""
-    holders: dict[int, list[int]] = {}
-    for number, prints in enumerate(rows.values()):
-        for one in prints:
+def _twice(prints: Prints) -> dict[str, set[int]]:
+    """What of each site occurs more than once at all sites together: of many samples, few do."""
+    numbers, counts = np.unique(np.concatenate([*prints.values()]), return_counts=True)
+    twice = {*numbers[counts > 1].tolist()}
+    return {name: twice.intersection(one.tolist()) for name, one in prints.items()}
+
+
+def _start(domain: Domain) -> int:
+    """A number that is equal for equal sites: of how many samples there are, and of the first."""
+    return hash((len(domain), np.asarray(domain.inputs)[:1].tobytes()))
+
+
+def _pairs_with_equal(of_sites: Mapping[str, Collection[Hashable]]) -> list[tuple[str, str]]:
+    """The pairs of sites with an entry in common, in the order of the sites: of many pairs, few have."""
+    holders: dict[Hashable, list[int]] = {}
+    for number, entries in enumerate(of_sites.values()):
+        for one in entries:
             holders.setdefault(one, []).append(number)
-    names = list(rows)
-    found = {pair for sites in holders.values() if len(sites) > 1 for pair in combinations(sites, 2)}
+    names = list(of_sites)
+    found = {pair for sites in holders.values() if len(sites) > 1 for pair in combinations(sites[:_HOLDERS], 2)}
     return [(names[one], names[other]) for one, other in sorted(found)]
 
 
@@ -196,8 +218,10 @@ def _shared_ids(data: DataSet) -> Iterator[str]:
             f"rows have the id of another row of their site: {_listed(listed)}: if they are of one "
             "patient, some train while others are measured"
         )
-    pairs = [(one, other, len(named[one].keys() & named[other].keys())) for one, other in combinations(named, 2)]
-    both = [f"{count} of '{one}' and '{other}'" for one, other, count in pairs if count]
+    both = [
+        f"{len(named[one].keys() & named[other].keys())} of '{one}' and '{other}'"
+        for one, other in _pairs_with_equal(named)
+    ]
     if both:
         yield (
             f"sites have ids in common: {_listed(both)}: if they are the same patients, what trains at "
@@ -218,22 +242,22 @@ def _counts_rows(ids: tuple[str, ...]) -> bool:
         return False
 
 
-def _codings(data: DataSet, numbers: Numbers) -> Iterator[str]:
+def _codings(data: DataSet, numbers: Numbers, codes: Codes) -> Iterator[str]:
     """Warnings about missing cells, codes for them, categories and columns that never change."""
     yield from fewer(missing_warnings(data.columns))
     yield from fewer(named_warnings(data.columns))
-    yield from fewer(number_warnings(numbers))
+    yield from fewer(number_warnings(numbers, codes))
 
 
 def _numbers(data: DataSet) -> Numbers:
     """The values of numeric columns, where they are measurements: of a table, or of few columns without names."""
     if data.columns:
-        return numbers_of(data.columns)
+        return numbers_of(_some(data.columns))
     dense = {site: domain.inputs for site, domain in data.domains.items() if not isinstance(domain.inputs, SparseRows)}
     plain = data.preprocessing.kind == "features" and data.preprocessing.backbone is None
     if not plain or len(data.input_shape) != 1 or data.input_shape[0] > _MEASURED or len(dense) < len(data.domains):
         return {}
-    some = {site: inputs[:: max(1, len(inputs) // _LOOKED_AT)] for site, inputs in dense.items()}
+    some = {site: inputs[:: max(1, len(inputs) // _LOOKED_AT)] for site, inputs in _some(dense).items()}
     return {
         f"column {number}": {
             site: Column(*np.unique(inputs[:, number].astype(np.float64), return_counts=True))
@@ -243,13 +267,19 @@ def _numbers(data: DataSet) -> Numbers:
     }
 
 
-def _scales(numbers: Numbers) -> Iterator[str]:
+def _some(sites: Mapping[str, T]) -> dict[str, T]:
+    """All sites, or of very many some evenly among them."""
+    step = -(-len(sites) // _COMPARED)
+    return dict(islice(sites.items(), 0, None, max(1, step)))
+
+
+def _scales(numbers: Numbers, codes: Codes) -> Iterator[str]:
     # Where most values are one, such as 0, the deviation says how many are not, and nothing of units.
     yield from scale_warnings(
         {
             column: {
                 site: moments_of(values)
-                for site, values in _without_codes(sites).items()
+                for site, values in _without(codes[column], sites).items()
                 if values.count >= _ENOUGH and values.rows.max() <= 0.5 * values.count
             }
             for column, sites in numbers.items()
@@ -257,7 +287,6 @@ def _scales(numbers: Numbers) -> Iterator[str]:
     )
 
 
-def _without_codes(sites: Mapping[str, Column]) -> dict[str, Column]:
+def _without(codes: Sequence[float], sites: Mapping[str, Column]) -> dict[str, Column]:
     """A column without the numbers that stand for missing, which are reported by themselves."""
-    codes = codes_of(sites)
     return {site: values.without(codes) if codes else values for site, values in sites.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -115,8 +116,15 @@ def _rows_held_out(labels: npt.NDArray[Any], fraction: float, seed: int) -> npt.
     for label in np.unique(labels):
         rows = np.flatnonzero(labels == label)
         number = min(int(np.floor(len(rows) * fraction + 0.5)), len(rows) - 1)
-        held[np.random.default_rng([seed, int(label)]).permutation(rows)[:number]] = True
+        if number:
+            held[np.random.default_rng(_seeds(seed, int(label))).permutation(rows)[:number]] = True
     return held
+
+
+@lru_cache(1024)
+def _seeds(*parts: int) -> np.random.SeedSequence:
+    """What a generator is seeded with; many sites begin the same ones, and making it takes longest."""
+    return np.random.SeedSequence(parts)
 
 
 def _groups_held_out(groups: npt.NDArray[np.int64], fraction: float, seed: int) -> npt.NDArray[np.bool_]:

@@ -8,6 +8,7 @@ from statistics import fmean
 
 from fedshift.evaluation.metric_entries import Metric
 from fedshift.evaluation.records import ERRORS, RunResult, SiteMetrics, shown
+from fedshift.text import listed
 
 BASELINES: dict[Metric, str] = {
     "accuracy": "Always saying a target's most frequent class would be right for",
@@ -94,18 +95,21 @@ def _mean_at_targets(
 def _worse_than_baseline(results: Sequence[RunResult]) -> Iterator[str]:
     limits = baselines(results)
     metric: Metric = results[0].metric if results else "accuracy"
+    at: dict[tuple[str, str], list[float]] = {}
+    for run in results:
+        if (value := run.accuracy()) is not None:
+            at.setdefault((run.method, run.target), []).append(value)
     errors = metric in ERRORS
     for method in dict.fromkeys(result.method for result in results):
         below = []
         for target, limit in limits.items():
-            runs = [result for result in results if (result.method, result.target) == (method, target)]
-            found = [value for run in runs if (value := run.accuracy()) is not None]
+            found = at.get((method, target), [])
             if found and (fmean(found) > limit if errors else fmean(found) < limit):
                 below.append(
                     f"{target} ({shown(metric, fmean(found))} {'>' if errors else '<'} {shown(metric, limit)})"
                 )
         if below:
-            yield f"{method} {_WORSE[metric]} at {', '.join(below)}"
+            yield f"{method} {_WORSE[metric]} at {listed(below)}"
 
 
 def few_informative(results: Sequence[RunResult]) -> dict[str, int]:
@@ -130,7 +134,7 @@ def _few(results: Sequence[RunResult]) -> Iterator[str]:
     named = [f"{target} ({number})" for target, number in few_informative(results).items() if number]
     if named:
         what = "with the event" if any(site.events is not None for one in results for site in one.targets) else ""
-        yield f"measured on few samples {what or 'outside the most frequent class'}: {', '.join(named)}"
+        yield f"measured on few samples {what or 'outside the most frequent class'}: {listed(named)}"
 
 
 def _one_class(results: Sequence[RunResult]) -> Iterator[str]:
@@ -140,7 +144,7 @@ def _one_class(results: Sequence[RunResult]) -> Iterator[str]:
             if site.support and site.baseline is None and max(count or 0 for count in site.support) == site.samples:
                 named.setdefault(f"{site.site} ({result.classes[site.support.index(site.samples)]})")
     if named:
-        listing = ", ".join(named)
+        listing = listed(list(named))
         yield f"measured on one class only, so nothing shows whether the model tells classes apart: {listing}"
 
 
@@ -206,8 +210,10 @@ def work_note(results: Sequence[RunResult], methods: Sequence[str]) -> Iterator[
         Not equal work, in mini-batches per source: fedavg at a 80 (most 120).
     """
     found = []
-    for target in dict.fromkeys(result.target for result in results):
-        runs = [result for result in results if result.target == target]
+    by_target: dict[str, list[RunResult]] = {}
+    for result in results:
+        by_target.setdefault(result.target, []).append(result)
+    for target, runs in by_target.items():
         counts = Counter(result.mini_batches for result in runs)
         usual = max(counts, key=lambda number: (counts[number], number))
         slack = max(2, _SAME_WORK * usual)
@@ -216,7 +222,7 @@ def work_note(results: Sequence[RunResult], methods: Sequence[str]) -> Iterator[
             if other:
                 found.append(f"{method} at {target} {', '.join(map(str, sorted(other)))} (most {usual})")
     if found:
-        yield f"Not equal work, in mini-batches per source: {'; '.join(found)}."
+        yield f"Not equal work, in mini-batches per source: {listed(found, sign='; ')}."
 
 
 def privacy_note(results: Iterable[RunResult], methods: Sequence[str]) -> Iterator[str]:

@@ -392,18 +392,18 @@ def _domain(plan: Plan, name: str) -> DomainCheck:
     protocol, data = plan.experiment.protocol, plan.data
     seed = protocol.seeds[0]
     # A domain that is not a target of the protocol is described as if it were one.
-    targets = protocol.possible_targets(data)
-    as_source = next((target for target in targets if name in plan.roles(target)[0]), None)
-    as_target = next((target for target in targets if protocol.by_site or name in plan.roles(target)[1]), None)
+    as_source, as_target = protocol.described_at(data, name, plan.roles)
     given = plan.split(as_source, seed) if as_source is not None else None
+    if given and protocol.by_site:
+        measured = len(given.measured.get(name, ()))
+    else:
+        measured = protocol.measured_at(data, as_target, name, seed) if as_target is not None else 0
     return DomainCheck(
         name,
         samples=len(data.domains[name]),
         train=len(given.train[name]) if given else 0,
-        held_out=len(given.held_out[name]) + (len(given.measured.get(name, ())) if protocol.by_site else 0)
-        if given
-        else 0,
-        measured_as_target=protocol.measured_at(data, as_target, name, seed) if as_target is not None else 0,
+        held_out=len(given.held_out[name]) + (measured if protocol.by_site else 0) if given else 0,
+        measured_as_target=measured,
         missing=() if data.domains[name].unlabelled else absent_classes(data, data.domains[name]),
         without_label=len(data.domains[name]) - len(data.domains[name].known),
         fixed_split=data.domains[name].fixed_split,

@@ -104,22 +104,26 @@ def dry_run_of(planned: PlannedRun, network: Network) -> DryRun:
         return dry_run(planned.run.method, some, planned.setting("cpu"), network, **options)
 
     alike = len({site.role for site in sites}) == 1 and not any(site.refuse for site in sites)
-    if len(sites) > _MANY and alike and engine.quorum is None and planned.drawn is None:
-        return _of_many(sites, of) or of(sites)
+    drawn = planned.drawn or 0
+    if len(sites) > _MANY + drawn and alike and engine.quorum is None:
+        return _of_many(sites, of, drawn) or of(sites)
     return of(sites)
 
 
-def _of_many(sites: Sequence[SitePlan], of: Callable[[Sequence[SitePlan]], DryRun]) -> DryRun | None:
-    """The dry run of many sites, from those of a few; None where their bytes follow no parabola in their number."""
+def _of_many(sites: Sequence[SitePlan], of: Callable[[Sequence[SitePlan]], DryRun], drawn: int) -> DryRun | None:
+    """The dry run of many sites, from those of a few; None where their bytes follow no parabola in their number.
+
+    ``drawn``: how many are drawn for each round; 0: all.
+    """
     try:
-        few = [_numbers(of(sites[:number])) for number in _FEW_SITES]
+        few = [_numbers(of(sites[: drawn + number])) for number in _FEW_SITES]
     except Exception:  # a method of one's own that needs all of them says so with all of them
         return None
     found = []
     for values in zip(*few, strict=True):
         if _parabola(values[:3], _FEW_SITES[3]) != values[3]:
             return None
-        found.append(int(_parabola(values[:3], len(sites))))
+        found.append(int(_parabola(values[:3], len(sites) - drawn)))
     return DryRun(*(Traffic(*found[place : place + 2]) for place in (0, 2, 4, 6)))
 
 

@@ -204,7 +204,7 @@ class Plan:
     def _data_for(self, target: str) -> DataSet:
         """As `data_for`. A target that trains without labels influences the encoding as the sources do, but with its
         inputs only."""
-        sources, targets = self.roles(target)
+        sources, targets = map(frozenset, self.roles(target))
         protocol = self.experiment.protocol
         unseen = protocol.unseen
         source = self.experiment.data

@@ -140,7 +140,7 @@ class Federation(ABC):
         self.screening: Screening | None = None
         self._on_answer = on_answer or (lambda site, mini_batches: None)
         self._open: Replies[Any] | None = None
-        self._undrawn: tuple[str, ...] = ()
+        self._undrawn: dict[str, None] = {}
 
     @abstractmethod
     def deliver(self, call: str, requests: Iterator[Request]) -> Generator[Answer[Any] | Missing, None, None]:
@@ -209,7 +209,7 @@ class Federation(ABC):
             raise FedshiftError("ask takes a call of the method itself, such as self.fit")
         self.progress.exchange += 1
         absent = set(self.sources).difference(self.drawn)
-        self._undrawn = tuple(site for site in to if site in absent)
+        self._undrawn = {site: None for site in to if site in absent}
         to = tuple(site for site in to if site not in absent)
         if self.sums_only and "weights" in promised_kinds(reply_type(self.method, call.__name__)).values():
             if len(to) < SMALLEST_ROSTER:
@@ -298,8 +298,9 @@ class Federation(ABC):
             self._worked(answer.site, answer.mini_batches)
             yield answer.site, answer.reply
             del answer  # before the next is read
+        usual = _usual(spent)
         for site in (*missing, *self._undrawn):
-            self.forfeit(site, spent)
+            self._charge(site, usual)
 
     def _spent(self, sites: Sequence[str], *, alike: bool) -> dict[str, float]:
         """The share of its budget that each site has used, 0 to 1; ``alike``: the mean of these for all.
@@ -360,11 +361,13 @@ class Federation(ABC):
             site: the absent site.
             spent: the share of its budget that each of the other sites spent.
         """
-        if spent:
-            most = 2 * median_low(spent)
-            mean = sum(min(share, most) for share in spent) / len(spent)
+        self._charge(site, _usual(spent))
+
+    def _charge(self, site: str, share: float | None) -> None:
+        """Charge an absent site this share of its budget; None: no other site answered, and it is charged nothing."""
+        if share is not None:
             left = max(0, self.budget.get(site, 0) - self.progress.used[site])
-            due = self.budget.get(site, 0) * mean
+            due = self.budget.get(site, 0) * share
             undrawn = site in self._undrawn
             charged = min(left, round(due) if undrawn else math.ceil(due))
             self.progress.undrawn += charged if undrawn else 0
@@ -373,3 +376,11 @@ class Federation(ABC):
     def _worked(self, site: str, mini_batches: int) -> None:
         self.progress.used[site] += mini_batches
         self._on_answer(site, mini_batches)
+
+
+def _usual(spent: Sequence[float]) -> float | None:
+    """The mean share that sites spent, none of which counts as more than twice the median; None of no site."""
+    if not spent:
+        return None
+    most = 2 * median_low(spent)
+    return sum(min(share, most) for share in spent) / len(spent)

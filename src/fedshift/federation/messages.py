@@ -204,8 +204,17 @@ def field_types(reply: type[Reply]) -> dict[str, Any]:
 _FIELD_TYPES: dict[type[Reply], dict[str, Any]] = {}
 
 
-def promised_kinds(reply: type[Reply]) -> dict[str, str]:
+_PROMISED: dict[type[Reply], Mapping[str, str]] = {}
+
+
+def promised_kinds(reply: type[Reply]) -> Mapping[str, str]:
     """The kind of each field of a reply class, by field. Fields whose type does not tell the kind are left out."""
+    if reply not in _PROMISED:  # every site asks
+        _PROMISED[reply] = _promised(reply)
+    return _PROMISED[reply]
+
+
+def _promised(reply: type[Reply]) -> dict[str, str]:
     try:
         hints = typing.get_type_hints(reply)
     except NameError:

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -70,7 +71,11 @@ class Collected:
     @property
     def results(self) -> list[RunResult]:
         """What tables are made of: the results of ``runs``, by site where a run measures each site by itself."""
-        return list(at_sites(run.result for run in self.runs))
+        return list(self._results)
+
+    @cached_property
+    def _results(self) -> tuple[RunResult, ...]:
+        return tuple(at_sites(run.result for run in self.runs))
 
     @property
     def seen(self) -> tuple[FinishedRun, ...]:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from fedshift.evaluation.summary import AVERAGE
 from fedshift.report.collect import natural
 from fedshift.report.html import render
+from fedshift.report.many_targets import shown as of_few
 from fedshift.report.measures import ACCURACY, Measure
 from fedshift.report.table import Table
 from fedshift.text import printable
@@ -129,6 +130,7 @@ def accuracy_per_target(table: Table, names: Mapping[str, str] | None = None) ->
         names: what the legend calls a method, where that is not its name.
     """
     figure, [axes] = new_figure(9.6, 3.6)
+    table = of_few(table)
     shown = [AVERAGE, *(column for column in table.columns if column != AVERAGE)]  # a small screen shows the average
     columns = np.arange(len(shown))
     count = len(table.methods)

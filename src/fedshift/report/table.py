@@ -21,7 +21,7 @@ from fedshift.report.estimates import notes_on
 from fedshift.report.like_for_like import comparable, unlike_seeds
 from fedshift.report.measures import ACCURACY, HAUSDORFF, MEASURES, METRICS, Measure, measure_of
 from fedshift.report.unlike_training import trained_note
-from fedshift.text import in_unit
+from fedshift.text import in_unit, listed
 
 MISSING = "–"
 WORST, GAP, SPREAD = "worst site", "gap between sites", "spread over sites"
@@ -231,7 +231,7 @@ def _site_notes(results: Sequence[RunResult], measure: Measure) -> Iterator[str]
     """What a model without inputs would reach at every target, and warnings."""
     found = baselines(results)
     if found and measure.metric == results[0].metric:
-        listing = ", ".join(f"{target} {_shown(number, measure.unit)}" for target, number in found.items())
+        listing = listed([f"{target} {_shown(number, measure.unit)}" for target, number in found.items()])
         yield f"{BASELINES[results[0].metric]}: {listing}."
     yield from (f"Warning: {text}." for text in warnings_of(results))
 

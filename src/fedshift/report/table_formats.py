@@ -7,12 +7,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fedshift.report.folding import Folded
+from fedshift.report.many_targets import shown
 from fedshift.report.table import MISSING, Cell, Table
 from fedshift.text import csv_text, json_text, printable
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
     from rich.text import Text
+
+
+def _parts(table: Table) -> tuple[Table, ...]:
+    """The table and those below it, as people read them."""
+    table = shown(table)
+    return table, *table.more
 
 
 def terminal(table: Table) -> RenderableType:
@@ -22,7 +29,7 @@ def terminal(table: Table) -> RenderableType:
     """
     from rich.console import Group
 
-    return Group(*(part for one in (table, *table.more) for part in _titled(one)))
+    return Group(*(part for one in _parts(table) for part in _titled(one)))
 
 
 def _titled(table: Table) -> Iterable[RenderableType]:
@@ -68,7 +75,7 @@ def _rich_entry(cell: Cell | None) -> Text:
 
 def markdown(table: Table) -> str:
     """The table in Markdown with its notes below, then further tables with their titles."""
-    return "\n".join(_pipes(one) for one in (table, *table.more))
+    return "\n".join(_pipes(one) for one in _parts(table))
 
 
 def escape_markdown(text: str) -> str:
@@ -101,7 +108,7 @@ def _pipes(table: Table) -> str:
 
 def latex(table: Table) -> str:
     """A LaTeX `table` environment for each table. Needs the package booktabs."""
-    return "\n".join(_environment(one) for one in (table, *table.more))
+    return "\n".join(_environment(one) for one in _parts(table))
 
 
 def _environment(table: Table) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
@@ -110,6 +110,15 @@ class ProtocolSection(Section):
     def possible_targets(self, data: DataSet) -> tuple[str, ...]:
         """Targets under which every domain can be described, also one that the experiment leaves out as a target."""
         return tuple(data.domains)
+
+    def described_at(self, data: DataSet, name: str, roles: Callable[[str], Roles]) -> tuple[str | None, str | None]:
+        """Targets under which a domain is described as a source, and as a target; None where it never is one.
+
+        ``roles`` gives `roles_of` each target.
+        """
+        targets = self.possible_targets(data)
+        as_source = next((target for target in targets if name in roles(target)[0]), None)
+        return as_source, next((target for target in targets if name in roles(target)[1]), None)
 
     @classmethod
     @abstractmethod

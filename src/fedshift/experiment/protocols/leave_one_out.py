@@ -65,6 +65,13 @@ class LeaveOneOut(OneTarget):
             )
         return held_out
 
+    def measured_at(self, data: DataSet, target: str, site: str, seed: int) -> int:
+        """As in the base; rows that are measured whole need no split."""
+        domain = data.domains[site]
+        if not domain.unlabelled and not domain.fixed_split and self.measures_all(domain.groups is not None):
+            return len(domain)
+        return super().measured_at(data, target, site, seed)
+
     def _check_target_rows(self, data: DataSet, target: str, rows: tuple[Rows, Rows]) -> None:
         if len(rows[1]) == 0 and self.base_images != "shared":
             check_groups(data, target)

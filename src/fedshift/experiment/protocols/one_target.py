@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -131,6 +131,12 @@ class OneTarget(DeployedProtocol):
                 f"protocol.targets: '{EVERY_SITE}' trains one model at all sites, with their labels, and {self.kind} "
                 "needs a target without: write protocol.kind: leave_one_out"
             )
+
+    def described_at(self, data: DataSet, name: str, roles: Callable[[str], Roles]) -> tuple[str | None, str | None]:
+        """As in the base, without a look at the roles of each target: many sites have many targets."""
+        every = EVERY_SITE in self.named_targets
+        other = EVERY_SITE if every else next((target for target in data.domains if target != name), None)
+        return None if data.domains[name].unlabelled else other, name
 
     @classmethod
     def extent_of(cls, targets: Sequence[str], seeds: Sequence[int], pairs: Sides) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -81,6 +81,12 @@ class Participants(OneTarget):
     def possible_targets(self, data: DataSet) -> tuple[str, ...]:
         """All sites together."""
         return (EVERY_SITE,)
+
+    def described_at(self, data: DataSet, name: str, roles: Callable[[str], Roles]) -> tuple[str | None, str | None]:
+        """All sites together, for those that train and for those that measure."""
+        domain = data.domains[name]
+        tests = name in self.common_tests or domain.unlabelled or _only_tests(domain)
+        return None if tests else EVERY_SITE, EVERY_SITE
 
     def targets_among(self, sites: tuple[str, ...], own: tuple[str, ...]) -> tuple[str, ...]:
         """All sites together."""

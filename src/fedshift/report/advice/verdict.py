@@ -28,7 +28,7 @@ from fedshift.report.like_for_like import Comparable, comparable, unlike_seeds
 from fedshift.report.measures import Measure
 from fedshift.report.roles import Role, method_name, role_of
 from fedshift.report.table import Table, table_of
-from fedshift.text import in_unit
+from fedshift.text import in_unit, listed
 
 MAJORITY = "most frequent class"
 """Name of the row that always names a target's most frequent class."""
@@ -463,9 +463,10 @@ def _of_samples(results: Sequence[RunResult], measure: Measure) -> Iterator[Unkn
     if few:
         of = "had the event" if results[0].metric == "concordance" else f"are outside the {MAJORITY}"
         of = "are measured" if results[0].metric == "rmse" else of
-        listing = ", ".join(f"{target} ({number})" for target, number in few.items())
+        listing = listed([f"{target} ({number})" for target, number in few.items()])
         yield Unknown(
-            f"much at {', '.join(few)}", f"Fewer than ten samples {of}, so the number says little: {listing}."
+            f"much at {listed(list(few), most=10)}",
+            f"Fewer than ten samples {of}, so the number says little: {listing}.",
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from fedshift.report.advice.verdict import MAJORITY, Against, Verdict
 from fedshift.report.estimates import sentences
 from fedshift.report.measures import Measure
-from fedshift.text import in_unit
+from fedshift.text import in_unit, listed
 
 KINDS: Mapping[str, str] = {
     "weights": "models",
@@ -121,7 +121,7 @@ def _interval(verdict: Verdict) -> str:
     if not verdict.measured_new:
         return " at the sites that trained, on samples that they held out"
     where = verdict.next_target
-    without = f", without {', '.join(expected.few)}, of few samples" if expected.few else ""
+    without = f", without {listed(expected.few, most=10)}, of few samples" if expected.few else ""
     if expected.low is None or expected.high is None:
         none = ", with no interval" + ("" if expected.sites > 1 else " from a single target")
         return f" at the next {where}{none}{without}"

@@ -30,6 +30,7 @@ from fedshift.report.sections.blocks import (
 from fedshift.report.sections.metrics import unit_of
 from fedshift.report.sections.sites_sent import sites_sent
 from fedshift.report.unlike_training import otherwise
+from fedshift.text import listed
 
 _OF_A_RUN = ("target", "seed", "method", "versions", "aggregation", "wire")
 """Settings that a run records and an experiment file does not have."""
@@ -43,7 +44,7 @@ def facts(collected: Collected) -> list[tuple[str, str]]:
     found = [
         ("data", ", ".join(data)),
         ("methods", ", ".join(order.methods)),
-        ("targets", ", ".join(order.targets)),
+        ("targets", listed(order.targets)),
         ("seeds", ", ".join(map(str, order.seeds))),
         _learned(results),
         ("runs", f"{len(collected.runs)} finished{missing}"),

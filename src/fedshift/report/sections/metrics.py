@@ -11,8 +11,9 @@ from fedshift.report import plots
 from fedshift.report.averages import mean_per_class, mean_site_metrics, pooled_reliability
 from fedshift.report.sections.blocks import MISSING, Block, Cells, Entry, Section, Text, figure, grid, number, section
 from fedshift.report.table import Table
+from fedshift.text import listed
 
-_MOST_NAMED = 20
+_MOST_NAMED, _MOST_SENTENCES = 20, 30
 """Classes whose samples are counted in a note."""
 _MOST_CLASSES = 20
 _NOTES: dict[Metric, tuple[str, str]] = {
@@ -94,8 +95,8 @@ def _class_counts(results: Sequence[RunResult]) -> Iterator[str]:
             named = ", ".join(f"{MISSING if count is None else f'{count:,}'} of {name}" for name, count in pairs)
             if named:
                 counts.setdefault(site.site, named)
-    for named in dict.fromkeys(counts.values()):
-        yield f"Samples at {', '.join(site for site, found in counts.items() if found == named)}: {named}."
+    for named in list(dict.fromkeys(counts.values()))[:_MOST_SENTENCES]:
+        yield f"Samples at {listed([site for site, found in counts.items() if found == named])}: {named}."
 
 
 def _base_rates(results: Sequence[RunResult]) -> Iterator[str]:
@@ -110,7 +111,7 @@ def _base_rates(results: Sequence[RunResult]) -> Iterator[str]:
             if rates:
                 said.setdefault(site.site, f"{site.site}: {rates}")
     if said:
-        yield f"Base rates: {'; '.join(said.values())}."
+        yield f"Base rates: {listed(list(said.values()), sign='; ')}."
 
 
 def _reliability(results: Sequence[RunResult], methods: Sequence[str]) -> Iterator[Block]:

@@ -14,6 +14,7 @@ from fedshift.report.advice.verdict import MAJORITY, Verdict
 from fedshift.report.advice.words import KINDS, first_sentence, paragraphs
 from fedshift.report.collect import Collected, natural
 from fedshift.report.conditions import conditions
+from fedshift.report.many_targets import FEW, shown
 from fedshift.report.pairs import PairRow
 from fedshift.report.roles import ROLES, Role, method_name
 from fedshift.report.sections.blocks import (
@@ -33,6 +34,7 @@ from fedshift.report.sections.blocks import (
 from fedshift.report.table import Cell, Table, table_of
 
 _MOST_CLASSES = 20
+_FEWEST = 5
 _MARKS: Mapping[Role, str] = {"federated": "samples stay", "pooled": "not private"}
 """Roles in fewer words, beside the name of a method."""
 _MOST_AVERAGES = 8
@@ -96,6 +98,7 @@ def result_section(collected: Collected, table: Table, roles: Mapping[str, Role]
 
 def grids(table: Table, roles: Mapping[str, Role] | None = None) -> list[Grid]:
     """A table and the tables below it. The average comes first, so that a small screen shows it."""
+    table = shown(table)
     columns = [name for name in (AVERAGE, *table.columns[:-1], table.columns[-1]) if name in table.columns]
     columns = list(dict.fromkeys(columns))
     named = table.measure.title or table.measure.what or table.measure.name
@@ -150,7 +153,7 @@ def _numbers(table: Table) -> Iterator[Sequence[object]]:
 def sites_grid(results: Sequence[RunResult]) -> Grid | None:
     """How many samples each site has, and of which classes."""
     sizes: dict[str, dict[str, set[int]]] = {}
-    for result in results:
+    for result in {id(result.data): result for result in results}.values():  # of a run that measures each site, one
         for part in _PARTS:
             found = result.data.get(f"{part}_samples")
             for site, count in (found if isinstance(found, Mapping) else {}).items():
@@ -162,17 +165,26 @@ def sites_grid(results: Sequence[RunResult]) -> Grid | None:
     shares = _shares(results) if few else {}
     parts = [part for part in _PARTS if any(part in found for found in sizes.values())]
     rows: list[Cells] = []
-    for site in sorted(sizes, key=natural):
+    for site in _few_sites(sizes):
         found = sizes[site]
         share = shares.get(site, [])
         balance = [number(one, 1) for one in share] or [Entry(MISSING)] * len(classes)
         rows.append([site, *(_range(found.get(part, set())) for part in parts), *(balance if shares else [])])
-    notes = ["Samples in a run: where a site trains, where it is held out, where it is the target."]
+    more = f" The {_FEWEST} of {len(sizes)} sites with the fewest." if len(sizes) > FEW else ""
+    notes = ["Samples in a run: where a site trains, where it is held out, where it is the target." + more]
     head = ["site", *(part.replace("_", " ") for part in parts)]
     if shares:
         notes.append("Classes: their share of the samples that were measured at the site, in percent.")
         head += [f"{name}, %" for name in classes]
     return grid("Samples at each site", head, rows, notes, "sites")
+
+
+def _few_sites(sizes: Mapping[str, Mapping[str, set[int]]]) -> list[str]:
+    """The sites in order; of very many the few with the fewest samples."""
+    names = sorted(sizes, key=natural)
+    if len(names) <= FEW:
+        return names
+    return sorted(names, key=lambda site: sum(map(max, sizes[site].values())))[:_FEWEST]
 
 
 def _range(counts: set[int]) -> Entry:
@@ -209,7 +221,7 @@ def other_section(collected: Collected, roles: Mapping[str, Role]) -> Section:
 
 def differences_section(verdict: Verdict, table: Table) -> Section:
     """Every two methods, tested."""
-    targets, measure = table.columns[:-1], table.measure
+    targets, measure = shown(table).columns[:-1], table.measure
     title = "Differences between methods"
     if not verdict.differences:
         return section("differences", title, Text("One method: nothing to compare.", "note"))

@@ -1,0 +1,62 @@
+"""More targets than a terminal has columns: the average and the worst few stay, files keep all."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from fedshift.report.collect import collect
+from fedshift.report.many_targets import FEW, shown
+from fedshift.report.page import write_page
+from fedshift.report.table import table_of
+from fedshift.report.table_formats import as_csv, markdown
+from fedshift.text import listed
+
+TARGETS = 40
+"""Accuracies 50, 51, … 89: their mean is 69.5."""
+
+
+@pytest.fixture
+def folder(write_part: Callable[..., Path], tmp_path: Path) -> Path:
+    for number in range(TARGETS):
+        write_part("fedavg", f"t{number:02}", 0, 50.0 + number)
+        write_part("fedprox", f"t{number:02}", 0, 50.0 + number)
+    return tmp_path / "runs" / "exp"
+
+
+def test_the_worst_few_and_the_average_have_a_column(folder: Path) -> None:
+    lines = markdown(table_of(collect(folder))).splitlines()
+    assert lines[0] == "| method | t00 | t01 | t02 | t03 | t04 | average |"
+    assert lines[2].split("|")[-2].strip().strip("*") == f"{fmean(range(50, 90)):.2f}"
+    assert "The 5 worst of 40 targets have a column; files in CSV and JSON have all." in lines
+    assert all(len(line) < 600 for line in lines)
+
+
+def test_files_keep_all(folder: Path) -> None:
+    rows = list(csv.DictReader(io.StringIO(as_csv(table_of(collect(folder))))))
+    assert len({row["target"] for row in rows}) == TARGETS + 1
+
+
+def test_the_page_has_no_column_each(folder: Path) -> None:
+    page = write_page(folder, collect(folder)).read_text(encoding="utf-8")
+    grids = re.findall(r"<thead>.*?</thead>", page, re.DOTALL)
+    assert grids
+    assert max(grid.count("<th") for grid in grids) < FEW
+
+
+def test_few_targets_are_as_they_were(write_part: Callable[..., Path], tmp_path: Path) -> None:
+    for number in range(FEW):
+        write_part("fedavg", f"t{number:02}", 0, 50.0 + number)
+    table = table_of(collect(tmp_path / "runs" / "exp"))
+    assert shown(table) is table
+
+
+def test_long_lists_end() -> None:
+    assert listed([]) == ""
+    assert listed(["a", "b", "c"], most=2) == "a, b and 1 more"
