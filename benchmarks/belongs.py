@@ -18,7 +18,8 @@ from typing import Any
 import yaml
 
 from fedshift.evaluation.records import RunResult
-from fedshift.experiment.config.experiment import Experiment, override_field, parse
+from fedshift.experiment.config.experiment import Experiment, parse
+from fedshift.experiment.config.experiment_file import override_field
 from fedshift.experiment.plan import common_settings
 from fedshift.experiment.runs.identity import comparable, first_difference
 from fedshift.report.collect import collect

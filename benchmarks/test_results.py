@@ -14,7 +14,8 @@ import claims
 import peers
 import summarise
 from fedshift.evaluation.stored import SETTINGS, is_finished, run_folders, stored
-from fedshift.experiment.config.experiment import override_field, parse
+from fedshift.experiment.config.experiment import parse
+from fedshift.experiment.config.experiment_file import override_field
 from fedshift.experiment.runs.identity import comparable
 from fedshift.files import plain_yaml
 from paper_tables.catalogue import Entry, read

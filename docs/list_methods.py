@@ -2,7 +2,7 @@
 
 What a method is stands in its class (`fedshift.methods.traits`). Made from it are ``src/fedshift/methods/index.json``,
 which `fedshift methods` reads without torch, and the tables of methods in README.md and docs/, between two marks.
-`tests/methods/test_index.py` compares all of them.
+`tests/methods/test_index.py` compares all of them. The list of all fields (`list_fields`) is written, too.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import list_fields
 
 import fedshift.methods.federated
 import fedshift.methods.pooled
@@ -151,6 +153,7 @@ def filled(page: str) -> str:
 def main() -> None:
     """Write all of them."""
     INDEX.write_text(index(), encoding="utf-8")
+    list_fields.FILE.write_text(list_fields.text(), encoding="utf-8")
     for page in TABLES:
         (ROOT / page).write_text(filled(page), encoding="utf-8")
 

@@ -23,7 +23,8 @@ import fedshift
 from fedshift.cli.app import app
 from fedshift.data import registry as datasets
 from fedshift.errors import UserError
-from fedshift.experiment.config.experiment import load, override_field, parse
+from fedshift.experiment.config.experiment import load, parse
+from fedshift.experiment.config.experiment_file import override_field
 from fedshift.experiment.predict import load_model
 from fedshift.import_paths import import_file
 from fedshift.methods import registry as methods

@@ -16,6 +16,7 @@ from fedshift.cli.results import results
 from fedshift.cli.trusting import may_ask
 from fedshift.deploy_door import deploy_entrance
 from fedshift.evaluation.metric_entries import ENTRIES
+from fedshift.experiment.config.experiment_file import refuse_slips
 
 TRAIN, READ, LOOK_UP = "Train on this machine", "Read finished and running experiments", "Look up names and options"
 """Headings of the commands in ``fedshift --help``; they stand in the order of their first commands."""
@@ -81,6 +82,7 @@ def run(
 
     Example: fedshift run digits.yaml training.rounds=10 protocol.seeds=[0,1]
     """
+    refuse_slips(experiment, overrides or [])  # before torch is imported
     from fedshift.cli.run import run_file
 
     with may_ask(trust):
@@ -110,6 +112,7 @@ def search(
 
     Example: fedshift search means.yaml --keep-out M0 --keep-out M75
     """
+    refuse_slips(experiment, overrides or [])  # before torch is imported
     from fedshift.cli.search import search_file
 
     with may_ask(trust):
@@ -133,6 +136,7 @@ def check(
 
     Example: fedshift check hearts.yaml 'data={name: heart_disease}' --noise-cost
     """
+    refuse_slips(experiment, overrides or [])  # before torch is imported
     from fedshift.cli.check import check_file
 
     with may_ask(trust):
@@ -145,6 +149,7 @@ def features(experiment: ExperimentFile, overrides: Overrides = None, trust: Tru
 
     Example: fedshift features office.yaml device=cuda
     """
+    refuse_slips(experiment, overrides or [])  # before torch is imported
     from fedshift.cli.features import features_file
 
     with may_ask(trust):

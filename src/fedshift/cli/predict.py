@@ -10,7 +10,7 @@ from typing import Any
 from fedshift.cli.console import safe_console
 from fedshift.data.table_files import SiteFormat
 from fedshift.errors import UserError, nearest
-from fedshift.experiment.config.experiment import override_field
+from fedshift.experiment.config.experiment_file import override_field
 from fedshift.experiment.handing_out import check_adapted
 from fedshift.experiment.predict import how_written, load_model
 from fedshift.report.folding import Folded

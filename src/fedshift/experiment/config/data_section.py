@@ -16,24 +16,8 @@ from fedshift.data.databases import below, is_address
 from fedshift.data.domain import DataSource
 from fedshift.errors import UserError
 from fedshift.experiment.config.error_messages import describe
+from fedshift.experiment.config.experiment_file import named
 from fedshift.import_paths import place_of
-
-
-def named(value: Any, path: str) -> dict[str, Any]:
-    """A section that is a mapping with a name, or a name alone.
-
-    Args:
-        value: the section.
-        path: its place in the file, for messages.
-
-    Raises:
-        UserError: it is neither.
-    """
-    if isinstance(value, str):
-        return {"name": value}
-    if not isinstance(value, Mapping):
-        raise UserError(f"{path}: must be a mapping with a name, not {value!r}")
-    return dict(value)
 
 
 def data_source(value: Any, folder: Path) -> DataSource:

@@ -71,11 +71,6 @@ def _takes_boolean(annotation: Any) -> bool:
     return any(map(_takes_boolean, get_args(annotation)))
 
 
-def suggest_field(path: str) -> str:
-    """A hint that shows the form of an override."""
-    return f"write it as in the experiment file, such as training.rounds=10 (got '{path}')"
-
-
 def _place(fault: ErrorDetails, model: type[BaseModel]) -> tuple[list[int | str], type[BaseModel]]:
     """The fields and numbers on the way to a fault, and the class of the innermost section.
 
@@ -89,22 +84,22 @@ def _place(fault: ErrorDetails, model: type[BaseModel]) -> tuple[list[int | str]
         if isinstance(part, int) or part in inside.model_fields or unknown:
             parts.append(part)
         if part in inside.model_fields:
-            inside = _section(inside.model_fields[str(part)].annotation) or inside
+            inside = section_in(inside.model_fields[str(part)].annotation) or inside
     return parts, inside
 
 
-def _section(annotation: Any) -> type[BaseModel] | None:
+def section_in(annotation: Any) -> type[BaseModel] | None:
     """The section that a field holds, if it can be only one."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    found = {section for part in get_args(annotation) if (section := _section(part)) is not None}
+    found = {section for part in get_args(annotation) if (section := section_in(part)) is not None}
     return found.pop() if len(found) == 1 else None
 
 
 def _deeper(name: str, section: type[BaseModel]) -> str:
     """Where a section inside this one has a field of that name, as a hint; else ""."""
     for field, info in section.model_fields.items():
-        inner = _section(info.annotation)
+        inner = section_in(info.annotation)
         if inner is not None and name in inner.model_fields:
             return f"write {field}: {{{name}: …}}; "
     return ""

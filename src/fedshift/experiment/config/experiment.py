@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import (
     BaseModel,
     Field,
@@ -18,10 +17,11 @@ from pydantic import (
 from fedshift.data import registry as data_registry
 from fedshift.data.domain import DataSource
 from fedshift.errors import UserError, nearest
-from fedshift.experiment.config.data_section import data_name, data_source, named, own_file_record
+from fedshift.experiment.config.data_section import data_name, data_source, own_file_record
 from fedshift.experiment.config.engine_section import ENGINES, Engine, EngineSection, FlareEngine, LocalEngine
-from fedshift.experiment.config.error_messages import check_booleans, describe, suggest_field
+from fedshift.experiment.config.error_messages import check_booleans, describe
 from fedshift.experiment.config.evaluation_section import Evaluation
+from fedshift.experiment.config.experiment_file import NAME, named, read
 from fedshift.experiment.config.search_section import Search
 from fedshift.experiment.protocols.base import ProtocolSection
 from fedshift.experiment.protocols.index import PROTOCOLS, Protocol
@@ -29,7 +29,7 @@ from fedshift.experiment.protocols.leave_one_out import LeaveOneOut
 from fedshift.experiment.section import Section
 from fedshift.federation.local.cards import Device
 from fedshift.federation.training import Training
-from fedshift.files import edited_yaml, names_alike
+from fedshift.files import names_alike
 from fedshift.methods import registry as method_registry
 from fedshift.methods.base import Method
 from fedshift.methods.symbols import with_names
@@ -67,9 +67,6 @@ class Experiment(Section):
             del out["search"]
         out["methods"] = [{"name": method_name(method), **method.model_dump(mode="json")} for method in self.methods]
         return out
-
-
-_NAME = re.compile(r"(?!\.)[\w.-]+")
 
 
 def method_name(method: Method) -> str:
@@ -137,7 +134,7 @@ def _check_fields(fields: Mapping[str, Any]) -> None:
         if name not in fields:
             raise UserError(f"{name}: this section is missing from the experiment")
     name = fields["name"]
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not NAME.fullmatch(name):
         raise UserError(f"name: '{name}' cannot name a folder: use letters, digits, '-', '_' and '.' only")
 
 
@@ -302,85 +299,4 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:
     Raises:
         UserError: the file cannot be read, or as in `parse`.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
-        raise UserError(f"cannot read the experiment file {path}: {reason}") from None
-    try:
-        options = edited_yaml(text, path)
-    except RecursionError:
-        raise UserError(f"{path}: its lists and mappings are nested too deeply") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" line {mark.line + 1}" if mark else ""
-        raise UserError(f"{path}{where} is not YAML: {getattr(error, 'problem', None) or 'cannot be parsed'}") from None
-    if not isinstance(options, dict):
-        raise UserError(f"{path}: an experiment file is a mapping of name, data, protocol, model, training, methods …")
-    for override in overrides:
-        override_field(options, override)
-    if "name" not in options and not _NAME.fullmatch(path.stem):
-        raise UserError(
-            f"name: the file's name, '{path.stem}', cannot name a folder: write name: with letters, digits, '-', '_' "
-            "and '.' only"
-        )
-    options.setdefault("name", path.stem)
-    return parse(options, path.parent)
-
-
-def override_field(options: dict[str, Any], override: str) -> None:
-    """Set a field of raw options in place.
-
-    Args:
-        options: the content of an experiment file.
-        override: ``key.path=value``. The value is YAML. The key of a list entry is its number, or its label or name.
-
-    Raises:
-        UserError: the override is malformed or its path does not exist.
-    """
-    path, equals, text = override.partition("=")
-    if not equals or not path:
-        raise UserError(f"override '{override}': write it as key.path=value, such as training.rounds=10")
-    try:
-        value = edited_yaml(text, f"override '{override}'")
-    except yaml.YAMLError:
-        if len(text) != 1:  # a sign such as a comma is what it is
-            raise UserError(f"override '{override}': the value is not YAML") from None
-        value = text
-    keys = path.split(".")
-    if keys[0] not in Experiment.model_fields:
-        raise UserError(f"override '{path}': there is no such field; {nearest(keys[0], Experiment.model_fields)}")
-    place: Any = options
-    for number, key in enumerate(keys[:-1], 1):
-        place = _below(place, key, ".".join(keys[:number]), path)
-    place[_index(place, keys[-1], path) if isinstance(place, list) else keys[-1]] = value
-
-
-def _below(place: Any, key: str, where: str, path: str) -> Any:
-    """What ``key`` names in a mapping or a list, written out where it is short for a mapping or not there yet.
-
-    Raises:
-        UserError: it is neither a mapping nor a list, or is no entry of the list.
-    """
-    if isinstance(place, list):
-        index = _index(place, key, where)
-        place[index] = named(place[index], where)
-        return place[index]
-    if isinstance(place.get(key), str) and key in ("data", "model"):
-        place[key] = {"name": place[key]}
-    if place.setdefault(key, {}) is None:
-        place[key] = {}
-    if not isinstance(place[key], dict | list):
-        raise UserError(f"override '{path}': {where} is not a mapping; {suggest_field(path)}")
-    return place[key]
-
-
-def _index(items: list[Any], key: str, where: str) -> int:
-    if key.isdecimal():
-        if int(key) < len(items):
-            return int(key)
-        raise UserError(f"override '{where}': the list has {len(items)} entries")
-    labels = [str(item.get("label") or item.get("name")) if isinstance(item, dict) else str(item) for item in items]
-    if key not in labels:
-        raise UserError(f"override '{where}': the list has no entry '{key}'; {nearest(key, labels)}")
-    return labels.index(key)
+    return parse(read(path, overrides), path.parent)
