@@ -110,7 +110,7 @@ def test_the_best_is_said_to_be_better_only_if_it_is(metric: str, score: float, 
 
 @pytest.mark.slow
 def test_a_whole_search(file: Path, tmp_path: Path) -> None:
-    """What is useless or diverges does not win; the second call repeats no run; the file found can be run."""
+    """What is useless or diverges does not win; the second call repeats no run; the chosen file can be run."""
     command = ["search", str(file), "--runs", str(tmp_path), "--factor", "2"]
     shown = CliRunner().invoke(app, [*command, "--plan"])
     assert shown.exit_code == 0, shown.output
@@ -118,7 +118,7 @@ def test_a_whole_search(file: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
     folder = tmp_path / "tiny-search"
-    found = load(folder / "found.yaml")
+    found = load(folder / "chosen.yaml")
     first, best = found.methods
     assert (first.display, found.protocol) == ("fedavg", load(file).protocol)
     assert best.display in ("fedprox", "often")

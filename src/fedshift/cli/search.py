@@ -17,12 +17,14 @@ from fedshift.evaluation.records import RunResult
 from fedshift.experiment.check import check
 from fedshift.experiment.config.experiment import Experiment, load
 from fedshift.experiment.drawn_methods import drawn_methods
+from fedshift.experiment.draws_in_turn import Trials, drawn_in_turn, learned_by
 from fedshift.experiment.features import built
 from fedshift.experiment.plan import Plan
 from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.experiment.runs.stopping import Stop, heeded
 from fedshift.experiment.search import Rung, budget_of, going_on, kept_out, on_rung, ranked, rungs
-from fedshift.experiment.search_rules import by_run, check_rules, choices, with_draws, without_target
+from fedshift.experiment.search_rules import by_run, check_rules, choices, with_choices, with_draws, without_target
+from fedshift.extras import needed
 from fedshift.files import write_bytes
 from fedshift.methods.base import Method
 from fedshift.report.collect import collect
@@ -54,43 +56,94 @@ def search_file(
         errors.print("interrupted: run the same command again to continue after the last round", highlight=False)
         sys.exit(130)
     best = climbed[-1].going_on
-    found = experiment.model_copy(update={"name": f"{experiment.name}-found", "methods": best})
-    page, file = folder / "search.md", folder / "found.yaml"
+    page = folder / "search.md"
     write_bytes(page, search_page(climbed, out, budget).encode())
-    write_bytes(file, yaml.safe_dump(found.dump(), sort_keys=False, allow_unicode=True).encode())
     safe_console().print(outcome(climbed), markup=False, highlight=False, soft_wrap=True)
-    for name, made in (("page", page), ("experiment", file)):
-        errors.print(f"{name}: {made}", markup=False, highlight=False, soft_wrap=True)
+    errors.print(f"page: {page}", markup=False, highlight=False, soft_wrap=True)
+    chosen = experiment.model_copy(update={"name": f"{experiment.name}-chosen", "methods": best})
+    _write_experiment(folder / "chosen.yaml", chosen, errors)
 
 
 def draw_file(experiment: Experiment, runs: Path, keep_out: Sequence[str], plan_only: bool) -> None:
     """Run the draws of an experiment's ``search`` section, or go on with them, and print what each rule chooses."""
     errors, console, search = safe_console(stderr=True), safe_console(), experiment.search
     assert search is not None
-    draws, out = drawn_methods(experiment), tuple(keep_out)
+    out, folder = tuple(keep_out), runs / f"{experiment.name}-search"
+    draws = drawn_methods(experiment)  # refuses spaces that do not fit
     whole = with_draws(experiment, draws, out)
     plan = Plan(whole, whole.protocol.taking_part(built(whole)))
     check_rules(whole, search.rules, plan.data)
-    cross = plan.targets if "leave_one_domain_out" in search.rules else ()
-    parts = [whole, *(without_target(experiment, draws, out, target) for target in cross)]
-    counts = [len(plan.runs), *(len(Plan(part, part.protocol.taking_part(built(part))).runs) for part in parts[1:])]
-    further = f", and {sum(counts[1:])} that leave a source out" if cross else ""
-    errors.print(f"{len(draws)} draws: {counts[0]} runs{further}", highlight=False, soft_wrap=True)
-    if plan_only:
-        return
-    folder = runs / f"{experiment.name}-search"
     try:
         with heeded() as stop:
-            results = [by_run(_trained(folder, errors, stop, part)) for part in parts]
+            train = partial(_trained, folder, errors, stop)
+            trials = (_in_turn if search.sampler == "optuna" else _at_once)(
+                experiment, out, plan, errors, None if plan_only else train
+            )
     except KeyboardInterrupt:
         errors.print("interrupted: run the same command again to continue after the last round", highlight=False)
         sys.exit(130)
-    inner = dict(zip(cross, results[1:], strict=True))
-    chosen = [one for rule in search.rules for one in choices(rule, draws, results[0], inner, plan.targets)]
+    if plan_only:
+        return
+    chosen = [
+        choice
+        for rule in search.rules
+        for label in dict.fromkeys(drawn.of for drawn in draws)
+        for target, tried in trials.items()
+        for choice in choices(rule, tried.draws, tried.runs, {target: tried.inner}, [target])
+        if choice.method == label
+    ]
     page, text = folder / "search.md", rules_page(experiment, chosen, plan.targets, plan.metric)
     write_bytes(page, text.encode())
     console.print(text, markup=False, highlight=False, soft_wrap=True)
     errors.print(f"page: {page}", markup=False, highlight=False, soft_wrap=True)
+    for target in plan.targets:
+        made = with_choices(experiment, chosen, target, alone=len(plan.targets) == 1)
+        if made is not None:
+            _write_experiment(folder / f"{made.name.removeprefix(f'{experiment.name}-')}.yaml", made, errors)
+
+
+Trainer = Callable[[Experiment], tuple[RunResult, ...]]
+
+
+def _at_once(
+    experiment: Experiment, out: tuple[str, ...], plan: Plan, errors: Console, train: Trainer | None
+) -> dict[str, Trials]:
+    """All draws together, which do not depend on results; only their number is printed without ``train``."""
+    search, draws = experiment.search, drawn_methods(experiment)
+    assert search is not None
+    cross = plan.targets if "leave_one_domain_out" in search.rules else ()
+    parts = [without_target(experiment, draws, out, target) for target in cross]
+    further = sum(len(Plan(part, part.protocol.taking_part(built(part))).runs) for part in parts)
+    left_out = f", and {further} that leave a source out" if cross else ""
+    errors.print(f"{len(draws)} draws: {len(plan.runs)} runs{left_out}", highlight=False, soft_wrap=True)
+    if train is None:
+        return {}
+    runs = by_run(train(with_draws(experiment, draws, out)))
+    inner = {target: by_run(train(part)) for target, part in zip(cross, parts, strict=True)}
+    return {target: Trials(draws, runs, inner.get(target, {})) for target in plan.targets}
+
+
+def _in_turn(
+    experiment: Experiment, out: tuple[str, ...], plan: Plan, errors: Console, train: Trainer | None
+) -> dict[str, Trials]:
+    """Draw after draw for each target, each from the results of those before."""
+    search = experiment.search
+    assert search is not None
+    rule = learned_by(search)
+    needed("optuna", extra="search", what="search.sampler: optuna")
+    if "targets" not in type(experiment.protocol).model_fields:
+        raise UserError("search.sampler: optuna goes target by target, and protocol.kind has no targets; write random")
+    said = f"{search.draws} draws for each method and target, one after the other; optuna learns from {rule}"
+    errors.print(said, highlight=False, soft_wrap=True)
+    if train is None:
+        return {}
+    return {target: drawn_in_turn(experiment, out, target, train) for target in plan.targets}
+
+
+def _write_experiment(file: Path, experiment: Experiment, errors: Console) -> None:
+    """Write an experiment file, and print where it is."""
+    write_bytes(file, yaml.safe_dump(experiment.dump(), sort_keys=False, allow_unicode=True).encode())
+    errors.print(f"experiment: {file}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _trained(folder: Path, errors: Console, stop: Stop, part: Experiment) -> tuple[RunResult, ...]:

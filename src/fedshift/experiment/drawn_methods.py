@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from fedshift.errors import UserError, nearest
 from fedshift.experiment.config.error_messages import describe
 from fedshift.experiment.config.experiment import Experiment, check_training
-from fedshift.experiment.config.search_section import Search
+from fedshift.experiment.config.search_section import Search, Space
 from fedshift.methods.base import Method
 from fedshift.methods.composition.training_changes import TrainingChanges
 from fedshift.methods.symbols import symbols_of
@@ -43,6 +43,18 @@ def drawn_methods(experiment: Experiment) -> tuple[Drawn, ...]:
     Raises:
         UserError: a space is of no field, or holds a value that the field does not take.
     """
+    search = checked_spaces(experiment)
+    found = [drawn for method in experiment.methods for drawn in _draws_of(search, method)]
+    check_training(experiment.model_copy(update={"methods": tuple(drawn.method for drawn in found)}))
+    return tuple(found)
+
+
+def checked_spaces(experiment: Experiment) -> Search:
+    """The search section, whose spaces are of methods that there are.
+
+    Raises:
+        UserError: there is no section, or a space of another method.
+    """
     search = _of(experiment)
     labels = [method.display for method in experiment.methods]
     for path in search.spaces:
@@ -50,9 +62,7 @@ def drawn_methods(experiment: Experiment) -> tuple[Drawn, ...]:
         if not rest or first not in ("training", *labels):
             hint = nearest(first, ["training", *labels])
             raise UserError(f"search.spaces.{path}: begin with training or a method's label; {hint}")
-    found = [drawn for method in experiment.methods for drawn in _draws_of(search, method)]
-    check_training(experiment.model_copy(update={"methods": tuple(drawn.method for drawn in found)}))
-    return tuple(found)
+    return search
 
 
 def _of(experiment: Experiment) -> Search:
@@ -61,13 +71,19 @@ def _of(experiment: Experiment) -> Search:
     return experiment.search
 
 
-def _draws_of(search: Search, method: Method) -> list[Drawn]:
-    label, spaces = method.display, {}
+def spaces_of(search: Search, method: Method) -> dict[str, tuple[str, Space]]:
+    """A method's spaces: its field → the path in the file, and the space."""
+    spaces = {}
     for path, space in search.spaces.items():
         first, _, rest = path.partition(".")
-        if first in ("training", label):
+        if first in ("training", method.display):
             field = path if first == "training" else symbols_of(type(method)).get(rest, rest)
             spaces[field] = path, space
+    return spaces
+
+
+def _draws_of(search: Search, method: Method) -> list[Drawn]:
+    label, spaces = method.display, spaces_of(search, method)
     found = []
     for number in range(search.draws if spaces else 1):
         plain = not spaces or (number == 0 and search.defaults_first)
@@ -76,11 +92,28 @@ def _draws_of(search: Search, method: Method) -> list[Drawn]:
             for field, (path, space) in spaces.items()
             if not plain
         }
-        found.append(Drawn(label, number, values, _with(method, values, number, spaces)))
+        found.append(with_values(method, number, values, spaces))
     return found
 
 
-def _with(method: Method, values: Mapping[str, Any], number: int, spaces: Mapping[str, Any]) -> Method:
+def with_values(
+    method: Method, number: int, values: Mapping[str, Any], spaces: Mapping[str, tuple[str, Space]]
+) -> Drawn:
+    """A draw of a method.
+
+    Args:
+        method: as the file has it.
+        number: of the draw.
+        values: field → its value.
+        spaces: of `spaces_of`.
+
+    Raises:
+        UserError: a field is unknown, or does not take its value.
+    """
+    return Drawn(method.display, number, values, _with(method, values, number, spaces))
+
+
+def _with(method: Method, values: Mapping[str, Any], number: int, spaces: Mapping[str, tuple[str, Space]]) -> Method:
     options = method.model_dump(mode="json")
     for field, value in values.items():
         _check_field(field, spaces[field][0], type(method))

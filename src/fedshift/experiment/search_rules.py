@@ -5,6 +5,7 @@ Source: Gulrajani & Lopez-Paz, ICLR 2021, section 3.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -53,14 +54,20 @@ Results = Mapping[tuple[str, str, int], RunResult]
 """(method's label, target, seed) → a finished run."""
 
 
-def with_draws(experiment: Experiment, draws: Sequence[Drawn], out: Sequence[str]) -> Experiment:
-    """The experiment that trains all draws; ``out``: domains that nothing reads."""
-    drop = {"drop": tuple(dict.fromkeys((*getattr(experiment.protocol, "drop", ()), *out)))} if out else {}
+def with_draws(
+    experiment: Experiment, draws: Sequence[Drawn], out: Sequence[str], target: str | None = None
+) -> Experiment:
+    """The experiment that trains all draws; ``out``: domains that nothing reads; ``target``: the only one, if given."""
+    changes: dict[str, object] = {}
+    if out:
+        changes["drop"] = tuple(dict.fromkeys((*getattr(experiment.protocol, "drop", ()), *out)))
+    if target is not None:
+        changes["targets"] = (target,)
     return experiment.model_copy(
         update={
-            "name": f"{experiment.name}-draws",
+            "name": f"{experiment.name}-draws" + (f"-{target}" if target else ""),
             "methods": tuple(drawn.method for drawn in draws),
-            "protocol": experiment.protocol.model_copy(update=drop),
+            "protocol": experiment.protocol.model_copy(update=changes),
         }
     )
 
@@ -164,6 +171,52 @@ _JUDGED: Mapping[Choosing, Callable[[RunResult, Sequence[RunResult]], tuple[floa
     "oracle": _by_target,
 }
 """What a draw is chosen by, and its accuracy at the target."""
+
+
+def with_choices(experiment: Experiment, chosen: Sequence[Chosen], target: str, *, alone: bool) -> Experiment | None:
+    """The experiment for a target with the settings that were chosen for it, without the search.
+
+    They are those of the first rule that reads nothing of the target; of several seeds, the most frequent draw.
+
+    Args:
+        experiment: with the search section.
+        chosen: by all rules.
+        target: the target.
+        alone: whether there is no other target, so that the name needs none.
+
+    Returns:
+        None if only the oracle chose, or nothing could be chosen for a method.
+    """
+    search = experiment.search
+    rule = next((rule for rule in search.rules if rule != "oracle"), None) if search is not None else None
+    methods = []
+    for method in experiment.methods:
+        draws = [one.draw for one in chosen if (one.rule, one.method, one.target) == (rule, method.display, target)]
+        if not draws:
+            return None
+        number = Counter(draw.number for draw in draws).most_common(1)[0][0]
+        drawn = next(draw.method for draw in draws if draw.number == number)
+        methods.append(drawn.model_copy(update={"label": method.label}))
+    update: dict[str, object] = {
+        "search": None,
+        "methods": tuple(methods),
+        "name": f"{experiment.name}-chosen{'' if alone else f'-{target}'}",
+    }
+    if not alone and "targets" in type(experiment.protocol).model_fields:
+        update["protocol"] = experiment.protocol.model_copy(update={"targets": (target,)})
+    return experiment.model_copy(update=update)
+
+
+def value_of(rule: Choosing, drawn: Drawn, runs: Results, inner: Results, target: str) -> float | None:
+    """What a rule sees of a draw, mean over seeds; None if a run diverged."""
+    seeds = sorted({seed for _, at, seed in runs if at == target})
+    values = []
+    for seed in seeds:
+        result = runs.get((drawn.method.display, target, seed))
+        left_out = [run for (label, _, at), run in inner.items() if (label, at) == (drawn.method.display, seed)]
+        values.append(None if result is None else _JUDGED[rule](result, left_out)[0])
+    known = [value for value in values if value is not None]
+    return fmean(known) if known and len(known) == len(values) else None
 
 
 def rule_rows(chosen: Sequence[Chosen], targets: Sequence[str]) -> list[RuleRow]:

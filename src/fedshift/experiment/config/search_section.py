@@ -54,9 +54,9 @@ class Space(Section):
 
 
 class Search(Section):
-    """Random draws of every method's settings, and the rules that choose among them.
+    """Draws of every method's settings, and the rules that choose among them.
 
-    Source: Gulrajani & Lopez-Paz, ICLR 2021 (DomainBed).
+    Source: Gulrajani & Lopez-Paz, ICLR 2021 (DomainBed); for TPE Bergstra, Bardenet, Bengio, Kégl, NeurIPS 2011.
     """
 
     spaces: dict[str, Space] = Field(
@@ -65,6 +65,11 @@ class Search(Section):
     )
     draws: PositiveInt = Field(20, description="of each method; every draw is run with each of protocol.seeds")
     seed: int = Field(0, ge=0, description="of the draws")
+    sampler: Literal["random", "optuna"] = Field(
+        "random",
+        description="random: draws do not depend on results; optuna: each follows from those before, by Optuna's TPE, "
+        "for each target by itself (needs fedshift[search])",
+    )
     defaults_first: bool = Field(True, description="whether the first draw is what the file says")
     rules: tuple[Choosing, ...] = Field(
         ("training_domains", "leave_one_domain_out", "oracle"),
