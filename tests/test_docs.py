@@ -33,7 +33,7 @@ from fedshift.models import registry as models
 from omop import sqlite_database
 
 ROOT = Path(__file__).resolve().parents[1]
-NEEDED = {"omop": "sqlalchemy"}
+NEEDED = {"omop": "sqlalchemy", "text": "transformers"}
 """Packages of extras that an example uses."""
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 OWN_METHOD = ROOT / "examples" / "trimmed_mean.py"
@@ -177,6 +177,8 @@ def test_python_blocks_compile(block: str) -> None:
 
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
 def test_example_files_parse(file: Path) -> None:
+    if file.stem in NEEDED:
+        pytest.importorskip(NEEDED[file.stem])
     assert load(file).name == file.stem
 
 
@@ -218,6 +220,7 @@ def examples(tmp_path: Path) -> Path:
         # Without the download of ImageNet's weights, and small.
         ("image_folder", ["data.size=16", "model={name: mnist_cnn}"], "photos/east", 8),
         ("own_method", ["data.per_class=10", "protocol.targets=[D0]", "model=linear"], None, 0),
+        pytest.param("text", ["protocol.targets=[films]"], "reviews/films.csv", 80, marks=pytest.mark.slow),
     ],
 )
 def test_example_files_run(
@@ -237,7 +240,8 @@ def test_example_files_run(
     results = fedshift.run(experiment, tmp_path / "runs")
     assert {run.method for run in results.runs} == {method.display for method in experiment.methods}
     if new_data is not None:
-        model = load_model(results.folder / experiment.methods[0].display / "east" / "seed-0")
+        (place,) = (results.folder / experiment.methods[0].display).glob(f"{Path(new_data).stem}/seed-0")
+        model = load_model(place, own_network=experiment.model.code)
         assert len(model.predict(examples / new_data)) == samples
 
 

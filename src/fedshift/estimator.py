@@ -56,6 +56,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         """
         places = np.full(len(X), ALL) if sites is None else np.asarray(sites).astype(str)
         check_consistent_length(X, places)
+        X = X.astype(np.float32) if X.dtype.kind in "iu" else X  # integers would be tokens
         self.sites_ = np.unique(places)
         held = {str(site): InMemory(X[places == site], labels[places == site]) for site in self.sites_}
         source = Arrays(sites=held, classes=names, standardise=self.standardise, **self._task())

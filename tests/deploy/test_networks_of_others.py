@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from loopback import Loopback, deploy, model, options_of, same, simulate, site_file, write_data
 
@@ -76,4 +77,21 @@ def test_sites_train_adapters_as_in_a_simulation(tmp_path: Path) -> None:
     training["adapters"] = {"rank": 2, "second_only": True}
     options = options_of({"name": "fedavg"}, model={"name": "mlp", "hidden": [6]}, training=training)
     deployed, _ = deploy(tmp_path, options, sites=SITES)
+    assert same(model(deployed, "fedavg", "west"), model(simulate(tmp_path, options, SITES), "fedavg", "west"))
+
+
+@pytest.mark.slow  # the import of transformers takes seconds
+def test_sites_train_on_tokens_as_in_a_simulation(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    bert = {"name": "hf:bert", "vocab_size": 20, "max_position_embeddings": 8, **sizes}
+    for number, (site, samples) in enumerate({**SITES, "west": 30}.items()):
+        drawn = np.random.default_rng(number)
+        labels = np.arange(samples) % 3
+        (tmp_path / "data").mkdir(exist_ok=True)
+        x = drawn.integers(0, 5, (samples, 6)) + 5 * labels[:, None]
+        mask = np.arange(6) < drawn.integers(3, 7, (samples, 1))
+        np.savez(tmp_path / "data" / f"{site}.npz", x=x, y=labels, mask=mask)
+    options = options_of({"name": "fedavg"}, model=bert)
+    deployed, _ = deploy(tmp_path, options, sites=SITES, models=[bert], exposure=1)
     assert same(model(deployed, "fedavg", "west"), model(simulate(tmp_path, options, SITES), "fedavg", "west"))

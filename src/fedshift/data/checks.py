@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedshift.data.codings import quoted
-from fedshift.data.domain import DataSet, Domain, SparseRows
+from fedshift.data.domain import NO_TOKEN, DataSet, Domain, SparseRows
 from fedshift.data.splits import check_fixed_split, check_some_train
 from fedshift.errors import UserError
 from fedshift.files import names_alike
@@ -160,8 +160,13 @@ def _check_inputs(where: str, domain: Domain) -> None:
             raise UserError(f"{where}: features hold NaN or infinite values")
     elif domain.inputs.dtype == np.float32:
         check_finite(where, domain.inputs)
+    elif domain.inputs.dtype == np.int64:
+        if int(domain.inputs.min()) < NO_TOKEN:
+            raise UserError(f"{where}: tokens hold {domain.inputs.min()}: they must be 0 or more, or -1 for none")
     elif domain.inputs.dtype != np.uint8:
-        raise UserError(f"{where}: inputs are {domain.inputs.dtype}, expected uint8 images or float32 features")
+        raise UserError(
+            f"{where}: inputs are {domain.inputs.dtype}, expected uint8 images, float32 features or int64 tokens"
+        )
 
 
 def _check_labels(where: str, domain: Domain, dataset: DataSet) -> None:

@@ -63,7 +63,10 @@ class SparseRows:
 
 
 Labels = npt.NDArray[np.int64] | npt.NDArray[np.float32]
-Inputs = npt.NDArray[np.uint8] | npt.NDArray[np.float32] | SparseRows
+Dense = npt.NDArray[np.uint8] | npt.NDArray[np.float32] | npt.NDArray[np.int64]
+Inputs = Dense | SparseRows
+NO_TOKEN = -1
+"""What stands in a row of tokens where the text has ended, or a mask says that there is none."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,8 @@ class Domain:
 
     Attributes:
         name: name of the domain.
-        inputs: uint8 images (n, channels, height, width), float32 features (n, d) or `SparseRows`.
+        inputs: uint8 images (n, channels, height, width), float32 features (n, d), int64 tokens (n, length) with
+            `NO_TOKEN` where there is none, or `SparseRows`.
         labels: int64 (n,), class numbers in the order of the data set's ``classes``; all 0 if there are masks. For
             regression float32 (n,), in the label's own unit; for time to event float32 (n, 2): the time until the event
             or the end of observation, and 1 where the event happened; for multi-label float32 (n, labels) of 0 and 1.
@@ -145,7 +149,7 @@ def part_of(domain: Domain, rows: Rows, name: str) -> Domain:
     )
 
 
-_LATER = ("window", "objective")
+_LATER = ("window", "objective", "text")
 """Fields of a preprocessing that are written only if they are set."""
 
 
@@ -153,7 +157,7 @@ class Preprocessing(BaseModel):
     """How stored inputs become what a network reads. Saved with a model, so that prediction does the same.
 
     Images: ``value / 255``, then ``(value - mean) / std`` per channel. Features: as stored, or ``(value - mean) / std``
-    per column if mean and std are given.
+    per column if mean and std are given. Tokens: as stored.
 
     Attributes:
         kind: what the stored inputs are.
@@ -164,6 +168,7 @@ class Preprocessing(BaseModel):
         shape: shape of one stored sample, (channels, height, width) or (d,); `fedshift.data.checks.checked` sets it.
         table: the encoding of a table (see `fedshift.data.tables`).
         backbone: which frozen network made features from images, and how (see `fedshift.experiment.features`).
+        text: how text becomes tokens (see `fedshift.data.text_columns`).
         window: centre and width of the values of medical and other deep images that become black to white; None: as
             each file says.
         objective: what is learned, if labels are no classes (see `fedshift.data.tasks.objective`).
@@ -171,7 +176,7 @@ class Preprocessing(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: Literal["image", "features", "table"]
+    kind: Literal["image", "features", "table", "tokens"]
     channels: int | None = None
     size: int | None = None
     mean: tuple[float, ...] | None = None
@@ -181,6 +186,7 @@ class Preprocessing(BaseModel):
     backbone: dict[str, object] | None = None
     objective: dict[str, object] | None = None
     window: tuple[float, float] | None = None
+    text: dict[str, object] | None = None
 
     @model_serializer(mode="wrap")
     def _without_absent(self, plain: SerializerFunctionWrapHandler) -> dict[str, object]:
@@ -235,7 +241,7 @@ class DataSet:
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Shape of one sample as the network sees it: (channels, height, width) or (d,)."""
+        """Shape of one sample as the network sees it: (channels, height, width), (d,), or (length,) for tokens."""
         return tuple(next(iter(self.domains.values())).inputs.shape[1:])
 
     @property

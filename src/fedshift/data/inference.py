@@ -7,23 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from fedshift.data.builders.arrays import readable_inputs
 from fedshift.data.builders.in_memory import InMemory
 from fedshift.data.builders.medical import is_medical, slices_of
 from fedshift.data.builders.table_labels import Labelling
-from fedshift.data.domain import Preprocessing
+from fedshift.data.domain import Dense, Preprocessing
 from fedshift.data.hdf5 import HDF5
 from fedshift.data.images import ImageFile, decode, is_image, on_disk, paged, pages_warning, some_sides
 from fedshift.data.locate import load_arrays
-from fedshift.data.table_files import EXCEL, PARQUET, Columns, SiteFormat, from_columns
+from fedshift.data.table_files import EXCEL, PARQUET, PLAIN, Columns, SiteFormat, from_columns, read_table
 from fedshift.data.tables import TableEncoding, encode_rows, encoding_of, rows_of
+from fedshift.data.text_columns import TextEncoding, text_encoding_of
 from fedshift.errors import UserError
 
 _ARRAYS = (".npz", *HDF5)
 _TABLES = (".csv", ".tsv", ".txt", ".data", *PARQUET, *EXCEL)
-Stored = npt.NDArray[np.uint8] | npt.NDArray[np.float32]
+Stored = Dense
 
 
 def load_for_prediction(path: Path, preprocessing: Preprocessing) -> tuple[list[str], Stored]:
@@ -44,12 +44,24 @@ def load_for_prediction(path: Path, preprocessing: Preprocessing) -> tuple[list[
         raise UserError(f"{path} does not exist: give an image, a folder of images, an .npz or a .csv file")
     suffix = path.suffix.lower()
     if path.is_file() and suffix in _TABLES:
-        return encode_rows(preprocessing, path)
+        return rows_to_predict(preprocessing, table_to_predict(path, preprocessing) or path)
     if path.is_file() and suffix in _ARRAYS:
         return _arrays(path, preprocessing)
     if path.is_file() and not is_image(path.name) and not is_medical(path):
         raise UserError(f"{path} cannot be predicted: give an image, a folder of images, an .npz or a .csv file")
     return _images(path, preprocessing)
+
+
+def rows_to_predict(preprocessing: Preprocessing, rows: Path | Columns) -> tuple[list[str], Stored]:
+    """Names and inputs of the rows of a table: numbers, or the tokens of its text.
+
+    Raises:
+        UserError: the model reads no tables, or the table lacks a column.
+    """
+    text = text_encoding_of(preprocessing)
+    if text is None or isinstance(rows, Path):
+        return encode_rows(preprocessing, rows)
+    return [f"row {row}" for row in range(1, len(rows) + 1)], text.tokens(rows)
 
 
 def samples_in_memory(samples: Any, preprocessing: Preprocessing) -> tuple[list[str], Stored]:
@@ -65,12 +77,22 @@ def samples_in_memory(samples: Any, preprocessing: Preprocessing) -> tuple[list[
     """
     if preprocessing.kind == "table":
         return encode_rows(preprocessing, _frame(samples, encoding_of(preprocessing)))
-    array = np.asarray(samples)
-    if array.ndim == 2 and array.dtype.kind in "iub":
+    held = InMemory(samples)
+    array, mask = held.inputs("X") if held.is_tokenized else np.asarray(samples), held.mask("X")
+    if array.ndim == 2 and array.dtype.kind in "iub" and preprocessing.kind != "tokens":
         array = array.astype(np.float64)
-    inputs = readable_inputs("X", array)
+    inputs = readable_inputs("X", array, mask)
     _check_shape("X", inputs, preprocessing)
     return [str(row) for row in range(len(inputs))], inputs
+
+
+def _texts(samples: Any, text: TextEncoding) -> Columns:
+    """The table that samples in memory are: a data frame, or the texts themselves."""
+    if hasattr(samples, "columns"):
+        return from_columns("X", InMemory(samples).columns(""))
+    if isinstance(samples, str) or not all(isinstance(one, str) for one in samples):
+        raise UserError("X: the model reads text: give a list of texts, a data frame, or the path of a .csv")
+    return from_columns("X", {text.column: list(samples)})
 
 
 def _frame(samples: Any, encoding: TableEncoding, own: SiteFormat | None = None) -> Columns:
@@ -94,13 +116,17 @@ def table_to_predict(
         UserError: the model reads tables, and the samples cannot be read as one; or they are none, and ``own`` says how
             they are written.
     """
+    text = text_encoding_of(preprocessing)
+    is_table = isinstance(samples, Path) and samples.is_file() and samples.suffix.lower() in _TABLES
+    if text is not None and (is_table or not isinstance(samples, Path)):
+        return read_table(samples, own or PLAIN) if isinstance(samples, Path) else _texts(samples, text)
     if preprocessing.kind != "table":
         if own is not None:
             raise UserError(f"data.… says how tables are written, but the model reads {preprocessing.kind} inputs")
         return None
     if not isinstance(samples, Path):
         return _frame(samples, encoding_of(preprocessing), own)
-    if not samples.is_file() or samples.suffix.lower() not in _TABLES:
+    if not is_table:
         return None
     return rows_of(samples, encoding_of(preprocessing), own)
 
@@ -150,7 +176,8 @@ def _array_labels(path: Path, samples: int, classes: Sequence[str]) -> list[str 
 
 def _images(path: Path, preprocessing: Preprocessing) -> tuple[list[str], Stored]:
     if preprocessing.kind != "image":
-        wanted = "a .csv table" if preprocessing.kind == "table" else "features in an .npz file"
+        tables = preprocessing.kind == "table" or preprocessing.text is not None
+        wanted = "a .csv table" if tables else f"{preprocessing.kind} in an .npz file"
         raise UserError(f"the model reads {wanted}: give that in place of {path}")
     channels, height, width = _image_shape(preprocessing)
     files = _image_files(path)
@@ -205,7 +232,8 @@ def _image_shape(preprocessing: Preprocessing) -> tuple[int, int, int]:
 def _arrays(path: Path, preprocessing: Preprocessing) -> tuple[list[str], Stored]:
     if preprocessing.kind == "table":
         raise UserError(f"{path} holds arrays, but the model reads a .csv table: give that")
-    inputs = readable_inputs(f"data file {path}", load_arrays(path, ["x"])["x"])
+    held = load_arrays(path, ["x"], ["mask"])
+    inputs = readable_inputs(f"data file {path}", held["x"], held.get("mask"))
     if len(inputs) == 0:
         raise UserError(f"data file {path} is empty: give at least one sample")
     _check_shape(f"data file {path}", inputs, preprocessing)
@@ -218,6 +246,9 @@ def _check_shape(where: str, inputs: Stored, preprocessing: Preprocessing) -> No
     Raises:
         UserError: they do not.
     """
+    if (preprocessing.kind == "tokens") != (inputs.dtype == np.int64):
+        wanted = "tokens, integers" if preprocessing.kind == "tokens" else "numbers, and integers are tokens"
+        raise UserError(f"{where}: samples are {inputs.dtype}, but the model reads {wanted}: convert them")
     expected = _image_shape(preprocessing) if preprocessing.kind == "image" else preprocessing.shape
     if expected is not None and inputs.shape[1:] != tuple(expected):
         raise UserError(

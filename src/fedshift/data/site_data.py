@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedshift.data.domain import Domain, Inputs, Preprocessing, Rows, SparseRows
+from fedshift.data.domain import Dense, Domain, Inputs, Preprocessing, Rows, SparseRows
 from fedshift.data.transforms import Augmentation, augment, augment_with_masks, normalised, to_network, to_unit
 from fedshift.errors import UserError
 from fedshift.functional.differential_privacy import sample_rate
@@ -102,8 +102,8 @@ class SiteData:
             generator: draws the augmentation, on the CPU; None: no augmentation.
 
         Returns:
-            Inputs (b, …) float32, labels (b,) int64 and domain numbers (b,) int64. For segmentation the labels are
-            masks (b, structures, h, w) float32, augmented together with their images.
+            Inputs (b, …) float32, or int64 tokens, labels (b,) int64 and domain numbers (b,) int64. For segmentation
+            the labels are masks (b, structures, h, w) float32, augmented together with their images.
         """
         place = rows.to(self.device)
         self._note(rows)
@@ -158,7 +158,9 @@ class SiteData:
     def _converted(self) -> Tensor:
         channels_last = len(self.input_shape) == 3
         shape = (*self.input_shape[1:], self.input_shape[0]) if channels_last else self.input_shape
-        out = torch.empty((self.samples, *shape), dtype=torch.float32, device=self.device)
+        tokens = self.preprocessing.kind == "tokens"
+        kind = torch.int64 if tokens else torch.float32
+        out = torch.empty((self.samples, *shape), dtype=kind, device=self.device)
         for begin in range(0, self.samples, 1024):
             rows = np.arange(begin, min(begin + 1024, self.samples))
             values = to_network(self._gather(rows, self._inputs), self.preprocessing, self.device)
@@ -179,7 +181,7 @@ class SiteData:
         return torch.from_numpy(out)
 
 
-def _take(inputs: Inputs, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8] | npt.NDArray[np.float32]:
+def _take(inputs: Inputs, rows: npt.NDArray[np.int64]) -> Dense:
     """A copy of the given rows as a plain array."""
     if isinstance(inputs, SparseRows):
         return inputs.dense(rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 from pydantic import BeforeValidator, Field, PrivateAttr, SerializerFunctionWrapHandler, model_serializer
@@ -28,6 +28,8 @@ class SiteLabels(DataSource):
         "samples measure models and train none; few_train, they train, as a site of their own, and measure none",
     )
 
+    later: ClassVar[tuple[str, ...]] = ("site_labels",)
+    """Fields that are written only if they are set: the settings of earlier runs stay theirs."""
     _elsewhere: tuple[str, ...] = PrivateAttr(())
 
     def of_federation(self, classes: tuple[str, ...]) -> Self:
@@ -39,8 +41,12 @@ class SiteLabels(DataSource):
     @model_serializer(mode="wrap")
     def _as_before(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
         written: dict[str, Any] = plain(self)
-        if not self.site_labels:  # the settings of earlier runs stay theirs
-            written.pop("site_labels", None)
+        fields = type(self).model_fields
+        unset = (
+            name for name in self.later if getattr(self, name) == fields[name].get_default(call_default_factory=True)
+        )
+        for name in unset:
+            written.pop(name, None)
         return written
 
     def check_site_labels(self, sites: Mapping[str, object], *, classes: bool = True) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from fedshift.data import agreement
 from fedshift.data import registry as data_registry
 from fedshift.data.builders.at_sites import AtSites
-from fedshift.data.domain import UNKNOWN, DataSet, Domain, Manifest, Preprocessing
+from fedshift.data.domain import UNKNOWN, DataSet, Dense, Domain, Manifest, Preprocessing
 from fedshift.deploy.event_log import EventLog
 from fedshift.deploy.members import CARDS, cards_of
 from fedshift.deploy.remote.policy import CONFIDENCES
@@ -219,7 +219,9 @@ def _agreed(experiment: Experiment, cards: Mapping[str, Mapping[str, Any]]) -> A
             preprocessing = _encoding(given, preprocessing)
             shape = preprocessing.shape or shape
         domains = {
-            site: _without_samples(site, int(card["samples"]), shape, unlabelled=bool(card["unlabelled"]))
+            site: _without_samples(
+                site, int(card["samples"]), shape, unlabelled=bool(card["unlabelled"]), tokens=card["type"] == "int64"
+            )
             for site, card in cards.items()
         }
         rows = {
@@ -344,7 +346,9 @@ def encoded_for(experiment: Experiment, agreed: Agreed, target: str) -> DataSet:
     shape = preprocessing.shape or agreed.data.input_shape
     own = _own_set(experiment, shape, agreed.data.classes, preprocessing)
     domains = {
-        site: _without_samples(site, len(one), shape, unlabelled=one.unlabelled)
+        site: _without_samples(
+            site, len(one), shape, unlabelled=one.unlabelled, tokens=agreed.data.preprocessing.kind == "tokens"
+        )
         for site, one in agreed.data.domains.items()
         if site in agreed.rows
     }
@@ -399,8 +403,11 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}…"
 
 
-def _without_samples(name: str, samples: int, shape: tuple[int, ...], *, unlabelled: bool = False) -> Domain:
+def _without_samples(
+    name: str, samples: int, shape: tuple[int, ...], *, unlabelled: bool = False, tokens: bool = False
+) -> Domain:
     """A domain of which only the size is known here: arrays of the right shape that take no memory and hold zeros."""
-    inputs = np.broadcast_to(np.zeros((), dtype=np.float32), (samples, *shape))
+    numbers = np.broadcast_to(np.zeros((), dtype=np.float32), (samples, *shape))
+    inputs: Dense = np.broadcast_to(np.zeros((), dtype=np.int64), numbers.shape) if tokens else numbers
     label = np.full((), UNKNOWN if unlabelled else 0, dtype=np.int64)
     return Domain(name, inputs, np.broadcast_to(label, (samples,)), unlabelled=unlabelled)

@@ -121,7 +121,7 @@ class Card(_Part):
 
     versions: Annotated[dict[Word, Word], Field(max_length=50)]
     shape: Annotated[tuple[Size, ...], Field(min_length=1, max_length=4)]
-    type: Literal["uint8", "float32", "sparse"]
+    type: Literal["uint8", "float32", "int64", "sparse"]
     preprocessing: Preprocessing
     classes: Annotated[tuple[Name, ...], Field(min_length=1, max_length=MOST_CLASSES)]
     samples: Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
@@ -156,6 +156,8 @@ class Card(_Part):
             raise ValueError(f"samples have the shape {self.shape}, preprocessing {self.preprocessing.shape}")
         if self.given is not None and isinstance(self.given, GivenTable) != (self.preprocessing.kind == "table"):
             raise ValueError(f"given is of the kind {self.given.kind}, preprocessing {self.preprocessing.kind}")
+        if (self.type == "int64") != (self.preprocessing.kind == "tokens"):
+            raise ValueError(f"samples are {self.type}, preprocessing is for {self.preprocessing.kind}")
         objective = self.preprocessing.objective
         label = None if self.given is None else self.given.label
         if (label is None) != (objective is None or objective.get("task") != "regression"):

@@ -29,6 +29,7 @@ from fedshift.experiment.fits import (
     side_by_side,
     target_labels,
     tasks,
+    tokens,
 )
 from fedshift.experiment.fits.about import About, OfExperiment, OfMethod, OfNetwork
 from fedshift.experiment.plan import Plan
@@ -47,6 +48,7 @@ OF_EXPERIMENT: tuple[OfExperiment, ...] = (
     cards.fits,
     drawn_sites.fits,
     fixed_weights.fits,
+    tokens.network_fits,
     networks.start_fits,
 )
 OF_METHOD_ALONE: tuple[OfMethod, ...] = (
@@ -64,6 +66,7 @@ OF_NETWORK: tuple[OfNetwork, ...] = (
     new_site.fits,
 )
 OF_METHOD_AMONG_SITES: tuple[OfMethod, ...] = (
+    tokens.method_fits,
     robust_rules.fits,
     averages.fits,
     server_momentum.fits,

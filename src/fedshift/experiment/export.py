@@ -27,10 +27,13 @@ from fedshift.experiment.predict import TrainedModel, from_weights
 from fedshift.experiment.runs.run_folder import model_file
 from fedshift.extras import needed
 from fedshift.files import write_bytes
+from fedshift.models.made_up import made_up
 from fedshift.models.own.trial import one_line
 from fedshift.weights import Weights
 
 Floats = npt.NDArray[np.float32]
+Samples = npt.NDArray[np.float32] | npt.NDArray[np.int64]
+"""Samples in the form in which they are stored, bytes as floats."""
 _TOLERANCE = 1e-4
 """Largest accepted difference of a probability. Runtimes add numbers in another order."""
 
@@ -108,7 +111,7 @@ def described(trained: TrainedModel) -> dict[str, str]:
     return {name: json.dumps(value) for name, value in trained.metadata.items()}
 
 
-def _own(trained: TrainedModel, samples: Floats) -> Floats:
+def _own(trained: TrainedModel, samples: Samples) -> Floats:
     """The probabilities that fedshift itself computes."""
     stored = samples.astype(np.uint8) if trained.stored.kind == "image" else samples
     if not trained.segments:
@@ -118,10 +121,12 @@ def _own(trained: TrainedModel, samples: Floats) -> Floats:
     return np.asarray(scores.sigmoid())
 
 
-def _samples(trained: TrainedModel, number: int) -> Floats:
+def _samples(trained: TrainedModel, number: int) -> Samples:
     """Made-up samples in the form in which they are stored."""
     rng = np.random.default_rng(number)
     shape = trained.stored_shape
+    if trained.stored.kind == "tokens":
+        return made_up(trained.network, number, shape, torch.Generator().manual_seed(number)).long().numpy()
     if trained.stored.kind == "image":
         return rng.integers(0, 256, (number, *shape)).astype(np.float32)
     values = rng.normal(size=(number, *shape))
@@ -129,7 +134,7 @@ def _samples(trained: TrainedModel, number: int) -> Floats:
     return (values if mean is None or std is None else values * std + mean).astype(np.float32)
 
 
-Written = tuple[bytes, Callable[[Floats], Floats]]
+Written = tuple[bytes, Callable[[Samples], Floats]]
 """The content of a file, and what computes probabilities from that content."""
 
 
@@ -173,7 +178,7 @@ def _safetensors(trained: TrainedModel, whole: nn.Module) -> Written:
     return data, lambda samples: _probabilities(again, samples)
 
 
-def _probabilities(model: Any, samples: Floats) -> Floats:
+def _probabilities(model: Any, samples: Samples) -> Floats:
     with torch.no_grad():
         return np.asarray(model(torch.from_numpy(samples)))
 

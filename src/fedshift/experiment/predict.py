@@ -28,13 +28,14 @@ from fedshift.data.inference import (
     further_pages,
     known_labels,
     load_for_prediction,
+    rows_to_predict,
     samples_in_memory,
     stored_sides,
     table_to_predict,
 )
 from fedshift.data.input_guard import ImageStatistics, InputShift, feature_shift, image_shift, table_shift
 from fedshift.data.table_files import SiteFormat
-from fedshift.data.tables import encode_rows, encoding_of
+from fedshift.data.tables import encoding_of
 from fedshift.data.tasks.objective import Objective, objective_of
 from fedshift.data.transforms import to_network
 from fedshift.digests import check_filled
@@ -143,8 +144,9 @@ class TrainedModel:
         """
         table = table_to_predict(data, self.stored, written)
         if table is not None:
-            named, rows = encode_rows(self.stored, table)
-            return ToPredict(named, rows, table_shift(table, encoding_of(self.stored)), table)
+            named, rows = rows_to_predict(self.stored, table)
+            shift = InputShift() if self.stored.table is None else table_shift(table, encoding_of(self.stored))
+            return ToPredict(named, rows, shift, table)
         names, inputs = (load_for_prediction if isinstance(data, Path) else samples_in_memory)(data, self.stored)
         left_out = further_pages(data) if isinstance(data, Path) and self.stored.kind == "image" else None
         return ToPredict(names, inputs, self._shift(inputs, data), data, left_out)

@@ -15,6 +15,7 @@ from fedshift.errors import FedshiftError, TrainingDiverged, UserError
 from fedshift.experiment.costs import dry_run
 from fedshift.experiment.plan import PlannedRun
 from fedshift.federation.training import Training
+from fedshift.models.made_up import made_up
 from fedshift.models.network import Network
 from fedshift.models.options import NetworkOptions
 from fedshift.models.own.trial import SAMPLES, line_of, told_of
@@ -70,7 +71,9 @@ def _made_up(domain: Domain, classes: int) -> Domain:
     draws = np.random.default_rng(0)
     shape = (_SAMPLES, *domain.inputs.shape[1:])
     inputs: Inputs
-    if isinstance(domain.inputs, SparseRows) or domain.inputs.dtype != np.uint8:
+    if not isinstance(domain.inputs, SparseRows) and domain.inputs.dtype == np.int64:
+        inputs = draws.integers(0, 2, shape)
+    elif isinstance(domain.inputs, SparseRows) or domain.inputs.dtype != np.uint8:
         inputs = draws.normal(size=shape).astype(np.float32)
     else:
         inputs = draws.integers(0, 256, shape, dtype=np.uint8)
@@ -103,7 +106,7 @@ def try_training(network: Network, options: NetworkOptions, training: Training, 
                 "its real and imaginary part as one real weight (torch.view_as_real)"
             )
     tried = training.prepared(copy.deepcopy(network)).train()
-    samples = torch.rand(SAMPLES, *input_shape, generator=torch.Generator().manual_seed(0))
+    samples = made_up(network, SAMPLES, input_shape, torch.Generator().manual_seed(0))
     if len(input_shape) == 3 and network.channels_last:
         samples = samples.contiguous(memory_format=torch.channels_last)
     with told_of(options, "a step of training"), torch.random.fork_rng(devices=[]):

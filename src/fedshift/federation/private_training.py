@@ -25,6 +25,7 @@ from fedshift.errors import FedshiftError, TrainingDiverged, UserError
 from fedshift.federation.randomness import drawn_from
 from fedshift.federation.site_base import Batch, SiteBase
 from fedshift.functional.differential_privacy import clipped_sum, gaussian, sample_rate
+from fedshift.models.made_up import made_up, reads_tokens
 from fedshift.models.network import Network
 from fedshift.models.products import OneDnnLinear
 from fedshift.models.wide import WideLinear
@@ -204,11 +205,11 @@ def check_network(network: Network, input_shape: tuple[int, ...]) -> None:
     network = copy.deepcopy(network).cpu().train()
     buffers = {name: value.clone() for name, value in network.named_buffers()}
     with drawn_from(0):
-        inputs = torch.randn(_SAMPLES, *input_shape, requires_grad=True)
-        scores = network(inputs)
-        (pull,) = torch.autograd.grad(scores[0].sum(), inputs)
+        inputs, mixed = (
+            _tokens_mix(network, input_shape) if reads_tokens(network) else _numbers_mix(network, input_shape)
+        )
         changed = any(not torch.equal(buffers[name], value) for name, value in network.named_buffers())
-        if changed or bool(pull[1:].any()):
+        if changed or mixed:
             raise UserError(
                 "model: the samples of a mini-batch change each other's predictions or the network's statistics, as "
                 "BatchNorm does, which cannot be private: choose a network without it, such as mlp or mnist_cnn, or "
@@ -216,7 +217,7 @@ def check_network(network: Network, input_shape: tuple[int, ...]) -> None:
             )
         try:
             with per_sample_gradients(network):
-                scores = network(inputs.detach())
+                scores = network(inputs)
                 nn.functional.cross_entropy(scores, torch.arange(_SAMPLES) % scores.shape[1]).backward()  # type: ignore[no-untyped-call]
                 gradients_of([value for value in network.parameters() if value.requires_grad], _SAMPLES)
         except UserError:
@@ -224,6 +225,24 @@ def check_network(network: Network, input_shape: tuple[int, ...]) -> None:
         except Exception as error:  # whatever a layer of a stranger raises inside of Opacus
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise UserError(f"model: its gradients of single samples cannot be computed ({reason})") from None
+
+
+def _numbers_mix(network: Network, input_shape: tuple[int, ...]) -> tuple[Tensor, bool]:
+    """Made-up samples, and whether a sample's scores depend on the others."""
+    inputs = torch.randn(_SAMPLES, *input_shape, requires_grad=True)
+    (pull,) = torch.autograd.grad(network(inputs)[0].sum(), inputs)
+    return inputs.detach(), bool(pull[1:].any())
+
+
+def _tokens_mix(network: Network, input_shape: tuple[int, ...]) -> tuple[Tensor, bool]:
+    """The same of tokens, which have no gradient: the others change, and the sample's scores are compared."""
+    inputs = made_up(network, _SAMPLES, input_shape, torch.Generator().manual_seed(0))
+    others = torch.cat([inputs[:1], 1 - inputs[1:]])
+    scores = []
+    for samples in (inputs, others):
+        with torch.no_grad(), drawn_from(0):
+            scores.append(network(samples)[0])
+    return inputs, not torch.equal(*scores)
 
 
 def _forget(value: nn.Parameter) -> None:

@@ -96,11 +96,13 @@ class Samples:
 
     Attributes:
         shape: of one.
+        tokens: whether they are tokens, with which nobody can calculate.
         epochs: source → mini-batches of an epoch, in the split in which it has the fewest.
     """
 
     shape: tuple[int, ...]
     epochs: Mapping[str, int] = field(default_factory=dict)
+    tokens: bool = False
 
 
 PERSONAL = "personal"

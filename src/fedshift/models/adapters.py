@@ -24,6 +24,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from fedshift.errors import UserError, nearest
 from fedshift.extras import needed
+from fedshift.models.made_up import made_up
 from fedshift.models.network import Network
 from fedshift.models.own.trial import SAMPLES, forward, one_line
 from fedshift.weights import Weights
@@ -150,7 +151,7 @@ def check_adapters(network: Network, input_shape: tuple[int, ...]) -> None:
         for layer in _adapted(trial).values():
             weight = layer.lora_B["default"].weight
             weight.copy_(torch.randn_like(weight) * 0.1)
-        samples = torch.rand(SAMPLES, *input_shape)
+        samples = made_up(trial, SAMPLES, input_shape, torch.default_generator)
         try:
             scores = trial(samples)
             _merge(trial)
@@ -169,7 +170,7 @@ def _targets(network: Network, adapters: Adapters, input_shape: tuple[int, ...])
     head = {id(module) for module in network.classifier.modules()}
     device = next(iter(network.state_dict().values())).device
     with torch.random.fork_rng(devices=[]):
-        _, events = forward(network, torch.zeros(SAMPLES, *input_shape, device=device))
+        _, events = forward(network, made_up(network, SAMPLES, input_shape).to(device))
     called = {event.path for event in events if id(event.module) not in head}
     fitting = [path for path, module in network.named_modules() if path in called and _fits(module)]
     if adapters.targets is None:

@@ -1,4 +1,4 @@
-"""Your own arrays: one ``.npz`` or HDF5 file per site, with ``x`` (images or features) and ``y`` (class numbers)."""
+"""Your own arrays: one ``.npz`` or HDF5 file per site: ``x`` (images, features, tokens) and ``y`` (class numbers)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from fedshift.data.builders.in_memory import Array, InMemory, SiteSamples
 from fedshift.data.checks import check_finite, checked, natural_order
 from fedshift.data.databases import Database
 from fedshift.data.domain import (
+    NO_TOKEN,
     UNKNOWN,
     DataSet,
     DataSource,
+    Dense,
     Domain,
     Inputs,
     Labels,
@@ -41,12 +43,14 @@ from fedshift.text import type_in_words
 
 _LAYOUT = (
     "one .npz or HDF5 file (.h5, .hdf5) per site: x uint8 images (n, c, h, w), (n, h, w) or (n, h, w, c), or float "
-    "features (n, d), or float volumes (n, c, d, h, w); y integers or names (n,); optional groups integers "
-    "(n,), the same number for samples that must not be split apart; optional split train or test (n,), a fixed test "
-    "set"
+    "features (n, d), or float volumes (n, c, d, h, w), or integers (n, length), which are tokens, with an optional "
+    "mask of that shape, 0 where there is none; y integers or names (n,); optional groups integers (n,), the same "
+    "number for samples that must not be split apart; optional split train or test (n,), a fixed test set"
 )
 _LARGE = 10.0
 """A column with a larger root mean square gives a warning."""
+_LOOKED_AT = 100
+"""Rows by which it is told whether features are whole numbers."""
 
 
 class Arrays(TaskFields):
@@ -127,7 +131,7 @@ class Arrays(TaskFields):
         return super().encoded(preprocessing, classes)
 
     def build(self) -> DataSet:
-        """Domains of uint8 images (n, c, h, w) or float32 features (n, d).
+        """Domains of uint8 images (n, c, h, w), float32 features (n, d) or int64 tokens (n, length).
 
         Raises:
             UserError: a file cannot be used; names it.
@@ -144,7 +148,9 @@ class Arrays(TaskFields):
                 kind="image", channels=shape[0], size=shape[1] if shape[1] == shape[2] else None
             )
         else:
-            preprocessing = Preprocessing(kind="features")
+            preprocessing = Preprocessing(kind="tokens" if _are_tokens(first.inputs) else "features")
+        if preprocessing.kind == "tokens" and (self.standardise or self.mean is not None):
+            raise UserError("data.standardise, mean and std: x holds integers, which are tokens: leave them out")
         if self.mean is not None:
             if len(self.mean) != shape[0]:
                 raise UserError(f"data.mean: {len(self.mean)} numbers for samples of {shape[0]} channels or columns")
@@ -181,7 +187,7 @@ class Arrays(TaskFields):
     def _domain(self, site: str, arrays: Mapping[str, Array], named: tuple[str, ...] | None) -> Domain:
         held = self.sites[site]
         where = f"data file {held} (site '{site}')" if isinstance(held, Path) else f"data of site '{site}'"
-        inputs = readable_inputs(where, arrays["x"])
+        inputs = readable_inputs(where, arrays["x"], arrays.get("mask"))
         y = arrays["y"]
         groups = _integers(where, "groups", arrays["groups"], len(inputs)) if "groups" in arrays else None
         rows = _split(where, arrays)
@@ -227,7 +233,7 @@ def _split(where: str, arrays: Mapping[str, Array]) -> tuple[Rows, Rows] | None:
 
 def _unscaled(dataset: DataSet) -> tuple[str, ...]:
     """A warning if a column of features is too large for a network to train well."""
-    if len(dataset.input_shape) != 1 or dataset.preprocessing.mean is not None:
+    if len(dataset.input_shape) != 1 or dataset.preprocessing.mean is not None or _are_tokens(_any_inputs(dataset)):
         return ()
     features = [domain.inputs for domain in dataset.domains.values() if not isinstance(domain.inputs, SparseRows)]
     # ``einsum`` adds up in float64 without copying the features, which may fill half of the memory.
@@ -236,9 +242,11 @@ def _unscaled(dataset: DataSet) -> tuple[str, ...]:
     column = int(np.argmax(sizes))
     if sizes[column] <= _LARGE:
         return ()
+    whole = all(np.array_equal(rows[:_LOOKED_AT], np.rint(rows[:_LOOKED_AT])) for rows in features)
+    advice = "set data.standardise=true" + ("; if they are tokens, give integers in x instead" if whole else "")
     return (
-        f"column {column} of the features has a root mean square of {sizes[column]:.4g}: such numbers train badly; set "
-        "data.standardise=true",
+        f"column {column} of the features has a root mean square of {sizes[column]:.4g}: such numbers train badly; "
+        f"{advice}",
     )
 
 
@@ -268,12 +276,12 @@ def _arrays(site: str, held: Path | Database | InMemory, labels: str | None = No
     assert not isinstance(held, Database)  # the section refuses it
     if labels == "none":
         if isinstance(held, Path):
-            read = load_arrays(held, ["x"], ["groups", "split"])
+            read = load_arrays(held, ["x"], ["groups", "split", "mask"])
         else:
-            read = {"x": _as_stored(where, held.inputs(where))}
+            read = {"x": _as_stored(where, held.inputs(where)), **_mask(where, held)}
         return {**read, "y": unknown_labels(len(read["x"]))}
     if isinstance(held, Path):
-        read = load_arrays(held, ["x"], ["y", "groups", "split"])
+        read = load_arrays(held, ["x"], ["y", "groups", "split", "mask"])
         if "y" in read:
             return read
         raise UserError(
@@ -281,13 +289,18 @@ def _arrays(site: str, held: Path | Database | InMemory, labels: str | None = No
             f"data.site_labels: {{{site}: none}}"
         )
     inputs, y = held.arrays(where)
-    return {"x": _as_stored(where, inputs), "y": y}
+    return {"x": _as_stored(where, inputs), "y": y, **_mask(where, held)}
+
+
+def _mask(where: str, held: InMemory) -> dict[str, Array]:
+    mask = held.mask(where)
+    return {} if mask is None else {"mask": mask}
 
 
 def _as_stored(where: str, x: Array) -> Array:
     """Inputs of other libraries as files hold them: images of values in [0, 1] as bytes, other numbers as floats."""
     if x.ndim not in (3, 4):
-        return x if x.dtype.kind not in "biu" else x.astype(np.float32)
+        return x.astype(np.float32) if x.dtype.kind == "b" or (x.dtype.kind in "iu" and x.ndim != 2) else x
     if x.dtype.kind == "f":
         pixels = x.astype(np.float32)
         if not (pixels >= 0).all() or not (pixels <= 1).all():
@@ -325,15 +338,17 @@ def _named(labels: Mapping[str, Array]) -> tuple[str, ...] | None:
     return natural_order({str(label) for y in labels.values() for label in y.tolist()})
 
 
-def readable_inputs(where: str, x: Array) -> npt.NDArray[np.uint8] | npt.NDArray[np.float32]:
+def readable_inputs(where: str, x: Array, mask: Array | None = None) -> Dense:
     """Array ``x`` of a file, checked.
 
     Args:
         where: the file, for messages.
         x: the array.
+        mask: of tokens (n, length), 0 where there is none; None: all are tokens.
 
     Returns:
-        uint8 images (n, c, h, w) or float32 features (n, d).
+        uint8 images (n, c, h, w), float32 features (n, d), or int64 tokens (n, length) with `NO_TOKEN` where there is
+        none.
 
     Raises:
         UserError: the array has another shape or type, or values that are not finite.
@@ -349,12 +364,34 @@ def readable_inputs(where: str, x: Array) -> npt.NDArray[np.uint8] | npt.NDArray
             raise UserError(f"{where}: {error}; expected {_LAYOUT}") from error
     if x.ndim not in (2, 5):
         raise UserError(f"{where}: x has shape {x.shape}; expected {_LAYOUT}")
+    if mask is not None or (x.ndim == 2 and x.dtype.kind in "iu"):
+        return _tokens(where, x, mask)
     if not np.issubdtype(x.dtype, np.floating):
         raise UserError(f"{where}: features x are {type_in_words(x.dtype)}, expected float32 or float64: convert them")
     with np.errstate(over="ignore"):
         features = x.astype(np.float32)
     check_finite(where, features)
     return features
+
+
+def _tokens(where: str, x: Array, mask: Array | None) -> npt.NDArray[np.int64]:
+    """Integers (n, length) as tokens: `NO_TOKEN` where the mask has 0."""
+    if x.dtype.kind not in "iu" or x.ndim != 2:
+        raise UserError(f"{where}: a mask goes with tokens, integers x (n, length): leave it out or convert x")
+    tokens = x.astype(np.int64)
+    if mask is None:
+        return tokens
+    if mask.shape != x.shape or mask.dtype.kind not in "biuf" or not np.isin(mask, (0, 1)).all():
+        raise UserError(f"{where}: mask has shape {mask.shape}, expected 0 and 1 of the shape of x {x.shape}")
+    return np.where(mask.astype(np.bool_), tokens, NO_TOKEN)
+
+
+def _are_tokens(inputs: Inputs) -> bool:
+    return not isinstance(inputs, SparseRows) and inputs.dtype == np.int64
+
+
+def _any_inputs(dataset: DataSet) -> Inputs:
+    return next(iter(dataset.domains.values())).inputs
 
 
 def _integers(where: str, name: str, values: Array, samples: int, advice: str = "") -> npt.NDArray[np.int64]:
@@ -394,7 +431,7 @@ def _moments(inputs: list[Inputs]) -> tuple[npt.NDArray[np.float64], npt.NDArray
 
 
 def _sums(
-    values: npt.NDArray[np.uint8] | npt.NDArray[np.float32],
+    values: Dense,
 ) -> tuple[int, npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """A site's count, and its sum and sum of squares per channel or column."""
     if values.dtype == np.float32:  # features, or volumes, whose every position counts

@@ -17,9 +17,11 @@ from fedshift.data.databases import Database, database, is_address
 from fedshift.errors import UserError, nearest
 
 Array = npt.NDArray[np.generic]
-INPUTS = ("image", "img", "x", "features")
+INPUTS = ("image", "img", "input_ids", "x", "features")
 LABELS = ("label", "labels", "y", "target")
 """Names that the columns of inputs and of labels usually have in data sets of Hugging Face."""
+TOKENS, MASK = "input_ids", "attention_mask"
+"""What tokenizers of Hugging Face call tokens, and where there are some."""
 
 
 class InMemory:
@@ -68,7 +70,7 @@ class InMemory:
             UserError: samples differ in shape, have no labels, or cannot be read.
         """
         if self.labels is not None:
-            return _array(f"{where}: inputs", self.samples), _array(f"{where}: labels", self.labels)
+            return _array(f"{where}: inputs", self._plain), _array(f"{where}: labels", self.labels)
         if self.is_named:
             return self._named_arrays(where)
         if self.is_frame:
@@ -83,15 +85,38 @@ class InMemory:
         inputs, labels = ([pair[place] for pair in pairs] for place in (0, 1))
         return _array(f"{where}: inputs", inputs), _array(f"{where}: labels", labels)
 
+    @property
+    def _plain(self) -> Any:
+        """The samples; of what a tokenizer gives its tokens."""
+        return self.samples[TOKENS] if self.is_tokenized else self.samples
+
+    @property
+    def is_tokenized(self) -> bool:
+        """Whether the samples are what a tokenizer of Hugging Face gives."""
+        return not self.is_frame and hasattr(self.samples, "keys") and TOKENS in self.samples
+
+    def mask(self, where: str) -> Array | None:
+        """Where tokens are, 1, and where there are none, 0; None if nothing says so."""
+        named = self.is_named and {TOKENS, MASK} <= set(self.samples.column_names)
+        if named or (self.is_tokenized and MASK in self.samples):
+            held = self.samples[MASK]
+            return _array(f"{where}: mask", listed(held) if named else held)
+        return None
+
     def inputs(self, where: str) -> Array:
         """The inputs of samples whose labels are not read, with a row for each.
 
         Raises:
             UserError: as for `arrays`.
         """
-        plain = self.labels is not None or hasattr(self.samples, "dtype") or hasattr(self.samples, "detach")
+        plain = (
+            self.labels is not None
+            or self.is_tokenized
+            or hasattr(self.samples, "dtype")
+            or hasattr(self.samples, "detach")
+        )
         if plain or isinstance(self.samples, list):
-            return _array(f"{where}: inputs", self.samples)
+            return _array(f"{where}: inputs", self._plain)
         if self.is_named:
             return self._column(where, INPUTS, "inputs")
         return self.arrays(where)[0]

@@ -142,7 +142,7 @@ def described(sites: Mapping[str, Any], **options: Any) -> dict[str, Any]:
         if any(one.labels is None for one in frames):
             raise UserError("data: data frames without labels need label, the name of their label column")
         fields["label"] = "label" if "label" not in frames[0].samples.columns else "label of the sample"
-    if "numeric" not in fields and "categorical" not in fields:
+    if not fields.keys() & {"numeric", "categorical", "text"}:
         taken = {condition.column if condition is not None else fields.get("label"), fields.get("id")}
         taken |= {fields.get("time"), fields.get("event")}
         tables = {name: one.samples for name, one in held.items() if isinstance(one, InMemory)}

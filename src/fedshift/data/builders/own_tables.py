@@ -1,17 +1,21 @@
-"""Your own tables: one file per site or one for all, with one encoding that sites agree on without pooling rows."""
+"""Your own tables: one file per site or one for all, with one encoding that sites agree on without pooling rows.
+
+Their samples are numbers of several columns, or the tokens of one column of text.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, model_validator
 
-from fedshift.data.agreement import table_given
+from fedshift.data.agreement import MOMENTS, table_given
 from fedshift.data.builders.arrays import sites_for_statistics
 from fedshift.data.builders.in_memory import Held, InMemory, SiteSamples
 from fedshift.data.builders.table_labels import (
@@ -52,12 +56,13 @@ from fedshift.data.tables import (
     site_statistics,
 )
 from fedshift.data.tasks.fields import TaskFields, label_sums
+from fedshift.data.text_columns import LONGEST, TextEncoding, text_encoding
 from fedshift.errors import UserError, nearest
 from fedshift.functional.noisy_moments import Ranges
 
 
 class Table(TableFormat, TaskFields):
-    """CSV, Excel or Parquet files, or databases, with a label column, numeric columns and categorical columns."""
+    """CSV, Excel or Parquet files, or databases, with a column of labels, and of numbers, categories or one of text."""
 
     name: Literal["table"] = "table"
     sites: dict[str, SiteSamples] | None = Field(
@@ -92,6 +97,11 @@ class Table(TableFormat, TaskFields):
     )
     numeric: tuple[str, ...] = Field((), description="columns of numbers, standardised over the sites")
     categorical: tuple[str, ...] = Field((), description="columns of categories, one 0/1 column per category")
+    text: str | None = Field(None, description="instead of numeric and categorical: the column of text, read as tokens")
+    tokenizer: Path | None = Field(
+        None, description="with text: a tokenizer.json on this machine, or a folder with one or one of transformers"
+    )
+    length: int = Field(128, ge=1, le=LONGEST, description="with text: most tokens of a text; longer ones are cut")
     many_categories: tuple[str, ...] = Field(
         (),
         description="columns of categories or classes that may have a value for every few rows; their values leave "
@@ -124,6 +134,7 @@ class Table(TableFormat, TaskFields):
         None, description="the sites whose sums and category sets define the encoding; unset: all"
     )
 
+    later: ClassVar[tuple[str, ...]] = (*TaskFields.later, "text", "tokenizer", "length")
     _further: bool = PrivateAttr(False)
 
     @model_validator(mode="after")
@@ -161,8 +172,20 @@ class Table(TableFormat, TaskFields):
         twice = next((name for name, count in Counter(columns).items() if count > 1), None)
         if twice is not None:
             raise ValueError(f"column '{twice}' is listed more than once among label, numeric and categorical")
-        if len(columns) == len(self.label_columns):
-            raise ValueError("name at least one column under numeric or categorical")
+        if len(columns) == len(self.label_columns) and self.text is None:
+            raise ValueError("name at least one column under numeric or categorical, or one under text")
+        return self
+
+    @model_validator(mode="after")
+    def _text_alone(self) -> Self:
+        if (self.text is None) != (self.tokenizer is None):
+            raise ValueError("text and tokenizer go together: the column, and the tokenizer that reads it")
+        if self.text is None and self.length != type(self).model_fields["length"].default:
+            raise ValueError("length is for text: name its column, or leave it out")
+        if self.text is not None and (self.numeric or self.categorical):
+            raise ValueError("text: a network reads tokens or numbers, so leave out numeric and categorical")
+        if self.text is not None and self.text in (*self.label_columns, self.site_column, self.id, self.split):
+            raise ValueError(f"column '{self.text}' is the text: it may be neither label, site, id nor split")
         return self
 
     @model_validator(mode="after")
@@ -264,7 +287,7 @@ class Table(TableFormat, TaskFields):
 
     @property
     def shares(self) -> tuple[str, ...]:
-        return ("statistics",)
+        return ("statistics",) if self.text is None or self.scales_labels else ()
 
     def labelled_by(self) -> dict[str, Any] | None:
         if not self.has_classes:
@@ -273,6 +296,8 @@ class Table(TableFormat, TaskFields):
         return {"column": self.label_column, **{name: value for name, value in chosen.items() if value is not None}}
 
     def without(self, unseen: str) -> DataSource:
+        if self.text is not None:
+            return self.without_labels(unseen)
         chosen = tuple(site for site in self._giving(self.statistics_from) if site != unseen)
         fewer = self.model_copy(update={"statistics_from": chosen})
         fewer._further = self._further or fewer != self
@@ -288,7 +313,7 @@ class Table(TableFormat, TaskFields):
         return chosen or (tuple(self.sites) if self.sites is not None else tuple(self._tables()))
 
     def build(self) -> DataSet:
-        """Domains of float32 features (n, d).
+        """Domains of float32 features (n, d), or int64 tokens (n, length).
 
         Raises:
             UserError: a file cannot be used; names file, line and column.
@@ -299,20 +324,32 @@ class Table(TableFormat, TaskFields):
         named = {} if not self.has_classes else {site: self._known(site, table) for site, table in tables.items()}
         classes = self._classes({site: names for site, names in named.items() if site not in self.site_labels})
         labels = {site: self._numbers_of(site, table, named.get(site, ()), classes) for site, table in tables.items()}
+        read, encoding = self._inputs(tables)
+        domains = {site: self._domain(site, table, read[site], labels[site]) for site, table in tables.items()}
+        scaling = sites_for_statistics(self.label_statistics_from or self.statistics_from, tables)
+        known = [label_sums(labels[site][domains[site].described]) for site in scaling] if self.scales_labels else []
+        objective = self.objective(known)
+        preprocessing = encoding.model_copy(update={"objective": objective})
+        columns = {site: counted(table, self.numeric, self.categorical) for site, table in self._compared(whole)}
+        domains, warnings = self.by_labels(domains), tuple(self._unread_labels(whole))
+        return checked(DataSet(self.name, domains, classes, preprocessing, self.manifest(), warnings, columns))
+
+    def _inputs(self, tables: Mapping[str, Columns]) -> tuple[dict[str, Inputs], Preprocessing]:
+        """What networks read of each site's rows, and how it was made."""
+        if (text := self._text) is not None:
+            return {site: text.tokens(table) for site, table in tables.items()}, text.preprocessing()
         encoding = self._encoding(tables)
         self._check_fills(encoding)
         form = None if self._form == PLAIN else self._form
         encoding = encoding.with_choices(self._codes(""), self._fills, form, self.id)
-        domains = {
-            site: self._domain(site, table, encode(table, encoding), labels[site]) for site, table in tables.items()
-        }
-        scaling = sites_for_statistics(self.label_statistics_from or self.statistics_from, tables)
-        known = [label_sums(labels[site][domains[site].described]) for site in scaling] if self.scales_labels else []
-        objective = self.objective(known)
-        preprocessing = encoding.preprocessing().model_copy(update={"objective": objective})
-        columns = {site: counted(table, self.numeric, self.categorical) for site, table in self._compared(whole)}
-        domains, warnings = self.by_labels(domains), tuple(self._unread_labels(whole))
-        return checked(DataSet(self.name, domains, classes, preprocessing, self.manifest(), warnings, columns))
+        return {site: encode(table, encoding) for site, table in tables.items()}, encoding.preprocessing()
+
+    @cached_property
+    def _text(self) -> TextEncoding | None:
+        """How the column of text becomes tokens, if there is one."""
+        if self.text is None or self.tokenizer is None:
+            return None
+        return text_encoding(self.text, self.length, self.tokenizer)
 
     def _unread_labels(self, tables: Mapping[str, Columns]) -> Iterator[str]:
         """A warning for each site that has labels and is said to have none."""
@@ -380,6 +417,8 @@ class Table(TableFormat, TaskFields):
         return numbers
 
     def gives(self) -> dict[str, Any] | None:
+        if self.text is not None:
+            return self._label_given()
         if self._fills:
             raise UserError(
                 "data: sites of a deployment cannot agree on values of impute: write the values into the file, or "
@@ -391,11 +430,21 @@ class Table(TableFormat, TaskFields):
             given["label"] = label_sums(quantities_of(self._trained(table), self.label_column))
         return given
 
+    def _label_given(self) -> dict[str, Any] | None:
+        """What a site of text gives: the sums of a quantity, and of its texts nothing."""
+        if not self.scales_labels:
+            return None
+        (table,) = self._tables().values()
+        label = label_sums(quantities_of(self._trained(table), self.label_column))
+        return {"kind": MOMENTS, "count": int(label["count"]), "total": [], "squares": [], "label": label}
+
     def statistics(self, ranges: Ranges | None = None) -> TableStatistics:
         (table,) = self._tables().values()
         return site_statistics(self._trained(table), self.numeric, self.categorical, ranges)
 
     def table_shift(self, site: str | None = None, preprocessing: Preprocessing | None = None) -> InputShift:
+        if self.text is not None:
+            return InputShift()
         tables = self._tables()
         encoding = self._encoding(tables) if preprocessing is None else encoding_of(preprocessing)
         return table_shift(next(iter(tables.values())) if site is None else tables[site], encoding)
@@ -413,6 +462,11 @@ class Table(TableFormat, TaskFields):
             UserError: the encoding has other columns than are listed here, or does not fit the files. The message shows
                 no cell and no name of a column that is not listed here.
         """
+        if (text := self._text) is not None:
+            if preprocessing.text != text.preprocessing().text:
+                raise UserError("the federation reads another column of text, or by another tokenizer or length")
+            self.check_objective(preprocessing)
+            return super().encoded(preprocessing, classes)
         encoding = self._own_encoding(preprocessing)
         self.check_objective(preprocessing)
         try:
@@ -499,10 +553,11 @@ class Table(TableFormat, TaskFields):
 
     def _check_columns(self, site: str, table: Columns) -> None:
         """Raise UserError for a column that a site's table lacks; people at other sites read inputs' names only."""
-        inputs = {*self.numeric, *self.categorical}
+        read = (*self.numeric, *self.categorical, *([] if self.text is None else [self.text]))
+        inputs = set(read)
         others = [name for name in (self.id, self.split) if name is not None]
         labels = () if self.site_labels.get(site) == "none" else self.label_columns
-        for column in (*labels, *self.numeric, *self.categorical, *others):
+        for column in (*labels, *read, *others):
             try:
                 table.column(column, shared=column in inputs)
             except UserError as error:

@@ -59,7 +59,7 @@ def nearby_answers(scores: Scores, inputs: Inputs, usual: Usual, seed: int = 0) 
     """For each small change of each sample: whether the model keeps its answer, and that answer's probability.
 
     The changes: noise of half a standard deviation; a quarter of the values from other samples of the site; a step
-    of 0.4 to the mean; a mixture with 0.35 of another sample.
+    of 0.4 to the mean; a mixture with 0.35 of another sample. Of tokens: a tenth to a quarter from other samples.
 
     Args:
         scores: gives the probabilities (n, classes) of inputs.
@@ -79,6 +79,9 @@ def nearby_answers(scores: Scores, inputs: Inputs, usual: Usual, seed: int = 0) 
     draw = np.random.default_rng([seed, 1])
     rows = inputs.astype(np.float32)
     answer = scores(inputs).argmax(axis=1)
+    if inputs.dtype == np.int64:
+        near = [_swapped(inputs, part, draw) for part in (0.1, 0.15, 0.2, _SWAPPED)]
+        return _answers(scores, near, answer)
     swapped = draw.random(rows.shape) < _SWAPPED
     small = (
         rows + _NOISE * usual.deviation * draw.normal(size=rows.shape),
@@ -86,10 +89,15 @@ def nearby_answers(scores: Scores, inputs: Inputs, usual: Usual, seed: int = 0) 
         usual.mean + _SHRUNK * (rows - usual.mean),
         _MIXED * rows + (1 - _MIXED) * rows[draw.permutation(len(rows))],
     )
-    every = np.arange(len(rows))
+    return _answers(scores, [_like(inputs, near) for near in small], answer)
+
+
+def _answers(scores: Scores, changed: Sequence[Inputs], answer: NDArray[np.int64]) -> NDArray[np.float64]:
+    """For each changed form of the samples, whether the model keeps its answer, and that answer's probability."""
+    every = np.arange(len(answer))
     answers = []
-    for near in small:
-        shares = scores(_like(inputs, near))
+    for near in changed:
+        shares = scores(near)
         answers.append(np.stack([shares.argmax(axis=1) == answer, shares[every, answer]], axis=1))
     return np.stack(answers, axis=1).astype(np.float64)
 
@@ -110,6 +118,9 @@ def changes(inputs: Inputs, usual: Usual, seed: int = 0) -> Iterator[tuple[str, 
         ['offset 20 %', 'unit 20 %']
     """
     draw = np.random.default_rng([seed, 2])
+    if inputs.dtype == np.int64:
+        yield from _of_tokens(inputs, draw)
+        return
     made = _of_images if _is_image(inputs) else _of_numbers
     for name, changed in made(inputs.astype(np.float32), usual, draw):
         yield name, _like(inputs, changed)
@@ -157,6 +168,20 @@ def _of_numbers(rows: Inputs, usual: Usual, draw: np.random.Generator) -> Iterat
     yield "offset 20 %", np.where(some, rows + draw.choice([-1, 1], columns) * deviation, rows)
     some = draw.random(columns) < 0.2
     yield "unit 20 %", np.where(some, rows * draw.choice([1 / 3, 3], columns), rows)
+
+
+def _of_tokens(rows: Inputs, draw: np.random.Generator) -> Iterator[tuple[str, Inputs]]:
+    """Tokens are no numbers: they change places with those of other samples, or with their neighbours."""
+    for part in (0.1, 0.2, 0.45):
+        yield f"swapped {part:.0%}".replace("%", " %"), _swapped(rows, part, draw)
+    yield "shift", np.roll(rows, 1, axis=1)
+
+
+def _swapped(rows: Inputs, part: float, draw: np.random.Generator) -> Inputs:
+    """Rows of which this part of the values comes from other rows; where either has no token all stays."""
+    others = rows[draw.permutation(len(rows))]
+    chosen = (draw.random(rows.shape) < part) & (rows >= 0) & (others >= 0)
+    return np.where(chosen, others, rows)
 
 
 def _is_image(inputs: Inputs) -> bool:

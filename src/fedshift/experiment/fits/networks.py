@@ -30,4 +30,5 @@ def samples_fit(about: About) -> Iterator[str]:
     splits = [one.split for one in about.plan.runs]
     for method in about.experiment.methods:
         training = method.own_training(about.experiment.training)
-        yield from method.check_samples(Samples(about.data.input_shape, shortest_epochs(training, splits)))
+        epochs, tokens = shortest_epochs(training, splits), about.data.preprocessing.kind == "tokens"
+        yield from method.check_samples(Samples(about.data.input_shape, epochs, tokens))

@@ -18,7 +18,7 @@ from fedshift.methods import registry as method_registry
 from fedshift.models import registry as model_registry
 
 _NOT_IDENTITY = ("engine", "device", "versions")
-_PATHS = ("root", "sites", "file")
+_PATHS = ("root", "sites", "file", "tokenizer")
 """Paths of the data. The data themselves are compared by their fingerprint."""
 
 

@@ -16,7 +16,7 @@ from fedshift.data.domain import WITHOUT_MASKS
 from fedshift.federation.site import Batch, LossOf, PlugIn, Site
 from fedshift.functional.mixing import mixed_inputs, pasted
 from fedshift.methods.composition.mixstyle import beta
-from fedshift.methods.composition.plug_in import LocalOption, check_images
+from fedshift.methods.composition.plug_in import LocalOption, check_images, check_numbers
 from fedshift.models.network import Network
 
 
@@ -102,6 +102,9 @@ class MixupOption(LocalOption):
 
     def at(self, site: Site) -> PlugIn:
         return _Mixup(site, self)
+
+    def check(self, network: Network, input_shape: tuple[int, ...]) -> None:
+        check_numbers(self.name, network)
 
 
 class _Mixup(_Mixed):

@@ -12,6 +12,7 @@ from fedshift.data.domain import ALL_TASKS, Task
 from fedshift.errors import UserError
 from fedshift.federation.site import PlugIn, Site
 from fedshift.functional.jigsaw import GRID
+from fedshift.models.made_up import made_up, reads_tokens
 from fedshift.models.network import Network
 
 
@@ -55,6 +56,12 @@ def check_images(name: str, input_shape: tuple[int, ...], why: str) -> None:
         raise UserError(f"{name} needs images: {why}; leave it out")
 
 
+def check_numbers(name: str, network: Network) -> None:
+    """Raise UserError where samples are tokens, with which nobody can calculate."""
+    if reads_tokens(network):
+        raise UserError(f"{name} calculates with samples, and tokens are no numbers; leave it out")
+
+
 def check_tiles(name: str, input_shape: tuple[int, ...]) -> tuple[str, ...]:
     """Raise UserError if samples cannot be cut into tiles; return warnings."""
     if len(input_shape) != 3 or min(input_shape[1:]) < 2 * GRID:
@@ -65,5 +72,5 @@ def check_tiles(name: str, input_shape: tuple[int, ...]) -> tuple[str, ...]:
 def maps_of(network: Network, stages: tuple[str, ...], input_shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
     """The shape of each stage's output for one sample; the network stays in evaluation mode."""
     with torch.no_grad():
-        _, found = network.eval().with_stages(torch.zeros(1, *input_shape), stages)
+        _, found = network.eval().with_stages(made_up(network, 1, input_shape), stages)
     return {name: tuple(output.shape[1:]) for name, output in found.items()}

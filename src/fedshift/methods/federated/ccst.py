@@ -79,6 +79,7 @@ from fedshift.methods.base import Method, Samples, State
 from fedshift.methods.federated.fedprox import FedProx
 from fedshift.methods.traits import Traits
 from fedshift.methods.wrapper import Wrapper
+from fedshift.models.made_up import made_up
 from fedshift.models.network import Network
 from fedshift.models.pretrained import find_file, read_weights
 from fedshift.weights import Weights
@@ -143,7 +144,7 @@ class StyleWrapper(Wrapper):
         if self.style_space == "feature":
             with torch.no_grad():  # a copy, since the network stays in its mode
                 network = copy.deepcopy(network).cpu().eval()
-                _, maps = network.with_stages(torch.zeros(1, *input_shape), (self._stage(network),))
+                _, maps = network.with_stages(made_up(network, 1, input_shape), (self._stage(network),))
             return 2 * next(iter(maps.values())).shape[1]
         return 2 * input_shape[0]
 

@@ -65,7 +65,7 @@ from fedshift.functional.attention import cross_layer_attention
 from fedshift.functional.divergence_weighting import distance_weighted, divergence_aggregate, fused_from_sums
 from fedshift.functional.mmd import multi_kernel_mmd, weighted_multi_kernel_mmd
 from fedshift.functional.projection import Reduction, projection_layer
-from fedshift.methods.base import Method, State
+from fedshift.methods.base import Method, Samples, State
 from fedshift.methods.robust import Averaged
 from fedshift.methods.traits import Traits
 from fedshift.models.network import Network, StageReader
@@ -185,6 +185,14 @@ class CSAC(Method, AlignmentOptions):
         for stage in self.stages or ():
             if stage not in network.stages:
                 raise UserError(f"csac.stages: the network has no stage '{stage}'; {nearest(stage, network.stages)}")
+
+    def check_samples(self, samples: Samples) -> tuple[str, ...]:
+        if not samples.tokens or not self.alignment_weight or self.stages == ():
+            return ()
+        return (
+            "csac: on tokens it aligns stages position by position, those after a text's end among them; of positions "
+            "it knows no more than that (setting: practical aligns nothing)",
+        )
 
     @property
     def _aligns(self) -> bool:

@@ -74,7 +74,7 @@ from fedshift.functional.averaging import is_buffer, weighted_average
 from fedshift.functional.batchnorm import batchnorm_distance, batchnorm_objective
 from fedshift.functional.clustering import dispersion
 from fedshift.functional.consensus_focus import FocusTally
-from fedshift.methods.base import Method, State
+from fedshift.methods.base import Method, Samples, State
 from fedshift.methods.heads import with_own_statistics
 from fedshift.methods.robust import Averaged
 from fedshift.methods.traits import Traits
@@ -233,6 +233,11 @@ class KD3A(Method):
         trained = site.weights_of(model)
         self._keep(site, trained)
         return Update(trained, site.samples, loss)
+
+    def check_samples(self, samples: Samples) -> tuple[str, ...]:
+        if samples.tokens and self.mixup > 0:
+            raise UserError("kd3a: tokens are no numbers and cannot be mixed: write mixup: 0")
+        return super().check_samples(samples)
 
     # Target -------------------------------------------------------------------------------------------------------
 

@@ -55,7 +55,7 @@ from pydantic import Field, NonNegativeInt
 from fedshift.data.domain import ALL_TASKS
 from fedshift.data.transforms import Augmentation, NamedAugmentation
 from fedshift.federation.federation import Federation
-from fedshift.methods.base import State
+from fedshift.methods.base import Samples, State
 from fedshift.methods.composition.averaging import SWA, Averaging, Kept
 from fedshift.methods.composition.new_site import NewSite
 from fedshift.methods.composition.plug_in import LocalOption
@@ -103,6 +103,16 @@ class Recipe(FedAvg):
         description="for vectors and images in colour: N of `classifier_at_new_site`, unless that is set; none: the "
         "trained classifier",
     )
+
+    def check_samples(self, samples: Samples) -> tuple[str, ...]:
+        told = super().check_samples(samples)
+        if not samples.tokens:
+            return told
+        return (
+            *told,
+            "recipe: on tokens it is that for vectors: dropout before the classifier, the mean of the last rounds, a "
+            "classifier turned at the new site; it changes no text, and was measured on none",
+        )
 
     @property
     def averaging(self) -> Averaging:

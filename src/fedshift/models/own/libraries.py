@@ -11,8 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from fedshift.data.domain import NO_TOKEN
 from fedshift.errors import UserError, nearest
 from fedshift.models.pretrained import copy_weights, find_file, light_torchvision, must_be_downloaded, read_weights
 
@@ -42,6 +44,21 @@ class Scores(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         scores: Tensor = self.model(pixel_values=images).logits
+        return scores
+
+
+class TextScores(nn.Module):
+    """Gives the scores of a network of transformers for tokens (n, length), which are `NO_TOKEN` after a text's end."""
+
+    def __init__(self, model: nn.Module, filling: int) -> None:
+        super().__init__()
+        self.model, self.filling = model, filling
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        there = tokens != NO_TOKEN
+        scores: Tensor = self.model(
+            input_ids=torch.where(there, tokens, self.filling), attention_mask=there.long()
+        ).logits
         return scores
 
 
@@ -93,7 +110,9 @@ def _hugging_face(name: str) -> Callable[..., nn.Module]:
 
     def make(shape: tuple[int, ...], classes: int, *, pretrained: Pretrained = False, **options: Any) -> nn.Module:
         _refuse(options, {"num_labels", "trust_remote_code"}, f"hf:{name}")
-        common = {"num_labels": classes, "num_channels": shape[0], **options}
+        common = {"num_labels": classes, **options}
+        if len(shape) == 3:
+            common = {"num_channels": shape[0], **common}
         if name in auto.CONFIG_MAPPING_NAMES:  # a kind of network, such as vit: its options say its sizes
             sized = {"image_size": shape[1], **common} if len(shape) == 3 else common
             config = transformers.AutoConfig.for_model(name, **sized)
@@ -107,12 +126,33 @@ def _hugging_face(name: str) -> Callable[..., nn.Module]:
                     f"import huggingface_hub as h; h.snapshot_download('{name}', allow_patterns=['*.json', '*.safe*'])"
                 )
                 raise _missing(f"hf:{name}", code) from None
-        made = Scores(transformers.AutoModelForImageClassification.from_config(config, trust_remote_code=False))
+        made = _of_config(transformers, config, name, shape)
         if pretrained is not False:
             _load(made.model, classes, f"hf:{name}", pretrained, name if pretrained is True else None)
         return made
 
     return make
+
+
+def _of_config(transformers: Any, config: Any, name: str, shape: tuple[int, ...]) -> Scores | TextScores:
+    """The classifier of images or of text that a configuration describes."""
+    mappings = importlib.import_module("transformers.models.auto.modeling_auto")
+    images = type(config) in mappings.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
+    text = type(config) in mappings.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    if not images and not text:
+        raise UserError(f"model 'hf:{name}': transformers has no classifier of images or of text of this kind")
+    if not text or (images and len(shape) == 3):
+        return Scores(transformers.AutoModelForImageClassification.from_config(config, trust_remote_code=False))
+    if len(shape) != 1:
+        raise UserError(f"model 'hf:{name}' reads tokens, integers (n, length), but the data have samples {shape}")
+    # Some networks find the end of a text by what fills it, so there must be such a token.
+    filling = config.pad_token_id if isinstance(config.pad_token_id, int) and config.pad_token_id >= 0 else 0
+    config.pad_token_id, config.loss_type = (
+        filling,
+        "ForSequenceClassification",
+    )  # else it warns of the loss, which is ours
+    made = transformers.AutoModelForSequenceClassification.from_config(config, trust_remote_code=False)
+    return TextScores(made, filling)
 
 
 def _library(package: str, model: str, extra: str, load: Callable[[], Any] | None = None) -> Any:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from torch import Tensor, nn
 
 from fedshift.errors import UserError, nearest
+from fedshift.models.made_up import mark_tokens, reads_tokens
 from fedshift.models.network import Network
 from fedshift.models.own.stages import ALIGNED, stages_of, within
 from fedshift.models.own.trial import SAMPLES, Event, Trial, forward, one_line, tried
@@ -40,6 +41,7 @@ class Structure(BaseModel):
         aligned: the stages that methods align by default.
         contiguous: whether the module cannot read images in the channels-last memory format.
         remark: why there is no classifier.
+        tokens: whether the module reads tokens and no numbers.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -50,6 +52,7 @@ class Structure(BaseModel):
     aligned: tuple[str, ...]
     contiguous: bool
     remark: str = ""
+    tokens: bool = False
 
     @property
     def sentences(self) -> tuple[str, ...]:
@@ -137,6 +140,7 @@ def structure_of(module: nn.Module, input_shape: tuple[int, ...], classes: int, 
         aligned=aligned,
         contiguous=trial.contiguous,
         remark=remark,
+        tokens=reads_tokens(module),
     )
 
 
@@ -150,6 +154,8 @@ def assembled(module: nn.Module, structure: Structure, classes: int) -> Network:
     missing = {*structure.stages.values(), *filter(None, (structure.classifier,))} - paths
     if missing or structure.classifier == "" or not set(structure.aligned) <= set(structure.stages):
         raise ValueError("the module has not the parts that are said of it")
+    if structure.tokens:
+        mark_tokens(module)
     if structure.contiguous:
         module.register_forward_pre_hook(_as_contiguous)
     keywords: dict[str, Any] = {

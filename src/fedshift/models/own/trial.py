@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fedshift.errors import FedshiftError, UserError
+from fedshift.models.made_up import made_up, mark_tokens, reads_tokens, tokens
 from fedshift.models.options import NetworkOptions
 
 SAMPLES = 2
@@ -45,7 +46,7 @@ class Trial:
 
 
 def tried(module: nn.Module, input_shape: tuple[int, ...], name: str) -> Trial:
-    """Try a module on made-up samples, in evaluation mode. It does not change.
+    """Try a module on made-up samples, in evaluation mode. It does not change, but is marked if it reads tokens.
 
     Args:
         module: the module.
@@ -56,8 +57,7 @@ def tried(module: nn.Module, input_shape: tuple[int, ...], name: str) -> Trial:
         UserError: it cannot read such samples.
     """
     device = next((tensor.device for tensor in module.state_dict().values()), torch.device("cpu"))
-    draws = torch.Generator().manual_seed(0)
-    samples = torch.rand(SAMPLES, *input_shape, generator=draws, device="cpu").to(device)
+    samples = made_up(module, SAMPLES, input_shape, torch.Generator().manual_seed(0)).to(device)
     contiguous = False
     if len(input_shape) == 3:  # channels-last is faster, but a module may view its maps as if they were contiguous
         try:
@@ -70,10 +70,22 @@ def tried(module: nn.Module, input_shape: tuple[int, ...], name: str) -> Trial:
     try:
         scores, events = forward(module, samples)
     except Exception as error:
+        if len(input_shape) == 1 and not reads_tokens(module) and _takes_tokens(module, input_shape, device):
+            mark_tokens(module)
+            return tried(module, input_shape, name)
         raise UserError(
-            f"model '{name}' cannot read samples of shape {tuple(input_shape)}: {one_line(error)}"
+            f"model '{name}' cannot read samples of shape {tuple(input_shape)}{line_of(error)}: {one_line(error)}"
         ) from error
     return Trial(contiguous, samples, scores, events)
+
+
+def _takes_tokens(module: nn.Module, input_shape: tuple[int, ...], device: torch.device) -> bool:
+    """Whether a module that cannot read numbers can read integers, as one that begins with an embedding."""
+    try:
+        forward(module, tokens(SAMPLES, input_shape).to(device))
+    except Exception:
+        return False
+    return True
 
 
 @torch.no_grad()

@@ -17,7 +17,12 @@ from fedshift.report.measures import METRICS
 from fedshift.report.table_formats import escape_markdown as text
 from fedshift.text import in_unit
 
-_TASKS = {"table": "tabular-classification", "features": "tabular-classification", "image": "image-classification"}
+_TASKS = {
+    "table": "tabular-classification",
+    "features": "tabular-classification",
+    "image": "image-classification",
+    "tokens": "text-classification",
+}
 _UNITS = ("bytes", "kB", "MB", "GB", "TB")
 _ROWS = {
     "training_samples": "trained with labels",
@@ -131,6 +136,8 @@ def _input(trained: TrainedModel) -> str:
         columns = [*table["numeric"], *table["categorical"]]
         return f"a table with the columns {', '.join(text(str(column['name'])) for column in columns)}"
     size = " × ".join(map(str, trained.stored_shape))
+    if stored.kind == "tokens":
+        return f"{size} tokens" + (f" of the text in column {text(str(stored.text['column']))}" if stored.text else "")
     return f"images of {size} (channels, height, width), 0 to 255" if stored.kind == "image" else f"{size} numbers"
 
 

@@ -1,0 +1,147 @@
+"""A column of text as tokens, by a tokenizer that lies in a local folder. Nothing is downloaded.
+
+The tokenizer is one of the library `tokenizers`. Its whole description is part of the preprocessing, so a model file
+reads text by itself, and sites of a federation that have another tokenizer are told so before training.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import functools
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+from fedshift.data.domain import NO_TOKEN, Preprocessing
+from fedshift.data.table_files import Columns, is_missing
+from fedshift.errors import UserError
+from fedshift.extras import needed
+
+LONGEST = 1 << 16
+"""Most tokens of a text."""
+_LARGEST = 64 << 20
+"""Bytes of a tokenizer's description."""
+
+
+class TextEncoding(BaseModel):
+    """How the texts of a column become tokens.
+
+    Attributes:
+        column: the column.
+        length: tokens of a text; longer ones are cut, shorter ones end with `NO_TOKEN`.
+        tokenizer: the description of the tokenizer: base64 of the compressed JSON of the library `tokenizers`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    column: Annotated[str, StringConstraints(min_length=1, max_length=500)]
+    length: int = Field(ge=1, le=LONGEST)
+    tokenizer: Annotated[str, StringConstraints(max_length=_LARGEST)]
+
+    def preprocessing(self) -> Preprocessing:
+        """The preprocessing of a table that is read so."""
+        return Preprocessing(kind="tokens", text=self.model_dump(mode="json"))
+
+    def tokens(self, table: Columns, *, shared: bool = True) -> npt.NDArray[np.int64]:
+        """The tokens of each row (n, length).
+
+        Args:
+            table: the rows. A missing cell is an empty text.
+            shared: whether people at other sites know the column's name, as for `Columns.column`.
+
+        Raises:
+            UserError: the table has no such column, or the library `tokenizers` is not installed.
+        """
+        cells = ["" if is_missing(cell) else cell for cell in table.column(self.column, shared=shared)]
+        return tokens_of(cells, self.tokenizer, self.length)
+
+
+def text_encoding(column: str, length: int, place: Path) -> TextEncoding:
+    """The encoding of a column by a tokenizer on this machine.
+
+    Args:
+        column: the column.
+        length: most tokens of a text.
+        place: a ``tokenizer.json``, or a folder that holds one, or a tokenizer of transformers.
+
+    Raises:
+        UserError: there is no tokenizer, it cannot be read, or a library is not installed.
+    """
+    description = _described(place)
+    packed = base64.b64encode(zlib.compress(description.encode(), 9)).decode()
+    return TextEncoding(column=column, length=length, tokenizer=packed)
+
+
+def text_encoding_of(preprocessing: Preprocessing) -> TextEncoding | None:
+    """The encoding of a preprocessing; None if the tokens come from no text.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    if preprocessing.text is None:
+        return None
+    try:
+        return TextEncoding.model_validate(preprocessing.text)
+    except ValidationError:
+        raise UserError("the encoding of the text is damaged: it needs a column, a length and a tokenizer") from None
+
+
+def tokens_of(texts: Sequence[str], tokenizer: str, length: int) -> npt.NDArray[np.int64]:
+    """The tokens of texts (n, length), `NO_TOKEN` after the end of each.
+
+    Args:
+        texts: the texts.
+        tokenizer: as in `TextEncoding`.
+        length: most tokens of a text, special ones included.
+    """
+    made = _made(tokenizer)
+    made.enable_truncation(length)
+    out = np.full((len(texts), length), NO_TOKEN, dtype=np.int64)
+    for row, encoded in enumerate(made.encode_batch(list(texts))):
+        out[row, : len(encoded.ids)] = encoded.ids
+    return out
+
+
+@functools.lru_cache(maxsize=4)
+def _made(tokenizer: str) -> Any:
+    library = needed("tokenizers", extra="networks", what="a column of text")
+    try:
+        unpacking = zlib.decompressobj()
+        description = unpacking.decompress(base64.b64decode(tokenizer, validate=True), _LARGEST)
+        made = library.Tokenizer.from_str(description.decode())
+    except (zlib.error, binascii.Error, UnicodeDecodeError):
+        raise UserError("the tokenizer of the text is damaged") from None
+    except Exception as error:  # the library raises no narrower class
+        raise UserError(f"the tokenizer cannot be read ({str(error).partition(chr(10))[0]})") from None
+    made.no_padding()
+    return made
+
+
+def _described(place: Path) -> str:
+    """The JSON of a tokenizer in a file or a folder, as the library writes it."""
+    file = place / "tokenizer.json" if place.is_dir() else place
+    if file.is_file():
+        library = needed("tokenizers", extra="networks", what="data.tokenizer")
+        try:
+            found: str = library.Tokenizer.from_file(str(file)).to_str()
+        except Exception as error:  # the library raises no narrower class
+            said = str(error).partition("\n")[0]
+            raise UserError(f"data.tokenizer: {file} cannot be read as a tokenizer ({said})") from None
+        return found
+    if not place.is_dir():
+        raise UserError(f"data.tokenizer: {place} does not exist: give a tokenizer.json, or a folder that holds one")
+    transformers = needed("transformers", extra="networks", what="data.tokenizer")
+    try:
+        made = transformers.AutoTokenizer.from_pretrained(str(place), local_files_only=True, trust_remote_code=False)
+        return str(made.backend_tokenizer.to_str())
+    except Exception as error:  # of files of any kind
+        said = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+        raise UserError(
+            f"data.tokenizer: {place} holds no tokenizer.json, nor another fast tokenizer ({said})"
+        ) from None
