@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 FEDSHIFT_WORKERS ?= 3
 MUTATION_JOBS ?= 2
 
-.PHONY: demo docs test references mutation test-fast test-processors check-results lint audit sbom lock bench clean
+.PHONY: demo docs test references mutation test-fast test-cluster test-processors check-results lint audit sbom lock bench clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -25,6 +25,9 @@ references: $(READY)  ## every number that an authors' function gave beside ours
 
 test-fast: $(READY)  ## the tests that start no processes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(FEDSHIFT_WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow"
+
+test-cluster: $(READY)  ## on a SLURM of two nodes, which the tests start; needs root and the packages slurm-wlm, munge and bindfs
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cluster -rs --durations=0 tests/cluster
 
 test-processors: $(READY)  ## the same under other instruction sets and numbers of threads, one after the other
 	FEDSHIFT_WORKERS=$(FEDSHIFT_WORKERS) tests/processors.sh $(BIN)/python

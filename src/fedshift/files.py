@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import itertools
 import os
+import secrets
 import shutil
 import tempfile
 import unicodedata
@@ -39,7 +40,7 @@ def write_bytes(path: Path, data: bytes, *, private: bool = False, flush: bool =
         ...     (Path(folder) / "new" / "file.txt").read_bytes()
         b'whole'
     """
-    side = path.with_name(f".{path.name}.{os.getpid()}.part")
+    side = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")  # machines have processes of equal numbers
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(side, "wb", opener=_private if private else None) as file:

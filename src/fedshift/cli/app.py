@@ -73,6 +73,18 @@ def run(
         bool,
         typer.Option("--wait", help="Wait for runs that other processes train; take over from those gone."),
     ] = False,
+    slurm: Annotated[
+        str | None,
+        typer.Option("--slurm", metavar="PARTITION", help="Train in jobs of SLURM there, which share the runs."),
+    ] = None,
+    slurm_jobs: Annotated[int, typer.Option("--slurm-jobs", min=1, help="How many jobs.")] = 4,
+    slurm_time: Annotated[
+        int, typer.Option("--slurm-time", metavar="MINUTES", min=1, help="Of a job until it goes back into the queue.")
+    ] = 60,
+    slurm_set: Annotated[
+        list[str] | None,
+        typer.Option("--slurm-set", metavar="KEY=VALUE", help="Another option of sbatch, such as gres=gpu:1."),
+    ] = None,
     trust: Trust = False,
 ) -> None:
     """Run an experiment, or resume it where it stopped. Several processes on one folder share its runs.
@@ -86,7 +98,14 @@ def run(
     from fedshift.cli.run import run_file
 
     with may_ask(trust):
-        run_file(experiment, overrides or [], runs, track or [], samples, shard, wait)
+        if slurm is None:
+            run_file(experiment, overrides or [], runs, track or [], samples, shard, wait)
+            return
+        from fedshift.cli.cluster import Jobs, options_of_run, submit
+
+        options = options_of_run(track or [], samples=samples, shard=shard, wait=wait, trust=trust)
+        jobs = Jobs(slurm, slurm_jobs, slurm_time, slurm_set or [])
+        typer.echo(submit(experiment, overrides or [], runs, options, jobs), err=True)
 
 
 @app.command(rich_help_panel=TRAIN)

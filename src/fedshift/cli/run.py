@@ -59,7 +59,7 @@ def run_file(
     """
     errors = safe_console(stderr=True)
     try:
-        part = _shard(shard)
+        part = part_of(shard)
         with heeded() as stop:
             experiment, callbacks = load(path, overrides), [tracker(name) for name in trackers]
             train = partial(run_experiment, callbacks=callbacks, stop=stop.check, shard=part, wait=wait)
@@ -71,7 +71,7 @@ def run_file(
         sys.exit(ELSEWHERE)
 
 
-def _shard(text: str | None) -> tuple[int, int]:
+def part_of(text: str | None) -> tuple[int, int]:
     """The i and n of "i/n".
 
     Raises:

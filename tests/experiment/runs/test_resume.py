@@ -388,6 +388,36 @@ def test_parallel_runs_end_after_their_rounds(tmp_path: Path) -> None:
     assert outcome(runs) == outcome(tmp_path / "whole")
 
 
+@pytest.mark.slow
+def test_a_scheduler_that_tells_every_process(tmp_path: Path) -> None:
+    """SLURM signals all processes of a job: helpers finish their rounds, workers wait, and the code is 75."""
+    options = experiment(
+        save(tmp_path, a=images(1, 60), b=images(2, 60), c=images(3, 60)),
+        protocol={"targets": ["a", "b", "c"], "seeds": [0]},
+        model={"name": "mnist_cnn", "channels": [8, 16]},
+    )
+    options["training"]["rounds"] = 40
+    file, runs, mark = write(tmp_path / "e.yaml", options), tmp_path / "runs", f"mark-{tmp_path.name}"
+    words = ("run", file, "engine.parallel_runs=2", "engine.workers=2", "--runs", runs)
+    running = command(*words, said=tmp_path / "said", pause=1.0, FEDSHIFT_TEST_MARK=mark)
+    begun = lambda: [file for file in runs.rglob("rounds.jsonl") if lines(file) >= 2]  # noqa: E731
+    wait_for(lambda: len(begun()) == 2, 120)
+    processes = {running.pid, *processes_below(mark)}
+    assert len(processes) == 6
+    for process_id in processes:
+        os.kill(process_id, signal.SIGUSR2)
+    running.join(60)
+    assert running.exitcode == 75, (tmp_path / "said").read_text()
+    checkpoints = list(runs.rglob("checkpoint.safetensors"))
+    assert len(checkpoints) == 2
+    for file in checkpoints:
+        _, header = read_message(file)
+        assert header["round"] == lines(file.with_name("rounds.jsonl")), "no round was lost"
+    fedshift.run(options, runs)
+    fedshift.run(options, tmp_path / "whole")
+    assert outcome(runs) == outcome(tmp_path / "whole")
+
+
 def test_shards_are_all_runs_once(cli: Cli, tmp_path: Path) -> None:
     options = experiment(sites(tmp_path), protocol={"targets": ["a", "b", "c"], "seeds": [0]})
     file, runs = write(tmp_path / "e.yaml", options), tmp_path / "runs"

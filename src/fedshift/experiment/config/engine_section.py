@@ -72,9 +72,10 @@ class EngineSection(Section):
         """Processes on this machine that train at the same time."""
         return 1
 
-    def thread_count(self) -> int:
-        """Threads per process."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    def thread_count(self, cores: int | None = None) -> int:
+        """Threads per process, which share ``cores``; None: those that this process may use."""
+        if cores is None:
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         asked = os.environ.get("OMP_NUM_THREADS", "")
         return self.threads or (int(asked) if asked.isdecimal() else 0) or max(1, cores // self.processes)
 

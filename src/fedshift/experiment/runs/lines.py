@@ -24,6 +24,7 @@ class Lines(Reporter):
         """Runs that another process holds."""
         self._say, self._clock = say, clock
         self._runs = self._passed = 0
+        self._names: set[str] = set()
         self._begun: float | None = None
         self._found = 0  # runs that were finished before this call
         self._next = 0.0
@@ -48,19 +49,19 @@ class Lines(Reporter):
             self._line(f"{self._name}: {100 * self._share:.0f} % trained")
 
     def finished(self, run: Run, result: RunResult, resumed: bool) -> None:
-        self._pass()
+        self._pass(run)
         if not resumed:
             score = result.score()
             said = "no labels, so not measured" if score is None else with_unit(result.metric, score)
             self._line(f"{_name(run)}: {said}")
 
     def diverged(self, run: Run) -> None:
-        self._pass()
+        self._pass(run)
         if self._runs > 1:  # with a single run, the error message says it
             self._line(f"{_name(run)}: diverged")
 
     def skipped(self, run: Run) -> None:
-        self._pass()
+        self._pass(run)
 
     def elsewhere(self, runs: int, holders: Collection[str]) -> None:
         self.left = runs
@@ -74,8 +75,9 @@ class Lines(Reporter):
         """The share of the current run's mini-batches that are done, 0 to 1."""
         return min(1.0, self._trained / self._total) if self._total else 0.0
 
-    def _pass(self) -> None:
-        self._passed += 1
+    def _pass(self, run: Run) -> None:
+        self._names.add(_name(run))  # one that another process had may be taken over
+        self._passed = len(self._names)
         self._trained = self._total = 0
 
     def _line(self, text: str) -> None:
@@ -83,7 +85,7 @@ class Lines(Reporter):
         self._next = now + EVERY
         elapsed = now - (now if self._begun is None else self._begun)
         done = self._passed - self._found + self._share
-        left = elapsed / done * (self._runs - self._passed - self._share) if done else 0.0
+        left = elapsed / done * max(0.0, self._runs - self._passed - self._share) if done else 0.0
         pace = f", about {_minutes(left)} left" if left else ""
         self._say(f"{text} ({self._passed} of {self._runs} runs, {_minutes(elapsed)}{pace})")
 

@@ -117,6 +117,7 @@ def _wait_for(further: _Further, stop: Callable[[], None]) -> None:
     while further.process.poll() is None:
         stop()
         time.sleep(_LOOK)
+    stop()  # the signal that ended it may have come to this process, too
 
 
 def _raise_failure(further: _Further, diverged: list[TrainingDiverged]) -> None:

@@ -18,21 +18,20 @@ from fedshift.errors import OUT_OF_MEMORY, FedshiftError, TrainingDiverged, User
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.experiment.runs.parallel import DIVERGED, STOP
-from fedshift.experiment.runs.stopping import heeded
+from fedshift.experiment.runs.stopping import Stop, heeded
 from fedshift.extras import runs_program
 from fedshift.import_paths import CHILD
 
 
 def main() -> int:
     """Run the runs that no other process holds, until none is left. Returns the exit code."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that workers and their files are cleaned up
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
     atexit.register(gc.freeze)  # otherwise Python searches all of torch's objects for garbage at exit
     os.environ[CHILD] = "1"
     runs_program("runs")
     try:
         with heeded() as stop:
-            signal.signal(signal.SIGTERM, signal.default_int_handler)
-            threading.Thread(target=_end_with_parent, daemon=True).start()
+            threading.Thread(target=_end_with_parent, args=(stop,), daemon=True).start()
             experiment = parse(json.loads(Path(sys.argv[1]).read_text()))
             run_experiment(experiment, Path(sys.argv[2]), helper=True, stop=stop.check)
     except TrainingDiverged as error:
@@ -51,12 +50,13 @@ def main() -> int:
     return 0
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(stop: Stop) -> None:
     """Stop this process after its round when its parent says so, at once when its parent ends, as the pipe closes."""
     if os.read(0, len(STOP)):
-        os.kill(os.getpid(), signal.SIGUSR1)
+        if stop.by is None:  # a scheduler may have told this process, too: a second signal would drop the round
+            os.kill(os.getpid(), signal.SIGUSR1)
         os.read(0, 1)
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import atexit
 import gc
 import os
 import shutil
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -129,6 +130,8 @@ def read_domain(name: str, folder: Path) -> Domain:
 def main() -> None:
     """Run a worker: ``python -m fedshift.federation.local.worker ADDRESS THREADS NUMBER``, with the key on stdin."""
     address, threads, number = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    for name in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(name, signal.SIG_IGN)  # a scheduler tells every process; the server says when its round has ended
     torch.set_num_threads(threads)
     keep_freed_memory()
     atexit.register(gc.freeze)  # otherwise Python searches all of torch's objects for garbage at exit

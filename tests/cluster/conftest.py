@@ -1,0 +1,9 @@
+"""A SLURM of two nodes on this machine, and the small data set of the experiments' tests."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "experiment"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+from two_nodes import slurm  # noqa: F401
