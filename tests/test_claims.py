@@ -58,6 +58,16 @@ def test_who_has_a_folder_keeps_it(far: Claim, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_an_old_sign_says_nothing_of_now(far: Claim, tmp_path: Path) -> None:
+    other = Claim(tmp_path)
+    assert not other.take()
+    time.sleep(0.1)  # it beats
+    fall_silent(far)
+    other.doubt()
+    assert not other.take()
+    assert not other.is_alive()
+
+
 def test_a_silent_process_loses_it_and_notices(far: Claim, tmp_path: Path) -> None:
     fall_silent(far)
     other = Claim(tmp_path)

@@ -178,6 +178,12 @@ class Claim:
         last = self._last()
         return bool(last) and not self._is_void(last) and self._alive
 
+    def doubt(self) -> None:
+        """Wait for a new sign of the other process: it may be gone since the last look, however long ago that was."""
+        if last := self._last():
+            self._is_void(last)
+        self._alive = False
+
     def holder(self) -> str:
         """The process that has the folder, such as "process 312 on server-2"; "" if it is not known."""
         last = self._last()

@@ -75,9 +75,9 @@ def test_an_unknown_partition_and_another_refusal(cli: Cli, file: Path, sbatch: 
     program.write_text("#!/bin/sh\necho 'sbatch: error: invalid partition specified: lou' >&2; exit 1\n")
     assert "no such partition; did you mean 'low'? known: high, low" in cli("run", file, "--slurm", "lou").error()
     program.write_text("#!/bin/sh\necho 'sbatch: error: Batch job submission failed: no account' >&2; exit 1\n")
-    assert "sbatch refused the job: Batch job submission failed: no account" in cli(
-        "run", file, "--slurm", "low"
-    ).error()
+    assert (
+        "sbatch refused the job: Batch job submission failed: no account" in cli("run", file, "--slurm", "low").error()
+    )
 
 
 def test_what_is_submitted(cli: Cli, file: Path, sbatch: Path, tmp_path: Path) -> None:
@@ -87,7 +87,15 @@ def test_what_is_submitted(cli: Cli, file: Path, sbatch: Path, tmp_path: Path) -
     assert said.code == 0
     assert "job 7: 5 × 6 cores on low" in said.err
     folder, lines = runs / "small" / "slurm", sbatch.read_text().splitlines()
-    wanted = ("partition=low", "time=90", "cpus-per-task=6", "signal=USR2@55", "requeue", "gres=gpu:1", "job-name=small")
+    wanted = (
+        "partition=low",
+        "time=90",
+        "cpus-per-task=6",
+        "signal=USR2@55",
+        "requeue",
+        "gres=gpu:1",
+        "job-name=small",
+    )
     assert {f"#SBATCH --{one}" for one in (*wanted, "array=0-4%5")} <= set(lines)
     assert any(line.startswith("srun ") and "--cpus-per-task=6" in line for line in lines)
     (copy,) = folder.glob("experiment-*.yaml")
@@ -124,7 +132,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         (5, "RUNNING\n", None, False),  # another job of the array trains the rest
         (0, "RUNNING\n", None, False),
         (2, "RUNNING\n", 2, False),
-        (130, "RUNNING\n", 130, False),
+        (130, "RUNNING\n", 130, True),  # the signal came while fedshift started
+        (130, "COMPLETING\n", 130, False),
     ],
 )
 def test_the_end_of_a_job(

@@ -110,6 +110,7 @@ def test_a_node_is_gone(slurm: Slurm, tmp_path: Path) -> None:
     done = lines(held["n1"])
     wait_for(lambda: not slurm.jobs("--jobs", job), 400, "for the end")
     assert 20 < done < 550
+    assert "is being trained by" not in printed(slurm, "gone"), "the node had been gone for long"
     check_every_run_once(slurm, options, 2, tmp_path)
     slurm.start_node("n1")
     wait_for(slurm.is_idle, what="for n1")

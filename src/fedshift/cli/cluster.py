@@ -12,6 +12,7 @@ import hashlib
 import io
 import math
 import os
+import runpy
 import shlex
 import shutil
 import signal
@@ -37,6 +38,8 @@ _AFTER = 30
 """Seconds between the end of the grace and the job's: to write, and to go back into the queue."""
 _TIMEOUTS = 10_000
 _MINUTE = 60
+_INTERRUPTED = 130
+"""The exit code after a signal that came while fedshift started."""
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _PYTHON = 'sh -c \'trap "" TERM HUP USR1 USR2; exec "$0" "$@"\' {}'
 """Starts Python so that no signal ends the job before Python heeds them."""
@@ -141,23 +144,23 @@ class Task:
 
     def __call__(self) -> None:
         """Raises SystemExit with fedshift's exit code, but for runs that other jobs of the array are training."""
-        from fedshift.cli import main
-
         sys.argv = ["fedshift", *self._words]
         for number in _SIGNALS:  # fedshift leaves alone what is ignored
             if signal.getsignal(number) is signal.SIG_IGN:
                 signal.signal(number, signal.default_int_handler)
-        code: object = 0
+        code: str | int | None = 0
         try:
-            main()
+            runpy.run_module("fedshift", run_name="__main__", alter_sys=True)
         except SystemExit as end:
             code = end.code
+        except KeyboardInterrupt:
+            code = _INTERRUPTED
         for number in (*_SIGNALS, signal.SIGCONT):  # those with which SLURM ends the job that goes back
             signal.signal(number, signal.SIG_IGN)
-        if code == Stopped.exit_code:
+        if code in (Stopped.exit_code, _INTERRUPTED):
             _requeue()
         if code not in (0, None, ELSEWHERE):
-            sys.exit(Stopped.exit_code if code == Stopped.exit_code else int(str(code)))
+            sys.exit(code)
 
     def checkpoint(self) -> Any:
         """For a signal that comes before fedshift heeds it: submitit then puts this back into the queue."""

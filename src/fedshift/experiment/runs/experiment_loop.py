@@ -163,6 +163,8 @@ def _take_over(
         The errors of the runs that diverged.
     """
     diverged: list[TrainingDiverged] = []
+    for _, folder in runs:
+        folder.doubt_holder()
     while True:
         left = [pair for pair in runs if pair[1].result() is None and not (pair[1].path / FAILURE).exists()]
         free = [pair for pair in left if not pair[1].is_held()]

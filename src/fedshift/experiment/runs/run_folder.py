@@ -120,6 +120,10 @@ class RunFolder:
         """Whether the process that held the folder at the last look is at work; False: that is not known yet."""
         return self._locked_out or self._claim.is_alive()
 
+    def doubt_holder(self) -> None:
+        """Take the holder for alive only after a new sign."""
+        self._claim.doubt()
+
     def holder(self) -> str:
         """The process that holds the folder, such as "process 312 on server-2"."""
         return self._claim.holder() or "another process"
