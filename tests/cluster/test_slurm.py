@@ -97,25 +97,6 @@ def test_preempted_and_timed_out(slurm: Slurm, tmp_path: Path) -> None:
     check_every_run_once(slurm, options, 48, tmp_path)
 
 
-def test_a_node_is_gone(slurm: Slurm, tmp_path: Path) -> None:
-    """Its run is taken over from its last round, after the silence and not before; nothing is trained twice."""
-    options = study(slurm.shared, "gone", seeds=1, rounds=600, methods=("fedavg",))
-    options["protocol"]["targets"] = ["a", "b"]
-    job = submitted(slurm, write(slurm.shared / "gone.yaml", options), "--slurm-jobs", 2)
-    files = lambda: list((slurm.shared / "runs" / "gone").rglob("rounds.jsonl"))  # noqa: E731
-    wait_for(lambda: len([file for file in files() if lines(file) > 20]) == 2, what="for both nodes")
-    held = {Claim(file.parent).holder().rpartition(" ")[2]: file for file in files()}
-    assert set(held) == {"n1", "n2"}
-    slurm.kill_node("n1")
-    done = lines(held["n1"])
-    wait_for(lambda: not slurm.jobs("--jobs", job), 400, "for the end")
-    assert 20 < done < 550
-    assert "is being trained by" not in printed(slurm, "gone"), "the node had been gone for long"
-    check_every_run_once(slurm, options, 2, tmp_path)
-    slurm.start_node("n1")
-    wait_for(slurm.is_idle, what="for n1")
-
-
 def test_a_cancelled_job_does_not_come_back(slurm: Slurm) -> None:
     options = study(slurm.shared, "cancelled", seeds=1, rounds=20_000, methods=("fedavg",))
     job = submitted(slurm, write(slurm.shared / "cancelled.yaml", options), "--slurm-jobs", 1)
@@ -174,3 +155,20 @@ def test_jobs_read_a_copy(slurm: Slurm) -> None:
     assert len(results(slurm, "copy")) == 3
     (copy,) = (slurm.shared / "runs" / "copy" / "slurm").glob("experiment-*.yaml")
     assert yaml.safe_load(copy.read_text())["engine"]["threads"] == 1
+
+
+def test_a_node_is_gone(slurm: Slurm, tmp_path: Path) -> None:
+    """Its run is taken over from its last round, after the silence and not before. The node stays away: a last test."""
+    options = study(slurm.shared, "gone", seeds=1, rounds=600, methods=("fedavg",))
+    options["protocol"]["targets"] = ["a", "b"]
+    job = submitted(slurm, write(slurm.shared / "gone.yaml", options), "--slurm-jobs", 2)
+    files = lambda: list((slurm.shared / "runs" / "gone").rglob("rounds.jsonl"))  # noqa: E731
+    wait_for(lambda: len([file for file in files() if lines(file) > 20]) == 2, what="for both nodes")
+    held = {Claim(file.parent).holder().rpartition(" ")[2]: file for file in files()}
+    assert set(held) == {"n1", "n2"}
+    slurm.kill_node("n1")
+    done = lines(held["n1"])
+    wait_for(lambda: not slurm.jobs("--jobs", job), 400, "for the end")
+    assert 20 < done < 550
+    assert "is being trained by" not in printed(slurm, "gone"), "the node had been gone for long"
+    check_every_run_once(slurm, options, 2, tmp_path)
