@@ -70,7 +70,7 @@ def machine() -> Machine:
 class _Text(BaseModel):
     """What a claim's file says: the process that has the folder, and the number of its signs of life."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="ignore")  # a later version may say more
 
     machine: Machine
     process: int
@@ -135,7 +135,7 @@ class Claim:
         """Of this process's file; 0: it has none."""
         self._token = secrets.token_hex(16)
         self._end = threading.Event()
-        self._seen: _Text | None = None
+        self._seen = b""
         self._since: float | None = None
         """When another process's file was first seen to say what it says now."""
         self._alive = False
@@ -215,12 +215,12 @@ class Claim:
 
     def _is_void(self, number: int) -> bool:
         """Whether the process of a file is gone, or has been silent for too long on this process's own clock."""
-        text, now = self._read(number), time.monotonic()
+        text, seen, now = self._read(number), self._bytes(number), time.monotonic()
         if text is not None and text.is_gone():
             return True
-        if self._since is None or text != self._seen:
+        if self._since is None or seen != self._seen:  # also where another version writes what this one cannot read
             self._alive = self._since is not None or (text is not None and text.is_here())
-            self._seen, self._since = text, now
+            self._seen, self._since = seen, now
         return now - self._since > silence()
 
     def _last(self) -> int:
@@ -234,10 +234,17 @@ class Claim:
     def _read(self, number: int) -> _Text | None:
         """What a file says; None if it is gone, or half written."""
         try:
-            with open(self._file(number), "rb") as file:
-                return _Text.model_validate_json(file.read(_LARGEST))
-        except (OSError, ValidationError):
+            return _Text.model_validate_json(self._bytes(number))
+        except ValidationError:
             return None
+
+    def _bytes(self, number: int) -> bytes:
+        """The content of a file; empty if it is gone."""
+        try:
+            with open(self._file(number), "rb") as file:
+                return file.read(_LARGEST)
+        except OSError:
+            return b""
 
     def _beat(self, handle: int, text: _Text, end: threading.Event, seconds: float) -> None:
         """Change this process's file until it is released. One that is gone is written too, and nobody sees it."""
