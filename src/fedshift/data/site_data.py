@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 
 import numpy as np
@@ -70,6 +72,7 @@ class SiteData:
         self.read: list[Tensor] = []
         """Their rows, as they were read last; the newest at the end."""
         self._restyle: Restyle | None = None
+        self._ahead: tuple[Tensor, Tensor] | None = None
 
     def restyled(self, restyle: Restyle) -> SiteData:
         """The same samples, changed by ``restyle`` whenever they are drawn for training, before augmentation."""
@@ -123,10 +126,43 @@ class SiteData:
         inputs = normalised(images, self.preprocessing).contiguous(memory_format=torch.channels_last)
         return inputs, labels, numbers
 
+    def read_ahead(self, orders: Iterable[Tensor], threads: int) -> Iterator[Tensor]:
+        """The same mini-batches' rows, while threads read the samples of the next ones.
+
+        Args:
+            orders: the rows of each mini-batch.
+            threads: 0: nothing is read ahead, nor where all samples are kept on the device.
+        """
+        if not threads or (self._cacheable and self.deterministic):
+            yield from orders
+            return
+        waiting: deque[tuple[Tensor, Future[Tensor]]] = deque()
+        with ThreadPoolExecutor(threads) as pool:
+            try:
+                for rows in orders:
+                    waiting.append((rows, pool.submit(self._gather, rows.numpy(), self._inputs)))
+                    if len(waiting) > threads:
+                        yield self._await(*waiting.popleft())
+                while waiting:
+                    yield self._await(*waiting.popleft())
+            finally:
+                self._ahead = None
+                pool.shutdown(cancel_futures=True)
+
+    def _await(self, rows: Tensor, read: Future[Tensor]) -> Tensor:
+        self._ahead = rows, read.result()
+        return rows
+
+    def _raw(self, rows: Tensor) -> Tensor:
+        """The given rows as stored, on the CPU."""
+        if self._ahead is not None and self._ahead[0] is rows:
+            return self._ahead[1]
+        return self._gather(rows.cpu().numpy(), self._inputs)
+
     def stored(self, rows: Tensor) -> Tensor:
         """The given rows before normalisation, on the device: images have values in [0, 1]."""
         self._note(rows)
-        return to_unit(self._gather(rows.cpu().numpy(), self._inputs), self.device)
+        return to_unit(self._raw(rows), self.device)
 
     def watch(self) -> None:
         """From now on, `seen` and `read` record which samples are read."""
@@ -148,7 +184,7 @@ class SiteData:
     def _plain(self, rows: Tensor, place: Tensor) -> Tensor:
         # No cache for augmented data: only the few reads without augmentation could use it.
         if not (self._cacheable and self.deterministic):
-            return to_network(self._gather(rows.cpu().numpy(), self._inputs), self.preprocessing, self.device)
+            return to_network(self._raw(rows), self.preprocessing, self.device)
         if self._cache is None:
             self._cache = self._converted()
         chosen = self._cache.index_select(0, place)

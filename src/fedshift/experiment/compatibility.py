@@ -55,6 +55,7 @@ OF_METHOD_ALONE: tuple[OfMethod, ...] = (
     sealed_routing.fits,
     secure_sums.fits,
     tasks.method_fits,
+    precision.method_fits,
     target_labels.fits,
     personal.fits,
 )

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from fedshift.errors import UserError
 from fedshift.evaluation.records import SitePrivacy
 from fedshift.federation.randomness import Draws
-from fedshift.federation.training import Training
+from fedshift.federation.training import SAME_BITS, Training
 from fedshift.functional.differential_privacy import NoisySteps, epsilon, noise_multiplier, sample_rate
 
 
@@ -63,5 +63,6 @@ def draws_of(privacy: Mapping[str, SitePrivacy], identity: Mapping[str, Any]) ->
         return {}
     of = {key: value for key, value in identity.items() if key not in ("engine", "device", "versions")}
     of["data"] = {key: value for key, value in of["data"].items() if key not in ("root", "sites")}  # paths
+    of["training"] = {key: value for key, value in of["training"].items() if key not in SAME_BITS}
     run = hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()
     return {site: Draws(one.noise_multiplier, f"{run} {site}") for site, one in privacy.items()}

@@ -18,6 +18,7 @@ from fedshift.errors import FedshiftError, TrainingDiverged, UserError
 from fedshift.federation.private_training import minimise_privately
 from fedshift.federation.randomness import derive_seed, drawn_from
 from fedshift.federation.site_base import Batch, Envelope, Role, SiteBase
+from fedshift.federation.steps import Steps
 from fedshift.federation.training import exploded
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -119,18 +120,15 @@ class Site(SiteBase):
             trained = [*modules, *(plug_in.head for plug_in in heads if plug_in.head is not None)]
             stepped = [*steppers, *(plug_in.optimizer for plug_in in heads if plug_in.optimizer is not None)]
             parameters = [value for module in trained for value in module.parameters() if value.requires_grad]
+            steps = Steps(self.training, stepped, self.device)
             for batch in batches:
-                for optimizer in stepped:
-                    optimizer.zero_grad(set_to_none=True)
+                steps.begin()
                 if self.training.accumulate == 1:
                     loss = whole_loss(batch)
-                    loss.backward()  # type: ignore[no-untyped-call]
+                    steps.add(loss)
                 else:
-                    loss = self._in_parts(batch, whole_loss)
-                if self.training.clip_norm is not None:
-                    nn.utils.clip_grad_norm_(parameters, self.training.clip_norm)
-                for optimizer in stepped:
-                    optimizer.step()
+                    loss = self._in_parts(batch, whole_loss, steps)
+                steps.step(parameters)
                 losses.append(loss.detach())
         values = torch.stack(losses).cpu().double() if losses else torch.zeros(1)
         mean = float(values.mean())
@@ -139,7 +137,7 @@ class Site(SiteBase):
             self.remember_optimizer(steppers[0], remember)
         return mean
 
-    def _in_parts(self, batch: object, loss_of: Callable[[Any], Tensor]) -> Tensor:
+    def _in_parts(self, batch: object, loss_of: Callable[[Any], Tensor], steps: Steps) -> Tensor:
         """The loss of a mini-batch whose gradient is added up over its parts, each with its share of the samples.
 
         Raises:
@@ -150,7 +148,7 @@ class Site(SiteBase):
         whole, loss = len(batch.inputs), torch.zeros((), device=batch.inputs.device)
         for rows in torch.arange(whole).tensor_split(min(whole, self.training.accumulate)):
             part = loss_of(batch.part(slice(int(rows[0]), int(rows[-1]) + 1))) * (len(rows) / whole)
-            part.backward()  # type: ignore[no-untyped-call]
+            steps.add(part)
             loss = loss + part.detach()
         return loss
 

@@ -228,7 +228,7 @@ class SiteBase:
         passes = epochs if steps is None else math.inf
         done, epoch = 0, 0
         while epoch < passes and done < wanted:
-            for rows in next(orders):
+            for rows in self.data.read_ahead(next(orders), self.training.loader_workers):
                 if done >= wanted:
                     return
                 if self.mini_batches >= self.envelope.mini_batches_left:

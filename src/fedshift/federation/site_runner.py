@@ -22,6 +22,7 @@ from fedshift.federation.site_memory import SiteMemory
 from fedshift.federation.training import Training
 from fedshift.models.network import Network
 from fedshift.models.options import NetworkOptions
+from fedshift.models.products import with_compiler
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ class Setting:
         """The network that the method trains, with weights drawn from the seed; the same in every process."""
         network = self.training.network(self.network, self.input_shape, self.classes, self.seed)
         network.objective = objective_of(self.preprocessing)
-        return self.training.prepared(self.method.adapt_network(network, self.sources))
+        network = self.training.prepared(self.method.adapt_network(network, self.sources))
+        return with_compiler(network) if self.training.compile else network
 
 
 def about_sites(plans: Sequence[SitePlan], setting: Setting, network: Network) -> dict[str, About]:

@@ -75,6 +75,10 @@ class Privacy(BaseModel):
         return self
 
 
+SAME_BITS = ("loader_workers",)
+"""Fields of `Training` on which no bit of a run depends."""
+
+
 class Training(BaseModel):
     """How sites train (batches, optimiser, learning rate, augmentation), and how many rounds an experiment has."""
 
@@ -127,7 +131,12 @@ class Training(BaseModel):
         "default", description="who multiplies the matrices of linear layers on the processor; onednn suits AMD's"
     )
     precision: Precision = Field(
-        "float32", description="of the network's products: bf16 is faster on devices with units for it"
+        "float32",
+        description="of the network's products: bf16 and, with scaled losses, fp16 are faster on devices with units",
+    )
+    compile: bool = Field(False, description="torch's compiler makes the network's steps; needs a compiler here")
+    loader_workers: Annotated[int, Field(ge=0, le=64)] = Field(
+        0, description="threads that read the next mini-batches' samples from disk while a step is computed"
     )
     augmentation: NamedAugmentation = Field(default_factory=Augmentation, description="a preset's name or its parts")
 
@@ -153,8 +162,8 @@ class Training(BaseModel):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
-        if self.precision == "bf16" and self.matrix_products == "onednn":
-            raise ValueError("matrix_products: onednn multiplies in float32: leave it out beside precision: bf16")
+        if self.precision != "float32" and self.matrix_products == "onednn":
+            raise ValueError(f"matrix_products: onednn multiplies in float32: leave it out beside {self.precision}")
         if self.lr_warmup and self.lr_step == "exchange":
             # The first exchange may be an eighth of the run, all of which would have a hundredth of the rate.
             raise ValueError("lr_warmup grows with every mini-batch: write lr_step: mini_batch beside it")
@@ -162,10 +171,6 @@ class Training(BaseModel):
             raise ValueError("clip_norm is for whole gradients; private training has privacy.clip_norm in its place")
         if self.privacy is not None and self.class_weights is not None:
             raise ValueError("class_weights draws some samples more often than privacy accounts for: leave it out")
-        if self.privacy is not None and self.precision == "bf16":
-            raise ValueError(
-                "precision: bf16 rounds the gradients of single samples, which privacy clips: leave it out"
-            )
         if self.thaw_after and self.adapters is not None:
             raise ValueError("thaw_after trains the backbone later, and adapters keep it fixed: leave out one of them")
         if self.steps is not None and self.mini_batches is not None:
@@ -179,10 +184,20 @@ class Training(BaseModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _computes_privately(self) -> Self:
+        if self.privacy is not None and self.precision != "float32":
+            raise ValueError(
+                f"precision: {self.precision} rounds the gradients of single samples, which privacy clips: leave it out"
+            )
+        if self.privacy is not None and self.compile:
+            raise ValueError("compile: privacy needs hooks at every layer, which are not compiled: leave it out")
+        return self
+
     @model_serializer(mode="wrap")
     def _as_before(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
         written: dict[str, Any] = plain(self)
-        for name in ("thaw_after", "steps", "accumulate"):
+        for name in ("thaw_after", "steps", "accumulate", "compile", "loader_workers"):
             if getattr(self, name) == type(self).model_fields[name].default:
                 written.pop(name, None)  # private noise is drawn from the settings, which are those of earlier runs
         return written

@@ -63,6 +63,8 @@ class Traits:
         trains_privately: whether it takes ``training.privacy``: its sites train with `Site.minimise` alone, send
             nothing else that is computed from samples, and its loss is a mean over samples and a ``regulariser``.
         thaws: whether it goes with ``training.thaw_after``; not if it needs gradients of the features at all times.
+        own_gradients: whether its sites take gradients or steps beside those of `Site.minimise`. It then goes with
+            neither ``training.compile``, which has no second gradients, nor fp16, whose losses `Site.minimise` scales.
         relative_cost: seconds of a mini-batch beside plain cross-entropy, a rough guide for estimates.
     """
 
@@ -93,6 +95,7 @@ class Traits:
     unfit_plug_ins: Mapping[str, str] = field(default_factory=dict)
     trains_privately: bool = False
     thaws: bool = True
+    own_gradients: bool = False
     relative_cost: float = 1.0
 
     def __get__(self, method: HasTraits | None, kind: type[HasTraits]) -> Traits:

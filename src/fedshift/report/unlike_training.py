@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fedshift.evaluation.records import RunResult
+from fedshift.federation.training import SAME_BITS
 
 _OF_THE_RUN = "mini_batches"
 """A record has the budget of every site in the place of this field."""
-_NOT_WRITTEN: Mapping[str, Any] = {"steps": None, "accumulate": 1}
+_NOT_WRITTEN: Mapping[str, Any] = {"steps": None, "accumulate": 1, "compile": False}
 """Fields that records have where they are not these."""
 
 
@@ -27,7 +28,7 @@ def otherwise(result: RunResult, other: RunResult) -> dict[str, Any]:
     return {
         name: value
         for name, value in own.items()
-        if name != _OF_THE_RUN and name in others and _differ(value, others[name])
+        if name not in (_OF_THE_RUN, *SAME_BITS) and name in others and _differ(value, others[name])
     }
 
 

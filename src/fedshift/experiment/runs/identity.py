@@ -13,7 +13,7 @@ from pydantic_core import to_jsonable_python
 from fedshift.data import registry as data_registry
 from fedshift.errors import UserError
 from fedshift.experiment.protocols.index import EXTENT, PROTOCOLS
-from fedshift.federation.training import Training
+from fedshift.federation.training import SAME_BITS, Training
 from fedshift.methods import registry as method_registry
 from fedshift.models import registry as model_registry
 
@@ -34,6 +34,8 @@ def comparable(settings: Any) -> dict[str, Any]:
         identity[section] = {**_defaults(kind), **given, **_inner(kind, given)}
     if isinstance(identity.get("method"), Mapping):  # its options are compared, so its name need not be
         identity["method"] = {key: value for key, value in identity["method"].items() if key != "setting"}
+    if isinstance(identity.get("training"), Mapping):
+        identity["training"] = {key: value for key, value in identity["training"].items() if key not in SAME_BITS}
     if isinstance(identity.get("data"), Mapping):
         identity["data"] = {key: value for key, value in identity["data"].items() if key not in _PATHS}
     return identity

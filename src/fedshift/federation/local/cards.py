@@ -137,8 +137,15 @@ def _card(number: int, count: int, free: Mapping[str, int]) -> Card:
     about = torch.cuda.get_device_properties(number)
     # Numbers follow CUDA's own order, which may be another than that of nvidia-smi: only the identifier is sure. One
     # card alone may be a part of a card, whose name only the caller knows.
-    entry = f"GPU-{about.uuid}" if count > 1 else os.environ.get(VISIBLE, "0")
+    named = getattr(about, "uuid", None)  # torch says it from 2.5 on
+    entry = f"GPU-{named}" if count > 1 and named else _visible(number)
     return Card(entry, f"cuda:{number}", "cuda", free.get(entry, about.total_memory), about.name)
+
+
+def _visible(number: int) -> str:
+    """What the environment calls the card of a number."""
+    entries = os.environ.get(VISIBLE, "").split(",")
+    return entries[number] if entries[0] and number < len(entries) else str(number)
 
 
 def _free_memory() -> dict[str, int]:

@@ -49,8 +49,8 @@ def check_side_by_side(name: str, network: Network, training: Training, *, in_pa
         fault = "training.optimizer must be sgd or adam, and training.accumulate 1"
     elif training.adapters is not None:
         fault = "training.adapters changes the layers"
-    elif training.precision != "float32" or training.matrix_products != "default":
-        fault = "training.precision and training.matrix_products must be the default"
+    elif training.precision != "float32" or training.matrix_products != "default" or training.compile:
+        fault = "training.precision, training.matrix_products and training.compile must be the default"
     elif _layers(network) is None:
         fault = "the network must be linear, or mlp with less than 4,096 inputs, without dropout and batch_norm"
     else:

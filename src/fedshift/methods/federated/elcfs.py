@@ -131,6 +131,7 @@ class ELCFS(Method):
         memory_names=("optimizer", "bank"),
         averages={"fit": Averaged()},
         server_reads="sums",
+        own_gradients=True,
     )
 
     local_epochs: PositiveInt = Field(1, description="E: passes over a site's data per round")

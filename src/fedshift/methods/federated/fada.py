@@ -124,6 +124,7 @@ class FADA(Method):
         reads_sealed="the target's model",
         takes_plug_ins=False,
         relative_cost=2.0,
+        own_gradients=True,
     )
 
     steps_per_round: PositiveInt = Field(20, description="mini-batches of every site in a round (paper: 1)")

@@ -163,6 +163,7 @@ class FedADG(Method):
         server_reads="sums",
         takes_plug_ins=False,
         relative_cost=1.8,
+        own_gradients=True,
     )
 
     task_epochs: NonNegativeInt = Field(3, description="E₀: epochs of F and Cl on L_err alone, in every round")

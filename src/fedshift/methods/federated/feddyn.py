@@ -28,7 +28,7 @@ with equal shares, moved on once more by the sites' mean change.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -43,6 +43,7 @@ from fedshift.methods.base import State
 from fedshift.methods.federated.fedavg import LocalTraining
 from fedshift.methods.federated.scaffold import zeros
 from fedshift.methods.robust import Averaged
+from fedshift.methods.traits import Traits
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -106,6 +107,10 @@ class FedDyn(LocalTraining):
         known = site.memory.weights("gradient")
         site.memory["gradient"] = Weights(moved_gradient(known, weights, update.weights, alpha))
         return update
+
+    def adjust_traits(self, traits: Traits) -> Traits:
+        traits = super().adjust_traits(traits)
+        return traits if self.clip_norm is None else replace(traits, own_gradients=True)
 
     def loss_at(self, site: Site, model: Network, weights: Weights) -> Callable[[Batch], Tensor]:
         plain = super().loss_at(site, model, weights)

@@ -76,6 +76,7 @@ class FedIIR(FedAvg):
             "fit_towards": Averaged(),
         },
         relative_cost=1.5,
+        own_gradients=True,
     )
 
     penalty_weight: NonNegativeFloat = Field(1e-3, description="γ")

@@ -42,6 +42,7 @@ class ANDMask(DomainLoss):
         tasks=WITHOUT_MASKS,
         thaws=False,
         relative_cost=2.0,
+        own_gradients=True,
     )
 
     agreement: Annotated[float, Field(ge=0, le=1)] = Field(1.0, description="τ: how far signs must agree")

@@ -63,6 +63,7 @@ class CrossGrad(PooledTraining):
             "sharpness": "which takes gradients by the weights itself",
         },
         relative_cost=4.0,
+        own_gradients=True,
     )
 
     perturbation: NonNegativeFloat = Field(1.0, description="ε: how far samples move (original code: 10)")

@@ -62,6 +62,7 @@ class FeatureCritic(DomainTraining):
         memory_names=("optimizer", "parts", "critic"),
         thaws=False,
         relative_cost=3.0,
+        own_gradients=True,
     )
 
     critic_weight: NonNegativeFloat = Field(0.01, description="β")

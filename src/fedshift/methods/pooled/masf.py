@@ -69,6 +69,7 @@ class MASF(DomainTraining):
         needs_classes="it compares which classes are confused with each other",
         thaws=False,
         relative_cost=2.2,
+        own_gradients=True,
     )
 
     inner_rate: PositiveFloat | None = Field(None, description="α; none = the learning rate (paper: 1e-5, pre-trained)")

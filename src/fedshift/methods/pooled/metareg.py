@@ -63,6 +63,7 @@ class MetaReg(DomainTraining):
         memory_names=("optimizer", "parts", "regulariser"),
         takes_plug_ins=False,
         relative_cost=1.5,
+        own_gradients=True,
     )
 
     meta_share: Annotated[float, Field(ge=0, le=1)] = Field(0.5, description="share of the run that is stage 1")

@@ -57,6 +57,7 @@ class MLDG(DomainLoss):
         tasks=WITHOUT_MASKS,
         thaws=False,
         relative_cost=2.5,
+        own_gradients=True,
     )
 
     beta: NonNegativeFloat = Field(1.0, description="β: weight of the meta-test domains")

@@ -53,6 +53,7 @@ class RSC(DeepAll):
         unfit_plug_ins=dict.fromkeys(("mixup", "cutmix"), "which mutes features by one label"),
         thaws=False,
         relative_cost=1.3,
+        own_gradients=True,
     )
 
     feature_share: Share = Field(1 / 3, description="share of a sample's features that is muted")
