@@ -102,6 +102,4 @@ class PublishedSet(BaseModel):
 @cache
 def published(name: str) -> PublishedSet:
     """What is known of a published data set, from the file of its name."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    text = (_FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
-    return PublishedSet.model_validate(yaml.load(text, Loader=loader))  # nosec B506: a safe loader, and our own file
+    return PublishedSet.model_validate(yaml.safe_load((_FOLDER / f"{name}.yaml").read_text(encoding="utf-8")))
