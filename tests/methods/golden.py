@@ -64,6 +64,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "cdann": {"hidden": [16], "updates": "alternate"},
     "ib_erm": {"penalty_weight": 0.1},
     "fishr": {"penalty_weight": 1.0},
+    "per_fedavg": {"local_epochs": 10},
 }
 RATES: dict[str, tuple[float, float]] = {
     "elcfs": (0.005, 0.0), "kd3a": (0.02, 0.03), "fedsr": (0.08, 0.05), "fedcmi": (0.08, 0.05), "fedl2r": (0.1, 0.05),
@@ -73,7 +74,7 @@ RATES: dict[str, tuple[float, float]] = {
     "srdc": (0.007, 0.005), "masf": (0.005, 0.003), "dger": (0.005, 0.003), "epi_fcr": (0.005, 0.003),
     "metareg": (0.0025, 0.003), "feature_critic": (0.005, 0.003),
     "mmd": (0.01, 0.005), "fediir": (0.015, 0.02), "fedomg": (0.01, 0.02), "fedbabu": (0.03, 0.2),
-    "selfreg": (0.005, 0.005),
+    "selfreg": (0.005, 0.005), "pfedme": (0.04, 0.05), "per_fedavg": (0.02, 0.05),
 }  # fmt: skip
 """Learning rates on images and on vectors with which a run learns something and is not done with it; else LR."""
 NORMED_ALONE = ("fedbn", "silobn")

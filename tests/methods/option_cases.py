@@ -116,6 +116,27 @@ FEDERATED_METHODS: dict[str, dict[str, tuple[Try, ...]]] = {
         "proximal_weight": of(0.0, 3.0, where="finished"),
         "personal_epochs": of(2, where="finished"),
     },
+    "fedala": {
+        **_FEDERATED,
+        "shares_rate": of(0.0, 0.2, where="three rounds"),
+        "mixed_tensors": of(1, 4, where="three rounds"),
+        "sampled": of(0.3, where="three rounds"),
+    },
+    "apfl": {**_FEDERATED, "share": of(0.2, 1.0, where="finished"), "adaptive": of(False, where="three rounds")},
+    "pfedme": {**_FEDERATED, "proximal_weight": of(0.0, 5.0), "inner_steps": of(2), "inner_rate": of(0.01)},
+    "per_fedavg": {
+        **_FEDERATED,
+        "fine_tune": of(None, {"steps": 2}, where="finished"),
+        "order": of("hessian_free"),
+        "difference": of(0.5, order="hessian_free"),
+    },
+    "fedrod": {**_FEDERATED, "balance": of(0.0, 0.5)},
+    "fedproto": {
+        "local_epochs": of(2),
+        "prototype_weight": of(0.0, 5.0, where="three rounds"),
+        "smallest_class": of(1, 4),
+        "weighting": of("uniform"),
+    },
     "fedomg": {**_LOCAL, "kappa": of(0.0, 0.9), "server_rate": of(0.5), "rescaled": of(True), "shares_twice": of(True)},
     "csac": {
         "acquisition_epochs": of(2, 3, acquisition_steps=None, acquisition_epochs=1),

@@ -82,6 +82,13 @@ def finished(method: Method) -> list[Result]:
     return [(where.own_weights(site, state.weights), {}, []) for site in where.sources]
 
 
+def three_rounds(method: Method) -> list[Result]:
+    """`finished` after three rounds of more mini-batches."""
+    state, where = run(method, domains(MLP), MLP, rounds=3, lr=0.2)
+    finish_run(method, where, state.weights)
+    return [(where.own_weights(site, state.weights), {}, []) for site in where.sources]
+
+
 def masks(method: Method) -> list[Result]:
     """Two sites of segmented images."""
     data = DiscsAndCups(size=32, per_site=4).build()
@@ -117,6 +124,7 @@ SETUPS: dict[str, Callable[[Method], Iterable[Any]]] = {
     "normed with momentum": functools.partial(trained, network=NORMED, rounds=2, momentum=0.9),
     "normed images": functools.partial(trained, network=NORMED_CNN, rounds=1),
     "finished": finished,
+    "three rounds": three_rounds,
     "masks": masks,
     "held out": chosen_by_held_out,
     "kd3a": warm,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from every_method import method_of
-from tiny import MLP, domains, federation, plans, play, run, setting, start_of, step_on
+from tiny import MLP, domains, evaluated, federation, plans, play, run, setting, start_of, step_on, vectors
 from torch import nn
 
+from fedshift.data.domain import Domain
 from fedshift.deploy.coordinator import check_deployed
 from fedshift.errors import UserError
 from fedshift.experiment.costs import dry_run
@@ -124,6 +126,42 @@ def test_deployed_sites_are_not_measured_with_models_of_their_own() -> None:
     for method in (method_of("ditto"), method_of("fedavg", **TUNED)):
         with pytest.raises(UserError, match="deployed sites measure the common model only"):
             check_deployed([method])
+
+
+def test_sites_whose_labels_contradict_each_other_predict_their_own() -> None:
+    """The same samples, with classes that are numbered otherwise at each site: a common model is right in a third."""
+    same = vectors("same", 30)
+    found = [Domain(name, same.inputs, (same.labels + turn) % 3) for turn, name in enumerate(("a", "b", "c"))]
+
+    def right(method: Method) -> float:
+        state, where = run(method, found, MLP, rounds=4, budget=400, lr=0.1)
+        finish_run(method, where, state.weights)
+        hits = []
+        for one in found:
+            model = evaluated(method, where.own_weights(one.name, state.weights), found, MLP)
+            with torch.no_grad():
+                hits.append((model(torch.from_numpy(one.inputs)).argmax(1).numpy() == one.labels).mean())
+        return float(np.mean(hits))
+
+    assert right(method_of("fedavg", local_epochs=5)) == pytest.approx(1 / 3)
+    own = {name: right(method_of(name, local_epochs=5)) for name in KEEPING}
+    assert {name for name, part in own.items() if part > 0.7} == set(KEEPING) - {"per_fedavg"}, own
+    assert own["per_fedavg"] > 0.5, "one step at a site"
+
+
+def test_a_prototype_of_few_samples_stays() -> None:
+    method = method_of("fedproto", smallest_class=2)
+    found = [vectors("large", 9), vectors("small", 4)]  # 3, 3, 3 and 2, 1, 1 samples of the classes
+    sent: dict[str, Any] = {}
+    where = federation(method, found, MLP)
+    assert isinstance(where, LocalFederation)
+    state = method.start(where, start_of(method, found, MLP))
+    for site, reply in where.ask(method.fit, to=where.sources, **state.parts).items():
+        sent[site] = reply
+    assert sent["large"].counts["number"].tolist() == [3, 3, 3]
+    assert sent["small"].counts["number"].tolist() == [2, 0, 0]
+    assert not sent["small"].prototypes["mean"][1:].any()
+    assert where.ledger.total["up"].keys() == {"statistics", "numbers"}
 
 
 def test_a_round_leaves_the_classifier_of_the_common_start() -> None:

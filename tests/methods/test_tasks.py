@@ -36,6 +36,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fada": {"variant": "I"},
     "elcfs": {"setting": "light"},
     "metareg": {"meta_share": 0.4},
+    "pfedme": {"local_epochs": 6},
+    "per_fedavg": {"local_epochs": 6},
 }
 """What a method needs where labels are no classes, or what keeps its run short."""
 WITHOUT_ITS_TERM: dict[str, dict[str, Any]] = {

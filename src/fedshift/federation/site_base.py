@@ -305,6 +305,13 @@ class SiteBase:
         rows = torch.nonzero(self.data.domain_numbers.cpu() == domain).flatten()
         return self._endless(self.data, rows, f"{purpose} of domain {domain}")
 
+    def looks(self, purpose: str) -> Iterator[Batch]:
+        """Training mini-batches without end, shuffled and augmented: what is looked at and not trained on.
+
+        They count against no budget. The same purpose begins with the same batch in an exchange.
+        """
+        return self._endless(self.data, None, purpose)
+
     def _count(self, number: int) -> None:
         """Count mini-batches that are about to be trained on, and set the learning rates of their step."""
         self._done = self.mini_batches

@@ -95,6 +95,29 @@ def class_means(features: Tensor, labels: Tensor, classes: int) -> tuple[Tensor,
     return sums / counts.clamp(min=1)[:, None], counts > 0
 
 
+def nearest_mean_classifier(means: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
+    """A linear classifier whose largest score is that of the nearest mean: ``2 m_j·z − ‖m_j‖²``.
+
+    It is ``‖z‖² − ‖z − m_j‖²``, and ‖z‖² is the same for all classes.
+
+    Args:
+        means: m, (C, d).
+        present: which classes have a mean, (C,) bool; the others have the score −1e9.
+
+    Returns:
+        Weight (C, d) and bias (C,).
+
+    Source:
+        FedProto (Tan et al., AAAI 2022) predicts with the nearest prototype.
+
+    Example:
+        >>> weight, bias = nearest_mean_classifier(torch.tensor([[1.0], [3.0]]), torch.tensor([True, True]))
+        >>> (torch.tensor([[2.5]]) @ weight.T + bias).argmax()
+        tensor(1)
+    """
+    return 2 * means * present[:, None], torch.where(present, -means.square().sum(1), -1e9)
+
+
 @torch.no_grad()
 def kmeans_from(features: Tensor, start: Tensor, passes: int, present: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """k-means by squared distances from given centres, with a fixed number of assignments (SRDC, Tang et al., 2020).

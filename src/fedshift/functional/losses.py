@@ -162,3 +162,20 @@ def calibrated_scores(scores: Tensor, counts: Tensor, strength: float) -> Tensor
         tensor([[-2., -1., -inf]])
     """
     return scores if strength == 0 else scores - strength * counts.to(scores.dtype) ** -0.25
+
+
+def balanced_scores(scores: Tensor, counts: Tensor, strength: float = 1.0) -> Tensor:
+    """``f_c + γ·log n_c``: cross-entropy of these is the balanced softmax loss, in which classes count alike.
+
+    Sources: Ren et al. (NeurIPS 2020); FedROD (Chen and Chao, ICLR 2022).
+
+    Args:
+        scores: f, (n, C).
+        counts: n_c, the samples of each class, (C,). A class without any has the score −∞.
+        strength: γ; 0 leaves the scores as they are.
+
+    Example:
+        >>> balanced_scores(torch.zeros(1, 3), torch.tensor([1, 16, 0]))
+        tensor([[0.0000, 2.7726,   -inf]])
+    """
+    return scores if strength == 0 else scores + strength * counts.to(scores.dtype).log()

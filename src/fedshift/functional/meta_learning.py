@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,6 +69,34 @@ def answer_at(
     own = {name.removeprefix(below): value for name, value in parameters.items() if name.startswith(below)}
     kept = {} if counts else {name: buffer.clone() for name, buffer in asked.named_buffers()}
     return functional_call(asked, {**kept, **own}, (inputs,))
+
+
+def hessian_product(
+    loss_at: Callable[[Mapping[str, Tensor]], Tensor],
+    parameters: Mapping[str, Tensor],
+    direction: Mapping[str, Tensor],
+    difference: float = 1e-3,
+) -> dict[str, Tensor]:
+    """``(∇L(θ + δv) − ∇L(θ − δv)) / (2δ)``: about ``∇²L(θ) v`` without second derivatives.
+
+    Source: Fallah et al. (NeurIPS 2020), section 5, Per-FedAvg (HF).
+
+    Args:
+        loss_at: L as a function of parameters by name.
+        parameters: θ.
+        direction: v, with the same names.
+        difference: δ.
+
+    Example:
+        >>> cube = lambda at: at["w"].pow(3).sum()
+        >>> hessian_product(cube, {"w": torch.tensor([2.0])}, {"w": torch.tensor([1.0])}, difference=0.5)
+        {'w': tensor([12.])}
+    """
+    slopes = []
+    for step in (difference, -difference):
+        at = {name: (value + step * direction[name]).detach().requires_grad_() for name, value in parameters.items()}
+        slopes.append(torch.autograd.grad(loss_at(at), list(at.values())))
+    return {name: (above - below) / (2 * difference) for name, above, below in zip(parameters, *slopes, strict=True)}
 
 
 def clipped_by_norm(gradients: Sequence[Tensor], largest: float) -> list[Tensor]:

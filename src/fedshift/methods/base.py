@@ -232,10 +232,11 @@ class Method(Composed, ABC):
 
     @property
     def shares(self) -> tuple[str, ...]:
-        """Kinds of content that leave a site: models and numbers, what else its calls promise to return, and for a
-        pooled method the samples."""
+        """Kinds of content that leave a site: numbers, what its calls promise to return, a model where they promise
+        nothing, and for a pooled method the samples."""
         promised = {kind for reply in calls_of(type(self)).values() for kind in promised_kinds(reply).values()}
-        return in_order({"weights", NUMBERS, *promised, *({"raw_data"} if self.traits.pooled else ())})
+        content = promised - {NUMBERS} or {"weights"}
+        return in_order({NUMBERS, *content, *({"raw_data"} if self.traits.pooled else ())})
 
     @property
     def reads(self) -> Reads:
