@@ -121,11 +121,12 @@ def test_a_tuned_row_has_its_name_and_goes_with_no_private_training() -> None:
         registry.parse({"name": "recipe_unlabelled", "fine_tune": {"epochs": 1}})
 
 
-def test_deployed_sites_are_not_measured_with_models_of_their_own() -> None:
-    check_deployed([method_of("fedavg"), method_of("fedbn")])
+def test_deployed_sites_measure_models_of_their_own_under_participants_alone() -> None:
+    check_deployed([method_of("fedavg"), method_of("fedbn")], by_site=False)
+    check_deployed([method_of("ditto")], by_site=True)
     for method in (method_of("ditto"), method_of("fedavg", **TUNED)):
-        with pytest.raises(UserError, match="deployed sites measure the common model only"):
-            check_deployed([method])
+        with pytest.raises(UserError, match=r"write protocol\.kind: participants"):
+            check_deployed([method], by_site=False)
 
 
 def test_sites_whose_labels_contradict_each_other_predict_their_own() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fedshift.data.builders.at_sites import AtSites
+from fedshift.data.site_data import batches_per_epoch
 from fedshift.deploy.deployed_plan import DeployedPlan, check_budgets
 from fedshift.deploy.estimates import asks_sums, hand_over, keep_sums, run_at_sites, sums_file
 from fedshift.deploy.event_log import EventLog
@@ -148,7 +149,8 @@ def coordinate(folder: Path, transport: Transport, sites: Sequence[str]) -> None
         for warning in _check_sums(plan):
             log.warn(warning)
         _check_measured(plan)
-        check_deployed(plan.experiment.methods)
+        check_deployed(plan.experiment.methods, by_site=plan.experiment.protocol.by_site)
+        check_tuning(plan)
         check_budgets(plan, begun=begun)
         note_cards(folder, agreed)
         context = Context(resolve_device(experiment.device), torch.get_num_threads(), log)
@@ -231,14 +233,32 @@ def _check_measured(plan: DeployedPlan) -> None:
             )
 
 
-def check_deployed(methods: Sequence[Method]) -> None:
-    """Raise UserError where sites have models of their own, with which deployed ones are not measured so far."""
-    for method in methods:
+def check_deployed(methods: Sequence[Method], *, by_site: bool) -> None:
+    """Raise UserError where sites have models of their own, and the protocol has them measure the common one."""
+    for method in methods if not by_site else ():
         if PERSONAL in method.traits.memory_names:
             raise UserError(
                 f"methods: {method.display} makes a model of each site's own, and deployed sites measure the common "
-                "model only: leave it out (and fine_tune), or simulate it with fedshift run"
+                "model: write protocol.kind: participants, or leave it out (and fine_tune)"
             )
+
+
+def check_tuning(plan: DeployedPlan) -> None:
+    """Raise UserError where sites would train longer after the last round than in all rounds.
+
+    A site has agreed to a number of mini-batches.
+    """
+    for planned in plan.runs:
+        tuned = getattr(planned.run.method, "fine_tune", None)
+        for site in planned.sites(planned.data) if tuned is not None else ():
+            budget = site_budget(planned.budget, planned.sites(planned.data))[site.name]
+            samples = sum(len(rows) for _, rows, _ in site.parts)
+            batches = batches_per_epoch(samples, planned.experiment.training.batch_size)
+            if (tuned.steps or tuned.epochs * batches) > budget:
+                raise UserError(
+                    f"methods: {planned.run.method.display} tunes its model longer at site '{site.name}' than all "
+                    f"rounds train it ({budget} mini-batches): lower fine_tune, or raise training.rounds"
+                )
 
 
 def _strict(plan: DeployedPlan, sites: Sequence[SitePlan]) -> list[str]:
@@ -328,7 +348,9 @@ def _recipe(setting: Setting) -> dict[str, Any]:
 def _part(plan: DeployedPlan, run: Run, site: str, role: tuple[Role, int] | None) -> dict[str, Any]:
     """What a site is told of its own part in a run; ``role``: its role and domain number, None for an unseen one."""
     protocol = plan.experiment.protocol.deployed()
+    own = {"own": True} if protocol.by_site and run.method.keeps_own_weights else {}
     return {
+        **own,
         "role": role[0] if role else "unseen",
         "number": role[1] if role else 0,
         "split": protocol.split_rule() | {"seed": run.seed},

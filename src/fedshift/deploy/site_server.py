@@ -456,6 +456,10 @@ class SiteProgram:
         """The model in a request, in evaluation mode, and the samples that it is asked about."""
         digest, setting = digest_of(header), self._setting(header["setting"], method)
         weights = self.seals.opened_model(header, setting, content, entry)
+        if header["do"] == "measure" and header["part"].get("own") is True:
+            runner = self._runner_for(header, method)
+            self._remember(runner, self.config.memory / run_name(header["run"]), header["memory"])
+            weights = method.own_weights(weights, runner.site.memory)
         if self._measurer is None or self._measurer[0] != digest:
             network = method.evaluated_network(setting.build_network(), setting.sources).to(self.device)
             self.rules.check_measured(method, network, setting.input_shape)

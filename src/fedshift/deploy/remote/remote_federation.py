@@ -138,7 +138,10 @@ class RemoteFederation(Federation):
         self, call: str, request: Request, keys: dict[str, str], residuals: dict[str, Residuals]
     ) -> Message:
         site, written = request.site, self._outbox.write(call, request.site, request.content)
-        own = {"envelope": vars(request.envelope), "memory": self._memory.get(site, {})}
+        envelope = vars(request.envelope)
+        if self.finishing:  # a site has agreed to a number of mini-batches
+            envelope = {**envelope, "mini_batches_left": self.budget[site]}
+        own = {"envelope": envelope, "memory": self._memory.get(site, {})}
         header = {"do": "call", "call": call, **own, **self._common(site)}
         keys[site] = header["key"] = request_key(header, written.body.sha256)
         residuals[site] = written.residuals
@@ -379,7 +382,8 @@ class RemoteFederation(Federation):
         outgoing: list[tuple[str, Message]] = []
         keys: dict[str, str] = {}
         for site in sites:
-            header = {"do": do, "round": self.round, **more, **self._common(site)}
+            own = {"memory": self._memory.get(site, {})} if self._parts[site].get("own") else {}
+            header = {"do": do, "round": self.round, **more, **own, **self._common(site)}
             keys[site] = header["key"] = request_key(header, body.sha256)
             outgoing.append((site, seal(header, body)))
             self.ledger.record(0, do, site, "down", {"model": told})

@@ -212,11 +212,16 @@ class Participants(OneTarget):
         """There is no target."""
 
     def deployed(self) -> DeployedProtocol:
-        """Refused: it is a simulation."""
-        raise UserError(
-            f"protocol.kind: {self.kind} is a simulation: deploy leave_one_out with targets: [{EVERY_SITE}], where all "
-            "sites train and each measures the common model"
-        )
+        """The same protocol: each site measures its own test part, with its own model where a method keeps one.
+
+        Raises:
+            UserError: it has parts that deployed sites do not have.
+        """
+        if self.common_tests:
+            raise UserError("protocol.common_tests: a deployed site trains and measures its own samples: leave it out")
+        if self.validation_fraction:
+            raise UserError("protocol.validation_fraction: a deployed run takes its last round: leave it out")
+        return self
 
 
 def _only_tests(domain: Domain) -> bool:

@@ -128,7 +128,8 @@ class _RunLoop:
             evaluated: the network that ``state.weights`` belong to.
         """
         method, federation = self.run.method, self.federation
-        start = Weights({name: tensor.cpu().contiguous() for name, tensor in trained.state_dict().items()})
+        # A copy: measuring loads other models into this network, and a method may keep tensors of the start.
+        start = Weights({name: tensor.cpu().contiguous() for name, tensor in trained.state_dict().items()}).clone()
         self.log.screening = federation.screening = screening_of(method, start)
         state = self.log.resume()
         total = sum(federation.budget.values())
