@@ -36,7 +36,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fada": {"variant": "I"},
     "elcfs": {"setting": "light"},
     "metareg": {"meta_share": 0.4},
-    "pfedme": {"local_epochs": 6},
+    "pfedme": {"local_epochs": 6, "proximal_weight": 2.0},
     "per_fedavg": {"local_epochs": 6},
 }
 """What a method needs where labels are no classes, or what keeps its run short."""

@@ -48,6 +48,7 @@ from fedshift.federation.setting_json import setting_recipe
 from fedshift.federation.site import Role
 from fedshift.federation.site_runner import Setting, SitePlan, about_sites
 from fedshift.methods.base import PERSONAL, Method
+from fedshift.methods.composition.fine_tune import FineTune
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -249,12 +250,15 @@ def check_tuning(plan: DeployedPlan) -> None:
     A site has agreed to a number of mini-batches.
     """
     for planned in plan.runs:
-        tuned = getattr(planned.run.method, "fine_tune", None)
-        for site in planned.sites(planned.data) if tuned is not None else ():
-            budget = site_budget(planned.budget, planned.sites(planned.data))[site.name]
+        tuned: FineTune | None = getattr(planned.run.method, "fine_tune", None)
+        if tuned is None:
+            continue
+        sites = planned.sites(planned.data)
+        for site in sites:
+            budget = site_budget(planned.budget, sites)[site.name]
             samples = sum(len(rows) for _, rows, _ in site.parts)
             batches = batches_per_epoch(samples, planned.experiment.training.batch_size)
-            if (tuned.steps or tuned.epochs * batches) > budget:
+            if (tuned.steps or (tuned.epochs or 1) * batches) > budget:
                 raise UserError(
                     f"methods: {planned.run.method.display} tunes its model longer at site '{site.name}' than all "
                     f"rounds train it ({budget} mini-batches): lower fine_tune, or raise training.rounds"

@@ -140,7 +140,7 @@ class FedProto(Method):
         """The loss (7) of a mini-batch."""
 
         def loss(batch: Batch) -> Tensor:
-            features = model.features(batch.inputs)
+            features: Tensor = model.features(batch.inputs)
             gaps = (features - means[batch.targets]) * known[batch.targets, None]
             plain = site.objective.loss(model.classifier(features), batch.targets)
             return plain + self.prototype_weight * gaps.square().mean()
