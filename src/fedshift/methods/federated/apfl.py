@@ -58,6 +58,7 @@ class APFL(FedAvg):
         keeps="a model of its own, and its share",
         memory_names=("optimizer", PERSONAL, SHARE),
         relative_cost=2.0,
+        own_gradients=True,
     )
 
     share: Annotated[float, Field(ge=0, le=1)] = Field(0.5, description="α: the own model's part at the beginning")

@@ -58,6 +58,7 @@ class FedALA(FedAvg):
         keeps="how much it takes of the common model, and what comes of it",
         memory_names=("optimizer", PERSONAL, "last", "shares"),
         relative_cost=1.8,
+        own_gradients=True,
     )
 
     shares_rate: NonNegativeFloat = Field(1.0, description="η: learning rate of the shares W")

@@ -58,6 +58,7 @@ class PerFedAvg(FedAvg):
         memory_names=("optimizer", PERSONAL),
         takes_plug_ins=False,
         thaws=False,
+        own_gradients=True,
     )
 
     fine_tune: FineTune | None = Field(
