@@ -8,10 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from loopback import Loopback, deploy, model, options_of, same, simulate, site_file, write_data
 
 from fedshift.deploy.remote.policy import Policy
 from fedshift.errors import UserError
+from fedshift.experiment.config.experiment import parse
+from fedshift.experiment.runs.experiment_loop import run_experiment
 
 SITES = {"north": 21, "south": 17}
 CODE = """
@@ -95,3 +98,44 @@ def test_sites_train_on_tokens_as_in_a_simulation(tmp_path: Path) -> None:
     options = options_of({"name": "fedavg"}, model=bert)
     deployed, _ = deploy(tmp_path, options, sites=SITES, models=[bert], exposure=1)
     assert same(model(deployed, "fedavg", "west"), model(simulate(tmp_path, options, SITES), "fedavg", "west"))
+
+
+@pytest.mark.slow  # the import of transformers takes seconds
+def test_sites_of_text_agree_on_its_tokenizer_without_sending_a_word(tmp_path: Path) -> None:
+    """Sites send nothing for an encoding; one that has another tokenizer is told so before training."""
+    tokenizers = pytest.importorskip("tokenizers")
+    bert = {"name": "hf:bert", "vocab_size": 20, "max_position_embeddings": 8, "hidden_size": 8, "num_hidden_layers": 1}
+    bert |= {"num_attention_heads": 2, "intermediate_size": 8}
+    words = [*"abcdefgh"]
+    made = {}
+    for name, known in (("one", words), ("other", words[::-1])):
+        made[name] = tmp_path / f"{name}.json"
+        vocabulary = {word: number for number, word in enumerate(["?", *known])}
+        one = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "?"))
+        one.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        one.save(str(made[name]))
+    places, files = {}, {}
+    for number, (site, samples) in enumerate(SITES.items()):
+        drawn = np.random.default_rng(number)
+        files[site] = tmp_path / f"{site}.csv"
+        rows = [f"{' '.join(drawn.choice(words[3 * k : 3 * k + 3], 4))},{k}" for k in np.arange(samples) % 2]
+        files[site].write_text("said,label\n" + "\n".join(rows) + "\n")
+        places[site] = site_file(tmp_path, site, str(files[site]), models=[bert], exposure=1)
+
+    def section(tokenizer: str) -> dict[str, Any]:
+        return {"name": "table", "label": "label", "text": "said", "tokenizer": str(made[tokenizer]), "length": 6}
+
+    def sites(of_south: str) -> Loopback:
+        for site, place in places.items():
+            whole = yaml.safe_load(place.read_text())
+            own = {**section(of_south if site == "south" else "one"), "sites": {site: str(files[site])}}
+            place.write_text(yaml.safe_dump({**whole, "classes": ["0", "1"], "data": own}))
+        return Loopback(places)
+
+    options = options_of({"name": "fedavg"}, model=bert, protocol={"targets": ["south"], "seeds": [0]})
+    with pytest.raises(UserError, match="differ in how inputs are prepared"):
+        deploy(tmp_path, options, sites=SITES, unseen={}, transport=sites("other"))
+    deployed, _ = deploy(tmp_path, options, sites=SITES, unseen={}, transport=sites("one"))
+    data = {**section("one"), "sites": {site: str(file) for site, file in files.items()}}
+    simulated = run_experiment(parse({**options, "data": data, "engine": {"threads": 1}}), tmp_path / "simulated")
+    assert same(model(deployed, "fedavg", "south"), model(simulated, "fedavg", "south"))

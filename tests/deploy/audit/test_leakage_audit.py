@@ -119,6 +119,22 @@ def test_vectors_have_no_ssim(tmp_path: Path) -> None:
     assert pick(found, "batch", "analytic").correlation == pytest.approx([1.0], abs=1e-6)
 
 
+@pytest.mark.slow  # the import of transformers takes seconds
+def test_tokens_are_refused_in_a_line(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    sizes = {
+        "vocab_size": 9,
+        "hidden_size": 4,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "intermediate_size": 4,
+    }
+    tokens = {"x": np.ones((6, 3), int), "y": np.arange(6) % 2}
+    where = save(tmp_path, a=tokens, b=tokens)
+    with pytest.raises(UserError, match="holds tokens"):
+        audit_leakage(parse(experiment(where, model={"name": "hf:bert", **sizes})))
+
+
 def test_repeats_are_of_other_samples_and_give_bounds(tmp_path: Path) -> None:
     once, three = (audit(tmp_path, kind=features, attack="l2", iterations=2, repeats=number) for number in (1, 3))
     for one, all_three in zip(once.cases, three.cases, strict=True):

@@ -128,6 +128,11 @@ def audit_leakage(
     whole = plan.data
     if whole.task != "classification":
         raise UserError(f"data set {whole.name} is for {whole.task}, and the audit only attacks classification")
+    if whole.preprocessing.kind == "tokens":
+        raise UserError(
+            f"data set {whole.name} holds tokens, and the audit reconstructs numbers; an update of an embedding tells "
+            "which tokens a site has in any case; 'fedshift audit membership' works"
+        )
     target, name = target_and_site(plan, site)
     seed = experiment.protocol.seeds[0]
     data, split = plan.data_for(target), plan.split(target, seed)
