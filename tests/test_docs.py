@@ -33,7 +33,7 @@ from fedshift.models import registry as models
 from omop import sqlite_database
 
 ROOT = Path(__file__).resolve().parents[1]
-NEEDED = {"omop": "sqlalchemy", "text": "transformers"}
+NEEDED = {"omop": "sqlalchemy", "text": "transformers", "volumes": "monai"}
 """Packages of extras that an example uses."""
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 OWN_METHOD = ROOT / "examples" / "trimmed_mean.py"
@@ -188,6 +188,17 @@ def test_first_example_is_the_file() -> None:
     )
 
 
+def volumes(site: Path, draws: np.random.Generator) -> None:
+    """Four volumes with their masks as NIfTI files, of 2 mm."""
+    nibabel = pytest.importorskip("nibabel")
+    affine = np.diag([-2.0, -2.0, 2.0, 1.0])
+    for name in ("a", "b", "c", "d"):
+        values = draws.normal(40, 100, (16, 16, 16)).astype(np.float32)
+        for folder, content in (("images", values), ("masks/lesion", (values > 100).astype(np.float32))):
+            (site / folder).mkdir(parents=True, exist_ok=True)
+            nibabel.save(nibabel.Nifti1Image(content, affine), site / folder / f"{name}.nii.gz")
+
+
 @pytest.fixture
 def examples(tmp_path: Path) -> Path:
     """A copy of the example files and their tables, beside small made-up data of the other layouts they name."""
@@ -208,6 +219,7 @@ def examples(tmp_path: Path) -> Path:
                 Image.fromarray(pixels).save(folder / "photos" / site / label / f"{number}.png")
     for number, site in enumerate(("north", "south", "east")):
         sqlite_database(folder / "omop" / f"{site}.db", number)
+        volumes(folder / "scans" / site, draws)
     return folder
 
 
@@ -217,6 +229,12 @@ def examples(tmp_path: Path) -> Path:
         ("arrays", [], "arrays/east.npz", 20),
         ("table", [], "tables/east.csv", 58),
         ("omop", [], None, 0),
+        (
+            "volumes",
+            ["data.size=[16,16,16]", "data.patch=[8,8,8]", "model.channels=[4,8]", "model.strides=[2]"],
+            None,
+            0,
+        ),
         # Without the download of ImageNet's weights, and small.
         ("image_folder", ["data.size=16", "model={name: mnist_cnn}"], "photos/east", 8),
         ("own_method", ["data.per_class=10", "protocol.targets=[D0]", "model=linear"], None, 0),

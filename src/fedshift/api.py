@@ -382,6 +382,10 @@ def _names(result: RunResult) -> dict[str, Any]:
     return {"method": result.method, "target": result.target, "seed": result.seed}
 
 
+def _distances(result: RunResult, select: Selection) -> dict[str, float | None]:
+    return {"hd95": result.hd95(select), "hausdorff": result.hausdorff(select)}
+
+
 def _described(result: RunResult, select: Selection) -> dict[str, Any]:
     """A run as one row of a data frame."""
     return {
@@ -392,7 +396,7 @@ def _described(result: RunResult, select: Selection) -> dict[str, Any]:
         result.metric: result.accuracy(select),
         **_at_targets(result, select),
         "source": result.source_accuracy(select),
-        **({} if result.hausdorff(select) is None else {"hausdorff": result.hausdorff(select)}),
+        **{name: value for name, value in _distances(result, select).items() if value is not None},
         "rounds": result.rounds,
         "mini_batches": result.mini_batches,
         "bytes_up": sum(result.bytes_up.values()),

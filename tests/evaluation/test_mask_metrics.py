@@ -1,4 +1,4 @@
-"""Dice and Hausdorff distance of masks: numbers by hand, scipy's directed distance as the reference, invariants."""
+"""Dice and HD95 of masks: numbers by hand, SciPy's distances and MONAI's functions as references, invariants."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import ndimage
-from scipy.spatial.distance import directed_hausdorff
+from scipy.spatial.distance import cdist, directed_hausdorff
 
-from fedshift.evaluation.segmentation import dice, hausdorff
+from fedshift.evaluation.segmentation import dice, hd95
+
+metrics = pytest.importorskip("monai.metrics")
 
 
 def blob(seed: int, size: int = 20) -> Any:
@@ -26,32 +29,49 @@ def square(top: int, left: int, side: int, size: int = 12) -> Any:
     return mask
 
 
+def ball(radius: float, side: int = 41) -> Any:
+    axes = np.stack(np.meshgrid(*[np.arange(side) - side // 2] * 3, indexing="ij"))
+    return (np.linalg.norm(axes, axis=0) <= radius)[None, None]
+
+
 def test_by_hand() -> None:
     a, b = square(2, 2, 4), square(2, 4, 4)  # 8 of 16 pixels in common, moved by 2
     assert dice(a, b).item() == 50
-    assert hausdorff(a, b).item() == 2
-    assert hausdorff(square(0, 0, 1), square(3, 4, 1)).item() == 5
-    assert hausdorff(square(0, 0, 9), square(3, 3, 3)).item() == pytest.approx(math.hypot(3, 3))  # corner to corner
+    assert hd95(a, b).item() == 2
+    assert hd95(square(0, 0, 1), square(3, 4, 1)).item() == 5
+
+
+def test_balls_by_their_radii() -> None:
+    """Volumes are as r³, and surfaces of balls around one centre are as far apart as their radii differ."""
+    large, small = ball(16), ball(10)
+    assert dice(large, small).item() == pytest.approx(200 * 10**3 / (10**3 + 16**3), rel=0.01)
+    assert hd95(large, small).item() == pytest.approx(6, abs=0.5)
+    assert hd95(large, large).item() == 0
 
 
 def test_empty_masks() -> None:
     empty = np.zeros((1, 1, 12, 12), dtype=bool)
     assert dice(empty, empty).item() == 100
-    assert hausdorff(empty, empty).item() == 0
+    assert hd95(empty, empty).item() == 0
     assert dice(empty, square(0, 0, 3)).item() == 0
-    assert hausdorff(empty, square(0, 0, 3)).item() == pytest.approx(11 * math.sqrt(2))
+    assert hd95(empty, square(0, 0, 3)).item() == pytest.approx(11 * math.sqrt(2))
+    assert hd95(np.zeros((1, 1, 5, 5, 5), bool), np.ones((1, 1, 5, 5, 5), bool)).item() == pytest.approx(4 * 3**0.5)
 
 
 @given(st.integers(0, 999), st.integers(0, 999))
 @settings(max_examples=40)
-def test_against_scipy(one: int, other: int) -> None:
+def test_against_scipy_and_monai(one: int, other: int) -> None:
     a, b = blob(one), blob(other)
     contours = [np.argwhere(mask[0, 0] & ~ndimage.binary_erosion(mask[0, 0])) for mask in (a, b)]
     if all(len(points) for points in contours):
-        there, back = directed_hausdorff(*contours)[0], directed_hausdorff(*contours[::-1])[0]
-        assert hausdorff(a, b).item() == pytest.approx(max(there, back))
-    assert hausdorff(a, b) == hausdorff(b, a)
-    assert hausdorff(a, a).item() == 0
+        apart = cdist(*contours)
+        ways = [np.percentile(apart.min(axis), 95) for axis in (0, 1)]
+        assert hd95(a, b).item() == pytest.approx(max(ways), abs=1e-5)
+        assert hd95(a, b).item() <= max(directed_hausdorff(*contours)[0], directed_hausdorff(*contours[::-1])[0]) + 1e-5
+        masks = [torch.from_numpy(mask).float() for mask in (a, b)]
+        assert dice(a, b).item() == pytest.approx(100 * metrics.compute_dice(*masks).item(), rel=1e-6)
+    assert hd95(a, b) == hd95(b, a)
+    assert hd95(a, a).item() == 0
     assert dice(a, b) == dice(b, a)
     assert dice(a, a).item() == 100
     assert 0 <= dice(a, b).item() <= 100
@@ -68,16 +88,4 @@ def test_what_cannot_be_compared() -> None:
     with pytest.raises(ValueError, match="shape"):
         dice(square(0, 0, 2), square(0, 0, 2, size=13))
     with pytest.raises(ValueError, match="no images"):
-        hausdorff(square(0, 0, 2)[:0], square(0, 0, 2)[:0])
-
-
-def test_a_hole_is_measured_from_contour_to_contour() -> None:
-    """A square of 11 × 11 against the same without its centre: the hole's rim is 4 from the square's own rim.
-
-    Between the areas themselves the distance would be 1, from the centre to its neighbour.
-    """
-    whole = np.zeros((1, 1, 15, 15), np.uint8)
-    whole[0, 0, 2:13, 2:13] = 1
-    holed = whole.copy()
-    holed[0, 0, 7, 7] = 0
-    assert hausdorff(whole, holed).tolist() == hausdorff(holed, whole).tolist() == [[4.0]]
+        hd95(square(0, 0, 2)[:0], square(0, 0, 2)[:0])

@@ -30,6 +30,11 @@ def test_distances_of_a_round_are_averaged() -> None:
         round=1, target_accuracy={"a": 1, "b": 2}, target_hausdorff={"a": 3.0, "b": 8.0}, seconds=1, mini_batches=1
     )
     assert masks.hausdorff_mean == 5.5
+    assert masks.hd95_mean is None
+    assert "target_hd95" not in masks.model_dump()
+    newer = masks.model_copy(update={"target_hd95": {"a": 2.0, "b": 4.0}})
+    assert newer.hd95_mean == 3
+    assert newer.model_dump()["target_hd95"] == {"a": 2.0, "b": 4.0}
     assert record({"a": 1.0}, {}).hausdorff_mean is None
 
 

@@ -134,3 +134,18 @@ def test_boundary_separates_contours_from_surroundings() -> None:
     assert boundary_loss(apart, masks).item() == pytest.approx(0, abs=1e-6)
     assert boundary_loss(torch.ones_like(apart), masks).item() == pytest.approx(math.log(3))  # 1 positive, 2 negatives
     assert boundary_loss(torch.rand(2, 4, 20, 20), torch.zeros(2, 3, 20, 20)).item() == 0  # no structure anywhere
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_volumes_have_six_neighbours(seed: int) -> None:
+    """As SciPy's morphology of three axes."""
+    noise = np.random.default_rng(seed).normal(size=(1, 1, 12, 13, 14))
+    volume = ndimage.gaussian_filter(noise, (0, 0, 2, 2, 2)) > 0.05
+    masks = torch.from_numpy(volume.astype(np.float64))
+    for steps in (1, 2, 5):
+        for ours, theirs in ((dilate, ndimage.binary_dilation), (erode, ndimage.binary_erosion)):
+            assert np.array_equal(ours(masks, steps)[0, 0].numpy() > 0, theirs(volume[0, 0], None, steps))
+    maps = torch.rand(1, 3, 12, 13, 14, dtype=torch.float64)
+    means, _ = region_means(maps, contour(masks))
+    edge = volume[0, 0] & ~ndimage.binary_erosion(volume[0, 0])
+    np.testing.assert_allclose(means[0, 0].numpy(), maps[0].numpy()[:, edge].mean(1))

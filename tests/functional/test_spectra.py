@@ -141,3 +141,23 @@ def test_sizes_that_do_not_fit() -> None:
         interpolated(images, low_frequencies(images, 1), torch.tensor(1.0), 2)
     with pytest.raises(UserError, match="4"):
         low_frequencies(images, 4)
+
+
+@pytest.mark.parametrize("half", [0, 1, 2])
+@pytest.mark.parametrize("shape", [(6, 7, 8), (7, 6, 9)])
+def test_volumes_by_the_whole_transform_of_numpy(shape: tuple[int, ...], half: int) -> None:
+    draws = np.random.default_rng(0)
+    own, other = draws.random((2, *shape)), draws.random((2, *shape))
+    window = low_frequencies(torch.from_numpy(other), half, axes=3)
+    assert window.shape == (2, 2 * half + 1, 2 * half + 1, half + 1)
+    whole, donor = (np.fft.fftn(values, axes=(1, 2, 3)) for values in (own, other))
+    mixed = np.abs(whole)
+    for place in np.ndindex(*[2 * half + 1] * 3):
+        at = (slice(None), *(part - half for part in place))
+        mixed[at] = 0.3 * mixed[at] + 0.7 * np.abs(donor)[at]
+        if place[2] >= half:
+            at_window = (slice(None), place[0], place[1], place[2] - half)
+            np.testing.assert_allclose(window.numpy()[at_window], np.abs(donor)[at])
+    wanted = np.real(np.fft.ifftn(mixed * np.exp(1j * np.angle(whole)), axes=(1, 2, 3)))
+    found = interpolated(torch.from_numpy(own), window, torch.tensor(0.7, dtype=torch.float64), half, axes=3)
+    np.testing.assert_allclose(found.numpy(), wanted, atol=1e-12)

@@ -262,7 +262,7 @@ def absent_classes(dataset: DataSet, domain: Domain) -> tuple[str, ...]:
     if domain.masks is None:
         counts = np.bincount(domain.labels[domain.known], minlength=len(dataset.classes))
     else:
-        counts = np.count_nonzero(domain.masks, axis=(0, 2, 3))
+        counts = np.count_nonzero(domain.masks, axis=(0, *range(2, domain.masks.ndim)))
     return tuple(dataset.classes[number] for number in np.flatnonzero(counts == 0))
 
 

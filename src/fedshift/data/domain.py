@@ -75,8 +75,8 @@ class Domain:
 
     Attributes:
         name: name of the domain.
-        inputs: uint8 images (n, channels, height, width), float32 features (n, d), int64 tokens (n, length) with
-            `NO_TOKEN` where there is none, or `SparseRows`.
+        inputs: uint8 images (n, channels, height, width), uint8 or float32 volumes (n, channels, depth, height, width),
+            float32 features (n, d), int64 tokens (n, length) with `NO_TOKEN` where there is none, or `SparseRows`.
         labels: int64 (n,), class numbers in the order of the data set's ``classes``; all 0 if there are masks. For
             regression float32 (n,), in the label's own unit; for time to event float32 (n, 2): the time until the event
             or the end of observation, and 1 where the event happened; for multi-label float32 (n, labels) of 0 and 1.
@@ -86,8 +86,8 @@ class Domain:
         test_rows: test rows of that split.
         fixed_split: whether their owner fixed the test rows: they hold under every protocol, and no statistics of the
             data, such as an encoding's, are made of them.
-        masks: for segmentation, uint8 (n, structures, height, width) of 0 and 1, one mask per entry of ``classes``,
-            which then names structures. Masks may overlap.
+        masks: for segmentation, uint8 (n, structures, height, width), of volumes with a depth, of 0 and 1, one mask per
+            entry of ``classes``, which then names structures. Masks may overlap.
         ids: names of the samples in the order of the rows (n), such as patients' numbers, if the data have any. They
             are for people who read predictions; no method sees them, and they need not differ.
         unlabelled: whether some or all samples have no label, which is written as `UNKNOWN`. It is then no source.
@@ -149,7 +149,7 @@ def part_of(domain: Domain, rows: Rows, name: str) -> Domain:
     )
 
 
-_LATER = ("window", "objective", "text")
+_LATER = ("window", "objective", "text", "patch")
 """Fields of a preprocessing that are written only if they are set."""
 
 
@@ -171,6 +171,8 @@ class Preprocessing(BaseModel):
         text: how text becomes tokens (see `fedshift.data.text_columns`).
         window: centre and width of the values of medical and other deep images that become black to white; None: as
             each file says.
+        patch: depth, height and width of the parts of volumes that a network reads: drawn at random to train, side by
+            side to predict; None: whole samples.
         objective: what is learned, if labels are no classes (see `fedshift.data.tasks.objective`).
     """
 
@@ -187,6 +189,7 @@ class Preprocessing(BaseModel):
     objective: dict[str, object] | None = None
     window: tuple[float, float] | None = None
     text: dict[str, object] | None = None
+    patch: tuple[int, int, int] | None = None
 
     @model_serializer(mode="wrap")
     def _without_absent(self, plain: SerializerFunctionWrapHandler) -> dict[str, object]:
@@ -241,8 +244,11 @@ class DataSet:
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Shape of one sample as the network sees it: (channels, height, width), (d,), or (length,) for tokens."""
-        return tuple(next(iter(self.domains.values())).inputs.shape[1:])
+        """Shape of one sample as the network sees it: (channels, height, width), (channels, depth, height, width) of a
+        volume or of the parts of it that a network reads, (d,), or (length,) for tokens."""
+        whole = tuple(next(iter(self.domains.values())).inputs.shape[1:])
+        patch = self.preprocessing.patch
+        return whole if patch is None else (whole[0], *patch)
 
     @property
     def unlabelled(self) -> tuple[str, ...]:

@@ -250,6 +250,13 @@ def _check_shape(where: str, inputs: Stored, preprocessing: Preprocessing) -> No
         wanted = "tokens, integers" if preprocessing.kind == "tokens" else "numbers, and integers are tokens"
         raise UserError(f"{where}: samples are {inputs.dtype}, but the model reads {wanted}: convert them")
     expected = _image_shape(preprocessing) if preprocessing.kind == "image" else preprocessing.shape
+    if preprocessing.patch is not None:  # a network that reads parts reads volumes of any size
+        sides = inputs.shape[2:]
+        if inputs.ndim != 5 or any(side < part for side, part in zip(sides, preprocessing.patch, strict=True)):
+            raise UserError(
+                f"{where}: samples have shape {inputs.shape[1:]}, smaller than the parts that the model reads"
+            )
+        return
     if expected is not None and inputs.shape[1:] != tuple(expected):
         raise UserError(
             f"{where}: samples have shape {inputs.shape[1:]}, but the model reads {tuple(expected)}: "

@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from fedshift.data.domain import Dense, Domain, Inputs, Preprocessing, Rows, SparseRows
-from fedshift.data.transforms import Augmentation, augment, augment_with_masks, normalised, to_network, to_unit
+from fedshift.data.transforms import (
+    Augmentation,
+    augment,
+    augment_with_masks,
+    normalised,
+    random_parts,
+    to_network,
+    to_unit,
+)
 from fedshift.errors import UserError
 from fedshift.functional.differential_privacy import sample_rate
 from fedshift.functional.secret_noise import Source, uniform
@@ -95,7 +103,8 @@ class SiteData:
     @property
     def deterministic(self) -> bool:
         """Whether a row always gives the same input, because nothing is augmented."""
-        return self._restyle is None and (self.augmentation.is_identity or len(self.input_shape) != 3)
+        same = self.augmentation.is_identity or len(self.input_shape) != 3
+        return self._restyle is None and same and self.preprocessing.patch is None
 
     def batch(self, rows: Tensor, generator: torch.Generator | None = None) -> Batch:
         """A batch on the device.
@@ -106,7 +115,8 @@ class SiteData:
 
         Returns:
             Inputs (b, …) float32, or int64 tokens, labels (b,) int64 and domain numbers (b,) int64. For segmentation
-            the labels are masks (b, structures, h, w) float32, augmented together with their images.
+            the labels are masks (b, structures, …) float32, augmented together with their images. Of volumes that are
+            read in parts (`Preprocessing.patch`) a part is drawn of each.
         """
         place = rows.to(self.device)
         self._note(rows)
@@ -118,7 +128,9 @@ class SiteData:
         if self._restyle is not None:
             images = self._restyle(images, rows, generator)
         if images.dim() != 4:
-            return normalised(images, self.preprocessing), labels, numbers
+            if self.preprocessing.patch is not None:
+                images, masks = random_parts(images, masks, self.preprocessing.patch, generator)
+            return normalised(images, self.preprocessing), labels if masks is None else masks, numbers
         if masks is None:
             images = augment(images, self.augmentation, generator)
         else:

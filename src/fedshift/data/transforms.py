@@ -210,6 +210,27 @@ def augment_with_masks(
     return images, (moved[:, channels:] > 0.5).to(masks.dtype)
 
 
+def random_parts(
+    volumes: Tensor, masks: Tensor | None, size: tuple[int, int, int], generator: torch.Generator
+) -> tuple[Tensor, Tensor | None]:
+    """A part of each volume, anywhere inside it with equal probability, and the same part of its masks.
+
+    Args:
+        volumes: (n, c, d, h, w).
+        masks: (n, structures, d, h, w); None: there are none.
+        size: of the parts, at most that of the volumes.
+        generator: draws the places, on the CPU.
+    """
+    free = torch.tensor(volumes.shape[2:]) - torch.tensor(size)
+    first = (torch.rand(len(volumes), 3, generator=generator) * (free + 1)).long().minimum(free)
+    places = [tuple(slice(int(at), int(at) + side) for at, side in zip(row, size, strict=True)) for row in first]
+
+    def cut(whole: Tensor) -> Tensor:
+        return torch.stack([sample[(slice(None), *place)] for sample, place in zip(whole, places, strict=True)])
+
+    return cut(volumes), None if masks is None else cut(masks)
+
+
 def _cut(images: Tensor, augmentation: Augmentation, generator: torch.Generator) -> Tensor:
     if not augmentation.cut_out:
         return images

@@ -263,6 +263,17 @@ _LISTED = (
         what="Hausdorff distance in pixels (less is better)",
     ),
     MetricEntry(
+        "hd95",
+        "HD95",
+        "It is the 95th percentile of the Hausdorff distance: 95 % of each contour are no further from the other one.",
+        {"dice": None},
+        unit="pixels",
+        better="less",
+        high=None,
+        origin="rounds",
+        what="HD95, the 95th percentile of the Hausdorff distance, in pixels (less is better)",
+    ),
+    MetricEntry(
         "rmse",
         "RMSE",
         "Each column is a target; the number is the root of the mean squared error of its samples, in the label's "

@@ -78,7 +78,10 @@ class RoundRecord(_Record):
         default_factory=list, description="accuracy per class at the target(s), percent; None where a class is absent"
     )
     target_hausdorff: dict[str, Pixels] = Field(
-        default_factory=dict, description="for segmentation: Hausdorff distance at each target, in pixels"
+        default_factory=dict, description="of earlier versions: Hausdorff distance at each target, in pixels"
+    )
+    target_hd95: dict[str, Pixels] = Field(
+        default_factory=dict, description="for segmentation: HD95 at each target, in pixels; written only if measured"
     )
     common_accuracy: dict[str, NotNegative] = Field(
         default_factory=dict, description="the same on each common test set; written only if there is one"
@@ -110,8 +113,9 @@ class RoundRecord(_Record):
         written: dict[str, Any] = plain(self)
         if ENTRIES[self.metric].unit == "%":
             written.pop("metric", None)
-        if not self.common_accuracy:
-            written.pop("common_accuracy", None)
+        for name in ("common_accuracy", "target_hd95"):
+            if not getattr(self, name):
+                written.pop(name, None)
         return written
 
     @property
@@ -123,6 +127,11 @@ class RoundRecord(_Record):
     def hausdorff_mean(self) -> float | None:
         """Unweighted mean Hausdorff distance over the measured targets; None if it was not measured."""
         return fmean(self.target_hausdorff.values()) if self.target_hausdorff else None
+
+    @property
+    def hd95_mean(self) -> float | None:
+        """Unweighted mean HD95 over the measured targets; None if it was not measured."""
+        return fmean(self.target_hd95.values()) if self.target_hd95 else None
 
     @property
     def source_mean(self) -> float | None:
@@ -170,7 +179,8 @@ class SelectedRound(_Record):
         default_factory=dict, description="each target and each source that was measured"
     )
     per_class: list[Percent | None] = Field(default_factory=list)
-    hausdorff: Pixels | None = Field(default=None, description="for segmentation: mean over the measured targets")
+    hausdorff: Pixels | None = Field(default=None, description="of earlier versions: mean over the measured targets")
+    hd95: Pixels | None = Field(default=None, description="for segmentation: mean over the measured targets")
     common: dict[str, NotNegative] = Field(default_factory=dict, description="each common test set, if there are any")
 
     @model_serializer(mode="wrap")
@@ -178,6 +188,8 @@ class SelectedRound(_Record):
         written: dict[str, Any] = plain(self)
         if not self.common:
             written.pop("common", None)
+        if self.hd95 is None:
+            written.pop("hd95", None)
         return written
 
 
@@ -365,9 +377,14 @@ class RunResult(_Record):
         return None if at_source is None else harmonic_mean(at_source, at_target)
 
     def hausdorff(self, select: Selection = "last") -> float | None:
-        """Hausdorff distance in the selected round, in pixels; None if not measured."""
+        """Hausdorff distance in the selected round, in pixels; None if not measured, as since HD95 is."""
         chosen = self.selected.get(select)
         return None if chosen is None else chosen.hausdorff
+
+    def hd95(self, select: Selection = "last") -> float | None:
+        """HD95 in the selected round, in pixels; None if not measured."""
+        chosen = self.selected.get(select)
+        return None if chosen is None else chosen.hd95
 
     @property
     def targets(self) -> list[SiteMetrics]:

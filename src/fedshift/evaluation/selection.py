@@ -129,4 +129,5 @@ def _selected(rounds: Sequence[RoundRecord], index: int | None) -> SelectedRound
         common=record.common_accuracy,
         per_class=record.per_class,
         hausdorff=record.hausdorff_mean,
+        hd95=record.hd95_mean,
     )

@@ -363,6 +363,7 @@ def model_metadata(planned: PlannedRun) -> dict[str, Any]:
         **({} if parts is None else {"parts": parts}),
         "input_shape": list(data.input_shape),
         "classes": list(data.classes),
+        **({"masks": True} if data.task == "segmentation" else {}),
         "preprocessing": planned.plan.stored_preprocessing(data).model_dump(mode="json"),
         "labelled_by": experiment.data.labelled_by(),
         **planned.plan.about_images(planned),

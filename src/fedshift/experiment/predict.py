@@ -52,6 +52,7 @@ from fedshift.models.networks.unet import SegmentationOptions
 from fedshift.models.options import NetworkOptions
 from fedshift.models.own.bounded import Bounded
 from fedshift.models.own.trial import one_line, told_of
+from fedshift.models.sliding import scores_of
 from fedshift.weights import Weights
 
 _BATCH = 500
@@ -228,7 +229,7 @@ class TrainedModel:
     @property
     def segments(self) -> bool:
         """Whether it predicts masks, not classes."""
-        return isinstance(self.options, SegmentationOptions)
+        return isinstance(self.options, SegmentationOptions) or bool(self.metadata.get("masks"))
 
     @cached_property
     def _backbone(self) -> tuple[Extractor | None, Preprocessing]:
@@ -251,7 +252,7 @@ class TrainedModel:
         Raises:
             UserError: it is a model for segmentation.
         """
-        if isinstance(self.options, SegmentationOptions):
+        if self.segments:
             raise UserError("this model predicts masks: name a folder for them with --masks FOLDER")
         extractor = self.extractor
 
@@ -278,11 +279,12 @@ class TrainedModel:
         Raises:
             UserError: it is a model for classification.
         """
-        if not isinstance(self.options, SegmentationOptions):
+        if not self.segments:
             raise UserError("this model predicts classes, not masks: leave out --masks")
-        for begin in range(0, len(inputs), _MASKS):
-            batch = to_network(torch.from_numpy(inputs[begin : begin + _MASKS]), self.preprocessing, "cpu")
-            yield from self.options.masks(self.network(batch))
+        together = _MASKS if inputs.ndim == 4 else 1
+        for begin in range(0, len(inputs), together):
+            batch = to_network(torch.from_numpy(inputs[begin : begin + together]), self.preprocessing, "cpu")
+            yield from self.options.masks(scores_of(self.network, batch, self.preprocessing.patch))
 
     def write_masks(
         self, data: Path, folder: Path, *, accept_shift: bool = False, warn: Warn = warn_in_python
@@ -302,11 +304,13 @@ class TrainedModel:
                 classification, a name leads out of the folder,
                 or a file cannot be written.
         """
-        if not isinstance(self.options, SegmentationOptions):
+        if not self.segments:
             raise UserError("this model predicts classes, not masks: leave out --masks")
         samples = self.read(data)
         samples.check(accept_shift, warn)
         names, inputs = samples.names, samples.inputs
+        if inputs.ndim != 4:
+            raise UserError("masks of volumes are no images: in Python, fedshift.Model.load(RUN).predict(X) gives them")
         files = {(structure, name): mask_file(folder, structure, name) for name in names for structure in self.classes}
         out: list[tuple[Path, float]] = []
         for name, masks in zip(names, self.masks(inputs), strict=True):

@@ -53,12 +53,15 @@ class Site(SiteBase):
         return self.training.prepared(module.to(self.device))
 
     def pixels(self, inputs: Tensor) -> Tensor:
-        """A batch's images before normalisation: (b, c, h, w), values in [0, 1]."""
+        """A batch's images or volumes before normalisation: (b, c, …), values in [0, 1]."""
         return to_pixels(inputs, self.data.preprocessing)
 
     def inputs_of(self, pixels: Tensor) -> Tensor:
         """The inverse of `pixels`: normalised images, in the memory format of a batch."""
-        values = normalised(pixels, self.data.preprocessing).contiguous(memory_format=torch.channels_last)
+        values = normalised(pixels, self.data.preprocessing)
+        if values.dim() != 4:
+            return values
+        values = values.contiguous(memory_format=torch.channels_last)
         _, channels, height, width = values.shape
         # With one channel, NCHW and NHWC have the same layout in memory. Channels-last strides keep PyTorch from
         # choosing convolutions that are 1.5 times slower.

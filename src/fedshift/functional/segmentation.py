@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -39,28 +41,30 @@ def dice_loss(probabilities: Tensor, masks: Tensor, epsilon: float = 1e-5) -> Te
 
 
 def dilate(masks: Tensor, steps: int = 1) -> Tensor:
-    """Grow masks to their four neighbours. Outside the image everything is empty.
+    """Grow masks to their four neighbours, in volumes six. Outside the image everything is empty.
 
     Args:
-        masks: (n, C, h, w).
+        masks: (n, C, h, w) or (n, C, d, h, w).
         steps: how often.
 
     Example:
         >>> dilate(torch.tensor([0.0, 0.0, 1.0]).view(1, 1, 1, 3)).flatten()
         tensor([0., 1., 1.])
     """
+    axes = masks.dim() - 2
+    pool = functional.max_pool2d if axes == 2 else functional.max_pool3d
+    along = [tuple(3 if axis == other else 1 for other in range(axes)) for axis in range(axes)]
     for _ in range(steps):
-        masks = torch.maximum(
-            functional.max_pool2d(masks, (3, 1), 1, (1, 0)), functional.max_pool2d(masks, (1, 3), 1, (0, 1))
-        )
+        grown = [pool(masks, size, 1, tuple(side // 2 for side in size)) for size in along]
+        masks = functools.reduce(torch.maximum, grown)
     return masks
 
 
 def erode(masks: Tensor, steps: int = 1) -> Tensor:
-    """Shrink masks from their four neighbours. Outside the image everything is empty.
+    """Shrink masks from their four neighbours, in volumes six. Outside the image everything is empty.
 
     Args:
-        masks: (n, C, h, w).
+        masks: (n, C, h, w) or (n, C, d, h, w).
         steps: how often.
 
     Example:
@@ -69,13 +73,18 @@ def erode(masks: Tensor, steps: int = 1) -> Tensor:
                 [0., 1., 0.],
                 [0., 0., 0.]])
     """
-    outside = functional.pad(1 - masks, [steps] * 4, value=1.0)
+    axes = masks.dim() - 2
+    outside = functional.pad(1 - masks, [steps] * 2 * axes, value=1.0)
     inner = 1 - dilate(outside, steps)
-    return inner[..., steps:-steps, steps:-steps] if steps else masks
+    if not steps:
+        return masks
+    for axis in range(2, masks.dim()):
+        inner = inner.narrow(axis, steps, masks.shape[axis])
+    return inner
 
 
 def contour(masks: Tensor) -> Tensor:
-    """A mask minus its one-step erosion (ELCFS): (n, C, h, w) → (n, C, h, w).
+    """A mask minus its one-step erosion (ELCFS): (n, C, …) → (n, C, …).
 
     Example:
         >>> contour(torch.ones(1, 1, 3, 3))[0, 0]
@@ -87,7 +96,7 @@ def contour(masks: Tensor) -> Tensor:
 
 
 def surroundings(masks: Tensor) -> Tensor:
-    """The five-step dilation of a mask minus the mask (ELCFS): (n, C, h, w) → (n, C, h, w).
+    """The five-step dilation of a mask minus the mask (ELCFS): (n, C, …) → (n, C, …).
 
     Example:
         >>> surroundings(torch.tensor([1.0, 1.0, 0, 0, 0, 0, 0, 0]).view(1, 1, 1, 8)).flatten()
@@ -100,8 +109,8 @@ def region_means(maps: Tensor, regions: Tensor) -> tuple[Tensor, Tensor]:
     """The mean feature of each region.
 
     Args:
-        maps: features, (n, F, h, w).
-        regions: masks, (n, C, h, w).
+        maps: features, (n, F, …).
+        regions: masks, (n, C, …).
 
     Returns:
         Means (n, C, F), and which regions have pixels, (n, C) bool.
@@ -110,8 +119,8 @@ def region_means(maps: Tensor, regions: Tensor) -> tuple[Tensor, Tensor]:
         >>> region_means(torch.tensor([[[[2.0, 4.0, 9.0]]]]), torch.tensor([[[[1.0, 1.0, 0.0]]]]))
         (tensor([[[3.]]]), tensor([[True]]))
     """
-    sums = torch.einsum("nfhw,nchw->ncf", maps, regions)
-    sizes = regions.sum((2, 3))
+    sums = torch.einsum("nfp,ncp->ncf", maps.flatten(2), regions.flatten(2))
+    sizes = regions.flatten(2).sum(2)
     return sums / sizes.clamp(min=1)[..., None], sizes > 0
 
 
@@ -144,8 +153,8 @@ def boundary_loss(maps: Tensor, masks: Tensor, temperature: float = 0.05, *, add
     """ELCFS's L_boundary: contrast contours with surroundings, over images and their copies; mean over structures.
 
     Args:
-        maps: features of images and copies, (n, F, h, w), at the resolution of the masks.
-        masks: (n, C, h, w). A structure that an image lacks gives no embedding.
+        maps: features of images and copies, (n, F, …), at the resolution of the masks.
+        masks: (n, C, …). A structure that an image lacks gives no embedding.
         temperature: τ.
         added: the sum over structures in place of the mean (released code).
 

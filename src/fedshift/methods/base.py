@@ -98,11 +98,15 @@ class Samples:
         shape: of one.
         tokens: whether they are tokens, with which nobody can calculate.
         epochs: source → mini-batches of an epoch, in the split in which it has the fewest.
+        are_pixels: whether their values go from black to white, as those of images do.
+        parts: whether a mini-batch has parts of them.
     """
 
     shape: tuple[int, ...]
     epochs: Mapping[str, int] = field(default_factory=dict)
     tokens: bool = False
+    are_pixels: bool = True
+    parts: bool = False
 
 
 PERSONAL = "personal"

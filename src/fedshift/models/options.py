@@ -11,6 +11,10 @@ from fedshift.data.domain import Task
 from fedshift.errors import UserError
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
     from fedshift.models.network import Network
 
 
@@ -77,6 +81,17 @@ class NetworkOptions(BaseModel):
             classes: number of classes.
         """
         return ()
+
+    def masks(self, scores: Tensor) -> NDArray[np.bool_]:
+        """Predicted masks: where the sigmoid is above one half.
+
+        Args:
+            scores: the network's output, (n, structures, …).
+
+        Returns:
+            Masks of that shape.
+        """
+        return (scores.sigmoid() > 0.5).cpu().numpy()
 
     def structure(self, input_shape: tuple[int, ...], classes: int) -> dict[str, Any] | None:
         """What was found out about a network that does not come with fedshift, for its model file; None of others."""

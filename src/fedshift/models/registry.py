@@ -106,12 +106,14 @@ def check_task(options: NetworkOptions, task: Task, what: str) -> None:
     Raises:
         UserError: the network is for another task.
     """
+    if options.code is not None:  # what a user's own network says shows when it is built
+        return
     masks = task == "segmentation"
     if (options.task == "segmentation") != masks:
         fitting = [name for name in names() if (options_class(name).task == "segmentation") == masks]
         raise UserError(
             f"model.name: '{options.display}' is a network for {options.task}, but data set {what} is for {task}: "
-            f"choose {' or '.join(fitting)}"
+            f"choose {' or '.join(fitting)}{', monai:UNet or smp:Unet' if masks else ''}"
         )
 
 

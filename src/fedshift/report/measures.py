@@ -52,7 +52,8 @@ def _measure(entry: MetricEntry) -> Measure:
     def at_the_end(result: RunResult, select: Selection) -> float | None:
         return result.site_metric(entry.name, select)
 
-    values: dict[str, Value] = {"headline": RunResult.accuracy, "rounds": RunResult.hausdorff, "end": at_the_end}
+    distance = RunResult.hd95 if entry.name == "hd95" else RunResult.hausdorff
+    values: dict[str, Value] = {"headline": RunResult.accuracy, "rounds": distance, "end": at_the_end}
     less = " (less is better)" if entry.better == "less" else ""
     return Measure(
         entry.title,
@@ -70,7 +71,7 @@ MEASURES: dict[str, Measure] = {name: _measure(entry) for name, entry in ENTRIES
 """By the name that `--metric` and `evaluation.headline` take."""
 METRICS: dict[Metric, Measure] = {metric: MEASURES[metric] for metric in TASK_METRICS}
 """By the metric of a task's rounds."""
-ACCURACY, HAUSDORFF = MEASURES["accuracy"], MEASURES["hausdorff"]
+ACCURACY, DISTANCES = MEASURES["accuracy"], (MEASURES["hd95"], MEASURES["hausdorff"])
 
 
 def measure_of(name: str, results: Sequence[RunResult]) -> Measure:

@@ -12,7 +12,7 @@ from fedshift.evaluation.metric_entries import Metric
 from fedshift.evaluation.metrics import harmonic_mean
 from fedshift.evaluation.records import RunResult, Selection
 from fedshift.evaluation.summary import AVERAGE, Row, rows
-from fedshift.report.measures import HAUSDORFF, METRICS, Measure
+from fedshift.report.measures import DISTANCES, METRICS, Measure
 
 ALONE = "alone"
 """Name of the method in which every labelled site trains alone."""
@@ -122,7 +122,8 @@ def beside(results: Sequence[RunResult]) -> Iterable[tuple[Measure, Sequence[Run
     name = METRICS[results[0].metric].name
     yield Measure(name, RunResult.source_accuracy, title=f"{name} at the labelled sites, part held out"), results
     yield Measure(name, RunResult.accuracy, title=f"{name} at the unlabelled sites"), results
-    yield replace(HAUSDORFF, title=f"{HAUSDORFF.name} at the unlabelled sites", repeat="split"), results
+    for distance in DISTANCES:
+        yield replace(distance, title=f"{distance.name} at the unlabelled sites", repeat="split"), results
     own = "Points over the model that each labelled site trains alone, at equal work."
     gain = _Gain(results, "labelled")
     yield Measure("Win-win gain", gain, title="Win-win gain of the labelled sites", notes=(own,)), results

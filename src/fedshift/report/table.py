@@ -19,7 +19,7 @@ from fedshift.report.collect import Collected
 from fedshift.report.conditions import used_note
 from fedshift.report.estimates import notes_on
 from fedshift.report.like_for_like import comparable, unlike_seeds
-from fedshift.report.measures import ACCURACY, HAUSDORFF, MEASURES, METRICS, Measure, measure_of
+from fedshift.report.measures import ACCURACY, DISTANCES, MEASURES, METRICS, Measure, measure_of
 from fedshift.report.unlike_training import trained_note
 from fedshift.text import in_unit, listed
 
@@ -188,7 +188,7 @@ def table_of(collected: Collected, select: Selection = "last", metric: str = "")
     both = whole.measure in pairs.HARMONIC_MEANS.values()
     whole = replace(whole, notes=(*whole.notes, *notes_on(collected)))
     more = []
-    for measure, chosen in pairs.beside(results) if both else [(HAUSDORFF, results)]:
+    for measure, chosen in pairs.beside(results) if both else [(one, results) for one in DISTANCES]:
         if measure is not whole.measure and any(measure.value(result, select) is not None for result in chosen):
             methods = [name for name in order.methods if any(result.method == name for result in chosen)]
             more.append(arrange(chosen, methods=methods, measure=measure))

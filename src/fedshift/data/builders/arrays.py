@@ -43,9 +43,9 @@ from fedshift.text import type_in_words
 
 _LAYOUT = (
     "one .npz or HDF5 file (.h5, .hdf5) per site: x uint8 images (n, c, h, w), (n, h, w) or (n, h, w, c), or float "
-    "features (n, d), or float volumes (n, c, d, h, w), or integers (n, length), which are tokens, with an optional "
-    "mask of that shape, 0 where there is none; y integers or names (n,); optional groups integers (n,), the same "
-    "number for samples that must not be split apart; optional split train or test (n,), a fixed test set"
+    "features (n, d), or uint8 or float volumes (n, c, d, h, w), or integers (n, length), which are tokens, with an "
+    "optional mask of that shape, 0 where there is none; y integers or names (n,); optional groups integers (n,), the "
+    "same number for samples that must not be split apart; optional split train or test (n,), a fixed test set"
 )
 _LARGE = 10.0
 """A column with a larger root mean square gives a warning."""
@@ -366,6 +366,8 @@ def readable_inputs(where: str, x: Array, mask: Array | None = None) -> Dense:
         raise UserError(f"{where}: x has shape {x.shape}; expected {_LAYOUT}")
     if mask is not None or (x.ndim == 2 and x.dtype.kind in "iu"):
         return _tokens(where, x, mask)
+    if x.ndim == 5 and x.dtype == np.uint8:
+        return x.astype(np.uint8, copy=False)
     if not np.issubdtype(x.dtype, np.floating):
         raise UserError(f"{where}: features x are {type_in_words(x.dtype)}, expected float32 or float64: convert them")
     with np.errstate(over="ignore"):

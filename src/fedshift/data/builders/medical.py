@@ -226,6 +226,21 @@ def _volume(path: Path) -> tuple[Any, tuple[int, ...], Values]:
     return image, shape, orientation
 
 
+def nifti_volume(path: Path) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float64]]:
+    """The values of a NIfTI file with three axes as stored, and its affine to (right, front, head) in millimetres.
+
+    Raises:
+        UserError: it is damaged, in colour, or no volume.
+    """
+    image, shape, _ = _volume(path)
+    if _nifti_colour(path):
+        raise UserError(f"{path} is in colour, and volumes are of one channel: save it in grey")
+    try:
+        return np.asarray(image.dataobj, dtype=np.float32).reshape(shape), np.asarray(image.affine, dtype=np.float64)
+    except Exception as error:
+        raise _damaged(path, error) from error
+
+
 def _nifti(path: Path, window: Window | None) -> Grey:
     nibabel = needed("nibabel", extra="medical", what=f"{path.name}, a NIfTI file,")
     image, shape, orientation = _volume(path)
@@ -263,14 +278,43 @@ def _dicom_header(path: Path, patient: Patient) -> _Header | None:
             raise ValueError(f"{frames} frames")
         return _Header(
             frames,
-            _patient(path, header, patient),
+            patient_of(path, header, patient),
             int(header.get("SamplesPerPixel") or 1) == 3 or header.get("PhotometricInterpretation") == "PALETTE COLOR",
         )
     except Exception as error:
         raise _damaged(path, error) from error
 
 
-def _patient(path: Path, header: Any, patient: Patient) -> str:
+def grey_header(path: Path) -> Any:
+    """pydicom's data set of a DICOM file of one grey slice, without its pixels; None if it holds no image.
+
+    Raises:
+        UserError: the file is damaged, of a kind that is not read, in colour, or of several frames.
+    """
+    pydicom = needed("pydicom", extra="medical", what=f"{path.name}, a DICOM file,")
+    if (known := _dicom_header(path, "file")) is None:
+        return None
+    header = pydicom.dcmread(path, stop_before_pixels=True)
+    if known.colour or header.PhotometricInterpretation != "MONOCHROME2" or known.slices > 1:
+        kind = f"{known.slices} frames" if known.slices > 1 else _one_line(header.PhotometricInterpretation)
+        raise UserError(f"image {path} has {kind}, and a slice of a volume is one of MONOCHROME2: save it as NIfTI")
+    return header
+
+
+def grey_values(path: Path) -> npt.NDArray[np.float32]:
+    """The values (rows, columns) of such a file in the units of its modality; NaN where it is padded.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    stored, whole = _decoded(path)
+    values = _modality(stored[0], whole, 0).astype(np.float32)
+    values[_padding(stored, whole)[0]] = np.nan
+    return values
+
+
+def patient_of(path: Path, header: Any, patient: Patient) -> str:
+    """What slices of one patient have in common, by a file's header."""
     fields: dict[Patient, tuple[str, ...]] = {
         "id": ("PatientID", "SeriesInstanceUID"),
         "study": ("StudyInstanceUID",),
@@ -320,6 +364,21 @@ def _packages(decoder: Any) -> str:
     choices = [re.findall(r"([A-Za-z][\w-]*)>=", text) for text in decoder.missing_dependencies]
     names = next((some for some in choices if "pylibjpeg" in some), choices[0] if choices else [])
     return f"pip install {' '.join(names)}" if names else ""
+
+
+def _decoded(path: Path) -> tuple[Values, Any]:
+    """The stored values (frames, h, w) of a grey file, and its data set."""
+    pydicom = needed("pydicom", extra="medical", what=f"{path.name}, a DICOM file,")
+    from pydicom.pixels.decoders.base import get_decoder
+
+    try:
+        _check_deflated(path)
+        whole = pydicom.dcmread(path)
+        sizes.check_dicom(path, whole)
+        values, _ = get_decoder(whole.file_meta.TransferSyntaxUID).as_array(whole)
+        return values.reshape(-1, *values.shape[-2:]), whole
+    except Exception as error:
+        raise _damaged(path, error) from error
 
 
 def _dicom(path: Path, window: Window | None) -> Grey:

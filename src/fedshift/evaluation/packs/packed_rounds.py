@@ -27,7 +27,16 @@ _EXPANDS, _SMALL = 300, 1 << 24
 """A file may expand to that many times its size, and so many bytes more; results expand to about ten times."""
 _MEMORY = 1 << 28
 """Bytes that the dictionary of a file may take."""
-_FIVE_DIGITS = ("losses", "aggregation_weights", "seconds", "per_class", "target_hausdorff", "extra", "reliability")
+_FIVE_DIGITS = (
+    "losses",
+    "aggregation_weights",
+    "seconds",
+    "per_class",
+    "target_hausdorff",
+    "extra",
+    "reliability",
+    "target_hd95",
+)
 """Fields of rounds, and of a site's metrics, whose floats keep five digits."""
 KEY = ("method", "target", "seed")
 """The fields that name a run."""

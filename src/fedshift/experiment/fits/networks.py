@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from fedshift.experiment.budgets import shortest_epochs
 from fedshift.experiment.fits.about import About
 from fedshift.experiment.trial import try_training
@@ -30,5 +32,11 @@ def samples_fit(about: About) -> Iterator[str]:
     splits = [one.split for one in about.plan.runs]
     for method in about.experiment.methods:
         training = method.own_training(about.experiment.training)
-        epochs, tokens = shortest_epochs(training, splits), about.data.preprocessing.kind == "tokens"
-        yield from method.check_samples(Samples(about.data.input_shape, epochs, tokens))
+        samples = Samples(
+            about.data.input_shape,
+            shortest_epochs(training, splits),
+            tokens=about.data.preprocessing.kind == "tokens",
+            are_pixels=all(getattr(one.inputs, "dtype", None) == np.uint8 for one in about.data.domains.values()),
+            parts=about.data.preprocessing.patch is not None,
+        )
+        yield from method.check_samples(samples)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fedshift.errors import UserError
+from fedshift.evaluation.segmentation import can_measure_distances
 from fedshift.experiment.fits.about import About
 from fedshift.methods.base import Method
 from fedshift.methods.index import ENTRIES
@@ -14,7 +15,8 @@ from fedshift.models import registry as models
 def network_fits(about: About) -> Iterator[str]:
     """Check that the network is one for the task."""
     models.check_task(about.experiment.model, about.data.task, about.data.name)
-    yield from ()
+    if about.data.task == "segmentation" and not can_measure_distances():
+        yield "HD95 is not measured without MONAI: pip install 'fedshift[volumes]'"
 
 
 def class_weights_fit(about: About) -> Iterator[str]:

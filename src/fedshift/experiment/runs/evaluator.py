@@ -23,8 +23,8 @@ from fedshift.evaluation.tasks.measuring import MetricOptions, measuring_of
 from fedshift.experiment.protocols.base import Split
 from fedshift.methods.composition.new_site import NewSite
 from fedshift.models.network import Network
-from fedshift.models.networks.unet import SegmentationOptions
 from fedshift.models.options import NetworkOptions
+from fedshift.models.sliding import scores_of
 from fedshift.weights import Weights
 
 _BATCH = 500
@@ -91,7 +91,7 @@ class Evaluator:
         }
         self._domains = data.domains
         self._trained_at = sorted(split.train)
-        self._classes = len(data.classes)
+        self._classes, self._segments = len(data.classes), data.task == "segmentation"
         self._objective = objective_of(data.preprocessing)
         self._measuring = measuring_of(self._objective)
         self._model = model
@@ -100,8 +100,8 @@ class Evaluator:
     def measure(self, network: Network, weights: Weights) -> dict[str, Any]:
         """Accuracy in percent: at each target, on each source's held-out rows, and of each class over the targets.
 
-        For other tasks their own metric takes its place: for segmentation the Dice coefficient, and the Hausdorff
-        distance at each target is added.
+        For other tasks their own metric takes its place: for segmentation the Dice coefficient, and HD95 at each target
+        is added where MONAI is installed.
 
         Args:
             network: the network that ``weights`` belong to. It is changed.
@@ -110,8 +110,8 @@ class Evaluator:
         Returns:
             The fields of a `RoundRecord`.
         """
-        if isinstance(self._model, SegmentationOptions):
-            return self._measure_masks(network, weights, self._model)
+        if self._segments:
+            return self._measure_masks(network, weights)
         model = _Loaded(network, weights)
         return self._record(
             {
@@ -136,8 +136,8 @@ class Evaluator:
             weights: the model.
             threshold: score from which a sample of a target is positive, if no source here chooses one.
         """
-        if isinstance(self._model, SegmentationOptions):
-            return Final(self._measure_masks(network, weights, self._model))
+        if self._segments:
+            return Final(self._measure_masks(network, weights))
         model = _Loaded(network, weights)
         kept = [self._kept("target", name, self._at(model, name, view), view) for name, view in self._targets.items()]
         kept += [
@@ -205,20 +205,18 @@ class Evaluator:
         values = {name: self._measuring.value(one, views[name].labels.cpu().numpy()) for name, one in said.items()}
         return {name: value for name, value in values.items() if value is not None}
 
-    def _measure_masks(self, network: Network, weights: Weights, options: SegmentationOptions) -> dict[str, Any]:
+    def _measure_masks(self, network: Network, weights: Weights) -> dict[str, Any]:
         """As `measure`, for segmentation: means over images, then over structures."""
-        model, overlaps, distances = _Loaded(network, weights), {}, {}
+        model, options, overlaps, distances = _Loaded(network, weights), self._model, {}, dict[str, float]()
         for name, view in self._targets.items():
-            found = [
-                (segmentation.dice(predicted, true), segmentation.hausdorff(predicted, true))
-                for predicted, true in predicted_masks(self._at(model, name, view), view, options)
-            ]
-            overlaps[name] = np.concatenate([overlap for overlap, _ in found])
-            distances[name] = float(np.concatenate([distance for _, distance in found]).mean())
+            pairs = list(predicted_masks(self._at(model, name, view), view, options))
+            overlaps[name] = np.concatenate([segmentation.dice(*pair) for pair in pairs])
+            if segmentation.can_measure_distances():
+                distances[name] = float(np.concatenate([segmentation.hd95(*pair) for pair in pairs]).mean())
         common = {name: _dice(self._answering(model, view), view, options) for name, view in self._common.items()}
         record: dict[str, Any] = {
             "target_accuracy": {name: float(overlap.mean()) for name, overlap in overlaps.items()},
-            "target_hausdorff": distances,
+            "target_hd95": distances,
             "source_accuracy": {
                 name: _dice(self._at_source(model, name), view, options) for name, view in self._sources.items()
             },
@@ -242,7 +240,7 @@ class _Loaded:
         return self.network.eval()
 
 
-def _dice(network: Network, view: SiteData, options: SegmentationOptions) -> float:
+def _dice(network: Network, view: SiteData, options: NetworkOptions) -> float:
     return float(np.concatenate([segmentation.dice(*pair) for pair in predicted_masks(network, view, options)]).mean())
 
 
@@ -286,8 +284,8 @@ def predictions(network: Network, view: SiteData, objective: Objective = CLASSES
 
 @torch.no_grad()
 def predicted_masks(
-    network: Network, view: SiteData, model: SegmentationOptions
+    network: Network, view: SiteData, model: NetworkOptions
 ) -> Iterator[tuple[NDArray[np.bool_], NDArray[np.bool_]]]:
-    """Predicted and true masks of every sample of ``view`` in batches, (b, structures, h, w) each."""
-    for inputs, masks, _ in view.all_batches(_MASKS):
-        yield model.masks(network(inputs)), masks.cpu().numpy() > 0
+    """Predicted and true masks of every sample of ``view`` in batches, (b, structures, …) each."""
+    for inputs, masks, _ in view.all_batches(_MASKS if len(view.input_shape) == 3 else 1):
+        yield model.masks(scores_of(network, inputs, view.preprocessing.patch)), masks.cpu().numpy() > 0

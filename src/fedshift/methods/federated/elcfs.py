@@ -41,7 +41,9 @@ No setting changes these:
     the port it moves them once, by its images, since the port asks a copy of the model for L(t; θ̂)
     (JeremyCJM/CCST, federated/fed_run.py, train_meta); so it is with ``meta_gradient: none``.
  8. The threshold of 0.75 and the largest component belong to the model (``unet``), so that all methods share them.
- 9. The code keeps optimisers over rounds: ``training.reset_optimizer_each_round: false``. Foreign amplitudes are those
+ 9. A volume's spectrum has three axes and its window is a cube, (2b + 1)²·(b + 1) numbers; contours and surroundings
+    have six neighbours. The paper trains on slices.
+10. The code keeps optimisers over rounds: ``training.reset_optimizer_each_round: false``. Foreign amplitudes are those
     of images without augmentation. The rows that CSAC prints have no boundary term, nor has classification here.
 
 Should reproduce: Rotated MNIST average 88.60 ± 0.30, PACS ResNet-18 82.15 ± 0.35 (as printed by CSAC).
@@ -49,6 +51,7 @@ Should reproduce: Rotated MNIST average 88.60 ± 0.30, PACS ResNet-18 82.15 ± 0
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal, cast
@@ -173,18 +176,21 @@ class ELCFS(Method):
         return rounds * self.local_epochs * batches_per_epoch
 
     def traffic(self, plan: RunPlan) -> Traffic:
-        channels, height, width = plan.input_shape
-        half = self._half_width(height, width)
-        each = 4 * channels * (2 * half + 1) * (half + 1)
+        channels, *sides = plan.input_shape
+        each = 4 * channels * math.prod(_window_shape(self._half_width(*sides), len(sides)))
         more = sum(self._shared(number) - self._shared(plan.dry_samples[site]) for site, number in plan.samples.items())
         return plan.dry + Traffic(up=more * each, down=(len(plan.samples) - 1) * more * each)
 
     def check_samples(self, samples: Samples) -> tuple[str, ...]:
-        if len(samples.shape) != 3:
+        if len(samples.shape) not in (3, 4):
             raise UserError(
                 f"{self.display} exchanges spectra of images, but the samples are not images: choose another method"
             )
         smallest = min(samples.shape[1:])
+        if samples.parts:
+            raise UserError(f"{self.display} exchanges spectra of whole volumes, not of parts: leave out data.patch")
+        if len(samples.shape) == 4 and not samples.are_pixels:
+            raise UserError(f"{self.display} needs volumes of values from black to white: store them as uint8")
         if self.window == 0 or half_width(self.window, *samples.shape[1:]) > 0:
             return ()
         return (
@@ -192,11 +198,11 @@ class ELCFS(Method):
             f"3×3 is exchanged; write {1 / smallest:.2g} to say so, or 0 to exchange the mean intensity alone",
         )
 
-    def _half_width(self, height: int, width: int) -> int:
+    def _half_width(self, *sides: int) -> int:
         """b, at least 1 unless ``window`` is 0."""
-        if self.window == 0 or min(height, width) < 3:
+        if self.window == 0 or min(sides) < 3:
             return 0
-        return max(1, half_width(self.window, height, width))
+        return max(1, half_width(self.window, *sides))
 
     def _shared(self, samples: int) -> int:
         """The number of a site's images whose spectra are shared."""
@@ -205,13 +211,12 @@ class ELCFS(Method):
     def bounds(self, call: str, about: About) -> Bounds:
         if call != "share_spectra":
             return {}
-        channels, height, width = about.input_shape
-        half = self._half_width(height, width)
-        shape = (self._shared(about.samples), channels, 2 * half + 1, half + 1)
-        sizes = {"channels": channels, "height": height, "width": width}
+        channels, *sides = about.input_shape
+        shape = (self._shared(about.samples), channels, *_window_shape(self._half_width(*sides), len(sides)))
+        sizes = {"channels": channels, "height": sides[-2], "width": sides[-1]}
         # An amplitude is at most the sum of all pixels, which are at most 1; its last digits may be rounded up.
         return {
-            "spectra": Tensors({"amplitude": shape}, low=0, high=1.001 * height * width),
+            "spectra": Tensors({"amplitude": shape}, low=0, high=1.001 * math.prod(sides)),
             **{name: Between(size, size) for name, size in sizes.items()},
         }
 
@@ -239,15 +244,15 @@ class ELCFS(Method):
 
     def share_spectra(self, site: Site) -> SharedSpectra:
         """The low-frequency amplitudes of the site's images, or of a share of them drawn at random."""
-        channels, height, width = site.data.input_shape
-        half = self._half_width(height, width)
+        channels, *sides = site.data.input_shape
+        half, axes = self._half_width(*sides), len(sides)
         windows = torch.cat(
-            [low_frequencies(site.pixels(batch.inputs), half).cpu().contiguous() for batch in site.all_batches()]
+            [low_frequencies(site.pixels(batch.inputs), half, axes).cpu().contiguous() for batch in site.all_batches()]
         )
         number = self._shared(len(windows))
         if number < len(windows):
             windows = windows[torch.randperm(len(windows), generator=site.generator)[:number].sort().values]
-        return SharedSpectra(Spectra({"amplitude": windows}), channels, height, width)
+        return SharedSpectra(Spectra({"amplitude": windows}), channels, *sides[-2:])
 
     def receive(self, site: Site, bank: Mapping[str, Spectra]) -> Received:
         """Keep the other sites' spectra for the whole run."""
@@ -284,7 +289,7 @@ class ELCFS(Method):
 
     def _contrasts_maps_at_start(self, batch: Batch) -> bool:
         """Whether the boundary term takes the features of the site's own images at θ."""
-        return self.boundary == "released" and batch.targets.dim() == 4 and self.boundary_weight > 0
+        return self.boundary == "released" and batch.targets.dim() >= 4 and self.boundary_weight > 0
 
     def _meta_loss(
         self,
@@ -317,6 +322,11 @@ class ELCFS(Method):
         return answer
 
 
+def _window_shape(half: int, axes: int) -> tuple[int, ...]:
+    """The shape of the window of an image, or of a volume."""
+    return (*[2 * half + 1] * (axes - 1), half + 1)
+
+
 class _Bank:
     """The other sites' spectra at a site, and images with these amplitudes."""
 
@@ -345,10 +355,10 @@ class _Bank:
         rows = self.first[donors] + torch.minimum(within, self.sizes[donors] - 1)
         pixels = self.site.pixels(inputs)
         if len(donors) > number:
-            pixels = pixels.repeat(sites, 1, 1, 1)
-        rates = self._rates(len(donors)).view(-1, 1, 1, 1).to(pixels.device)
+            pixels = pixels.repeat(sites, *[1] * (pixels.dim() - 1))
+        rates = self._rates(len(donors)).view(-1, *[1] * (pixels.dim() - 1)).to(pixels.device)
         half = (self.windows.shape[-2] - 1) // 2
-        mixed = interpolated(pixels, self.windows[rows.to(pixels.device)], rates, half)
+        mixed = interpolated(pixels, self.windows[rows.to(pixels.device)], rates, half, pixels.dim() - 2)
         return self.site.inputs_of(mixed.clamp_(0, 1))
 
     def _rates(self, number: int) -> Tensor:

@@ -21,6 +21,8 @@ Where they are vectors or images in colour:
     w_k ← (1 − s)·w_k/‖w_k‖ + s·mean(z/‖z‖), no bias     at the new site, n of its samples together (``templates``);
         z: of the surest half of those predicted as k; s = n/(n + 16·C); all w_k of one norm    (T3A, NeurIPS 2021)
 
+Of all these, volumes (n, c, d, h, w) have equal shares and momentum.
+
 A site tells images and their channels by their shape; the server, which sees no samples, by the first convolution.
 
 What the parts are worth (benchmarks/recipe.md): on Rotated MNIST, six unseen angles, three seeds, it has 98.2 where
@@ -126,7 +128,7 @@ class Recipe(FedAvg):
         if len(input_shape) == 3:
             by = self.augmentation if input_shape[0] == 1 else self.colour_augmentation
             own += [] if by.is_identity else [AugmentOption(by=by)]
-        elif self.dropout:
+        elif self.dropout and len(input_shape) == 1:
             own.append(DropoutOption(rate=self.dropout))
         named = {plug_in.name for plug_in in self.local}
         return (*(plug_in for plug_in in own if plug_in.name not in named), *self.local)
@@ -134,7 +136,8 @@ class Recipe(FedAvg):
     def new_site_for(self, input_shape: tuple[int, ...]) -> NewSite:
         """As the options say, and for vectors and images in colour a classifier turned by ``templates``."""
         given = super().new_site_for(input_shape)
-        if (len(input_shape) == 3 and input_shape[0] == 1) or given.classifier is not None:
+        volumes = len(input_shape) == 4
+        if volumes or (len(input_shape) == 3 and input_shape[0] == 1) or given.classifier is not None:
             return given
         return replace(given, classifier=self.templates)
 
@@ -159,4 +162,4 @@ class _OfVectors(SWA):
 
 def _channels(model: Weights) -> int | None:
     """How many channels the first convolution reads; None: the network has none, so it reads no images."""
-    return next((tensor.shape[1] for tensor in model.values() if tensor.dim() == 4), None)
+    return next((tensor.shape[1] for tensor in model.values() if tensor.dim() in (4, 5)), None)

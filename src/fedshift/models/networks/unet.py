@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Callable
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ from fedshift.models.options import NetworkOptions, image_shape
 
 
 class SegmentationOptions(NetworkOptions):
-    """Base of networks whose scores (n, structures, h, w) become masks by a sigmoid and a threshold."""
+    """Base of networks whose scores (n, structures, …) become masks by a sigmoid and a threshold."""
 
     task: ClassVar[Task] = "segmentation"
 
@@ -29,14 +30,6 @@ class SegmentationOptions(NetworkOptions):
     )
 
     def masks(self, scores: Tensor) -> npt.NDArray[np.bool_]:
-        """Predicted masks.
-
-        Args:
-            scores: the network's output, (n, structures, h, w).
-
-        Returns:
-            Masks of that shape.
-        """
         found = (scores.sigmoid() > self.threshold).cpu().numpy()
         if self.largest_component:
             for image in found:
@@ -46,7 +39,7 @@ class SegmentationOptions(NetworkOptions):
 
 
 def _largest(mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """The largest connected part of a mask (h, w), with holes filled; the first one on ties. Four neighbours count."""
+    """The largest connected part of a mask, with holes filled; the first one on ties. Four neighbours count, or six."""
     from scipy import ndimage
 
     parts, number = ndimage.label(mask)
@@ -59,7 +52,7 @@ def _largest(mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
 
 
 class UNet(SegmentationOptions):
-    """2-D U-Net with instance normalisation, as ELCFS uses it.
+    """U-Net with instance normalisation, as ELCFS uses it; for volumes every layer has a third axis.
 
     Level l has width·2^l channels and half the side length of the level above. The features are the last map of the
     upward path: twice the base width, full resolution. The classifier is a 1×1 convolution with one score per
@@ -74,17 +67,18 @@ class UNet(SegmentationOptions):
     width: PositiveInt = Field(16, description="channels of the first level")
 
     def build(self, input_shape: tuple[int, ...], classes: int) -> Network:
-        channels, height, width = image_shape(self.name, input_shape)
+        channels, *sides = input_shape if len(input_shape) == 4 else image_shape(self.name, input_shape)
         step = 2 ** (self.levels - 1)
-        if height % step or width % step or min(height, width) < 2 * step:
+        if any(side % step for side in sides) or min(sides) < 2 * step:
             raise UserError(
                 f"model 'unet' with {self.levels} levels halves images {self.levels - 1} times: sides must be "
-                f"multiples of {step} and at least {2 * step}, but the data set has {height}×{width}; "
+                f"multiples of {step} and at least {2 * step}, but the data set has {'×'.join(map(str, sides))}; "
                 "change data.size or model.levels"
             )
+        layers = _VOLUMES if len(sides) == 3 else _IMAGES
         return Network(
-            _Body(channels, self.width, self.levels),
-            nn.Conv2d(2 * self.width, classes, 1),
+            _Body(channels, self.width, self.levels, layers),
+            layers.convolution(2 * self.width, classes, 1),
             embedding_size=2 * self.width,
             classes=classes,
             stages={
@@ -95,36 +89,52 @@ class UNet(SegmentationOptions):
         )
 
 
-class _Body(nn.Module):
-    """The downward and the upward path: (n, c, h, w) → (n, 2·width, h, w)."""
+class _Layers(NamedTuple):
+    """The layers of images, or of volumes."""
 
-    def __init__(self, channels: int, width: int, levels: int) -> None:
+    convolution: type[nn.Conv2d] | type[nn.Conv3d]
+    rise: type[nn.ConvTranspose2d] | type[nn.ConvTranspose3d]
+    normalisation: type[nn.InstanceNorm2d] | type[nn.InstanceNorm3d]
+    pool: Callable[[Tensor, int], Tensor]
+
+
+_IMAGES = _Layers(nn.Conv2d, nn.ConvTranspose2d, nn.InstanceNorm2d, nn.functional.max_pool2d)
+_VOLUMES = _Layers(nn.Conv3d, nn.ConvTranspose3d, nn.InstanceNorm3d, nn.functional.max_pool3d)
+
+
+class _Body(nn.Module):
+    """The downward and the upward path: (n, c, …) → (n, 2·width, …)."""
+
+    def __init__(self, channels: int, width: int, levels: int, layers: _Layers) -> None:
         super().__init__()
+        self._pool = layers.pool
         widths = [width * 2**level for level in range(levels)]
         self.down = nn.ModuleList(
-            nn.Sequential(_convolution(before, after), _convolution(after, after))
+            nn.Sequential(_convolution(before, after, layers), _convolution(after, after, layers))
             for before, after in zip([channels, *widths], widths, strict=False)
         )
         # On the upward path every map above the deepest level has twice the channels of its level.
         below = [*(2 * w for w in widths[1:-1]), widths[-1]]
         self.rise = nn.ModuleList(
-            nn.ConvTranspose2d(before, after, 2, 2) for before, after in zip(below, widths, strict=False)
+            layers.rise(before, after, 2, 2) for before, after in zip(below, widths, strict=False)
         )
-        self.up = nn.ModuleList(_convolution(2 * own, 2 * own) for own in widths[:-1])
+        self.up = nn.ModuleList(_convolution(2 * own, 2 * own, layers) for own in widths[:-1])
 
     def forward(self, images: Tensor) -> Tensor:
         maps: list[Tensor] = []
         values = images
         for level, block in enumerate(self.down):
-            values = block(nn.functional.max_pool2d(values, 2) if level else values)
+            values = block(self._pool(values, 2) if level else values)
             maps.append(values)
         for level in reversed(range(len(self.up))):
             values = self.up[level](torch.cat([maps[level], self.rise[level](values)], dim=1))
         return values
 
 
-def _convolution(inputs: int, outputs: int) -> nn.Sequential:
+def _convolution(inputs: int, outputs: int, layers: _Layers) -> nn.Sequential:
     # No bias: instance normalisation would subtract it.
     return nn.Sequential(
-        nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.InstanceNorm2d(outputs), nn.ReLU(inplace=True)
+        layers.convolution(inputs, outputs, 3, padding=1, bias=False),
+        layers.normalisation(outputs),
+        nn.ReLU(inplace=True),
     )

@@ -1,4 +1,6 @@
-"""Networks of timm, torchvision and Hugging Face's transformers, each imported when one of its networks is used.
+"""Networks of timm, torchvision, Hugging Face's transformers, MONAI and segmentation-models-pytorch.
+
+Each library is imported when one of its networks is used.
 
 Nothing is downloaded: weights lie in a file, or in the cache of the hub where the library put them.
 """
@@ -16,9 +18,12 @@ from torch import Tensor, nn
 
 from fedshift.data.domain import NO_TOKEN
 from fedshift.errors import UserError, nearest
+from fedshift.models.own.segmentation_libraries import monai_network, smp_network
 from fedshift.models.pretrained import copy_weights, find_file, light_torchvision, must_be_downloaded, read_weights
 
-NAMES = ("timm", "torchvision", "hf")
+PRETRAINED = ("timm", "torchvision", "hf")
+"""Libraries whose networks can begin with weights that somebody trained."""
+NAMES = (*PRETRAINED, "monai", "smp")
 Pretrained = bool | str
 
 
@@ -32,7 +37,14 @@ def maker(library: str, name: str) -> Callable[..., nn.Module]:
     Raises:
         UserError: the library is not installed, or has no such network.
     """
-    return {"timm": _timm, "torchvision": _torchvision, "hf": _hugging_face}[library](name)
+    makers = {
+        "timm": _timm,
+        "torchvision": _torchvision,
+        "hf": _hugging_face,
+        "monai": monai_network,
+        "smp": smp_network,
+    }
+    return makers[library](name)
 
 
 class Scores(nn.Module):

@@ -42,7 +42,9 @@ class OwnNetwork(NetworkOptions):
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
-    name: str = Field(description="file.py:Class, package.module:Class, timm:NAME, torchvision:NAME or hf:NAME")
+    name: str = Field(
+        description="file.py:Class, package.module:Class, or timm:, torchvision:, hf:, monai: or smp: and a NAME"
+    )
     parts: Parts = Field(
         default_factory=Parts, description="its classifier and stages, where they are not found by themselves"
     )
@@ -72,7 +74,7 @@ class OwnNetwork(NetworkOptions):
 
     @property
     def starts_at_random(self) -> bool:
-        return self.name.partition(":")[0] in libraries.NAMES and not self.options.get("pretrained")
+        return self.name.partition(":")[0] in libraries.PRETRAINED and not self.options.get("pretrained")
 
     def build(self, input_shape: tuple[int, ...], classes: int) -> Network:
         with _seeded():

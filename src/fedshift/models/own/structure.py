@@ -190,10 +190,10 @@ def _replaced(module: nn.Module, path: str, new: nn.Module) -> nn.Module:
 
 
 def _check_scores(scores: object, classes: int, name: str) -> None:
-    wanted = f"it must return a tensor of scores ({SAMPLES}, {classes})"
+    wanted = f"it must return a tensor of scores ({SAMPLES}, {classes}), or of masks ({SAMPLES}, {classes}, …)"
     if not isinstance(scores, Tensor):
         raise UserError(f"model '{name}' returns {type(scores).__name__} for {SAMPLES} samples; {wanted}")
-    if tuple(scores.shape) != (SAMPLES, classes):
+    if tuple(scores.shape[:2]) != (SAMPLES, classes) or scores.dim() == 3:
         raise UserError(
             f"model '{name}' returns a tensor of shape {tuple(scores.shape)} for {SAMPLES} samples of {classes} "
             f"classes; {wanted}"
@@ -244,9 +244,10 @@ def _unfit(module: nn.Module, event: Event, trial: Trial) -> str:
     """Why a module cannot be the classifier; empty if it can."""
     if trial.calls[event.path] > 1:
         return "is called several times"
-    if event.read is None or event.read.dim() != 2:
+    sides = trial.scores.shape[2:]
+    if event.read is None or event.read.dim() != trial.scores.dim() or event.read.shape[2:] != sides:
         shape = "several values" if event.read is None else f"an array of shape {tuple(event.read.shape)}"
-        return f"reads {shape}, not vectors (n, d)"
+        return f"reads {shape}, not {'maps of the size of the masks' if sides else 'vectors (n, d)'}"
     if not _gives_the_scores(module, event, trial):
         return "does not give the scores"
     divided = copy.deepcopy(module)

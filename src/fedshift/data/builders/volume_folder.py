@@ -1,0 +1,293 @@
+"""Your own volumes: NIfTI files and DICOM series in folders of classes, or with a mask of each structure."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field, FiniteFloat, model_validator
+
+from fedshift.data.builders.image_folder import LeftOut, Width, folders, root_hint, site_folders
+from fedshift.data.builders.medical import Patient, is_medical
+from fedshift.data.builders.volume_files import Series, Volume, read_volume, series_of
+from fedshift.data.checks import agreed_classes, checked
+from fedshift.data.domain import DataSet, DataSource, Domain, Manifest, Preprocessing
+from fedshift.data.images import finite_range, limits, scaled
+from fedshift.data.locate import cache_dir
+from fedshift.encryption import read_private, write_private
+from fedshift.errors import UserError
+
+_LAYOUT = (
+    "root/<site>/<class>/<volume>; for segmentation root/<site>/images/<volume> and root/<site>/masks/<structure>/"
+    "<volume>; a volume is a NIfTI file or a folder of the DICOM files of a series"
+)
+_IMAGES, _MASKS = "images", "masks"
+_FORMAT = "1"
+"""Part of the name of a cache file: increase it whenever the voxels change."""
+Side = Annotated[int, Field(ge=4, le=1024)]
+Millimetres = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Voxels = npt.NDArray[np.uint8]
+
+
+class VolumeFolder(DataSource):
+    """One folder per site, with volumes of one size."""
+
+    name: Literal["volume_folder"] = "volume_folder"
+    root: Path = Field(description="the folder that holds one folder per site")
+    size: tuple[Side, Side, Side] = Field(
+        description="depth, height and width in voxels: the centre is kept, what is missing is black"
+    )
+    spacing: tuple[Millimetres, Millimetres, Millimetres] | None = Field(
+        None,
+        description="millimetres between voxels from feet to head, front to back and right to left; unset: as stored",
+    )
+    window: tuple[FiniteFloat, Width] | None = Field(
+        None,
+        description="centre and width of the values that become black to white, such as [40, 400]; unset: each "
+        "volume's own range",
+    )
+    patch: tuple[Side, Side, Side] | None = Field(
+        None,
+        description="size of the parts that a network reads: random to train, side by side to measure and predict; "
+        "unset: whole volumes",
+    )
+    patient: Patient = Field(
+        "id",
+        description="what volumes of one patient have in common in DICOM files: the patient's ID, or the study, series "
+        "or file, where an export gave one ID to all",
+    )
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Self:
+        if self.patch is not None and any(part > side for part, side in zip(self.patch, self.size, strict=True)):
+            raise ValueError(f"patch: parts of {self.patch} do not fit into volumes of {self.size}")
+        return self
+
+    @classmethod
+    def manifest(cls) -> Manifest:
+        return Manifest(
+            title="Your own folders of volumes",
+            source="yours",
+            licence="yours",
+            how_to_get="collect volumes as described by the layout and give data.root and data.size",
+            layout=_LAYOUT,
+            notes="Axes: from feet to head, front to back, the patient's right to left. Read once into the cache "
+            "folder (FEDSHIFT_CACHE), which is encrypted if a key is set; values scaled to [-1, 1].",
+        )
+
+    def build(self) -> DataSet:
+        """Domains of uint8 volumes (n, 1, depth, height, width), with masks if there are any.
+
+        Raises:
+            UserError: a folder or a volume is missing or cannot be used; names it.
+        """
+        left_out, sites = LeftOut(), site_folders(self.root, _LAYOUT)
+        left_out.misplaced(self.root)
+        masked = {site.name: (site / _IMAGES).is_dir() and (site / _MASKS).is_dir() for site in sites}
+        if len(set(masked.values())) > 1:
+            plain, other = (next(site for site in masked if masked[site] is kind) for kind in (False, True))
+            raise UserError(f"site '{other}' has masks, site '{plain}' has none: expected {_LAYOUT}")
+        segments = all(masked.values())
+        found = {
+            site.name: self._with_masks(site, left_out) if segments else self._of_classes(site, left_out)
+            for site in sites
+        }
+        what = "folders of masks" if segments else "class folders"
+        classes = agreed_classes({site: names for site, (names, _) in found.items()}, what=what, allow_missing=False)
+        groups = _groups({site: items for site, (_, items) in found.items()})
+        domains = {
+            site: replace(self._domain(site, items, classes, segments), groups=groups.get(site))
+            for site, (_, items) in found.items()
+        }
+        preprocessing = Preprocessing(kind="features", mean=(0.5,), std=(0.5,), window=self.window, patch=self.patch)
+        warned = tuple(left_out.warnings(self.root))
+        return checked(DataSet(self.name, domains, classes, preprocessing, self.manifest(), warned))
+
+    def _of_classes(self, site: Path, left_out: LeftOut) -> tuple[list[str], list[_Item]]:
+        """The classes of a site, and its volumes."""
+        left_out.misplaced(site)
+        items = [
+            _Item(series, label.name)
+            for label in folders(site)
+            for one in _volumes_in(label, left_out, self.patient).values()
+            for series in one
+        ]
+        if not items:
+            hint = root_hint(self.root, lambda place: any(_holds_volumes(folder) for folder in folders(place)))
+            raise UserError(f"site '{site.name}' is empty: no volumes in {site}/<class>; {hint}expected {_LAYOUT}")
+        return sorted({item.label for item in items}), items
+
+    def _with_masks(self, site: Path, left_out: LeftOut) -> tuple[list[str], list[_Item]]:
+        """The structures of a site, and its volumes with a mask of each.
+
+        Raises:
+            UserError: a volume lacks a mask, or a mask its volume.
+        """
+        volumes = _volumes_in(site / _IMAGES, left_out, self.patient)
+        structures = {folder.name: _volumes_in(folder, left_out, self.patient) for folder in folders(site / _MASKS)}
+        if not volumes or not structures:
+            raise UserError(f"site '{site.name}' is empty: expected {_LAYOUT}")
+        items = []
+        for name, series in volumes.items():
+            masks = []
+            for structure, held in structures.items():
+                if name not in held:
+                    raise UserError(
+                        f"volume {site / _IMAGES / name} has no mask: expected {site / _MASKS / structure / name}"
+                    )
+                masks.append((structure, _only(held[name])))
+            items.append(_Item(_only(series), "", tuple(masks)))
+        lone = next(((kind, name) for kind, held in structures.items() for name in held if name not in volumes), None)
+        if lone is not None:
+            raise UserError(
+                f"mask {site / _MASKS / lone[0] / lone[1]} has no volume of that name: add it or remove the mask"
+            )
+        return list(structures), items
+
+    def _domain(self, site: str, items: Sequence[_Item], classes: tuple[str, ...], segments: bool) -> Domain:
+        if segments:
+            lacking = next((name for name in classes if name not in {kind for kind, _ in items[0].masks}), None)
+            if lacking is not None:
+                raise UserError(
+                    f"site '{site}' has no masks of '{lacking}': expected {self.root / site / _MASKS / lacking}"
+                )
+        wanted = classes if segments else ()
+        voxels = self._cached(site, items, wanted)
+        labels = [0 if segments else classes.index(item.label) for item in items]
+        return Domain(
+            site,
+            voxels[:, :1],
+            np.array(labels, dtype=np.int64),
+            masks=np.ascontiguousarray(voxels[:, 1:]) if segments else None,
+        )
+
+    def _cached(self, site: str, items: Sequence[_Item], structures: Sequence[str]) -> Voxels:
+        """The volumes of a site and their masks, (n, 1 + structures, …), read now or found in the cache."""
+        digest = hashlib.sha256(f"{_FORMAT} {self.size} {self.spacing} {self.window} {structures}\n".encode())
+        for item in items:
+            for path in item.files:
+                known = path.stat()
+                digest.update(f"{path}\t{known.st_size} {known.st_mtime_ns}\n".encode(errors="surrogatepass"))
+        target = cache_dir() / f"volumes-{digest.hexdigest()[:24]}"
+        shape = (len(items), 1 + len(structures), *self.size)
+        if target.exists():
+            try:
+                return np.frombuffer(read_private(target), dtype=np.uint8).reshape(shape)
+            except (UserError, OSError, ValueError):
+                warnings.warn(
+                    f"{target} was damaged, or written with another key: its volumes are read again", stacklevel=2
+                )
+        voxels = np.stack([self._voxels(item, structures) for item in items])
+        write_private(target, voxels.tobytes())
+        return voxels
+
+    def _voxels(self, item: _Item, structures: Sequence[str]) -> Voxels:
+        """A volume and its masks, (1 + structures, …)."""
+        volume = read_volume(item.series)
+        low, high = finite_range(volume.values) if self.window is None else limits(self.window)
+        channels = [self._fitted(volume, scaled(volume.values, low, high), mask=False)]
+        masks = dict(item.masks)
+        for structure in structures:
+            mask = read_volume(masks[structure])
+            if mask.values.shape != volume.values.shape or not np.allclose(mask.affine, volume.affine, atol=1e-2):
+                raise UserError(
+                    f"mask {masks[structure].name} has another size or place than its volume {item.series.name}"
+                )
+            channels.append(self._fitted(mask, (np.nan_to_num(mask.values) != 0).astype(np.uint8), mask=True))
+        return np.stack(channels)
+
+    def _fitted(self, volume: Volume, voxels: Voxels, *, mask: bool) -> Voxels:
+        """Voxels at the wanted spacing, of which the centre is kept."""
+        if self.spacing is not None and not np.allclose(volume.spacing, self.spacing, rtol=1e-3):
+            voxels = _resampled(
+                voxels, [had / wanted for had, wanted in zip(volume.spacing, self.spacing, strict=True)], mask
+            )
+        return centred(voxels, self.size)
+
+
+@dataclass(frozen=True)
+class _Item:
+    """A volume of a site with its class, or with its masks by structure."""
+
+    series: Series
+    label: str
+    masks: tuple[tuple[str, Series], ...] = ()
+
+    @property
+    def files(self) -> list[Path]:
+        return [path for series in (self.series, *(mask for _, mask in self.masks)) for path in series.files]
+
+
+def _groups(items: Mapping[str, Sequence[_Item]]) -> dict[str, npt.NDArray[np.int64]]:
+    """Site → a number for the patient of each volume; empty if no two volumes are of one patient."""
+    numbers: dict[tuple[str, str], int] = {}
+    found = {
+        site: [numbers.setdefault((site, item.series.patient), len(numbers)) for item in some]
+        for site, some in items.items()
+    }
+    if len(numbers) == sum(map(len, found.values())):
+        return {}
+    return {site: np.array(some, dtype=np.int64) for site, some in found.items()}
+
+
+def _holds_volumes(folder: Path) -> bool:
+    return any(is_medical(path) for path in folder.rglob("*") if path.is_file())
+
+
+def _volumes_in(folder: Path, left_out: LeftOut, patient: Patient) -> dict[str, list[Series]]:
+    """The series in a folder by the name of their file or folder, sorted. DICOM files beside folders are one entry."""
+    found: dict[str, list[Path]] = {}
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and not path.name.startswith((".", "__")):
+            found[path.name] = sorted(file for file in path.rglob("*") if file.is_file() and is_medical(file))
+        elif path.is_file() and is_medical(path):
+            nifti = path.name.lower().endswith((".nii", ".nii.gz"))
+            name = path.name.removesuffix(".gz").removesuffix(".nii") if nifti else "."
+            found.setdefault(name, []).append(path)
+        else:
+            left_out.other(path)
+    series = {name: series_of(str(folder / name), files, patient) for name, files in found.items()}
+    return {name: some for name, some in series.items() if some}
+
+
+def _only(series: Sequence[Series]) -> Series:
+    if len(series) > 1:
+        raise UserError(f"{series[0].name}: a folder with {len(series)} series: a volume with masks is one series")
+    return series[0]
+
+
+def _resampled(voxels: Voxels, factors: Sequence[float], mask: bool) -> Voxels:
+    """Voxels as many as the factors say along each axis; of masks the nearest."""
+    import torch
+
+    size = [max(1, round(side * factor)) for side, factor in zip(voxels.shape, factors, strict=True)]
+    values = torch.from_numpy(voxels)[None, None].float()
+    ways = {"mode": "nearest-exact"} if mask else {"mode": "trilinear", "align_corners": False}
+    found = torch.nn.functional.interpolate(values, size=size, **ways)
+    rounded: Voxels = found[0, 0].round().clamp(0, 255).to(torch.uint8).numpy()
+    return rounded
+
+
+def centred(voxels: Voxels, size: Sequence[int]) -> Voxels:
+    """The centre of a volume, with zeros around it where it is smaller.
+
+    Example:
+        >>> centred(np.arange(1, 6, dtype=np.uint8).reshape(1, 1, 5), (1, 1, 3)).ravel().tolist()
+        [2, 3, 4]
+        >>> centred(np.ones((1, 1, 2), dtype=np.uint8), (1, 1, 4)).ravel().tolist()
+        [0, 1, 1, 0]
+    """
+    out = np.zeros(tuple(size), dtype=voxels.dtype)
+    here, there = [], []
+    for had, wanted in zip(voxels.shape, size, strict=True):
+        kept = min(had, wanted)
+        here.append(slice((had - kept) // 2, (had - kept) // 2 + kept))
+        there.append(slice((wanted - kept) // 2, (wanted - kept) // 2 + kept))
+    out[tuple(there)] = voxels[tuple(here)]
+    return out
