@@ -25,7 +25,7 @@ from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.files import write_bytes
 from fedshift.report.differences import p_value
 from fedshift.report.folding import Folded
-from fedshift.report.table import MISSING
+from fedshift.report.measures import MISSING
 from paper_tables import distances, placements
 from paper_tables.catalogue import Catalogue, Entry, Source, read
 from paper_tables.comparison import Compared, Gain, Number, Runs, compared

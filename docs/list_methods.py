@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 INDEX = ROOT / "src" / "fedshift" / "methods" / "index.json"
 _MARK = "<!-- methods {} -->\n"
 _END = "<!-- end -->"
+_MOST_NAMED = 9
 
 
 def classes() -> list[type[Method]]:
@@ -83,8 +84,20 @@ def index() -> str:
     return json.dumps({"rules": list(RULES), "methods": methods}, indent=1, ensure_ascii=False) + "\n"
 
 
+def families() -> str:
+    """The table of the README: what methods are for, and what may leave a site at most."""
+    rows = []
+    for group, title in GROUPS.items():
+        kinds = [kind for kind in classes() if kind.traits.group == group]
+        names = ", ".join(f"`{kind.name}`" for kind in kinds[:_MOST_NAMED])
+        more = f" and {len(kinds) - _MOST_NAMED} more" if len(kinds) > _MOST_NAMED else ""
+        purpose, _, meaning = title.partition(": ")
+        rows.append(f"| {purpose} | {meaning} | {names}{more} |\n")
+    return "| family | | methods |\n|---|---|---|\n" + "".join(rows)
+
+
 def by_group() -> str:
-    """The table of the README: methods by what they are for, what leaves a site, and what the server reads."""
+    """The table of docs/methods.md: methods by what they are for, what leaves a site, and what the server reads."""
     entries = {kind.name: entry_of(kind) for kind in classes()}
     titles = {group: title.partition(":")[0] for group, title in GROUPS.items()}
     rows = [((titles[entry.group], entry.sends, _reads(entry)), name) for name, entry in entries.items()]
@@ -128,7 +141,8 @@ def _table(head: Iterable[str], rows: Iterable[tuple[tuple[str, ...], str]]) -> 
 
 
 TABLES: Mapping[str, tuple[tuple[str, Callable[[], str]], ...]] = {
-    "README.md": (("groups", by_group),),
+    "README.md": (("families", families),),
+    "docs/methods.md": (("groups", by_group),),
     "docs/robust_aggregation.md": (("screened", screened),),
 }
 """The pages with tables: the name of the mark and what stands below it."""

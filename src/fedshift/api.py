@@ -99,7 +99,7 @@ class Results:
 
         ``metric`` is what they report, such as auroc; by default the experiment's headline.
         """
-        return [row.plain() for row in table_of(self.collected, select, metric).rows]
+        return table_of(self.collected, select, metric).plain_rows()
 
     def markdown(self, select: Selection = "last", metric: str = "") -> str:
         """The table in Markdown."""

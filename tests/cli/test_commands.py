@@ -80,7 +80,9 @@ def test_table_as_json(cli: Cli, finished: tuple[Path, dict[str, Any]], select: 
         for row in rows:
             measured_so = select == "last" and row["target"] != "average"
             more = ["interval", "majority"] if measured_so else []
-            assert list(row) == ["method", "target", "select", "n", "mean", "standard_error", "seeds", *more]
+            numbers = ["mean", "standard_error", "seeds", *more]
+            assert list(row) == ["method", "target", "select", "n", *numbers, "used"]
+            assert row["used"] == (["pooled"] if row["method"] == "deepall" else [])
             assert (row["select"], row["n"], len(row["seeds"])) == (select, 2, 2)
             assert row["mean"] == pytest.approx(fmean(row["seeds"]))
             assert row["standard_error"] == pytest.approx(stdev(row["seeds"]) / 2**0.5)

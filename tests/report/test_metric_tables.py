@@ -78,8 +78,7 @@ def test_the_worst_site_and_the_gap(measured: Path) -> None:
     cells = {(method, name): cell for method, line in worst.cells.items() for name, cell in line.items() if cell}
     assert cells["fedavg", "worst site"].row.seeds == [80.0, 82.0]
     assert cells["fedavg", "gap between sites"].row.seeds == [10.0, 10.0]
-    assert cells["csac", "worst site"].best
-    assert cells["fedavg", "gap between sites"].best
+    assert not any(cell.best for cell in cells.values())  # no test says what differs there
     assert "csac north, fedavg north" in markdown(worst)
 
 

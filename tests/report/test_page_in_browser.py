@@ -51,6 +51,12 @@ LOW_CONTRAST = """() => {
 }"""
 
 
+OPEN_ALL = "() => { for (const part of document.querySelectorAll('details')) part.open = true; }"
+SMALL_TARGETS = """() => [...document.querySelectorAll("nav a, summary, button, .files a")]
+  .filter((one) => one.checkVisibility() && Math.min(one.getBoundingClientRect().height, 24) < 24)
+  .map((one) => one.textContent)"""
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     playwright = pytest.importorskip("playwright.sync_api")
@@ -114,6 +120,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 def test_every_text_has_contrast(opened: Callable[..., Any]) -> None:
     page = opened()
+    page.evaluate(OPEN_ALL)
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)
         found = page.evaluate(LOW_CONTRAST)
@@ -149,6 +156,21 @@ def test_phone_shows_what_matters_first(opened: Callable[..., Any]) -> None:
     for cell in column:
         box = cell.bounding_box()
         assert box["x"] + box["width"] <= PHONE["width"]
+
+
+def test_a_phones_page_is_short_and_its_targets_are_not(opened: Callable[..., Any]) -> None:
+    """24 px: WCAG 2.2, success criterion 2.5.8."""
+    page = opened(viewport=PHONE)
+    assert page.evaluate("document.documentElement.scrollHeight") < 6000
+    page.evaluate(OPEN_ALL)
+    assert page.evaluate(SMALL_TARGETS) == []
+
+
+def test_a_part_opens_where_its_link_is_pressed(opened: Callable[..., Any]) -> None:
+    page = opened()
+    assert not page.locator("#rows table").first.is_visible()
+    page.locator("nav a[href='#rows']").click()
+    until(lambda: page.locator("#rows table").first.is_visible())
 
 
 def test_what_scrolls_says_so(opened: Callable[..., Any]) -> None:

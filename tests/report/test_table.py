@@ -23,7 +23,7 @@ GOLDEN = """\
 | method | M15 | M5 | average |
 | --- | ---: | ---: | ---: |
 | fedavg | 81.00 ± 1.00 | 72.00 ± 2.00 | 76.50 ± 1.50 |
-| csac | **85.00** ± 1.00 | **75.00** | **79.50** |
+| csac | 85.00 ± 1.00 | 75.00 | 79.50 |
 
 Selection: last round.
 
@@ -62,7 +62,8 @@ def test_json_has_exactly_the_agreed_shape(experiment: Path) -> None:
 
 def test_latex(experiment: Path) -> None:
     text = latex(table_of(collect(experiment)))
-    assert r"csac & \textbf{85.00} $\pm$ 1.00 & \textbf{75.00} & \textbf{79.50} \\" in text
+    assert r"csac & 79.50 & 85.00 $\pm$ 1.00 & 75.00 \\" in text
+    assert r"\label{tab:accuracy}" in text
     assert text.index(r"\toprule") < text.index(r"\midrule") < text.index(r"\bottomrule")
     assert "±" not in text
 
@@ -84,10 +85,10 @@ def test_missing_cell_and_an_average_that_cannot_be_compared(experiment: Path) -
     assert found.cells["csac"]["M5"] is None
     lines = markdown(found).splitlines()
     assert lines[2] == "| fedavg | 81.00 ± 1.00 | 72.00 ± 2.00 | 76.50 ± 1.50 |"
-    assert lines[3] == r"| csac | **85.00** ± 1.00 | – | 85.00\* ± 1.00 |"
+    assert lines[3] == r"| csac | 85.00 ± 1.00 | – | 85.00\* ± 1.00 |"
     assert r"\* average over fewer than the table's 2 targets: not comparable." in markdown(found)
     assert "85.00*" in latex(found)
-    assert " & -- & " in latex(found)
+    assert r" & -- \\" in latex(found)
     assert "–" in printed(experiment, 100)
 
 
@@ -101,11 +102,33 @@ def test_runs_with_other_work_are_named(write_part: Write) -> None:
     assert note in markdown(table_of(collect(experiment)))
 
 
-def test_equal_figures_are_equally_good_and_a_lone_one_beats_nobody(write_part: Write) -> None:
-    write_part("a", "t", 0, 50.001)
-    experiment = write_part("b", "t", 0, 50.004).parents[2]
-    assert markdown(table_of(collect(experiment))).count("**50.00**") == 4
-    assert "**" not in markdown(table_of(collect(experiment / "a")))
+def test_bold_is_what_is_not_shown_to_be_worse_where_others_are(write_part: Write) -> None:
+    """By hand: c is 30 below at every seed; a and b differ by chance."""
+    for seed, noise in enumerate((0.0, 0.3, -0.3, 0.1)):
+        for place in ("s", "t"):
+            write_part("a", place, seed, 80.0 + noise)
+            write_part("b", place, seed, 80.1 - noise)
+            experiment = write_part("c", place, seed, 50.0).parents[2]
+    found = table_of(collect(experiment))
+    for column in ("s", "t", "average"):
+        assert [name for name in found.methods if (cell := found.cells[name][column]) and cell.best] == ["a", "b"]
+    assert "**" not in markdown(table_of(collect(experiment / "c")))
+
+
+def test_nothing_is_bold_after_one_seed(write_part: Write) -> None:
+    write_part("a", "t", 0, 80.0)
+    experiment = write_part("b", "t", 0, 50.0).parents[2]
+    assert "**" not in markdown(table_of(collect(experiment)))
+
+
+def test_names_have_what_not_all_rows_used(write_part: Write) -> None:
+    write_part("deepall", "t", 0, 50.0)
+    experiment = write_part("fedavg", "t", 0, 50.0).parents[2]
+    found = table_of(collect(experiment))
+    assert "| deepall (pooled) |" in markdown(found)
+    assert r"deepall (pooled) &" in latex(found)
+    assert "deepall (pooled)" in printed(experiment, 100)
+    assert {row["method"]: row["used"] for row in json.loads(as_json(found))} == {"deepall": ["pooled"], "fedavg": []}
 
 
 def test_one_seed_says_so(write_part: Write) -> None:

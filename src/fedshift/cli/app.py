@@ -187,6 +187,7 @@ def table(
             help=f"As the task has them: {', '.join(ENTRIES)}. [the experiment's headline]",
         ),
     ] = "",
+    only: Annotated[int, typer.Option("--only", help="One of the tables, from 1.", show_default="all")] = 0,
 ) -> None:
     """Print the table of an experiment's finished runs.
 
@@ -194,7 +195,7 @@ def table(
     """
     from fedshift.cli.table import print_table
 
-    print_table(folder, format, select, metric)
+    print_table(folder, format, select, metric, only)
 
 
 @app.command(rich_help_panel=READ)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import fmean
@@ -191,9 +192,15 @@ def settings_note(results: Iterable[RunResult], methods: Sequence[str]) -> Itera
         if result.setting not in ("", "paper"):
             named.setdefault(result.method, {})[result.setting] = None
     if named:
-        rows = (f"{method}: {' / '.join(named[method])}" for method in methods if method in named)
+        rows = (f"{method}: {_brief(' / '.join(named[method]))}" for method in methods if method in named)
         rest = ", the paper's where nothing is said" if all(result.setting for result in results) else " on record"
         yield f"Settings{rest}: {'; '.join(rows)}."
+
+
+def _brief(setting: str) -> str:
+    """A setting without the parts of its options that are off: of ``{"shear": 0.5, "flip": 0.0}`` the first."""
+    without = re.sub(r'"\w+": (?:null|false|0|0\.0)(?:, |(?=\}))', "", setting)
+    return without.replace(", }", "}")
 
 
 def work_note(results: Sequence[RunResult], methods: Sequence[str]) -> Iterator[str]:

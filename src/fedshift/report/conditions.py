@@ -23,6 +23,12 @@ USES: Mapping[Use, str] = {
     "target": "the target's unlabelled samples",
 }
 """What a row may use beyond the sources' samples as they are, in words."""
+_BADGES: Mapping[Role | Use, str] = {
+    "pooled": "pooled",
+    "oracle": "oracle",
+    "augmented": "augmented",
+    "target": "reads target",
+}
 _VECTORS = ("mlp", "linear")
 _ONE_CHANNEL = ("rotated_digits", "rotated_mnist", "rotated_mnist_ghifary")
 
@@ -39,6 +45,7 @@ class Conditions:
         exchanges: mean number of rounds.
         sent: mean bytes in a run, of all sites, both ways.
         steps: of the optimiser of a pooled row, mean over its runs; None for others and where a record does not say it.
+        private: whether all runs spent a budget of differential privacy.
     """
 
     role: Role
@@ -48,6 +55,7 @@ class Conditions:
     exchanges: float
     sent: float
     steps: float | None = None
+    private: bool = False
 
     def unlike(self, other: Conditions) -> tuple[str, ...]:
         """What ``other`` did without that this row used, and the reverse; empty: of one role they are alike."""
@@ -62,6 +70,12 @@ class Conditions:
         """What it used, in words."""
         pooled = ("pooled samples",) if self.role == "pooled" else ()
         return (*pooled, *(words for use, words in USES.items() if use in self.uses))
+
+    @property
+    def badges(self) -> tuple[str, ...]:
+        """What to know of it beside its name, in a word each."""
+        has = {self.role, *self.uses}
+        return (*(word for what, word in _BADGES.items() if what in has), *(("private",) if self.private else ()))
 
 
 def conditions(results: Sequence[RunResult]) -> dict[str, Conditions]:
@@ -89,9 +103,17 @@ def conditions(results: Sequence[RunResult]) -> dict[str, Conditions]:
             exchanges=fmean(run.rounds for run in runs),
             sent=fmean(sum(run.bytes_up.values()) + sum(run.bytes_down.values()) for run in runs),
             steps=steps_of(runs),
+            private=all(run.privacy for run in runs),
         )
         for method, runs in by_method.items()
     }
+
+
+def badges_of(results: Sequence[RunResult]) -> dict[str, tuple[str, ...]]:
+    """Method → the badges of its row, without those that all rows have: "pooled", "augmented", "reads target", …"""
+    rows = {method: row.badges for method, row in conditions(results).items()}
+    common = set.intersection(*map(set, rows.values())) if len(rows) > 1 else set()
+    return {method: tuple(badge for badge in badges if badge not in common) for method, badges in rows.items()}
 
 
 def _uses(result: RunResult) -> frozenset[Use]:

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from fedshift.evaluation.records import RunResult, Selection
 from fedshift.evaluation.significance import Comparison, TTest, compare, holm
 from fedshift.evaluation.summary import Value
-from fedshift.report.measures import Measure
-from fedshift.report.table import MISSING
+from fedshift.report.measures import MISSING, Measure
 from fedshift.text import in_unit, printable
 
 LEVEL = 0.05

@@ -11,6 +11,9 @@ from fedshift.evaluation.metric_entries import ENTRIES, TASK_METRICS, Metric, Me
 from fedshift.evaluation.records import RunResult, Selection, SiteMetric
 from fedshift.evaluation.summary import Value
 
+MISSING = "–"
+"""What stands where nothing was measured."""
+
 
 @dataclass(frozen=True)
 class Measure:

@@ -18,11 +18,13 @@ from fedshift.report.sections.metrics import classes_section, metrics_section
 from fedshift.report.sections.over_rounds import curves_section, weights_section
 from fedshift.report.sections.predictions import features_section, predictions_section
 from fedshift.report.sections.results import (
+    below_section,
     differences_section,
     gains_grid,
     grids,
     other_section,
     result_section,
+    rows_section,
     verdict_section,
 )
 from fedshift.report.sections.samples import ShownSamples
@@ -100,6 +102,8 @@ def _sections(
     if gains is not None:
         yield section("gains", "What each site gains", gains)
     further = [
+        below_section(table, roles),
+        rows_section(collected, roles),
         metrics_section(results, table.methods),
         predictions_section(runs, found.method, samples),
         None if samples is None else features_section(runs, table.methods, samples),

@@ -123,7 +123,8 @@ def site_weights(curves: Mapping[str, Mapping[str, Curve]]) -> Figure:
 def accuracy_per_target(table: Table, names: Mapping[str, str] | None = None) -> Figure:
     """Mean and standard error of every method at every target and on average.
 
-    Points and not bars: the differences between methods are small compared to the accuracies.
+    Points and not bars: the differences between methods are small compared to the accuracies. What pools samples is a
+    dash, the most frequent class a grey line. A thin line behind a point is the interval over the target's samples.
 
     Args:
         table: the numbers.
@@ -141,11 +142,19 @@ def accuracy_per_target(table: Table, names: Mapping[str, str] | None = None) ->
         if not present:
             continue
         color, _, marker = style_of(index)
+        pooled = {"pooled", "oracle"} & set(table.badges.get(method, ()))
         x = [column + (index - (count - 1) / 2) * step for column, _ in present]
         errors = [row.standard_error or 0.0 for _, row in present]
-        name = (names or {}).get(method, method)
+        drawn: dict[str, Any] = (
+            {"fmt": "_", "markersize": 13, "markeredgewidth": 2.5} if pooled else {"fmt": marker, "markersize": 6}
+        )
+        name = (names or {}).get(method, table.label(method))
         means = [row.mean for _, row in present]
-        axes.errorbar(x, means, errors, color=color, fmt=marker, markersize=6, capsize=2.5, linewidth=1.4, label=name)
+        for place, row in zip(x, (row for _, row in present), strict=True):
+            if row.interval:
+                axes.vlines(place, *row.interval, color=color, linewidth=0.8, alpha=0.45)
+        axes.errorbar(x, means, errors, color=color, capsize=2.5, linewidth=1.4, label=name, **drawn)
+    _draw_majority(axes, table, shown)
     axes.axvline(0.5, color=GRID, linewidth=1)
     crowded = max(map(len, shown)) * len(columns) > 100
     axes.set_xticks(
@@ -160,6 +169,16 @@ def accuracy_per_target(table: Table, names: Mapping[str, str] | None = None) ->
     axes.set_ylabel(table.measure.axis)
     _legend(figure, axes)
     return figure
+
+
+def _draw_majority(axes: Axes, table: Table, shown: Sequence[str]) -> None:
+    """A grey line at each target for what always naming its most frequent class would reach."""
+    label = "most frequent class"
+    for column, name in enumerate(shown):
+        shares = [cell.row.majority for line in table.cells.values() if (cell := line[name])]
+        share = next((one for one in shares if one is not None), None)
+        if share is not None and table.measure.metric == "accuracy":
+            axes.hlines(share, column - 0.45, column + 0.45, color=INK, linewidth=1, linestyle=":", label=label)
 
 
 def reliability(curves: Mapping[str, Sequence[tuple[float, float, int]]]) -> Figure:
@@ -341,10 +360,15 @@ def style_of(index: int) -> tuple[str, str, str]:
     return SERIES[index % len(SERIES)], _LINES[again % len(_LINES)], _MARKERS[again % len(_MARKERS)]
 
 
+_LETTERS_AN_INCH, _LETTERS_OF_A_HANDLE = 14, 8
+"""How wide a legend's entries are."""
+
+
 def _legend(figure: Figure, *panels: Axes) -> None:
     """Draw one legend for all panels, each name once."""
     every = [zip(*reversed(axes.get_legend_handles_labels()), strict=True) for axes in panels]
     handles = dict(pair for pairs in every for pair in pairs)
     if handles:
-        where: dict[str, Any] = {"loc": "outside upper left", "ncols": min(len(handles), 6)}
+        across = int(_LETTERS_AN_INCH * figure.get_figwidth() / (max(map(len, handles)) + _LETTERS_OF_A_HANDLE))
+        where: dict[str, Any] = {"loc": "outside upper left", "ncols": max(1, min(len(handles), 6, across))}
         figure.legend(handles.values(), handles.keys(), frameon=False, labelcolor=INK, **where)

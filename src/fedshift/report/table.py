@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from statistics import fmean, stdev
+from typing import Any
 
 from fedshift.errors import UserError
 from fedshift.evaluation.cautions import BASELINES, baselines, privacy_note, settings_note, warnings_of, work_note
@@ -16,14 +17,14 @@ from fedshift.evaluation.summary import AVERAGE, Row, row_of, rows, with_samples
 from fedshift.report import pairs
 from fedshift.report.by_site import at_common_tests, measures_each
 from fedshift.report.collect import Collected
-from fedshift.report.conditions import used_note
+from fedshift.report.conditions import badges_of, used_note
+from fedshift.report.differences import LEVEL, Difference, differences
 from fedshift.report.estimates import notes_on
 from fedshift.report.like_for_like import comparable, unlike_seeds
 from fedshift.report.measures import ACCURACY, DISTANCES, MEASURES, METRICS, Measure, measure_of
 from fedshift.report.unlike_training import trained_note
 from fedshift.text import in_unit, listed
 
-MISSING = "–"
 WORST, GAP, SPREAD = "worst site", "gap between sites", "spread over sites"
 _MOST_EXCEPTIONS = 6
 
@@ -34,7 +35,7 @@ class Cell:
 
     Attributes:
         row: the numbers.
-        best: whether its mean, as printed, is the best of its column.
+        best: whether its mean is the best of its column or not shown to be worse, while another one there is.
         partial: whether it is an average over fewer targets than the table has.
         unit: as in `Measure`.
     """
@@ -86,6 +87,7 @@ class Table:
         rows: the numbers as a list.
         notes: the sentences below the table.
         more: further tables that are shown below it, each with a title.
+        badges: method → what its row used that not all rows did, such as "pooled".
     """
 
     select: Selection
@@ -96,6 +98,18 @@ class Table:
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
     more: tuple[Table, ...] = ()
+    badges: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def label(self, method: str) -> str:
+        """The name of a line with its badges: "recipe (augmented)"."""
+        badges = self.badges.get(method, ())
+        return f"{method} ({', '.join(badges)})" if badges else method
+
+    def plain_rows(self) -> list[dict[str, Any]]:
+        """The rows for a file; ``used`` has a row's badges, where any row has one."""
+        if not any(self.badges.values()):
+            return [row.plain() for row in self.rows]
+        return [{**row.plain(), "used": list(self.badges.get(row.method, ()))} for row in self.rows]
 
 
 def table(
@@ -107,7 +121,7 @@ def table(
     progress: str | None = None,
     measure: Measure | None = None,
 ) -> Table:
-    """Arrange ``results`` as methods × targets and mark the best of each column.
+    """Arrange ``results`` as methods × targets, and mark in each column the best where others are shown to be worse.
 
     Args:
         results: finished runs.
@@ -138,7 +152,8 @@ def table(
     partial = {
         method for method in names if any((method, target) not in by_place for target in columns[:-1])
     }  # averages over different targets cannot be compared, so these are never the best
-    best = _best(found, partial, min if measure.less_is_better else max, measure.unit)
+    pairs_of = [(first, second) for index, first in enumerate(names) for second in names[:index]]
+    best = _best(found, partial, differences(results, pairs_of, select, measure.value), measure.less_is_better)
     cells: dict[str, dict[str, Cell | None]] = {method: {} for method in names}
     for method in names:
         for column in columns:
@@ -185,6 +200,7 @@ def table_of(collected: Collected, select: Selection = "last", metric: str = "")
     whole = arrange(results, methods=order.methods, progress=collected.progress, measure=measure)
     said = (note(results, order.methods) for note in (used_note, trained_note, settings_note, privacy_note, work_note))
     whole = replace(whole, notes=(*whole.notes, *chain.from_iterable(said)))
+    whole = replace(whole, badges=badges_of(results))
     both = whole.measure in pairs.HARMONIC_MEANS.values()
     whole = replace(whole, notes=(*whole.notes, *notes_on(collected)))
     more = []
@@ -196,7 +212,7 @@ def table_of(collected: Collected, select: Selection = "last", metric: str = "")
         whole = replace(whole, notes=(*whole.notes, *_site_notes(results, whole.measure)))
         more += [] if both else [*_intervals(whole), *_worst(whole, results)]
     more += _common_tests(collected, whole, arrange)
-    whole = replace(whole, more=tuple(more))
+    whole = replace(whole, more=tuple(replace(below, badges=whole.badges) for below in more))
     if any(map(measures_each, results)):
         sites = set(whole.columns)
         rest = tuple(row for one in more for row in one.rows if row.target not in sites)
@@ -283,16 +299,10 @@ def _worst(whole: Table, results: Sequence[RunResult]) -> Iterator[Table]:
             found.append(row_of(method, SPREAD, whole.select, [stdev(one.values()) for one in complete]))
     columns = (WORST, GAP, SPREAD) if any(map(measures_each, results)) else (WORST, GAP)
     if found:
-        top = _best([row for row in found if row.target == WORST], set(), best, measure.unit)
-        top |= _best([row for row in found if row.target == GAP], set(), min, measure.unit)
         by_place = {(row.method, row.target): row for row in found}
         cells: dict[str, dict[str, Cell | None]] = {
             method: {
-                column: (
-                    Cell(row, (method, column) in top, False, measure.unit)
-                    if (row := by_place.get((method, column)))
-                    else None
-                )
+                column: (Cell(row, False, False, measure.unit) if (row := by_place.get((method, column))) else None)
                 for column in columns
             }
             for method in whole.methods
@@ -312,19 +322,32 @@ def _shown(number: float, unit: str) -> str:
 
 
 def _best(
-    found: Sequence[Row], partial: set[str], choose: Callable[[Iterable[float]], float], unit: str
+    found: Sequence[Row], partial: set[str], tested: Sequence[Difference], less_is_better: bool
 ) -> set[tuple[str, str]]:
-    """(method, column) of the best mean of each column, as printed. Equal means are all best; a single entry is not."""
-    columns: dict[str, list[Row]] = {}
+    """(method, column) of what is best in each column, or not shown to be worse; none where no other is shown to be."""
+    by_name = {one.name: one for one in tested}
+    columns: dict[str, dict[str, float]] = {}
     for row in found:
         if row.target != AVERAGE or row.method not in partial:
-            columns.setdefault(row.target, []).append(row)
+            columns.setdefault(row.target, {})[row.method] = -row.mean if less_is_better else row.mean
     best = set()
-    for column, entries in columns.items():
-        if len(entries) > 1:
-            top = choose(float(_shown(row.mean, unit)) for row in entries)
-            best |= {(row.method, column) for row in entries if float(_shown(row.mean, unit)) == top}
+    for column, means in columns.items():
+        top = max(means, key=means.__getitem__)
+        worse = {name for name in means if means[name] < means[top] and _shown_to_differ(by_name, top, name, column)}
+        best |= {(name, column) for name in means if worse and name not in worse}
     return best
+
+
+def _shown_to_differ(tested: Mapping[str, Difference], first: str, second: str, column: str) -> bool:
+    """Whether two rows differ by more than chance there: by either view on average, by that over seeds at a target."""
+    one = tested.get(f"{first} − {second}") or tested.get(f"{second} − {first}")
+    if one is None:
+        return False
+    return (
+        column in one.marked
+        if column != AVERAGE
+        else any(p is not None and p < LEVEL for p in (one.corrected, one.here))
+    )
 
 
 def _fewer(cells: dict[str, dict[str, Cell | None]], most: int) -> Iterator[str]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fedshift.evaluation.summary import AVERAGE
 from fedshift.report.folding import Folded
 from fedshift.report.many_targets import shown
-from fedshift.report.table import MISSING, Cell, Table
+from fedshift.report.measures import MISSING
+from fedshift.report.table import Cell, Table
 from fedshift.text import csv_text, json_text, printable
 
 if TYPE_CHECKING:
@@ -51,11 +54,11 @@ class _Fitting:
         methods, columns, cells = self.table.methods, self.table.columns, self.table.cells
         upright = Folded(
             ["method", *columns],
-            [[name, *(_rich_entry(cells[name][column]) for column in columns)] for name in methods],
+            [[self.table.label(name), *(_rich_entry(cells[name][column]) for column in columns)] for name in methods],
             ruled=True,
         )
         aside = Folded(
-            ["target", *methods],
+            ["target", *map(self.table.label, methods)],
             [[column, *(_rich_entry(cells[name][column]) for name in methods)] for column in columns],
             ruled=True,
         )
@@ -99,7 +102,7 @@ def _pipes(table: Table) -> str:
     lines = [
         ["method", *map(escape_markdown, table.columns)],
         ["---", *("---:" for _ in table.columns)],
-        *([escape_markdown(method), *map(entry, table.cells[method].values())] for method in table.methods),
+        *([escape_markdown(table.label(name)), *map(entry, table.cells[name].values())] for name in table.methods),
     ]
     grid = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     title = [f"**{escape_markdown(table.measure.title)}**"] if table.measure.title else []
@@ -107,8 +110,8 @@ def _pipes(table: Table) -> str:
 
 
 def latex(table: Table) -> str:
-    """A LaTeX `table` environment for each table. Needs the package booktabs."""
-    return "\n".join(_environment(one) for one in _parts(table))
+    """A LaTeX `table` environment for each table, the average first, its notes below. Needs the package booktabs."""
+    return "% needs \\usepackage{booktabs}\n" + "\n".join(_environment(one) for one in _parts(table))
 
 
 def _environment(table: Table) -> str:
@@ -120,21 +123,26 @@ def _environment(table: Table) -> str:
             rf" $\pm$ {cell.error}" if cell.error else ""
         )
 
-    title = [f"{table.measure.title}."] if table.measure.title else []
+    columns = sorted(table.columns, key=lambda column: column != AVERAGE)  # stable: the targets keep their order
+    title = table.measure.title or table.measure.name
+    first, *rest = (*table.notes, "")
     lines = [
         r"\begin{table}",
         r"\centering",
-        r"\caption{" + " ".join(map(escape_latex, [*title, *table.notes])) + "}",
-        r"\begin{tabular}{l" + "r" * len(table.columns) + "}",
+        r"\caption{" + " ".join(map(escape_latex, filter(None, [f"{title}.", first]))) + "}",
+        r"\label{tab:" + re.sub(r"\W+", "-", title.lower()).strip("-") + "}",
+        r"\begin{tabular}{l" + "r" * len(columns) + "}",
         r"\toprule",
-        " & ".join(["method", *map(escape_latex, table.columns)]) + r" \\",
+        " & ".join(["method", *map(escape_latex, columns)]) + r" \\",
         r"\midrule",
         *(
-            " & ".join([escape_latex(method), *map(entry, table.cells[method].values())]) + r" \\"
-            for method in table.methods
+            " & ".join([escape_latex(table.label(name)), *(entry(table.cells[name][column]) for column in columns)])
+            + r" \\"
+            for name in table.methods
         ),
         r"\bottomrule",
         r"\end{tabular}",
+        *([r"\par\footnotesize " + " ".join(map(escape_latex, filter(None, rest)))] if any(rest) else []),
         r"\end{table}",
     ]
     return "\n".join(lines) + "\n"
@@ -164,13 +172,13 @@ def escape_latex(text: str) -> str:
 
 
 def as_json(table: Table) -> str:
-    """The rows as a JSON list, with the fields of `Row`, or of `PairRow` where both sides are measured."""
-    return json_text([row.plain() for row in table.rows], indent=2) + "\n"
+    """The rows as a JSON list, with the fields of `Row`, or of `PairRow` where both sides are measured, and badges."""
+    return json_text(table.plain_rows(), indent=2) + "\n"
 
 
 def as_csv(table: Table) -> str:
     """The rows as `as_json` has them, one line each. The values of the seeds share a cell, with spaces between them."""
-    found = [row.plain() for row in table.rows]
+    found = table.plain_rows()
     head = list(dict.fromkeys(name for row in found for name in row))
     return csv_text([head, *([_csv_cell(row.get(name)) for name in head] for row in found)])
 

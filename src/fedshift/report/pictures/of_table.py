@@ -9,8 +9,8 @@ from fedshift.report import plots
 from fedshift.report.collect import Collected
 from fedshift.report.html import render, trusted
 from fedshift.report.page import DARK, LIGHT
-from fedshift.report.roles import ROLES, role_of
-from fedshift.report.table import table_of
+from fedshift.report.roles import ROLES, Role, role_of
+from fedshift.report.table import Table, table_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,9 +31,16 @@ def picture(collected: Collected, select: Selection = "last", metric: str = "") 
     """
     table = table_of(collected, select, metric)
     roles = {result.method: role_of(result) for result in collected.results}
-    names = {name: f"{name} ({ROLES[role]})" for name, role in roles.items() if role != "federated"}
+    names = {name: legend(table, name, role) for name, role in roles.items()}
     figure = plots.accuracy_per_target(table, names)
     return standalone(figure, f"{table.measure.name} of every method at every target")
+
+
+def legend(table: Table, name: str, role: Role) -> str:
+    """The name of a method with its role, and what its row used that others did not."""
+    words = [] if role == "federated" else [ROLES[role]]
+    words += [badge for badge in table.badges.get(name, ()) if badge not in ("pooled", "oracle")]
+    return f"{name} ({'; '.join(words)})" if words else name
 
 
 def standalone(figure: Figure, description: str) -> str:

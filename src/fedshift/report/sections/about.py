@@ -116,7 +116,7 @@ def warnings_section(results: Sequence[RunResult], measured: Sequence[RunResult]
     for warning, places in where.items():
         more = f" and {len(places) - 3} more" if len(places) > 3 else ""
         items.append(f"{warning} ({'; '.join(places[:3])}{more})")
-    return section("warnings", "Warnings", Listing(tuple(items)) if items else Text("None."))
+    return section("warnings", "Warnings", Listing(tuple(items)) if items else Text("None."), folds=not items)
 
 
 def experiment_file(collected: Collected) -> dict[str, Any]:

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fedshift.report import plots
+from fedshift.report.measures import MISSING
 from fedshift.text import csv_text
-
-MISSING = "–"
 
 
 @dataclass(frozen=True)
@@ -106,16 +105,17 @@ Block = Grid | Figure | Text | Listing | Settings
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the page: its address, its heading, and what is in it."""
+    """A section of the page: its address, its heading, and what is in it; ``folds``: it opens on demand."""
 
     name: str
     title: str
     blocks: tuple[Block, ...]
+    folds: bool = True
 
 
-def section(name: str, title: str, *blocks: Block | None) -> Section:
+def section(name: str, title: str, *blocks: Block | None, folds: bool = True) -> Section:
     """A section without the blocks that there are none of."""
-    return Section(name, title, tuple(block for block in blocks if block is not None))
+    return Section(name, title, tuple(block for block in blocks if block is not None), folds)
 
 
 def grid(

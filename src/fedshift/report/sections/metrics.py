@@ -9,7 +9,8 @@ from fedshift.evaluation.metric_entries import ENTRIES, Metric, metrics_of
 from fedshift.evaluation.records import RunResult, SiteMetric, shown
 from fedshift.report import plots
 from fedshift.report.averages import mean_per_class, mean_site_metrics, pooled_reliability
-from fedshift.report.sections.blocks import MISSING, Block, Cells, Entry, Section, Text, figure, grid, number, section
+from fedshift.report.measures import MISSING
+from fedshift.report.sections.blocks import Block, Cells, Entry, Section, Text, figure, grid, number, section
 from fedshift.report.table import Table
 from fedshift.text import listed
 

@@ -14,9 +14,9 @@ from fedshift.evaluation.predictions import PREDICTIONS
 from fedshift.evaluation.stored import check_sum
 from fedshift.report import plots
 from fedshift.report.collect import FinishedRun
+from fedshift.report.measures import MISSING
 from fedshift.report.roles import role_of
 from fedshift.report.sections.blocks import (
-    MISSING,
     Block,
     Cells,
     Entry,

@@ -15,10 +15,10 @@ from fedshift.report.advice.words import KINDS, first_sentence, paragraphs
 from fedshift.report.collect import Collected, natural
 from fedshift.report.conditions import conditions
 from fedshift.report.many_targets import FEW, shown
+from fedshift.report.measures import MISSING
 from fedshift.report.pairs import PairRow
 from fedshift.report.roles import ROLES, Role, method_name
 from fedshift.report.sections.blocks import (
-    MISSING,
     Block,
     Cells,
     Entry,
@@ -42,13 +42,21 @@ _PARTS = ("training", "held_out", "measured", "unlabelled")
 
 
 def verdict_section(verdict: Verdict, table: Table, roles: Mapping[str, Role]) -> Section:
-    """The verdict: its first sentence and the averages, then the rest of it."""
+    """The verdict: its first sentence, the picture and the averages, then the rest of it."""
     first = first_sentence(verdict)
-    blocks: list[Block | None] = [Text(first, "verdict"), _averages(table, roles)]
+    measure = table.measure
+    drawn = figure(
+        "accuracy-per-target",
+        plots.accuracy_per_target(shown(table)),
+        f"{measure.name} of every method at every target, last round",
+        f"Mean and standard error over {measure.repeat}s; thin lines: 95 % over the target's samples; dashes: pooled.",
+        _numbers(table),
+    )
+    blocks: list[Block | None] = [Text(first, "verdict"), drawn, _averages(table, roles)]
     for heading, lines in paragraphs(verdict):
         further = tuple(line for line in lines if line != first)
         blocks.append(Listing(further, heading) if further else None)
-    return section("verdict", "Verdict", *blocks)
+    return section("verdict", "Verdict", *blocks, folds=False)
 
 
 def _averages(table: Table, roles: Mapping[str, Role]) -> Text | None:
@@ -70,30 +78,31 @@ def _shared(role: Role | None) -> str:
 
 
 def result_section(collected: Collected, table: Table, roles: Mapping[str, Role]) -> Section:
-    """The table of the last round with its figure, and what the sites have."""
+    """The table of the last round."""
     measure = table.measure
-    caption = (
-        "Mean and standard error over seeds." if measure.repeat == "seed" else "Mean and standard error over splits."
-    )
-    drawn = figure(
-        "accuracy-per-target",
-        plots.accuracy_per_target(table),
-        f"{measure.name} of every method at every target, last round",
-        caption,
-        _numbers(table),
-    )
     points = (
         measure.meaning,
         "± is the standard error over seeds. Two methods whose intervals overlap have not been shown to differ; "
         "with three seeds even a gap of two standard errors is weak evidence.",
-        "The best figure of a column is bold. That alone does not make it better.",
+        "Bold is what is best in a column or not shown to be worse, where another one is. Where nothing is bold, no "
+        "difference has been shown.",
         "All methods of an experiment do the same number of local mini-batches, unless the costs below say otherwise.",
         "The oracle looks at the labels of the target, which nobody has at a new site. "
         "It says what perfect selection could gain and is not a result.",
     )
     how = Listing(tuple(filter(None, points)), "How to read this", folds=True)
-    about = [methods_grid(collected, roles), sites_grid(collected.results)]
-    return section("result", "Result", *grids(table, roles), drawn, how, *about)
+    return section("result", "Result", grids(table, roles)[0], how, folds=False)
+
+
+def below_section(table: Table, roles: Mapping[str, Role]) -> Section | None:
+    """The tables below the first: intervals over samples, the worst site, common test sets; None if there is none."""
+    below = grids(table, roles)[1:]
+    return section("below", "Intervals, worst site", *below) if below else None
+
+
+def rows_section(collected: Collected, roles: Mapping[str, Role]) -> Section:
+    """What each method is and what the sites have."""
+    return section("rows", "Methods and sites", methods_grid(collected, roles), sites_grid(collected.results))
 
 
 def grids(table: Table, roles: Mapping[str, Role] | None = None) -> list[Grid]:
@@ -104,7 +113,7 @@ def grids(table: Table, roles: Mapping[str, Role] | None = None) -> list[Grid]:
     named = table.measure.title or table.measure.what or table.measure.name
     named += "" if table.select == "last" else f", selection by {table.select}"
     body = [
-        [_method(name, roles or {}), *(entry(table.cells[name][column]) for column in columns)]
+        [_method(table, name, roles or {}), *(entry(table.cells[name][column]) for column in columns)]
         for name in table.methods
     ]
     first = grid(named, ["method", *columns], body, table.notes, "accuracies" if AVERAGE in columns else "")
@@ -130,9 +139,12 @@ def methods_grid(collected: Collected, roles: Mapping[str, Role]) -> Grid:
     return grid("Methods", head, rows, [note], css="facts words")
 
 
-def _method(name: str, roles: Mapping[str, Role]) -> Entry:
+def _method(table: Table, name: str, roles: Mapping[str, Role]) -> Entry:
     role = roles.get(name)
-    return Entry(name) if role is None else Entry(name, mark=_MARKS.get(role, ROLES[role]), title=ROLES[role])
+    if role is None:
+        return Entry(name)
+    used = [badge for badge in table.badges.get(name, ()) if badge not in ("pooled", "oracle")]
+    return Entry(name, mark=", ".join([_MARKS.get(role, ROLES[role]), *used]), title=ROLES[role])
 
 
 def entry(cell: Cell | None) -> Entry:

@@ -17,7 +17,7 @@ def without_labels_section(collected: Collected) -> Section | None:
     if not collected.unmeasured:
         return None
     found = estimates_of(collected)
-    return section("estimates", _TITLE, *_blocks(collected, found))
+    return section("estimates", _TITLE, *_blocks(collected, found), folds=False)
 
 
 def _blocks(collected: Collected, found: Estimates) -> Iterator[Block]:

@@ -54,3 +54,13 @@ for (const button of document.querySelectorAll(".svg-file")) {
     URL.revokeObjectURL(link.href);
   });
 }
+// A link to a part opens it, and so does printing the page.
+function openPart() {
+  const part = document.getElementById(decodeURIComponent(location.hash.slice(1)))?.querySelector(":scope > details");
+  if (part) part.open = true;
+}
+addEventListener("hashchange", openPart);
+for (const link of document.querySelectorAll("nav a")) link.addEventListener("click", () => setTimeout(openPart));
+for (const part of document.querySelectorAll("details")) part.addEventListener("toggle", markWide);
+addEventListener("beforeprint", () => { for (const part of document.querySelectorAll("details")) part.open = true; });
+openPart();

@@ -18,9 +18,9 @@ from fedshift.evaluation.stored import ORDER, RESULT, ROUNDS, SETTINGS, is_finis
 from fedshift.files import plain_yaml
 from fedshift.report.collect import read_order, read_result, read_rounds
 from fedshift.report.html import render
+from fedshift.report.measures import MISSING
 from fedshift.report.page import DARK, LIGHT
 from fedshift.report.sections.blocks import (
-    MISSING,
     Block,
     Cells,
     Entry,
