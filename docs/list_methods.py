@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 INDEX = ROOT / "src" / "fedshift" / "methods" / "index.json"
 _MARK = "<!-- methods {} -->\n"
 _END = "<!-- end -->"
-_MOST_NAMED = 9
+_MOST_NAMED = 7
 
 
 def classes() -> list[type[Method]]:
