@@ -157,6 +157,7 @@ def test_a_domain_that_is_not_there(tmp_path: Path, small: Small) -> None:
     with pytest.raises(UserError, match="has no folder Product"):
         built("office_home", tmp_path)
     assert list(built("office_home", tmp_path, incomplete="allow").domains) == ["Art", "Real World"]
+    assert list(built("office_home", tmp_path, domains=["Real World", "Art"]).domains) == ["Real World", "Art"]
     with pytest.raises(UserError, match=r"no domain 'Artt'.*did you mean 'Art'"):
         built("office_home", tmp_path, domains=["Artt"])
     image(tmp_path / "Art" / "Alarm_Clok" / "1.jpg")
@@ -229,6 +230,9 @@ def test_the_table_of_wilds(tmp_path: Path, small: Small) -> None:
     (tmp_path / "metadata.csv").write_text("\n".join([*lines, "3,020,4,1,7,1,0,9,0"]) + "\n")
     with pytest.raises(UserError, match="line 5: center '9'"):
         built("camelyon17_wilds", tmp_path)
+    (tmp_path / "metadata.csv").write_text("\n".join(lines) + "\n")
+    (folder / "patch_patient_020_node_4_x_2_y_7.png").unlink()
+    assert len(built("camelyon17_wilds", tmp_path, domains=["hospital_0"]).domains["hospital_0"]) == 2
 
 
 def test_the_table_of_flambys_isic(tmp_path: Path, small: Small) -> None:
@@ -256,6 +260,7 @@ def test_rows_of_flambys_tcga(tmp_path: Path, small: Small) -> None:
     assert np.asarray(data.domains["Northeast"].inputs).tolist() == [[50, 1], [60, 0]]
     assert data.domains["Northeast"].labels.tolist() == [[300.5, 1], [20, 0]]
     assert halves(data, "Northeast") == ([0], [1])
+    assert list(built("fed_tcga_brca", tmp_path, domains=["South"]).domains) == ["South"]
 
 
 # Arrays

@@ -49,7 +49,7 @@ class Npz(BaseModel):
             UserError: a file is missing, damaged, or holds arrays that do not fit.
         """
         domains = {}
-        for domain in location.domains:
+        for domain in location.chosen:
             path = location.folder / self.files[domain]
             if path.exists():
                 names = [f"{part}_{what}" for part in self.parts for what in ("images", "labels")]
@@ -149,7 +149,7 @@ class Mat(BaseModel):
             UserError: a file is missing or damaged, or lacks an entry.
         """
         domains = {}
-        for domain in location.domains:
+        for domain in location.chosen:
             about = self.domains[domain]
             paths = {
                 part: next((location.folder / name for name in names if (location.folder / name).exists()), None)

@@ -50,7 +50,7 @@ class Folders(BaseModel):
         """
         before, _, _ = self.path.partition("{class}")
         domains = {}
-        for domain in location.domains:
+        for domain in location.chosen:
             above = _first(location.folder, [before.replace("{domain}", name) for name in self._names(domain)])
             if above is None and not location.incomplete:
                 raise location.missing(f"folder {before.replace('{domain}', domain).rstrip('/')}")
@@ -95,7 +95,7 @@ class Lists(BaseModel):
             UserError: a list is missing or damaged, or names an image that is not there.
         """
         domains = {}
-        for domain in location.domains:
+        for domain in location.chosen:
             images: list[_Image] = []
             for part, names in self.files.items():
                 listing = _first(location.folder, [name.replace("{domain}", domain) for name in names])
@@ -174,12 +174,14 @@ class Table(BaseModel):
         if table is None:
             raise location.missing(f"file {self.files[0]}")
         rows = list(csv.DictReader(_lines(table)))
-        images: dict[str, list[_Image]] = {domain: [] for domain in location.domains}
+        images: dict[str, list[_Image]] = {domain: [] for domain in location.chosen}
         form = self._form(rows, location, table)
         for number, row in enumerate(rows, 2):
             domain, image = self._image(row, form, location, f"{table}, line {number}")
+            if domain not in images:
+                continue
             if image.path.exists():
-                images.setdefault(domain, []).append(image)
+                images[domain].append(image)
             elif not location.incomplete:
                 raise location.missing(
                     f"{image.path.relative_to(location.folder)}, which line {number} of {table.name} names"

@@ -50,7 +50,7 @@ class Levels(BaseModel):
             UserError: a folder or a mask is missing.
         """
         domains = {}
-        for domain in location.domains:
+        for domain in location.chosen:
             files = list(self._of_domain(domain, location))
             if files:
                 images, masks, parts = zip(*files, strict=True)
@@ -114,7 +114,7 @@ class Volumes(BaseModel):
             UserError: a folder or a segmentation is missing, or has another number of slices.
         """
         domains = {}
-        for domain in location.domains:
+        for domain in location.chosen:
             folder = location.folder / self.folders[domain]
             if not folder.is_dir() and not location.incomplete:
                 raise location.missing(f"folder {self.folders[domain]}")

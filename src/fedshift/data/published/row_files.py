@@ -63,7 +63,7 @@ class Rows(BaseModel):
         return {
             domain: Samples(inputs[here], labels[here], tuple(parts[row] for row in here))
             for number, domain in enumerate(location.domains)
-            if len(here := np.flatnonzero(numbers == number))
+            if domain in location.chosen and len(here := np.flatnonzero(numbers == number))
         }
 
 

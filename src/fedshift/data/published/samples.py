@@ -43,7 +43,8 @@ class Location:
 
     Attributes:
         folder: its folder.
-        domains: their names, in order.
+        domains: the names of all, in the order of their numbers.
+        chosen: those that are read.
         classes: their names, in order.
         incomplete: whether a domain or a file may be missing.
         how: what to fetch, and how the folder must look, for messages.
@@ -51,6 +52,7 @@ class Location:
 
     folder: Path
     domains: tuple[str, ...]
+    chosen: tuple[str, ...]
     classes: tuple[str, ...]
     incomplete: bool
     how: str

@@ -33,7 +33,9 @@ class Published(DataSource):
     folder: Path | None = Field(
         None, description="the folder of its files; unset: the folder of its name below FEDSHIFT_DATA"
     )
-    domains: tuple[str, ...] | None = Field(None, min_length=1, description="which domains, in which order; unset: all")
+    domains: tuple[str, ...] | None = Field(
+        None, min_length=1, description="which domains, in which order; others need not be there; unset: all"
+    )
     size: int | None = Field(
         None, ge=8, le=1024, description="height and width of images of files; unset: as its page says"
     )
@@ -72,11 +74,11 @@ class Published(DataSource):
         if self.size not in (None, about.size) and about.fixed_size:
             raise UserError(f"data.size: the images of {self.name} have {about.size} pixels; leave size out")
         how = f"{about.get}. It must hold {about.layout.in_words()}"
-        location = Location(self._folder(how), tuple(about.domains), about.classes, self.incomplete == "allow", how)
+        part = self.incomplete == "allow"
+        location = Location(self._folder(how), tuple(about.domains), chosen, about.classes, part, how)
         samples = about.layout.read(location)
         warnings = tuple(compared(about, samples, location))
-        kept = [name for name in chosen if name in samples]
-        domains = {name: self._domain(number, name, samples[name]) for number, name in enumerate(kept)}
+        domains = {name: self._domain(name, samples[name]) for name in chosen if name in samples}
         objective = None if about.task in ("classification", "segmentation") else {"task": about.task}
         preprocessing = self._preprocessing(domains).model_copy(update={"objective": objective})
         return checked(DataSet(self.name, domains, about.classes, preprocessing, self.manifest(), warnings))
@@ -106,9 +108,10 @@ class Published(DataSource):
             raise UserError("data.domains: each domain may appear once")
         return self.domains or known
 
-    def _domain(self, number: int, name: str, samples: Samples) -> Domain:
+    def _domain(self, name: str, samples: Samples) -> Domain:
         rows = np.arange(len(samples), dtype=np.int64)
         if self.samples_per_domain is not None and self.samples_per_domain < len(samples):
+            number = list(self.about.domains).index(name)
             drawn = np.random.default_rng([self.base_seed, number]).choice(len(samples), self.samples_per_domain, False)
             rows = np.sort(drawn)
         parts = np.array(samples.parts)[rows]
@@ -155,12 +158,12 @@ def compared(about: PublishedSet, samples: Mapping[str, Samples], location: Loca
     """
     if not samples:
         raise location.missing("sample of any domain")
-    for name, expected in about.domains.items():
-        numbers = _numbers(name, expected, samples.get(name), location.classes)
+    for name in location.chosen:
+        numbers = _numbers(name, about.domains[name], samples.get(name), location.classes)
         differences = (line for number in numbers for line in _difference(*number, location))
         if (first := next(differences, None)) is not None:  # what else differs in this domain follows from it
             yield first
-    if about.total is not None:
+    if about.total is not None and set(location.chosen) == set(location.domains):
         yield from _difference("all domains", about.total, sum(map(len, samples.values())), location)
 
 
