@@ -64,6 +64,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "cdann": {"hidden": [16], "updates": "alternate"},
     "ib_erm": {"penalty_weight": 0.1},
     "fishr": {"penalty_weight": 1.0},
+    "fedvrex": {"penalty_weight": 1.0},
     "per_fedavg": {"local_epochs": 10},
 }
 RATES: dict[str, tuple[float, float]] = {

@@ -56,6 +56,12 @@ _CODES = {
     "weighting": of("samples"),
     "representation": of(3),
 }
+_PENALISED = {
+    "penalty_weight": of(0.0, 3.0),
+    "penalty_start": of(1),
+    "weight_before": of(3.0, penalty_start=1),
+    "rescaled": of(True, penalty_weight=3.0),
+}
 _LENGTH = {"l2r_weight": of(0.3, 0.0), "norm": of("norm")}
 _CLASSES = {
     "cmi_weight": of(0.3, 0.0), "share_reference": of(False), "learned_factor": of(True), "samples": of(3),
@@ -106,6 +112,14 @@ FEDERATED_METHODS: dict[str, dict[str, tuple[Try, ...]]] = {
         "gradient_weighting": of("batches"),
     },
     "afl": {**_LOCAL, "weights_rate": of(0.0, 1.0), "rule": of("exponential")},
+    "fedvrex": {**_LOCAL, **_PENALISED},
+    "fedirm": {
+        **_FEDERATED,
+        "weighting": of("samples"),
+        **_PENALISED,
+        "estimate": of("halves", penalty_weight=3.0),
+    },
+    "fedgma": {**_FEDERATED, "agreement": of(0.0, 0.6)},
     "feddg_ga": {**_LOCAL, "step": of(0.0, 0.5), "centred": of(False), "shared_step": of(True), "late_step": of(True)},
     "gperxan": {**_FEDERATED, "guide_weight": of(0.0, 3.0), "unseen": of("target")},
     "fedper": _FEDERATED,

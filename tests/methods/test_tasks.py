@@ -43,6 +43,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 WITHOUT_ITS_TERM: dict[str, dict[str, Any]] = {
     "recipe": {"dropout": 0.0},
     "fediir": {"penalty_weight": 0.0},
+    "fedvrex": {"penalty_weight": 0.0},
     "fedl2r": {"l2r_weight": 0.0},
     "fada": {"adversarial_weight": 0.0},
     "mdan": {"mu": 0.0},

@@ -28,7 +28,7 @@ from fedshift.functional.control_variates import (
 from fedshift.functional.differential_privacy import NoisySteps, clipped_sum, epsilon
 from fedshift.functional.distillation import other_scores, softened_divergence
 from fedshift.functional.divergence_weighting import divergence_aggregate
-from fedshift.functional.gradient_matching import matching_shares
+from fedshift.functional.gradient_matching import masked_by_agreement, matching_shares
 from fedshift.functional.information import information_maximisation, pseudo_labels
 from fedshift.functional.knowledge_vote import distillation_loss, knowledge_vote, mixup, released_labels
 from fedshift.functional.losses import calibrated_scores, proximal_penalty, task_loss
@@ -766,3 +766,13 @@ def test_the_sum_of_clipped_gradients(reference: Reference) -> None:
     bias = reference.tensors["gradient of bias by sample"] * factors[:, None]
     for name, value in zip(("weight", "bias"), clipped_sum([weight, bias], 1.0), strict=True):
         reference.agree(name, value)
+
+
+@compares("federated", "fedgma_1")
+def test_fedgma_s_mask(reference: Reference) -> None:
+    updates, samples = reference.tensors["u"], torch.tensor(reference.parameters["samples"]).double()
+    shares = samples / samples.sum()
+    change, signs = (torch.einsum("s,sij->ij", shares, values) for values in (updates, updates.sign()))
+    for threshold in ("0.55", "1.0", "0"):
+        found = masked_by_agreement(change, signs, float(threshold))
+        reference.agree(f"change, threshold {threshold}", found)

@@ -97,3 +97,21 @@ def matching_shares(gram: Tensor, kappa: float) -> Tensor:
     length = (weights @ products @ weights).clamp_min(0).sqrt()
     plain = torch.full_like(weights, 1 / len(weights))
     return plain + kappa * mean / length * weights if length > 1e-6 * products.diagonal().max().sqrt() else plain
+
+
+def masked_by_agreement(update: Tensor, signs: Tensor, agreement: float) -> Tensor:
+    """``m ⊙ Δ`` with ``m = 1`` where ``A = |mean sign| ≥ τ``, else ``A``.
+
+    Source: Tenison et al., Gradient Masked Averaging for Federated Learning, TMLR 2023.
+
+    Args:
+        update: Δ, the mean of the sites' updates, of any shape.
+        signs: The mean of the signs of their updates, of the same shape.
+        agreement: τ, 0 to 1.
+
+    Example:
+        >>> masked_by_agreement(torch.tensor([2.0, 2.0]), torch.tensor([-1.0, 0.5]), agreement=0.8)
+        tensor([2., 1.])
+    """
+    agreed = signs.abs()
+    return update * agreed.where(agreed < agreement, 1.0)

@@ -1,0 +1,80 @@
+"""The federated forms of V-REx and IRM: with one step on all samples of a site, a step of the pooled method."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_contract import assert_close
+from tiny import MLP, domains, run
+
+from fedshift.functional.gradient_matching import masked_by_agreement
+from fedshift.methods.base import Method
+from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.methods.federated.fedgma import FedGMA
+from fedshift.methods.federated.fedirm import FederatedIRM
+from fedshift.methods.federated.fedvrex import FederatedVREx
+from fedshift.methods.pooled.irm import IRM
+from fedshift.methods.pooled.vrex import VREx
+from fedshift.weights import Weights
+
+SIZES = {"a": 9, "b": 17, "c": 23}
+PLAIN: dict[str, Any] = {"network": MLP, "batch_size": 64, "momentum": 0.0, "weight_decay": 0.0, "lr": 0.3}
+
+
+def after(method: Method, rounds: int) -> Weights:
+    """The model after rounds of one step each on all samples of every site."""
+    pooled = method.traits.pooled
+    budget = rounds * (len(SIZES) if pooled else 1)
+    return run(method, domains(MLP, SIZES), rounds=rounds, budget=budget, **PLAIN)[0].weights
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+@pytest.mark.parametrize(
+    ("federated", "pooled"),
+    [
+        (FederatedVREx(penalty_weight=40.0), VREx(penalty_start=0, penalty_weight=40.0, rescaled=False)),
+        (FederatedVREx(penalty_weight=40.0, rescaled=True), VREx(penalty_start=0, penalty_weight=40.0)),
+        (FederatedIRM(penalty_weight=3.0), IRM(penalty_start=0, penalty_weight=3.0, rescaled=False)),
+        (
+            FederatedIRM(penalty_weight=3.0, penalty_start=2, weight_before=1.0, rescaled=True),
+            IRM(penalty_start=2, penalty_weight=3.0),
+        ),
+    ],
+)
+def test_one_step_of_every_site_is_a_pooled_step(federated: Method, pooled: Method, rounds: int) -> None:
+    plain = after(FedAvg(weighting="uniform"), rounds)
+    found = after(federated, rounds)
+    assert_close(found, after(pooled, rounds))
+    assert max((found[name] - value).abs().max() for name, value in plain.items()) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("method", "weighting"),
+    [
+        (FederatedVREx(penalty_weight=0.0), "uniform"),
+        (FederatedVREx(penalty_start=9), "uniform"),
+        (FederatedIRM(penalty_weight=0.0), "uniform"),
+        (FedGMA(agreement=0.0), "samples"),
+    ],
+)
+def test_without_its_own_part_it_is_fedavg(method: Method, weighting: Any) -> None:
+    found, plain = (run(each, network=MLP)[0].weights for each in (method, FedAvg(weighting=weighting)))
+    assert_close(found, plain)
+
+
+def test_fedgma_s_round_by_hand() -> None:
+    method = FedGMA(agreement=0.7, weighting="uniform")
+    budgets = {"budget": 9, "rounds": 1}
+    models = [
+        run(FedAvg(), domains(MLP, {site: size}), **{**PLAIN, **budgets})[0].weights for site, size in SIZES.items()
+    ]
+    start = run(FedAvg(), domains(MLP, SIZES), **{**PLAIN, "budget": 0, "rounds": 1})[0].weights
+    found = run(method, domains(MLP, SIZES), **{**PLAIN, **budgets})[0].weights
+    for name, old in start.items():
+        changes = torch.stack([model[name] - old for model in models])
+        agreed = changes.sign().mean(0).abs()
+        wanted = old + changes.mean(0) * torch.where(agreed >= 0.7, 1.0, agreed)
+        torch.testing.assert_close(found[name], wanted)
+        torch.testing.assert_close(masked_by_agreement(changes.mean(0), changes.sign().mean(0), 0.7), wanted - old)
