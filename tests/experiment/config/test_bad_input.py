@@ -175,7 +175,7 @@ _BOUNDLESS[0, 0] = np.inf
     [
         (_with(x=_HOLES), ["b.npz", "NaN", "row 4", "column 2"]),
         (_with(x=_BOUNDLESS), ["b.npz", "infinite", "row 0"]),
-        (_with(x=_X.astype(np.int64)), ["b.npz", "int64", "float32"]),
+        (_with(x=_X.astype(np.int64)), ["'b'", "tokens hold -2"]),
         (_with(x=_X[:, 0]), ["b.npz", "shape (30,)"]),
         (_with(x=_X[:, :4]), ["differ in shape", "'a' has (5,)", "'b' has (4,)"]),
         (_with(x=_X[:7]), ["b.npz", "7 samples", "30"]),
