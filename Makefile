@@ -3,6 +3,10 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# The demo needs none of the extras; once they are there, it takes that environment.
+PLAIN := $(VENV)/.plain
+EXTRAS := deploy,tables,networks,medical,privacy,export,search,cluster,ray,volumes,databases
+DOCS := $(VENV)-docs
 # Three for two cores: tests that wait for processes to start leave one idle.
 FEDSHIFT_WORKERS ?= 3
 MUTATION_JOBS ?= 2
@@ -11,10 +15,15 @@ MUTATION_JOBS ?= 2
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,deploy,tables,networks,medical,privacy,export,search,cluster,ray,volumes,databases]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,$(EXTRAS)]"
 	touch $(READY)
 
-demo: $(READY)  ## compare four methods on rotated digits; ends with a table and runs/demo/report.html
+$(PLAIN): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $(PLAIN)
+
+demo: $(if $(wildcard $(READY)),$(READY),$(PLAIN))  ## compare four methods on rotated digits; ends with a table and runs/demo/report.html
 	$(BIN)/fedshift demo
 
 test: $(READY)  ## all tests; those on real data need FEDSHIFT_DATA and FEDSHIFT_WEIGHTS and say so when they skip
@@ -61,11 +70,12 @@ lock:  ## pin every package of every platform by its hashes: requirements.lock; 
 bench: $(READY)  ## ratios measured in one run, written to benchmarks/results/bench.json
 	$(BIN)/python benchmarks/bench.py
 
-docs: $(READY)  ## the documentation site, build/docs/html/index.html; a warning or a dead link within it is a failure
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
-	PYTHONPATH=benchmarks $(BIN)/python docs/site/assemble.py build/docs/source
-	$(BIN)/python -m sphinx --fail-on-warning --keep-going --fresh-env -q -c docs/site build/docs/source build/docs/html
-	$(BIN)/python docs/site/dead_links.py build/docs/html
+docs:  ## the documentation site, build/docs/html/index.html; a warning or a dead link within it is a failure
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs,$(EXTRAS)]"
+	PYTHONPATH=benchmarks $(DOCS)/bin/python docs/site/assemble.py build/docs/source
+	$(DOCS)/bin/python -m sphinx --fail-on-warning --keep-going --fresh-env -q -c docs/site build/docs/source build/docs/html
+	$(DOCS)/bin/python docs/site/dead_links.py build/docs/html
 
 clean:
-	rm -rf $(VENV) build/docs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(DOCS) build/docs .pytest_cache .mypy_cache .ruff_cache
