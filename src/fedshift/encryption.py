@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from fedshift.digests import REMEDY, with_digest, without_digest
@@ -26,19 +26,21 @@ _PIECE = 1 << 26
 """Bytes that are encrypted at once; the library takes at most 2³¹."""
 
 
-def write_private(path: Path, data: bytes, *, flush: bool = True) -> None:
+def write_private(path: Path, data: bytes, *, flush: bool = True, before: Callable[[], None] | None = None) -> None:
     """Write a file that only its user can read, whole or not at all; encrypted if a key is set.
 
     Args:
         path: the file. Its folder is made if necessary.
         data: the content.
         flush: wait until it is on the disk.
+        before: as in `write_bytes`.
 
     Raises:
         UserError: it cannot be written, or the key cannot be used.
     """
     key = present_key()
-    write_bytes(path, with_digest(data) if key is None else _closed(data, key, path), private=True, flush=flush)
+    whole = with_digest(data) if key is None else _closed(data, key, path)
+    write_bytes(path, whole, private=True, flush=flush, before=before)
 
 
 def read_private(path: Path, remedy: str = REMEDY, *, older: int | None = None) -> bytes:

@@ -10,18 +10,20 @@ import secrets
 import shutil
 import tempfile
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fedshift.errors import UserError
+from fedshift.errors import FedshiftError, UserError
 
 _LOCK = ".lock"
 """In a scratch folder: locked as long as its process lives."""
 
 
-def write_bytes(path: Path, data: bytes, *, private: bool = False, flush: bool = True) -> None:
+def write_bytes(
+    path: Path, data: bytes, *, private: bool = False, flush: bool = True, before: Callable[[], None] | None = None
+) -> None:
     """Write a file atomically: write a temporary file beside it, flush that to the disk, rename it.
 
     Args:
@@ -29,6 +31,7 @@ def write_bytes(path: Path, data: bytes, *, private: bool = False, flush: bool =
         data: the content.
         private: only the user may read it, whatever the umask.
         flush: wait until it is on the disk.
+        before: is called last before the file takes its name, and raises an error if it may not.
 
     Raises:
         UserError: the disk is full or read-only. The message names the file and the reason.
@@ -49,12 +52,19 @@ def write_bytes(path: Path, data: bytes, *, private: bool = False, flush: bool =
             _keep_owner(file.fileno(), path)
             if flush:
                 os.fsync(file.fileno())
+        if before is not None:
+            before()
         os.replace(side, path)
         if flush:
             flush_folder(path.parent)
+    except FedshiftError:
+        side.unlink(missing_ok=True)
+        raise
     except OSError as error:
         with contextlib.suppress(OSError):
             side.unlink()
+        if before is not None:
+            before()  # whoever took the folder over removes halves
         raise UserError(f"cannot write {path}: {error.strerror or error}; {_way_out(error)}") from error
 
 

@@ -6,4 +6,5 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "experiment"))
 sys.path.insert(0, str(Path(__file__).parent))
 
+from calling import cli, one_thread  # noqa: F401
 from two_nodes import slurm  # noqa: F401

@@ -6,7 +6,7 @@ another one in its place: an older one, or that of another site.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,17 @@ _NAME = "file"
 """The entry of a message's header that holds the file's name."""
 
 
-def write_message(path: Path, content: Mapping[str, Content], header: Mapping[str, object] | None = None) -> None:
-    """Write content as a message with its digest, atomically; encrypted if a key is set, and for its user only."""
-    write_private(path, encode(content, {**(header or {}), _NAME: path.name}))
+def write_message(
+    path: Path,
+    content: Mapping[str, Content],
+    header: Mapping[str, object] | None = None,
+    before: Callable[[], None] | None = None,
+) -> None:
+    """Write content as a message with its digest, atomically; encrypted if a key is set, and for its user only.
+
+    ``before`` is called last before the file takes its name, and raises an error if it may not.
+    """
+    write_private(path, encode(content, {**(header or {}), _NAME: path.name}), before=before)
 
 
 def mapped_message(path: Path) -> dict[str, Content]:

@@ -23,6 +23,8 @@ import fedshift
 from fedshift.cli.run import ELSEWHERE
 from fedshift.digests import read_object
 from fedshift.evaluation.records import RoundRecord, RunResult
+from fedshift.experiment.plan import Run
+from fedshift.experiment.runs.context import Reporter
 from fedshift.experiment.runs.run_folder import RunFolder
 
 PART = Path("small") / "fedavg" / "a" / "seed-0"
@@ -355,3 +357,52 @@ def test_a_folder_belongs_to_one_process(cli: Cli, tmp_path: Path) -> None:
     assert "unfinished" not in cli("run", file, "--runs", runs).out
     fedshift.run(options, tmp_path / "whole")
     assert outcome(runs) == outcome(tmp_path / "whole")
+
+
+class WritesLate(Reporter):
+    """Another process, which has lost the folder without knowing it, writes a round once more."""
+
+    def __init__(self, rounds: Path, how: str) -> None:
+        self._rounds, self._how = rounds, how
+
+    def round(self, run: Run, record: RoundRecord) -> None:
+        if record.round == 2:
+            lines = self._rounds.read_bytes().splitlines(keepends=True)
+            late = {"again": [*lines, lines[-1]], "cut": lines[:1], "gone": []}[self._how]
+            self._rounds.write_bytes(b"".join(late))
+
+
+@pytest.mark.parametrize("how", ["again", "cut", "gone"])
+@pytest.mark.parametrize("rounds", [2, 4])
+def test_what_a_process_without_the_folder_writes_late_is_mended(tmp_path: Path, how: str, rounds: int) -> None:
+    options = experiment(sites(tmp_path), training={"rounds": rounds, "batch_size": 8})
+    fedshift.run(options, tmp_path / "runs", WritesLate(tmp_path / "runs" / PART / "rounds.jsonl", how))
+    fedshift.run(options, tmp_path / "whole")
+    assert outcome(tmp_path / "runs") == outcome(tmp_path / "whole")
+
+
+def test_a_lost_folder_is_noticed_before_a_file_takes_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The claim is lost while a checkpoint is written beside: the other process's stays."""
+    runs = tmp_path / "runs"
+    begun(experiment(sites(tmp_path)), runs)
+    checkpoint = (runs / PART / "checkpoint.safetensors").read_bytes()
+    fsync, calls = os.fsync, []
+
+    def lost(handle: int) -> None:
+        fsync(handle)
+        if "checkpoint" in os.readlink(f"/proc/self/fd/{handle}"):
+            calls.append(handle)
+            (claim,) = (runs / PART).glob(".claim-*")
+            claim.with_name(".claim-000009").write_text("{}")
+            claim.unlink()
+
+    class Leaves(Reporter):
+        def skipped(self, run: Run) -> None:
+            raise Stop
+
+    monkeypatch.setattr(os, "fsync", lost)
+    with pytest.raises(Stop):
+        fedshift.run(experiment(sites(tmp_path)), runs, Leaves())
+    assert len(calls) == 1
+    assert (runs / PART / "checkpoint.safetensors").read_bytes() == checkpoint
+    assert not list((runs / PART).glob(".*.part"))

@@ -9,6 +9,7 @@ import fcntl
 import hashlib
 import json
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -17,7 +18,7 @@ import yaml
 from pydantic import ValidationError
 from torch import Tensor
 
-from fedshift.claims import Claim
+from fedshift.claims import Claim, network_file_system
 from fedshift.digests import BLANK, ENTRY, filled, with_digest, write_object
 from fedshift.errors import FedshiftError, UserError
 from fedshift.evaluation.packs.packed import DUMPER
@@ -50,6 +51,8 @@ from fedshift.weights import Weights
 FORMAT = 1
 MODEL, SEALED_MODEL = "model.safetensors", "model.sealed"
 _CHECKPOINT = "checkpoint.safetensors"
+_CACHED = 2.0
+"""Seconds for which FUSE may show a file's length of before."""
 
 
 class RunFolder:
@@ -62,8 +65,9 @@ class RunFolder:
         self._locked_out = False
         """Whether the system itself says that another process holds the folder."""
         self._claim = Claim(path)
-        self._rounds = hashlib.sha256()  # of the lines of rounds.jsonl
-        self._length = 0  # of rounds.jsonl, in bytes
+        self._rounds = bytearray()
+        """What rounds.jsonl holds."""
+        self._sum = hashlib.sha256()  # of that
 
     # Lock and identity ----------------------------------------------------------------------------------------------
 
@@ -194,6 +198,7 @@ class RunFolder:
 
     def note_failure(self, error: Exception) -> None:
         """Write down why the run stopped, for tables and the page."""
+        self._claim.check()
         name = "" if isinstance(error, FedshiftError) else f"{type(error).__name__}: "
         write_object(self.path / FAILURE, {"reason": f"{name}{' '.join(str(error).split())}"})
 
@@ -224,18 +229,20 @@ class RunFolder:
     def finish(self, result: RunResult) -> None:
         """Write the result, which marks the run as finished, and delete its checkpoint."""
         self._claim.check()
+        self._mend()
         data = (result.model_dump_json(indent=2) + "\n").encode()
         write_sums(self.path, {RESULT: data}, (SETTINGS, ROUNDS, MODEL, SEALED_MODEL, PREDICTIONS))
-        write_bytes(self.path / RESULT, data)
+        write_bytes(self.path / RESULT, data, before=self._claim.check)
         self._forget_checkpoint()
 
     def save_model(self, weights: Weights, metadata: Mapping[str, Any]) -> None:
         """Write the final model, see `model_file`."""
-        write_bytes(self.path / (SEALED_MODEL if is_closed(weights) else MODEL), model_file(weights, metadata))
+        file = self.path / (SEALED_MODEL if is_closed(weights) else MODEL)
+        write_bytes(file, model_file(weights, metadata), before=self._claim.check)
 
     def save_predictions(self, data: bytes) -> None:
         """Write the predictions per sample, which only the user may read."""
-        write_bytes(self.path / PREDICTIONS, data, private=True)
+        write_bytes(self.path / PREDICTIONS, data, private=True, before=self._claim.check)
 
     # Rounds and checkpoints -------------------------------------------------------------------------------------------
 
@@ -249,16 +256,22 @@ class RunFolder:
         file = self.path / ROUNDS
         try:
             line = f"{record.model_dump_json()}\n".encode()
-            self._claim.check()
+            self._mend()
             with open(file, "ab") as lines:
-                lines.truncate(self._length)  # of a process that lost the folder while it wrote
+                self._claim.check()  # last, as whoever is stopped behind it may write late
                 lines.write(line)
                 lines.flush()
                 os.fsync(lines.fileno())
-            self._rounds.update(line)
-            self._length += len(line)
+            self._rounds += line
+            self._sum.update(line)
         except OSError as error:
             raise UserError(f"cannot write {file}: {error.strerror}; free some space and run again") from None
+
+    def _mend(self) -> None:
+        """Write rounds.jsonl anew if a process that had lost the folder wrote to it, late."""
+        file = self.path / ROUNDS
+        if (file.stat().st_size if file.exists() else 0) != len(self._rounds):
+            write_bytes(file, bytes(self._rounds), before=self._claim.check)
 
     def save_checkpoint(self, state: State, memory: Mapping[str, Mapping[str, str]], header: Mapping[str, Any]) -> None:
         """Write all that a resumed run needs to one file, then delete files of the site memory that it no longer names.
@@ -281,11 +294,10 @@ class RunFolder:
             "averaged": {"count": averaged.count, "losses": list(averaged.losses)},
             "memory": memory,
             "identity": comparable(self.identity),
-            "rounds_sha256": self._rounds.hexdigest(),
+            "rounds_sha256": self._sum.hexdigest(),
             **header,
         }
-        self._claim.check()
-        write_message(self.path / _CHECKPOINT, content, whole)
+        write_message(self.path / _CHECKPOINT, content, whole, before=self._claim.check)
         self._claim.check()  # before what the other process's checkpoint may name is deleted
         write_site_bytes(self.path, header.get("bytes_by_site"))
         self._tidy(memory)
@@ -330,19 +342,12 @@ class RunFolder:
             UserError: one of the rounds is missing or damaged. The selection rules would choose among fewer rounds.
         """
         file = self.path / ROUNDS
-        records: list[RoundRecord] = []
-        lines = hashlib.sha256()
-        for line in file.read_bytes().splitlines() if file.exists() else []:
-            try:
-                record = RoundRecord.model_validate_json(line)
-            except ValidationError:
-                break  # the process was killed while it wrote this line
-            if record.round > last_round:
-                break
-            records.append(record)
-            lines.update(line + b"\n")
-        rounds = [record.round for record in records]
-        if rounds not in (list(range(last_round + 1)), list(range(1, last_round + 1))):
+        wanted = (list(range(last_round + 1)), list(range(1, last_round + 1)))
+        records, lines = self._lines_to(last_round)
+        if [record.round for record in records] not in wanted and network_file_system(self.path):
+            time.sleep(_CACHED)
+            records, lines = self._lines_to(last_round)
+        if [record.round for record in records] not in wanted:
             raise UserError(
                 f"{file} is damaged: not every round up to {last_round} is there; delete {self.path} and run again"
             )
@@ -353,13 +358,28 @@ class RunFolder:
             )
         whole = "".join(record.model_dump_json() + "\n" for record in records).encode()
         write_bytes(file, whole)
-        self._rounds, self._length = hashlib.sha256(whole), len(whole)
+        self._rounds, self._sum = bytearray(whole), hashlib.sha256(whole)
         return records
+
+    def _lines_to(self, last_round: int) -> tuple[list[RoundRecord], Any]:
+        """The rounds up to ``last_round``, as far as they can be read, and the SHA-256 of their lines."""
+        file, records, lines = self.path / ROUNDS, [], hashlib.sha256()
+        for line in file.read_bytes().splitlines() if file.exists() else []:
+            try:
+                record = RoundRecord.model_validate_json(line)
+            except ValidationError:
+                break  # the process was killed while it wrote this line
+            if record.round > last_round:
+                break
+            records.append(record)
+            lines.update(line + b"\n")
+        return records, lines
 
     def restart(self) -> None:
         """Delete `rounds.jsonl`. Called if there is no checkpoint."""
+        self._claim.check()
         (self.path / ROUNDS).unlink(missing_ok=True)
-        self._rounds, self._length = hashlib.sha256(), 0
+        self._rounds, self._sum = bytearray(), hashlib.sha256()
 
     def _tidy(self, memory: Mapping[str, Mapping[str, str]]) -> None:
         wanted = {self.memory / site / file for site, files in memory.items() for file in files.values()}
