@@ -43,6 +43,10 @@ class TrainingDiverged(FedshiftError):
     """A loss exploded, or a loss or weight is NaN or infinite. The message names site, round and learning rate."""
 
 
+class SitesLost(FedshiftError):
+    """The process that held some sites is gone, and what they remembered with it. A run goes on from its checkpoint."""
+
+
 class ReplyRefused(FedshiftError):
     """A site's reply is not what its call promises. The message names the site."""
 

@@ -324,13 +324,14 @@ def _dry_run(planned: PlannedRun, network: Network, warnings: list[str]) -> DryR
 def _need(planned: PlannedRun, network: Network, clock: _Clock, dry: DryRun | None) -> _Need:
     method, engine = planned.run.method, planned.experiment.engine
     sites = 1 if method.traits.pooled else len(planned.split.train)
-    speed_up = engine.parallel_runs * min(engine.workers, sites)
+    runs = max(1, engine.parallel_runs)
+    speed_up = runs * min(engine.workers, sites)
     cost = cost_of(method, planned.plan.data.input_shape)
     trained = trained_of(planned)
     training = planned.training
     frozen = min(1.0, training.thaw_after / max(1, planned.rounds))
     per_batch = frozen * clock.seconds(training, frozen=True) + (1 - frozen) * clock.seconds(training, frozen=False)
-    seconds = trained * per_batch * cost / speed_up + _measuring(planned, clock) / engine.parallel_runs
+    seconds = trained * per_batch * cost / speed_up + _measuring(planned, clock) / runs
     sent = traffic(planned, network, dry) if dry is not None else None
     per_site = round(trained / len(planned.split.train))
     steps = steps_of_run(method, planned.budget)

@@ -6,7 +6,15 @@ import os
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from fedshift.errors import nearest
 from fedshift.experiment.section import Section
@@ -110,6 +118,43 @@ class LocalEngine(EngineSection):
         return self.workers * self.parallel_runs
 
 
+class RayEngine(EngineSection):
+    """The nodes and cards of a cluster of Ray, which share a folder."""
+
+    name: Literal["ray"] = Field("ray", description="the engine")
+    address: str = Field(
+        "local", min_length=1, description="of the cluster's head, host:port or auto; local: this machine alone"
+    )
+    parallel_runs: NonNegativeInt = Field(
+        0, description="runs (method, target, seed) that train at the same time; 0: as many as have room"
+    )
+    workers: PositiveInt = Field(
+        1, description="processes of the cluster that share the sites of one run; runs then follow one another"
+    )
+    cards: NonNegativeFloat = Field(0, description="cards of each process: a number, or a share of one below 1")
+    wait: PositiveFloat = Field(3600.0, description="seconds without any answer of the cluster after which a run fails")
+    refuse_at: dict[str, Kinds] = Field(
+        default_factory=dict, description="site → kinds of content that this site refuses to send"
+    )
+    sites: ClassVar[Literal["one_by_one"]] = "one_by_one"
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if self.workers > 1 and self.parallel_runs:
+            raise ValueError("workers share the sites of one run, parallel_runs the runs: leave one of them out")
+        if self.cards > 1 and self.cards != int(self.cards):
+            raise ValueError("cards: more than one card is a whole number")
+        return self
+
+    def thread_count(self) -> int:
+        """Threads per process: one where nothing is said, since other machines have other numbers of cores."""
+        return self.threads or 1
+
+    @property
+    def processes(self) -> int:
+        return max(2, self.workers * (self.parallel_runs or 1))
+
+
 class FlareEngine(EngineSection):
     """Sites on machines of their own, through NVIDIA FLARE (`fedshift deploy`)."""
 
@@ -139,8 +184,9 @@ class FlareEngine(EngineSection):
         return super().identity | {"wire": self.wire}
 
 
-Engine = LocalEngine | FlareEngine
+Engine = LocalEngine | RayEngine | FlareEngine
 ENGINES: dict[str, type[Engine]] = {  # by `name`
     "local": LocalEngine,
+    "ray": RayEngine,
     "flare": FlareEngine,
 }

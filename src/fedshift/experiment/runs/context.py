@@ -13,7 +13,7 @@ from fedshift.experiment.distance import proxy_distances
 from fedshift.experiment.features import Watcher
 from fedshift.experiment.plan import PlannedRun, Run
 from fedshift.federation.local.cards import Card
-from fedshift.federation.local.pool import WorkerPool
+from fedshift.federation.local.pool import Pool, WorkerPool
 
 
 class Reporter(Watcher):
@@ -100,18 +100,24 @@ class Workers:
     They start when the first run needs them, and again after `close`.
     """
 
-    def __init__(self, number: int, threads: int, cards: Sequence[Card] = ()) -> None:
-        """``threads`` is the number of threads of each worker; ``cards`` are those that they share."""
-        self._number, self._threads, self._cards = number, threads, cards
-        self._pool: WorkerPool | None = None
+    def __init__(
+        self, number: int, threads: int, cards: Sequence[Card] = (), start: Callable[[], Pool] | None = None
+    ) -> None:
+        """``threads`` is the number of threads of each worker; ``cards`` are those that they share.
+
+        ``start`` starts workers elsewhere; None: on this machine.
+        """
+        self._number = number
+        self._start = start or (lambda: WorkerPool(number, threads, cards))
+        self._pool: Pool | None = None
         self._data: DataSet | None = None
 
-    def pool_for(self, data: DataSet) -> WorkerPool | None:
+    def pool_for(self, data: DataSet) -> Pool | None:
         """The pool for a run on ``data``; None if runs train in this process."""
         if self._number == 1:
             return None
         if self._pool is None:
-            self._pool = WorkerPool(self._number, self._threads, self._cards)
+            self._pool = self._start()
         if data is not self._data:
             self._pool.forget()  # the samples and labels of an earlier run
             self._data = data

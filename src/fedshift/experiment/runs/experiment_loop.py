@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fedshift.claims import ClaimLost, network_file_system, silence
-from fedshift.errors import TrainingDiverged, UserError
-from fedshift.evaluation.records import RoundRecord
+from fedshift.errors import SitesLost, TrainingDiverged, UserError
+from fedshift.evaluation.records import RoundRecord, RunResult
 from fedshift.evaluation.stored import FAILURE, ROUNDS, stored
 from fedshift.experiment.compatibility import check_fit
 from fedshift.experiment.config.experiment import Experiment
@@ -17,6 +17,7 @@ from fedshift.experiment.features import built
 from fedshift.experiment.plan import Plan, PlannedRun
 from fedshift.experiment.runs.context import Callback, Context, Reporter, Workers
 from fedshift.experiment.runs.parallel import parallel_workers
+from fedshift.experiment.runs.ray_runs import in_cluster, pool_in_cluster, spread
 from fedshift.experiment.runs.round_loop import carry_out
 from fedshift.experiment.runs.run_folder import RunFolder, run_folder, write_order
 from fedshift.federation.local.cards import cards_of, shares
@@ -60,10 +61,11 @@ def run_experiment(
         TrainingDiverged: a run diverged. Raised after the other runs.
         FedshiftError: something else failed.
     """
-    if experiment.engine.name != "local":
+    if experiment.engine.name not in ("local", "ray"):
         raise UserError(f"engine.name: {experiment.engine.name} runs over a network: use fedshift deploy")
     engine, folder, reporter = experiment.engine, runs / experiment.name, reporter or Reporter()
-    device, threads = resolve_device(experiment.device), engine.thread_count()
+    device = "cpu" if in_cluster(engine) else resolve_device(experiment.device)
+    threads = engine.thread_count()
     plan = Plan(experiment, experiment.protocol.taking_part(built(experiment, watcher=reporter)))
     folders = _checked(plan, folder, reporter)
     unfinished = _unfinished(folders)
@@ -77,18 +79,21 @@ def run_experiment(
             )
     mine = list(zip(plan.runs, folders, strict=True))[shard[0] - 1 :: shard[1]]
     reporter.begin(len(mine))
-    diverged: list[TrainingDiverged] = []
-    helpers = 0 if helper or shard != (1, 1) else max(0, min(engine.parallel_runs, unfinished) - 1)
-    first, *further = shares(cards_of(experiment.device), helpers + 1, engine.workers)
-    with (
-        threads_set(threads),
-        parallel_workers(experiment, runs, helpers, diverged, stop, further),
-        Workers(engine.workers, threads, first) as workers,
-    ):
+    if in_cluster(engine):
+        diverged = spread(experiment, runs, mine, shard, reporter, stop)
+    else:
+        helpers = 0 if helper or shard != (1, 1) else max(0, min(engine.parallel_runs or 1, unfinished) - 1)
+        diverged = []
+        first, *further = shares(cards_of(experiment.device), helpers + 1, engine.workers)
         context = Context(first[0].device if first else device, threads, reporter, callbacks, stop)
-        diverged += _carry_out_all(context, workers, mine, elsewhere)
-        if not helper:
-            diverged += _take_over(context, workers, mine, elsewhere, wait=wait)
+        with (
+            threads_set(threads),
+            parallel_workers(experiment, runs, helpers, diverged, stop, further),
+            Workers(engine.workers, threads, first, pool_in_cluster(engine, folder, device)) as workers,
+        ):
+            diverged += _carry_out_all(context, workers, mine, elsewhere)
+            if not helper:
+                diverged += _take_over(context, workers, mine, elsewhere, wait=wait)
     if not helper:
         _tell_held([held for _, held in mine], reporter)
     for run_of, planned in elsewhere.items():
@@ -201,7 +206,7 @@ def _carry_out_all(
             elsewhere.pop(folder, None)
             try:
                 with told_of(planned.experiment.model, "training with it"):
-                    result = carry_out(context, workers, planned, folder)
+                    result = _carry_out(context, workers, planned, folder)
             except ClaimLost as error:
                 reporter.warn(str(error))
                 reporter.skipped(planned.run)
@@ -215,3 +220,13 @@ def _carry_out_all(
                 for callback in context.callbacks:
                     callback.after_run(planned.run, result, folder.path)
     return diverged
+
+
+def _carry_out(context: Context, workers: Workers, planned: PlannedRun, folder: RunFolder) -> RunResult:
+    """`carry_out`; once more from the checkpoint, with new processes, where those of sites in a cluster are lost."""
+    try:
+        return carry_out(context, workers, planned, folder)
+    except SitesLost as error:
+        context.reporter.warn(f"{error}: the run goes on from its last round with new processes")
+        workers.close()
+        return carry_out(context, workers, planned, folder)

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -41,7 +41,74 @@ _SOCKET_PATH = 100
 """Characters of a socket's path that every system accepts."""
 
 
-class WorkerPool:
+class SharedFiles:
+    """The samples of domains as files, which every process that sees ``folder`` maps into memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._shared: dict[int, tuple[Domain, str]] = {}
+
+    def share(self, domain: Domain) -> str:
+        """Write the domain's arrays once, as files that every worker maps into memory; return their folder."""
+        if id(domain) not in self._shared:
+            folder = Path(tempfile.mkdtemp(prefix="domain-", dir=self.folder))
+            inputs = domain.inputs
+            if isinstance(inputs, SparseRows):
+                for part in ("data", "indices", "indptr"):
+                    np.save(folder / f"{part}.npy", getattr(inputs, part))
+                (folder / "width").write_text(str(inputs.width))
+            else:
+                np.save(folder / "inputs.npy", inputs)
+            np.save(folder / "labels.npy", domain.labels)
+            if domain.masks is not None:
+                np.save(folder / "masks.npy", domain.masks)
+            if domain.groups is not None:
+                np.save(folder / "groups.npy", domain.groups)
+            self._shared[id(domain)] = (domain, str(folder))  # keep the domain, so that its id stays unique
+        return self._shared[id(domain)][1]
+
+    def forget(self) -> None:
+        """Remove the shared files. Workers keep what they have mapped."""
+        for _, folder in self._shared.values():
+            shutil.rmtree(folder, ignore_errors=True)
+        self._shared.clear()
+
+
+def answer_of(message: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A worker's answer, ``(content, header)``.
+
+    Raises:
+        FedshiftError: the worker's own error.
+    """
+    content, header = decode(message)
+    if "error" in header:
+        kind = getattr(errors, header["error"], FedshiftError)
+        raise kind(header["message"])
+    return content, header
+
+
+class Pool(Protocol):
+    """Processes that hold sites: workers of this machine, or actors of a cluster."""
+
+    device: str | None
+
+    @property
+    def size(self) -> int: ...
+
+    def share(self, domain: Domain) -> str: ...
+
+    def forget(self) -> None: ...
+
+    def send(self, worker: int, command: Mapping[str, Any], **content: Any) -> None: ...
+
+    def ready(self, workers: Sequence[int]) -> list[int]: ...
+
+    def receive(self, worker: int) -> tuple[dict[str, Any], dict[str, Any]]: ...
+
+    def close(self) -> None: ...
+
+
+class WorkerPool(SharedFiles):
     """Worker processes, each with ``threads`` threads and a card of ``cards``. A pool serves any number of runs."""
 
     def __init__(self, workers: int, threads: int, cards: Sequence[Card] = ()) -> None:
@@ -49,7 +116,7 @@ class WorkerPool:
         self.device = chosen[0].alone if chosen else None
         """What each worker calls its card; None: the device is that of the setting."""
         self._folder = tempfile.TemporaryDirectory(prefix="fedshift-pool-", ignore_cleanup_errors=True)
-        self._shared: dict[int, tuple[Domain, str]] = {}
+        super().__init__(Path(self._folder.name))
         key = secrets.token_bytes(32)
         self._processes: list[subprocess.Popen[bytes]] = []
         self.connections: list[Connection] = []
@@ -84,35 +151,15 @@ class WorkerPool:
                     ) from error
             self.connections = [arrived[number] for number in range(workers)]
 
-    def share(self, domain: Domain) -> str:
-        """Write the domain's arrays once, as files that every worker maps into memory; return their folder."""
-        if id(domain) not in self._shared:
-            folder = Path(tempfile.mkdtemp(prefix="domain-", dir=self._folder.name))
-            inputs = domain.inputs
-            if isinstance(inputs, SparseRows):
-                for part in ("data", "indices", "indptr"):
-                    np.save(folder / f"{part}.npy", getattr(inputs, part))
-                (folder / "width").write_text(str(inputs.width))
-            else:
-                np.save(folder / "inputs.npy", inputs)
-            np.save(folder / "labels.npy", domain.labels)
-            if domain.masks is not None:
-                np.save(folder / "masks.npy", domain.masks)
-            if domain.groups is not None:
-                np.save(folder / "groups.npy", domain.groups)
-            self._shared[id(domain)] = (domain, str(folder))  # keep the domain, so that its id stays unique
-        return self._shared[id(domain)][1]
+    @property
+    def size(self) -> int:
+        """The number of workers."""
+        return len(self.connections)
 
-    def forget(self) -> None:
-        """Remove the shared files. Workers keep what they have mapped."""
-        for _, folder in self._shared.values():
-            shutil.rmtree(folder, ignore_errors=True)
-        self._shared.clear()
-
-    def call(self, worker: int, command: Mapping[str, Any], **content: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Send a command to one worker and wait for its answer."""
-        self.send(worker, command, **content)
-        return self.receive(worker)
+    def ready(self, workers: Sequence[int]) -> list[int]:
+        """Those of these workers whose answers are there, at least one."""
+        there = wait([self.connections[worker] for worker in workers])
+        return [self.connections.index(connection) for connection in there]  # type: ignore[arg-type]
 
     def send(self, worker: int, command: Mapping[str, Any], **content: Any) -> None:
         """Send a command to one worker. `receive` waits for the answer."""
@@ -128,13 +175,10 @@ class WorkerPool:
             FedshiftError: the worker died, or its own error.
         """
         try:
-            content, header = decode(self.connections[worker].recv_bytes())
+            message = self.connections[worker].recv_bytes()
         except (EOFError, OSError) as error:
             raise self._lost(worker) from error
-        if "error" in header:
-            kind = getattr(errors, header["error"], FedshiftError)
-            raise kind(header["message"])
-        return content, header
+        return answer_of(message)
 
     def _lost(self, worker: int) -> FedshiftError:
         process = self._processes[worker]
@@ -165,7 +209,7 @@ class WorkerPool:
 class PoolFederation(Federation):
     """Sites in the processes of a pool. Each site stays at one worker; the largest sites are placed first."""
 
-    def __init__(self, pool: WorkerPool, plans: Sequence[SitePlan], setting: Setting, **options: Any) -> None:
+    def __init__(self, pool: Pool, plans: Sequence[SitePlan], setting: Setting, **options: Any) -> None:
         super().__init__(
             setting.method,
             about=about_sites(plans, setting, setting.build_network()),
@@ -176,7 +220,7 @@ class PoolFederation(Federation):
         )
         self._pool = pool
         self._worker_of: dict[str, int] = {}
-        load = [0] * len(pool.connections)
+        load = [0] * pool.size
         for plan in sorted(plans, key=lambda plan: -sum(len(rows) for _, rows, _ in plan.parts)):
             worker = load.index(min(load))
             load[worker] += sum(len(rows) for _, rows, _ in plan.parts)
@@ -184,7 +228,7 @@ class PoolFederation(Federation):
         recipe = setting_recipe(setting)
         recipe["device"] = pool.device or recipe["device"]
         for worker in range(len(load)):
-            pool.call(worker, {"do": "setting", "setting": recipe})
+            self._call(worker, {"do": "setting", "setting": recipe})
         for plan in plans:
             command: dict[str, Any] = {
                 "do": "site",
@@ -198,7 +242,12 @@ class PoolFederation(Federation):
                     {"folder": pool.share(domain), "name": domain.name, "number": number} for domain, _, number in parts
                 ]
                 rows[group] = Statistics({str(i): torch.from_numpy(chosen) for i, (_, chosen, _) in enumerate(parts)})
-            pool.call(self._worker_of[plan.name], command, **rows)
+            self._call(self._worker_of[plan.name], command, **rows)
+
+    def _call(self, worker: int, command: Mapping[str, Any], **content: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Send a command to one worker and wait for its answer."""
+        self._pool.send(worker, command, **content)
+        return self._pool.receive(worker)
 
     def deliver(self, call: str, requests: Iterator[Request]) -> Generator[Answer[Any] | Missing, None, None]:
         """Give each free worker its next request; yield answers in the order asked, with only a few waiting."""
@@ -218,9 +267,7 @@ class PoolFederation(Federation):
                         command = {"do": "call", "site": request.site, "call": call, "envelope": vars(request.envelope)}
                         self._pool.send(worker, command, **request.content)
                         busy[worker] = request.site
-                ready = wait([self._pool.connections[worker] for worker in busy])
-                for connection in ready:
-                    worker = self._pool.connections.index(connection)  # type: ignore[arg-type]
+                for worker in self._pool.ready(list(busy)):
                     name = busy.pop(worker)
                     try:
                         content, header = self._pool.receive(worker)
@@ -233,7 +280,7 @@ class PoolFederation(Federation):
     def own_weights(self, site: str, weights: Weights) -> Weights:
         if site not in self._worker_of or not self.method.keeps_own_weights:
             return weights
-        content, _ = self._pool.call(self._worker_of[site], {"do": "own", "site": site}, weights=weights)
+        content, _ = self._call(self._worker_of[site], {"do": "own", "site": site}, weights=weights)
         own: Weights = content["weights"]
         return own
 
@@ -242,10 +289,10 @@ class PoolFederation(Federation):
         out: dict[str, dict[str, str]] = {}
         for name, worker in self._worker_of.items():
             command = {"do": "save", "site": name, "folder": str(folder / name), "version": version}
-            out[name] = self._pool.call(worker, command)[1]["files"]
+            out[name] = self._call(worker, command)[1]["files"]
         return out
 
     def load_memory(self, folder: Path, files: Mapping[str, Mapping[str, str]]) -> None:
         for name, worker in self._worker_of.items():
             command = {"do": "load", "site": name, "folder": str(folder / name), "files": dict(files.get(name, {}))}
-            self._pool.call(worker, command)
+            self._call(worker, command)

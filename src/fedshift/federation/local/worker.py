@@ -76,8 +76,8 @@ class Worker:
         self._runners[header["site"]].site.memory.load(Path(header["folder"]), header["files"])
         return {}, {}
 
-    def serve(self, connection: Connection) -> None:
-        """Answer commands until the pool closes the connection."""
+    def answer(self, command: bytes, *more: bytes) -> bytes:
+        """Answer a command, an error included; ``more`` holds further pieces of its content."""
         commands: dict[str, Callable[[dict[str, Any], dict[str, Any]], Answer]] = {
             "setting": self.setting,
             "site": self.site,
@@ -86,17 +86,25 @@ class Worker:
             "load": self.load,
             "own": self.own,
         }
+        try:
+            content, header = decode(command)
+            whole = dict(content)
+            for piece in more:
+                whole.update(decode(piece)[0])
+            return encode(*commands[header["do"]](header, whole))
+        except FedshiftError as error:
+            return encode({}, {"error": type(error).__name__, "message": str(error)})
+        except Exception as error:
+            return encode({}, _failure(error))
+
+    def serve(self, connection: Connection) -> None:
+        """Answer commands until the pool closes the connection."""
         while True:
             try:
-                content, header = decode(connection.recv_bytes())
+                command = connection.recv_bytes()
             except (EOFError, OSError):
                 return
-            try:
-                answer = encode(*commands[header["do"]](header, dict(content)))
-            except FedshiftError as error:
-                answer = encode({}, {"error": type(error).__name__, "message": str(error)})
-            except Exception as error:
-                answer = encode({}, _failure(error))
+            answer = self.answer(command)
             try:
                 connection.send_bytes(answer)
             except OSError:

@@ -1,0 +1,124 @@
+"""The sites of one run as actors of a Ray cluster, with the interface and the messages of a `WorkerPool`.
+
+What sites share in an exchange, such as the model, is put into the cluster once. An actor whose node is gone does not
+come back by itself, because its sites' memory went with it: the run goes on from its checkpoint with new actors.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from fedshift.errors import SitesLost
+from fedshift.federation.local.pool import SharedFiles, answer_of
+from fedshift.federation.local.ray_cluster import check_room, joined, settle_in, waited, where
+from fedshift.federation.local.worker import Worker
+from fedshift.federation.messages import Content, encode
+
+
+class SitesActor:
+    """Holds sites, as a worker process does. Its answers are those of a `Worker`."""
+
+    def __init__(self, variables: Mapping[str, str], threads: int) -> None:
+        settle_in(variables, threads)
+        self._worker = Worker()
+
+    def answer(self, command: bytes, *content: bytes) -> bytes:
+        """Answer a command, with the pieces of its content."""
+        return self._worker.answer(command, *content)
+
+
+class RayPool(SharedFiles):
+    """Actors that share the sites of a run. It serves any number of runs, one after another.
+
+    Args:
+        address: of the cluster.
+        actors: how many.
+        threads: of each.
+        cards: of each, a share or a number.
+        wait: seconds until an answer that does not come is an error.
+        folder: a folder that all nodes see, for samples.
+        device: what each actor calls its card; None: the device is that of the setting.
+
+    Raises:
+        UserError: the cluster is not there, or has no room.
+        SitesLost: the actors do not start in time.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        actors: int,
+        threads: int,
+        cards: float,
+        wait: float,
+        folder: Path,
+        device: str | None = None,
+    ) -> None:
+        self.device = device
+        folder.mkdir(parents=True, exist_ok=True)
+        self._open = ExitStack()
+        self._wait, self._exchange = wait, -1
+        self._kept: dict[tuple[str, int], tuple[Content, Any]] = {}
+        try:
+            self._ray = self._open.enter_context(joined(address))
+            check_room(self._ray, actors, threads, cards)
+            place = tempfile.TemporaryDirectory(prefix=".ray-", dir=folder, ignore_cleanup_errors=True)
+            super().__init__(Path(self._open.enter_context(place)))
+            made = self._ray.remote(SitesActor).options(
+                num_cpus=threads, num_gpus=cards, max_restarts=0, max_task_retries=0, scheduling_strategy="SPREAD"
+            )
+            self._actors = [made.remote(where(), threads) for _ in range(actors)]
+            self._asked: dict[int, Any] = {}
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def size(self) -> int:
+        """The number of actors."""
+        return len(self._actors)
+
+    def send(self, worker: int, command: Mapping[str, Any], **content: Content) -> None:
+        """Send a command to one actor. `receive` waits for the answer."""
+        exchange = command.get("envelope", {}).get("exchange", -1)
+        if exchange != self._exchange:
+            self._exchange = exchange
+            self._kept.clear()
+        pieces = [self._put(name, value) for name, value in content.items()]
+        self._asked[worker] = self._actors[worker].answer.remote(encode({}, command), *pieces)
+
+    def _put(self, name: str, value: Content) -> Any:
+        """A piece of content in the cluster, put there once for all sites of an exchange that get the same object."""
+        kept = self._kept.setdefault((name, id(value)), (value, None))
+        if kept[1] is None:
+            kept = self._kept[name, id(value)] = value, self._ray.put(encode({name: value}))
+        return kept[1]
+
+    def ready(self, workers: Sequence[int]) -> list[int]:
+        """Those of these actors whose answers are there, at least one."""
+        by_answer = {self._asked[worker]: worker for worker in workers}
+        return [by_answer[there] for there in self._waited(list(by_answer))]
+
+    def receive(self, worker: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Wait for an actor's answer, as `WorkerPool.receive`."""
+        answer = self._asked.pop(worker)
+        self._waited([answer])
+        try:
+            return answer_of(self._ray.get(answer, timeout=self._wait))
+        except self._ray.exceptions.RayError as error:
+            raise SitesLost(f"the process of sites {worker} in the cluster is gone ({type(error).__name__})") from error
+
+    def _waited(self, answers: Sequence[Any]) -> list[Any]:
+        return waited(self._ray, answers, self._wait)
+
+    def close(self) -> None:
+        """End the actors, remove the samples and leave the cluster."""
+        for actor in getattr(self, "_actors", ()):
+            self._ray.kill(actor)
+        self._actors, self._asked = [], {}
+        self._kept.clear()
+        self._open.close()
