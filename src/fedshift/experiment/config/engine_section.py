@@ -146,7 +146,7 @@ class RayEngine(EngineSection):
             raise ValueError("cards: more than one card is a whole number")
         return self
 
-    def thread_count(self) -> int:
+    def thread_count(self, cores: int | None = None) -> int:
         """Threads per process: one where nothing is said, since other machines have other numbers of cores."""
         return self.threads or 1
 
