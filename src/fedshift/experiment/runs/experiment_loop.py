@@ -80,7 +80,7 @@ def run_experiment(
     mine = list(zip(plan.runs, folders, strict=True))[shard[0] - 1 :: shard[1]]
     reporter.begin(len(mine))
     if in_cluster(engine):
-        diverged = spread(experiment, runs, mine, shard, reporter, stop)
+        diverged = spread(run_experiment, experiment, runs, mine, shard, reporter, stop)
     else:
         helpers = 0 if helper or shard != (1, 1) else max(0, min(engine.parallel_runs or 1, unfinished) - 1)
         diverged = []

@@ -28,6 +28,7 @@ from fedshift.federation.local.ray_cluster import check_room, joined, room_for, 
 
 _LOOK = 0.5
 """Seconds between two looks at what is finished."""
+Run = Callable[..., Path]
 Runs = Sequence[tuple[PlannedRun, RunFolder]]
 
 
@@ -60,6 +61,7 @@ def pool_in_cluster(engine: Engine, folder: Path, device: str) -> Callable[[], P
 
 
 def spread(
+    run: Run,
     experiment: Experiment,
     runs: Path,
     mine: Runs,
@@ -68,6 +70,8 @@ def spread(
     stop: Callable[[], None],
 ) -> list[TrainingDiverged]:
     """Carry out the runs ``mine``, those of a ``shard``, in processes of the cluster, and wait for them.
+
+    ``run`` is `run_experiment`, which each of them calls.
 
     Returns:
         The errors of runs that diverged.
@@ -80,7 +84,7 @@ def spread(
     assert isinstance(engine, RayEngine)
     if any(isinstance(held, InMemory) for held in (getattr(experiment.data, "sites", None) or {}).values()):
         raise UserError("engine.name: ray: data in memory are known to this process alone: use engine.workers")
-    tasks = _Tasks(experiment, engine, runs, mine, shard, reporter, stop)
+    tasks = _Tasks(run, experiment, engine, runs, mine, shard, reporter, stop)
     if not tasks.left():
         return []
     with joined(engine.address) as ray:
@@ -96,6 +100,7 @@ class _Tasks:
 
     def __init__(
         self,
+        run: Run,
         experiment: Experiment,
         engine: RayEngine,
         runs: Path,
@@ -108,6 +113,7 @@ class _Tasks:
         shared = ("refuse", "refuse_at", "on_refusal", "quorum", "aggregation", "routing")
         whole = experiment.dump()
         whole["engine"] = alone | {name: whole["engine"][name] for name in shared}
+        self._run = run
         self._options, self._engine, self._runs, self._shard = json.dumps(whole), engine, runs.absolute(), shard
         self._mine = [pair for pair in mine if pair[1].result() is None]
         self._reporter, self._stop = reporter, stop
@@ -127,7 +133,7 @@ class _Tasks:
         task = ray.remote(_run_those_free).options(
             num_cpus=threads, num_gpus=engine.cards, max_retries=0, scheduling_strategy="SPREAD"
         )
-        what = self._options, str(self._runs), os.getcwd(), where(), threads, self._shard
+        what = self._run, self._options, str(self._runs), os.getcwd(), where(), threads, self._shard
         open_tasks = [task.remote(*what) for _ in range(number)]
         try:
             return self._waited(ray, open_tasks)
@@ -195,19 +201,17 @@ _ERRORS: Mapping[str, type[FedshiftError]] = {
 
 
 def _run_those_free(
-    options: str, runs: str, folder: str, variables: Mapping[str, str], threads: int, shard: tuple[int, int]
+    run: Run, options: str, runs: str, folder: str, variables: Mapping[str, str], threads: int, shard: tuple[int, int]
 ) -> dict[str, str] | None:
     """In a process of the cluster: carry out the runs that no other process holds, until none is left.
 
     Returns:
         Why it failed; None if it did not.
     """
-    from fedshift.experiment.runs.experiment_loop import run_experiment
-
     settle_in(variables, threads)
     os.chdir(folder)
     try:
-        run_experiment(parse(json.loads(options)), Path(runs), helper=True, shard=shard)
+        run(parse(json.loads(options)), Path(runs), helper=True, shard=shard)
     except TrainingDiverged as error:
         return {"error": "diverged", "message": str(error)}
     except UserError as error:
