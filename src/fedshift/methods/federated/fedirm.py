@@ -44,7 +44,8 @@ class FederatedIRM(FedAvg):
         name="fedirm",
         citation="Arjovsky et al., 2019",
         group="rivals",
-        advice="For spurious features whose relation to the label differs between sites.",
+        advice="For spurious features whose relation to the label differs between sites. Set clip_norm: plain SGD "
+        "diverged on rotated digits.",
         tasks=("classification",),
         needs_classes="its penalty scales logits",
         relative_cost=1.1,

@@ -59,7 +59,9 @@ class PFedMe(FedAvg):
 
     proximal_weight: NonNegativeFloat = Field(15.0, description="λ: how strongly θ is held near w")
     inner_steps: PositiveInt = Field(5, description="K: steps on a mini-batch")
-    inner_rate: PositiveFloat | None = Field(None, description="learning rate of these steps; none: training.lr")
+    inner_rate: PositiveFloat | None = Field(
+        None, description="learning rate of these steps, below 2/λ, else they diverge; none: training.lr"
+    )
 
     def adjust_traits(self, traits: Traits) -> Traits:
         return replace(super().adjust_traits(traits), relative_cost=float(self.inner_steps))
