@@ -31,6 +31,7 @@ def wide_open() -> Iterator[None]:
     os.umask(before)
 
 
+@pytest.mark.threat("other_user_weights")
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_only_the_user_reads_it_whatever_the_umask(
     encrypted: bool, wide_open: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -53,6 +54,7 @@ def test_there_and_back_in_pieces(length: int, key: str, tmp_path: Path, monkeyp
     assert read_private(tmp_path / "file") == CONTENT[:length]
 
 
+@pytest.mark.threat("taken_disk")
 def test_whatever_is_changed_is_noticed(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any byte, the end, whole pieces left out or moved, and another file in its place."""
     monkeypatch.setattr(encryption, "_PIECE", 100)
@@ -115,6 +117,7 @@ def test_keys_that_are_wrong_are_one_line(key: str, tmp_path: Path, monkeypatch:
     assert "is not encrypted" in said()
 
 
+@pytest.mark.threat("taken_disk")
 def test_the_key_does_not_lie_beside_what_it_protects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = tmp_path / "run" / "deep" / "key"
     place.parent.mkdir(parents=True)

@@ -43,11 +43,13 @@ def pins() -> dict[str, str]:
     return {plain(line.split("==")[0]): line.split("==")[1] for line in lines if "==" in line}
 
 
+@pytest.mark.threat("replaced_package")
 def test_what_is_pinned_is_locked_by_its_hashes() -> None:
     lock = locked()
     assert {name: pinned for name, pinned in pins().items() if lock.get(name, ({}, []))[0] != {pinned}} == {}
 
 
+@pytest.mark.threat("replaced_package")
 def test_whatever_fedshift_needs_is_pinned_and_locked() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     needs = [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]
@@ -57,6 +59,7 @@ def test_whatever_fedshift_needs_is_pinned_and_locked() -> None:
         assert name in locked(), name
 
 
+@pytest.mark.threat("replaced_package")
 def test_the_workflow_runs_what_make_offers() -> None:
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "audit.yml").read_text(encoding="utf-8"))
     steps = [step.get("run", "") for job in workflow["jobs"].values() for step in job["steps"]]
@@ -94,6 +97,7 @@ def test_what_was_not_looked_up_is_a_failure() -> None:
     assert failures([CLEAN, {"name": "b", "version": "2", "vulns": [flaw]}]) == ["b 2: CVE-1, mended in 3"]
 
 
+@pytest.mark.threat("unseen_package")
 @pytest.mark.slow
 def test_the_list_of_what_is_installed_is_whole(tmp_path: Path) -> None:
     """CycloneDX 1.6: the fields that its schema requires, and each package with its version.

@@ -85,6 +85,7 @@ def command(*words: object) -> SimpleNamespace:
     )
 
 
+@pytest.mark.threat("experiment_with_code")
 @pytest.mark.parametrize(
     "words",
     [
@@ -184,6 +185,7 @@ def test_a_person_at_a_terminal_is_asked(answer: bool, experiment: Path, setting
     assert (ran(experiment.parent) == ["net"]) is answer is settings.exists()
 
 
+@pytest.mark.threat("experiment_with_code")
 def test_what_was_shown_is_what_runs(tmp_path: Path) -> None:
     """Whoever changes the file while the person reads changes nothing."""
     file = tmp_path / "code.py"
@@ -204,6 +206,7 @@ NAMES: list[tuple[str, Callable[[str], object]]] = [
 ]
 
 
+@pytest.mark.threat("experiment_with_code")
 @pytest.mark.parametrize("parse", [one for _, one in NAMES], ids=[name for name, _ in NAMES])
 @pytest.mark.parametrize(
     "name",

@@ -29,6 +29,7 @@ def harmless(said: Said) -> str:
     return said.out + said.err
 
 
+@pytest.mark.threat("control_text")
 def test_a_console_prints_no_control_sequence(capsys: pytest.CaptureFixture[str]) -> None:
     """As text, as markup, in a table; in the rows of a progress bar by `escape`."""
     table = Table(NASTY)
@@ -41,6 +42,7 @@ def test_a_console_prints_no_control_sequence(capsys: pytest.CaptureFixture[str]
     assert escape(NASTY).isprintable()
 
 
+@pytest.mark.threat("control_text")
 def test_a_deployment_shows_what_sites_said(cli: Cli, tmp_path: Path) -> None:
     pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install -e '.[deploy]'")
     from fedshift.deploy.cli.deploy import _show
@@ -102,6 +104,7 @@ def test_predictions_do_not_command_the_terminal(format: str, cli: Cli, hostile:
         assert set(json.loads(text)[0]["probabilities"]) == {"=HYPERLINK(1)", "@no", f"-no{NASTY}"}
 
 
+@pytest.mark.threat("formula")
 def test_predictions_are_no_formulas(cli: Cli, hostile: tuple[Path, Path]) -> None:
     rows = list(csv.reader(io.StringIO(cli("predict", *hostile, "--format", "csv").out, newline="")))
     assert rows[0][3:5] == ["'=HYPERLINK(1)", "'@no"]

@@ -79,6 +79,7 @@ def csv_of(folder: Path, ending: str = "csv", **columns: Any) -> dict[str, Any]:
     return {"sites": files, "label": "ill", "numeric": ["x"]}
 
 
+@pytest.mark.threat("rare_categories")
 @pytest.mark.parametrize(
     ("ending", "make"),
     [

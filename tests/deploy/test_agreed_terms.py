@@ -50,6 +50,7 @@ def site(tmp_path: Path) -> tuple[AgreedTerms, Path]:
     return program.terms, program.config.path
 
 
+@pytest.mark.threat("other_terms")
 @pytest.mark.case("requests to agree", "a flood of 30 requests after an honest one, which is asked again")
 def test_a_flood_drops_the_oldest_and_an_honest_request_is_the_newest_again(site: tuple[AgreedTerms, Path]) -> None:
     terms, _ = site
@@ -162,6 +163,7 @@ def test_one_answer_names_all_that_is_missing(tmp_path: Path) -> None:
 BOUNDS = {"lr": 0.1, "batch_size": 8, "rounds": 3, "mini_batches": 40, "local_epochs": 2}
 
 
+@pytest.mark.threat("other_terms")
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -52,6 +52,7 @@ def kept(folder: Path) -> list[Path]:
     return found
 
 
+@pytest.mark.threat("other_user_weights")
 def test_files_with_weights_are_for_their_user_only(wide_open: None, tmp_path: Path) -> None:
     cut_short(tmp_path)
     answers = list(tmp_path.glob("*/memory/*/answer-*.json"))
@@ -60,6 +61,7 @@ def test_files_with_weights_are_for_their_user_only(wide_open: None, tmp_path: P
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
 
 
+@pytest.mark.threat("taken_disk")
 def test_an_encrypted_run_goes_on_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, _ = deploy(tmp_path / "whole", options_of(CSAC), engine=ENGINE)
     key, folder = new_key(), tmp_path / "encrypted"

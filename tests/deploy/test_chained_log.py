@@ -73,6 +73,7 @@ def test_a_flipped_bit_of_the_last_line_is_noticed(tmp_path: Path) -> None:
         assert log.read_bytes() == data
 
 
+@pytest.mark.threat("cut_log")
 def test_a_log_that_was_cut_is_not_gone_on_with(log: Path) -> None:
     size = log.stat().st_size
     log.write_text("\n".join(lines_of(log)[:3]) + "\n")

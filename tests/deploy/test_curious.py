@@ -85,6 +85,7 @@ def attack(program: SiteProgram, network: Mapping[str, Any], layout: Layout, **t
     return read, len(rows), str(answer.get("message", ""))
 
 
+@pytest.mark.threat("crafted_network")
 @pytest.mark.parametrize("samples", [60, 300])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_crafted_network_reads_a_site_and_is_refused(layout: Layout, samples: int, tmp_path: Path) -> None:
@@ -125,6 +126,7 @@ def test_what_a_refused_call_made_is_not_kept(tmp_path: Path) -> None:
     assert str(line["exposure"]) not in again
 
 
+@pytest.mark.threat("crafted_network")
 def test_what_remains_a_few_rows(tmp_path: Path) -> None:
     """A unit that reacts to a single row shows it. In honest training, too, a few rows stand alone."""
     program = site(tmp_path, 300)
@@ -136,6 +138,7 @@ def test_what_remains_a_few_rows(tmp_path: Path) -> None:
     assert samples_read(read_off(built, crafted, after, "traps"), rows) > 0
 
 
+@pytest.mark.threat("crafted_network")
 def test_what_remains_a_coordinator_that_aims_below_the_limit(tmp_path: Path) -> None:
     """Narrow bins for a part of the rows, wide ones for the rest: the docs say so."""
     program = site(tmp_path, 300)
@@ -157,6 +160,7 @@ def test_what_remains_a_coordinator_that_aims_below_the_limit(tmp_path: Path) ->
 HEADS: tuple[dict[str, Any], ...] = ({"name": "linear"}, {"name": "mlp", "hidden": [4]})
 
 
+@pytest.mark.threat("other_terms")
 def test_another_network_is_refused_until_the_site_agrees(tmp_path: Path) -> None:
     program = program_of(tmp_path)
     assert "error" not in request(program)
@@ -219,6 +223,7 @@ def test_networks_that_the_site_file_lists(tmp_path: Path) -> None:
         program_of(tmp_path, models=[{"name": "mpl"}])
 
 
+@pytest.mark.threat("other_terms")
 def test_other_splits_are_refused_until_the_site_agrees(tmp_path: Path) -> None:
     program = program_of(tmp_path)
     many = request(program, do="hello", **hello(seeds=list(range(6))))
@@ -252,6 +257,7 @@ def request_part(program: SiteProgram) -> dict[str, Any]:
     }
 
 
+@pytest.mark.threat("other_terms")
 def test_measurements_of_a_day_are_counted(tmp_path: Path) -> None:
     """By themselves: several models may be measured in one round."""
     program = program_of(tmp_path, measurements_per_day=3)

@@ -58,6 +58,7 @@ AGES = [float(50 + row % 7) for row in range(ROWS)]
 WARDS = ["red"] * 30 + ["blue"] * 21 + ["hospice Doe"] * 9
 
 
+@pytest.mark.threat("rare_categories")
 @pytest.mark.case("few rows", "a category of 9 rows at a limit of 10; of 10 rows")
 def test_a_category_of_few_rows_does_not_leave(tmp_path: Path) -> None:
     file = site(tmp_path, WARDS, AGES)
@@ -108,6 +109,7 @@ def test_a_mean_of_few_cells_does_not_leave(tmp_path: Path, rare: str) -> None:
     assert "3 rows have a value" in lines(file)
 
 
+@pytest.mark.threat("rare_categories")
 @pytest.mark.case("few rows", "3 missing cells: neither their number nor that there are any; mean and deviation stay")
 def test_a_few_missing_cells_are_not_told(tmp_path: Path) -> None:
     ages = [*AGES[:-3], "", "", ""]
@@ -167,6 +169,7 @@ def test_nothing_is_left_to_encode(tmp_path: Path) -> None:
     assert "no category is in enough rows" in told["message"]
 
 
+@pytest.mark.threat("rare_categories")
 @pytest.mark.case("few rows", "numbers of patients under categorical of SITE.yaml, also those allowed deliberately")
 def test_patients_do_not_leave_as_categories(tmp_path: Path) -> None:
     fields = {**FIELDS, "categorical": ["ward", "who"]}
@@ -205,6 +208,7 @@ def test_the_layout_of_a_file_does_not_leave(tmp_path: Path) -> None:
     assert not [word for word in ("years", "whom", "cp1252", "units", "rename", "26.5") if word in told]
 
 
+@pytest.mark.threat("few_samples")
 @pytest.mark.case("few rows", "the name of a patient in the column of classes; the same class, listed by a person")
 def test_a_class_of_few_rows_that_nobody_listed_does_not_leave(tmp_path: Path) -> None:
     file = site(tmp_path, ["red"] * ROWS, AGES)

@@ -393,6 +393,7 @@ def test_every_kind_is_tried() -> None:
     assert [one.values[0] for one in TRIED] == list(KINDS)
 
 
+@pytest.mark.threat("flipped_bit")
 @pytest.mark.parametrize("kind", TRIED)
 def test_a_flipped_bit_is_noticed_or_changes_nothing(kind: str, tmp_path: Path) -> None:
     write, name, read = KINDS[kind]

@@ -154,6 +154,7 @@ def test_a_table_is_guarded_where_it_lies(va: pd.DataFrame, reason: str | None, 
     assert reason is None or reason in there["reasons"][0]
 
 
+@pytest.mark.threat("site_without_labels")
 def test_a_coordinator_gets_nothing_that_it_may_not(tmp_path: Path) -> None:
     """It asks for measures, for training with labels, for sums, and a labelled site for more than one reading."""
     held = files(tmp_path / "data")
@@ -200,6 +201,7 @@ def test_a_coordinator_gets_nothing_that_it_may_not(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.threat("site_without_labels")
 def test_a_second_reading_of_other_sums_is_refused(tmp_path: Path) -> None:
     held, told = files(tmp_path / "data"), []
 

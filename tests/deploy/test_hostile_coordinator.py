@@ -34,6 +34,7 @@ def program_of(tmp_path: Path, **policy: Any) -> SiteProgram:
     return open_site(site_file(tmp_path, "north", files["north"], **policy))
 
 
+@pytest.mark.threat("few_samples")
 @pytest.mark.parametrize(("batch_size", "allowed"), [(1, False), (9, False), (10, True)])
 def test_a_model_made_of_a_few_samples_does_not_leave(batch_size: int, allowed: bool, tmp_path: Path) -> None:
     """With one mini-batch of one sample, weights divided by biases are that sample."""
@@ -61,6 +62,7 @@ def hello(**changes: Any) -> dict[str, Any]:
     return {"version": __version__, "methods": [], "seeds": [0], "split": split, "on_refusal": "stop", **changes}
 
 
+@pytest.mark.threat("again_and_again")
 def test_requests_of_a_round_and_measurements_are_counted(tmp_path: Path) -> None:
     program = program_of(tmp_path, rounds_per_day=2, requests_per_round=3)
     for exchange in range(3):
@@ -91,6 +93,7 @@ def test_progress_is_a_share(progress: Any, tmp_path: Path) -> None:
     assert "envelope" in request(program_of(tmp_path), envelope={**ENVELOPE, "progress": progress})["message"]
 
 
+@pytest.mark.threat("files_and_errors")
 def test_files_that_a_request_names_are_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = program_of(tmp_path, send=["weights", "numbers", "accuracy", "styles"])
     monkeypatch.setenv("FEDSHIFT_WEIGHTS", str(tmp_path / "weights"))
@@ -121,6 +124,7 @@ def test_weights_that_the_site_holds_ready_are_used(tmp_path: Path, monkeypatch:
     assert "must be the plain name" not in answer["message"]  # it was opened, and does not fit
 
 
+@pytest.mark.threat("wrong_key")
 def test_an_answer_that_was_kept_is_held_to_the_policy_of_now(tmp_path: Path) -> None:
     program = program_of(tmp_path, smallest_group=2)
     assert "error" not in request(program)
@@ -134,6 +138,7 @@ def test_an_answer_that_was_kept_is_held_to_the_policy_of_now(tmp_path: Path) ->
     assert "smallest_group" in request(open_site(file))["message"]
 
 
+@pytest.mark.threat("files_and_errors")
 def test_a_fault_in_the_data_is_said_without_them(tmp_path: Path) -> None:
     """The owner's file goes bad during a run: its cells are for the owner's eyes."""
     file = tmp_path / "data.csv"
@@ -152,10 +157,12 @@ def test_a_fault_in_the_data_is_said_without_them(tmp_path: Path) -> None:
     assert "Jane Doe" in lines[-1]["failed"]
 
 
+@pytest.mark.threat("wrong_key")
 def test_a_request_cannot_bear_the_key_of_another(tmp_path: Path) -> None:
     assert "key" in request(program_of(tmp_path), key="a" * 64)["message"]
 
 
+@pytest.mark.threat("few_samples")
 @pytest.mark.parametrize(
     ("counts", "shown"),
     [
@@ -185,6 +192,7 @@ def test_a_whole_request_is_answered(program: SiteProgram) -> None:
     assert "error" not in request(program)
 
 
+@pytest.mark.threat("code_or_method", "kept_kind", "files_and_errors")
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
@@ -213,6 +221,7 @@ def test_a_strange_request_is_answered_with_an_error(changes: dict[str, Any], wh
     assert "Traceback" not in answer["message"]
 
 
+@pytest.mark.threat("code_or_method")
 @pytest.mark.parametrize("form", [str, lambda name: {"name": name}], ids=["name", "mapping"])
 def test_no_code_comes_in_with_a_wrapper(form: Any, program: SiteProgram, tmp_path: Path) -> None:
     evil = tmp_path / "evil.py"
@@ -237,6 +246,7 @@ def test_requests_with_anything_in_them_never_crash_a_site(program: SiteProgram)
     AuditLog.check(program.config.audit_log)
 
 
+@pytest.mark.threat("changed_log")
 def test_nothing_leaves_that_cannot_be_logged(program: SiteProgram, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")

@@ -72,6 +72,7 @@ def says(**header: Any) -> Spoil:
 # Models --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.threat("other_shape", "claimed_samples")
 @pytest.mark.parametrize(
     ("method", "call", "spoil"),
     [
@@ -160,6 +161,7 @@ def layouts(check: TensorCheck, kind: type[Reply], sent: dict[str, Any], **repli
     return reasons | check.odd_ones("call", left, len(replies))
 
 
+@pytest.mark.threat("other_shape")
 def test_what_was_sent_says_how_replies_must_be() -> None:
     part = Weights({"features.weight": torch.ones(2, 3)})
     other = Weights({"features.weight": torch.ones(2, 3, dtype=torch.float64)})
@@ -186,6 +188,7 @@ def test_between_two_sites_the_network_tells() -> None:
     assert not layouts(TensorCheck(LIKE), Part, {}, a=head, b=head)
 
 
+@pytest.mark.threat("other_shape")
 def test_where_nothing_tells_nobody_is_believed() -> None:
     other = {"classifier": Weights({"y": torch.zeros(2)})}
     reasons = layouts(TensorCheck(LIKE), Part, {}, a={"classifier": STRANGE}, b=other)
@@ -210,6 +213,7 @@ def test_models_that_nobody_was_sent_are_whole(tensors: dict[str, torch.Tensor],
 # Numbers -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.threat("impossible_work")
 @pytest.mark.parametrize("number", [HUGE, 2**60, 10_000, -1, True, 1.5, None])
 def test_mini_batches_that_cannot_be_are_refused(number: Any, tmp_path: Path) -> None:
     options = options_of({"name": "fedavg"})
@@ -258,6 +262,7 @@ def table(categories: list[str], **changes: Any) -> dict[str, Any]:
     return {"kind": "table", "numeric": ["a"], "categorical": ["b"], **sums, "categories": [categories], **changes}
 
 
+@pytest.mark.threat("impossible_work")
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -48,6 +48,7 @@ def test_an_export_says_whose_it_is(who: str, kits: dict[str, Kit], log: Path, t
     assert list(found.lines) == lines_of(log)
 
 
+@pytest.mark.threat("cut_log")
 def test_the_first_line_that_was_touched_is_named(kits: dict[str, Kit], log: Path, tmp_path: Path) -> None:
     file = tmp_path / "export"
     export_log(log, kits["own north"], "audit", file)
@@ -67,6 +68,7 @@ def test_the_first_line_that_was_touched_is_named(kits: dict[str, Kit], log: Pat
             verify_export(file, authority(kits["own north"]))
 
 
+@pytest.mark.threat("cut_log")
 def test_the_log_at_home_may_only_have_grown(kits: dict[str, Kit], log: Path, tmp_path: Path) -> None:
     file = tmp_path / "export"
     export_log(log, kits["own north"], "audit", file)
@@ -105,6 +107,7 @@ def test_a_signature_cannot_be_had_otherwise(kits: dict[str, Kit], log: Path, tm
         verify_export(foreign, log)
 
 
+@pytest.mark.threat("cut_log")
 def test_a_site_cannot_sign_as_another(
     kits: dict[str, Kit], log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

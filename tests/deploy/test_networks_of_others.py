@@ -47,6 +47,7 @@ def test_a_listed_network_trains_as_in_a_simulation(tmp_path: Path) -> None:
     assert same(model(deployed, "fedavg", "west"), model(simulated, "fedavg", "west"))
 
 
+@pytest.mark.threat("code_or_method")
 @pytest.mark.usefixtures("package")
 @pytest.mark.parametrize("models", ["first", "all", [{"name": "mlp"}], [{**LISTED, "width": 6}]])
 def test_a_site_refuses_what_it_does_not_list(models: Any, tmp_path: Path) -> None:
@@ -57,6 +58,7 @@ def test_a_site_refuses_what_it_does_not_list(models: Any, tmp_path: Path) -> No
         deploy(tmp_path, options_of({"name": "fedavg"}, model=LISTED), sites=SITES, transport=Loopback(places))
 
 
+@pytest.mark.threat("code_or_method")
 @pytest.mark.usefixtures("package")
 @pytest.mark.parametrize("models", ["first", "all"])
 def test_nothing_is_imported_that_is_not_listed(models: Any) -> None:

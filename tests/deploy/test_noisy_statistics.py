@@ -68,6 +68,7 @@ def with_secret(place: Path, secret: bytes) -> SiteProgram:
     return SiteProgram(config)
 
 
+@pytest.mark.threat("spent_budget")
 def test_statistics_have_noise_and_are_counted_once(tmp_path: Path) -> None:
     """Whatever is asked, and by a new process of the site, too: the same noise, and one line."""
     place = place_of(tmp_path, "south", **NOISY)
@@ -106,6 +107,7 @@ def test_noise_is_as_large_as_its_price_and_means_stay(tmp_path: Path) -> None:
     assert (np.abs(age - 60 * rows) <= 60 * rows).all(), "no mean lies outside of its range"
 
 
+@pytest.mark.threat("spent_budget")
 def test_a_card_tells_nothing_else_of_a_table(tmp_path: Path) -> None:
     """Of two tables of as many rows: the encoding, the shape and the categories follow from what has noise."""
     place = place_of(tmp_path, "south", **NOISY)
@@ -123,6 +125,7 @@ def test_a_card_tells_nothing_else_of_a_table(tmp_path: Path) -> None:
     assert len(lines(program)) == 2, "other data are paid for"
 
 
+@pytest.mark.threat("spent_budget")
 @pytest.mark.parametrize(
     ("privacy", "said"),
     [

@@ -96,6 +96,7 @@ CASES: dict[str, tuple[str, str, Spoil]] = {
 }
 
 
+@pytest.mark.threat("broken_field", "forged_refusal", "wrong_spectra", "huge_weights")
 @pytest.mark.parametrize("case", CASES)
 def test_a_quorum_goes_on_without_it(case: str, tmp_path: Path) -> None:
     method, call, spoil = CASES[case]
@@ -149,6 +150,7 @@ def test_an_answer_that_breaks_the_check_itself_is_only_that_sites_loss(
 # What sites say of themselves -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.threat("claimed_samples")
 def test_claimed_samples_make_no_more_rounds(tmp_path: Path) -> None:
     """A site of 41 samples that says 4,100: as many rounds as planned, and in each of them the others train."""
 
@@ -163,6 +165,7 @@ def test_claimed_samples_make_no_more_rounds(tmp_path: Path) -> None:
     assert all(event["mini_batches"] > 0 for event in trained)
 
 
+@pytest.mark.threat("forged_refusal")
 def test_a_refusal_when_the_run_is_resumed_does_not_end_it(tmp_path: Path) -> None:
     options = options_of({"name": "fedavg"})
     deploy(tmp_path, options, engine={"quorum": 2})
@@ -179,6 +182,7 @@ def test_a_refusal_when_the_run_is_resumed_does_not_end_it(tmp_path: Path) -> No
         deploy(tmp_path, options, transport=Loopback(places, refuses))
 
 
+@pytest.mark.threat("no_message", "replayed_reply", "other_shape", "broken_field")
 @pytest.mark.parametrize("how", ["late", "error", "diverged", "garbage", "nan", "shape", "other", "fields"])
 def test_a_reply_that_cannot_be_used_is_recorded_and_the_quorum_goes_on(how: str, tmp_path: Path) -> None:
     def spoil(site: str, header: dict[str, Any], answer: Any) -> Any:
@@ -265,6 +269,7 @@ def test_a_site_that_misses_a_round_leaves_the_documented_result(
     assert same(model(here, "fedavg", "west"), model(there, "fedavg", "west"))
 
 
+@pytest.mark.threat("replayed_reply")
 def test_a_second_reply_is_refused(tmp_path: Path) -> None:
     files = write_data(tmp_path / "data", SITES)
     places = {site: site_file(tmp_path, site, files[site]) for site in SITES}
@@ -278,6 +283,7 @@ def test_a_second_reply_is_refused(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.threat("replayed_reply")
 def test_the_reply_of_an_earlier_round_is_refused(tmp_path: Path) -> None:
     sent: list[Any] = []
 

@@ -38,6 +38,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
+@pytest.mark.threat("again_and_again")
 @pytest.mark.parametrize("reopened", [False, True])
 def test_rounds_count_for_a_day(clock: list[float], reopened: bool, tmp_path: Path) -> None:
     """Two rounds a day, done at 0 h and 10 h: a third may begin at 24 h and a bit, and a fourth at 34 h."""
@@ -81,6 +82,7 @@ def test_what_does_not_work_counts_for_nothing(clock: list[float], tmp_path: Pat
     log.check_rate("north", rule, "run", 4)
 
 
+@pytest.mark.threat("kept_kind")
 def test_a_kind_that_no_field_promised_does_not_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that puts features where its reply type says weights is found out by what it sends."""
 
@@ -152,6 +154,7 @@ def test_a_round_counts_from_its_first_request(clock: list[float], tmp_path: Pat
     log.check_rate("north", rule, "run", 2)
 
 
+@pytest.mark.threat("code_or_method")
 def test_which_methods_may_run() -> None:
     """By name, and none that sends a kind that may not leave."""
     few = Policy(methods=("fedavg", "csac"), send=("weights", "numbers"))
@@ -189,6 +192,7 @@ def test_a_refusal_names_the_rule_and_ends_the_run(
         assert not any(line["do"] == "call" for line in log), "before any training"
 
 
+@pytest.mark.threat("changed_log")
 def test_the_audit_log_is_a_chain(tmp_path: Path) -> None:
     deploy(tmp_path, options_of({"name": "fedavg"}))
     log = tmp_path / "north/memory/audit.jsonl"

@@ -79,6 +79,7 @@ def same(first: Path, second: Path) -> bool:
 # An experiment ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.threat("kept_kind")
 @pytest.mark.parametrize("method", KINDS)
 def test_the_run_ends_before_training_and_names_site_and_kind(method: str, tmp_path: Path) -> None:
     kind = KINDS[method]

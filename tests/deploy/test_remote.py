@@ -127,6 +127,7 @@ def test_a_run_killed_anywhere_goes_on_to_the_same_bits(name: str, wire: str, tm
     assert 0 < last < len(transport.asked)
 
 
+@pytest.mark.threat("between_the_two")
 def test_a_request_that_comes_again_is_not_trained_again(tmp_path: Path) -> None:
     options = options_of({"name": "fedavg"})
     files = write_data(tmp_path / "data", SITES)

@@ -75,6 +75,7 @@ def test_each_line_arrives_once_and_whole(collector: Collector, tmp_path: Path) 
     ]
 
 
+@pytest.mark.threat("stopped_sink")
 def test_a_sink_that_fails_is_said_once_and_misses_nothing(collector: Collector, tmp_path: Path) -> None:
     said: list[str] = []
     sent = forwarder(tmp_path, HttpSink(kind="http", url=collector.url), said)
@@ -103,6 +104,7 @@ def test_nobody_listens(tmp_path: Path) -> None:
     assert len(said) == 3
 
 
+@pytest.mark.threat("cut_log")
 def test_lines_that_were_cut_off_are_told(tmp_path: Path) -> None:
     sink = FileSink(kind="file", path=tmp_path / "copy")
     write(tmp_path, 0, 1)

@@ -106,6 +106,7 @@ class Killed(BaseException):
     """Ends the coordinator, as a kill would."""
 
 
+@pytest.mark.threat("spent_budget")
 def test_noise_is_of_the_secret_and_a_run_that_was_killed_repeats_it(tmp_path: Path) -> None:
     """Only the secrets differ between the first two. The third has those of the first, and is killed in round 2."""
     whole, other = (model(deployed(tmp_path / name, {}), "fedavg", "west") for name in ("a", "b"))
@@ -130,6 +131,7 @@ def test_noise_is_of_the_secret_and_a_run_that_was_killed_repeats_it(tmp_path: P
     assert counts["a"] == counts["c"] == 1 + 3
 
 
+@pytest.mark.threat("spent_budget")
 def test_a_repeated_request_repeats_its_answer_and_is_counted_once(tmp_path: Path) -> None:
     """Also where the kept answer is gone, as after a kill before it was kept; a new process of the site, too."""
     site = program(tmp_path)
@@ -171,6 +173,7 @@ def test_another_request_has_other_noise_and_counts(tmp_path: Path) -> None:
     assert len({line["mark"] for line in lines(site)}) == 3
 
 
+@pytest.mark.threat("spent_budget")
 def test_the_site_stops_when_its_budget_is_spent(tmp_path: Path) -> None:
     """Whatever the coordinator asks: each exchange is four steps, and what is spent never passes ε."""
     step = adaptive_epsilon([NoisySteps(SIGMA, 8 / 28, 4)], 3.0, 1e-5)
@@ -193,6 +196,7 @@ def test_the_site_stops_when_its_budget_is_spent(tmp_path: Path) -> None:
     assert "error" not in request(reopened, setting=ASKED, envelope=envelope)  # answered and paid before
 
 
+@pytest.mark.threat("spent_budget")
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -289,6 +293,7 @@ def test_measurements_have_noise_and_are_counted(tmp_path: Path) -> None:
     assert len(lines(site)) == 30
 
 
+@pytest.mark.threat("spent_budget")
 def test_models_are_measured_until_the_budget_is_spent(tmp_path: Path) -> None:
     site = program(tmp_path, epsilon=3.0, measurement_noise=8.0)
     part = {**_part(site), "role": "unseen", "whole": True}

@@ -92,6 +92,7 @@ def test_numbers_and_descriptions() -> None:
 GOOD: dict[str, Any] = {"accuracy": 50.0, "samples": 4, "classes": [[1, 2], None, [1, 2]]}
 
 
+@pytest.mark.threat("impossible_accuracy")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -131,6 +132,7 @@ METRICS: dict[str, Any] = {
 }
 
 
+@pytest.mark.threat("impossible_accuracy")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -175,6 +177,7 @@ def test_a_site_reports_all_metrics_when_it_is_asked(tmp_path: Path) -> None:
     assert "accuracy" in metrics.intervals
 
 
+@pytest.mark.threat("few_samples")
 def test_metrics_of_few_samples_are_not_told(tmp_path: Path) -> None:
     """12 held out, 4 of each class: with groups of 5 nothing that looks at classes is told."""
     metrics = whole(tmp_path, smallest_group=5)["measures"]["metrics"]
@@ -203,6 +206,7 @@ def test_measures_of_no_class_leave_the_run_whole(tmp_path: Path) -> None:
     assert result(there, "fedavg", "sites")
 
 
+@pytest.mark.threat("impossible_accuracy")
 @pytest.mark.parametrize("accuracy", [-0.5, 100.5])
 def test_an_accuracy_lies_between_0_and_100(accuracy: float) -> None:
     good = {"accuracy": 100.0, "samples": 4, "classes": [[2, 2], [2, 2]]}

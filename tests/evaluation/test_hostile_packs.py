@@ -55,6 +55,7 @@ def everything_in(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.threat("packed_results")
 @pytest.mark.parametrize("column", ["method", "target"])
 @pytest.mark.parametrize("name", HOSTILE)
 def test_nothing_is_written_for_a_run_that_would_leave_its_experiment(tmp_path: Path, name: str, column: str) -> None:
@@ -78,6 +79,7 @@ def test_a_seed_is_a_whole_number(tmp_path: Path, seed: str) -> None:
         packing.unpack(experiment)
 
 
+@pytest.mark.threat("packed_results")
 @pytest.mark.parametrize("linked", ["fedavg", "fedavg/D0", "fedavg/D0/seed-0"])
 @pytest.mark.case("names in packs", "a folder of the pack that is a link to another place")
 def test_a_link_that_leads_out_of_the_experiment_is_not_followed(tmp_path: Path, linked: str) -> None:

@@ -250,6 +250,7 @@ def test_damaged_rounds(cut: int) -> None:
         decode_rounds(made()[ROUNDS][:cut])
 
 
+@pytest.mark.threat("formula")
 def test_no_cell_is_a_formula() -> None:
     """A spreadsheet would run it; read back it is the name again."""
     run = PackedRun({"method": "=1+1", "target": "@b", "seed": 0, "seconds": -1.5}, {})

@@ -74,6 +74,7 @@ ABSURD: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.threat("large_model")
 @pytest.mark.parametrize("case", ABSURD)
 def test_a_file_whose_network_is_much_larger_is_not_made(case: str, tmp_path: Path, built: list[str]) -> None:
     with pytest.raises(UserError, match=r"damaged or was not written by fedshift|model\.hidden") as told:
@@ -85,6 +86,7 @@ def test_a_file_whose_network_is_much_larger_is_not_made(case: str, tmp_path: Pa
 BACKBONE = {"name": "frozen", "backbone": {"name": "resnet18", "pretrained": True}}
 
 
+@pytest.mark.threat("large_model")
 @pytest.mark.parametrize("weights", [True, "IMAGENET1K_V1"])
 def test_nothing_is_downloaded(weights: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pretrained, "_download", lambda *_: pytest.fail("a download was tried"))

@@ -20,6 +20,7 @@ from fedshift.federation.messages import pieces
 from fedshift.import_paths import import_file
 
 
+@pytest.mark.threat("large_model")
 @pytest.mark.parametrize(
     ("wrapped", "message"),
     [

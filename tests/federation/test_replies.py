@@ -68,6 +68,7 @@ def test_what_is_declared_is_let_through() -> None:
         assert checks().check("tell", "large", Told, told(**change), {}) is None
 
 
+@pytest.mark.threat("broken_field")
 @pytest.mark.parametrize(
     "change",
     [
@@ -124,6 +125,7 @@ def test_what_a_method_declares_need_not_be_near_to_what_was_sent() -> None:
     assert checks(method).check("train", "small", Controlled, content, sent) is None
 
 
+@pytest.mark.threat("claimed_samples")
 @pytest.mark.parametrize("samples", [0, 6, -1])
 def test_a_site_has_between_one_sample_and_those_that_it_said(samples: int) -> None:
     content = {"weights": start_of(FedAvg(), domains(MLP), MLP), "samples": 5, "loss": 0.5}
@@ -133,6 +135,7 @@ def test_a_site_has_between_one_sample_and_those_that_it_said(samples: int) -> N
         checks().check("fit", "small", Update, {**content, "samples": samples}, sent)
 
 
+@pytest.mark.threat("huge_weights")
 def test_a_model_is_not_further_from_the_one_that_was_sent_than_training_leads() -> None:
     weights = start_of(FedAvg(), domains(MLP), MLP)
     norm = sum(tensor.double().square().sum() for tensor in weights.values()).sqrt()  # type: ignore[union-attr]
@@ -148,6 +151,7 @@ def test_a_model_is_not_further_from_the_one_that_was_sent_than_training_leads()
                 checks().check("fit", "small", Update, content, {"weights": weights})
 
 
+@pytest.mark.threat("huge_weights")
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -213,6 +217,7 @@ class Cut(ELCFS):
         return replace(reply, spectra=type(reply.spectra)({"amplitude": reply.spectra["amplitude"][..., :1, :1]}))
 
 
+@pytest.mark.threat("wrong_spectra")
 @pytest.mark.parametrize("method", [Large(), Cut()], ids=["weights", "spectra"])
 def test_a_quorum_goes_on_without_the_site(method: Any) -> None:
     found = domains(CNN, {"large": 20, WRONG: 12, "mid": 17})
@@ -245,6 +250,7 @@ def test_numbers_that_are_not_finite_are_divergence() -> None:
         run(Broken(), [vectors("large", 9)], MLP)
 
 
+@pytest.mark.threat("claimed_samples")
 def test_no_share_of_work_takes_more_than_twice_the_median_from_an_absent_site() -> None:
     where: Federation = federation(FedAvg(), domains(MLP, {"a": 9, "b": 9, "c": 9}), MLP, budget=100)
     where.forfeit("a", [0.25, 1.0])

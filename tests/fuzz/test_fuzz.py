@@ -19,6 +19,7 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.mark.threat("broken_field")
 @pytest.mark.parametrize("name", METHODS)
 def test_no_reply_of_one_site_harms_the_others(name: str) -> None:
     attack = Attack(recorded(name), broken, random.Random(f"quick {name}"))

@@ -89,6 +89,7 @@ def test_page_is_a_pure_function_of_the_files(experiment: Path) -> None:
     assert page(collect(experiment)) == page(collect(experiment))
 
 
+@pytest.mark.threat("script_in_a_name")
 def test_names_cannot_break_out(write_part: Write) -> None:
     folder = write_part("<b>&\"'", "t", 0, 50.0, warnings=["<script>alert(1)</script>"])
     text = page(collect(folder.parents[2]))
@@ -97,6 +98,7 @@ def test_names_cannot_break_out(write_part: Write) -> None:
     assert "&lt;script&gt;" in text
 
 
+@pytest.mark.threat("control_text")
 @pytest.mark.filterwarnings("error")  # of a letter that no font has, which would reach the terminal
 @pytest.mark.parametrize("name", ["a $ and b $", "$^$", "$\\frac$", "one $", "a\x1b[31m\u202eb"])
 def test_any_name_can_be_drawn(name: str, write_part: Write) -> None:

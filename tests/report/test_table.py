@@ -68,6 +68,7 @@ def test_latex(experiment: Path) -> None:
     assert "±" not in text
 
 
+@pytest.mark.threat("script_in_a_name")
 def test_names_are_escaped(write_part: Write) -> None:
     folder = write_part("a|b_c & 5% [red]", "t_1", 0, 50.0)
     found = table_of(collect(folder.parents[2]))

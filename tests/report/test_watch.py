@@ -257,6 +257,7 @@ def asked(port: int, method: str = "GET", path: str = "/", host: str | None = No
     return answer
 
 
+@pytest.mark.threat("watched_page")
 def test_only_this_machine_reads_it_and_nobody_writes(port: int, running: Path) -> None:
     answer = asked(port)
     assert answer.status == 200

@@ -96,6 +96,7 @@ def test_provision_says_who_needs_what_when_the_coordinator_moves(fedshift: Cli,
     assert "localhost port 18742" in out
 
 
+@pytest.mark.threat("copied_authority")
 def test_the_authority_needs_a_passphrase_or_a_decision(
     fedshift: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ from fedshift.encryption import KEY_FILE, present_key
 ALLOW = trust.allow
 
 
+@pytest.mark.threat("certificate", "flare_rights")
 @pytest.mark.slow
 def test_every_promise_holds(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trust, "allow", ALLOW)  # other tests trust their own code

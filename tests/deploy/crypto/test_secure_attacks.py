@@ -58,6 +58,7 @@ def test_wrong_shares_of_a_few_in_a_large_roster_are_left_out(tmp_path: Path, nu
     assert torch.equal(total.unmasked(told), where.plain(where.names[:-1]))
 
 
+@pytest.mark.threat("sum_predictable_masks")
 def test_the_masks_of_two_sums_have_nothing_in_common(five: Federation) -> None:
     """Knowing all seeds of one sum, of the same key and roster, is of no use for the next."""
     orders = [five.order(exchange=number) for number in (1, 2)] + [five.order(content="bb")]
@@ -67,6 +68,7 @@ def test_the_masks_of_two_sums_have_nothing_in_common(five: Federation) -> None:
     assert not set(uploads[0].commitments.values()) & set(uploads[1].commitments.values())
 
 
+@pytest.mark.threat("sum_weak_key")
 def test_a_key_that_makes_masks_predictable_is_refused(five: Federation) -> None:
     """A point of low order gives the same secret with every key; a site's signature does not make it a key."""
     public = bytes(32)
@@ -76,6 +78,7 @@ def test_a_key_that_makes_masks_predictable_is_refused(five: Federation) -> None
         five.sites["s00"].mask(replace(order, cards=(order.cards[0], card, *order.cards[2:])), five.numbers["s00"])
 
 
+@pytest.mark.threat("sum_changed_roster")
 def test_what_remains_two_rosters_differ_by_a_model(five: Federation) -> None:
     """Two sums of the same models, one site lost in the second: their difference is its model."""
     both = five.summed(five.order(exchange=1), five.names, five.names)
@@ -83,6 +86,7 @@ def test_what_remains_two_rosters_differ_by_a_model(five: Federation) -> None:
     assert torch.equal(both - fewer, five.numbers["s04"])
 
 
+@pytest.mark.threat("sum_asked_twice")
 @pytest.mark.parametrize("exchange", ["mask", "confirm"])
 def test_two_processes_of_a_site_do_not_answer_twice(
     five: Federation, exchange: str, monkeypatch: pytest.MonkeyPatch
@@ -113,6 +117,7 @@ def test_two_processes_of_a_site_do_not_answer_twice(
         second[0].result(timeout=10)
 
 
+@pytest.mark.threat("sum_two_equations")
 def test_what_remains_one_of_three_sites_takes_csac_apart() -> None:
     """From its own model, the mean A and the fused model F, which it gets, a site finds both others.
 
@@ -144,6 +149,7 @@ def test_what_remains_one_of_three_sites_takes_csac_apart() -> None:
         assert min((found - other).abs().max().item() for found in candidates.values()) < 1e-6
 
 
+@pytest.mark.threat("sum_questions")
 @pytest.mark.parametrize(("sites", "answers", "shown"), [(3, 1, False), (3, 2, True), (4, 3, True), (5, 4, True)])
 def test_what_remains_a_coordinator_that_chooses_the_mean_takes_csac_apart(
     sites: int, answers: int, shown: bool
@@ -183,6 +189,7 @@ def test_what_remains_a_coordinator_that_chooses_the_mean_takes_csac_apart(
     assert (error < 1e-7) == shown
 
 
+@pytest.mark.threat("sum_two_equations")
 def test_what_remains_one_of_three_sites_takes_scaffold_apart() -> None:
     """The mean of control variates is another sum of the same models, with known factors 1/(T·η)."""
     draw = torch.Generator().manual_seed(2)
@@ -196,6 +203,7 @@ def test_what_remains_one_of_three_sites_takes_scaffold_apart() -> None:
     assert torch.allclose(start["w"] - second, models[1]["w"], atol=1e-9)
 
 
+@pytest.mark.threat("sum_two_equations")
 def test_methods_of_two_sums_warn_among_three_sites() -> None:
     for options, few in (
         ({"name": "csac"}, 3),

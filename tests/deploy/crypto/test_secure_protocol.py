@@ -106,12 +106,14 @@ def test_the_sum_is_the_plain_one_whoever_is_lost(tmp_path: Path, number: int) -
         assert torch.equal(total, where.plain(first))
 
 
+@pytest.mark.threat("sum_upload")
 def test_an_upload_tells_nothing_and_no_two_are_alike(five: Federation) -> None:
     uploads = [five.sites["s00"].mask(five.order(exchange=number), five.numbers["s00"]).numbers for number in (1, 2)]
     assert not (uploads[0] == uploads[1]).any()
     assert not (uploads[0] == five.numbers["s00"]).any()
 
 
+@pytest.mark.threat("sum_predictable_masks")
 def test_self_masks_come_from_no_seed(five: Federation) -> None:
     """With the same key, order and numbers the pairwise masks are equal, and the self masks are not."""
     upload = five.sites["s00"].mask(five.order(), five.numbers["s00"]).numbers
@@ -152,6 +154,7 @@ def test_a_restarted_site_and_a_server_that_asks_again_end_in_the_same_bits(five
     assert torch.equal(five.summed(order, five.names[:4], five.names[1:4]), five.plain(five.names[:4]))
 
 
+@pytest.mark.threat("sum_changed_roster")
 def test_one_update_is_masked_for_one_roster_only(five: Federation) -> None:
     site, numbers = five.sites["s00"], five.numbers["s00"]
     site.mask(five.order(), numbers)
@@ -167,6 +170,7 @@ def test_one_update_is_masked_for_one_roster_only(five: Federation) -> None:
         site.mask(five.order(), numbers)
 
 
+@pytest.mark.threat("sum_survivor_sets")
 def test_a_site_unmasks_for_one_set_of_survivors_only(five: Federation) -> None:
     total = five.masked(five.order())
     told = five.told(total, five.names[:4], five.names[:4])
@@ -179,6 +183,7 @@ def test_a_site_unmasks_for_one_set_of_survivors_only(five: Federation) -> None:
             five.started("s00").reveal(total.order, answered, total.sealed_for("s00"), {})
 
 
+@pytest.mark.threat("sum_both_shares")
 def test_no_site_tells_both_kinds_of_shares_of_one(five: Federation) -> None:
     told = five.told(five.masked(five.order()), five.names[:3], five.names[:3])
     assert set(told["s00"].own) == set(five.names[:3])
@@ -191,6 +196,7 @@ SETS_FOR_TWO = {"s00": "012", "s01": "013", "s02": "012", "s03": "013", "s04": "
 would give the sum of s00 and s01, since each of the other three is left out in three sets."""
 
 
+@pytest.mark.threat("model_alone", "sum_survivor_sets")
 def test_different_sets_of_survivors_at_each_site_give_nothing(five: Federation) -> None:
     total = five.masked(five.order())
     sets = {name: [f"s0{place}" for place in places] for name, places in SETS_FOR_TWO.items()}
@@ -201,6 +207,7 @@ def test_different_sets_of_survivors_at_each_site_give_nothing(five: Federation)
             five.sites[name].reveal(total.order, answered, total.sealed_for(name), to_it)
 
 
+@pytest.mark.threat("sum_survivor_sets")
 def test_the_attack_that_confirmations_stop_works_without_them(
     five: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,6 +236,7 @@ def test_the_attack_that_confirmations_stop_works_without_them(
     assert torch.equal(two.total, five.plain(["s00", "s01"]))
 
 
+@pytest.mark.threat("sum_confirmation")
 @pytest.mark.parametrize("said", ["of another sum", "for another site", "of another set", "its own", "made up"])
 def test_a_confirmation_counts_only_for_its_sum_its_receiver_and_its_set(five: Federation, said: str) -> None:
     totals = [five.masked(five.order(exchange=number)) for number in (1, 2)]
@@ -259,6 +267,7 @@ def seeds_of(five: Federation, order: Order, name: str) -> dict[str, bytes]:
     return {card.site: key.mask_seed(order, name, card) for card in order.cards if card.site != name}
 
 
+@pytest.mark.threat("sum_inconsistent_models")
 def test_different_contents_give_noise(five: Federation) -> None:
     orders = {name: five.order(content="bb" if name == "s02" else "aa") for name in five.names}
     total = SecureSum(five.order())
@@ -284,6 +293,7 @@ def _garbage(revealed: Revealed) -> Revealed:
     return Revealed(dict.fromkeys(revealed.own, b"\x01" * SHARE_BYTES), dict.fromkeys(revealed.pairs, b""))
 
 
+@pytest.mark.threat("sum_wrong_shares")
 @pytest.mark.parametrize("liars", [1, 2])
 def test_wrong_shares_of_a_minority_are_left_out(five: Federation, liars: int) -> None:
     total = five.masked(five.order())
@@ -295,6 +305,7 @@ def test_wrong_shares_of_a_minority_are_left_out(five: Federation, liars: int) -
         total.unmasked(told)
 
 
+@pytest.mark.threat("sum_wrong_shares")
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -315,6 +326,7 @@ def test_a_spoilt_upload_is_in_no_sum(five: Federation, spoil: Callable[[Upload]
         total.add("s00", five.sites["s00"].mask(order, five.numbers["s00"]))
 
 
+@pytest.mark.threat("sum_other_shares")
 def test_shares_of_another_sum_are_refused(five: Federation) -> None:
     orders = [five.order(exchange=number) for number in (1, 2)]
     uploads = [{name: five.sites[name].mask(order, five.numbers[name]) for name in five.names} for order in orders]
@@ -348,6 +360,7 @@ def _spoilt(five: Federation, how: str) -> Order:
     return replace(order, cards=order.cards[:2])
 
 
+@pytest.mark.threat("sum_replaced_key")
 @pytest.mark.parametrize("how", ["unsigned", "stolen", "other run", "twice", "unordered", "without it", "two sites"])
 def test_an_order_that_is_wrong_is_refused(five: Federation, how: str) -> None:
     with pytest.raises(Refused):
@@ -355,6 +368,7 @@ def test_an_order_that_is_wrong_is_refused(five: Federation, how: str) -> None:
     assert {file.name for file in (five.folder / "s00").iterdir()} == {"key", "lock"}  # and nothing was written down
 
 
+@pytest.mark.threat("sum_replaced_key")
 def test_another_key_in_the_same_run_is_refused(five: Federation) -> None:
     five.sites["s00"].mask(five.order(), five.numbers["s00"])
     (five.folder / "s01" / "key").unlink()
@@ -368,6 +382,7 @@ def test_another_key_in_the_same_run_is_refused(five: Federation) -> None:
         five.sites["s00"].mask(replace(five.order(), cards=cards), five.numbers["s00"])
 
 
+@pytest.mark.threat("sum_inconsistent_models")
 def test_every_part_of_an_order_is_bound(five: Federation) -> None:
     order = five.order()
     changed: list[dict[str, Any]] = [

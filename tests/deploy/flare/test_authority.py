@@ -55,6 +55,7 @@ def refuse(new: bool) -> str | None:
     raise AssertionError("the key is not needed")
 
 
+@pytest.mark.threat("other_user_kits")
 def test_nobody_else_reads_a_kit_or_the_authority_whatever_the_umask(careless: None, tmp_path: Path) -> None:
     made = made_of(tmp_path, "north")
     roles.reissue(project(tmp_path, "north"), tmp_path, "north", lambda new: SECRET)
@@ -64,6 +65,7 @@ def test_nobody_else_reads_a_kit_or_the_authority_whatever_the_umask(careless: N
     assert [path for path in found if stat.S_IMODE(path.stat().st_mode) & 0o077] == []
 
 
+@pytest.mark.threat("copied_authority")
 def test_the_authority_keeps_no_key_but_its_own_and_that_one_encrypted(tmp_path: Path) -> None:
     made = made_of(tmp_path, "north")
     (key,) = private_keys(made.folder / "authority")
@@ -72,6 +74,7 @@ def test_the_authority_keeps_no_key_but_its_own_and_that_one_encrypted(tmp_path:
         serialization.load_pem_private_key(key.read_bytes(), None)
 
 
+@pytest.mark.threat("copied_authority")
 def test_without_the_passphrase_no_kit_is_made(tmp_path: Path) -> None:
     made = made_of(tmp_path, "north")
     before = {path: path.read_bytes() for path in made.folder.rglob("*") if path.is_file()}
@@ -179,6 +182,7 @@ FILTERS = {
 }
 
 
+@pytest.mark.threat("useless_filters")
 @pytest.mark.parametrize("which", FILTERS)
 @pytest.mark.parametrize("chain", ["task_result_filters", "task_data_filters"])
 @pytest.mark.parametrize("role", ["site", "coordinator"])
@@ -206,6 +210,7 @@ def test_a_scope_without_filters_is_no_mistake(one: Provisioned) -> None:
     place.unlink()
 
 
+@pytest.mark.threat("useless_filters")
 def test_what_flares_filter_does_to_a_message_of_ours() -> None:
     """Nothing, and it says that all is well: why such a filter is refused."""
     from nvflare.apis.fl_context import FLContext

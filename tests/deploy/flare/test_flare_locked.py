@@ -141,6 +141,7 @@ def packed(folder: Path, *more: str) -> bytes:
     return bytes(zip_directory_to_bytes(str(app), ""))
 
 
+@pytest.mark.threat("flare_rights")
 def test_a_raw_shell_message_reads_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The message says neither who asks nor that a right is needed: FLARE runs it."""
     (tmp_path / "patients.csv").write_text("Jane Doe")
@@ -209,6 +210,7 @@ def test_a_right_is_asked_for_whatever_the_headers_say(monkeypatch: pytest.Monke
     assert len(processor.got) == 1
 
 
+@pytest.mark.threat("flare_rights")
 def test_role_super_has_no_rights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     body, processor = packed(tmp_path), Deploying()
     strong = Person("root", "fedshift", "super")
@@ -233,6 +235,7 @@ def test_without_rules_there_are_no_rights(authorizer: Any, monkeypatch: pytest.
     assert not AuthorizationService.authorize(asking)[0]
 
 
+@pytest.mark.threat("flare_rights")
 @pytest.mark.parametrize(
     ("more", "meta", "reason"),
     [

@@ -26,6 +26,7 @@ from fedshift.deploy.flare.service import Service
 from fedshift.errors import UserError
 
 
+@pytest.mark.threat("other_flare")
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
@@ -49,6 +50,7 @@ def test_a_flare_with_other_insides_is_not_started(
     ends_in_one_line(monkeypatch, capsys, JOB, "cannot be locked down")
 
 
+@pytest.mark.threat("other_flare")
 def test_another_version_of_flare_is_not_started(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

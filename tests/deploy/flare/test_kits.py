@@ -73,6 +73,7 @@ def test_a_mistake_in_a_project_is_one_line(change: dict[str, Any], message: str
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.threat("other_user_kits")
 def test_every_role_gets_its_own_keys_and_no_other(kits: Provisioned) -> None:
     assert kits.new == ("coordinator", "north", "south")
     keys = {path.read_bytes() for path in kits.folder.rglob("*.key") if "authority" not in path.parts}

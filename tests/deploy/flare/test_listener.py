@@ -150,6 +150,7 @@ HELLO = bytes.fromhex("16030100c8010000c40303")
 """The first bytes of a ClientHello of 200 bytes."""
 
 
+@pytest.mark.threat("held_port")
 @pytest.mark.parametrize("said", [b"", HELLO, b"GET / HTTP/1.1\r\n"], ids=["nothing", "half a ClientHello", "no TLS"])
 def test_strangers_who_hold_the_port_keep_nobody_out(said: bytes, door: Listening, kits: Provisioned) -> None:
     with contextlib.ExitStack() as stack:
@@ -162,6 +163,7 @@ def test_strangers_who_hold_the_port_keep_nobody_out(said: bytes, door: Listenin
             assert door.driver._listener._greeted, "they hold it still"
 
 
+@pytest.mark.threat("held_port")
 def test_a_handshake_has_a_time_limit_also_for_bytes_that_drip_in(
     door: Listening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,6 +178,7 @@ def test_a_handshake_has_a_time_limit_also_for_bytes_that_drip_in(
     assert time.monotonic() - begun < SOON
 
 
+@pytest.mark.threat("held_port")
 def test_connections_that_are_reset_at_once_harm_nobody(door: Listening, kits: Provisioned) -> None:
     with door.peer(startup(kits, "north")) as before:
         for said in (b"", HELLO) * 100:
@@ -186,6 +189,7 @@ def test_connections_that_are_reset_at_once_harm_nobody(door: Listening, kits: P
         assert speaks(before)
 
 
+@pytest.mark.threat("held_port")
 def test_handshakes_are_bounded_for_an_address_and_in_all(door: Listening, kits: Provisioned) -> None:
     greeted = door.driver._listener._greeted
     with contextlib.ExitStack() as stack:
@@ -201,6 +205,7 @@ def test_handshakes_are_bounded_for_an_address_and_in_all(door: Listening, kits:
     assert eventually(lambda: not greeted), "who goes is forgotten"
 
 
+@pytest.mark.threat("large_frame")
 def test_a_site_has_a_bounded_number_of_connections(door: Listening, kits: Provisioned) -> None:
     with contextlib.ExitStack() as stack:
         other = stack.enter_context(door.peer(startup(kits, "south")))
@@ -256,6 +261,7 @@ def test_a_connection_for_which_there_is_no_thread_is_ended(
     assert door.is_heard(startup(kits, "north"))
 
 
+@pytest.mark.threat("large_frame")
 def test_a_frame_is_refused_before_memory_is_reserved_for_it(door: Listening, kits: Provisioned) -> None:
     """Sixteen bytes, from a site with a valid certificate, that announce almost 2 GiB."""
     header = bytearray(16)
@@ -274,6 +280,7 @@ def test_a_frame_is_refused_before_memory_is_reserved_for_it(door: Listening, ki
     assert door.is_heard(startup(kits, "north"))
 
 
+@pytest.mark.threat("revoked_kit")
 def test_a_revoked_kit_is_refused_and_the_others_go_on(door: Listening, kits: Provisioned) -> None:
     with door.peer(startup(kits, "north")) as north, door.peer(startup(kits, "south")) as south:
         assert speaks(north)
@@ -303,6 +310,7 @@ def test_a_list_that_cannot_be_read_locks_nobody_out(door: Listening, kits: Prov
             place.write_text(whole)
 
 
+@pytest.mark.threat("revoked_kit")
 def test_the_kit_before_is_refused_once_another_was_issued(door: Listening, kits: Provisioned, tmp_path: Path) -> None:
     stolen = tmp_path / "stolen"
     shutil.copytree(startup(kits, "south"), stolen)
@@ -315,6 +323,7 @@ def test_the_kit_before_is_refused_once_another_was_issued(door: Listening, kits
     assert door.is_heard(startup(kits, "north"))
 
 
+@pytest.mark.threat("poses_as_site")
 def test_a_certificate_that_the_coordinator_does_not_know_is_refused(
     door: Listening, kits: Provisioned, tmp_path: Path
 ) -> None:
@@ -385,6 +394,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guarded_tcp, "SEND_SECONDS", 0.2)
 
 
+@pytest.mark.threat("flood")
 @pytest.mark.case("floods", "reads no answers: is ended, and refused after three times")
 def test_a_peer_that_reads_nothing_is_ended_and_then_refused(
     door: Listening,
@@ -436,6 +446,7 @@ def test_a_slow_peer_is_not_ended_while_it_takes_something(door: Listening, kits
         assert speaks(one)
 
 
+@pytest.mark.threat("flood")
 @pytest.mark.case("floods", "many small frames on two connections of one certificate")
 def test_few_frames_of_one_certificate_are_handled_at_once(
     door: Listening, kits: Provisioned, monkeypatch: pytest.MonkeyPatch
@@ -467,6 +478,7 @@ def test_few_frames_of_one_certificate_are_handled_at_once(
         assert eventually(lambda: len(held) > 10 * guarded_tcp.MOST_FRAMES), "they are handled later"
 
 
+@pytest.mark.threat("flood")
 @pytest.mark.case("floods", "frames of 1 MiB that wait to be handled")
 def test_bytes_of_one_certificate_that_wait_are_bounded(
     door: Listening, kits: Provisioned, monkeypatch: pytest.MonkeyPatch
@@ -487,6 +499,7 @@ def test_bytes_of_one_certificate_that_wait_are_bounded(
         go_on.set()
 
 
+@pytest.mark.threat("flood")
 @pytest.mark.case("floods", "whoever sends to a peer that does not read")
 def test_nobody_waits_who_sends_to_a_peer_that_does_not_read(
     door: Listening, kits: Provisioned, monkeypatch: pytest.MonkeyPatch
@@ -684,6 +697,7 @@ def _greeted(kit: Path, port: int) -> bool:
     return False
 
 
+@pytest.mark.threat("flood")
 @pytest.mark.slow
 @pytest.mark.case("floods", "the coordinator's process, one connection for 40 s")
 def test_the_coordinator_answers_the_others_during_a_flood(tmp_path: Path) -> None:

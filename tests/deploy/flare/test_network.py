@@ -156,6 +156,7 @@ def played(network: Network) -> Played:
     return played
 
 
+@pytest.mark.threat("held_port")
 def test_every_method_ends_in_the_bits_of_the_local_engine(played: Played, tmp_path: Path) -> None:
     """Whatever was killed, and although the run was aborted and resumed, while strangers held the port."""
     here = simulate(tmp_path, {**played.options, "methods": [SLOW, *OTHERS]}, unseen={})
@@ -184,6 +185,7 @@ def test_what_was_killed_or_aborted_is_gone_on_with(network: Network, played: Pl
         assert not list((network.made.sites[name] / "memory").glob("played-*")), "a finished run is forgotten at sites"
 
 
+@pytest.mark.threat("another_way_in")
 def test_only_the_coordinators_port_listens_and_nobody_dials_another(network: Network, played: Played) -> None:
     """While a job runs: the sockets that every process of the federation holds."""
     port = load_kit(network.coordinator).project.port
@@ -254,6 +256,7 @@ def test_a_quorum_is_not_slowed_by_a_site_that_never_ends_a_call(reduced: Reduce
     assert [set(json.loads(line)["extra"].get("missing", {})) for line in lines] == [{"east"}] * 3
 
 
+@pytest.mark.threat("revoked_kit")
 def test_a_quorum_goes_on_without_a_killed_site_and_a_revoked_one(
     network: Network, reduced: Reduced, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,6 +341,7 @@ def test_a_revoked_a_removed_and_a_dropped_site_are_not_waited_for(network: Netw
         network.start_again("south")
 
 
+@pytest.mark.threat("copied_kit")
 def test_one_kit_on_two_machines_is_said(network: Network, tmp_path: Path) -> None:
     """Both would train in turn, half of what they are asked; the coordinator says so, and begins nothing."""
     twin, said = tmp_path / "twin", "the kit of site 'north' is in use on two machines"
@@ -355,6 +359,7 @@ def test_one_kit_on_two_machines_is_said(network: Network, tmp_path: Path) -> No
         roles.stop(roles.load_kit(twin, "site"))
 
 
+@pytest.mark.threat("other_user_kits")
 def test_only_its_owner_reads_what_a_role_writes(network: Network) -> None:
     """Models, kept answers, logs, keys: after the runs of the tests before, whatever the umask."""
     written = [path for part in ("flare", "memory") for path in network.made.folder.glob(f"*/**/{part}/**/*")]
@@ -364,6 +369,7 @@ def test_only_its_owner_reads_what_a_role_writes(network: Network) -> None:
     assert open_to_others == []
 
 
+@pytest.mark.threat("reports_home")
 def test_nobody_phones_home(network: Network) -> None:
     """All that the processes of the tests before looked up or dialled, from their first line on."""
     coordinator = load_kit(network.coordinator).project

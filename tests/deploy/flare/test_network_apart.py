@@ -114,6 +114,7 @@ def test_killed_between_the_exchanges_a_run_ends_in_the_same_bits(
         assert {piece["kind"] for line in calls for piece in line["sent"].values()} == {"masked"}
 
 
+@pytest.mark.threat("another_way_in")
 def test_in_network_namespaces_of_their_own(network: Network, played: Played) -> None:
     """As on four machines: no socket of a site but to the coordinator, one port at the coordinator."""
     if not isinstance(network, Namespaces):

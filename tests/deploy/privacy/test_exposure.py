@@ -52,6 +52,7 @@ def scores(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return found
 
 
+@pytest.mark.threat("crafted_network")
 @pytest.mark.parametrize("name", HELD)
 def test_no_honest_call_of_a_method_is_refused(name: str, scores: list[float]) -> None:
     method = registry.parse({"name": name})
@@ -162,6 +163,7 @@ def normed(network: Network) -> None:
 WIDE = {"name": "mlp", "hidden": [1000]}
 
 
+@pytest.mark.threat("crafted_network")
 @pytest.mark.parametrize(
     ("network", "change"),
     [

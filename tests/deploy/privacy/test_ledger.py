@@ -108,6 +108,7 @@ HARM = [
 ]
 
 
+@pytest.mark.threat("old_backup")
 @pytest.mark.parametrize("harm", HARM)
 def test_a_site_that_lacks_its_records_refuses_until_a_person_gives_them_up(
     harm: Callable[[Path, Path], None], spent: Path, tmp_path: Path
@@ -204,6 +205,7 @@ def test_a_kill_between_ledger_and_audit_log_is_no_loss(tmp_path: Path, monkeypa
     assert len(lines(again)) == 1
 
 
+@pytest.mark.threat("cut_log")
 @pytest.mark.case("limits of a day", "the audit log, which they are counted from, cut at a stopped site")
 def test_limits_of_a_day_are_not_forgotten_with_the_log(tmp_path: Path) -> None:
     log = AuditLog(tmp_path / "log.jsonl")
@@ -226,6 +228,7 @@ def card(*spent: tuple[float, float, int], budget: bool = True) -> dict[str, Any
     return {"privacy": told if budget else None}
 
 
+@pytest.mark.threat("old_backup")
 @pytest.mark.case("forgotten budget", "a site tells the coordinator of fewer steps than before")
 def test_the_coordinator_warns_if_a_site_told_more_before(tmp_path: Path) -> None:
     file = tmp_path / "spent.json"

@@ -39,6 +39,7 @@ def test_weights_that_fit_are_read() -> None:
         torch.testing.assert_close(dict(content["weights"]), dict(WEIGHTS), rtol=0.02, atol=2.5)  # type: ignore
 
 
+@pytest.mark.threat("expanding_message")
 @pytest.mark.parametrize(
     "change",
     [
@@ -63,6 +64,7 @@ def test_rounded_weights_are_compared_before_they_are_widened(change: Any, monke
         unseal(message)
 
 
+@pytest.mark.threat("expanding_message")
 def test_a_message_of_too_many_tensors_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     many = Weights({str(number): torch.zeros(0) for number in range(1500)})
     message = seal({}, body_of({"weights": many}))

@@ -168,6 +168,7 @@ def spoiled(message: Message, draws: random.Random, *, sealed: bool) -> Message:
     return Message(header, bytes(body), hashlib.sha256(f"{inner}\n{header}".encode(errors="replace")).hexdigest())
 
 
+@pytest.mark.threat("no_message", "between_the_two")
 def test_ten_thousand_mutations_are_refused_or_harmless() -> None:
     """No crash, and nothing but messages: with its digest left as it was every mutation is refused; with a digest that
     fits, what comes through is plain values and tensors, which the next check holds against the call's reply.
@@ -208,6 +209,7 @@ def test_other_types_are_no_messages(message: Message) -> None:
         unseal(message)
 
 
+@pytest.mark.threat("no_message")
 def test_a_manifest_that_does_not_fit_is_refused() -> None:
     content, manifest = narrowed({"w": weights()}, "int8")
     for change in (

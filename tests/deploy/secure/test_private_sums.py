@@ -81,6 +81,7 @@ def check_sum(put: list[tuple[Weights, int]], found: dict[str, torch.Tensor]) ->
     assert apart > sum(number * 0.1 * samples / 8 for number, samples in zip(steps, (rows, others), strict=True))
 
 
+@pytest.mark.threat("spent_budget")
 def test_the_sum_is_of_models_with_noise_and_every_site_counts_it(
     put: list[tuple[Weights, int]], tmp_path: Path
 ) -> None:

@@ -73,6 +73,7 @@ class Subtracting(Coordinator):
 # The difference of two sums -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.threat("sum_changed_roster")
 @pytest.mark.case("differences of sums", "a coordinator asks four sites, then three of them, with the same request")
 @pytest.mark.parametrize("roster", ["any", "first"])
 def test_the_difference_of_two_sums_is_a_model_where_the_sites_allow_it(roster: str, tmp_path: Path) -> None:
@@ -102,6 +103,7 @@ def plain(folder: Path, site: str, setting: Mapping[str, Any], exchange: int = 1
     return torch.cat([tensor.double().flatten() for tensor in weights.values()]).numpy()
 
 
+@pytest.mark.threat("sum_changed_roster")
 @pytest.mark.case("differences of sums", "sums of all triples of four sites are solved by least squares")
 @pytest.mark.parametrize("roster", ["any", "first"])
 def test_sums_of_drawn_sites_are_equations_for_each_model(roster: str, tmp_path: Path) -> None:
@@ -118,6 +120,7 @@ def test_sums_of_drawn_sites_are_equations_for_each_model(roster: str, tmp_path:
         assert np.allclose(row[2:] / row[0], plain(tmp_path, name, WHOLE), rtol=0, atol=1e-7)
 
 
+@pytest.mark.threat("sum_unequal_work")
 def test_what_remains_settings_that_fit_one_site(tmp_path: Path) -> None:
     """With one set of sites, the coordinator still chooses how all of them train. Of 11, 16, 18 and 29 samples only the
     29 are two mini-batches of 20, so the sums with 20 and with 4096 differ by that site's second step, exactly. And two
@@ -213,6 +216,7 @@ def test_pairwise_differences_of_three_do_not_suffice() -> None:
     assert (one - two + three - 2 * four).tolist() == [0] * 8 + [-1, 1]
 
 
+@pytest.mark.threat("sum_changed_roster")
 @pytest.mark.parametrize("sites", [3, 4, 5, 6, 7])
 def test_combinations_of_sums_of_one_set_each_are_of_whole_sets(sites: int) -> None:
     """All partitions of so many sites into sets of three or more; also where some sites of a set collude."""
@@ -237,6 +241,7 @@ def test_combinations_of_sums_of_one_set_each_are_of_whole_sets(sites: int) -> N
 # The record ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.threat("sum_lost_record")
 def test_the_record_is_on_the_disk_before_anything_masked_leaves(tmp_path: Path) -> None:
     asking = Coordinator(tmp_path)
     config = asking.sites["north"].config
@@ -292,6 +297,7 @@ def test_a_site_that_is_killed_at_any_moment_goes_on(
         assert len((asking.sites["north"].config.memory / ROSTERS).read_text().splitlines()) == 1
 
 
+@pytest.mark.threat("sum_lost_record")
 @pytest.mark.case("records that are lost", "rosters.jsonl deleted, cut, changed; also under a running site")
 @pytest.mark.parametrize("restarted", [True, False])
 @pytest.mark.parametrize("how", ["deleted", "cut", "changed", "an older copy"])
@@ -321,6 +327,7 @@ def test_a_record_that_is_lost_is_noticed(how: str, restarted: bool, tmp_path: P
 # Work -----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.threat("sum_unequal_work")
 @pytest.mark.case("unequal work", "one site is let train 200 mini-batches and the others one each")
 def test_no_site_of_a_sum_is_let_do_a_part_of_its_work(tmp_path: Path) -> None:
     """A site whose training is cut short refuses, so none can be made to outweigh the others."""
@@ -331,6 +338,7 @@ def test_no_site_of_a_sum_is_let_do_a_part_of_its_work(tmp_path: Path) -> None:
     assert isinstance(asking.sum_of(NAMES, 2, setting=setting), torch.Tensor)  # sites of 12 to 29 samples, whole work
 
 
+@pytest.mark.threat("sum_unequal_work")
 @pytest.mark.case("unequal work", "the last mini-batch of one site is left out; a learning rate that falls for others")
 def test_a_site_that_is_told_less_than_the_others_refuses(tmp_path: Path) -> None:
     asking = Subtracting(tmp_path)
@@ -440,6 +448,7 @@ def test_sites_that_train_with_noise_may_be_drawn_and_others_not(tmp_path: Path)
     assert len(rosters) == 2
 
 
+@pytest.mark.threat("sum_changed_roster")
 def test_survivors_are_the_whole_roster(tmp_path: Path) -> None:
     """A coordinator that leaves out a site between the exchanges, by itself."""
     asking = Coordinator(tmp_path)
@@ -461,6 +470,7 @@ def test_targets_whose_sums_differ_are_refused_before_training(tmp_path: Path) -
 # Colluders ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.threat("sum_threshold")
 @pytest.mark.parametrize(
     ("sites", "colluders", "needed"),
     [(3, 0, 2), (4, 0, 3), (5, 0, 3), (6, 0, 4), (5, 1, 4), (4, 1, 3), (6, 2, 5), (10, 3, 7), (3, 2, 3)],
@@ -472,6 +482,7 @@ def test_how_many_sites_unmask(sites: int, colluders: int, needed: int) -> None:
     assert 2 * (needed - 1) - sites <= colluders
 
 
+@pytest.mark.threat("sum_threshold")
 def test_sites_agree_on_how_many_unmask(tmp_path: Path) -> None:
     asking = Coordinator(tmp_path, colluders=2)
     header, order = asking.to_mask("north", threshold=4)

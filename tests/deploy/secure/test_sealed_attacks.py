@@ -230,6 +230,7 @@ def unfinished(shot: Stopped) -> Weights:
     )
 
 
+@pytest.mark.threat("kept_sealed")
 @pytest.mark.parametrize("attack", ON_SHOT)
 def test_shot_under_attack(attack: str, shot: Stopped) -> None:
     tried, said = ON_SHOT[attack]
@@ -281,6 +282,7 @@ ON_COPA: dict[str, tuple[Attack, str]] = {
 }
 
 
+@pytest.mark.threat("kept_sealed")
 @pytest.mark.parametrize("attack", ON_COPA)
 def test_copa_under_attack(attack: str, copa: Stopped) -> None:
     tried, said = ON_COPA[attack]

@@ -57,6 +57,7 @@ def run(folder: Path, transport: Between, method: Mapping[str, Any] = KD3A_OPTIO
     return deploy(folder, options(method), unseen={}, transport=transport, engine=engine)[0]
 
 
+@pytest.mark.threat("handed_on_model")
 @pytest.mark.parametrize(("method", "made"), [(KD3A_OPTIONS, "fit"), (FADA, "finish")])
 def test_same_bits_as_the_local_engine_and_no_source_model_in_clear(
     method: dict[str, Any], made: str, tmp_path: Path
@@ -171,6 +172,7 @@ OTHER = Weights({"features.w": torch.zeros(2)})
 NOT_SIGNED = "the sealed model of 'north' is not signed with a certificate"
 
 
+@pytest.mark.threat("handed_on_model")
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -207,6 +209,7 @@ def give_key(transport: Between, site: str, run_name: str) -> None:
     write_private(key, TARGET_KEY)
 
 
+@pytest.mark.threat("handed_on_model")
 def test_a_model_of_another_round_is_not_opened(tmp_path: Path) -> None:
     transport, before = between(tmp_path), {}
 
@@ -246,6 +249,7 @@ def forged_card(name: str, header: dict[str, Any]) -> dict[str, Any] | None:
     return changed if name == "in clear" else {**header, **changed}
 
 
+@pytest.mark.threat("handed_on_model")
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -276,6 +280,7 @@ def test_a_source_seals_for_a_key_that_the_target_signed_and_for_no_other(name: 
     assert said in lines[-1]["refused"]
 
 
+@pytest.mark.threat("handed_on_model")
 def test_only_what_a_method_hands_on_is_sealed_or_opened(tmp_path: Path) -> None:
     """Neither can the coordinator have the target's model sealed, nor give a sealed one to another call."""
     transport = between(tmp_path)

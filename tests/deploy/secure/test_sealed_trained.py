@@ -34,6 +34,7 @@ def opened(folder: Path, there: Path, method: str, site: str) -> dict[str, torch
     return load_file(folder / f"{site}.safetensors")
 
 
+@pytest.mark.threat("kept_sealed")
 @pytest.mark.parametrize(
     ("method", "readers"),
     [(SHOT, ["east"]), (COPA, [*SITES]), ({**COPA, "adaptation": True}, [*SITES])],

@@ -191,6 +191,7 @@ def rewritten(answer: Message, changes: dict[str, Any], **tensors: Any) -> Messa
 LAYOUT = [["loss"], [["weights", "weights", "w", "torch.float32", [7]]]]
 
 
+@pytest.mark.threat("sum_wrong_shares")
 @pytest.mark.parametrize(
     ("do", "spoil"),
     [

@@ -66,6 +66,7 @@ def acquired(asking: Asking) -> Asking:
 # How a sum is weighted, and on which samples --------------------------------------------------------------------------
 
 
+@pytest.mark.threat("sum_rounded_weights")
 @pytest.mark.parametrize("exponent", [26, 37, 60])
 def test_weights_that_round_the_smaller_sites_away_are_refused(exponent: int, asking: Asking) -> None:
     """N_k / 2^37: of 12, 18, 15 and 29 samples, two would have no weight at all and the sum be of the other two."""
@@ -84,6 +85,7 @@ def test_honest_weights_are_far_from_that() -> None:
         contribution(reply, Weighing.of("samples", [1, 2**20]))
 
 
+@pytest.mark.threat("sum_held_out")
 def test_sites_that_train_on_other_rows_unmask_nothing(asking: Asking) -> None:
     """Or the others could have next to no samples, and the sum be of one site."""
     _, order = asking.to_mask("north")
@@ -102,6 +104,7 @@ def test_sites_that_train_on_other_rows_unmask_nothing(asking: Asking) -> None:
 # What a sum may be of -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.threat("sum_kept_kinds")
 def test_a_sum_lets_out_no_kind_that_the_site_keeps(asking: Asking) -> None:
     """Styles of single images are refused in a sum, too."""
     setting = {**SETTING, "method": {"name": "ccst", "options": {}}, "on_refusal": "leave_out"}
@@ -110,6 +113,7 @@ def test_a_sum_lets_out_no_kind_that_the_site_keeps(asking: Asking) -> None:
     assert promised_masked({"weights": "weights", "loss": "numbers"}) == {"sum": "masked"}
 
 
+@pytest.mark.threat("sum_of_one_model")
 @pytest.mark.parametrize(
     ("call", "method"),
     [
@@ -125,6 +129,7 @@ def test_a_site_masks_only_for_methods_of_sums(call: str, method: dict[str, Any]
     assert "not made of sums alone" in answer["message"]
 
 
+@pytest.mark.threat("sum_of_one_model")
 @pytest.mark.parametrize("power", [2.0, 2.5])
 def test_a_high_power_of_the_distance_is_refused_before_training(power: float) -> None:
     """With d^400 the sum is the farthest model, and with d² no site of n has more than (n − 1)/n of it."""
@@ -143,6 +148,7 @@ def moved(asking: Asking, by: float) -> dict[str, Content]:
     return {"mean": Weights({name: tensor + by for name, tensor in START.items()})}
 
 
+@pytest.mark.threat("sum_questions")
 def test_a_site_is_asked_once_about_a_model(acquired: Asking) -> None:
     """Distances to means that a coordinator chooses, one after the other, would show the models themselves."""
     first = acquired.answers("weigh", moved(acquired, 0.1), 2)
@@ -161,6 +167,7 @@ def test_a_site_is_asked_once_about_a_model(acquired: Asking) -> None:
     assert all("error" not in answer for answer in answers.values()), answers
 
 
+@pytest.mark.threat("sum_questions")
 def test_a_question_that_was_refused_was_asked(acquired: Asking) -> None:
     """Whether an answer is too large tells of the distance: one question for each model, answered or not."""
     assert "too large for a sum" in acquired.answers("weigh", moved(acquired, 1e6), 2)["north"]["message"]
@@ -171,6 +178,7 @@ def test_a_question_that_was_refused_was_asked(acquired: Asking) -> None:
 # What refusals tell ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.threat("sum_refusal_tells")
 @pytest.mark.parametrize(
     ("setting", "weights", "said"),
     [
@@ -190,6 +198,7 @@ def test_a_refusal_tells_no_number_of_a_model(
     assert re.search(r"\d", lines[-1]["failed"])
 
 
+@pytest.mark.threat("sum_refusal_tells")
 def test_a_distance_that_is_too_large_is_not_told(acquired: Asking) -> None:
     """A single site's distance to a mean of the coordinator's choice, to six digits, is what sums hide."""
     for answer in acquired.answers("weigh", moved(acquired, 1e6), 2).values():

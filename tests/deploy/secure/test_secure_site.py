@@ -138,6 +138,7 @@ def test_a_sum_by_hand(asking: Coordinator) -> None:
     assert total.total[0].item() != len(FOUR)
 
 
+@pytest.mark.threat("model_alone")
 def test_one_update_is_masked_once(asking: Coordinator) -> None:
     """Asked again a site gives the answer it gave, also after a restart; for another roster or content it refuses."""
     first = asking.mask("north")
@@ -159,6 +160,7 @@ def test_one_update_is_masked_once(asking: Coordinator) -> None:
     assert not list(asking.sites["north"].config.memory.glob("r/sums/1-*-upload"))
 
 
+@pytest.mark.threat("model_alone")
 def test_a_site_tells_shares_of_one_kind_for_one_set_of_survivors(tmp_path: Path) -> None:
     asking = Coordinator(tmp_path, roster="any")
     total = asking.masked()
@@ -179,6 +181,7 @@ def test_a_site_tells_shares_of_one_kind_for_one_set_of_survivors(tmp_path: Path
     assert "did not mask" in asking.unmask("east", total, three, order=order)[0]["message"]
 
 
+@pytest.mark.threat("model_alone")
 def test_sites_that_were_sent_different_models_unmask_nothing(asking: Coordinator) -> None:
     total = asking.masked({"north": OTHER})
     said = {name: asking.unmask(name, total, total.answered)[0]["message"] for name in FOUR}
@@ -186,6 +189,7 @@ def test_sites_that_were_sent_different_models_unmask_nothing(asking: Coordinato
     assert all("not sealed for this sum" in one for one in said.values())
 
 
+@pytest.mark.threat("sum_of_one")
 def test_how_many_sites_a_sum_has_is_the_sites_rule(tmp_path: Path) -> None:
     asking = Coordinator(tmp_path, smallest_sum=4)
     answer, _ = asking.mask("north", names=["north", "south", "east"])
@@ -199,6 +203,7 @@ IDLE = {**ENVELOPE, "mini_batches_left": 0}
 DONE = {**ENVELOPE, "progress": 1.0}
 
 
+@pytest.mark.threat("model_alone")
 @pytest.mark.parametrize(
     ("others", "said"),
     [
@@ -239,6 +244,7 @@ def test_garbage_is_refused_in_a_line(changes: dict[str, Any], asking: Coordinat
     assert "request to mask" in answer["message"], answer
 
 
+@pytest.mark.threat("sum_overflow")
 def test_what_is_too_large_for_a_sum_is_refused_and_not_clipped(asking: Coordinator) -> None:
     large = Weights({name: tensor + 1e10 for name, tensor in START.items()})
     header, _ = asking.to_mask("north")
@@ -248,6 +254,7 @@ def test_what_is_too_large_for_a_sum_is_refused_and_not_clipped(asking: Coordina
     assert not list(asking.sites["north"].config.memory.glob("r/sums/*masked*"))
 
 
+@pytest.mark.threat("model_alone")
 def test_required_means_that_no_model_leaves_alone(tmp_path: Path) -> None:
     asking = Coordinator(tmp_path, secure="required", peers=prints(tmp_path))
     header, _ = asking.to_mask("north")
@@ -276,6 +283,7 @@ def forged(asking: Coordinator, **certificate: Any) -> KeyCard:
     return KeyCard("south", public, key.sign(signed_text("r", "south", public), *signing()), made)
 
 
+@pytest.mark.threat("all_the_others", "sum_replaced_key")
 def test_a_key_that_its_site_did_not_sign_is_refused(asking: Coordinator) -> None:
     honest = asking.cards["south"]
     of_before = card_of("south", asking.ask("south", {"do": "key", "run": "before"})[0]["card"])
@@ -296,6 +304,7 @@ def test_a_key_that_its_site_did_not_sign_is_refused(asking: Coordinator) -> Non
     assert "error" not in asking.mask("north")[0]
 
 
+@pytest.mark.threat("all_the_others")
 @pytest.mark.parametrize("rule", ["seen first", "listed", "agreed"])
 def test_whoever_holds_the_authority_cannot_be_the_others(rule: str, tmp_path: Path) -> None:
     """A certificate that the authority signed is not enough: it has to be the one that the site knows."""

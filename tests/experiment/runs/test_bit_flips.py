@@ -50,6 +50,7 @@ def kinds(runs: Path) -> dict[str, Path]:
     return {**memory, "checkpoint": run / "checkpoint.safetensors", "rounds": run / "rounds.jsonl"}
 
 
+@pytest.mark.threat("flipped_bit")
 @pytest.mark.parametrize(
     "kind",
     [

@@ -105,6 +105,7 @@ def test_mdfnet_from_sums_is_mdfnet(options: dict[str, Any]) -> None:
     assert secure.report["cross_entropies"][ALL] == pytest.approx(sum(entropies.values()) / len(entropies), abs=1e-6)
 
 
+@pytest.mark.threat("sum_unequal_work")
 def test_no_site_of_a_sum_can_be_told_to_do_nothing() -> None:
     """What mdfnet moves between sites is the one thing that differs between them; a site that trains hides others."""
     method = registry.parse({"name": "mdfnet"})
@@ -124,6 +125,7 @@ class Alone(FedAvg):
         return state.advance(replies[0].mean().model())
 
 
+@pytest.mark.threat("sum_of_one")
 def test_a_sum_of_one_cannot_be_asked_for() -> None:
     found, method = domains(NORMED, SIZES), Alone()
     where = federation(method, found, NORMED)
@@ -279,6 +281,7 @@ class Large(FedAvg):
         return Update(weights.merge({name: value + 1e12 for name, value in buffers.items()}), site.samples, 0.0)
 
 
+@pytest.mark.threat("sum_overflow")
 def test_what_is_too_large_is_refused_and_not_clipped() -> None:
     found, method = domains(NORMED, SIZES), Large()
     where = federation(method, found, NORMED)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 security = typer.Typer(
-    help="Keys for files at rest, signed logs, and every promise of docs/security.md tried.",
+    help="Keys for files at rest, signed logs, and promises of docs/threats.md tried.",
     no_args_is_help=True,
 )
 Kit = Annotated[
@@ -91,7 +91,7 @@ def _lines(number: int) -> str:
 def selftest(
     keep: Annotated[Path | None, typer.Option("--keep", help="Leave kits and logs here.", metavar="DIR")] = None,
 ) -> None:
-    """Play a federation on this machine and try on it the promises of docs/security.md that depend on an installation.
+    """Play a federation on this machine and try on it the promises of docs/threats.md that depend on an installation.
 
     It says who tried what and what came of it, and ends with 1 if a promise does not hold.
     """

@@ -62,7 +62,7 @@ policy:
   models: first   # networks: the first one asked for; or a list, such as [{{name: mlp, hidden: [64, 32]}}]; or all
   splits: 5   # most splits of the first experiment; for others, and other networks: fedshift site agree SITE.yaml
   training: any   # or bounds: {{lr: 0.1, batch_size: 8, rounds: 100, local_epochs: 5}}; or first: the first one's
-  exposure: 0.4   # refuse a model whose update shows single samples; 1 switches this off (docs/security.md)
+  exposure: 0.4   # refuse a model whose update shows single samples; 1 switches this off (docs/leakage.md)
   rounds_per_day: 200
   measurements_per_day: 200
   requests_per_round: 100

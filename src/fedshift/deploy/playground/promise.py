@@ -1,4 +1,4 @@
-"""A promise of docs/security.md, and how it is tried."""
+"""A promise of docs/threats.md, and how it is tried."""
 
 from __future__ import annotations
 

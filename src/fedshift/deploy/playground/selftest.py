@@ -1,9 +1,9 @@
 """Every promise that depends on an installation, tried: ports, certificates, files, kits, processes, packages.
 
 To add one, write a function that tries it, and a `Promise` in the list of its attacker: `by_strangers`,
-`by_coordinators` (and beside it that of sums) or `by_holders`. Its ``tries`` goes into the row that it shows, of the
-threat model in docs/security.md or of the attacks in docs/privacy.md. An attack that comes out alike on every machine
-is a test, which its row names.
+`by_coordinators` (and beside it that of sums) or `by_holders`. Its ``tries`` goes under ``selftest`` of the row that it
+shows, in tests/threats.yaml, of which docs/threats.md is made. An attack that comes out alike on every machine is a
+test, which carries the mark of its row.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class Policy(BaseModel):
         gt=0,
         le=1,
         description="refuse a model whose update shows single samples: the highest score that may leave, 0 to 1, "
-        "more at sites of few samples (docs/security.md); 1 = any",
+        "more at sites of few samples (docs/leakage.md); 1 = any",
     )
     rounds_per_day: PositiveInt | None = Field(200, description="most rounds in any 24 hours; none = any number")
     measurements_per_day: PositiveInt | None = Field(

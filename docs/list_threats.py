@@ -1,0 +1,120 @@
+"""Write ``threats.md``: who may try what, how it is stopped, and the tests that show it.
+
+    python docs/list_threats.py
+
+The rows are in ``tests/threats.yaml``. A test that shows how a row is stopped carries ``@pytest.mark.threat("id")``,
+with more ids if it shows more. ``tests/test_threat_model.py`` compares the page.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+from pathlib import Path
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
+
+ROOT = Path(__file__).resolve().parents[1]
+TESTS = ROOT / "tests"
+ROWS = TESTS / "threats.yaml"
+PAGE = ROOT / "docs" / "threats.md"
+REMAINS = "test_what_remains_"
+"""How the name of a test begins that shows what remains, and not how it is stopped."""
+
+_HEAD = """\
+# Threats
+
+Each row says who tries what, how it is stopped, which tests show that, and what remains.
+`fedshift security selftest` [tries some rows](security.md#try-it) on your machine; a dash there says that a row comes
+out alike on every machine, so that only the tests try it. [Security](security.md) has the same on one page.
+
+{rows} rows, {tests} tests below `tests/`. Written by `python docs/list_threats.py` from `tests/threats.yaml` and the
+tests that are marked.
+"""
+
+
+class Threat(BaseModel):
+    """A row.
+
+    Attributes:
+        id: what marks of tests name.
+        who: the attacker.
+        tries: what they try.
+        stopped: how it is stopped.
+        selftest: the selftest's attempts at it.
+        untried: why the selftest does not try it, where it would not come out alike on every machine.
+        remains: what an attacker still can do.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", str_min_length=1)
+
+    id: str = Field(pattern=r"^[a-z_]+$")
+    who: str
+    tries: str
+    stopped: str
+    selftest: tuple[str, ...] = ()
+    untried: str = ""
+    remains: str = "–"
+
+
+def threats() -> list[Threat]:
+    """Every row, in the order of the file."""
+    return [Threat.model_validate(row) for row in yaml.safe_load(ROWS.read_text(encoding="utf-8"))]
+
+
+def marked() -> dict[str, list[str]]:
+    """The tests that are marked with each id, as ``file.py::name`` below ``tests/``."""
+    tests: defaultdict[str, list[str]] = defaultdict(list)
+    for path in sorted(TESTS.rglob("test_*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef):
+                for threat in _ids(node.decorator_list):
+                    tests[threat].append(f"{path.relative_to(TESTS).as_posix()}::{node.name}")
+    return dict(tests)
+
+
+def _ids(decorators: Iterable[ast.expr]) -> list[str]:
+    marks = [
+        mark for mark in decorators if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.threat"
+    ]
+    return [ast.literal_eval(argument) for mark in marks for argument in mark.args]
+
+
+def page() -> str:
+    """The page as it should be."""
+    rows, tests = threats(), marked()
+    parts = [_HEAD.format(rows=len(rows), tests=len({name for names in tests.values() for name in names}))]
+    for who, group in groupby(rows, key=lambda row: row.who):
+        lines = [_line(row, tests) for row in group]
+        parts.append(
+            f"## {who[0].upper()}{who[1:]}\n\n"
+            "| what they try | how it is stopped | tests | selftest | what remains |\n|---|---|---|---|---|\n"
+            + "".join(lines)
+        )
+    return "\n".join(parts)
+
+
+def _line(row: Threat, tests: Mapping[str, list[str]]) -> str:
+    names = tests.get(row.id, [])
+    shown = [name for name in names if not _remains(name)]
+    left = [f"`{name}`" for name in names if _remains(name)]
+    attempts = "<br>".join(row.selftest) or (f"no: {row.untried}" if row.untried else "–")
+    cells = [
+        row.tries,
+        row.stopped,
+        "<br>".join(f"`{name}`" for name in shown),
+        attempts,
+        "<br>".join([row.remains, *left]),
+    ]
+    return f"| {' | '.join(cells)} |\n"
+
+
+def _remains(name: str) -> bool:
+    return name.partition("::")[2].startswith(REMAINS)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
