@@ -12,7 +12,7 @@ Wire: FedAvg's. v_i and α_i never leave.
 Where paper and code differ, and what was chosen
  1. The authors' code mixes outputs (MLOPTPSU/FedTorch, fedtorch/comms/utils/eval.py, `inference_personal`), as FL-bench
     does; the paper mixes weights, and so does this file. For a linear network that is the same.
- 2. Its α moves by ⟨v − w, α·∂_v + (1 − α)·∂_w⟩ + 0.02 α of these outputs (flow_utils.py, `alpha_update`); here by the
+ 2. Its α moves by ⟨v − w, α·∂v + (1 − α)·∂w⟩ + 0.02 α of these outputs (flow_utils.py, `alpha_update`); here by the
     gradient of the paper.
  3. PFLlib (TsingZ0/PFLlib, system/flcore/clients/clientapfl.py, `clientAPFL.train`) trains v_i alone, mixes it with
     w_i at the end of a round for good, and begins at α = 1.

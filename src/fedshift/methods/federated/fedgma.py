@@ -10,9 +10,9 @@ With Δ_k = θ_k − θ and Δ their mean:
     A = |Σ_k w_k sign Δ_k|,   m = 1 where A ≥ τ, else A,   θ ← θ + m ⊙ Δ,   w_k the shares of the mean
 
 Where papers and code differ, and what was chosen
- 1. The paper's text could not be read; the formula is that of declearn (declearn/aggregator/_gma.py, version 2.9.1),
+ 1. The paper's text could not be read; the formula is that of declearn (`declearn/aggregator/_gma.py`, version 2.9.1),
     which names the paper, and with whose function this agrees. Its code has A > τ where its text has A ≥ τ.
- 2. FedDG_Benchmark (inouye-lab/FedDG_Benchmark, src/server.py, FedGMA.aggregate) differs: m = 1 − A where A ≥ τ, else
+ 2. `inouye-lab/FedDG_Benchmark` (src/server.py, FedGMA.aggregate) differs: m = 1 − A where A ≥ τ, else
     0; signs count alike, and the server's rate is τ. There a weight on which all sites agree never moves.
  3. τ = 1, as in declearn: m = A. A server's rate is the option ``server``.
  4. Parameters are masked; BatchNorm's statistics are the mean.

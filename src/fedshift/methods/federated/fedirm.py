@@ -12,7 +12,7 @@ where w is a number that multiplies the network's outputs. With one step on all 
 pooled `irm`.
 
 Where papers and code differ, and what was chosen
- 1. The paper has no federated form. FedDG_Benchmark (inouye-lab/FedDG_Benchmark, src/client.py, IRM) has the penalty
+ 1. The paper has no federated form. `inouye-lab/FedDG_Benchmark` (src/client.py, IRM) has the penalty
     over the domains *within* a client, and sets its weight to zero just before use.
  2. λ is 1; pooled training has 10,000 and 100 in the two codes. Above 1 the site's loss is divided by it with
     ``rescaled``, as in the authors' code. The penalty begins at a round.

@@ -15,7 +15,7 @@ so that of site k is the gradient of L_k + β (L_k − L̄)² with L̄ held fixe
 With one step on all samples of a site a round is a step of pooled `vrex`.
 
 Where papers and code differ, and what was chosen
- 1. The paper has no federated form. FedDG_Benchmark (inouye-lab/FedDG_Benchmark, src/client.py, REx) has the variance
+ 1. The paper has no federated form. `inouye-lab/FedDG_Benchmark` (src/client.py, REx) has the variance
     over the domains *within* a client, and sets its weight to zero just before use.
  2. Of several steps L̄ stays that of the common model, and L_k is that of each mini-batch.
  3. β is 0.1; pooled training has 10,000 and 10 in the two codes. A mini-batch with a large loss steps by 2β of it more,
