@@ -386,3 +386,21 @@ def test_readme_is_short() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.split()) <= 920
     assert sum(not line.startswith("|") for line in text.splitlines()) < 120  # tables grow with what they list
+
+
+@pytest.mark.parametrize(
+    ("page", "most"),
+    [
+        ("security", 1200),
+        ("privacy", 800),
+        ("deploy", 1500),
+        ("leakage", 900),
+        ("sealed_models", 700),
+        ("flare", 700),
+        ("differential_privacy", 700),
+    ],
+)
+def test_pages_on_privacy_and_deployment_are_short(page: str, most: int) -> None:
+    """Words outside of tables and code."""
+    text = re.sub(r"^```.*?^```", "", (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"), flags=re.M | re.S)
+    assert sum(len(line.split()) for line in text.splitlines() if not line.startswith("|")) <= most

@@ -28,7 +28,7 @@ def worst_nearby(
         radius: ρ.
         adaptive: whether it is ASAM's.
         eta: η of ASAM.
-        biases: whether T is |θ| + η of biases, too; else theirs is 1.
+        biases: whether T is ``|θ| + η`` of biases, too; else theirs is 1.
 
     Example:
         >>> theta, gradient = {"w": torch.tensor([1.0, 1.0])}, [torch.tensor([3.0, 4.0])]
