@@ -223,20 +223,17 @@ def table(method: str, sites: int) -> str:
         error = f" ± {stdev(values) / len(values) ** 0.5:.1f}" if len(values) > 1 else ""
         return f"{fmean(values):.1f}{error}"
 
-    lines = ["| rule | nobody bad | " + " | ".join(attack.replace("_", " ") for attack in ATTACKS[1:])]
+    versions = rows[0]["versions"]
+    used = [row for row in rows if row["seed"] in seeds]
+    minutes = sum(row["seconds"] for row in used) / 60
+    corner = f"{len(seeds)} seeds, {len(used)} runs, {minutes:.0f} minutes, "
+    corner += f"torch {versions['torch']}, numpy {versions['numpy']}"
+    lines = [f"| {corner} | nobody bad | " + " | ".join(attack.replace("_", " ") for attack in ATTACKS[1:])]
     lines[0] += " | trigger works |"
     lines.append("|---|" + "---:|" * (len(ATTACKS) + 1))
     for rule in names:
         cells = [cell(rule, attack, "accuracy") for attack in ATTACKS] + [cell(rule, "backdoor", "backdoor")]
         lines.append(f"| {rule} | " + " | ".join(cells) + " |")
-    versions = rows[0]["versions"]
-    used = [row for row in rows if row["seed"] in seeds]
-    minutes = sum(row["seconds"] for row in used) / 60
-    lines += [
-        "",
-        f"n = {len(seeds)} seeds, {len(used)} runs, {minutes:.0f} minutes of run time, "
-        f"torch {versions['torch']}, numpy {versions['numpy']}.",
-    ]
     return "\n".join(lines)
 
 

@@ -27,6 +27,7 @@ from fedshift.report.averages import mean_weights
 from fedshift.report.collect import Collected, collect, read_rounds
 from fedshift.report.table import headline, table_of
 from fedshift.report.table_formats import markdown
+from result_tables import page_table
 
 HERE = Path(__file__).parent
 PUBLISHED = {
@@ -105,18 +106,15 @@ def compared(name: str, found: Collected, select: Selection) -> str:
     if not any(line.comparison.seeds and line.comparison.seeds.n > 1 for line in lines):
         return ""
     measure = headline(found.results)
-    clusters = "pairs of sites are no clusters" if measure.repeat == "split" else "p: targets as clusters"
-    remark = f"Differences in points; {clusters}; p here: over {measure.repeat}s, of these columns only; "
-    remark += f"\\* p < 0.05 over {measure.repeat}s in that column alone (Holm)."
-    return differences.markdown(lines, found.order.targets, measure) + f"\n{remark}\n"
+    return differences.markdown(lines, found.order.targets, measure)
 
 
-def published(name: str, columns: tuple[str, ...]) -> str:
+def published(name: str) -> str:
     """The published rows as a Markdown table in the same order of columns."""
     entry = json.loads((HERE / "published.json").read_text(encoding="utf-8"))[PUBLISHED[name]]
     names = list(next(iter(entry["rows"].values())))
-    head = "| method | " + " | ".join(names) + " |"
-    lines = [f"Published: {entry['source']}", "", head, "|---" * (len(names) + 1) + "|"]
+    head = f"| published: {entry['source']} | " + " | ".join(names) + " |"
+    lines = [head, "|---" * (len(names) + 1) + "|"]
     for method, cells in entry["rows"].items():
         values = [f"{mean:.2f}" + (f" ± {error:.2f}" if error is not None else "") for mean, error in cells.values()]
         lines.append(f"| {method} | " + " | ".join(values) + " |")
@@ -148,8 +146,7 @@ def costs(found: Collected) -> str:
             f"{median(result.seconds / result.rounds for result in results):.1f}",
         )
         lines.append(f"| {label} | " + " | ".join(cells) + " |")
-    remark = "Kinds of less than a kilobyte a round do not show. Bytes: mean over runs; seconds: median."
-    return "\n".join([*lines, "", remark])
+    return "\n".join(lines)
 
 
 def bad_weights(found: Collected) -> str:
@@ -164,7 +161,7 @@ def bad_weights(found: Collected) -> str:
         runs = [read_rounds(run.folder / ROUNDS) for run in finished]
         cells = [f"{mean_weights(runs, site, number) or 0.0:.3f}" for number in rounds]
         lines.append(f"| {label} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", "Mean over the runs of a method."])
+    return "\n".join(lines)
 
 
 def by_protocol(found: Collected) -> str:
@@ -200,7 +197,7 @@ def by_protocol(found: Collected) -> str:
             more = f" ({gain.mean:+.2f}, p {_p(gain.p)})" if gain and gain.p is not None else ""
             cells.append(f"{average.mean:.2f}{error}{more}")
         lines.append(f"| {method} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", "In parentheses: over FedAvg by the same rule, p with targets as clusters."])
+    return "\n".join(lines)
 
 
 def _p(p: float) -> str:
@@ -213,8 +210,8 @@ def _span(numbers: list[int]) -> str:
     return f"{least:,}" if least == most else f"{least:,} to {most:,}"
 
 
-def section(match: re.Match[str], tests: bool) -> str:
-    """One marker's content, with the tests of its differences or without."""
+def section(match: re.Match[str], tests: bool, warned: set[str]) -> str:
+    """One marker's content, as result pages have it, with the tests of its differences, or as README.md does."""
     name, select = match.group(1), match.group(2) or "last"
     folder = HERE / "results" / name
     if not folder.exists():
@@ -225,13 +222,14 @@ def section(match: re.Match[str], tests: bool) -> str:
     if select in others:
         return "\n".join([head, others[select](found), "<!-- end -->"])
     rule: Selection = select  # type: ignore[assignment]
-    table = table_of(found, rule)
-    parts = [head, "Measured:", "", markdown(table).strip(), ""]
+    table = page_table(found, rule, warned) if tests else markdown(table_of(found, rule)).strip()
+    parts = [head, table if tests else f"Measured:\n\n{table}", ""]
     if name in PUBLISHED and select == "last":
-        parts += [published(name, table.columns), ""]
+        parts += [published(name), ""]
     grid = compared(name, found, rule) if tests else ""
-    parts += [grid, facts(found), "<!-- end -->"] if grid else [facts(found), "<!-- end -->"]
-    return "\n".join(parts)
+    parts += [grid] if grid else []
+    parts += [] if tests else [facts(found)]
+    return "\n".join([*parts, "<!-- end -->"])
 
 
 PAGES = [*sorted(HERE.glob("*.md")), HERE.parent / "README.md"]
@@ -240,7 +238,7 @@ PAGES = [*sorted(HERE.glob("*.md")), HERE.parent / "README.md"]
 def filled(page: Path) -> str:
     """The text of a page with every marker filled from the results."""
     tests = page.resolve().parent == HERE.resolve()
-    text = MARKER.sub(partial(section, tests=tests), page.read_text(encoding="utf-8"))
+    text = MARKER.sub(partial(section, tests=tests, warned=set()), page.read_text(encoding="utf-8"))
     return ATTACKS.sub(attacks, text)
 
 

@@ -47,6 +47,12 @@ def test_benchmarks_can_be_made_again(page: Path) -> None:
     assert runs or page.name in ("README.md", "estimate.md", "robustness.md", "speed.md")
 
 
+def test_result_pages_are_a_screen_of_prose() -> None:
+    """All lines but those of tables count, commands and the notes of tables too."""
+    lines = [line for page in PAGES for line in page.read_text(encoding="utf-8").splitlines()]
+    assert sum(len(line.split()) for line in lines if not line.startswith("|")) <= 9_000
+
+
 @pytest.mark.parametrize("page", summarise.PAGES, ids=lambda page: page.name)
 def test_tables_are_those_that_the_results_give(page: Path) -> None:
     assert summarise.filled(page) == page.read_text(encoding="utf-8"), "run python benchmarks/summarise.py"
