@@ -34,6 +34,7 @@ from fedshift.federation.replies import TensorCheck, checked_reply
 from fedshift.methods import registry
 from fedshift.methods.federated.copa import Part
 from fedshift.methods.federated.shot import Adapted
+from fedshift.methods.on_clip import OnClip
 from fedshift.weights import Weights
 
 HOSTILE = "north"
@@ -116,6 +117,7 @@ DEPLOYED = [
     name
     for name in registry.names()
     if not registry.method_class(name).traits.pooled and not registry.method_class(name).traits.keeps
+    if not issubclass(registry.method_class(name), OnClip)  # a site reads no folder that a coordinator names
 ]
 SMALL: dict[str, dict[str, Any]] = {
     "csac": METHODS["csac"],

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import math
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tiny_clip import write_clip
 
 from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing
 from fedshift.errors import UserError
@@ -17,11 +22,13 @@ from fedshift.federation.site import Role
 from fedshift.federation.site_runner import Setting, SitePlan
 from fedshift.federation.training import Training
 from fedshift.methods.base import Method, RunPlan, Samples, State, Traffic
+from fedshift.methods.on_clip import OnClip
 from fedshift.methods.rounds import play_round
 from fedshift.methods.screening import screening_of
 from fedshift.methods.traits import Traits
 from fedshift.models import registry as models
 from fedshift.models.network import Network
+from fedshift.models.options import NetworkOptions
 from fedshift.weights import Weights
 
 CLASSES = 3
@@ -35,6 +42,7 @@ LINEAR: dict[str, object] = {"name": "linear"}
 SIZES = {"large": 41, "small": 5, "one": 1}
 """Sites of a batch size of 8: a last batch of one, fewer samples than a batch, a single sample."""
 BUDGET = 60
+_FOLDER = tempfile.TemporaryDirectory()
 POOL_BUDGET = 24
 """Mini-batches of a run. A site stops after the epochs of its method; a pool trains until its budget is used."""
 
@@ -90,11 +98,24 @@ def setting(
     **options: Any,
 ) -> Setting:
     """``options`` are those of `Training`."""
-    data, chosen = data_set(found), models.parse(network, permit=models.any_code)
+    data = data_set(found)
+    chosen = network_for(method, network, data.input_shape)
     return Setting(
         method, training(**options), chosen, data.preprocessing, data.input_shape, CLASSES, len(found), seed, "cpu",
         frozenset(refuse),
     )  # fmt: skip
+
+
+def network_for(method: Any, network: Mapping[str, object], shape: tuple[int, ...]) -> NetworkOptions:
+    """``network``, but for a method on CLIP a tiny CLIP."""
+    return models.parse(clip_for(shape) if isinstance(method, OnClip) else network, permit=models.any_code)
+
+
+@functools.cache
+def clip_for(shape: tuple[int, ...]) -> dict[str, object]:
+    """A tiny CLIP whose image features are the samples themselves, flattened."""
+    folder = write_clip(Path(_FOLDER.name) / "x".join(map(str, shape)), width=math.prod(shape))
+    return {"name": "clip_text", "pretrained": str(folder), "class_names": ["dog", "cat", "cup"]}
 
 
 def plans(method: Any, found: Sequence[Domain], roles: Mapping[str, Role] | None = None) -> list[SitePlan]:

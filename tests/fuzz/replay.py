@@ -48,8 +48,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fedadg": {"task_epochs": 1, "adversarial_epochs": 1},
     "shot": {"bottleneck": 8},
 }
-METHODS = [name for name in registry.names() if not registry.method_class(name).traits.pooled and name != "oracle"]
-"""All that sites of a deployment carry out; the oracle is one site."""
+METHODS = [
+    name
+    for name in registry.names()
+    if not registry.method_class(name).traits.pooled and name not in ("oracle", "zero_shot")
+]
+"""All that sites of a deployment carry out; the oracle is one site, and zero_shot asks none."""
 LARGEST_SENT = 2e18
 """No number that the server sends is larger, whatever one site said: the largest variance of BatchNorm is 1e18."""
 

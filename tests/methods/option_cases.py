@@ -78,6 +78,10 @@ _STYLES = {
 }
 
 FEDERATED_METHODS: dict[str, dict[str, tuple[Try, ...]]] = {
+    "zero_shot": {},
+    "linear_probe": {**_FEDERATED, "start_at": of("texts")},
+    "promptfl": {**_FEDERATED, "context": of(2), "per_class": of(True)},
+    "fedclip": {**_FEDERATED, "loss": of("classes")},
     "alone": {"local_epochs": of(2)},
     "fedavg": _FEDERATED,
     "recipe": {

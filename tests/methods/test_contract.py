@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from every_method import every_method, method_of
+from every_method import every_method, method_of, skip_without_training
 from tiny import (
     CNN,
     bytes_of,
@@ -143,6 +143,7 @@ def test_another_process_can_make_its_equal(name: str) -> None:
 @every_method
 def test_same_seed_same_weights_another_seed_others(name: str) -> None:
     """After one round, and whatever the label is; `test_memory_is_declared_…` compares both rounds."""
+    skip_without_training(method_of(name))
     first = played(name).states[1]
     torch.rand(3)  # what the caller drew before does not matter
     again = one_round(method_of(name, label="mine"))
@@ -182,6 +183,7 @@ def test_a_method_changes_nothing_it_was_given(name: str) -> None:
 
 @every_method
 def test_only_declared_kinds_leave_and_no_others_are_needed(name: str) -> None:
+    skip_without_training(method_of(name))
     where = played(name).where
     assert where.ledger.total["up"]
     assert set(where.ledger.total["up"]) <= set(method_of(name).shares)

@@ -23,6 +23,7 @@ ON_EPOCHS = [
     kind.name
     for kind in CLASSES
     if not (kind.traits.pooled or kind.traits.target == "labelled" or kind.name in BY_STEPS)
+    and kind().mini_batches(9, 3)
 ]
 
 

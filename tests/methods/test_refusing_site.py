@@ -17,7 +17,11 @@ from fedshift.methods.federated.ccst import CCST
 from fedshift.methods.federated.elcfs import ELCFS
 from fedshift.methods.federated.shot import SHOT, members_by_name
 
-WITHOUT = {"shot": "its sources are asked once, see below", "oracle": "it trains at the target alone"}
+WITHOUT = {
+    "shot": "its sources are asked once, see below",
+    "oracle": "it trains at the target alone",
+    "zero_shot": "nobody trains",
+}
 
 
 def left_out(method: Method, refuse: str) -> tuple[State, LocalFederation]:

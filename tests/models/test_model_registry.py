@@ -8,16 +8,21 @@ import torch
 from fedshift.errors import UserError
 from fedshift.models import registry
 
-OTHERS = ("mlp", "linear", "frozen", "unet")
+OTHERS = ("mlp", "linear", "frozen", "unet", "clip", "clip_text")
 """Networks that do not read images alone."""
+NEEDED: dict[str, dict[str, object]] = {
+    "frozen": {"backbone": {"name": "resnet18", "pretrained": True}},
+    "clip": {"pretrained": "folder"},
+    "clip_text": {"pretrained": "folder", "class_names": ["a", "b"]},
+}
+"""Fields without a default."""
 IMAGE_NETWORKS = tuple(name for name in registry.names() if name not in OTHERS)
 
 
 def test_every_name_leads_to_options_of_that_name() -> None:
     assert set(OTHERS) <= set(registry.names())
     for name in registry.names():
-        needed = {"backbone": {"name": "resnet18", "pretrained": True}} if name == "frozen" else {}
-        options = registry.parse({"name": name, **needed})
+        options = registry.parse({"name": name, **NEEDED.get(name, {})})
         assert options.name == name
         assert type(options) is registry.options_class(name)
         assert registry.parse(options.model_dump(mode="json")) == options

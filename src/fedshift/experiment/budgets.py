@@ -48,8 +48,8 @@ def budgets(method: Method, methods: Sequence[Method], training: Training, split
     total = fixed * len(split.train) if fixed else max(sum(needs(candidate, 1).values()) for candidate in methods)
     own = needs(method, method.exchanges_per_epoch)
     whole = sum(own.values())
-    if whole == 0:  # the method needs no training
-        return dict.fromkeys(own, -(-total // len(own)))
+    if whole == 0:  # the method needs no training; with a budget of 0 a run would end before its first round
+        return dict.fromkeys(own, max(1, -(-total // len(own))))
     return {site: -(-need * total // whole) for site, need in own.items()}
 
 

@@ -314,16 +314,20 @@ def backbone_of(preprocessing: Preprocessing) -> tuple[Extractor | None, Preproc
 
 def _check_backbone(options: Frozen) -> None:
     """Raise UserError for a backbone whose weights would be downloaded, or that no run can have trained on."""
+    absurd = UserError("the model file asks for a backbone, or for images, of absurd size: use a whole model file")
+    if (options.size or 0) > _WIDEST:
+        raise absurd
     backbone = options.backbone
-    assert isinstance(backbone, VisionOptions)
+    if not isinstance(backbone, VisionOptions):  # its weights lie in a folder, and none are downloaded
+        return
     if must_be_downloaded(backbone.pretrained, backbone.name):
         raise UserError(
             f"the model needs torchvision's weights of {backbone.name}, which are not on this machine, and nothing is "
             "downloaded for a model file; if you trust it, write model: frozen with this backbone in an experiment and "
             "run fedshift features, which downloads them"
         )
-    if (backbone.bottleneck or 0) > _WIDEST or (options.size or 0) > _WIDEST:
-        raise UserError("the model file asks for a backbone, or for images, of absurd size: use a whole model file")
+    if (backbone.bottleneck or 0) > _WIDEST:
+        raise absurd
 
 
 def images_fingerprint(domain: Domain) -> str:

@@ -1,4 +1,4 @@
-"""Contrast between models (MOON) and agreement of gradients between sites (FedIIR)."""
+"""Contrast between models (MOON), of images and texts (CLIP), and agreement of gradients between sites (FedIIR)."""
 
 from __future__ import annotations
 
@@ -28,6 +28,22 @@ def model_contrastive_loss(features: Tensor, common: Tensor, previous: Tensor, t
     near = F.cosine_similarity(features, common) / temperature
     far = F.cosine_similarity(features, previous) / temperature
     return F.softplus(far - near).mean()
+
+
+def paired_loss(scores: Tensor) -> Tensor:
+    """``½·(CE(S, diagonal) + CE(Sᵀ, diagonal))``: each image is to find its text in the batch, each text its image.
+
+    Source: CLIP (Radford et al., ICML 2021, figure 3).
+
+    Args:
+        scores: S (n, n), of each image (row) with each text (column); the pairs lie on the diagonal.
+
+    Example:
+        >>> paired_loss(torch.zeros(2, 2))
+        tensor(0.6931)
+    """
+    pairs = torch.arange(len(scores), device=scores.device)
+    return (F.cross_entropy(scores, pairs) + F.cross_entropy(scores.t(), pairs)) / 2
 
 
 def gradient_gap(gradients: Sequence[Tensor], references: Sequence[Tensor]) -> Tensor:

@@ -146,7 +146,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             with path.open("rb") as opened, np.load(opened, allow_pickle=False) as arrays:
                 tensors = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
     except _UNREADABLE as error:
-        raise UserError(f"weights file {path} cannot be read, it may be truncated: {_one_line(error)}") from error
+        raise UserError(f"weights file {path} cannot be read, it may be truncated: {one_line(error)}") from error
     return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
 
 
@@ -160,7 +160,7 @@ def _download(model: str, weights: str) -> dict[str, Tensor]:
             state: dict[str, Tensor] = choice.get_state_dict(progress=False, check_hash=True, weights_only=True)
     except Exception as error:
         raise UserError(
-            f"model.pretrained: torchvision's weights of '{model}' cannot be downloaded ({_one_line(error)}); "
+            f"model.pretrained: torchvision's weights of '{model}' cannot be downloaded ({one_line(error)}); "
             "give the path of a .safetensors or .npz file instead"
         ) from error
     return state
@@ -200,6 +200,23 @@ def copy_weights(backbone: nn.Module, found: Mapping[str, Tensor], *, origin: st
     backbone.load_state_dict({name: given[name] for name in needed}, strict=False)
 
 
+def load_whole(module: nn.Module, path: Path, model: str) -> None:
+    """Copy all weights of a file into a network, which has the same names.
+
+    Raises:
+        UserError: the file cannot be read, or the weights do not fit or are not finite.
+    """
+    needed = module.state_dict()
+    # Old files of transformers have these counters, which are no weights.
+    found = {name: tensor for name, tensor in read_weights(path).items() if not name.endswith(".position_ids")}
+    if faults := list(_misfits(needed, found)):
+        raise UserError(f"weights file {path} does not fit model '{model}': {'; '.join(faults)}")
+    for name, tensor in found.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise UserError(f"weights file {path}: {name} holds NaN or infinite values")
+    module.load_state_dict(found)
+
+
 def _misfits(needed: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> Iterator[str]:
     """In what names and shapes the weights that are given differ from those that a network needs."""
     if missing := {name: tensor for name, tensor in needed.items() if name not in given}:
@@ -233,5 +250,6 @@ def _few(entries: list[str], count: int = 3) -> str:
     return f"{shown} and {len(entries) - count} more" if len(entries) > count else shown
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """What an error says, without line breaks."""
     return " ".join(str(error).split()) or type(error).__name__

@@ -31,6 +31,8 @@ _NETWORKS: ClassRegistry[NetworkOptions] = ClassRegistry(
         "unet": "fedshift.models.networks.unet:UNet",
         "mobilenet_v2": "fedshift.models.networks.vision:MobileNetV2",
         "frozen": "fedshift.models.networks.frozen:Frozen",
+        "clip": "fedshift.models.networks.clip:Clip",
+        "clip_text": "fedshift.models.networks.clip:ClipText",
     },
 )
 names = _NETWORKS.names

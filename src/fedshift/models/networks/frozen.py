@@ -18,6 +18,7 @@ from fedshift.models.options import NetworkOptions
 
 _SCALES: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    "clip": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
     "half": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
 }
 
@@ -35,8 +36,10 @@ class Frozen(NetworkOptions):
         default_factory=lambda: Mlp(hidden=(512, 128)), description="the network that is trained on the features"
     )
     size: PositiveInt | None = Field(None, description="height and width that images are scaled to; none: not scaled")
-    scale: Literal["imagenet", "half"] = Field(
-        "imagenet", description="what the weights expect: ImageNet's mean and deviation, or values in [-1, 1]"
+    scale: Literal["imagenet", "half", "clip"] = Field(
+        "imagenet",
+        description="what the weights expect: ImageNet's mean and deviation, values in [-1, 1], or CLIP's mean and "
+        "deviation",
     )
 
     @field_validator("backbone", "head", mode="before")
