@@ -137,3 +137,15 @@ def test_without_the_package_it_is_one_line(cli: Cli, tmp_path: Path, monkeypatc
 def test_workers_and_parallel_runs_exclude_each_other(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="leave one of them out"):
         small(tmp_path, {"name": "ray", "workers": 2, "parallel_runs": 2})
+
+
+def test_an_address_where_nothing_answers_is_one_line(cli: Cli, tmp_path: Path) -> None:
+    """Ray itself tries such an address for minutes."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # it does not listen
+        address = f"127.0.0.1:{bound.getsockname()[1]}"
+        file = tmp_path / "e.yaml"
+        file.write_text(json.dumps(experiment(sites(tmp_path / "data"), engine={"name": "ray", "address": address})))
+        done = cli("run", str(file), "--runs", str(tmp_path / "runs"))
+    assert done.code == 2
+    assert f"engine.address: nothing answers at {address}" in done.err

@@ -7,6 +7,7 @@ its folder alone.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from fedshift.import_paths import CHILD
 
 LOCAL = "local"
 """The address of a cluster that is this machine alone, for as long as the experiment runs."""
+_SECONDS_TO_ANSWER = 10.0
 USAGE = "RAY_USAGE_STATS_ENABLED"
 
 
@@ -32,6 +34,7 @@ def joined(address: str) -> Iterator[Any]:
     ray = needed("ray", extra="ray", what="engine.name: ray")
     before = ray.is_initialized()
     if not before:
+        _call_at(address)
         try:
             ray.init(
                 address=address,
@@ -47,6 +50,21 @@ def joined(address: str) -> Iterator[Any]:
     finally:
         if not before:
             ray.shutdown()
+
+
+def _call_at(address: str) -> None:
+    """See that something listens at HOST:PORT; Ray itself would try for minutes.
+
+    Raises:
+        UserError: nothing does.
+    """
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not (host and port.isdecimal()):
+        return  # local, or auto: Ray knows where
+    try:
+        socket.create_connection((host, int(port)), timeout=_SECONDS_TO_ANSWER).close()
+    except OSError as error:
+        raise UserError(f"engine.address: nothing answers at {address} ({error})") from error
 
 
 def check_room(ray: Any, processes: int, threads: int, cards: float) -> None:
