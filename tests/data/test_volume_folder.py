@@ -275,3 +275,16 @@ def test_folders_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message) as error:
             VolumeFolder(root=root, size=(8, 8, 8)).build()
         assert "\n" not in str(error.value)
+
+
+def test_a_flipped_bit_of_the_cache_is_no_other_volume(tmp_path: Path, cache: Path) -> None:
+    source = VolumeFolder(root=with_masks(tmp_path / "scans"), size=(8, 8, 8))
+    plain = source.build()
+    file = min(cache.iterdir())
+    written = bytearray(file.read_bytes())
+    written[-1] ^= 1
+    file.write_bytes(written)
+    with pytest.warns(UserWarning, match="read again"):
+        again = source.build()
+    for site, domain in plain.domains.items():
+        assert np.array_equal(domain.masks, again.domains[site].masks)

@@ -87,8 +87,8 @@ def test_a_simulation_is_encrypted_too(tmp_path: Path, monkeypatch: pytest.Monke
 
     real = message_files.write_private
 
-    def watched(path: Path, data: bytes) -> None:
-        real(path, data)
+    def watched(path: Path, data: bytes, **options: Any) -> None:
+        real(path, data, **options)
         written.append(path.read_bytes()[:18])
 
     monkeypatch.setattr(message_files, "write_private", watched)

@@ -421,6 +421,7 @@ def test_a_flipped_bit_is_noticed_or_changes_nothing(kind: str, tmp_path: Path) 
 WRITERS = ("write_private", "write_message", "write_object", "append_line", "append_event")
 CALLS = {
     "data/images": 1,  # tried in tests/data/test_images.py
+    "data/builders/volume_folder": 1,  # tried in tests/data/test_volume_folder.py
     "deploy/agreed_terms": 1,
     "deploy/cli/audit": 1,
     "deploy/cli/deploy": 1,

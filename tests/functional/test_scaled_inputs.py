@@ -154,6 +154,7 @@ CASES = [
         *(ND,) * 3,
         call=lambda x, y, z: contrastive.model_contrastive_loss(x, y, z, 0.5),
     ),
+    case(contrastive.paired_loss, (N, N)),
     case(contrastive.gradient_gap, ND, ND, call=lambda x, y: contrastive.gradient_gap([x], [y])),
     case(
         metric_learning.semi_hard_triplet_loss,
@@ -280,7 +281,7 @@ OTHERS = {
     "attention": {"cross_layer_attention"},
     "averaging": {"float64_chunks"},
     "batchnorm": {"mixed_statistics"},
-    "clustering": {"kmeans_from"},
+    "clustering": {"kmeans_from", "nearest_mean_classifier"},
     "colour": {
         "rgb_to_lab",
         "lab_to_rgb",
@@ -294,7 +295,7 @@ OTHERS = {
     "feature_alignment": {"mean_over_pairs"},
     "fixed_point": {"to_fixed", "from_fixed"},
     "geometry": {"affine_matrices", "resampled", "cut_out"},
-    "gradient_matching": {"products_about", "matching_weights", "matching_shares"},
+    "gradient_matching": {"masked_by_agreement", "products_about", "matching_weights", "matching_shares"},
     "information": {"pseudo_labels"},
     "jigsaw": {"tile_permutations", "shuffled_tiles"},
     "knowledge_vote": {"released_labels", "mixup"},

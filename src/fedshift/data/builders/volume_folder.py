@@ -28,7 +28,7 @@ _LAYOUT = (
     "<volume>; a volume is a NIfTI file or a folder of the DICOM files of a series"
 )
 _IMAGES, _MASKS = "images", "masks"
-_FORMAT = "1"
+_FORMAT = "2"
 """Part of the name of a cache file: increase it whenever the voxels change."""
 Side = Annotated[int, Field(ge=4, le=1024)]
 Millimetres = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -178,13 +178,14 @@ class VolumeFolder(DataSource):
         shape = (len(items), 1 + len(structures), *self.size)
         if target.exists():
             try:
-                return np.frombuffer(read_private(target), dtype=np.uint8).reshape(shape)
+                return np.frombuffer(_checked(read_private(target)), dtype=np.uint8).reshape(shape)
             except (UserError, OSError, ValueError):
                 warnings.warn(
                     f"{target} was damaged, or written with another key: its volumes are read again", stacklevel=2
                 )
         voxels = np.stack([self._voxels(item, structures) for item in items])
-        write_private(target, voxels.tobytes())
+        written = voxels.tobytes()
+        write_private(target, hashlib.sha256(written).digest() + written)
         return voxels
 
     def _voxels(self, item: _Item, structures: Sequence[str]) -> Voxels:
@@ -291,3 +292,15 @@ def centred(voxels: Voxels, size: Sequence[int]) -> Voxels:
         there.append(slice((wanted - kept) // 2, (wanted - kept) // 2 + kept))
     out[tuple(there)] = voxels[tuple(here)]
     return out
+
+
+def _checked(written: bytes) -> bytes:
+    """What stands behind its digest.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    digest, voxels = written[:32], written[32:]
+    if hashlib.sha256(voxels).digest() != digest:
+        raise ValueError("damaged")
+    return voxels

@@ -56,13 +56,14 @@ def _sections(options: Mapping[str, Any]) -> Iterator[tuple[str, Kind, Mapping[A
         if name == "methods":
             listed = value if isinstance(value, list) else []
             for number, entry in enumerate(listed):
-                if isinstance(entry, Mapping) and entry.get("name") in numbers:
+                if isinstance(entry, Mapping) and isinstance(entry.get("name"), str) and entry["name"] in numbers:
                     yield f"methods[{number}] ({entry['name']})", kinds[numbers[entry["name"]]], entry
         elif not isinstance(value, Mapping):
             continue
         elif numbers is not None:
             key, default = _DEFAULTS.get(name, ("name", None))
-            if (called := value.get(key, default)) in numbers:
+            called = value.get(key, default)
+            if isinstance(called, str) and called in numbers:
                 yield name, kinds[numbers[called]], value
         elif name in known()["sections"]:
             yield name, kinds[known()["sections"][name]], value

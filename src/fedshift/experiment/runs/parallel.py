@@ -85,7 +85,8 @@ def parallel_workers(
         finally:
             for further in processes:
                 assert further.process.stdin is not None
-                further.process.stdin.close()  # it stops when this pipe closes, also if this process is killed
+                with suppress(BrokenPipeError):  # the scheduler told it, too, and it has ended
+                    further.process.stdin.close()  # it stops when this pipe closes, also if this process is killed
             _give_time(processes, _PATIENCE)
             for further in processes:
                 further.process.kill()
