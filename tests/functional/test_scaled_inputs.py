@@ -91,6 +91,7 @@ CASES = [
     case(losses.task_loss, (2, 2, 9, 9), call=lambda x: losses.task_loss(x, like(MASKS, x))),
     case(losses.smoothed_cross_entropy, NC, call=lambda x: losses.smoothed_cross_entropy(x, LABELS, 0.1)),
     case(losses.smoothed_cross_entropy, NC, call=lambda x: losses.smoothed_cross_entropy(x, LABELS, 0.1, "others")),
+    case(losses.balanced_scores, NC, call=lambda x: losses.balanced_scores(x, torch.tensor([1, 16, 81]), 1.0)),
     case(losses.calibrated_scores, NC, call=lambda x: losses.calibrated_scores(x, torch.tensor([1, 16, 81]), 1.0)),
     case(
         survival.partial_likelihood, V, call=lambda x: survival.partial_likelihood(x, like(TIMES, x), like(EVENTS, x))
@@ -307,7 +308,7 @@ OTHERS = {
     "losses": {"inverse_frequencies"},
     "masking": {"draws_like", "challenged_features"},
     "membership": {"scaled_confidence", "likelihood_ratios"},
-    "meta_learning": {"with_gradient", "answer_at"},
+    "meta_learning": {"hessian_product", "with_gradient", "answer_at"},
     "metric_learning": {"semi_hard", "drawn_with_repetition"},
     "mixing": {"mixed_inputs", "pasted", "partners_in_the_other_half", "gradient_perturbed"},
     "pairwise_masks": {"masked"},
