@@ -246,7 +246,7 @@ def row(federation: Federation, rounds: int = 5) -> dict[str, Any]:
 
 
 def main() -> None:
-    found = {
+    result = {
         "rounds": [row(case) for case in CASES],
         "neighbours": [
             {"clients": clients, "corrupt": corrupt, "lost": lost, "k": k, "t": t}
@@ -255,11 +255,11 @@ def main() -> None:
             for k, t in [neighbours(clients, corrupt, lost)]
         ],
     }
-    RESULT.write_text(json.dumps(_rounded(found), indent=1) + "\n", encoding="utf-8")
+    RESULT.write_text(json.dumps(_rounded(result), indent=1) + "\n", encoding="utf-8")
     shown = ("seconds", "answered_share", "counted_share", "groups_lost", "expected_groups_lost", "root_bytes")
-    for one in found["rounds"]:
+    for one in result["rounds"]:
         print(one["federation"]["name"], *(f"{key} {one[key]:.4g}" for key in shown), sep=", ")
-    for one in found["neighbours"]:
+    for one in result["neighbours"]:
         print(*(f"{key} {value:.4g}" for key, value in one.items()), sep=", ")
 
 

@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -153,3 +154,21 @@ def shared_workers(two_workers: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr("fedshift.experiment.runs.context.WorkerPool", shared)
     monkeypatch.setattr(two_workers, "close", two_workers.forget)
+
+
+@pytest.fixture
+def two_mounts(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+    """Two mounts of one folder, between which flock does not exclude."""
+    if shutil.which("bindfs") is None or not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        pytest.skip("needs bindfs and /dev/fuse")
+    back, *mounts = (tmp_path / name for name in ("back", "one", "two"))
+    for folder in (back, *mounts):
+        folder.mkdir()
+    try:
+        for mount in mounts:
+            if subprocess.run(["bindfs", str(back), str(mount)], check=False).returncode:
+                pytest.skip("bindfs cannot mount here")
+        yield mounts[0], mounts[1]
+    finally:
+        for mount in mounts:
+            subprocess.run(["fusermount", "-u", "-z", str(mount)], check=False)

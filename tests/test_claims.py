@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -185,24 +184,6 @@ def test_an_impossible_silence_is_refused(monkeypatch: pytest.MonkeyPatch, given
     monkeypatch.setenv(claims.SILENCE, given)
     with pytest.raises(UserError, match=claims.SILENCE):
         silence()
-
-
-@pytest.fixture
-def two_mounts(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
-    """Two mounts of one folder, between which flock does not exclude."""
-    if shutil.which("bindfs") is None or not os.access("/dev/fuse", os.R_OK | os.W_OK):
-        pytest.skip("needs bindfs and /dev/fuse")
-    back, *mounts = (tmp_path / name for name in ("back", "one", "two"))
-    for folder in (back, *mounts):
-        folder.mkdir()
-    try:
-        for mount in mounts:
-            if subprocess.run(["bindfs", str(back), str(mount)], check=False).returncode:
-                pytest.skip("bindfs cannot mount here")
-        yield mounts[0], mounts[1]
-    finally:
-        for mount in mounts:
-            subprocess.run(["fusermount", "-u", "-z", str(mount)], check=False)
 
 
 WORK = """

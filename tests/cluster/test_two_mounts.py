@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 from small import experiment, forked, outcome, run_command, sites, write
-from two_nodes import two_mounts  # noqa: F401
 
 import fedshift
 from fedshift.claims import Claim
@@ -97,7 +96,7 @@ def in_peace(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("attempt", range(int(os.environ.get("FEDSHIFT_TRIES", "2"))))
 def test_kills_and_pauses(
-    two_mounts: tuple[Path, Path],  # noqa: F811
+    two_mounts: tuple[Path, Path],
     tmp_path: Path,
     in_peace: dict[str, Any],
     attempt: int,

@@ -192,21 +192,3 @@ def slurm() -> Iterator[Slurm]:
             print(running.logs())
         else:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-@pytest.fixture
-def two_mounts(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
-    """Two mounts of one folder, between which flock does not exclude."""
-    if shutil.which("bindfs") is None or not os.access("/dev/fuse", os.R_OK | os.W_OK):
-        pytest.skip("needs bindfs and /dev/fuse")
-    back, *mounts = (tmp_path / name for name in ("back", "one", "two"))
-    for folder in (back, *mounts):
-        folder.mkdir()
-    try:
-        for mount in mounts:
-            if subprocess.run(["bindfs", str(back), str(mount)], check=False).returncode:
-                pytest.skip("bindfs cannot mount here")
-        yield mounts[0], mounts[1]
-    finally:
-        for mount in mounts:
-            subprocess.run(["fusermount", "-u", "-z", str(mount)], check=False)

@@ -133,8 +133,8 @@ def _in_turn(
     needed("optuna", extra="search", what="search.sampler: optuna")
     if "targets" not in type(experiment.protocol).model_fields:
         raise UserError("search.sampler: optuna goes target by target, and protocol.kind has no targets; write random")
-    said = f"{search.draws} draws for each method and target, one after the other; optuna learns from {rule}"
-    errors.print(said, highlight=False, soft_wrap=True)
+    sentence = f"{search.draws} draws for each method and target, one after the other; optuna learns from {rule}"
+    errors.print(sentence, highlight=False, soft_wrap=True)
     if train is None:
         return {}
     return {target: drawn_in_turn(experiment, out, target, train) for target in plan.targets}

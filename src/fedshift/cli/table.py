@@ -29,12 +29,12 @@ def print_table(folder: Path, format: str, select: str, metric: str = "", only: 
     if format == "svg":
         typer.echo(picture(collected, rule, metric), nl=False)
         return
-    found = part(table_of(collected, rule, metric), only)
+    table = part(table_of(collected, rule, metric), only)
     if format in FORMATS:
-        typer.echo(FORMATS[format](found), nl=format != "csv")
+        typer.echo(FORMATS[format](table), nl=format != "csv")
         return
 
-    safe_console().print(terminal(found))
+    safe_console().print(terminal(table))
 
 
 def part(table: Table, number: int) -> Table:

@@ -182,14 +182,14 @@ def number_warnings(numbers: Numbers, codes: Mapping[str, Sequence[float]]) -> I
     ``codes``: of `codes_of`, by column.
     """
     for name, sites in numbers.items():
-        found = list(_codes(name, sites, codes[name])) or list(_other_digits(name, sites))
-        if not found and any(len(one.values) == 1 for one in sites.values()):
+        differences = list(_codes(name, sites, codes[name])) or list(_other_digits(name, sites))
+        if not differences and any(len(one.values) == 1 for one in sites.values()):
             named = {
                 site: {f"{value:g}": int(rows) for value, rows in zip(one.values, one.rows, strict=True)}
                 for site, one in sites.items()
             }
-            found = list(_constant(name, named))
-        yield from found
+            differences = list(_constant(name, named))
+        yield from differences
 
 
 def named_warnings(columns: Counted) -> Iterator[str]:

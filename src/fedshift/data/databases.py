@@ -83,8 +83,8 @@ def below(text: str, at: Callable[[str], str]) -> str:
         >>> below("sqlite:///omop.db", lambda path: f"/study/{path}")
         'sqlite:////study/omop.db'
     """
-    found = database(text).address
-    return f"{_SQLITE}{at(found.removeprefix(_SQLITE))}" if found.startswith(_SQLITE) else found
+    address = database(text).address
+    return f"{_SQLITE}{at(address.removeprefix(_SQLITE))}" if address.startswith(_SQLITE) else address
 
 
 def read_query(

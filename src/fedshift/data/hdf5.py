@@ -58,9 +58,14 @@ def load_hdf5(
 def _inside(h5py: Any, path: Path, file: Any, name: str) -> Any:
     """A data set whose values lie in this file."""
     if isinstance(file.get(name, getlink=True), h5py.HardLink):
-        found = file[name]
-        if isinstance(found, h5py.Dataset) and found.shape is not None and not found.external and not found.is_virtual:
-            return found
+        dataset = file[name]
+        if (
+            isinstance(dataset, h5py.Dataset)
+            and dataset.shape is not None
+            and not dataset.external
+            and not dataset.is_virtual
+        ):
+            return dataset
     raise UserError(f"data file {path}: '{name}' is no array in this file: copy its values into it, without links")
 
 

@@ -139,8 +139,8 @@ def _pairs_with_equal(of_sites: Mapping[str, Collection[Hashable]]) -> list[tupl
         for one in entries:
             holders.setdefault(one, []).append(number)
     names = list(of_sites)
-    found = {pair for sites in holders.values() if len(sites) > 1 for pair in combinations(sites[:_HOLDERS], 2)}
-    return [(names[one], names[other]) for one, other in sorted(found)]
+    pairs = {pair for sites in holders.values() if len(sites) > 1 for pair in combinations(sites[:_HOLDERS], 2)}
+    return [(names[one], names[other]) for one, other in sorted(pairs)]
 
 
 def _prints(data: DataSet) -> dict[str, NDArray[np.int64]]:

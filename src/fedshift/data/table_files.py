@@ -595,10 +595,10 @@ def _partitioned(path: Path, texts: Collection[str]) -> Any:
     from pyarrow import dataset
 
     form = dataset.ParquetFileFormat(read_options=dataset.ParquetReadOptions(dictionary_columns=texts))
-    found = dataset.dataset(str(path.resolve()), format=form, partitioning="hive")
-    if not found.files:
+    partitions = dataset.dataset(str(path.resolve()), format=form, partitioning="hive")
+    if not partitions.files:
         raise UserError(f"data folder {path} holds no Parquet files: name a CSV file in it, or a folder of Parquet")
-    return found
+    return partitions
 
 
 def _read_parquet(path: Path, form: TableFormat, numeric: Collection[str]) -> Columns:

@@ -131,8 +131,8 @@ def _described(place: Path) -> str:
         try:
             found: str = library.Tokenizer.from_file(str(file)).to_str()
         except Exception as error:  # the library raises no narrower class
-            said = str(error).partition("\n")[0]
-            raise UserError(f"data.tokenizer: {file} cannot be read as a tokenizer ({said})") from None
+            reason = str(error).partition("\n")[0]
+            raise UserError(f"data.tokenizer: {file} cannot be read as a tokenizer ({reason})") from None
         return found
     if not place.is_dir():
         raise UserError(f"data.tokenizer: {place} does not exist: give a tokenizer.json, or a folder that holds one")
@@ -141,7 +141,7 @@ def _described(place: Path) -> str:
         made = transformers.AutoTokenizer.from_pretrained(str(place), local_files_only=True, trust_remote_code=False)
         return str(made.backend_tokenizer.to_str())
     except Exception as error:  # of files of any kind
-        said = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
         raise UserError(
-            f"data.tokenizer: {place} holds no tokenizer.json, nor another fast tokenizer ({said})"
+            f"data.tokenizer: {place} holds no tokenizer.json, nor another fast tokenizer ({reason})"
         ) from None

@@ -352,9 +352,9 @@ def _recipe(setting: Setting) -> dict[str, Any]:
 def _part(plan: DeployedPlan, run: Run, site: str, role: tuple[Role, int] | None) -> dict[str, Any]:
     """What a site is told of its own part in a run; ``role``: its role and domain number, None for an unseen one."""
     protocol = plan.experiment.protocol.deployed()
-    own = {"own": True} if protocol.by_site and run.method.keeps_own_weights else {}
+    personal = {"own": True} if protocol.by_site and run.method.keeps_own_weights else {}
     return {
-        **own,
+        **personal,
         "role": role[0] if role else "unseen",
         "number": role[1] if role else 0,
         "split": protocol.split_rule() | {"seed": run.seed},

@@ -44,9 +44,9 @@ def drawn_methods(experiment: Experiment) -> tuple[Drawn, ...]:
         UserError: a space is of no field, or holds a value that the field does not take.
     """
     search = checked_spaces(experiment)
-    found = [drawn for method in experiment.methods for drawn in _draws_of(search, method)]
-    check_training(experiment.model_copy(update={"methods": tuple(drawn.method for drawn in found)}))
-    return tuple(found)
+    draws = [drawn for method in experiment.methods for drawn in _draws_of(search, method)]
+    check_training(experiment.model_copy(update={"methods": tuple(drawn.method for drawn in draws)}))
+    return tuple(draws)
 
 
 def checked_spaces(experiment: Experiment) -> Search:

@@ -103,15 +103,15 @@ def interpolated(images: Tensor, donors: Tensor, rate: Tensor, half: int | None,
     """
     sides = images.shape[-axes:]
     spectrum = _spectrum(images, axes)
-    own = spectrum if half is None else _window(spectrum, sides, half)
-    if donors.shape[-axes:] != own.shape[-axes:]:
-        given, wanted = ("×".join(map(str, shape[-axes:])) for shape in (donors.shape, own.shape))
+    part = spectrum if half is None else _window(spectrum, sides, half)
+    if donors.shape[-axes:] != part.shape[-axes:]:
+        given, wanted = ("×".join(map(str, shape[-axes:])) for shape in (donors.shape, part.shape))
         raise UserError(
             f"amplitudes of {given} frequencies do not fit a window of {wanted}: spectra of images of different sizes "
             "cannot mix"
         )
-    amplitudes = own.abs()
-    directions = torch.where(amplitudes > 0, own / amplitudes, 1)
+    amplitudes = part.abs()
+    directions = torch.where(amplitudes > 0, part / amplitudes, 1)
     change = rate * (donors - amplitudes) * directions
     if half is None:
         return images + _image(change, sides)

@@ -208,13 +208,13 @@ def load_whole(module: nn.Module, path: Path, model: str) -> None:
     """
     needed = module.state_dict()
     # Old files of transformers have these counters, which are no weights.
-    found = {name: tensor for name, tensor in read_weights(path).items() if not name.endswith(".position_ids")}
-    if faults := list(_misfits(needed, found)):
+    weights = {name: tensor for name, tensor in read_weights(path).items() if not name.endswith(".position_ids")}
+    if faults := list(_misfits(needed, weights)):
         raise UserError(f"weights file {path} does not fit model '{model}': {'; '.join(faults)}")
-    for name, tensor in found.items():
+    for name, tensor in weights.items():
         if not bool(torch.isfinite(tensor).all()):
             raise UserError(f"weights file {path}: {name} holds NaN or infinite values")
-    module.load_state_dict(found)
+    module.load_state_dict(weights)
 
 
 def _misfits(needed: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> Iterator[str]:

@@ -340,13 +340,13 @@ def _best(
 
 def _shown_to_differ(tested: Mapping[str, Difference], first: str, second: str, column: str) -> bool:
     """Whether two rows differ by more than chance there: by either view on average, by that over seeds at a target."""
-    one = tested.get(f"{first} − {second}") or tested.get(f"{second} − {first}")
-    if one is None:
+    difference = tested.get(f"{first} − {second}") or tested.get(f"{second} − {first}")
+    if difference is None:
         return False
     return (
-        column in one.marked
+        column in difference.marked
         if column != AVERAGE
-        else any(p is not None and p < LEVEL for p in (one.corrected, one.here))
+        else any(p is not None and p < LEVEL for p in (difference.corrected, difference.here))
     )
 
 

@@ -178,9 +178,9 @@ def as_json(table: Table) -> str:
 
 def as_csv(table: Table) -> str:
     """The rows as `as_json` has them, one line each. The values of the seeds share a cell, with spaces between them."""
-    found = table.plain_rows()
-    head = list(dict.fromkeys(name for row in found for name in row))
-    return csv_text([head, *([_csv_cell(row.get(name)) for name in head] for row in found)])
+    rows = table.plain_rows()
+    head = list(dict.fromkeys(name for row in rows for name in row))
+    return csv_text([head, *([_csv_cell(row.get(name)) for name in head] for row in rows)])
 
 
 def _csv_cell(value: object) -> str:

@@ -162,10 +162,10 @@ def _place(path: Path) -> _Place:
 def _numbers(value: Any, length: int) -> Vector | None:
     """The numbers of a header's element; None unless there are so many and all are finite."""
     try:
-        found = np.array([float(part) for part in value or ()])
+        numbers = np.array([float(part) for part in value or ()])
     except (TypeError, ValueError):
         return None
-    return found if len(found) == length and np.isfinite(found).all() else None
+    return numbers if len(numbers) == length and np.isfinite(numbers).all() else None
 
 
 def _check_alike(series: Series, first: _Place, other: _Place) -> None:

@@ -228,13 +228,13 @@ class _Item:
 def _groups(items: Mapping[str, Sequence[_Item]]) -> dict[str, npt.NDArray[np.int64]]:
     """Site → a number for the patient of each volume; empty if no two volumes are of one patient."""
     numbers: dict[tuple[str, str], int] = {}
-    found = {
+    patients = {
         site: [numbers.setdefault((site, item.series.patient), len(numbers)) for item in some]
         for site, some in items.items()
     }
-    if len(numbers) == sum(map(len, found.values())):
+    if len(numbers) == sum(map(len, patients.values())):
         return {}
-    return {site: np.array(some, dtype=np.int64) for site, some in found.items()}
+    return {site: np.array(some, dtype=np.int64) for site, some in patients.items()}
 
 
 def _holds_volumes(folder: Path) -> bool:
@@ -270,8 +270,8 @@ def _resampled(voxels: Voxels, factors: Sequence[float], mask: bool) -> Voxels:
     size = [max(1, round(side * factor)) for side, factor in zip(voxels.shape, factors, strict=True)]
     values = torch.from_numpy(voxels)[None, None].float()
     ways = {"mode": "nearest-exact"} if mask else {"mode": "trilinear", "align_corners": False}
-    found = torch.nn.functional.interpolate(values, size=size, **ways)
-    rounded: Voxels = found[0, 0].round().clamp(0, 255).to(torch.uint8).numpy()
+    resized = torch.nn.functional.interpolate(values, size=size, **ways)
+    rounded: Voxels = resized[0, 0].round().clamp(0, 255).to(torch.uint8).numpy()
     return rounded
 
 

@@ -141,8 +141,8 @@ class RemoteFederation(Federation):
         envelope = vars(request.envelope)
         if self.finishing:  # a site has agreed to a number of mini-batches
             envelope = {**envelope, "mini_batches_left": self.budget[site]}
-        own = {"envelope": envelope, "memory": self._memory.get(site, {})}
-        header = {"do": "call", "call": call, **own, **self._common(site)}
+        held = {"envelope": envelope, "memory": self._memory.get(site, {})}
+        header = {"do": "call", "call": call, **held, **self._common(site)}
         keys[site] = header["key"] = request_key(header, written.body.sha256)
         residuals[site] = written.residuals
         return seal(header, written.body)
@@ -382,8 +382,8 @@ class RemoteFederation(Federation):
         outgoing: list[tuple[str, Message]] = []
         keys: dict[str, str] = {}
         for site in sites:
-            own = {"memory": self._memory.get(site, {})} if self._parts[site].get("own") else {}
-            header = {"do": do, "round": self.round, **more, **own, **self._common(site)}
+            held = {"memory": self._memory.get(site, {})} if self._parts[site].get("own") else {}
+            header = {"do": do, "round": self.round, **more, **held, **self._common(site)}
             keys[site] = header["key"] = request_key(header, body.sha256)
             outgoing.append((site, seal(header, body)))
             self.ledger.record(0, do, site, "down", {"model": told})

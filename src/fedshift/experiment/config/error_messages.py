@@ -92,8 +92,8 @@ def section_in(annotation: Any) -> type[BaseModel] | None:
     """The section that a field holds, if it can be only one."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    found = {section for part in get_args(annotation) if (section := section_in(part)) is not None}
-    return found.pop() if len(found) == 1 else None
+    sections = {section for part in get_args(annotation) if (section := section_in(part)) is not None}
+    return sections.pop() if len(sections) == 1 else None
 
 
 def _deeper(name: str, section: type[BaseModel]) -> str:

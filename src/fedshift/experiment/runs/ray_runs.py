@@ -51,10 +51,10 @@ def pool_in_cluster(engine: Engine, folder: Path, device: str) -> Callable[[], P
     def start() -> Pool:
         from fedshift.federation.local.ray_pool import RayPool
 
-        place = folder.absolute()
+        absolute = folder.absolute()
         of_sites = "cuda" if engine.cards and device != "cpu" else None
         return RayPool(
-            engine.address, engine.workers, engine.thread_count(), engine.cards, engine.wait, place, of_sites
+            engine.address, engine.workers, engine.thread_count(), engine.cards, engine.wait, absolute, of_sites
         )
 
     return start

@@ -100,12 +100,12 @@ def dealt(cards: Sequence[Card], processes: int) -> list[Card]:
         ['a', 'a', 'b', 'a']
     """
     there = [0] * len(cards)
-    found = []
+    hands = []
     for _ in range(processes):
         best = max(range(len(cards)), key=lambda one: (cards[one].free / (there[one] + 1), -there[one], -one))
         there[best] += 1
-        found.append(cards[best])
-    return found
+        hands.append(cards[best])
+    return hands
 
 
 def shares(cards: Sequence[Card], runs: int, workers: int) -> list[tuple[Card, ...]]:

@@ -43,8 +43,8 @@ def joined(address: str) -> Iterator[Any]:
                 logging_level="ERROR",
             )
         except (ConnectionError, ValueError, RuntimeError, OSError) as error:
-            said = str(error).strip().partition("\n")[0]
-            raise UserError(f"engine.address: no cluster of Ray answers at {address} ({said})") from error
+            reason = str(error).strip().partition("\n")[0]
+            raise UserError(f"engine.address: no cluster of Ray answers at {address} ({reason})") from error
     try:
         yield ray
     finally:

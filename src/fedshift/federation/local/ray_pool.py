@@ -66,8 +66,8 @@ class RayPool(SharedFiles):
         try:
             self._ray = self._open.enter_context(joined(address))
             check_room(self._ray, actors, threads, cards)
-            place = tempfile.TemporaryDirectory(prefix=".ray-", dir=folder, ignore_cleanup_errors=True)
-            super().__init__(Path(self._open.enter_context(place)))
+            samples = tempfile.TemporaryDirectory(prefix=".ray-", dir=folder, ignore_cleanup_errors=True)
+            super().__init__(Path(self._open.enter_context(samples)))
             made = self._ray.remote(SitesActor).options(
                 num_cpus=threads, num_gpus=cards, max_restarts=0, max_task_retries=0, scheduling_strategy="SPREAD"
             )

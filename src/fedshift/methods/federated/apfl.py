@@ -79,17 +79,17 @@ class APFL(FedAvg):
     def fit(self, site: Site, weights: Weights) -> Update:
         """Train the common model, the site's own, and its share."""
         model = site.model(weights)
-        own = site.model(site.memory.weights(PERSONAL) if PERSONAL in site.memory else weights)
+        personal = site.model(site.memory.weights(PERSONAL) if PERSONAL in site.memory else weights)
         share = torch.tensor(site.memory.get(SHARE, self.share), device=site.device)
         loss = site.minimise(
-            self._loss_of_both(site, model, own, share),
+            self._loss_of_both(site, model, personal, share),
             model,
-            own,
+            personal,
             epochs=self.local_epochs,
             steps=self.steps_per_round,
             remember="optimizer",
         )
-        site.memory[PERSONAL], site.memory[SHARE] = site.weights_of(own), share.item()
+        site.memory[PERSONAL], site.memory[SHARE] = site.weights_of(personal), share.item()
         return Update(site.weights_of(model), site.samples, loss)
 
     def _loss_of_both(self, site: Site, model: Network, own: Network, share: Tensor) -> Callable[[Batch], Tensor]:

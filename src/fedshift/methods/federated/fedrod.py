@@ -73,19 +73,19 @@ class FedROD(FedAvg):
     def fit(self, site: Site, weights: Weights) -> Update:
         """Train the common model on the balanced loss, and beside it the site's own classifier."""
         model = site.model(weights)
-        own = copy.deepcopy(model.classifier)
+        personal = copy.deepcopy(model.classifier)
         if PERSONAL in site.memory:
             kept = site.memory.weights(PERSONAL)
-            own.load_state_dict({name.removeprefix(f"{HEAD}."): value for name, value in kept.items()})
+            personal.load_state_dict({name.removeprefix(f"{HEAD}."): value for name, value in kept.items()})
         loss = site.minimise(
-            self._loss_of_both(site, model, own),
+            self._loss_of_both(site, model, personal),
             model,
-            own,
+            personal,
             epochs=self.local_epochs,
             steps=self.steps_per_round,
             remember="optimizer",
         )
-        site.memory[PERSONAL] = Weights({f"{HEAD}.{name}": value for name, value in site.weights_of(own).items()})
+        site.memory[PERSONAL] = Weights({f"{HEAD}.{name}": value for name, value in site.weights_of(personal).items()})
         return Update(site.weights_of(model), site.samples, loss)
 
     def _loss_of_both(self, site: Site, model: Network, own: nn.Module) -> Callable[[Batch], Tensor]:

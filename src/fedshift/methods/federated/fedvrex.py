@@ -104,7 +104,7 @@ class FederatedVREx(LocalTraining):
         scale = max(1.0, weight) if self.rescaled else 1.0
 
         def loss(batch: Batch) -> Tensor:
-            own = plain(batch)
-            return (own + weight * (own - level).square()) / scale
+            risk = plain(batch)
+            return (risk + weight * (risk - level).square()) / scale
 
         return loss

@@ -77,10 +77,10 @@ class PFedMe(FedAvg):
             model,
             optimizers=[site.optimizer(model, rate=self.inner_rate)],
         )
-        own = site.weights_of(model)
-        site.memory[PERSONAL] = own
+        personal = site.weights_of(model)
+        site.memory[PERSONAL] = personal
         moved = Weights({name: value.cpu() for name, value in followed.items()})
-        return Update(own.merge(moved), site.samples, loss)
+        return Update(personal.merge(moved), site.samples, loss)
 
     def _repeated(self, site: Site, model: Network, followed: dict[str, Tensor]) -> Iterator[Batch]:
         """Every mini-batch K times. Then ``followed``, w, moves towards the model θ that was trained on it."""
