@@ -36,6 +36,10 @@ def after(method: Method, rounds: int) -> Weights:
     [
         (FederatedVREx(penalty_weight=40.0), VREx(penalty_start=0, penalty_weight=40.0, rescaled=False)),
         (FederatedVREx(penalty_weight=40.0, rescaled=True), VREx(penalty_start=0, penalty_weight=40.0)),
+        (
+            FederatedVREx(penalty_weight=40.0, penalty_start=2, weight_before=1.0, rescaled=True),
+            VREx(penalty_start=2, penalty_weight=40.0),
+        ),
         (FederatedIRM(penalty_weight=3.0), IRM(penalty_start=0, penalty_weight=3.0, rescaled=False)),
         (
             FederatedIRM(penalty_weight=3.0, penalty_start=2, weight_before=1.0, rescaled=True),
