@@ -307,7 +307,7 @@ def test_commands_exist_with_these_options(words: list[str]) -> None:
 
 def test_commands_are_found() -> None:
     mentioned = {words[0] for _, words in commands()}
-    assert mentioned >= {"run", "check", "table", "methods", "datasets", "predict"}
+    assert mentioned >= {"run", "check", "show", "page", "methods", "datasets", "predict"}
 
 
 def test_make_targets_exist() -> None:

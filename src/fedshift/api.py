@@ -106,7 +106,7 @@ class Results:
         return markdown(table_of(self.collected, select, metric))
 
     def verdict(self) -> dict[str, Any]:
-        """Which method to take, what to expect at the next site, what is not known, as `fedshift advise` says it."""
+        """Which method to take, what to expect at the next site, what is not known, as `fedshift show` says it."""
         return verdict(self.collected).plain()
 
     def to_frame(self, select: Selection = "last") -> pandas.DataFrame:

@@ -45,13 +45,21 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
 
 def test_advice_agrees_with_the_table(cli: Cli, finished: tuple[Path, dict[str, Any]]) -> None:
     runs, _ = finished
-    rows = json.loads(cli("table", runs, "--format", "json").out)
+    rows = json.loads(cli("show", runs, "--format", "json").out)
     averages = {row["method"]: row["mean"] for row in rows if row["target"] == "average"}
-    told = json.loads(cli("advise", runs, "--format", "json").out)
+    told = json.loads(cli("show", runs, "--verdict", "--format", "json").out)
     assert told["expected"]["mean"] == averages[told["method"]]
     assert averages[told["method"]] == max(averages[name] for name in averages if name != "deepall")
-    assert told["method"] in cli("advise", runs).out
-    assert cli("advise", runs, "--format", "yaml").code == 2
+    assert told["method"] in cli("show", runs, "--verdict").out
+    assert cli("show", runs, "--verdict", "--format", "yaml").code == 2
+    assert cli("show", runs, "--verdict", "--select", "source").code == 2
+
+
+def test_the_terminal_has_the_table_and_then_the_verdict(cli: Cli, finished: tuple[Path, dict[str, Any]]) -> None:
+    runs, _ = finished
+    both, verdict = cli("show", runs).out, cli("show", runs, "--verdict").out
+    assert both == cli("table", runs).out + verdict
+    assert verdict == cli("advise", runs).out  # older names print what they did
 
 
 def test_report_writes_the_page_anew(cli: Cli, finished: tuple[Path, dict[str, Any]]) -> None:
@@ -59,9 +67,9 @@ def test_report_writes_the_page_anew(cli: Cli, finished: tuple[Path, dict[str, A
     (folder,) = (path for path in runs.iterdir() if path.is_dir())
     page = folder / "report.html"
     page.unlink(missing_ok=True)
-    assert cli("report", folder).out.strip() == str(page)
+    assert cli("page", folder).out.strip() == str(page)
     assert "Verdict" in page.read_text()
-    assert f"did you mean '{folder.name}'?" in cli("report", f"{folder}x").error()
+    assert f"did you mean '{folder.name}'?" in cli("page", f"{folder}x").error()
 
 
 def test_a_wrong_call_names_the_help_of_its_command(cli: Cli) -> None:
@@ -73,7 +81,7 @@ def test_a_wrong_call_names_the_help_of_its_command(cli: Cli) -> None:
 def test_table_as_json(cli: Cli, finished: tuple[Path, dict[str, Any]], select: str) -> None:
     runs, _ = finished
     for folder in (runs, runs / "small"):
-        rows = json.loads(cli("table", folder, "--format", "json", "--select", select).out)
+        rows = json.loads(cli("show", folder, "--format", "json", "--select", select).out)
         assert [(row["method"], row["target"]) for row in rows] == [
             (method, target) for method in ("deepall", "fedavg", "uniform", "csac") for target in ("a", "b", "average")
         ]
@@ -97,20 +105,20 @@ def test_table_as_json(cli: Cli, finished: tuple[Path, dict[str, Any]], select: 
 
 def test_table_for_people(cli: Cli, finished: tuple[Path, dict[str, Any]]) -> None:
     runs, _ = finished
-    assert "| uniform" in cli("table", runs, "--format", "markdown").out
-    assert r"\begin{tabular}" in cli("table", runs, "--format", "latex").out
-    assert cli("table", runs, "--format", "svg").out.startswith("<?xml")
-    assert cli("table", runs, "--format", "png").code == 2
-    text = cli("table", runs).out
+    assert "| uniform" in cli("show", runs, "--format", "markdown").out
+    assert r"\begin{tabular}" in cli("show", runs, "--format", "latex").out
+    assert cli("show", runs, "--format", "svg").out.startswith("<?xml")
+    assert cli("show", runs, "--format", "png").code == 2
+    text = cli("show", runs).out
     assert "Selection: last round." in text
     assert "n = 2 seeds" in text
-    assert "upper bound" in cli("table", runs, "--select", "oracle").out
+    assert "upper bound" in cli("show", runs, "--select", "oracle").out
 
 
 def test_from_python(cli: Cli, finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     """A mapping, an `Experiment` and the command line give the same rows."""
     runs, options = finished
-    rows = json.loads(cli("table", runs, "--format", "json").out)
+    rows = json.loads(cli("show", runs, "--format", "json").out)
     resolved = fedshift.load(write(tmp_path / "e.yaml", options))
     assert isinstance(resolved, fedshift.Experiment)
     assert fedshift.results(runs).rows() == fedshift.results(str(runs / "small")).rows() == rows
@@ -118,7 +126,7 @@ def test_from_python(cli: Cli, finished: tuple[Path, dict[str, Any]], tmp_path: 
     for given in (options, resolved, tmp_path / "e.yaml", str(tmp_path / "e.yaml")):
         results = fedshift.run(given, runs)
         assert results.rows() == rows
-        assert results.rows("oracle") == json.loads(cli("table", runs, "--format", "json", "--select", "oracle").out)
+        assert results.rows("oracle") == json.loads(cli("show", runs, "--format", "json", "--select", "oracle").out)
         assert "| csac" in str(results)
         assert len(results.runs) == 16
     fewer = fedshift.load(

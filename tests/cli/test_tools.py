@@ -42,14 +42,14 @@ def test_export_writes_the_model_and_its_card(cli: Cli, trained: tuple[Path, Pat
 
 
 def test_a_table_as_csv_has_the_rows_of_json(cli: Cli, trained: tuple[Path, Path]) -> None:
-    rows = list(csv.DictReader(io.StringIO(cli("table", trained[1], "--format", "csv").out)))
-    wanted = json.loads(cli("table", trained[1], "--format", "json").out)
+    rows = list(csv.DictReader(io.StringIO(cli("show", trained[1], "--format", "csv").out)))
+    wanted = json.loads(cli("show", trained[1], "--format", "json").out)
     assert {name for row in wanted for name in row} <= set(rows[0])
     assert rows == [{name: _cell(row.get(name)) for name in rows[0]} for row in wanted]
 
 
 def test_the_help_of_table_names_every_measure() -> None:
-    (option,) = [option for option in command().commands["table"].params if option.name == "metric"]
+    (option,) = [option for option in command().commands["show"].params if option.name == "metric"]
     assert [name for name in ENTRIES if name not in option.help] == []
     pages = [Path(__file__).parents[2] / "docs" / f"{page}.md" for page in ("measures", "tasks")]
     words = " ".join(page.read_text(encoding="utf-8").lower() for page in pages)

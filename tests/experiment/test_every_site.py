@@ -41,7 +41,7 @@ def test_every_reader_of_results_takes_it(cli: Cli, tmp_path: Path) -> None:
     assert cli("check", file).code == 0
     assert cli("run", file, "--runs", runs, "--samples").code == 0
     assert "sites" in cli("table", runs / "small", "--format", "csv").out
-    assert cli("advise", runs / "small").code == 0
+    assert cli("show", runs / "small", "--verdict").code == 0
     exported = runs / "small" / "fedavg" / "sites" / "seed-0"
     assert cli("export", exported, "--to", "torchscript", "--out", tmp_path / "out").code == 0
     assert "unseen in training" not in (tmp_path / "out" / "README.md").read_text()

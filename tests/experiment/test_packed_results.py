@@ -120,7 +120,7 @@ def test_runs_go_on_where_packed_results_end(ran: tuple[dict[str, Any], Path], t
     assert collect(folder).progress is None
 
     stay = {path for path in names(folder) if path.endswith((".safetensors", ".parquet", f"seed-0/{SUMS}"))}
-    told = cli("results", "pack", tmp_path / "runs")
+    told = cli("pack", tmp_path / "runs")
     assert told.code == 0
     assert "2 runs packed" in told.out
     assert {path for path in names(folder) if (folder / path).is_file()} == {*PACKED, "report.html", *stay}
@@ -170,7 +170,7 @@ def test_the_same_run_twice(ran: tuple[dict[str, Any], Path], tmp_path: Path, cl
     (twin / SUMS).unlink(missing_ok=True)
     (twin / "result.json").write_text(json.dumps({**result, "seconds": 1.25}))
     before = {name: (folder / name).read_bytes() for name in PACKED}
-    for command in (("table", folder), ("results", "pack", folder), ("results", "unpack", folder)):
+    for command in (("show", folder), ("pack", folder), ("unpack", folder)):
         assert "remove one of the two" in cli(*command).error()
     assert {name: (folder / name).read_bytes() for name in PACKED} == before
     assert (twin / "result.json").exists()
@@ -226,10 +226,10 @@ def test_files_of_the_first_format_are_read_and_rewritten(tmp_path: Path, cli: C
 
 def test_pack_what_is_no_experiment(tmp_path: Path, cli: Cli, ran: tuple[dict[str, Any], Path]) -> None:
     (tmp_path / "empty").mkdir()
-    assert "holds no run" in cli("results", "pack", tmp_path / "empty").error()
-    assert "no folder" in cli("results", "pack", tmp_path / "nowhere").error()
+    assert "holds no run" in cli("pack", tmp_path / "empty").error()
+    assert "no folder" in cli("pack", tmp_path / "nowhere").error()
     packing.unpack(ran[1])
-    assert "only a part of the experiment" in cli("results", "pack", ran[1] / "csac").error()
+    assert "only a part of the experiment" in cli("pack", ran[1] / "csac").error()
     (ran[1] / "csac" / "a" / "seed-0" / SUMS).unlink()
     (ran[1] / "csac" / "a" / "seed-0" / "rounds.jsonl").write_text('{"round": 1}\n{"round"\n')
-    assert "rounds.jsonl line 2 is corrupt" in cli("results", "pack", ran[1]).error()
+    assert "rounds.jsonl line 2 is corrupt" in cli("pack", ran[1]).error()

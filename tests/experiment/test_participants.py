@@ -63,7 +63,7 @@ def test_each_site_is_measured_on_its_own_test_part(cli: Cli, tmp_path: Path) ->
     table = cli("table", runs / "small", "--format", "markdown").out
     assert "on common test sets" in table
     assert "Does it pay for each of you?" in (runs / "small" / "report.html").read_text()
-    assert json.loads(cli("advise", runs / "small", "--format", "json").out)["pays"]
+    assert json.loads(cli("show", runs / "small", "--verdict", "--format", "json").out)["pays"]
 
 
 def test_a_site_with_a_model_of_its_own_is_measured_with_it(tmp_path: Path) -> None:

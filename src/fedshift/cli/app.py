@@ -12,9 +12,10 @@ import typer.main
 
 from fedshift.cli import listings
 from fedshift.cli.arguments import ExperimentFile, Overrides, Runs, Trust
-from fedshift.cli.results import results
+from fedshift.cli.pack import pack, unpack
 from fedshift.cli.trusting import may_ask
 from fedshift.deploy_door import deploy_entrance
+from fedshift.errors import UserError
 from fedshift.evaluation.metric_entries import ENTRIES
 from fedshift.experiment.config.experiment_file import refuse_slips
 
@@ -175,60 +176,89 @@ def features(experiment: ExperimentFile, overrides: Overrides = None, trust: Tru
         features_file(experiment, overrides or [])
 
 
+Folder = Annotated[Path, typer.Argument(help="An experiment's folder, or one that holds it.", metavar="DIR")]
+WatchedFolder = Annotated[Path, typer.Argument(help="The folder of the runs, or a coordinator's kit.", metavar="DIR")]
+Format = Annotated[str, typer.Option("--format", help="terminal, markdown, latex, csv, json or svg.")]
+Select = Annotated[str, typer.Option("--select", help="last, source or oracle.")]
+Metric = Annotated[
+    str, typer.Option("--metric", help=f"As the task has them: {', '.join(ENTRIES)}. [the experiment's headline]")
+]
+Only = Annotated[int, typer.Option("--only", help="One of the tables, from 1.", show_default="all")]
+Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="With --live; 0: any that is free.")]
+
+
 @app.command(rich_help_panel=READ)
+def show(
+    folder: Folder,
+    format: Format = "terminal",
+    select: Select = "last",
+    metric: Metric = "",
+    only: Only = 0,
+    says: Annotated[bool, typer.Option("--verdict", help="The verdict alone: terminal or json.")] = False,
+) -> None:
+    """Show the table of finished runs, and the verdict: which method to take, what to expect, what is not known.
+
+    Example: fedshift show runs/study --metric auroc --format markdown
+    """
+    from fedshift.cli.show import print_verdict
+    from fedshift.cli.show import show as print_both
+
+    if not says:
+        print_both(folder, format, select, metric, only)
+    elif (select, metric, only) != ("last", "", 0):
+        raise UserError("--verdict: the verdict is of the last round and all metrics: leave out the other options")
+    else:
+        print_verdict(folder, format)
+
+
+@app.command(rich_help_panel=READ)
+def page(
+    folder: WatchedFolder,
+    live: Annotated[bool, typer.Option("--live", help="Serve a page of running ones that renews itself.")] = False,
+    port: Port = 8765,
+) -> None:
+    """Write the page report.html of finished runs anew; or, with --live, show running ones in a browser.
+
+    A page written anew has no samples: for these run again with --samples, which repeats no finished run.
+    """
+    from fedshift.cli.page import watch, write_report
+
+    if live:
+        watch(folder, port)
+    else:
+        write_report(folder)
+
+
+@app.command(hidden=True)
 def table(
-    folder: Annotated[Path, typer.Argument(help="An experiment's folder, or one that holds it.", metavar="DIR")],
-    format: Annotated[str, typer.Option("--format", help="terminal, markdown, latex, csv, json or svg.")] = "terminal",
-    select: Annotated[str, typer.Option("--select", help="last, source or oracle.")] = "last",
-    metric: Annotated[
-        str,
-        typer.Option(
-            "--metric",
-            help=f"As the task has them: {', '.join(ENTRIES)}. [the experiment's headline]",
-        ),
-    ] = "",
-    only: Annotated[int, typer.Option("--only", help="One of the tables, from 1.", show_default="all")] = 0,
+    folder: Folder, format: Format = "terminal", select: Select = "last", metric: Metric = "", only: Only = 0
 ) -> None:
-    """Print the table of an experiment's finished runs.
+    """The older name of fedshift show, without the verdict."""
+    from fedshift.cli.show import show as print_table
 
-    Example: fedshift table runs/study --metric auroc --format json
-    """
-    from fedshift.cli.table import print_table
-
-    print_table(folder, format, select, metric, only)
+    print_table(folder, format, select, metric, only, says=False)
 
 
-@app.command(rich_help_panel=READ)
-def advise(
-    folder: Annotated[Path, typer.Argument(help="An experiment's folder, or one that holds it.", metavar="DIR")],
-    format: Annotated[str, typer.Option("--format", help="terminal or json.")] = "terminal",
-) -> None:
-    """Say which method to take, what to expect of it at the next site, and what the runs leave open."""
-    from fedshift.cli.advise import print_advice
+@app.command(hidden=True)
+def advise(folder: Folder, format: Format = "terminal") -> None:
+    """The older name of fedshift show --verdict."""
+    from fedshift.cli.show import print_verdict
 
-    print_advice(folder, format)
+    print_verdict(folder, format)
 
 
-@app.command(rich_help_panel=READ)
-def report(
-    folder: Annotated[Path, typer.Argument(help="An experiment's folder, or one that holds it.", metavar="DIR")],
-) -> None:
-    """Write the page report.html of an experiment's finished runs anew.
-
-    It has no samples: for these run the experiment again with --samples, which repeats no finished run.
-    """
-    from fedshift.cli.report import write_report
+@app.command(hidden=True)
+def report(folder: Folder) -> None:
+    """The older name of fedshift page."""
+    from fedshift.cli.page import write_report
 
     write_report(folder)
 
 
-@app.command(rich_help_panel=READ)
-def watch(
-    folder: Annotated[Path, typer.Argument(help="The folder of the runs, or a coordinator's kit.", metavar="DIR")],
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free.")] = 8765,
-) -> None:
-    """Show running experiments on a page of this machine that renews itself. It only reads."""
-    from fedshift.cli.watch import watch as watch_folder
+@app.command(hidden=True)
+def watch(folder: WatchedFolder, port: Port = 8765) -> None:
+    """The older name of fedshift page --live."""
+    from fedshift.cli.page import watch as watch_folder
 
     watch_folder(folder, port)
 
@@ -377,7 +407,11 @@ def export(
     export_run(model, to, out, method, network, accept_shift)
 
 
-app.add_typer(results, name="results", rich_help_panel=READ)
+results = typer.Typer(help="The older name of fedshift pack and fedshift unpack.", no_args_is_help=True)
+for change in (pack, unpack):
+    app.command(rich_help_panel=READ)(change)
+    results.command()(change)
+app.add_typer(results, name="results", hidden=True)
 if (entrance := deploy_entrance()) is not None:
     entrance.add_commands(app)
 

@@ -114,7 +114,7 @@ def submit(path: Path, overrides: Sequence[str], runs: Path, options: Sequence[s
         f"job {number}: {jobs.number} × {cores} {'core' if cores == 1 else 'cores'} on {jobs.partition}, which share "
         f"the runs of {experiment.name}\n"
         f"what they print: {folder}/{number}_*.err and .out\n"
-        f"to look: squeue --jobs {number}, fedshift watch {runs}; to end: scancel {number}"
+        f"to look: squeue --jobs {number}, fedshift page {runs} --live; to end: scancel {number}"
     )
 
 

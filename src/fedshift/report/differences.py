@@ -1,5 +1,5 @@
 """Differences between methods, each by the test of `fedshift.evaluation.significance`: the table of a report, of
-`fedshift advise` and of the benchmarks' pages."""
+`fedshift show --verdict` and of the benchmarks' pages."""
 
 from __future__ import annotations
 

@@ -296,23 +296,23 @@ def test_base_samples(cli: Cli, tmp_path: Path) -> None:
 def test_mistakes_at_other_commands(cli: Cli, tmp_path: Path) -> None:
     file = write(tmp_path / "e.yaml", experiment(sites(tmp_path)))
     runs = tmp_path / "runs"
-    assert "no folder" in cli("table", runs).error()
+    assert "no folder" in cli("show", runs).error()
     runs.mkdir()
-    assert "holds no run" in cli("table", runs).error()
+    assert "holds no run" in cli("show", runs).error()
     assert cli("run", file, "--runs", runs).code == 0
-    assert "'json'" in cli("table", runs, "--format", "jsn").error()
-    assert "'oracle'" in cli("table", runs, "--select", "orakle").error()
+    assert "'json'" in cli("show", runs, "--format", "jsn").error()
+    assert "'oracle'" in cli("show", runs, "--select", "orakle").error()
     assert "'fedavg'" in cli("methods", "fedagv").error()
     assert "'arrays'" in cli("datasets", "arays").error()
     assert "'run'" in cli("rnu").error()
-    assert "--format" in cli("table", runs, "--formt", "json").error()
+    assert "--format" in cli("show", runs, "--formt", "json").error()
     assert "EXPERIMENT" in cli("run").error()
 
 
 def test_select_source_without_held_out_parts(cli: Cli, tmp_path: Path) -> None:
     file = write(tmp_path / "e.yaml", experiment(sites(tmp_path)))
     assert cli("run", file, "protocol.test_fraction=0", "--runs", tmp_path / "runs").code == 0
-    assert "protocol.test_fraction" in cli("table", tmp_path / "runs", "--select", "source").error()
+    assert "protocol.test_fraction" in cli("show", tmp_path / "runs", "--select", "source").error()
 
 
 def test_the_same_from_python(tmp_path: Path) -> None:

@@ -135,11 +135,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 COMMANDS: list[tuple[str, tuple[str, ...], str]] = [
-    ("a measure of nobody", ("table", "{all}", "--metric", "aurok"), "did you mean 'auroc'"),
-    ("a measure of masks", ("table", "{all}", "--metric", "dice"), "no 'dice'"),
-    ("a format of nobody", ("table", "{all}", "--format", "xls"), "xls"),
-    ("a rule of nobody", ("table", "{all}", "--select", "best"), "best"),
-    ("a folder without runs", ("table", "{empty}"), "holds no run"),
+    ("a measure of nobody", ("show", "{all}", "--metric", "aurok"), "did you mean 'auroc'"),
+    ("a measure of masks", ("show", "{all}", "--metric", "dice"), "no 'dice'"),
+    ("a format of nobody", ("show", "{all}", "--format", "xls"), "xls"),
+    ("a rule of nobody", ("show", "{all}", "--select", "best"), "best"),
+    ("a folder without runs", ("show", "{empty}"), "holds no run"),
     ("a format to export to", ("export", "{run}", "--to", "onx", "--network", "{net}"), "onnx"),
     ("a network that is not trusted", ("export", "{run}", "--to", "torchscript"), "--network"),
     ("another network", ("export", "{run}", "--to", "torchscript", "--network", "{net}x"), "Netx"),

@@ -116,11 +116,11 @@ def _phones_home(played: Played) -> str:
 
 
 def _watched_page(played: Played) -> str:
-    """Requests to `fedshift watch` from a browser that has a stranger's page open."""
+    """Requests to `fedshift page --live` from a browser that has a stranger's page open."""
     import psutil
 
     port, folder = roles.free_port(), played.coordinator / "deployments" / "honest" / "runs"
-    command = [sys.executable, "-m", "fedshift", "watch", str(folder), "--port", str(port)]
+    command = [sys.executable, "-m", "fedshift", "page", str(folder), "--live", "--port", str(port)]
     watching = psutil.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def asked(method: str, host: str, path: str = "/") -> tuple[int, str]:
@@ -134,8 +134,8 @@ def _watched_page(played: Played) -> str:
     try:
         deadline = time.monotonic() + PATIENCE
         while not (listening := [held.laddr.ip for held in watching.net_connections("inet") if not held.raddr]):
-            expect(watching.poll() is None, f"fedshift watch ends with {watching.returncode}")
-            expect(time.monotonic() < deadline, f"fedshift watch does not start within {PATIENCE:g} s")
+            expect(watching.poll() is None, f"fedshift page --live ends with {watching.returncode}")
+            expect(time.monotonic() < deadline, f"fedshift page --live does not start within {PATIENCE:g} s")
             time.sleep(0.2)
         expect(listening == ["127.0.0.1"], f"it listens on {listening}")
         status, text = asked("GET", "127.0.0.1")
@@ -284,7 +284,7 @@ PROMISES = (
     Promise("a stranger on the network", "holds the coordinator's port with silent connections", _held_port),
     Promise("a stranger on the network", "looks for another open port", _other_ports),
     Promise("a stranger on the network", "waits for a role to report home", _phones_home),
-    Promise("a stranger on the network", "reads the page of fedshift watch, or gets a browser to", _watched_page),
+    Promise("a stranger on the network", "reads the page of fedshift page --live, or gets a browser to", _watched_page),
     Promise("a site that lies", "announces a frame of 2 GiB", _large_frame),
     Promise("a site that lies", "sends many frames and reads no answers", _flood),
     Promise("another user of the machine", "reads keys, logs and models", _private_files),

@@ -1,4 +1,4 @@
-"""The table as one picture in a file of its own, for READMEs and papers: ``fedshift table --format svg``."""
+"""The table as one picture in a file of its own, for READMEs and papers: ``fedshift show --format svg``."""
 
 from __future__ import annotations
 

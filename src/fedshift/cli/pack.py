@@ -1,4 +1,4 @@
-"""``fedshift results``: pack finished runs into a few small files, or unpack them."""
+"""``fedshift pack`` and ``fedshift unpack``: finished runs as a few small files, and back."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ from typing import Annotated
 
 import typer
 
-results = typer.Typer(
-    help="Pack an experiment's finished runs into three small files that can be committed, or unpack them.",
-    no_args_is_help=True,
-)
 Folder = Annotated[Path, typer.Argument(help="An experiment's folder, or one that holds several.", metavar="DIR")]
 
 
-@results.command()
 def pack(folder: Folder) -> None:
-    """Move finished runs into experiment.yaml, runs.csv and rounds.jsonl.xz. Models stay where they are.
+    """Move finished runs into three small files that can be committed. Models stay where they are.
+
+    The files are experiment.yaml, runs.csv and rounds.jsonl.xz.
 
     Packed runs count as finished, and every command reads them. Losses, weights, seconds of rounds and accuracies of
     classes keep five digits. Pack again to add runs that finished since, or to rewrite files of an older version.
@@ -30,7 +27,6 @@ def pack(folder: Folder) -> None:
         typer.echo(f"{experiment.name}: {change.moved} runs packed{renewed}{left}")
 
 
-@results.command()
 def unpack(folder: Folder) -> None:
     """Move each packed run back into a folder of its own."""
     from fedshift.evaluation import packing

@@ -1,4 +1,4 @@
-"""``fedshift watch``: a page on this machine that shows running experiments."""
+"""``fedshift page``: the page of finished runs, or one that this machine serves while they run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,18 @@ from pathlib import Path
 import typer
 
 from fedshift.report.watch.server import ADDRESS, server
+
+
+def write_report(folder: Path) -> None:
+    """Write the page of the finished runs below ``folder``, and print its path.
+
+    Raises:
+        UserError: there is no finished run, or the page cannot be written.
+    """
+    from fedshift.report.collect import collect  # what only watches runs needs no drawings
+    from fedshift.report.page import write_page
+
+    typer.echo(write_page(folder, collect(folder)))
 
 
 def watch(folder: Path, port: int) -> None:

@@ -1,0 +1,88 @@
+"""``fedshift show``: the table of finished runs, and what they say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import typer
+
+from fedshift.cli.console import safe_console
+from fedshift.errors import UserError, nearest
+from fedshift.evaluation.selection import selection_rule
+from fedshift.report.advice.verdict import Verdict, verdict
+from fedshift.report.advice.words import paragraphs
+from fedshift.report.collect import collect
+from fedshift.report.pictures.of_table import picture
+from fedshift.report.table import Table, table_of
+from fedshift.report.table_formats import FORMATS, terminal
+from fedshift.text import json_text
+
+
+def show(folder: Path, format: str, select: str, metric: str = "", only: int = 0, *, says: bool = True) -> None:
+    """Print the table of the finished runs below ``folder``; in the terminal also what they say.
+
+    Args:
+        folder: an experiment's folder, or one that holds it.
+        format: terminal, or a format of files.
+        select: the rule that chooses a round.
+        metric: another metric than the experiment's headline.
+        only: the number of one part of the table, from 1; 0: all.
+        says: in the terminal, the verdict below the table.
+
+    Raises:
+        UserError: the format, the selection rule, the metric or the part does not exist, or there is no finished run.
+    """
+    known = ["terminal", *FORMATS, "svg"]
+    if format not in known:
+        raise UserError(f"--format: there is no format '{format}'; {nearest(format, known)}")
+    collected, rule = collect(folder), selection_rule(select).name
+    if format == "svg":
+        typer.echo(picture(collected, rule, metric), nl=False)
+        return
+    table = part(table_of(collected, rule, metric), only)
+    if format in FORMATS:
+        typer.echo(FORMATS[format](table), nl=format != "csv")
+        return
+    safe_console().print(terminal(table))
+    if says:
+        print_paragraphs(verdict(collected))
+
+
+def part(table: Table, number: int) -> Table:
+    """The table with all below it (0), or one of them alone, counted from 1.
+
+    Raises:
+        UserError: there is no such table.
+    """
+    tables = (table, *table.more)
+    if not 0 <= number <= len(tables):
+        titles = "; ".join(f"{at} {one.measure.title or one.measure.name}" for at, one in enumerate(tables, 1))
+        raise UserError(f"--only: there is no table {number}; there are {titles}")
+    return replace(tables[number - 1], more=()) if number else table
+
+
+def print_verdict(folder: Path, format: str) -> None:
+    """Print what the finished runs below ``folder`` say, without the table.
+
+    Raises:
+        UserError: the format does not exist, or there is no finished run.
+    """
+    if format not in ("terminal", "json"):
+        raise UserError(f"--format: a verdict has no format '{format}'; {nearest(format, ['terminal', 'json'])}")
+    answer = verdict(collect(folder))
+    if format == "json":
+        typer.echo(json_text(answer.plain(), indent=2))
+    else:
+        print_paragraphs(answer)
+
+
+def print_paragraphs(answer: Verdict) -> None:
+    """Print a verdict in the terminal."""
+    console = safe_console()
+    if answer.question:
+        console.print(answer.question, markup=False, highlight=False)
+    for heading, lines in paragraphs(answer):
+        console.print(f"\n{heading}", style="bold", markup=False, highlight=False)
+        for line in lines:
+            console.print(line, markup=False, highlight=False)
