@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+import fedshift
 from fedshift.models import registry
+from fedshift.models.instance_methods import with_method, without_method
 from fedshift.models.network import Network, StageReader
 
 
@@ -75,3 +79,27 @@ def test_a_reader_is_closed_after_an_error() -> None:
     with pytest.raises(RuntimeError), StageReader(model, ("hidden1",)) as read:
         read(torch.rand(2, 7))
     assert not model.features.hidden1._forward_hooks
+
+
+def test_a_module_s_own_method_goes_with_its_copies_and_away_again() -> None:
+    layer = nn.Linear(2, 2)
+    with_method(layer, "forward", lambda module, inputs: inputs + module.bias)
+    made = copy.deepcopy(layer)
+    with torch.no_grad():
+        made.bias.fill_(1.0)
+    assert torch.equal(made(torch.zeros(1, 2)), torch.ones(1, 2))
+    assert torch.equal(layer(torch.zeros(1, 2))[0], layer.bias)
+    assert type(made) is nn.Linear
+    without_method(made, "forward")
+    assert torch.equal(made(torch.zeros(1, 2)), torch.ones(1, 2))  # x Wᵀ + b of x = 0
+    assert not torch.equal(made(torch.ones(1, 2)), torch.full((1, 2), 2.0))
+
+
+def test_no_object_is_given_another_class() -> None:
+    assigned = [
+        path.name
+        for path in Path(fedshift.__file__).parent.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr == "__class__" and isinstance(node.ctx, ast.Store)
+    ]
+    assert assigned == []

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from fedshift.errors import UserError
 from fedshift.models import products
+from fedshift.models.instance_methods import has_method, method_of
 from fedshift.models.networks.mlp import Mlp
-from fedshift.models.products import OneDnnLinear, with_products
+from fedshift.models.products import onednn_linear, with_products
 
 available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 needs_onednn = pytest.mark.skipif(not available, reason="this torch was built without oneDNN")
@@ -97,12 +98,24 @@ def test_names_weights_and_other_layers_stay() -> None:
     after = network.state_dict()
     assert list(after) == list(before)
     assert all(torch.equal(after[key], before[key]) for key in before)
-    assert [name for name, layer in network.named_modules() if isinstance(layer, OneDnnLinear)] == names
-    assert type(copy.deepcopy(network).classifier) is OneDnnLinear
+    fast = [name for name, layer in network.named_modules() if method_of(layer, "forward") is onednn_linear]
+    assert fast == names
+    made = copy.deepcopy(network)
+    assert method_of(made.classifier, "forward") is onednn_linear
+    assert made.classifier.forward.__self__ is made.classifier
+
+
+@needs_onednn
+def test_without_the_private_call_public_ones_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = torch.randn(64, 300), torch.randn(128, 300)
+    expected = products._Product.apply(a, b)
+    monkeypatch.delattr(torch.ops.mkldnn, "_linear_pointwise")
+    monkeypatch.setattr(type(torch.ops.mkldnn), "__getattr__", lambda *_: (_ for _ in ()).throw(AttributeError()))
+    assert torch.equal(products._Product.apply(a, b), expected)
 
 
 def test_a_torch_without_it_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert type(with_products(nn.Linear(2, 2), "default")) is nn.Linear
+    assert not has_method(with_products(nn.Linear(2, 2), "default"), "forward")
     with pytest.raises(UserError, match=r"training\.matrix_products: .* write default"):
         with_products(nn.Linear(2, 2), "onednn")

@@ -27,7 +27,6 @@ from fedshift.federation.site_base import Batch, SiteBase
 from fedshift.functional.differential_privacy import clipped_sum, gaussian, sample_rate
 from fedshift.models.made_up import made_up, reads_tokens
 from fedshift.models.network import Network
-from fedshift.models.products import OneDnnLinear
 from fedshift.models.wide import WideLinear
 
 _SAMPLES = 3
@@ -147,7 +146,6 @@ def _hooks() -> Any:
     class Hooks(GradSampleHooks):  # type: ignore[misc]
         GRAD_SAMPLERS = {  # noqa: RUF012 as in the base class
             **GradSampleHooks.GRAD_SAMPLERS,
-            OneDnnLinear: GradSampleHooks.GRAD_SAMPLERS[nn.Linear],
             WideLinear: _of_wide_layer,
         }
 

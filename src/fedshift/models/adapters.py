@@ -10,7 +10,6 @@ Everything that is fixed is no part of the network's state any more, so no metho
 from __future__ import annotations
 
 import copy
-import functools
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -24,6 +23,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from fedshift.errors import UserError, nearest
 from fedshift.extras import needed
+from fedshift.models.instance_methods import stay_in_evaluation, with_method
 from fedshift.models.made_up import made_up
 from fedshift.models.network import Network
 from fedshift.models.own.trial import SAMPLES, forward, one_line
@@ -99,8 +99,10 @@ def with_adapters(network: Network, adapters: Adapters, input_shape: tuple[int, 
     for module in network.modules():
         _fix(module, kept)
         if isinstance(module, _NormBase) and getattr(module, _FIXED, None) is not None:
-            kind: Any = type(module)
-            module.__class__ = _stored(kind)
+            # It uses the statistics that it loaded. BatchNorm's own way of loading adds a count of batches, which is no
+            # part of the state here.
+            with_method(module, "train", stay_in_evaluation)
+            with_method(module, "_load_from_state_dict", nn.Module._load_from_state_dict)
             module.eval()
     if len(input_shape) == 3 and network.channels_last:
         network.to(memory_format=torch.channels_last)
@@ -244,16 +246,3 @@ def _own_tensors(module: nn.Module, kept: set[int]) -> Iterator[tuple[str, bool]
         for name, tensor in tensors.items():
             if tensor is not None and id(tensor) not in kept:
                 yield name, is_parameter
-
-
-@functools.cache
-def _stored(kind: Any) -> Any:
-    """The class of the same normalisation, which always uses the statistics that it loaded."""
-
-    def train(self: nn.Module, mode: bool = True) -> nn.Module:
-        found: nn.Module = kind.train(self, False)
-        return found
-
-    # BatchNorm's own way of loading adds a count of batches, which is no part of the state here.
-    load = nn.Module._load_from_state_dict
-    return type(kind.__name__, (kind,), {"train": train, "_load_from_state_dict": load})

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fedshift.data.tasks.objective import CLASSES, Objective
 from fedshift.errors import UserError, nearest
+from fedshift.models.instance_methods import has_method, stay_in_evaluation, with_method, without_method
 
 
 class Network(nn.Module):
@@ -254,14 +255,12 @@ def freeze_backbone(network: nn.Module, frozen: bool) -> None:
         return
     marked = (module for module in network.modules() if getattr(module, _BACKBONE, False))
     for module in {part: None for top in marked for part in top.modules()}:  # a method may have put in layers
-        kind: Any = type(module)
         if frozen:
             waiting = [name for name, value in module.named_parameters(recurse=False) if value.requires_grad]
             setattr(module, _WAITING, waiting)
         elif (waiting := vars(module).pop(_WAITING, None)) is None:
             continue
-        if isinstance(module, _BatchNorm):
-            module.__class__ = _evaluating(kind) if frozen else kind.__base__
+        _keep_mode(module, frozen)
         for name in waiting:
             module.get_parameter(name).requires_grad_(not frozen)
     setattr(network, _FROZEN, frozen)
@@ -273,15 +272,14 @@ def waiting_parameters(modules: Iterable[nn.Module]) -> set[Tensor]:
     return {layer.get_parameter(name) for layer in layers for name in getattr(layer, _WAITING, ())}
 
 
-@functools.cache
-def _evaluating(kind: Any) -> Any:
-    """The class of the same layer that stays in evaluation mode. A class, since copies of the layer keep it."""
-
-    def train(self: nn.Module, mode: bool = True) -> nn.Module:
-        kind.train(self, False)
-        return self
-
-    return type(kind.__name__, (kind,), {"train": train})
+def _keep_mode(layer: nn.Module, frozen: bool) -> None:
+    """Let a BatchNorm layer stay in evaluation mode, or no longer; what stayed so before it was frozen does further."""
+    if not frozen:
+        if vars(layer).pop(_STAYS, False):
+            without_method(layer, "train")
+    elif isinstance(layer, _BatchNorm) and not has_method(layer, "train"):
+        with_method(layer, "train", stay_in_evaluation)
+        setattr(layer, _STAYS, True)
 
 
 def _stage_layers(network: Network) -> dict[str, list[str]]:
@@ -333,5 +331,6 @@ def _child(module: nn.Module, memo: dict[int, Any]) -> Any:
 
 _FACTOR = "learning_rate_factor"
 _BACKBONE, _FROZEN, _WAITING = "in_backbone", "backbone_is_frozen", "waiting_parameters"
+_STAYS = "stays_in_evaluation"
 _PICKLING = ("__reduce_ex__", "__reduce__", "__getstate__", "__setstate__")
 _CONTAINERS = (dict, OrderedDict, set)

@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedshift.functional.batchnorm import mixed_statistics
+from fedshift.models.instance_methods import has_method
 from fedshift.models.network import Network
 
 
@@ -71,9 +72,9 @@ class AssembledNorm2d(nn.Module):
 
 def with_norms(network: Network, norm: Callable[[nn.BatchNorm2d], nn.Module]) -> Network:
     """A copy of ``network`` with what ``norm`` makes of it in place of every BatchNorm2d."""
-    made = copy.deepcopy(network)
+    made = copy.deepcopy(network)  # layers that keep what they loaded stay
     for path, module in list(made.named_modules()):
-        if type(module) is nn.BatchNorm2d:
+        if type(module) is nn.BatchNorm2d and not has_method(module, "train"):
             parent, _, child = path.rpartition(".")
             setattr(made.get_submodule(parent), child, norm(module))
     return made
@@ -82,7 +83,8 @@ def with_norms(network: Network, norm: Callable[[nn.BatchNorm2d], nn.Module]) ->
 def batch_norms(network: nn.Module) -> list[_BatchNorm]:
     """The BatchNorm layers that follow their data in training mode, thus not those that keep what they loaded."""
     found = [module for module in network.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
-    return [module for module in found if copy.copy(module).train().training]
+    following = [module for module in found if not has_method(module, "train")]
+    return [module for module in following if copy.copy(module).train().training]
 
 
 @torch.no_grad()

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from fedshift.models.instance_methods import with_method
+
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -24,7 +26,7 @@ def with_pixel_gradients(network: M) -> M:
     for layer in network.modules():
         plain = type(layer) is nn.Conv2d and layer.in_channels == 1 and layer.padding_mode == "zeros"
         if plain and layer.stride == layer.dilation == (1, 1) and not isinstance(layer.padding, str):
-            layer.__class__ = _Convolution
+            with_method(layer, "forward", _convolution)
     return network
 
 
@@ -51,14 +53,12 @@ def gradient_by_images(gradient: Tensor, weight: Tensor, padding: tuple[int, int
     return whole[..., top : whole.shape[2] - top, left : whole.shape[3] - left].movedim(0, 1)
 
 
-class _Convolution(nn.Conv2d):
+def _convolution(layer: nn.Conv2d, inputs: Tensor) -> Tensor:
     """A convolution of one channel. Its gradient by the inputs is `gradient_by_images` on the CPU in full precision."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        if not inputs.requires_grad or inputs.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
-            return super().forward(inputs)
-        found: Tensor = _ByImages.apply(inputs, self.weight, self.bias, self.padding)
-        return found
+    if not inputs.requires_grad or inputs.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+        return nn.Conv2d.forward(layer, inputs)
+    found: Tensor = _ByImages.apply(inputs, layer.weight, layer.bias, layer.padding)
+    return found
 
 
 class _ByImages(torch.autograd.Function):

@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import os
 import shutil
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedshift.errors import UserError
+from fedshift.models.instance_methods import method_of, with_method
 from fedshift.models.network import Network
 
 M = TypeVar("M", bound=nn.Module)
@@ -27,43 +29,44 @@ _LEAST = 2**22
 """Products with fewer multiplications than this are faster in torch: calling oneDNN has a fixed cost."""
 
 
-class OneDnnLinear(nn.Linear):
-    """`torch.nn.Linear` that computes large float32 products on the CPU with oneDNN.
+def onednn_linear(layer: nn.Linear, inputs: Tensor) -> Tensor:
+    """x Wᵀ + b of a linear layer, with large float32 products on the CPU by oneDNN.
 
     torch uses MKL for them, and MKL uses AVX2 kernels on AMD processors. oneDNN uses AVX-512 if the processor has it.
     Results, gradients and second gradients are equal up to the order of summation.
-    """
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """x Wᵀ + b for x (n, in_features)."""
-        matrix = inputs.dim() == 2 and inputs.device.type == "cpu" and inputs.dtype == torch.float32
-        if not matrix or len(inputs) * self.weight.numel() < _LEAST:
-            return F.linear(inputs, self.weight, self.bias)
-        product: Tensor = _Product.apply(inputs, self.weight)
-        return product if self.bias is None else product + self.bias
+    Args:
+        layer: has W and b.
+        inputs: x, (n, in_features).
+    """
+    matrix = inputs.dim() == 2 and inputs.device.type == "cpu" and inputs.dtype == torch.float32
+    if not matrix or len(inputs) * layer.weight.numel() < _LEAST:
+        return F.linear(inputs, layer.weight, layer.bias)
+    product: Tensor = _Product.apply(inputs, layer.weight)
+    return product if layer.bias is None else product + layer.bias
 
 
 def with_products(module: M, by: Products) -> M:
     """Choose the library for the products of a module's linear layers.
 
     Args:
-        module: changed in place: with ``"onednn"`` its linear layers become `OneDnnLinear`. Weights and their names
-            stay.
+        module: changed in place: with ``"onednn"`` its linear layers compute as `onednn_linear`. Weights and their
+            names stay.
         by: the library.
 
     Returns:
         ``module`` itself.
 
     Raises:
-        UserError: torch was built without oneDNN, or no longer has the call.
+        UserError: torch was built without oneDNN.
     """
     if by == "default":
         return module
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # type: ignore[no-untyped-call]
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         raise UserError("training.matrix_products: this torch has no oneDNN products; write default")
     for layer in module.modules():
         if type(layer) is nn.Linear:
-            layer.__class__ = OneDnnLinear
+            with_method(layer, "forward", onednn_linear)
     return module
 
 
@@ -81,8 +84,7 @@ def with_precision(module: M, precision: Precision) -> M:
     """
     if precision != "float32":
         for part in _parts(module):
-            kind: Any = type(part)
-            part.__class__ = _in_halves(kind, _HALVES[precision])
+            with_method(part, "forward", _in_halves(method_of(part, "forward"), _HALVES[precision]))
     return module
 
 
@@ -98,8 +100,7 @@ def with_compiler(module: M) -> M:
         ``module`` itself.
     """
     for part in _parts(module):
-        kind: Any = type(part)
-        part.__class__ = _compiled(kind)
+        with_method(part, "forward", _compiled(method_of(part, "forward")))
     return module
 
 
@@ -108,31 +109,31 @@ def _parts(module: nn.Module) -> tuple[nn.Module, ...]:
 
 
 @functools.cache
-def _in_halves(kind: Any, half: torch.dtype) -> Any:
-    """The class of the same layers in 16 bits. A class, since a function in the module would stay with it in copies."""
+def _in_halves(plain: Callable[..., Tensor], half: torch.dtype) -> Callable[..., Tensor]:
+    """The same forward pass in 16 bits."""
 
-    def forward(self: nn.Module, inputs: Tensor, *others: Any) -> Tensor:
+    def forward(module: nn.Module, inputs: Tensor, *others: Any) -> Tensor:
         with torch.autocast(inputs.device.type, dtype=half):
-            found: Tensor = kind.forward(self, inputs, *others)
+            found = plain(module, inputs, *others)
         return found.float()
 
-    return type(kind.__name__, (kind,), {"forward": forward})
+    return forward
 
 
 @functools.cache
-def _compiled(kind: Any) -> Any:
-    """The class of the same layers that is compiled while it trains; all copies share what was compiled."""
+def _compiled(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The same forward pass, compiled while a module trains; all copies share what was compiled."""
     compiler: Any = torch.compile
     # Without a limit of its own torch would after eight sizes compute some without the compiler, and others with it.
     limit = {"recompile_limit": _COMPILED} if "recompile_limit" in inspect.signature(compiler).parameters else {}
-    fast = compiler(kind.forward, dynamic=False, **limit)
+    fast = compiler(plain, dynamic=False, **limit)
 
-    def forward(self: nn.Module, inputs: Tensor, *others: Any) -> Tensor:
-        compiled = self.training and torch.is_grad_enabled()
-        found: Tensor = (fast if compiled else kind.forward)(self, inputs, *others)
+    def forward(module: nn.Module, inputs: Tensor, *others: Any) -> Tensor:
+        compiled = module.training and torch.is_grad_enabled()
+        found: Tensor = (fast if compiled else plain)(module, inputs, *others)
         return found
 
-    return type(kind.__name__, (kind,), {"forward": forward})
+    return forward
 
 
 def can_compile(device: str) -> bool:
@@ -161,7 +162,10 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(a: Tensor, b: Tensor) -> Tensor:
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
+        direct = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+        if direct is None:  # a torch without this private call: the same bits by public calls, which copy
+            return F.linear(a.to_mkldnn(), b.to_mkldnn()).to_dense()
+        product: Tensor = direct(a, b, None, "none", [], "")
         return product
 
     @staticmethod

@@ -20,6 +20,7 @@ from fedshift.errors import FedshiftError, UserError
 from fedshift.federation.local.stacked_optimizer import StackedOptimizer
 from fedshift.federation.site import Batch, LocalFit
 from fedshift.federation.training import Training
+from fedshift.models.instance_methods import has_method
 from fedshift.models.network import Network
 
 STACKED = 64
@@ -72,6 +73,8 @@ def _layers(network: nn.Module) -> list[nn.Linear] | None:
         found.append(part[0])
     found.append(network.classifier)
     layers = [layer for layer in found if type(layer) is nn.Linear and layer.bias is not None]
+    if any(has_method(part, "forward") for part in network.modules()):
+        return None  # it computes in another way, such as in 16 bits
     trained = all(parameter.requires_grad for parameter in network.parameters())
     return layers if len(layers) == len(found) and trained else None
 
