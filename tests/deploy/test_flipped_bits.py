@@ -33,12 +33,13 @@ from fedshift.deploy.flare.certificates import revoked_sites, write_issued
 from fedshift.deploy.flare.deployment_folder import Deployment
 from fedshift.deploy.flare.kits import Kit, Project
 from fedshift.deploy.flare.roles import status
-from fedshift.deploy.members import CARDS, cards_of
+from fedshift.deploy.members import CARDS, read_cards
 from fedshift.deploy.privacy.ledger import LEDGER, SECRET, PrivacyLedger
 from fedshift.deploy.remote.policy import AuditLog, Policy
 from fedshift.deploy.remote.wire import body_of, seal
 from fedshift.deploy.secure.boxes import Boxes
 from fedshift.deploy.secure.rosters import ROSTERS, Rosters
+from fedshift.deploy.site_cards import GivenPrivacy
 from fedshift.deploy.site_estimates import asked_reading, keep_scores, kept_scores, note_reading
 from fedshift.deploy.site_requests import keep_answer, kept_answer
 from fedshift.deploy.spent_before import noted_spending
@@ -187,8 +188,8 @@ def settled(write: Callable[[Deployment], None], read: Callable[[Deployment], An
 
 
 def spent(folder: Path) -> list[str]:
-    budget = {"epsilon": 8.0, "delta": 1e-5, "spent": [[3.0, 0.1, 40]]}
-    said = noted_spending(folder / "spent.json", {"north": {"privacy": budget}})
+    budget = GivenPrivacy(epsilon=8.0, delta=1e-5, measurement_noise=None, spent=((3.0, 0.1, 40),))
+    said = noted_spending(folder / "spent.json", {"north": budget})
     return told(said, bool(said), "spent.json")
 
 
@@ -284,7 +285,7 @@ KINDS: dict[str, Kind] = {
         "experiment.json",
     ),
     "progress": Kind(write_events, "deployments/study/progress.jsonl", events_of),
-    "cards": Kind(lambda f: write_object(f / CARDS, {"north": {"samples": 4}}), CARDS, cards_of),
+    "cards": Kind(lambda f: write_object(f / CARDS, {"north": {"samples": 4}}), CARDS, read_cards),
     "what sites spent": Kind(spent, "spent.json", spent),
     "accepted certificates": Kind(
         lambda f: write_issued(f, {"north": "ab", "south": "cd"}),
@@ -432,7 +433,6 @@ CALLS = {
     "deploy/flare/deployment_folder": 6,
     "deploy/flare/removal": 1,
     "deploy/flare/service": 1,
-    "deploy/handshake": 1,
     "deploy/json_files": 3,
     "deploy/playground/in_process": 1,
     "deploy/playground/played": 1,
@@ -444,6 +444,7 @@ CALLS = {
     "deploy/secure/rosters": 1,
     "deploy/secure/site_seals": 1,
     "deploy/sinks": 1,
+    "deploy/site_cards": 1,
     "deploy/site_estimates": 2,
     "deploy/site_requests": 2,
     "deploy/spent_before": 1,

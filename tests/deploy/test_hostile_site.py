@@ -325,14 +325,14 @@ def test_no_card_at_all(card: Any, tmp_path: Path) -> None:
     def without(said: dict[str, Any], found: dict[str, Any]) -> None:
         said.pop("card") if card is None else said.update(card=card)
 
-    with pytest.raises(UserError, match=f"site '{HOSTILE}': card") as told:
+    with pytest.raises(UserError, match=f"site '{HOSTILE}': its answer cannot be read: card") as told:
         deploy(tmp_path, options_of({"name": "fedavg"}), transport=attacked(tmp_path, without, do="hello"))
     assert "\n" not in str(told.value)
 
 
 @pytest.mark.parametrize("moment", [None, "now", True, HUGE, 1e300, -1])
 def test_a_clock_that_shows_no_time(moment: Any, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=f"site '{HOSTILE}' does not say what time it is"):
+    with pytest.raises(UserError, match=f"site '{HOSTILE}': its answer cannot be read: time"):
         deploy(tmp_path, options_of({"name": "fedavg"}), transport=attacked(tmp_path, says(time=moment), do="hello"))
 
 

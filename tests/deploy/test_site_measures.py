@@ -23,7 +23,7 @@ from fedshift.deploy.coordinator import _recall
 from fedshift.deploy.handshake import clock_difference
 from fedshift.deploy.remote.policy import described, whole_number
 from fedshift.deploy.remote.replies import checked_measures
-from fedshift.errors import FedshiftError, UserError
+from fedshift.errors import FedshiftError
 from fedshift.federation.messages import Content
 from fedshift.weights import Weights
 
@@ -71,13 +71,7 @@ def test_the_recall_of_a_class_over_sites() -> None:
 )
 def test_clocks(said: float, ahead: float) -> None:
     """Asked at 100 s, answered by 105 s: times between say nothing, others how far the clock is off at least."""
-    assert clock_difference("north", said, 100.0, 105.0) == ahead
-
-
-@pytest.mark.parametrize("said", [None, "x", True, -1, 1e13, float("nan")])
-def test_what_is_no_time(said: object) -> None:
-    with pytest.raises(UserError):
-        clock_difference("north", said, 100.0, 105.0)
+    assert clock_difference(said, 100.0, 105.0) == ahead
 
 
 def test_numbers_and_descriptions() -> None:

@@ -20,13 +20,14 @@ from fedshift.data.site_data import batches_per_epoch
 from fedshift.deploy.deployed_plan import DeployedPlan, check_budgets
 from fedshift.deploy.estimates import asks_sums, hand_over, keep_sums, run_at_sites, sums_file
 from fedshift.deploy.event_log import EventLog
-from fedshift.deploy.handshake import agree, note_cards
+from fedshift.deploy.handshake import agree
 from fedshift.deploy.json_files import DEPLOY_AGAIN
 from fedshift.deploy.members import CARDS, members
 from fedshift.deploy.remote.remote_federation import RemoteFederation
 from fedshift.deploy.remote.sealed_federation import SealedFederation
 from fedshift.deploy.remote.secure_federation import SecureFederation
-from fedshift.deploy.remote.transport import Transport, ask_plain
+from fedshift.deploy.remote.transport import Done, Transport, ask_plain
+from fedshift.deploy.site_cards import write_cards
 from fedshift.digests import read_object
 from fedshift.errors import FedshiftError, UserError, nearest
 from fedshift.evaluation.records import Part, SiteMetrics
@@ -153,7 +154,7 @@ def coordinate(folder: Path, transport: Transport, sites: Sequence[str]) -> None
         check_deployed(plan.experiment.methods, by_site=plan.experiment.protocol.by_site)
         check_tuning(plan)
         check_budgets(plan, begun=begun)
-        note_cards(folder, agreed)
+        write_cards(folder, agreed.cards)  # from now on the sites of the run are these
         context = Context(resolve_device(experiment.device), torch.get_num_threads(), log)
         runs = folder / "runs" / experiment.name
         write_order(plan, runs)
@@ -219,7 +220,7 @@ def _carry_out(
         evaluator = _AtSites(plan, planned, federation, torch.device(context.device), place)
         result = train_and_evaluate(context, planned, folder, federation, evaluator, network)
         over = {"estimates_follow": bool(plan.data.unlabelled)}
-        ask_plain(transport, "end", name, dict.fromkeys(sites, over), engine.patience)
+        ask_plain(transport, "end", name, dict.fromkeys(sites, over), engine.patience, Done)
         log.finished(run, result, resumed=False)
 
 

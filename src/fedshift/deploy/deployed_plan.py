@@ -67,7 +67,7 @@ class DeployedPlan(Plan):
     def measurement_noise(self, site: str) -> float | None:
         """As in `Plan`: what a site with a budget of privacy says on its card."""
         budget = self.agreed.privacy.get(site)
-        return None if budget is None or budget["measurement_noise"] is None else float(budget["measurement_noise"])
+        return None if budget is None else budget.measurement_noise
 
     def without_labels(self, planned: PlannedRun) -> dict[str, WithoutLabels]:
         """As in `Plan`: how unlike the samples are is known at their site alone."""
@@ -136,16 +136,16 @@ def check_budgets(plan: DeployedPlan, *, begun: bool) -> None:
         )
     for site, budget in plan.agreed.privacy.items():
         target = next((one.run.target for one in plan.runs if _measures(one, site)), None)
-        if target is not None and budget["measurement_noise"] is None:
+        if target is not None and budget.measurement_noise is None:
             raise UserError(
                 f"protocol.targets: '{target}' is measured at site '{site}', which has a budget of privacy and "
                 "measures no model: measure elsewhere (data.unseen), or the site sets privacy.measurement_noise"
             )
         if begun:
             continue
-        before = [NoisySteps(*kind) for kind in budget["spent"]]
-        asked = [steps for one in plan.runs for steps in _cost(one, site, budget["measurement_noise"])]
-        epsilon, delta = budget["epsilon"], budget["delta"]
+        before = [NoisySteps(*kind) for kind in budget.spent]
+        asked = [steps for one in plan.runs for steps in _cost(one, site, budget.measurement_noise)]
+        epsilon, delta = budget.epsilon, budget.delta
         whole = adaptive_epsilon([*before, *asked], epsilon, delta)
         if whole > epsilon:
             raise UserError(

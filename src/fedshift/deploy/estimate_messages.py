@@ -17,6 +17,7 @@ from fedshift.errors import FedshiftError
 from fedshift.evaluation.estimate.combination import KnownSite, Reading
 from fedshift.evaluation.estimate.estimators import ESTIMATORS
 from fedshift.evaluation.estimate.sums import BANDS, BINS, TEMPERATURES, SiteSums
+from fedshift.federation.plain_values import Frozen
 
 MOST_CLASSES = 100
 """Of more, the counts of each class by each other are too many for a header."""
@@ -88,6 +89,12 @@ class GivenReading(_Part):
         return self
 
 
+class ReadingAnswer(Frozen):
+    """What a site answers that is asked for the reading of its scores."""
+
+    reading: GivenReading
+
+
 class GivenSite(_Part):
     """What a site without labels is told of a left-out site."""
 
@@ -133,11 +140,6 @@ def checked_sums(said: Any, classes: int) -> GivenSums:
     if len(found.answers) != classes:
         raise FedshiftError(f"its sums of confidences are of {len(found.answers)} classes, not {classes}")
     return found
-
-
-def checked_reading(said: Any) -> GivenReading:
-    """The reading in a message; raises FedshiftError if it is something else."""
-    return _checked(GivenReading, said, "reading of confidences")
 
 
 def checked_sites(said: Any, classes: int) -> dict[str, KnownSite]:

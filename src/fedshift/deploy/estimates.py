@@ -14,13 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from fedshift.deploy.deployed_plan import DeployedPlan
-from fedshift.deploy.estimate_messages import GivenReading, GivenSums, checked_reading, checked_sums, plain_sums
+from fedshift.deploy.estimate_messages import GivenReading, GivenSums, ReadingAnswer, checked_sums, plain_sums
 from fedshift.deploy.event_log import EventLog
 from fedshift.deploy.handshake import sources_encoding
-from fedshift.deploy.remote.policy import CONFIDENCES
-from fedshift.deploy.remote.transport import Lost, Transport, ask_plain
+from fedshift.deploy.remote.transport import Done, Lost, Transport, ask_plain
 from fedshift.digests import read_object, write_object
-from fedshift.errors import FedshiftError
 from fedshift.experiment.plan import PlannedRun, Run
 
 OVER = "estimates.json"
@@ -35,7 +33,7 @@ def run_at_sites(experiment: str, run: Run) -> str:
 def asks_sums(plan: DeployedPlan, planned: PlannedRun) -> bool:
     """Whether the target of a run is asked for sums: where another site lacks labels, and it lets them out."""
     target, agreed = planned.run.target, plan.agreed
-    gives = CONFIDENCES in agreed.cards.get(target, {}).get("send", ()) and target not in agreed.privacy
+    gives = target in agreed.cards and agreed.cards[target].gives_confidences
     return (
         bool(plan.data.unlabelled) and target in planned.split.measured and gives and planned.run.metric == "accuracy"
     )
@@ -78,7 +76,7 @@ def hand_over(plan: DeployedPlan, transport: Transport, folder: Path, deadline: 
         for planned, name in zip(plan.runs, names, strict=True):  # the sites may forget their scores
             sites = [site for site in planned.split.targets if site in plan.agreed.sites]
             headers: dict[str, dict[str, Any]] = {site: {} for site in sites}
-            ask_plain(transport, "end", name, headers, deadline)
+            ask_plain(transport, "end", name, headers, deadline, Done)
 
 
 def _known(
@@ -125,14 +123,11 @@ def estimated(folder: Path) -> tuple[str, ...]:
 def _reading(
     site: str, run: str, others: Mapping[str, Any], transport: Transport, deadline: float, log: EventLog
 ) -> GivenReading | None:
-    answer = ask_plain(transport, "reading", run, {site: {"sums": others}}, deadline).get(site, Lost("did not answer"))
-    try:
-        if not isinstance(answer, Lost):
-            return checked_reading(answer.get("reading"))
-        reason = answer.reason
-    except FedshiftError as error:
-        reason = str(error)
-    log.warn(f"site '{site}' is no case of the estimates of {run}: {reason}")
+    answers = ask_plain(transport, "reading", run, {site: {"sums": others}}, deadline, ReadingAnswer)
+    answer = answers.get(site, Lost("did not answer"))
+    if not isinstance(answer, Lost):
+        return answer.answer.reading
+    log.warn(f"site '{site}' is no case of the estimates of {run}: {answer.reason}")
     return None
 
 
@@ -148,7 +143,7 @@ def _estimated(
     site, run = planned.run.target, run_at_sites(plan.experiment.name, planned.run)
     encoding = sources_encoding(plan.agreed, site).model_dump(mode="json")
     header = {"known": dict(known), "preprocessing": encoding}
-    answer = ask_plain(transport, "estimate", run, {site: header}, deadline).get(site, Lost("did not answer"))
+    answer = ask_plain(transport, "estimate", run, {site: header}, deadline, Done).get(site, Lost("did not answer"))
     lost = isinstance(answer, Lost)
     reason = answer.reason if isinstance(answer, Lost) else f"from {len(known)} sites; it stays there"
     log.event({"what": "estimate", "site": site, "run": run, "is": "lost" if lost else "made", "reason": reason[:500]})

@@ -15,13 +15,10 @@ from fedshift.data import registry as data_registry
 from fedshift.data.builders.at_sites import AtSites
 from fedshift.data.domain import UNKNOWN, DataSet, Dense, Domain, Manifest, Preprocessing
 from fedshift.deploy.event_log import EventLog
-from fedshift.deploy.members import CARDS, cards_of
-from fedshift.deploy.remote.policy import CONFIDENCES
-from fedshift.deploy.remote.transport import Lost, Transport, ask_plain
-from fedshift.deploy.site_cards import checked_card
+from fedshift.deploy.remote.transport import Heard, Lost, Transport, ask_plain
+from fedshift.deploy.site_cards import Card, GivenPrivacy, HelloAnswer, cards_of, check_rows
 from fedshift.deploy.spent_before import SPENT, noted_spending
-from fedshift.digests import write_object
-from fedshift.errors import FedshiftError, UserError
+from fedshift.errors import UserError
 from fedshift.experiment.config.engine_section import FlareEngine
 from fedshift.experiment.config.experiment import Experiment, method_name
 from fedshift.experiment.environment import versions
@@ -31,8 +28,6 @@ from fedshift.version import installed_version
 
 CLOCKS_APART = 60.0
 """Seconds by which clocks may differ before the coordinator says so."""
-_LATEST = 1e12
-"""Seconds since 1970 that a clock can show; an integer of any size would overflow as a float."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +60,8 @@ class Agreed:
     colluders: Mapping[str, int]
     one_roster: tuple[str, ...]
     given: Mapping[str, Mapping[str, Any]] | None
-    privacy: Mapping[str, Mapping[str, Any]]
-    cards: Mapping[str, Mapping[str, Any]]
+    privacy: Mapping[str, GivenPrivacy]
+    cards: Mapping[str, Card]
     id: str | None = None
 
     @property
@@ -111,13 +106,13 @@ def agree(
         "sums": _in_sums(experiment, sites) if engine.sums_only else [],
     }
     asked = time.time()
-    answers = ask_plain(transport, "hello", experiment.name, dict.fromkeys(sites, header), engine.deadline)
-    before, cards = cards_of(folder), dict[str, Any]()
+    answers = ask_plain(transport, "hello", experiment.name, dict.fromkeys(sites, header), engine.deadline, HelloAnswer)
+    before, cards = cards_of(folder), dict[str, Card]()
     faults: list[UserError] = []
     for site in sites:
         try:
             cards[site] = _card(site, answers.get(site, Lost("did not answer")), before.get(site), experiment, log)
-            _check_clock(site, answers.get(site), asked, log)
+            _warn_of_clock(site, answers.get(site), asked, log)
         except UserError as error:
             if site not in before or engine.quorum is None:
                 faults.append(error)
@@ -125,10 +120,11 @@ def agree(
             # The run has begun and may do without this site: no answer of it can end the run.
             log.event({"what": "hello", "site": site, "is": "lost", "reason": str(error)[:500]})
             log.warn(f"the run goes on without an answer of site '{site}': {error}")
-            cards[site] = checked_card(site, before[site], experiment.protocol.seeds)
+            cards[site] = before[site]
+            check_rows(site, before[site], experiment.protocol.seeds)
     _check_all_take_part(faults, len(sites))
     agreed = _agreed(experiment, cards)
-    for warning in noted_spending(folder.parent / SPENT, cards):
+    for warning in noted_spending(folder.parent / SPENT, {site: card.privacy for site, card in cards.items()}):
         log.warn(warning)
     return agreed
 
@@ -147,14 +143,9 @@ def _in_sums(experiment: Experiment, sites: Sequence[str]) -> list[str]:
     return [site for site in sites if experiment.protocol.named_targets != (site,)]
 
 
-def note_cards(folder: Path, agreed: Agreed) -> None:
-    """Write down the cards that a run begins with: from then on its sites are these."""
-    write_object(folder / CARDS, agreed.cards)
-
-
 def _card(
-    site: str, answer: Mapping[str, Any] | Lost, before: Mapping[str, Any] | None, experiment: Experiment, log: EventLog
-) -> dict[str, Any]:
+    site: str, answer: Heard[HelloAnswer] | Lost, before: Card | None, experiment: Experiment, log: EventLog
+) -> Card:
     """The card of a site: the one it sent now or, if it did not answer, the one it sent when the run began.
 
     Raises:
@@ -165,9 +156,11 @@ def _card(
         if answer.error or before is None:
             named = answer.reason.startswith(f"site '{site}'")
             raise UserError(answer.reason if named else f"site '{site}' cannot take part: {answer.reason}")
-        return checked_card(site, before, experiment.protocol.seeds)
-    card = checked_card(site, answer.get("card"), experiment.protocol.seeds)
-    if before is not None and before["fingerprint"] != card["fingerprint"]:
+        check_rows(site, before, experiment.protocol.seeds)
+        return before
+    card = answer.answer.card
+    check_rows(site, card, experiment.protocol.seeds)
+    if before is not None and before.fingerprint != card.fingerprint:
         raise UserError(
             f"site '{site}': the data changed since the run began; put them back and go on with fedshift deploy "
             "resume, or begin a new experiment under another name"
@@ -175,15 +168,11 @@ def _card(
     return card
 
 
-def _check_clock(site: str, answer: Mapping[str, Any] | Lost | None, asked: float, log: EventLog) -> None:
-    """Warn if a site's clock is wrong.
-
-    Raises:
-        UserError: the site does not say what time it is.
-    """
+def _warn_of_clock(site: str, answer: Heard[HelloAnswer] | Lost | None, asked: float, log: EventLog) -> None:
+    """Warn if a site's clock is wrong."""
     if answer is None or isinstance(answer, Lost):
         return
-    difference = clock_difference(site, answer.get("time"), asked, answer["arrived"])
+    difference = clock_difference(answer.answer.time, asked, answer.arrived)
     if abs(difference) > CLOCKS_APART:
         log.warn(
             f"site '{site}': its clock is {abs(difference):.0f} s {'ahead of' if difference > 0 else 'behind'} the "
@@ -191,52 +180,29 @@ def _check_clock(site: str, answer: Mapping[str, Any] | Lost | None, asked: floa
         )
 
 
-def clock_difference(site: str, said: Any, asked: float, arrived: float) -> float:
+def clock_difference(said: float, asked: float, arrived: float) -> float:
     """Seconds by which a site's clock is ahead of this machine's, at least; 0 when it fits, negative when it is behind.
 
     Args:
-        site: the site's name.
         said: the site's time when it answered.
         asked: when it was asked, by the clock here.
         arrived: when its answer arrived, by the clock here.
-
-    Raises:
-        UserError: ``said`` is not a time.
     """
-    if not isinstance(said, int | float) or isinstance(said, bool) or not 0 <= said <= _LATEST:
-        raise UserError(f"site '{site}' does not say what time it is")
     return max(said - arrived, 0.0) + min(said - asked, 0.0)
 
 
-def _agreed(experiment: Experiment, cards: Mapping[str, Mapping[str, Any]]) -> Agreed:
-    try:
-        first = next(iter(cards.values()))
-        given = {site: card["given"] for site, card in cards.items() if card["given"] is not None}
-        _check_alike(cards, given)
-        shape, classes = tuple(int(size) for size in first["shape"]), tuple(str(name) for name in first["classes"])
-        preprocessing = Preprocessing.model_validate(first["preprocessing"])
-        if given:
-            preprocessing = _encoding(given, preprocessing)
-            shape = preprocessing.shape or shape
-        domains = {
-            site: _without_samples(
-                site, int(card["samples"]), shape, unlabelled=bool(card["unlabelled"]), tokens=card["type"] == "int64"
-            )
-            for site, card in cards.items()
-        }
-        rows = {
-            site: {seed: [int(n) for n in pair] for seed, pair in card["rows"].items()} for site, card in cards.items()
-        }
-        warnings = _warnings_of(experiment, cards)
-        fingerprints = {site: str(card["fingerprint"]) for site, card in cards.items()}
-        smallest = {site: int(card["smallest_sum"]) for site, card in cards.items()}
-        colluders = {site: int(card["colluders"]) for site, card in cards.items()}
-        one_roster = tuple(site for site, card in cards.items() if card["one_roster"])
-        grouped = {site: bool(card["grouped"]) for site, card in cards.items()}
-        fixed = frozenset(site for site, card in cards.items() if card["fixed_split"])
-        privacy = {site: card["privacy"] for site, card in cards.items() if card["privacy"] is not None}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise FedshiftError(f"what a site says of itself cannot be read ({type(error).__name__})") from None
+def _agreed(experiment: Experiment, cards: Mapping[str, Card]) -> Agreed:
+    first = next(iter(cards.values()))
+    given = {site: card.given.model_dump(mode="json") for site, card in cards.items() if card.given is not None}
+    _check_alike(cards, given)
+    shape, classes, preprocessing = first.shape, first.classes, first.preprocessing
+    if given:
+        preprocessing = _encoding(given, preprocessing)
+        shape = preprocessing.shape or shape
+    domains = {
+        site: _without_samples(site, card.samples, shape, unlabelled=card.unlabelled, tokens=card.type == "int64")
+        for site, card in cards.items()
+    }
     own = _own_set(experiment, shape, classes, preprocessing)
     for name in own.domains if own else ():
         if name in cards:
@@ -247,18 +213,29 @@ def _agreed(experiment: Experiment, cards: Mapping[str, Mapping[str, Any]]) -> A
         classes=classes,
         preprocessing=preprocessing,
         manifest=Manifest("Data at sites", "the sites", "the sites'", "", ""),
-        warnings=warnings,
+        warnings=_warnings_of(experiment, cards),
     )
-    sums = smallest, colluders, one_roster
     return Agreed(
-        data, own, rows, grouped, fixed, fingerprints, *sums, given or None, privacy, cards, _common_id(cards)
+        data=data,
+        own=own,
+        rows={site: card.rows for site, card in cards.items()},
+        grouped={site: card.grouped for site, card in cards.items()},
+        fixed_split=frozenset(site for site, card in cards.items() if card.fixed_split),
+        fingerprints={site: card.fingerprint for site, card in cards.items()},
+        smallest_sums={site: card.smallest_sum for site, card in cards.items()},
+        colluders={site: card.colluders for site, card in cards.items()},
+        one_roster=tuple(site for site, card in cards.items() if card.one_roster),
+        given=given or None,
+        privacy={site: card.privacy for site, card in cards.items() if card.privacy is not None},
+        cards=cards,
+        id=_common_id(cards),
     )
 
 
-def _check_alike(cards: Mapping[str, Mapping[str, Any]], given: Mapping[str, Mapping[str, Any]]) -> None:
+def _check_alike(cards: Mapping[str, Card], given: Mapping[str, Mapping[str, Any]]) -> None:
     """Refuse sites whose data cannot be learned from together; ``given``: the sums of those that give any."""
     first_name, first = next(iter(cards.items()))
-    tables = bool(given) and all(card["preprocessing"]["kind"] == "table" for card in cards.values())
+    tables = bool(given) and all(card.preprocessing.kind == "table" for card in cards.values())
     if given and len(given) < len(cards):
         lacking = next(site for site in cards if site not in given)
         raise UserError(
@@ -267,43 +244,44 @@ def _check_alike(cards: Mapping[str, Mapping[str, Any]], given: Mapping[str, Map
         )
     for site, card in cards.items():
         for what, key in (("classes", "classes"), ("a sample's type", "type"), ("a sample's shape", "shape")):
-            if card[key] != first[key] and not (key == "shape" and tables):
+            here, there = getattr(first, key), getattr(card, key)
+            if there != here and not (key == "shape" and tables):
                 raise UserError(
-                    f"sites differ in {what}: '{first_name}' has {_short(first[key])}, '{site}' has "
-                    f"{_short(card[key])}; agree on them in each SITE.yaml (classes: lists all of the federation)"
+                    f"sites differ in {what}: '{first_name}' has {_short(here)}, '{site}' has "
+                    f"{_short(there)}; agree on them in each SITE.yaml (classes: lists all of the federation)"
                 )
         if _learned(card) != _learned(first):
             raise UserError(
                 f"sites differ in what is learned: '{first_name}' has {_learned(first)}, '{site}' has "
                 f"{_learned(card)}; agree on data.task and data.loss in each SITE.yaml"
             )
-        if card["preprocessing"] != first["preprocessing"] and not given:
+        if card.preprocessing != first.preprocessing and not given:
             raise UserError(
-                f"sites differ in how inputs are prepared: '{first_name}' has {_short(first['preprocessing'])}, "
-                f"'{site}' has {_short(card['preprocessing'])}"
+                f"sites differ in how inputs are prepared: '{first_name}' has {_short(first.preprocessing)}, '{site}' "
+                f"has {_short(card.preprocessing)}"
             )
 
 
-def _warnings_of(experiment: Experiment, cards: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
+def _warnings_of(experiment: Experiment, cards: Mapping[str, Card]) -> tuple[str, ...]:
     """What a person should know before the run begins."""
     warnings = tuple(
-        f"site '{site}' has {name} {card['versions'].get(name)}, this coordinator {version}: last bits may differ "
+        f"site '{site}' has {name} {card.versions.get(name)}, this coordinator {version}: last bits may differ "
         "from a simulation"
         for site, card in cards.items()
         for name, version in versions().items()
-        if name in ("torch", "numpy") and card["versions"].get(name) != version
+        if name in ("torch", "numpy") and card.versions.get(name) != version
     )
     if not experiment.engine.sums_only:  # such a site refuses to begin, unless engine.on_refusal leaves it out
         warnings += tuple(
             f"site '{site}' sends models only masked (rule policy.secure) and is left out: write "
             "engine.aggregation: secure"
             for site, card in cards.items()
-            if card["secure"] == "required"
+            if card.secure == "required"
         )
-    lacking = [site for site, card in cards.items() if card["unlabelled"]]
+    lacking = [site for site, card in cards.items() if card.unlabelled]
     for site, card in cards.items() if lacking else ():
-        if not card["unlabelled"] and (CONFIDENCES not in card["send"] or card["privacy"]):
-            rule = "privacy.epsilon" if card["privacy"] else "policy.send"
+        if not card.unlabelled and not card.gives_confidences:
+            rule = "policy.send" if card.privacy is None else "privacy.epsilon"
             warnings += (
                 f"site '{site}' sends no confidences (rule {rule}): what to expect at '{lacking[0]}', which has no "
                 "labels, rests on other sites",
@@ -311,17 +289,17 @@ def _warnings_of(experiment: Experiment, cards: Mapping[str, Mapping[str, Any]])
     return warnings
 
 
-def _common_id(cards: Mapping[str, Mapping[str, Any]]) -> str | None:
+def _common_id(cards: Mapping[str, Card]) -> str | None:
     """The column that names rows, if all sites that have one call it the same."""
-    tables = [card["preprocessing"].get("table") or {} for card in cards.values()]
-    names = {table["id"] for table in tables if isinstance(table.get("id"), str)}
+    tables = [card.preprocessing.table or {} for card in cards.values()]
+    names = {name for table in tables if isinstance(name := table.get("id"), str)}
     (name,) = names if len(names) == 1 else (None,)
     return name
 
 
-def _learned(card: Mapping[str, Any]) -> str:
+def _learned(card: Card) -> str:
     """The task and the loss of a site's data, without the label's scale, on which sites agree only later."""
-    objective = card["preprocessing"].get("objective")
+    objective = card.preprocessing.objective
     if objective is None:
         return "classification"
     return one_line(", ".join(f"{name} {objective[name]}" for name in sorted(objective) if name not in ("mean", "std")))
@@ -399,7 +377,7 @@ def _own_set(
 
 
 def _short(value: Any) -> str:
-    text = one_line(", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value))
+    text = one_line(", ".join(map(str, value)) if isinstance(value, tuple) else str(value))
     return text if len(text) <= 80 else f"{text[:77]}…"
 
 

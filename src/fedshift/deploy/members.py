@@ -10,15 +10,16 @@ from fedshift.digests import read_object
 
 CARDS = "cards.json"
 """A file of a deployment: the card of each of its sites, written when its first run begins."""
+REMEDY = "delete it, and the sites send their cards again"
 
 
-def cards_of(folder: Path) -> dict[str, Any]:
-    """The cards of a deployment's sites; empty if none were written.
+def read_cards(folder: Path) -> dict[str, Any]:
+    """The content of the file, by site; empty if there is none. `site_cards.cards_of` parses it.
 
     Raises:
         Damaged: the file is.
     """
-    return read_object(folder / CARDS, "delete it, and the sites send their cards again", older=True)
+    return read_object(folder / CARDS, REMEDY, older=True)
 
 
 def members(folder: Path, sites: Sequence[str], drop: Collection[str]) -> list[str]:
@@ -29,4 +30,4 @@ def members(folder: Path, sites: Sequence[str], drop: Collection[str]) -> list[s
         sites: those of the project that are not revoked; an experiment that has not begun is for them.
         drop: ``protocol.drop``.
     """
-    return [site for site in cards_of(folder) or sites if site not in drop]
+    return [site for site in read_cards(folder) or sites if site not in drop]

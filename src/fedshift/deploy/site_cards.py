@@ -8,29 +8,22 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import torch
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PositiveFloat,
-    StringConstraints,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, PositiveFloat, RootModel, StringConstraints, field_validator, model_validator
 
 from fedshift.data.domain import Preprocessing, SparseRows
 from fedshift.data.tables import TableEncoding
 from fedshift.data.tasks.objective import objective_of
-from fedshift.deploy.remote.policy import Policy
+from fedshift.deploy.members import CARDS, REMEDY, read_cards
+from fedshift.deploy.remote.policy import CONFIDENCES, Policy
 from fedshift.deploy.site_file import Holding
-from fedshift.errors import UserError
-from fedshift.experiment.config.error_messages import describe
+from fedshift.digests import Damaged, write_object
+from fedshift.errors import FedshiftError, UserError
 from fedshift.experiment.environment import versions
-from fedshift.text import one_line
+from fedshift.federation.plain_values import Closed, Frozen, parsed
 
 MOST_SAMPLES = 50_000_000
 """Most samples of one site. The coordinator lists a site's rows by number, in 8 bytes each."""
@@ -49,11 +42,7 @@ Sums = Annotated[tuple[Annotated[float, Field(ge=-1e150, le=1e150)], ...], Field
 Columns = Annotated[tuple[Name, ...], Field(max_length=MOST_COLUMNS)]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class GivenLabel(_Part):
+class GivenLabel(Closed):
     """Sums of a label that is a quantity, for its scale."""
 
     count: Count
@@ -61,7 +50,7 @@ class GivenLabel(_Part):
     squares: Annotated[float, Field(ge=0, le=1e300)]
 
 
-class GivenMoments(_Part):
+class GivenMoments(Closed):
     """Sums and sums of squares per column or channel, for standardising."""
 
     kind: Literal["moments"]
@@ -71,7 +60,7 @@ class GivenMoments(_Part):
     label: GivenLabel | None = None
 
 
-class GivenTable(_Part):
+class GivenTable(Closed):
     """Statistics of a table: sums per numeric column, values per categorical column."""
 
     kind: Literal["table"]
@@ -96,11 +85,13 @@ class GivenTable(_Part):
         return self
 
 
+LATEST = 1e12
+"""Seconds since 1970 that a clock can show; an integer of any size would overflow as a float."""
 Spent = Annotated[tuple[tuple[PositiveFloat, Share, Count], ...], Field(max_length=10_000)]
 """What a site has spent: (noise multiplier, sample rate, steps) by kind of step."""
 
 
-class GivenPrivacy(_Part):
+class GivenPrivacy(Closed):
     """A site's budget of privacy, and what it has spent."""
 
     epsilon: PositiveFloat
@@ -109,7 +100,7 @@ class GivenPrivacy(_Part):
     spent: Spent
 
 
-class Card(_Part):
+class Card(Closed):
     """One site: its versions, the form of its samples, its classes, how many samples it has.
 
     Attributes:
@@ -173,6 +164,11 @@ class Card(_Part):
         self._check_counts()
         return self
 
+    @property
+    def gives_confidences(self) -> bool:
+        """Whether sums of confidences may leave the site: with a budget they may not, since they have no noise."""
+        return CONFIDENCES in self.send and self.privacy is None
+
     def _check_counts(self) -> None:
         """Raise ValueError unless what is given can be of this many samples of this shape."""
         if isinstance(self.given, GivenTable) and any(count > self.samples for count in self.given.count):
@@ -185,8 +181,15 @@ class Card(_Part):
                 raise ValueError(f"given has not one sum for each of {self.shape[0]} columns or channels")
 
 
+class HelloAnswer(Frozen):
+    """What a site answers before a run: its card, and what time it is there, in seconds since 1970."""
+
+    card: Card
+    time: Annotated[float, Field(ge=0, le=LATEST)]
+
+
 def card_of(holding: Holding, rows: Mapping[str, Sequence[int]], policy: Policy, device: str) -> dict[str, Any]:
-    """Make a site's card.
+    """Make a site's card, as plain values: the coordinator checks them.
 
     Args:
         holding: the site's data.
@@ -227,25 +230,34 @@ def _without_layout(preprocessing: Preprocessing) -> Preprocessing:
     return preprocessing.model_copy(update={"table": plain.preprocessing().table})
 
 
-def checked_card(site: str, card: Any, seeds: Sequence[int]) -> dict[str, Any]:
-    """Check a site's card; return it as plain values.
+def check_rows(site: str, card: Card, seeds: Sequence[int]) -> None:
+    """Raise UserError if a card lacks the rows of a seed of the experiment."""
+    absent = next((seed for seed in seeds if str(seed) not in card.rows), None)
+    if absent is not None:
+        raise UserError(f"site '{site}': its card lacks the rows of seed {absent}")
 
-    Args:
-        site: the site's name.
-        card: what the site sent.
-        seeds: seeds of the experiment, for which the card must have rows.
+
+# Stored cards ---------------------------------------------------------------------------------------------------------
+
+
+class _Cards(RootModel[dict[str, Card]]):
+    """The content of the file."""
+
+
+def write_cards(folder: Path, cards: Mapping[str, Card]) -> None:
+    """Write down the cards that a run begins with."""
+    write_object(folder / CARDS, {site: card.model_dump(mode="json") for site, card in cards.items()})
+
+
+def cards_of(folder: Path) -> dict[str, Card]:
+    """The cards of a deployment's sites; empty if none were written.
 
     Raises:
-        UserError: the card is impossible; one line that names the site.
+        Damaged: the file is, or a card is impossible.
     """
     try:
-        # Validate as JSON: strict mode takes a JSON list for a tuple, and a Python list not.
-        found = Card.model_validate_json(json.dumps(card))
-        absent = next((seed for seed in seeds if str(seed) not in found.rows), None)
-        if absent is not None:
-            raise UserError(f"site '{site}': its card lacks the rows of seed {absent}")
-    except ValidationError as error:
-        raise UserError(f"site '{site}': {one_line(describe(error, 'card', Card))}") from None
-    except (TypeError, ValueError, RecursionError):
-        raise UserError(f"site '{site}': its card cannot be read") from None
-    return found.model_dump(mode="json")
+        return parsed(_Cards, json.dumps(read_cards(folder)), "cards").root
+    except Damaged:
+        raise
+    except FedshiftError:
+        raise Damaged(folder / CARDS, REMEDY) from None

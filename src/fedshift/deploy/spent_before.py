@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from fedshift.deploy.site_cards import Spent
+from fedshift.deploy.site_cards import GivenPrivacy, Spent
 from fedshift.digests import Damaged, read_object, write_object
 from fedshift.files import locked
 from fedshift.functional.differential_privacy import NoisySteps, adaptive_epsilon
@@ -30,12 +30,12 @@ class _SpentBefore(BaseModel):
     sites: dict[str, Spent] = {}
 
 
-def noted_spending(file: Path, cards: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Note what sites have spent, by their cards, and compare it with what they told before.
+def noted_spending(file: Path, budgets: Mapping[str, GivenPrivacy | None]) -> list[str]:
+    """Note what sites have spent, and compare it with what they told before.
 
     Args:
         file: where it is noted.
-        cards: of the sites, which were checked.
+        budgets: of the sites, as their cards say.
 
     Returns:
         A warning for each site that told more before, or had a budget and has none now.
@@ -46,11 +46,11 @@ def noted_spending(file: Path, cards: Mapping[str, Mapping[str, Any]]) -> list[s
         except Damaged as error:
             return [str(error)]
         warnings, after = [], dict(before.sites)
-        for site, card in cards.items():
-            told = _steps(card["privacy"]["spent"]) if card["privacy"] is not None else {}
+        for site, budget in budgets.items():
+            told = _steps(() if budget is None else budget.spent)
             known = _steps(before.sites.get(site, ()))
             if any(told.get(kind, 0) < steps for kind, steps in known.items()):
-                warnings.append(_warning(site, card["privacy"], known, told))
+                warnings.append(_warning(site, budget, known, told))
             most = {kind: max(known.get(kind, 0), told.get(kind, 0)) for kind in (*known, *told)}
             if most:
                 after[site] = tuple((*kind, steps) for kind, steps in most.items())
@@ -59,14 +59,14 @@ def noted_spending(file: Path, cards: Mapping[str, Mapping[str, Any]]) -> list[s
         return warnings
 
 
-def _steps(spent: Any) -> dict[tuple[float, float], int]:
+def _steps(spent: Spent) -> dict[tuple[float, float], int]:
     return {(float(noise), float(rate)): int(steps) for noise, rate, steps in spent}
 
 
-def _warning(site: str, budget: Mapping[str, Any] | None, known: Mapping[Any, int], told: Mapping[Any, int]) -> str:
+def _warning(site: str, budget: GivenPrivacy | None, known: Mapping[Any, int], told: Mapping[Any, int]) -> str:
     if budget is None:
         return f"site '{site}' told of a budget of privacy before and has none now: ask its people whether they know"
-    epsilon, delta = budget["epsilon"], budget["delta"]
+    epsilon, delta = budget.epsilon, budget.delta
     before, now = (
         adaptive_epsilon([NoisySteps(noise, rate, steps) for (noise, rate), steps in spent.items()], epsilon, delta)
         for spent in (known, told)

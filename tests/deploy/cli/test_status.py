@@ -18,6 +18,24 @@ from fedshift.deploy.flare.service_lock import only_service
 from fedshift.deploy.remote.policy import AuditLog
 from fedshift.digests import write_object
 
+CARD = {
+    "versions": {},
+    "shape": [2],
+    "type": "float32",
+    "preprocessing": {"kind": "features"},
+    "classes": ["a", "b"],
+    "samples": 4,
+    "rows": {"0": [3, 1]},
+    "given": None,
+    "grouped": False,
+    "fingerprint": "f",
+    "send": [],
+    "device": "cpu",
+    "threads": 1,
+    "privacy": None,
+}
+"""What a site said of itself."""
+
 
 @pytest.fixture
 def kits(cli: Cli, tmp_path: Path) -> Path:
@@ -57,7 +75,7 @@ def test_a_coordinator_in_a_run(cli: Cli, kits: Path) -> None:
     deployment.record({"what": "round", "method": "csac", "target": "east", "seed": 2, "round": 7, "accuracy": 50.0})
     deployment.record({"what": "fit", "site": "south", "is": "refused", "reason": "rule policy.methods", "round": 8})
     spent = {"epsilon": 8.0, "delta": 1e-5, "measurement_noise": None, "spent": [[2.0, 0.1, 100]]}
-    write_object(deployment.folder / "cards.json", {"north": {"privacy": spent}, "south": {"privacy": None}})
+    write_object(deployment.folder / "cards.json", {"north": {**CARD, "privacy": spent}, "south": CARD})
     stamp = "2026-11-26 10:00:00"
     (kit.folder / "service.log").write_text(f"{stamp} WARNING the first\n{stamp} ERROR the last\n{stamp} INFO later\n")
     assert cli("project", "revoke", "east", "--kit", kit.folder).code == 0

@@ -17,6 +17,7 @@ from fedshift.cli.app import app
 from fedshift.deploy.privacy.ledger import LEDGER, SECRET, PrivacyLedger
 from fedshift.deploy.privacy.recovery import lost_records, recover_records
 from fedshift.deploy.remote.policy import AuditLog, Policy, PrivacyBudget
+from fedshift.deploy.site_cards import GivenPrivacy
 from fedshift.deploy.site_file import load_site
 from fedshift.deploy.site_server import SiteProgram
 from fedshift.deploy.spent_before import noted_spending
@@ -223,21 +224,20 @@ def test_limits_of_a_day_are_not_forgotten_with_the_log(tmp_path: Path) -> None:
         AuditLog(tmp_path / "log.jsonl")
 
 
-def card(*spent: tuple[float, float, int], budget: bool = True) -> dict[str, Any]:
-    told = {"epsilon": 8.0, "delta": 1e-5, "measurement_noise": None, "spent": [list(kind) for kind in spent]}
-    return {"privacy": told if budget else None}
+def told(*spent: tuple[float, float, int]) -> GivenPrivacy:
+    return GivenPrivacy(epsilon=8.0, delta=1e-5, measurement_noise=None, spent=spent)
 
 
 @pytest.mark.threat("old_backup")
 @pytest.mark.case("forgotten budget", "a site tells the coordinator of fewer steps than before")
 def test_the_coordinator_warns_if_a_site_told_more_before(tmp_path: Path) -> None:
     file = tmp_path / "spent.json"
-    assert noted_spending(file, {"north": card((3.0, 0.1, 40)), "south": card()}) == []
-    assert noted_spending(file, {"north": card((3.0, 0.1, 40), (2.0, 1.0, 1)), "south": card((3.0, 0.1, 1))}) == []
-    (line,) = noted_spending(file, {"north": card((3.0, 0.1, 39), (2.0, 1.0, 1)), "south": card((3.0, 0.1, 1))})
+    assert noted_spending(file, {"north": told((3.0, 0.1, 40)), "south": told()}) == []
+    assert noted_spending(file, {"north": told((3.0, 0.1, 40), (2.0, 1.0, 1)), "south": told((3.0, 0.1, 1))}) == []
+    (line,) = noted_spending(file, {"north": told((3.0, 0.1, 39), (2.0, 1.0, 1)), "south": told((3.0, 0.1, 1))})
     assert "'north'" in line
-    assert len(noted_spending(file, {"north": card(), "south": card()})) == 2  # and again, until they are back
-    (line,) = noted_spending(file, {"north": card((3.0, 0.1, 40), (2.0, 1.0, 1)), "south": card(budget=False)})
+    assert len(noted_spending(file, {"north": told(), "south": told()})) == 2  # and again, until they are back
+    (line,) = noted_spending(file, {"north": told((3.0, 0.1, 40), (2.0, 1.0, 1)), "south": None})
     assert "has none now" in line
     file.write_text("{")
-    assert "spent.json is damaged" in noted_spending(file, {"north": card()})[0]
+    assert "spent.json is damaged" in noted_spending(file, {"north": told()})[0]

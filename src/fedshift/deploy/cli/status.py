@@ -13,9 +13,9 @@ from fedshift.cli.console import safe_console
 from fedshift.deploy.flare import roles
 from fedshift.deploy.flare.deployment_folder import ENDS, Deployment
 from fedshift.deploy.flare.service_log import EVENTS
-from fedshift.deploy.members import cards_of
 from fedshift.deploy.privacy.ledger import PrivacyLedger
 from fedshift.deploy.remote.policy import AuditLog
+from fedshift.deploy.site_cards import GivenPrivacy, cards_of
 from fedshift.deploy.site_file import SiteConfig, load_site
 from fedshift.digests import Damaged
 from fedshift.errors import FedshiftError, UserError
@@ -120,19 +120,19 @@ def _budgets(deployment: Deployment | None) -> str:
         cards = cards_of(deployment.folder) if deployment is not None else {}
     except Damaged as error:
         return f"not known: {error}"
-    budgets = {site: card["privacy"] for site, card in cards.items() if card.get("privacy")}
+    budgets = {site: card.privacy for site, card in cards.items() if card.privacy is not None}
     if not budgets:
         return "no site of the last deployment has a budget"
     return "when the last job began, " + ", ".join(f"{site} {_spent(budget)}" for site, budget in budgets.items())
 
 
-def _spent(budget: Mapping[str, Any]) -> str:
-    steps = [NoisySteps(*step) for step in budget["spent"]]
+def _spent(budget: GivenPrivacy) -> str:
+    steps = [NoisySteps(*step) for step in budget.spent]
     try:
-        spent = f"{adaptive_epsilon(steps, budget['epsilon'], budget['delta']):.3g}"
+        spent = f"{adaptive_epsilon(steps, budget.epsilon, budget.delta):.3g}"
     except UserError:  # Opacus is not installed here
         spent = "some"
-    return f"had spent ε = {spent} of {budget['epsilon']:g}"
+    return f"had spent ε = {spent} of {budget.epsilon:g}"
 
 
 def _ledger(config: SiteConfig) -> str:

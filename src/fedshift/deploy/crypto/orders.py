@@ -11,15 +11,17 @@ import base64
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BeforeValidator, PlainSerializer
 from torch import Tensor
 
 from fedshift.deploy.crypto.at_site import Revealed, Upload
 from fedshift.deploy.crypto.keys import KeyCard, Order
 from fedshift.errors import FedshiftError, Refused
 from fedshift.federation.messages import Content, Masked
+from fedshift.federation.plain_values import Frozen
 from fedshift.federation.secure.sums import Weighing, threshold
 from fedshift.functional.secret_sharing import SHARE_BYTES
 
@@ -28,6 +30,32 @@ _LARGEST_EXPONENT = 60
 _CODE_BYTES = 32
 _WIRE_BYTES = 28
 """Nonce and tag of what is sealed."""
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _decoded(text: Any) -> bytes:
+    if not isinstance(text, str):
+        raise ValueError("it is no text in base 64")
+    return base64.b64decode(text, validate=True)
+
+
+Encoded = Annotated[bytes, BeforeValidator(_decoded), PlainSerializer(_text)]
+"""Bytes that a message holds as text in base 64."""
+KeyEntry = tuple[Encoded, Encoded, Encoded]
+"""A key card without the site's name: key, signature, certificate."""
+
+
+class KeyAnswer(Frozen):
+    """What a site answers that is asked for its key of a run."""
+
+    card: KeyEntry
+
+    def of(self, site: str) -> KeyCard:
+        """The card of the site that answered."""
+        return KeyCard(site, *self.card)
 
 
 def card_entry(card: KeyCard) -> list[str]:
@@ -212,7 +240,3 @@ def _rows(tensor: Tensor, number: int, size: int) -> list[bytes]:
     if tensor.dtype != torch.uint8 or tensor.shape != (number, size):
         raise FedshiftError("its shares are not those of this roster")
     return [bytes(row) for row in tensor.tolist()]
-
-
-def _text(data: bytes) -> str:
-    return base64.b64encode(data).decode()

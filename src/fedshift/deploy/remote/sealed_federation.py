@@ -10,7 +10,7 @@ from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fedshift.deploy.crypto.orders import card_entry, card_of
+from fedshift.deploy.crypto.orders import KeyAnswer, card_entry
 from fedshift.deploy.remote.remote_federation import RemoteFederation
 from fedshift.deploy.remote.transport import Lost, ask_plain
 from fedshift.errors import FedshiftError
@@ -104,11 +104,11 @@ class SealedFederation(RemoteFederation):
         asked = [site for site in readers if site not in self._cards]
         seconds = self.patience if self._lost.issuperset(asked) else self.deadline
         headers: dict[str, dict[str, str]] = {site: {} for site in asked}
-        answers = ask_plain(self.transport, "sealing_key", self.run, headers, seconds) if asked else {}
+        answers = ask_plain(self.transport, "sealing_key", self.run, headers, seconds, KeyAnswer) if asked else {}
         for site in asked:
             answer = answers.get(site, Lost("did not answer"))
             if not isinstance(answer, Lost):
-                self._cards[site] = card_entry(card_of(site, answer.get("card")))
+                self._cards[site] = card_entry(answer.answer.of(site))
                 continue
             if self.quorum is None or site not in self.sources:
                 raise FedshiftError(

@@ -17,6 +17,7 @@ from fedshift.deploy.crypto.at_server import SecureSum
 from fedshift.deploy.crypto.at_site import Revealed
 from fedshift.deploy.crypto.keys import KeyCard, Order
 from fedshift.deploy.crypto.orders import (
+    KeyAnswer,
     card_entry,
     card_of,
     confirmed_of,
@@ -283,16 +284,13 @@ class SecureFederation(RemoteFederation):
         if self._cards:
             return
         cards, without = {}, {}
-        answers = ask_plain(self.transport, "key", self.run, {site: {} for site in sites}, self.deadline)
+        answers = ask_plain(self.transport, "key", self.run, {site: {} for site in sites}, self.deadline, KeyAnswer)
         for site in sites:
             answer = answers.get(site, Lost("did not answer"))
             if isinstance(answer, Lost):
                 without[site] = [answer.error, answer.reason]
                 continue
-            try:
-                cards[site] = card_of(site, answer.get("card"))
-            except FedshiftError as error:
-                without[site] = [ReplyRefused.__name__, str(error)]
+            cards[site] = answer.answer.of(site)
         for number, site in enumerate(without, 1):
             self._record("key", site, "lost", without[site][1])
             if self._whole and without[site][0] != KindRefused.__name__:  # or no sum could ever be with it

@@ -11,11 +11,12 @@ import time
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from fedshift.deploy.remote.wire import LARGEST_CARD, LARGEST_HEADER, Message, body_of, seal, unseal
-from fedshift.errors import FedshiftError, KindRefused, TrainingDiverged
+from fedshift.errors import FedshiftError, KindRefused, ReplyRefused, TrainingDiverged
 from fedshift.federation.messages import Content
+from fedshift.federation.plain_values import Frozen, parsed
 
 PROTOCOL = 3
 """The version of requests and replies. A site refuses any other. Requests of version 1 named a call ``step``."""
@@ -116,9 +117,29 @@ def drained(messages: list[tuple[str, Message]]) -> Iterator[tuple[str, Message]
         yield messages.pop()
 
 
+A = TypeVar("A", bound=Frozen)
+
+
+@dataclass(frozen=True)
+class Heard(Generic[A]):
+    """What a site answered, and when that arrived by this machine's clock."""
+
+    answer: A
+    arrived: float
+
+
+class Done(Frozen):
+    """An answer that says nothing but that the request was met."""
+
+
 def ask_plain(
-    transport: Transport, what: str, run: str, headers: Mapping[str, Mapping[str, Any]], deadline: float
-) -> dict[str, dict[str, Any] | Lost]:
+    transport: Transport,
+    what: str,
+    run: str,
+    headers: Mapping[str, Mapping[str, Any]],
+    deadline: float,
+    kind: type[A],
+) -> dict[str, Heard[A] | Lost]:
     """Ask sites for plain values, outside a federation.
 
     Args:
@@ -127,9 +148,10 @@ def ask_plain(
         run: name of the run or experiment.
         headers: what each site is asked, by site.
         deadline: seconds to wait.
+        kind: what an answer says.
 
     Returns:
-        The header of each site's answer, by site. ``arrived`` in it is the time of this machine's clock.
+        Each site's answer, by site; a site whose answer says something else is lost, with the error `ReplyRefused`.
 
     Raises:
         NewJobNeeded: as the transport.
@@ -142,26 +164,23 @@ def ask_plain(
         keys[site] = whole["key"] = request_key(whole, body.sha256)
         outgoing.append((site, seal(whole, body)))
     largest = LARGEST_CARD if what == "hello" else LARGEST_HEADER
-    return _plain(transport.exchange(iter(outgoing), deadline, {}), keys, largest)
-
-
-def _plain(
-    arrivals: Iterator[tuple[str, Message | Lost | Sign]], keys: Mapping[str, str], largest_header: int
-) -> dict[str, dict[str, Any] | Lost]:
-    found: dict[str, dict[str, Any] | Lost] = {}
-    for site, message in arrivals:
-        if isinstance(message, Sign):
-            continue
+    found: dict[str, Heard[A] | Lost] = {}
+    for site, message in transport.exchange(iter(outgoing), deadline, {}):
         if isinstance(message, Lost):
             found[site] = message
-            continue
-        try:
-            header, _, _ = opened(message, keys.get(site, ""), largest_header=largest_header)
-        except FedshiftError as error:
-            found[site] = Lost(str(error))
-            continue
-        if "error" in header:
-            found[site] = Lost(str(header.get("message"))[:2000], str(header["error"]))
-        else:
-            found[site] = {**header, "arrived": time.time()}
+        elif isinstance(message, Message):
+            found[site] = _heard(kind, site, message, keys.get(site, ""), largest)
     return found
+
+
+def _heard(kind: type[A], site: str, message: Message, key: str, largest_header: int) -> Heard[A] | Lost:
+    try:
+        header, _, _ = opened(message, key, largest_header=largest_header)
+    except FedshiftError as error:
+        return Lost(str(error))
+    if "error" in header:
+        return Lost(str(header.get("message"))[:2000], str(header["error"]))
+    try:
+        return Heard(parsed(kind, message.header, f"site '{site}': its answer"), time.time())
+    except FedshiftError as error:
+        return Lost(str(error), ReplyRefused.__name__)

@@ -1,0 +1,65 @@
+"""Frozen models of plain values that another process sent or wrote. They are parsed once, where the bytes arrive."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from fedshift.errors import FedshiftError, in_words
+from fedshift.text import one_line
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class Frozen(BaseModel):
+    """Plain values: no number is taken for a truth value or a text, and none is infinite.
+
+    Fields that this version does not know are ignored, so that a later one may send more.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class Closed(Frozen):
+    """As `Frozen`, but a field that this version does not know is refused: it could change what the others mean."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+def parsed(kind: type[M], text: str | bytes, what: str) -> M:
+    """Parse JSON.
+
+    Args:
+        kind: the model.
+        text: JSON.
+        what: it is, for the message.
+
+    Raises:
+        FedshiftError: it does not fit; one line that says where.
+
+    Example:
+        >>> class Point(Closed):
+        ...     x: int
+        >>> parsed(Point, '{"x": 3}', "a point").x
+        3
+        >>> parsed(Point, '{"x": "3"}', "a point")
+        Traceback (most recent call last):
+        fedshift.errors.FedshiftError: a point cannot be read: x: input should be a valid integer
+    """
+    try:
+        return kind.model_validate_json(text)
+    except ValidationError as error:
+        raise FedshiftError(f"{what} cannot be read: {fault_of(error)}") from None
+    except ValueError:  # halves of characters
+        raise FedshiftError(f"{what} cannot be read") from None
+
+
+def fault_of(error: ValidationError) -> str:
+    """Where the first fault of an error is, and what it is, in one line without the value."""
+    fault = error.errors(include_url=False, include_input=False)[0]
+    path, what = ".".join(map(str, fault["loc"])), _MEANT.get(fault["type"]) or in_words(fault)
+    return one_line(f"{path}: {what}" if path else what)
+
+
+_MEANT = {"missing": "this field is missing", "extra_forbidden": "there is no such field"}
