@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # The demo needs none of the extras; once they are there, it takes that environment.
 PLAIN := $(VENV)/.plain
-EXTRAS := deploy,tables,networks,medical,privacy,export,search,cluster,ray,volumes,databases
+EXTRAS := report,deploy,tables,networks,medical,privacy,export,search,cluster,ray,volumes,databases
 DOCS := $(VENV)-docs
 # Three for two cores: tests that wait for processes to start leave one idle.
 FEDSHIFT_WORKERS ?= 3
@@ -20,7 +20,7 @@ $(READY): pyproject.toml constraints.txt
 
 $(PLAIN): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[report]"
 	touch $(PLAIN)
 
 demo: $(if $(wildcard $(READY)),$(READY),$(PLAIN))  ## compare four methods on rotated digits; ends with a table and runs/demo/report.html

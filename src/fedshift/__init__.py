@@ -62,6 +62,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'fedshift' has no attribute '{name}'")
     import importlib
 
+    if name.startswith("Federated"):  # scikit-learn's estimators
+        from fedshift.extras import reports_installed
+
+        reports_installed(name)
     return getattr(importlib.import_module(_MODULES[name]), name)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -32,6 +33,23 @@ def needed(module: str, *, extra: str, what: str) -> Any:
     except ImportError:
         package = module.partition(".")[0]
         raise UserError(f"{what} needs the package {package}: pip install 'fedshift[{extra}]'") from None
+
+
+def reports_installed(what: str) -> None:
+    """Whether there is all that runs are recorded and shown with, before hours are spent on them.
+
+    Args:
+        what: what needs it, for the message.
+
+    Raises:
+        UserError: a package of the extra ``report`` is not installed.
+
+    Example:
+        >>> reports_installed("fedshift run")
+    """
+    for package in ("matplotlib", "pyarrow", "sklearn"):
+        if find_spec(package) is None:
+            raise UserError(f"{what} needs the package {package}: pip install 'fedshift[report]'")
 
 
 COMPILER = "torch._dynamo"

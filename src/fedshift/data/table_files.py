@@ -565,8 +565,7 @@ def is_date(cell: str) -> bool:
 
 def _read_partitioned(path: Path, form: TableFormat, numeric: Collection[str]) -> Columns:
     """The Parquet files below a folder; folders called column=value are columns (Hive's form)."""
-    from pyarrow import ArrowException
-
+    arrow = needed("pyarrow", extra="tables", what=f"{path.name}, a folder of Parquet,")
     try:
         with sizes.reading(path):
             whole = _partitioned(path, ())
@@ -577,7 +576,7 @@ def _read_partitioned(path: Path, form: TableFormat, numeric: Collection[str]) -
                 raise UserError(f"data folder {path}: {' and '.join(sorted(parts.values())[:2])} have other columns")
             # Each text once: files say how many rows they have, and not how long their texts are.
             table = _partitioned(path, texts).to_table()
-    except (ArrowException, OSError, ValueError) as error:
+    except (arrow.ArrowException, OSError, ValueError) as error:
         raise UserError(
             f"data folder {path} cannot be read as partitioned Parquet: give it Parquet files of the same columns only"
         ) from error
@@ -592,8 +591,7 @@ def _partitioned(path: Path, texts: Collection[str]) -> Any:
     Raises:
         UserError: there is none.
     """
-    from pyarrow import dataset
-
+    dataset = needed("pyarrow.dataset", extra="tables", what=f"{path.name}, a folder of Parquet,")
     form = dataset.ParquetFileFormat(read_options=dataset.ParquetReadOptions(dictionary_columns=texts))
     partitions = dataset.dataset(str(path.resolve()), format=form, partitioning="hive")
     if not partitions.files:
@@ -604,17 +602,16 @@ def _partitioned(path: Path, texts: Collection[str]) -> Any:
 def _read_parquet(path: Path, form: TableFormat, numeric: Collection[str]) -> Columns:
     if not path.is_file():
         raise UserError(f"data file {path} does not exist: correct the path")
-    from pyarrow import ArrowException
-    from pyarrow.parquet import ParquetFile
-
+    arrow = needed("pyarrow", extra="tables", what=f"the Parquet file {path}")
+    parquet = needed("pyarrow.parquet", extra="tables", what=f"the Parquet file {path}")
     try:
-        with sizes.reading(path), ParquetFile(path) as file:
+        with sizes.reading(path), parquet.ParquetFile(path) as file:
             sizes.check_table(path, file.metadata.num_rows, file.metadata.num_columns)
             texts = [field.name for field in file.schema_arrow if str(field.type).endswith("string")]
         # Each text once: a file says how many rows it has, and not how long their texts are.
-        with sizes.reading(path), ParquetFile(path, read_dictionary=texts) as file:
+        with sizes.reading(path), parquet.ParquetFile(path, read_dictionary=texts) as file:
             table = file.read()
-    except (ArrowException, OSError, ValueError) as error:
+    except (arrow.ArrowException, OSError, ValueError) as error:
         raise UserError(f"data file {path} is damaged or not a Parquet file: copy or make it again") from error
     with sizes.reading(path):
         check_once(path, table.column_names)

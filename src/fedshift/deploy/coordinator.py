@@ -44,6 +44,7 @@ from fedshift.experiment.runs.context import Context
 from fedshift.experiment.runs.evaluator import Evaluator, Final
 from fedshift.experiment.runs.round_loop import train_and_evaluate
 from fedshift.experiment.runs.run_folder import RunFolder, run_folder, write_order
+from fedshift.extras import reports_installed
 from fedshift.federation.secure.sums import threshold
 from fedshift.federation.setting_json import setting_recipe
 from fedshift.federation.site import Role
@@ -134,6 +135,7 @@ def coordinate(folder: Path, transport: Transport, sites: Sequence[str]) -> None
         NewJobNeeded: the run has to go on in a new job.
         UserError, FedshiftError: the run ends.
     """
+    reports_installed("a coordinator")
     experiment = parse(read_object(folder / EXPERIMENT, DEPLOY_AGAIN, older=True))
     engine = check_deployable(experiment)
     log = EventLog(folder / PROGRESS)

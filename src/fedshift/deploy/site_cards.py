@@ -23,6 +23,7 @@ from fedshift.deploy.site_file import Holding
 from fedshift.digests import Damaged, write_object
 from fedshift.errors import FedshiftError, UserError
 from fedshift.experiment.environment import versions
+from fedshift.extras import needed
 from fedshift.federation.plain_values import Closed, Frozen, parsed
 
 MOST_SAMPLES = 50_000_000
@@ -198,6 +199,10 @@ def card_of(holding: Holding, rows: Mapping[str, Sequence[int]], policy: Policy,
         device: the site's device.
     """
     data, domain = holding.data, holding.domain
+    if (data.preprocessing.objective or {}).get("task") in ("regression", "multi_label"):
+        needed("sklearn", extra="report", what="a site that measures quantities or several labels")
+    if domain.unlabelled:
+        needed("pyarrow", extra="report", what="a site that keeps predictions")
     return {
         "versions": versions(),
         "shape": list(domain.inputs.shape[1:]),

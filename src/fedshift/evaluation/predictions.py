@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedshift.evaluation.site_metrics import Scored
+from fedshift.extras import needed
 
 PREDICTIONS = "predictions.parquet"
 UNLABELLED = "unlabelled"
@@ -58,8 +59,8 @@ def as_parquet(sites: Sequence[SitePredictions], classes: Sequence[str], about: 
         >>> pq.read_table(io.BytesIO(content), columns=["row", "label", "score_dog"]).to_pylist()
         [{'row': 0, 'label': 'cat', 'score_dog': 0.1}, {'row': 1, 'label': 'dog', 'score_dog': 0.5}]
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+    pa = needed("pyarrow", extra="report", what="keeping predictions")
+    pq = needed("pyarrow.parquet", extra="report", what="keeping predictions")
 
     def joined(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
         return np.concatenate(parts) if parts else np.empty(0)

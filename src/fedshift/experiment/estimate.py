@@ -24,6 +24,7 @@ from fedshift.experiment.changed_samples import changeable, looked_at, usual_val
 from fedshift.experiment.config.data_section import data_source
 from fedshift.experiment.predict import ToPredict, TrainedModel, load_model
 from fedshift.experiment.runs.run_folder import MODEL
+from fedshift.extras import needed
 
 _SAME, _DIGITS = 10, 5
 """So many samples of a site, and half of them, are among the data if their scores agree to so many digits."""
@@ -268,8 +269,8 @@ def noted(run: Path, classes: tuple[str, ...]) -> Iterator[Measured]:
     if not path.is_file():
         return
     check_sum(path)
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+    pa = needed("pyarrow", extra="report", what=f"reading {path.name}")
+    pq = needed("pyarrow.parquet", extra="report", what=f"reading {path.name}")
 
     try:
         table = pq.read_table(path)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedshift.errors import UserError
+from fedshift.extras import needed
 from fedshift.functional.metric_learning import squared_distances
 
 
@@ -198,13 +199,14 @@ def dispersion(features: Tensor, clusters: int, seed: int) -> float:
         >>> dispersion(torch.tensor([[0.0], [2.0], [9.0], [9.0]]), clusters=2, seed=0)
         2.0
     """
-    from sklearn.cluster import KMeans
     from threadpoolctl import threadpool_limits
+
+    cluster = needed("sklearn.cluster", extra="report", what="k-means")
 
     if features.dim() != 2 or not len(features) or clusters < 1:
         raise UserError(f"k-means needs features (n, d) and a cluster, found {tuple(features.shape)} and {clusters}")
     rows = features.cpu()
-    found = KMeans(min(clusters, len(torch.unique(rows, dim=0))), n_init=4, random_state=seed % 2**32)
+    found = cluster.KMeans(min(clusters, len(torch.unique(rows, dim=0))), n_init=4, random_state=seed % 2**32)
     with threadpool_limits(1):  # fixes the order of sums
         labels = found.fit_predict(rows.numpy())
     return compactness(rows, torch.from_numpy(labels).long())

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from fedshift.evaluation.stored import ROUNDS
+from fedshift.extras import reports_installed
 from fedshift.files import write_bytes
 from fedshift.report import plots
 from fedshift.report.advice.verdict import Verdict, verdict
@@ -63,6 +64,7 @@ def write_page(folder: Path, collected: Collected, samples: ShownSamples | None 
     Raises:
         UserError: the page cannot be written there, or a `rounds.jsonl` is corrupt.
     """
+    reports_installed("the page")
     path = folder / PAGE
     write_bytes(path, page(collected, samples).encode(), private=samples is not None)
     return path

@@ -16,6 +16,7 @@ from fedshift.data.checks import checked
 from fedshift.data.domain import DataSet, DataSource, Domain, Manifest, Preprocessing, SparseRows
 from fedshift.data.locate import load_npz, require
 from fedshift.errors import UserError
+from fedshift.extras import needed
 
 DOMAINS = ("books", "dvd", "electronics", "kitchen")
 WIDTH = 5000
@@ -79,13 +80,14 @@ def _from_npz(path: Path) -> dict[str, Domain]:
 
 
 def _from_svmlight(folder: Path) -> dict[str, Domain]:
-    from sklearn.datasets import load_svmlight_files
-
+    data_sets = needed("sklearn.datasets", extra="report", what="reading files of svmlight")
     domains = {}
     for name in DOMAINS:
         files = [folder / f"{name}_{split}.svmlight" for split in ("train", "test")]
         try:
-            train, train_y, test, test_y = load_svmlight_files([str(file) for file in files], n_features=WIDTH)
+            train, train_y, test, test_y = data_sets.load_svmlight_files(
+                [str(file) for file in files], n_features=WIDTH
+            )
         except (OSError, ValueError) as error:
             raise UserError(f"{files[0]} or {files[1].name} is missing or not in svmlight format. {_HOW}") from error
         indptr = np.concatenate(

@@ -20,6 +20,7 @@ from pydantic import Field
 
 from fedshift.data.checks import checked
 from fedshift.data.domain import DataSet, DataSource, Domain, Manifest, Preprocessing
+from fedshift.extras import needed
 
 Floats = npt.NDArray[np.float64]
 Colours = tuple[tuple[float, float, float], tuple[float, float, float]]
@@ -192,8 +193,7 @@ def _letter(hand: Hand, letter: str, size: int, generator: np.random.Generator) 
 
 @lru_cache(maxsize=512)
 def _typeface(name: str, height: int) -> ImageFont.FreeTypeFont:
-    import matplotlib
-
+    matplotlib = needed("matplotlib", extra="report", what="drawn_letters")
     return ImageFont.truetype(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / f"{name}.ttf", height)
 
 

@@ -12,6 +12,7 @@ from fedshift.evaluation.metric_entries import values_of
 from fedshift.evaluation.records import Part, SiteMetric, SiteMetrics
 from fedshift.evaluation.site_metrics import Scored
 from fedshift.evaluation.weighted_samples import Numbers, Tagged
+from fedshift.extras import needed
 
 
 def label_accuracy(predicted: NDArray[Any], labels: NDArray[Any]) -> float:
@@ -50,7 +51,7 @@ def label_metrics(
         >>> found.support, round(found.values["label_accuracy"], 2), found.values["auroc"]
         ([2, 2], 66.67, 100.0)
     """
-    from sklearn.metrics import average_precision_score, f1_score, roc_auc_score
+    metrics = needed("sklearn.metrics", extra="report", what="measuring several labels a sample")
 
     labels, predicted, scores = scored.labels.astype(np.int64), scored.predicted.astype(np.int64), scored.scores
     counts, n = labels.sum(axis=0), len(labels)
@@ -58,11 +59,11 @@ def label_metrics(
     values: dict[SiteMetric, float] = {"label_accuracy": label_accuracy(predicted, labels)}
     mixed = (counts > 0) & (counts < n)
     if not any(hidden):
-        values["f1"] = 100.0 * float(f1_score(labels, predicted, average="macro", zero_division=0))
+        values["f1"] = 100.0 * float(metrics.f1_score(labels, predicted, average="macro", zero_division=0))
         if mixed.any() and np.isfinite(scores).all():
-            values["auroc"] = 100.0 * float(roc_auc_score(labels[:, mixed], scores[:, mixed], average="macro"))
+            values["auroc"] = 100.0 * float(metrics.roc_auc_score(labels[:, mixed], scores[:, mixed], average="macro"))
             values["auprc"] = 100.0 * float(
-                average_precision_score(labels[:, mixed], scores[:, mixed], average="macro")
+                metrics.average_precision_score(labels[:, mixed], scores[:, mixed], average="macro")
             )
     limits: dict[SiteMetric, tuple[float, float]] = {}
     if resamples:

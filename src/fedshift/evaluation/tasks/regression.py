@@ -12,6 +12,7 @@ from fedshift.evaluation.metric_entries import values_of
 from fedshift.evaluation.records import Part, SiteMetric, SiteMetrics
 from fedshift.evaluation.site_metrics import Scored
 from fedshift.evaluation.weighted_samples import Numbers, Quantities
+from fedshift.extras import needed
 
 
 def rmse(predicted: NDArray[Any], labels: NDArray[Any]) -> float:
@@ -24,9 +25,8 @@ def rmse(predicted: NDArray[Any], labels: NDArray[Any]) -> float:
         >>> rmse(np.array([1.0, 2.0]), np.array([1.0, 4.0])) ** 2
         2.0000000000000004
     """
-    from sklearn.metrics import root_mean_squared_error
-
-    return float(root_mean_squared_error(labels.astype(np.float64), predicted.astype(np.float64)))
+    metrics = needed("sklearn.metrics", extra="report", what="measuring regression")
+    return float(metrics.root_mean_squared_error(labels.astype(np.float64), predicted.astype(np.float64)))
 
 
 def regression_metrics(site: str, part: Part, scored: Scored, mean: float, resamples: int = 0) -> SiteMetrics:
@@ -48,12 +48,12 @@ def regression_metrics(site: str, part: Part, scored: Scored, mean: float, resam
         >>> {metric: round(value, 2) for metric, value in found.values.items()}, round(found.baseline, 2)
         ({'rmse': 0.58, 'mae': 0.33, 'r2': 50.0}, 0.82)
     """
-    from sklearn.metrics import mean_absolute_error, r2_score
-
+    metrics = needed("sklearn.metrics", extra="report", what="measuring regression")
     labels, said = scored.labels.astype(np.float64), scored.predicted.astype(np.float64)
-    values: dict[SiteMetric, float] = {"rmse": rmse(said, labels), "mae": float(mean_absolute_error(labels, said))}
+    mae = float(metrics.mean_absolute_error(labels, said))
+    values: dict[SiteMetric, float] = {"rmse": rmse(said, labels), "mae": mae}
     if np.ptp(labels) > 0:
-        values["r2"] = 100.0 * float(r2_score(labels, said))
+        values["r2"] = 100.0 * float(metrics.r2_score(labels, said))
     limits: dict[SiteMetric, tuple[float, float]] = {}
     if resamples:
 

@@ -20,6 +20,7 @@ from fedshift.experiment.runs.parallel import parallel_workers
 from fedshift.experiment.runs.ray_runs import in_cluster, pool_in_cluster, spread
 from fedshift.experiment.runs.round_loop import carry_out
 from fedshift.experiment.runs.run_folder import RunFolder, run_folder, write_order
+from fedshift.extras import reports_installed
 from fedshift.federation.local.cards import cards_of, shares
 from fedshift.models.own.trial import told_of
 
@@ -63,6 +64,7 @@ def run_experiment(
     """
     if experiment.engine.name not in ("local", "ray"):
         raise UserError(f"engine.name: {experiment.engine.name} runs over a network: use fedshift deploy")
+    reports_installed("training on one machine")
     engine, folder, reporter = experiment.engine, runs / experiment.name, reporter or Reporter()
     device = "cpu" if in_cluster(engine) else resolve_device(experiment.device)
     threads = engine.thread_count()
