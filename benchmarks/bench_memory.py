@@ -205,7 +205,6 @@ def measure_remote(part: str, sites: int) -> dict[str, Any]:
         # By another process, since freed memory may stay with the one that had it.
         subprocess.run([sys.executable, __file__, "write", str(sites), place], check=True)
         controller = _Controller(Path(place), like)
-        kit = SimpleNamespace(folder=Path(place), project=SimpleNamespace(largest_message=1024, sites=names))
 
         class Transport(engine.FlareTransport):
             def _exchange(self, *given: Any) -> Any:
@@ -216,7 +215,7 @@ def measure_remote(part: str, sites: int) -> dict[str, Any]:
                 yield from arrivals
                 thread.join()
 
-        transport = Transport(controller, None, Signal(), lambda: None, kit)  # type: ignore[arg-type]
+        transport = Transport(controller, None, Signal(), lambda: None, 1024)
         about = About(network, 200, (3, 224, 224), 7, Training())
         federation = RemoteFederation(
             method,

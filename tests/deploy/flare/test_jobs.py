@@ -207,9 +207,7 @@ def test_a_deployment_without_any_site_ends(kits: Provisioned, tmp_path: Path) -
     assert "accept" in deployment.state["message"]
 
 
-def test_a_reply_that_comes_while_the_coordinator_looks_who_is_lost_counts(
-    kits: Provisioned, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reply_that_comes_while_the_coordinator_looks_who_is_lost_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """FLARE ends a task with OK once its reply has come; that is no reason to count the site as lost."""
     from nvflare.apis.controller_spec import TaskCompletionStatus
     from nvflare.apis.signal import Signal
@@ -236,8 +234,7 @@ def test_a_reply_that_comes_while_the_coordinator_looks_who_is_lost_counts(
             controller.task.completion_status = TaskCompletionStatus.OK
 
     monkeypatch.setattr(engine, "_LOOK_AGAIN", 0.01)
-    kit = load_kit(kits.coordinator)
-    transport = engine.FlareTransport(controller, None, Signal(), lambda: reply_comes(), kit)
+    transport = engine.FlareTransport(controller, None, Signal(), lambda: reply_comes(), 1024)
     arrived = transport.exchange(iter([("north", message)]), 60.0, {})
     assert [one for one in arrived if not isinstance(one[1], Sign)] == [("north", message)]
 
@@ -256,7 +253,6 @@ def test_a_site_that_does_not_answer_is_lost(
     patience: dict[str, float],
     revoked: set[str],
     reason: str,
-    kits: Provisioned,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Revoked, at once; otherwise after the deadline, which may be an hour, or if it was lost before, its patience."""
@@ -268,10 +264,12 @@ def test_a_site_that_does_not_answer_is_lost(
 
     controller = SimpleNamespace(send=lambda *_, **__: None, cancel_task=lambda _: None)
     monkeypatch.setattr(engine, "_LOOK_AGAIN", 0.01)
-    monkeypatch.setattr(engine, "revoked_sites", lambda kit: revoked if kit.folder == kits.coordinator else set())
     looks = itertools.count()
-    kit, endless = load_kit(kits.coordinator), lambda: "it is waited for without end" if next(looks) > 500 else None
-    transport = engine.FlareTransport(controller, None, Signal(), endless, kit)
+
+    def endless() -> str | None:
+        return "it is waited for without end" if next(looks) > 500 else None
+
+    transport = engine.FlareTransport(controller, None, Signal(), endless, 1024, lambda: revoked)
     arrived = transport.exchange(iter([("north", Message("{}", b"", ""))]), deadline, patience)
     assert [one for one in arrived if not isinstance(one[1], Sign)] == [("north", Lost(reason))]
 

@@ -47,16 +47,15 @@ class Played:
         self.tasks: list[tuple[str, Any]] = []
         self.asked: list[tuple[int, int]] = []
         self.signal, self.lost_parts = Signal(), 0
-        kit: Any = SimpleNamespace(folder=Path(), project=SimpleNamespace(largest_message=1))
+        kit: Any = SimpleNamespace(project=SimpleNamespace(largest_message=1))
         patch.setattr(engine, "own_kit", lambda: kit)
-        patch.setattr(engine, "revoked_sites", lambda kit: set())
         patch.setattr(engine, "open_site", lambda file, in_service: SimpleNamespace(handle=self.handle))
         patch.setattr(parts, "_AGAIN_SECONDS", 0.0)
         patch.setenv(engine.SITE, "SITE.yaml")
         patch.setattr(engine.FlareSite, "__init__", lambda site: setattr(site, "_program", None))
         self.answered = answer
         controller: Any = SimpleNamespace(send=self.send, cancel_task=lambda task: None)
-        self.transport = engine.FlareTransport(controller, None, Signal(), lambda: None, kit)
+        self.transport = engine.FlareTransport(controller, None, Signal(), lambda: None, 1)
 
     def send(self, task: Any, context: Any, targets: list[str]) -> None:
         self.carried["tasks"].append(len(fobs.dumps(task.data)))
@@ -165,7 +164,7 @@ def test_an_answer_that_came_in_part_is_the_sites_loss(monkeypatch: pytest.Monke
 
 def test_a_message_that_is_larger_than_agreed_is_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "IN_FLIGHT", 1 << 18)
-    monkeypatch.setattr(engine, "check_size", lambda message, project: None)
+    monkeypatch.setattr(engine, "check_size", lambda message, largest: None)
     played = Played(monkeypatch, 1, b"")
     ((_, answer),) = played.exchange(bytes((1 << 20) + 1))
     assert isinstance(answer, Message)

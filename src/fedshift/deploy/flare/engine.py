@@ -11,7 +11,8 @@ import gc
 import os
 import queue
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from nvflare.apis.signal import Signal
 from fedshift.deploy.coordinator import coordinate
 from fedshift.deploy.flare.certificates import revoked_sites
 from fedshift.deploy.flare.deployment_folder import Deployment
-from fedshift.deploy.flare.kits import Kit, Project, load_kit
+from fedshift.deploy.flare.kits import Kit, load_kit
 from fedshift.deploy.flare.parts import (
     TOPIC,
     Parcel,
@@ -40,7 +41,7 @@ from fedshift.deploy.flare.parts import (
 from fedshift.deploy.remote.incoming import Arriving, Held, Spool
 from fedshift.deploy.remote.transport import Lost, NewJobNeeded, Sign
 from fedshift.deploy.remote.wire import Message, error_answer
-from fedshift.deploy.site_server import open_site, tell_people
+from fedshift.deploy.site_server import SiteProgram, open_site, tell_people
 from fedshift.errors import FedshiftError, UserError
 
 KIT, SITE = "FEDSHIFT_KIT", "FEDSHIFT_SITE"
@@ -80,11 +81,13 @@ class FlareCoordinator(Controller):  # type: ignore[misc]
         """Run the whole experiment and write down its outcome. FLARE calls this."""
         deployment, job = self._deployment, str(fl_ctx.get_job_id())
         deployment.note_process(job)
-        transport = FlareTransport(self, fl_ctx, abort_signal, deployment.new_job_requested, own_kit())
+        kit = own_kit()
+        largest, revoked_now = kit.project.largest_message, partial(revoked_sites, kit)
+        transport = FlareTransport(self, fl_ctx, abort_signal, deployment.new_job_requested, largest, revoked_now)
         fl_ctx.get_engine().register_aux_message_handler(TOPIC, transport.parcels.answer)
         gc.freeze()  # modules stay loaded: `Parcels`, which collects garbage often, need not search them
         try:
-            revoked = revoked_sites(own_kit())
+            revoked = revoked_now()
             coordinate(deployment.folder, transport, [site for site in deployment.sites if site not in revoked])
             deployment.end(job, "finished")
         except NewJobNeeded as error:
@@ -110,7 +113,8 @@ class FlareTransport:
         fl_ctx: FLARE's context.
         abort_signal: triggered when FLARE ends the job.
         new_job_requested: says why the run should continue in a new job; None if it should not.
-        kit: the coordinator's kit.
+        largest: MiB of the largest message that is sent or accepted.
+        revoked: names the sites that the coordinator refuses now.
     """
 
     def __init__(
@@ -119,11 +123,12 @@ class FlareTransport:
         fl_ctx: FLContext,
         abort_signal: Signal,
         new_job_requested: Callable[[], str | None],
-        kit: Kit,
+        largest: int,
+        revoked: Callable[[], Collection[str]] = frozenset,
     ) -> None:
         self._controller, self._context, self._abort = controller, fl_ctx, abort_signal
-        self._new_job_requested, self._kit = new_job_requested, kit
-        self.parcels = Parcels(kit.project.largest_message << 20)
+        self._new_job_requested, self._largest, self._revoked = new_job_requested, largest, revoked
+        self.parcels = Parcels(largest << 20)
 
     def exchange(
         self, messages: Iterator[tuple[str, Message]], deadline: float, patience: Mapping[str, float]
@@ -179,7 +184,7 @@ class FlareTransport:
             passed: seconds since the tasks were sent.
             deadline: seconds that a site has to answer.
         """
-        revoked = revoked_sites(self._kit)
+        revoked = self._revoked()
         for site, until_fetched in limits.items():
             reason = self._lost(tasks[site], passed, deadline, until_fetched)
             if site in revoked:
@@ -196,7 +201,7 @@ class FlareTransport:
         written: dict[int, Sequence[Path]] = {}
         packed: list[tuple[str, str, Shareable, Arriving]] = []
         for site, message in messages:
-            check_size(message, self._kit.project)
+            check_size(message, self._largest)
             if len(message.body) > room and id(message.body) not in written:
                 written[id(message.body)] = written_in_parts(message.body, room, spool)
             arriving = Arriving(spool)
@@ -254,7 +259,7 @@ class FlareSite(Executor):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
-        self._program: Any = None
+        self._program: SiteProgram | None = None
 
     def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
         """Answer a task. FLARE calls this.
@@ -267,14 +272,14 @@ class FlareSite(Executor):  # type: ignore[misc]
         parts = parts_at_site(shareable, fl_ctx, abort_signal)
         room = shareable["room"] if parts else None
         try:
-            self._program = self._program or open_site(Path(os.environ[SITE]), in_service=True)
+            self._program = self._program or self.open(fl_ctx)
             peer = fl_ctx.get_peer_context()
             server = peer.get_identity_name() if peer else ""
-            project = own_kit().project
-            whole = _whole(message, size_apart(shareable), parts, project)
+            largest = self.largest()
+            whole = _whole(message, size_apart(shareable), parts, largest)
             answer = self._program.handle(whole, f"{server} job {fl_ctx.get_job_id()}")
             del whole
-            check_size(answer, project)
+            check_size(answer, largest)
             told = shareable_of(answer, room)
             if parts is not None and size_apart(told):
                 parts.bring(answer.body)
@@ -283,12 +288,20 @@ class FlareSite(Executor):  # type: ignore[misc]
             told = shareable_of(error_answer(message, error))
         return told
 
+    def open(self, fl_ctx: FLContext) -> SiteProgram:
+        """Make the site's program."""
+        return open_site(Path(os.environ[SITE]), in_service=True)
 
-def _whole(message: Message, size: int, parts: SiteParts | None, project: Project) -> Message:
+    def largest(self) -> int:
+        """MiB of the largest message that the site sends or accepts."""
+        return own_kit().project.largest_message
+
+
+def _whole(message: Message, size: int, parts: SiteParts | None, largest: int) -> Message:
     """A message together with its body of ``size`` bytes, if that has to be fetched."""
     if not size:
         return message
-    if parts is None or size > project.largest_message << 20:
+    if parts is None or size > largest << 20:
         raise UserError("the coordinator offers a message that this site cannot fetch, or one that is too large")
     return Message(message.header, parts.fetch(size), message.digest)
 
@@ -298,13 +311,15 @@ def own_kit() -> Kit:
     return load_kit(Path(os.environ[KIT]))
 
 
-def check_size(message: Message, project: Project) -> None:
-    """Raise UserError if a message is too large to be sent. FLARE would end the job's process, and say little."""
+def check_size(message: Message, largest: int) -> None:
+    """Raise UserError if a message of more than ``largest`` MiB is to be sent. FLARE would end the process, and say
+    little."""
     size = len(message.header) + len(message.body)
-    if size + _AROUND > project.largest_message << 20:
+    if size + _AROUND > largest << 20:
         raise UserError(
-            f"a message of {size / 1e6:.0f} MB is larger than this project allows ({project.largest_message} MiB): "
-            "raise largest_message in the project file, call fedshift project provision, and hand the new kit.json out"
+            f"a message of {size / 1e6:.0f} MB is larger than this project allows ({largest} MiB): raise "
+            "largest_message in the project file, call fedshift project provision, and hand the new kit.json out (in "
+            "a FLARE project of your own: of the recipe)"
         )
 
 

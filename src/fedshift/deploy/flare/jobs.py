@@ -45,6 +45,9 @@ _SOON = 60.0
 _WHY = " (fedshift site status there says why not; if the coordinator has moved, it needs its new kit.json)"
 _LOOK_AGAIN = 0.25
 """Seconds between looks at FLARE's list of sites."""
+TIMES = {"task_request_interval": 0.1, "heart_beat_timeout": 600}
+"""A job's times in seconds. FLARE's default of 2 s between a site's requests for tasks would be most of a short
+exchange."""
 
 
 class Attendance:
@@ -380,8 +383,7 @@ def job_folder(deployment: str, fewest: int, folder: Path) -> Path:
     meta = {"name": deployment, "resource_spec": {}, "deploy_map": {"app": ["@ALL"]}, "min_clients": fewest}
     server = {
         "format_version": 2,
-        # Seconds between a site's requests for tasks. FLARE's default of 2 s would be most of a short exchange.
-        "server": {"task_request_interval": 0.1, "heart_beat_timeout": 600},
+        "server": TIMES,
         "task_data_filters": [],
         "task_result_filters": [],
         "components": [],
