@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
@@ -133,6 +134,66 @@ def test_only_drawn_sources_are_asked_and_the_others_are_charged() -> None:
     assert where.missing == {}
     assert drawn == {Lossy({}, per_round=2, round_=number).drawn for number in (1, 2, 3, 4)}
     assert drawn != {Lossy({}, per_round=2, seed=1, round_=number).drawn for number in (1, 2, 3, 4)}
+
+
+def in_turn(where: Lossy, order: str = "badc") -> list[tuple[str, float]]:
+    """Each site with the number that it was sent, which grows by 1 at each that answers."""
+    seen: list[tuple[str, float]] = []
+    deliver = where.deliver
+
+    def looked_at(call: str, requests: Iterator[Request]) -> Generator[Any, None, None]:
+        for request in requests:
+            seen.append((request.site, float(request.content["number"])))  # type: ignore[arg-type]
+            yield from deliver(call, iter([request]))
+
+    where.deliver = looked_at  # type: ignore[method-assign]
+    numbers = iter(range(1, 9))
+
+    def then(site: str, reply: Update) -> dict[str, Any]:
+        assert site == seen[-1][0]
+        return {"bank": Weights({}), "number": float(next(numbers))}
+
+    where.ask_in_turn(where.method.look, to=tuple(order), then=then, bank=Weights({}), number=0.0)  # type: ignore[attr-defined]
+    where.deliver = deliver  # type: ignore[method-assign]
+    return seen
+
+
+def test_sites_in_turn_are_sent_what_the_reply_before_led_to() -> None:
+    where = Lossy({})
+    assert in_turn(where) == [("b", 0.0), ("a", 1.0), ("d", 2.0), ("c", 3.0)]
+    assert where.progress.used == WORK
+    assert where.progress.exchange == 4
+
+
+@pytest.mark.parametrize(("gone", "quorum"), [("a", 3), ("ab", 2), ("abc", 1)])
+def test_of_sites_in_turn_as_many_may_be_missing_as_of_those_asked_together(gone: str, quorum: int) -> None:
+    lost = {site: fault(site) for site in gone}
+    for more in (1, None):
+        with pytest.raises(TrainingDiverged):
+            in_turn(Lossy(lost, quorum=None if more is None else quorum + more))
+    where = Lossy(lost, quorum=quorum)
+    passed = {"a": [0.0, 1.0, 1.0, 2.0], "ab": [0.0, 0.0, 0.0, 1.0], "abc": [0.0, 0.0, 0.0, 1.0]}[gone]
+    assert [number for _, number in in_turn(where)] == passed
+    assert set(where.missing) == set(gone)
+    others = [WORK[site] / BUDGET[site] for site in BUDGET if site not in gone]
+    due = {site: math.ceil(round(BUDGET[site] * sum(others) / len(others), 9)) for site in gone}
+    assert {site: where.progress.used[site] for site in gone} == due  # as one who is missing from an exchange
+    in_turn(where)
+    assert {site: where.progress.used[site] for site in gone} == {site: 2 * number for site, number in due.items()}
+    asked(where).drain()  # and a later exchange counts anew
+
+
+def test_who_is_not_drawn_has_no_turn_and_is_charged() -> None:
+    where = Lossy({}, per_round=2, round_=1)
+    seen = in_turn(where)
+    assert {site for site, _ in seen} == set(where.drawn)
+    assert where.progress.exchange == 2
+    share = sum(WORK[site] / BUDGET[site] for site in where.drawn) / 2
+    absent = set(BUDGET) - set(where.drawn)
+    assert {site: where.progress.used[site] for site in absent} == {
+        site: round(share * BUDGET[site]) for site in absent
+    }
+    assert where.progress.undrawn == sum(where.progress.used[site] for site in absent)
 
 
 def test_what_is_charged_to_those_not_drawn_is_not_counted_as_trained() -> None:

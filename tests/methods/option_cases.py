@@ -123,6 +123,7 @@ FEDERATED_METHODS: dict[str, dict[str, tuple[Try, ...]]] = {
         **_PENALISED,
         "estimate": of("halves", penalty_weight=3.0),
     },
+    "fedfish": {**_LOCAL, "meta_rate": of(0.1, 1.0), "order": of("fixed")},
     "fedgma": {**_FEDERATED, "agreement": of(0.0, 0.6)},
     "feddg_ga": {**_LOCAL, "step": of(0.0, 0.5), "centred": of(False), "shared_step": of(True), "late_step": of(True)},
     "gperxan": {**_FEDERATED, "guide_weight": of(0.0, 3.0), "unseen": of("target")},

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from golden import OPTIONS
-from tiny import NORMED, federation, network_for, start_of, vectors
+from tiny import NORMED, federation, network_for, normed_for, start_of, vectors
 from torch import Tensor, nn
 
 from fedshift.data.domain import Domain
@@ -49,7 +49,9 @@ def assert_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("name", registry.names())
 def test_new_weights_do_not_depend_on_the_bits_of_others(name: str) -> None:
     method = registry.parse({"name": name, **OPTIONS.get(name, {})})
-    plain = models.build(network_for(method, NORMED, (5,)), (5,), 3, 3)
+    kind = normed_for(method)
+    shape = (5,) if kind == NORMED else (1, 28, 28)
+    plain = models.build(network_for(method, kind, shape), shape, 3, 3)
     assert_equal(added(method, plain), added(method, moved(plain)))
 
 

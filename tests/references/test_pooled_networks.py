@@ -13,6 +13,7 @@ from test_pooled_domains import of_domains, steps, weights_agree
 from torch import Tensor, nn
 
 from fedshift.federation.site_base import joined
+from fedshift.methods.pooled.arm import ARM, InContext, Widened
 from fedshift.methods.pooled.erm_plus_plus import ERMPlusPlus
 from fedshift.methods.pooled.miro import MIRO, Oracle
 from fedshift.methods.pooled.mtl import MTL, Contextual
@@ -69,6 +70,46 @@ def test_two_steps_with_means(reference: Reference, monkeypatch: pytest.MonkeyPa
     model, _ = whole()
     model.load_state_dict(dict(two.weights))
     reference.agree("logits of the batch of the first domain", model(given["x"][0]))
+
+
+@compares("pooled", "arm_1")
+def test_two_steps_in_context(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = reference.tensors
+
+    def whole(*_: object) -> tuple[Network, list[Any]]:
+        features = InContext(nn.Sequential(nn.Conv2d(1, 3, 3, bias=False), nn.Flatten()))
+        first = cast(Widened, cast(nn.Sequential, features.body)[0])
+        with torch.no_grad():
+            first.images.weight.copy_(given["A"][:, :1])
+            first.context.weight.copy_(given["A"][:, 1:])
+            for number, name in ((0, "C1"), (3, "C2"), (6, "C3")):
+                cast(nn.Conv2d, features.context[number]).weight.copy_(given[name])
+                cast(Tensor, features.context[number].bias).zero_()
+        batches = [
+            batch(x.unsqueeze(1), labels, k)
+            for k, (x, labels) in enumerate(zip(given["x"], reference.inputs["labels"], strict=True))
+        ]
+        return network(features, linear(given["G"]), 27, 3), batches
+
+    monkeypatch.setattr("test_pooled_domains.of_domains", whole)
+    monkeypatch.setattr(ARM, "adapt_network", lambda _, network, sources: network)
+    monkeypatch.setattr(ARM, "check", lambda *_: None)
+    one, _ = steps(reference, ARM(), 1)
+    two, _ = steps(reference, ARM(), 2)
+    reference.agree("loss of the first step", one.loss)
+    reference.agree("loss of the second step", 2 * two.loss - one.loss)
+    first = [two.weights[f"features.body.0.{part}.weight"] for part in ("images", "context")]
+    reference.agree("A after two steps", torch.cat(first, 1))
+    for letter, name in {"G": "classifier.weight", "C3": "features.context.6.weight"}.items():
+        reference.agree(f"{letter} after two steps", two.weights[name])
+    model, batches = whole()
+    model.load_state_dict(dict(two.weights))
+    reference.agree("logits of the batch of the first domain", model.eval()(batches[0].inputs))
+
+
+def test_a_widened_layer_is_drawn_as_one_of_all_channels() -> None:
+    wide = Widened(nn.Conv2d(1, 400, 3)).context.weight
+    assert wide.abs().max().item() == pytest.approx((2 * 9) ** -0.5, rel=0.02)
 
 
 @compares("pooled", "erm_plus_plus_1")

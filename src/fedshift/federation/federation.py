@@ -80,6 +80,14 @@ class Progress:
     undrawn: int = 0
 
 
+@dataclass
+class Turns:
+    """Sites that are asked one after the other, and how many of them are missing so far."""
+
+    asked: int
+    missing: int = 0
+
+
 class Federation(ABC):
     """The sites that take part in a run. Methods ask with `ask`; engines subclass this and implement `deliver`.
 
@@ -141,6 +149,7 @@ class Federation(ABC):
         self._on_answer = on_answer or (lambda site, mini_batches: None)
         self._open: Replies[Any] | None = None
         self._undrawn: dict[str, None] = {}
+        self._turns: Turns | None = None
 
     @abstractmethod
     def deliver(self, call: str, requests: Iterator[Request]) -> Generator[Answer[Any] | Missing, None, None]:
@@ -232,6 +241,46 @@ class Federation(ABC):
         self.progress.exchange -= 1
         return self.ask(call, to=to, **content)
 
+    def ask_in_turn(
+        self,
+        call: Callable[..., R],
+        *,
+        to: Sequence[str],
+        then: Callable[[str, R], Mapping[str, Content]],
+        **content: Content,
+    ) -> None:
+        """Ask one site after the other, each with what the reply before it led to.
+
+        A missing site counts as in one exchange with all of them. The next site is then sent what it was sent.
+
+        Args:
+            call: as for `ask`.
+            to: names of the sites, in their order.
+            then: from a site and its reply, the content for the next site.
+            content: what the first site is sent, by argument.
+
+        Raises:
+            FedshiftError: as for `ask`.
+        """
+        absent = set(self.sources).difference(self.drawn)
+        visited, spent, answered = [site for site in to if site not in absent], [], set()
+        self._turns = Turns(len(visited))
+        sent: Mapping[str, Content] = content
+        try:
+            for site in visited:
+                before = self.progress.used[site]
+                for reply in self.ask(call, to=(site,), **sent):
+                    sent = then(site, reply)
+                    answered.add(site)
+                if site in answered and self.budget[site]:
+                    spent.append((self.progress.used[site] - before) / self.budget[site])
+        finally:
+            self._turns = None
+        self._undrawn = {site: None for site in to if site in absent}
+        for site in to:
+            if site not in answered:
+                self.forfeit(site, spent)
+
     def settle(self) -> None:
         """Finish the last exchange if its replies were not all read."""
         if self._open is not None:
@@ -279,6 +328,7 @@ class Federation(ABC):
                 left = UNLIMITED if self.finishing else self.budget.get(site, 0) - self.progress.used[site]
                 yield Request(site, Envelope(number, self.round, shares[site], left), own[site])
 
+        turns = self._turns or Turns(len(to))
         missing: list[str] = []
         spent: list[float] = []
         for answer in self.deliver(call, requests()):
@@ -291,7 +341,8 @@ class Federation(ABC):
                 self.ledger.record(number, call, answer.site, "up", {"sum": answer.reply.numbers})
             if isinstance(answer, Missing):
                 missing.append(answer.site)
-                self.go_on_without(answer, len(to), len(missing))
+                turns.missing += 1
+                self.go_on_without(answer, turns.asked, turns.missing)
                 continue
             budget = self.budget.get(answer.site, 0)
             spent.append(answer.mini_batches / budget if budget else 0.0)

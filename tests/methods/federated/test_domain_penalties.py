@@ -1,4 +1,4 @@
-"""The federated forms of V-REx and IRM: with one step on all samples of a site, a step of the pooled method."""
+"""The federated forms of V-REx, IRM and Fish: with one step on all samples of a site, a step of the pooled method."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from typing import Any
 import pytest
 import torch
 from test_contract import assert_close
-from tiny import MLP, domains, run
+from tiny import MLP, NORMED, domains, federation, run
 
 from fedshift.functional.gradient_matching import masked_by_agreement
 from fedshift.methods.base import Method
 from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.methods.federated.fedfish import FederatedFish
 from fedshift.methods.federated.fedgma import FedGMA
 from fedshift.methods.federated.fedirm import FederatedIRM
 from fedshift.methods.federated.fedvrex import FederatedVREx
+from fedshift.methods.pooled.fish import Fish
 from fedshift.methods.pooled.irm import IRM
 from fedshift.methods.pooled.vrex import VREx
 from fedshift.weights import Weights
@@ -41,6 +43,7 @@ def after(method: Method, rounds: int) -> Weights:
             FederatedIRM(penalty_weight=3.0, penalty_start=2, weight_before=1.0, rescaled=True),
             IRM(penalty_start=2, penalty_weight=3.0),
         ),
+        (FederatedFish(order="fixed"), Fish(order="fixed")),
     ],
 )
 def test_one_step_of_every_site_is_a_pooled_step(federated: Method, pooled: Method, rounds: int) -> None:
@@ -67,6 +70,41 @@ def test_the_penalty_begins_in_the_round_of_the_pooled_one() -> None:
 def test_without_its_own_part_it_is_fedavg(method: Method, weighting: Any) -> None:
     found, plain = (run(each, network=MLP)[0].weights for each in (method, FedAvg(weighting=weighting)))
     assert_close(found, plain)
+
+
+def test_fish_s_whole_way_is_training_at_one_site_after_the_other() -> None:
+    """Each alone from where the one before it ended: momentum and draws are a site's own."""
+    wanted = start = run(FedAvg(), domains(MLP, SIZES), rounds=1, budget=0, **PLAIN)[0].weights
+    method = FederatedFish(meta_rate=1.0, order="fixed")
+    where = federation(method, domains(MLP, SIZES), rounds=1, budget=1, **PLAIN)
+    for site in SIZES:
+        (update,) = where.ask(method.fit, to=(site,), weights=wanted)
+        wanted = update.weights
+    half = run(FederatedFish(order="fixed"), domains(MLP, SIZES), rounds=1, budget=1, **PLAIN)[0].weights
+    assert_close(run(method, domains(MLP, SIZES), rounds=1, budget=1, **PLAIN)[0].weights, wanted)
+    assert_close(half, Weights({name: (value + wanted[name]) / 2 for name, value in start.items()}))
+
+
+def visits(rounds: int, seed: int, order: Any) -> list[list[str]]:
+    """The sites of each round in the order of their visits."""
+    where = run(FederatedFish(order=order), domains(MLP, SIZES), rounds=rounds, budget=rounds, seed=seed, **PLAIN)[1]
+    sites = [entry.site for entry in where.ledger.entries if entry.direction == "down"]
+    return [sites[start : start + len(SIZES)] for start in range(0, len(sites), len(SIZES))]
+
+
+def test_fish_visits_every_site_once_in_an_order_drawn_anew() -> None:
+    drawn = visits(6, 1, "drawn")
+    assert [sorted(names) for names in drawn] == [sorted(SIZES)] * 6
+    assert len({tuple(names) for names in drawn}) > 2
+    assert drawn == visits(6, 1, "drawn") != visits(6, 2, "drawn")
+    assert visits(2, 1, "fixed") == [sorted(SIZES)] * 2
+
+
+def test_fish_s_counters_are_those_of_the_last_site() -> None:
+    budget: dict[str, Any] = {"rounds": 1, "budget": 1, **PLAIN, "network": NORMED}
+    weights = run(FederatedFish(), domains(NORMED, SIZES), **budget)[0].weights
+    counters = {int(value) for name, value in weights.items() if name.endswith("num_batches_tracked")}
+    assert counters == {len(SIZES)}
 
 
 def test_fedgma_s_round_by_hand() -> None:

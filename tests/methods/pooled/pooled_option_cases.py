@@ -216,6 +216,7 @@ POOLED_METHODS: dict[str, dict[str, tuple[Try, ...]]] = {
     "domain_mixup": {**_BY_DOMAIN, "alpha": of(5.0)},
     "selfreg": {**_BY_DOMAIN, "feature_weight": of(0.0), "alpha": of(5.0), "train_projection": of(False)},
     "sagnet": {**_BY_DOMAIN, "adversarial_weight": of(0.0, 3.0)},
+    "arm": _BY_DOMAIN,
     "mtl": {**_BY_DOMAIN, "newest": of(0.3), "unseen": of("sources")},
     "miro": {
         **_POOLED,

@@ -55,6 +55,7 @@ GOES_WITH = {
     "fishr": ["augment", "mixstyle"],
     "sagnet": ["augment", "mixstyle", "dropout"],
     "mtl": ["augment", "mixstyle"],
+    "arm": ["augment", "mixstyle", "dropout"],
     **dict.fromkeys(("miro", "erm_plus_plus"), ON_IMAGES),
     **dict.fromkeys(("mdan", "cmss", "cdan", "srdc"), ("mixstyle", "dropout")),
     **dict.fromkeys(("m3sda", "dael"), ("mixstyle",)),
