@@ -32,11 +32,11 @@ def samples(seed: int, n: int) -> tuple[np.ndarray, np.ndarray]:  # type: ignore
     return x, (x[:, 0] + 0.5 * draw.normal(size=n) > 0).astype(np.int64) + (x[:, 1] > 1)
 
 
-def files(folder: Path) -> dict[str, str]:
+def files(folder: Path, classes: int = 3) -> dict[str, str]:
     folder.mkdir(parents=True, exist_ok=True)
     for seed, (site, n) in enumerate({**LABELLED, "va": 70}.items()):
         x, y = samples(seed, n)
-        np.savez(folder / f"{site}.npz", x=x, **({} if site == "va" else {"y": y}))
+        np.savez(folder / f"{site}.npz", x=x, **({} if site == "va" else {"y": np.minimum(y, classes - 1)}))
     return {site: str(folder / f"{site}.npz") for site in (*LABELLED, "va")}
 
 
@@ -50,14 +50,17 @@ def places(folder: Path, held: dict[str, str], without: dict[str, Any] | None = 
 
 
 def both(
-    folder: Path, method: Any, protocol: dict[str, Any], **engine: Any
+    folder: Path, method: Any, protocol: dict[str, Any], classes: int = 3, **engine: Any
 ) -> tuple[Path, fedshift.api.Results, Loopback]:
     """The runs of a deployment of four sites, and the same in a simulation."""
-    held = files(folder / "data")
+    held = files(folder / "data", classes)
     options = options_of(method, protocol=protocol, evaluation={"resamples": 0})
-    transport = Loopback(places(folder, held))
+    at = places(folder, held)
+    for place in at.values():
+        place.write_text(yaml.safe_dump({**yaml.safe_load(place.read_text()), "classes": [*"012"[:classes]]}))
+    transport = Loopback(at)
     deployed, _ = deploy(folder, options, sites={**LABELLED, "va": 70}, unseen={}, transport=transport, engine=engine)
-    data = {"name": "arrays", "sites": held, "classes": ["0", "1", "2"], "site_labels": {"va": "none"}}
+    data = {"name": "arrays", "sites": held, "classes": [*"012"[:classes]], "site_labels": {"va": "none"}}
     simulated = fedshift.run({**options, "data": data, "engine": {"threads": 1, **engine}}, folder / "simulated")
     return deployed, simulated, transport
 
@@ -100,6 +103,18 @@ def test_it_ends_as_the_simulation_does(tmp_path: Path) -> None:
     assert "va has no labels, so it is not measured" in said
     assert "the site keeps it beside its predictions" in said
     assert transport.asked.count(("va", "fit")) == 0
+
+
+def test_auroc_and_the_rates_at_the_threshold_are_those_of_the_simulation(tmp_path: Path) -> None:
+    _, simulated, _ = both(tmp_path, "fedavg", PROTOCOL, classes=2)
+    (here,) = simulated.estimates["va"]["fedavg"]
+    run = next((tmp_path / "va" / "received").iterdir())
+    there = json.loads((run / "estimate.json").read_text())
+    assert there["threshold"] == here.threshold != 0.5
+    for name, one in here.measures.items():
+        assert one.estimate is not None
+        told = [there["measures"][name][part] for part in ("estimate", "low", "high")]
+        assert told == pytest.approx([one.estimate, one.low, one.high])
 
 
 @pytest.mark.parametrize("method", ["kd3a", {"name": "shot", "bottleneck": 4}, "recipe_unlabelled"])

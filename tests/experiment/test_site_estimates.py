@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sklearn.metrics import roc_auc_score
 
 import fedshift
 from fedshift.cli.estimate import print_estimate
@@ -172,3 +173,22 @@ def test_mistakes_are_one_line(results: fedshift.api.Results, tmp_path: Path) ->
             print_estimate(run, data, "json", None)
     finally:
         file.write_bytes(kept)
+
+
+def test_auroc_and_the_rates_at_the_threshold_are_estimated(
+    results: fedshift.api.Results, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = hospital(9, 200)
+    data = written(tmp_path / "new.csv", new, ("age", "pressure"))
+    model, labels = results.model(target="north", seed=0), np.array([row["outcome"] == "ill" for row in new])
+    positive = list(model.trained.classes).index("ill")
+    scores = model.trained.scores(model.trained.read(data).inputs)[:, positive]
+    found = model.estimate(data)
+    run = next(run for run in results.runs if (run.target, run.seed) == ("north", 0))
+    used = next(site.threshold for site in run.sites if site.part == "target")
+    assert found.threshold == used
+    if positive == 1:
+        auroc = found.measures["auroc"]
+        assert auroc.estimate == pytest.approx(100 * roc_auc_score(labels, scores), abs=10)
+    print_estimate(run_of(results, "north"), data, "terminal", None)
+    assert f"Sensitivity at threshold {used:.2f}" in capsys.readouterr().out

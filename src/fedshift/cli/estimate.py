@@ -8,6 +8,7 @@ from pathlib import Path
 from fedshift.cli.predict import table_format
 from fedshift.errors import UserError, nearest
 from fedshift.evaluation.estimate.combination import LEVEL, Estimate
+from fedshift.evaluation.metric_entries import ENTRIES
 from fedshift.experiment.estimate import estimate_at
 from fedshift.experiment.predict import load_model
 from fedshift.text import json_text, printable
@@ -46,6 +47,13 @@ def _lines(estimate: Estimate) -> Iterator[str]:
     else:
         ends = f"{estimate.low:.1f} to {estimate.high:.1f} in {LEVEL:.0%} of cases"
         yield f"accuracy here, estimated: {estimate.estimate:.1f} % ({ends})"
+    for name, one in estimate.measures.items():
+        at = "" if name == "auroc" else f" at threshold {estimate.threshold:.2f}"
+        title = f"{ENTRIES[name].title}{at}"
+        if one.estimate is None:
+            yield f"{title}: no estimate: {one.reason}"
+        else:
+            yield f"{title}, estimated: {one.estimate:.1f} % ({one.low:.1f} to {one.high:.1f})"
     if estimate.usual is not None:
         sites = f"{estimate.sites} site" + ("s" if estimate.sites > 1 else "")
         yield f"accuracy where it was measured: {estimate.usual:.1f} % (mean of {sites}, each left out in turn)"

@@ -18,7 +18,7 @@ import torch
 from fedshift.data.builders.at_sites import AtSites
 from fedshift.data.site_data import batches_per_epoch
 from fedshift.deploy.deployed_plan import DeployedPlan, check_budgets
-from fedshift.deploy.estimates import asks_sums, hand_over, keep_sums, run_at_sites, sums_file
+from fedshift.deploy.estimates import asks_sums, hand_over, keep_sums, run_at_sites, sums_file, threshold_file
 from fedshift.deploy.event_log import EventLog
 from fedshift.deploy.handshake import agree
 from fedshift.deploy.json_files import DEPLOY_AGAIN
@@ -28,7 +28,7 @@ from fedshift.deploy.remote.sealed_federation import SealedFederation
 from fedshift.deploy.remote.secure_federation import SecureFederation
 from fedshift.deploy.remote.transport import Done, Transport, ask_plain
 from fedshift.deploy.site_cards import write_cards
-from fedshift.digests import read_object
+from fedshift.digests import read_object, write_object
 from fedshift.errors import FedshiftError, UserError, nearest
 from fedshift.evaluation.records import Part, SiteMetrics
 from fedshift.evaluation.site_metrics import common_threshold
@@ -408,6 +408,7 @@ class _AtSites:
         if self._sums:
             keep_sums(self._place, {site: found[site]["sums"] for site in self._targets if site in found})
         if self._predicted:
+            write_object(threshold_file(self._place.parents[1], self._place.stem), {"threshold": threshold})
             self._federation.hand_out(weights, self._predicted, self._metadata())
         record, held_out = self._record(found), _metrics(found, sources, "held_out")
         if self._here is not None:

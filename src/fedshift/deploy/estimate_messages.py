@@ -17,6 +17,7 @@ from fedshift.errors import FedshiftError
 from fedshift.evaluation.estimate.combination import KnownSite, Reading
 from fedshift.evaluation.estimate.estimators import ESTIMATORS
 from fedshift.evaluation.estimate.sums import BANDS, BINS, TEMPERATURES, SiteSums
+from fedshift.evaluation.estimate.two_classes import SCORES
 from fedshift.federation.plain_values import Frozen
 
 MOST_CLASSES = 100
@@ -25,6 +26,7 @@ _Count = Annotated[float, Field(ge=0, le=2**53)]
 _Amounts = Annotated[tuple[_Count, ...], Field(min_length=len(TEMPERATURES), max_length=len(TEMPERATURES))]
 _Bins = Annotated[tuple[_Count, ...], Field(min_length=BINS, max_length=BINS)]
 _Bands = Annotated[tuple[_Count, ...], Field(min_length=BANDS, max_length=BANDS)]
+_Scores = Annotated[tuple[_Count, ...], Field(min_length=SCORES, max_length=SCORES)]
 _Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -44,6 +46,7 @@ class GivenSums(_Part):
     confidences: _Amounts
     answers: Annotated[tuple[tuple[_Bands, ...], ...], Field(min_length=2, max_length=MOST_CLASSES)]
     cost: _Count
+    by_score: tuple[_Scores, _Scores] | None = None
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -57,6 +60,8 @@ class GivenSums(_Part):
             raise ValueError("counts do not add up to the samples")
         if max(*self.confidences, self.cost) > self.samples * (1 + 1e-9):
             raise ValueError("sums are larger than the samples allow")
+        if sums.by_score is not None and sums.by_score.sum(axis=1).tolist() != sums.confusion.sum(axis=1).tolist():
+            raise ValueError("scores are not those of the classes")
         return self
 
     @property
@@ -69,6 +74,7 @@ class GivenSums(_Part):
             np.array(self.confidences),
             np.array(self.answers),
             self.cost,
+            None if self.by_score is None else np.array(self.by_score),
         )
 
 
@@ -116,6 +122,7 @@ def plain_sums(sums: SiteSums) -> dict[str, Any]:
         "confidences": sums.confidences.tolist(),
         "answers": sums.answers.tolist(),
         "cost": sums.cost,
+        **({} if sums.by_score is None else {"by_score": sums.by_score.tolist()}),
     }
 
 

@@ -44,6 +44,11 @@ def sums_file(folder: Path, run: str) -> Path:
     return folder / "sums" / f"{run}.json"
 
 
+def threshold_file(folder: Path, run: str) -> Path:
+    """The file of a deployment for the threshold that a run's sources chose."""
+    return folder / "thresholds" / f"{run}.json"
+
+
 def keep_sums(place: Path, sums: Mapping[str, GivenSums | None]) -> None:
     """Keep the sums of a run's targets, until all runs are over."""
     given = {site: one.model_dump(mode="json") for site, one in sums.items() if one is not None}
@@ -67,7 +72,8 @@ def hand_over(plan: DeployedPlan, transport: Transport, folder: Path, deadline: 
     waiting = [(one, name) for one, name in waiting if name not in over]
     for planned, name in waiting:
         known = _known(plan, planned.run, transport, folder, deadline, log)
-        if _estimated(plan, planned, known, transport, deadline, log):
+        threshold = kept_sums(threshold_file(folder, name)).get("threshold")
+        if _estimated(plan, planned, known, threshold, transport, deadline, log):
             over.add(name)
     if not waiting:
         return
@@ -135,6 +141,7 @@ def _estimated(
     plan: DeployedPlan,
     planned: PlannedRun,
     known: Mapping[str, Any],
+    threshold: float | None,
     transport: Transport,
     deadline: float,
     log: EventLog,
@@ -142,7 +149,7 @@ def _estimated(
     """Tell the target of a run what is known; whether it has estimated."""
     site, run = planned.run.target, run_at_sites(plan.experiment.name, planned.run)
     encoding = sources_encoding(plan.agreed, site).model_dump(mode="json")
-    header = {"known": dict(known), "preprocessing": encoding}
+    header = {"known": dict(known), "preprocessing": encoding, "threshold": threshold}
     answer = ask_plain(transport, "estimate", run, {site: header}, deadline, Done).get(site, Lost("did not answer"))
     lost = isinstance(answer, Lost)
     reason = answer.reason if isinstance(answer, Lost) else f"from {len(known)} sites; it stays there"

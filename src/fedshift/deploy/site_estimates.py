@@ -64,7 +64,9 @@ class SiteEstimates:
             )
         self._policy.check_kind(self._site, CONFIDENCES, "an estimate at a site without labels")
 
-    def sums(self, run: str, scored: Scored, classes: int, entry: dict[str, Any]) -> dict[str, Any] | None:
+    def sums(
+        self, run: str, scored: Scored, classes: int, threshold: float, entry: dict[str, Any]
+    ) -> dict[str, Any] | None:
         """The sums of what a model that never saw this site says of its samples; the scores stay here for `reading`.
 
         Returns:
@@ -80,7 +82,7 @@ class SiteEstimates:
             return None
         keep_scores(self._memory, run, scored.scores)
         entry["sent"]["sums"] = {"kind": CONFIDENCES}
-        return plain_sums(sums_of(scored.scores, scored.labels))
+        return plain_sums(sums_of(scored.scores, scored.labels, threshold))
 
     def reading(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
         """What estimators say of the kept scores, from the sums of the other sites: once for each run.
@@ -134,12 +136,28 @@ class SiteEstimates:
             raise FedshiftError(f"site '{self._site}' has no predictions of run {run}")
         known = checked_sites(header.get("known"), len(classes))
         shift = _shift(holding, header.get("preprocessing"))
-        estimate = estimate_from_sums(known, answers[0].known.scores, unlike=shift.refusal, unusual=shift.warning)
+        estimate = estimate_from_sums(
+            known, answers[0].known.scores, unlike=shift.refusal, unusual=shift.warning, threshold=threshold_in(header)
+        )
         write_bytes(
             self._received / run / ESTIMATE, f"{json_text(estimate.plain(), indent=2)}\n".encode(), private=True
         )
         print(printable(f"{run}: {in_words(estimate)} ({self._received / run})"), flush=True)
         return seal({"answers": header["key"]}, body_of({}))
+
+
+def threshold_in(header: Mapping[str, Any]) -> float:
+    """The threshold of a run in a request: 0.5 where its sources chose none.
+
+    Raises:
+        FedshiftError: it is none.
+    """
+    threshold = header.get("threshold")
+    if threshold is None:
+        return 0.5
+    if not isinstance(threshold, float) or not 0 < threshold < 1:
+        raise FedshiftError("a threshold is between 0 and 1")
+    return threshold
 
 
 def keep_scores(memory: Path, run: str, scores: NDArray[Any]) -> None:

@@ -35,7 +35,7 @@ from fedshift.deploy.remote.wire import Message, body_of, error_answer, seal, un
 from fedshift.deploy.secure.site_seals import SiteSeals
 from fedshift.deploy.secure.site_sums import SiteSums, promised_masked, without_body
 from fedshift.deploy.site_cards import card_of
-from fedshift.deploy.site_estimates import SiteEstimates
+from fedshift.deploy.site_estimates import SiteEstimates, threshold_in
 from fedshift.deploy.site_file import SiteConfig, file_stamp, load_site, read_holding
 from fedshift.deploy.site_requests import (
     RESIDUALS,
@@ -442,7 +442,9 @@ class SiteProgram:
         measures = self.rules.measured(header, network, view, objective, groups, new_site, entry)
         if (header.get("whole") or {}).get("sums") is True and objective.task == "classification":
             scores = scored(answering(network, view, new_site), view, objective, groups)
-            measures["sums"] = self.estimates.sums(run, scores, int(header["setting"]["classes"]), entry)
+            measures["sums"] = self.estimates.sums(
+                run, scores, int(header["setting"]["classes"]), threshold_in(header["whole"]), entry
+            )
         return seal({"answers": header["key"], "measures": measures}, body_of({}))
 
     def _network_of(

@@ -19,7 +19,8 @@ from fedshift.evaluation.estimate.changes import nearby_answers
 from fedshift.evaluation.estimate.combination import Estimate, LeftOut, estimate_accuracy
 from fedshift.evaluation.predictions import PREDICTIONS, UNLABELLED
 from fedshift.evaluation.records import RunResult
-from fedshift.evaluation.stored import SETTINGS, check_sum, stored
+from fedshift.evaluation.site_metrics import common_threshold
+from fedshift.evaluation.stored import RESULT, SETTINGS, check_sum, stored
 from fedshift.experiment.changed_samples import changeable, looked_at, usual_values
 from fedshift.experiment.config.data_section import data_source
 from fedshift.experiment.predict import ToPredict, TrainedModel, load_model
@@ -104,6 +105,7 @@ def estimate_of(
         unlike=samples.shift.refusal,
         unusual="; ".join(text for text in (samples.shift.warning, samples.left_out) if text) or None,
         nearby=nearby,
+        threshold=0.5 if folder is None else threshold_of(folder),
     )
     if left_out and nearby is None:
         estimate = replace(estimate, reasons=(*estimate.reasons, _NOT_LOOKED_AT))
@@ -242,7 +244,9 @@ def estimate_at_run(run: Path, result: RunResult) -> Estimate:
         for one in measured(other, classes)
         if one.unseen
     }
-    estimate = estimate_accuracy(left_out, scores, unlike=said.unlike, unusual=said.unusual)
+    estimate = estimate_accuracy(
+        left_out, scores, unlike=said.unlike, unusual=said.unusual, threshold=answered.known.threshold
+    )
     return replace(estimate, reasons=(*estimate.reasons, _NOT_LOOKED_AT)) if left_out else estimate
 
 
@@ -284,10 +288,32 @@ def noted(run: Path, classes: tuple[str, ...]) -> Iterator[Measured]:
         numbered, sources = table.column("row").to_numpy(), set(about["sources"])
     except (OSError, KeyError, TypeError, ValueError, pa.ArrowException):
         raise UserError(f"{path} is damaged: restore it, or delete {run} and run again") from None
+    threshold = threshold_of(run) if len(classes) == 2 else 0.5
     for site, part in sorted({*zip(sites.tolist(), parts.tolist(), strict=True)}):
         rows = (sites == site) & (parts == part)
         unseen = part == "target" and site not in sources
-        yield Measured(site, part, unseen, numbered[rows], LeftOut(scores[rows], numbers[rows]), frozenset(sources))
+        known = LeftOut(scores[rows], numbers[rows], threshold=threshold)
+        yield Measured(site, part, unseen, numbered[rows], known, frozenset(sources))
+
+
+def threshold_of(run: Path) -> float:
+    """The score from which a run's model calls the second of two classes; 0.5 where its sources chose none.
+
+    Raises:
+        UserError: the run's result is damaged.
+
+    Example:
+        >>> threshold_of(Path("no-run"))
+        0.5
+    """
+    if (text := stored(run / RESULT)) is None:
+        return 0.5
+    try:
+        sites = RunResult.model_validate_json(text.data).sites
+    except ValueError:
+        raise UserError(f"{text.place()} cannot be read: remove it and run the experiment again") from None
+    chosen = common_threshold([site for site in sites if site.part == "held_out"])
+    return 0.5 if chosen is None else chosen
 
 
 def _other_seeds(folder: Path, trained: TrainedModel, inputs: Any) -> Iterator[NDArray[np.float32]]:

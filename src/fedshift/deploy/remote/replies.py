@@ -68,6 +68,7 @@ class Confidences(Statistics):
 def sums_bytes(sums: GivenSums) -> Confidences:
     """The numbers in a site's sums of confidences, for the ledger."""
     numbers = 2 + 2 * len(sums.by_confidence[0]) + 2 * len(sums.losses) + sums.sums.answers.size
+    numbers += 0 if sums.by_score is None else 2 * len(sums.by_score[0])
     return Confidences({"bytes": torch.empty(8 * numbers, dtype=torch.uint8, device="meta")})
 
 

@@ -37,6 +37,7 @@ from fedshift.evaluation.estimate.estimators import (
     unexplained,
 )
 from fedshift.evaluation.estimate.sums import Numbers, SiteSums, probabilities, sums_of
+from fedshift.evaluation.estimate.two_classes import MEASURES, SCORES, Range, estimates, in_bins
 
 USED = ("sureness", "thresholded confidence", "transport", "difference of transport", "confusion")
 """Whose median is the estimate where only class frequencies moved."""
@@ -87,11 +88,13 @@ class LeftOut:
         scores: probabilities (n, classes).
         labels: class numbers (n,).
         looked_at: of some of its samples: as they are, first, and under changes. Empty if they could not be read.
+        threshold: of two classes, the score from which its model calls the second one.
     """
 
     scores: NDArray[Any]
     labels: NDArray[np.int64]
     looked_at: tuple[Answers, ...] = ()
+    threshold: float = 0.5
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,8 @@ class Estimate:
         too_unlike: whether it abstains because the samples, or the answers to them, are too unlike; then no model that
             was adapted to them is handed out either.
         looked_at: whether samples of the left-out sites were looked at again, and the estimate corrected by that.
+        measures: of two classes AUROC, sensitivity and specificity, each with its interval or why there is none.
+        threshold: of these two.
     """
 
     estimate: float | None
@@ -128,6 +133,8 @@ class Estimate:
     far: float | None = None
     too_unlike: bool = False
     looked_at: bool = False
+    measures: Mapping[str, Range] = field(default_factory=dict)
+    threshold: float | None = None
 
     def plain(self) -> dict[str, Any]:
         """The same as JSON has it."""
@@ -147,6 +154,8 @@ class Estimate:
             "too_unlike": self.too_unlike,
             "looked_at": self.looked_at,
             "parts": dict(self.parts),
+            "measures": {name: one.plain() for name, one in self.measures.items()},
+            "threshold": self.threshold,
         }
 
 
@@ -224,13 +233,17 @@ class KnownSite:
 
 
 def estimate_from_sums(
-    known: Mapping[str, KnownSite], scores: ArrayLike, unlike: str | None = None, unusual: str | None = None
+    known: Mapping[str, KnownSite],
+    scores: ArrayLike,
+    unlike: str | None = None,
+    unusual: str | None = None,
+    threshold: float = 0.5,
 ) -> Estimate:
     """As `estimate_accuracy`, where of the left-out sites only sums and readings are known. It says the same.
 
     Args:
         known: by site.
-        scores, unlike, unusual: as there.
+        scores, unlike, unusual, threshold: as there.
 
     Example:
         >>> estimate_from_sums({}, [[0.9, 0.1], [0.3, 0.7]] * 10).reasons
@@ -245,6 +258,7 @@ def estimate_from_sums(
         np.asarray(scores, dtype=np.float64),
         unlike=unlike,
         unusual=unusual,
+        threshold=threshold,
     )
 
 
@@ -256,6 +270,7 @@ def estimate_accuracy(
     unusual: str | None = None,
     cases: Cases | None = None,
     nearby: NDArray[Any] | None = None,
+    threshold: float = 0.5,
 ) -> Estimate:
     """Estimate the accuracy of a model at a site without labels.
 
@@ -267,6 +282,7 @@ def estimate_accuracy(
         unusual: what is unusual about them.
         cases: of the same sites, if they were read before.
         nearby: what the model says near the samples, see `nearby_answers`; None: the median is not corrected.
+        threshold: of two classes, the score from which the model calls the second one.
 
     Example:
         >>> draw = np.random.default_rng(0)
@@ -282,7 +298,9 @@ def estimate_accuracy(
     if cases is None and len(left_out) >= FEWEST_SITES and len(np.asarray(scores)):
         cases = Cases.of(left_out)
     shares = np.asarray(scores, dtype=np.float64)
-    return _estimate(supports, usual, cases, shares, others, unlike=unlike, unusual=unusual, nearby=nearby)
+    return _estimate(
+        supports, usual, cases, shares, others, unlike=unlike, unusual=unusual, nearby=nearby, threshold=threshold
+    )
 
 
 def _estimate(
@@ -295,6 +313,7 @@ def _estimate(
     unlike: str | None = None,
     unusual: str | None = None,
     nearby: NDArray[Any] | None = None,
+    threshold: float = 0.5,
 ) -> Estimate:
     """``supports``: of each left-out site, samples of each class; ``usual``: their mean accuracy."""
     known = Estimate(
@@ -327,7 +346,17 @@ def _estimate(
     known = replace(
         known, reasons=(*stop, *notes), harmful=harmful, parts=parts, unexplained=beyond, far=far, abstain=bool(stop)
     )
+    if cases.by_score:
+        known = replace(known, measures=_measures(cases, shares, threshold, stop), threshold=threshold)
     return known if stop else replace(known, estimate=100 * centre, low=100 * low, high=100 * high)
+
+
+def _measures(cases: Cases, shares: Numbers, threshold: float, stop: Sequence[str]) -> dict[str, Range]:
+    """AUROC, sensitivity and specificity; none where there is no accuracy, either."""
+    if stop:
+        return {name: Range(None, reason=stop[0]) for name in MEASURES}
+    here = np.bincount(in_bins(probabilities(shares)[:, 1], threshold), minlength=SCORES).astype(np.float64)
+    return estimates(cases.by_score, here)
 
 
 @dataclass(frozen=True)
@@ -341,6 +370,7 @@ class Cases:
         sites: how many there are.
         correction: of the median; None if their samples were not looked at.
         corrected_factor: the same of the corrected median.
+        by_score: of two classes, each site's samples of each in bins of score.
     """
 
     whole: SiteSums
@@ -350,11 +380,12 @@ class Cases:
     sites: int
     correction: Correction | None = None
     corrected_factor: float = 1.0
+    by_score: tuple[Numbers, ...] = ()
 
     @classmethod
     def of(cls, left_out: Mapping[str, LeftOut]) -> Cases:
         """Read at least two left-out sites, each from the sums of the others."""
-        sums = {name: sums_of(site.scores, site.labels) for name, site in left_out.items()}
+        sums = {name: sums_of(site.scores, site.labels, site.threshold) for name, site in left_out.items()}
         others = {name: reduce(add, (one for other, one in sums.items() if other != name)) for name in sums}
         readings = {name: read(others[name], site.scores) for name, site in left_out.items()}
         cases = cls.of_known({name: KnownSite(sums[name], readings[name]) for name in sums})
@@ -381,7 +412,9 @@ class Cases:
             for name, one in readings.items()
         }
         far = float(np.mean([one.far for one in readings.values()]))
-        return cls(reduce(add, sums.values()), usual, far, _factor(squares), len(sums))
+        scored = tuple(one.by_score for one in sums.values() if one.by_score is not None)
+        whole = reduce(add, sums.values())
+        return cls(whole, usual, far, _factor(squares), len(sums), by_score=scored)
 
     def _corrected(self, known: Mapping[str, Sequence[_Known]]) -> Cases:
         """With what all sites' cases teach, and how well each site's are foretold by the others'."""

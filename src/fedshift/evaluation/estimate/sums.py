@@ -2,7 +2,8 @@
 
 A `SiteSums` is all that estimators read of such a site, and so what would leave it: its number of samples, `BINS`
 counts of confidence among right and among wrong predictions, for each of `TEMPERATURES` a summed loss and a summed
-confidence, for each class the counts of what was predicted instead in `BANDS` of confidence, and one cost of transport.
+confidence, for each class the counts of what was predicted instead in `BANDS` of confidence, one cost of transport, and
+of two classes the counts of each in bins of score (`fedshift.evaluation.estimate.two_classes`).
 These sums of sites add up, so a secure sum can hide each site's. Of the site without labels nothing leaves: it reads
 the others' sums, and estimates by itself.
 """
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+from fedshift.evaluation.estimate.two_classes import by_score
 
 Numbers = NDArray[np.float64]
 
@@ -41,6 +44,7 @@ class SiteSums:
         answers: samples of each class by predicted class and band of confidence (classes, classes, BANDS).
         cost: the cost of moving the site's predictions to its own class frequencies, times its samples: see
             `transport_cost`.
+        by_score: of two classes the samples of each in bins of score (2, SCORES); None of more classes.
     """
 
     samples: int
@@ -49,6 +53,7 @@ class SiteSums:
     confidences: Numbers
     answers: Numbers
     cost: float
+    by_score: Numbers | None = None
 
     def __add__(self, other: SiteSums) -> SiteSums:
         return SiteSums(
@@ -58,6 +63,7 @@ class SiteSums:
             self.confidences + other.confidences,
             self.answers + other.answers,
             self.cost + other.cost,
+            None if self.by_score is None or other.by_score is None else self.by_score + other.by_score,
         )
 
     @property
@@ -96,12 +102,13 @@ class SiteSums:
         return float(np.interp(np.log(self.temperature), np.log(TEMPERATURES), means))
 
 
-def sums_of(scores: ArrayLike, labels: ArrayLike) -> SiteSums:
+def sums_of(scores: ArrayLike, labels: ArrayLike, threshold: float = 0.5) -> SiteSums:
     """The sums over the samples of a site.
 
     Args:
         scores: probabilities (n, classes).
         labels: class numbers (n,).
+        threshold: of two classes, the score from which the second one is called.
 
     Example:
         >>> found = sums_of([[0.9, 0.1], [0.4, 0.6]], [0, 0])
@@ -121,7 +128,8 @@ def sums_of(scores: ArrayLike, labels: ArrayLike) -> SiteSums:
         warm = at_temperature(shares, float(temperature))
         losses.append(-np.log(np.maximum(warm[np.arange(len(truth)), truth], _LEAST)).sum())
         confidences.append(warm.max(axis=1).sum())
-    return SiteSums(len(truth), counts, np.array(losses), np.array(confidences), answers, cost)
+    scored = by_score(shares[:, 1], truth, threshold) if classes == 2 else None
+    return SiteSums(len(truth), counts, np.array(losses), np.array(confidences), answers, cost, scored)
 
 
 def probabilities(scores: ArrayLike) -> Numbers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from fedshift.evaluation.metric_entries import ENTRIES
 from fedshift.report import plots
 from fedshift.report.collect import Collected
 from fedshift.report.estimates import Estimates, estimates_of, for_a_board, mean_of, notes_on
@@ -42,8 +43,22 @@ def _blocks(collected: Collected, found: Estimates) -> Iterator[Block]:
         )
     head = ["target", "method", "samples", "estimate, %", "low", "high", "mean of measured targets, %"]
     yield grid("Accuracy where it could not be measured", head, rows, ["Means over seeds; intervals of 90 %."])
+    if further := list(_further(found)):
+        head = ["target", "method", "measure", "estimate, %", "low", "high"]
+        yield grid("AUROC, sensitivity and specificity there", head, further, ["Of the first seed; intervals of 90 %."])
     if reasons := tuple(_reasons(found)):
         yield Listing(reasons, "What is unlike, and what else to know")
+
+
+def _further(found: Estimates) -> Iterator[Cells]:
+    """AUROC, sensitivity and specificity of two classes, where they can be estimated."""
+    for site, by_method in found.items():
+        for method, estimates in by_method.items():
+            for name, one in estimates[0].measures.items():
+                if one.estimate is not None:
+                    at = "" if name == "auroc" else f" at {estimates[0].threshold:.2f}"
+                    ends = (number(part, 1) for part in (one.estimate, one.low, one.high))
+                    yield [site, method, f"{ENTRIES[name].title}{at}", *ends]
 
 
 def _in_short(collected: Collected) -> Iterator[str]:
