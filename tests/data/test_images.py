@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pytest
 from PIL import Image
 
+from fedshift import encryption
 from fedshift.data.builders.image_folder import ImageFolder
 from fedshift.data.builders.mask_folder import MaskFolder
 from fedshift.data.images import decode, decoded, has_colour, on_disk, unreadable
@@ -451,3 +452,31 @@ def test_a_cut_second_frame(tmp_path: Path) -> None:
         (tmp_path / "b.gif").write_bytes(whole[:end])
         with suppress(UserError):  # and no other error
             assert decode(on_disk(tmp_path / "b.gif"), 3, 2, 2).shape == (3, 2, 2)
+
+
+def test_the_cache_is_encrypted_where_a_key_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoded images and the names of unreadable files, which nothing else writes down."""
+    pytest.importorskip("cryptography")
+    pixels = np.random.default_rng(0).integers(0, 256, (12, 12), dtype=np.uint8)
+    for site in ("north", "south"):
+        for name in ("ill", "well"):
+            folder = tmp_path / "photos" / site / name
+            folder.mkdir(parents=True)
+            Image.fromarray(pixels).save(folder / "a.png")
+    (folder / "Doe.png").write_bytes(b"no image")
+    source = ImageFolder(root=tmp_path / "photos", size=12, on_corrupt="skip")
+    plain = np.asarray(source.build().domains["north"].inputs)
+    written = [one.read_bytes() for one in (tmp_path / "cache").iterdir()]
+    for known in (pixels.tobytes(), b"Doe.png"):
+        assert any(known in one for one in written)
+    monkeypatch.setenv(encryption.KEY, encryption.new_key())
+    with pytest.warns(UserWarning, match="again"):
+        assert np.array_equal(source.build().domains["north"].inputs, plain)
+    written = [one.read_bytes() for one in (tmp_path / "cache").iterdir() if one.stat().st_size]
+    assert written
+    assert all(one.startswith(encryption.MAGIC) for one in written)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        monkeypatch.setattr("fedshift.data.images._decode", None)  # what is there is read
+        assert np.array_equal(source.build().domains["north"].inputs, plain)
+    assert {one.relative_to(tmp_path).parts[0] for one in tmp_path.rglob("*") if one.is_file()} == {"photos", "cache"}

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from small import Stop, write
 
 import fedshift
+from fedshift import encryption
 from fedshift.data.locate import cache_dir
 from fedshift.errors import UserError
 from fedshift.experiment import features as cache
@@ -176,6 +177,33 @@ def test_a_damaged_file_is_made_again(tmp_path: Path, weights: dict[str, Path], 
     assert "computed again" in warning
     assert "\n" not in warning
     assert computed(options) == 0
+
+
+def test_features_are_encrypted_where_a_key_is_set(
+    tmp_path: Path, weights: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cryptography")
+    options = experiment(pictures(tmp_path / "data"), weights["one"])
+    plain = cache.built(parse(options)).domains["a"].inputs
+    monkeypatch.setenv(encryption.KEY, encryption.new_key())
+    watcher = Counting()
+    assert np.array_equal(cache.built(parse(options), watcher=watcher).domains["a"].inputs, plain)  # type: ignore[arg-type]
+    assert watcher.images == 82
+    assert all("another key" in warning for warning in watcher.warnings)
+    assert all(file.read_bytes().startswith(encryption.MAGIC) for file in files())
+    watcher = Counting()
+    assert np.array_equal(cache.built(parse(options), watcher=watcher).domains["a"].inputs, plain)  # type: ignore[arg-type]
+    assert (watcher.images, watcher.warnings) == (0, [])
+
+
+def test_with_a_key_a_half_done_extraction_leaves_nothing(
+    tmp_path: Path, weights: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cryptography")
+    monkeypatch.setenv(encryption.KEY, encryption.new_key())
+    with pytest.raises(Stop):
+        cache.built(parse(experiment(pictures(tmp_path / "data", a=200), weights["one"])), watcher=Counting(64))
+    assert not [file for file in cache_dir().iterdir() if "claim" not in file.name and file.stat().st_size]
 
 
 @pytest.mark.case("bit flips", "features of a frozen backbone, 20 flips")

@@ -24,7 +24,8 @@ from PIL import Image, ImageOps
 from fedshift.claims import claimed
 from fedshift.data import sizes
 from fedshift.data.locate import cache_dir
-from fedshift.digests import Damaged, read_object, write_object
+from fedshift.digests import read_object, write_object
+from fedshift.encryption import present_key, read_private, write_private
 from fedshift.errors import UserError
 
 SUFFIXES = frozenset(
@@ -96,11 +97,15 @@ class Deep(NamedTuple):
     colour: bool = False
 
 
+_NOT_WHOLE = (OSError, ValueError, EOFError, TypeError, KeyError, AttributeError)
+"""What reading a damaged cache file raises."""
+
+
 class Decoded(NamedTuple):
     """Images as one array, and what of them the array does not show.
 
     Attributes:
-        pixels: uint8 (n, channels, height, width), read-only and memory-mapped.
+        pixels: uint8 (n, channels, height, width), read-only and memory-mapped; in memory if the cache is encrypted.
         deep: of those with more than 8 bits that no window scales, by their number.
         paged: the numbers of those whose file has further pages or frames, which were not read.
     """
@@ -386,9 +391,10 @@ def unreadable(files: Sequence[ImageFile], window: Window | None = None) -> list
     for file in files:
         digest.update(f"{file.name}\t{file.stamp}\n".encode(errors="surrogatepass"))  # names may be no UTF-8
     target = cache_dir() / f"unreadable-{digest.hexdigest()[:24]}.json"
+    closed = present_key() is not None  # names of files may be those of patients
     try:
-        known = read_object(target)
-    except Damaged:
+        known = json.loads(read_private(target)) if closed and target.exists() else read_object(target)
+    except (UserError, ValueError):
         known = {}
         warnings.warn(f"{target} was damaged: the images are tried again", stacklevel=2)
     if known:
@@ -405,7 +411,10 @@ def unreadable(files: Sequence[ImageFile], window: Window | None = None) -> list
 
     with ThreadPoolExecutor(_THREADS) as pool:
         found = [file.name for file, failed in zip(files, pool.map(fails, files), strict=True) if failed]
-    write_object(target, {"unreadable": found})
+    if closed:
+        write_private(target, json.dumps({"unreadable": found}).encode())
+    else:
+        write_object(target, {"unreadable": found})
     return found
 
 
@@ -423,7 +432,7 @@ def decoded(
 
     The cache file is named after ``label`` and a hash of names, stamps and shape, so any changed, added or removed file
     gives a new one. It is written under another name and renamed when complete. What a killed process left under that
-    name is written over. A damaged file is made again, with a warning.
+    name is written over. A damaged file is made again, with a warning. Where a key is set the file is encrypted.
 
     Args:
         files: the images.
@@ -443,6 +452,8 @@ def decoded(
     folder = cache_dir()
     target = folder / f"{label}-{digest.hexdigest()[:24]}.npy"
     shape = (len(files), channels, height, width)
+    if present_key() is not None:
+        return _encrypted(target, shape, _in_order(files, channels, height, width, mask, window))
     known = _cached(target, shape)
     if known is not None:
         return known
@@ -466,6 +477,44 @@ def decoded(
     if written is None:
         raise UserError(f"the decoded images in {target} cannot be read back: remove the file and run again")
     return written
+
+
+def _encrypted(target: Path, shape: tuple[int, ...], images: Iterable[_One]) -> Decoded:
+    """The images from an encrypted cache file, or decoded now and written to one."""
+    if target.exists():
+        try:
+            return _parsed(read_private(target), shape)
+        except (UserError, *_NOT_WHOLE):
+            warnings.warn(
+                f"{target} was damaged, or written with another key: its images are decoded again", stacklevel=3
+            )
+    stream = BytesIO()
+    _write(stream, shape, images)
+    write_private(target, stream.getvalue())
+    return _parsed(stream.getvalue(), shape)
+
+
+def _parsed(content: bytes, shape: tuple[int, ...]) -> Decoded:
+    """What `_write` wrote.
+
+    Raises:
+        ValueError: it is of another shape.
+    """
+    stream = BytesIO(content)
+    found = np.load(stream, allow_pickle=False)
+    if found.shape != shape or found.dtype != np.uint8:
+        raise ValueError(found.shape)
+    return _with_what_is_beside(found, stream.read())
+
+
+def _with_what_is_beside(found: Grey, rest: bytes) -> Decoded:
+    """The array of a cache file, and what else is known, which stands behind it and before the CRC."""
+    beside = json.loads(rest[:-_CRC])
+    deep = {
+        int(number): Deep(float(low), float(high), float(white), bool(colour))
+        for number, (low, high, white, colour) in beside["deep"].items()
+    }
+    return Decoded(found, deep, tuple(map(int, beside["paged"])))
 
 
 def _write(stream: IO[bytes], shape: tuple[int, ...], images: Iterable[_One]) -> None:
@@ -522,13 +571,8 @@ def _cached(path: Path, shape: tuple[int, ...]) -> Decoded | None:
             return None
         with path.open("rb") as stream:
             stream.seek(found.offset + found.nbytes)
-            beside = json.loads(stream.read()[:-_CRC])
-        deep = {
-            int(number): Deep(float(low), float(high), float(white), bool(colour))
-            for number, (low, high, white, colour) in beside["deep"].items()
-        }
-        return Decoded(found, deep, tuple(map(int, beside["paged"])))
-    except (OSError, ValueError, EOFError, TypeError, KeyError, AttributeError):
+            return _with_what_is_beside(found, stream.read())
+    except _NOT_WHOLE:
         return None
 
 

@@ -15,14 +15,16 @@ from fedshift.data import registry as data_registry
 from fedshift.data.builders.at_sites import AtSites
 from fedshift.data.domain import UNKNOWN, DataSet, Dense, Domain, Manifest, Preprocessing
 from fedshift.deploy.event_log import EventLog
+from fedshift.deploy.features_at_sites import features_for, text_towers
 from fedshift.deploy.remote.transport import Heard, Lost, Transport, ask_plain
 from fedshift.deploy.site_cards import Card, GivenPrivacy, HelloAnswer, cards_of, check_rows
 from fedshift.deploy.spent_before import SPENT, noted_spending
 from fedshift.errors import UserError
 from fedshift.experiment.config.engine_section import FlareEngine
 from fedshift.experiment.config.experiment import Experiment, method_name
-from fedshift.experiment.environment import versions
+from fedshift.experiment.environment import resolve_device, versions
 from fedshift.experiment.protocols.base import DeployedProtocol
+from fedshift.models.networks.frozen import Frozen
 from fedshift.text import one_line
 from fedshift.version import installed_version
 
@@ -95,6 +97,7 @@ def agree(
             {"name": method_name(method), "options": method.model_dump(mode="json")} for method in experiment.methods
         ],
         "network": experiment.model.model_dump(mode="json"),
+        "texts": text_towers(experiment.model),
         "training": experiment.training.model_dump(mode="json"),
         "split": experiment.protocol.deployed().split_rule(),
         "unseen": experiment.protocol.unseen,
@@ -199,14 +202,17 @@ def _agreed(experiment: Experiment, cards: Mapping[str, Card]) -> Agreed:
     if given:
         preprocessing = _encoding(given, preprocessing)
         shape = preprocessing.shape or shape
-    domains = {
-        site: _without_samples(site, card.samples, shape, unlabelled=card.unlabelled, tokens=card.type == "int64")
-        for site, card in cards.items()
-    }
     own = _own_set(experiment, shape, classes, preprocessing)
     for name in own.domains if own else ():
         if name in cards:
             raise UserError(f"data.unseen: '{name}' is also the name of a site; rename one of them")
+    if isinstance(experiment.model, Frozen):
+        device = resolve_device(experiment.device)
+        preprocessing, shape, own = features_for(experiment.model, shape, preprocessing, own, device)
+    domains = {
+        site: _without_samples(site, card.samples, shape, unlabelled=card.unlabelled, tokens=card.type == "int64")
+        for site, card in cards.items()
+    }
     data = DataSet(
         name="sites",
         domains={**domains, **(own.domains if own else {})},

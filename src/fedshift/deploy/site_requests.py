@@ -30,6 +30,9 @@ RESIDUALS = "wire-residuals"
 
 SCORES = ".scores"
 """What a file ends with that holds the scores of a run's last model, beside the run's folder."""
+_PLAIN = re.compile(r"\w[\w. -]*")
+"""A name that leads to no other folder."""
+_WEIGHTS = (".safetensors", ".npz")
 _SUFFIXES = (".json", ".jsonl", ".lock", ".secret", SCORES)
 """Of files in a site's memory that belong to no run."""
 
@@ -71,7 +74,7 @@ def envelope_of(fields: Any) -> Envelope:
 
 
 def check_files(site: str, options: BaseModel) -> None:
-    """Check that the options of a request name no file but weights in the site's ``FEDSHIFT_WEIGHTS``.
+    """Check that the options of a request name nothing but files, or folders, of weights in ``FEDSHIFT_WEIGHTS``.
 
     Otherwise a request could have the site open any file, or download one.
 
@@ -86,14 +89,20 @@ def check_files(site: str, options: BaseModel) -> None:
         if not (loads or isinstance(value, Path)):
             continue
         file = Path(str(value))
-        plain = len(file.parts) == 1 and file.suffix in (".safetensors", ".npz")
-        ready = folder is not None and (Path(folder) / file).is_file()
+        ready = folder is not None and _holds_weights(Path(folder) / file)
         # A path that nothing is loaded from may stay, such as a default.
-        if not plain or not (ready or (not loads and not file.exists())):
+        idle = not loads and file.suffix in _WEIGHTS and not file.exists()
+        if not _PLAIN.fullmatch(str(value)) or not (ready or idle):
             raise Refused(
-                f"site '{site}': {field} must be the plain name of a .safetensors or .npz file that lies in "
-                "this site's FEDSHIFT_WEIGHTS"
+                f"site '{site}': {field} must be the plain name of a .safetensors or .npz file, or of a folder with a "
+                "model.safetensors, that lies in this site's FEDSHIFT_WEIGHTS"
             )
+
+
+def _holds_weights(path: Path) -> bool:
+    if path.is_dir():
+        return (path / "model.safetensors").is_file() and (path / "config.json").is_file()
+    return path.is_file() and path.suffix in _WEIGHTS
 
 
 def digest_of(header: Mapping[str, Any]) -> str:

@@ -26,6 +26,7 @@ from fedshift.data.domain import Rows
 from fedshift.data.site_data import SiteData
 from fedshift.data.tasks.objective import objective_of
 from fedshift.deploy.agreed_terms import AgreedTerms, asked_bounds, split_terms
+from fedshift.deploy.features_at_sites import check_text_towers, features_here
 from fedshift.deploy.privacy.exposure import ExposureWatch
 from fedshift.deploy.privacy.few_rows import check_classes, check_few
 from fedshift.deploy.privacy.site_rules import SiteRules
@@ -244,16 +245,19 @@ class SiteProgram:
 
     def _check_asked(self, header: Mapping[str, Any]) -> None:
         """Raise Refused unless the site has agreed to what an experiment will ask for, as far as its hello says."""
-        network = header.get("network")
-        permit = partial(self.policy.permit_network, self.name)
+        network, permit = header.get("network"), partial(self.policy.permit_network, self.name)
+        network = None if network is None else networks.parse(network, permit=permit)
         training = Training.model_validate(header["training"]) if "training" in header else None
         kinds = self._permitted(header["methods"]) if training is not None else []
         self.terms.check(
             agree=False,
-            network=None if network is None else networks.parse(network, permit=permit),
+            network=network,
             splits=split_terms(header["split"], header["seeds"]),
             training=None if training is None else asked_bounds(training, kinds),
         )
+        if network is not None and header.get("texts"):
+            check_files(self.name, network)
+            check_text_towers(self.name, network, header["texts"])
 
     def _permitted(self, asked: Sequence[Mapping[str, Any]]) -> list[Method]:
         """Those of the methods that may run; of the others `_check_method` speaks."""
@@ -396,7 +400,7 @@ class SiteProgram:
         part, recipe = header["part"], header["setting"]
         train, _ = self._rows(part["split"])
         setting = self._setting(recipe, method)
-        domain = self.holding.encoded(setting.preprocessing, setting.input_shape)
+        domain = features_here(self.holding, setting, self.device)
         plan = SitePlan(self.name, part["role"], [(domain, train, int(part["number"]))])
         runner = SiteRunner(plan, setting, memory=(RESIDUALS,))
         self._runner = (digest, runner, {})
@@ -465,7 +469,7 @@ class SiteProgram:
         if self._measurer is None or self._measurer[0] != digest:
             network = method.evaluated_network(setting.build_network(), setting.sources).to(self.device)
             self.rules.check_measured(method, network, setting.input_shape)
-            domain = self.holding.encoded(setting.preprocessing, setting.input_shape)
+            domain = features_here(self.holding, setting, self.device)
             view = SiteData([(domain, rows, 0)], setting.preprocessing, None, self.device)
             self._measurer = (digest, network, view)
         _, network, view = self._measurer

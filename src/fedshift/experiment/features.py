@@ -3,12 +3,13 @@
 A cache file depends on the images, the backbone's weights and the transform before it. Its name is derived from their
 checksums, and its header holds these and a checksum of all that with the features (float16). It does not depend on the
 method, the labels, the seed or the site's name. An interrupted extraction resumes after its last batch; there, a
-checksum follows each batch.
+checksum follows each batch. Where a key is set the file is encrypted, and an interrupted extraction begins anew.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import time
@@ -22,12 +23,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import load, save
 
 from fedshift.claims import claimed
 from fedshift.data.checks import checked
 from fedshift.data.domain import DataSet, DataSource, Domain, Preprocessing, SparseRows
 from fedshift.data.locate import cache_dir
+from fedshift.encryption import present_key, read_private, write_private
 from fedshift.errors import UserError
 from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.environment import resolve_device
@@ -96,14 +98,25 @@ def built(experiment: Experiment, source: DataSource | None = None, watcher: Wat
         for name, found in all_features(experiment, data, watcher or Watcher())
     }
     extractor = extractor_for(options, data.preprocessing, data.name)
+    preprocessing = described(options, extractor, data.preprocessing)
+    features = checked(DataSet(data.name, domains, data.classes, preprocessing, data.manifest))
+    return replace(features, warnings=data.warnings)
+
+
+def described(options: Frozen, extractor: Extractor, images: Preprocessing) -> Preprocessing:
+    """What a model file and a deployment say of features.
+
+    Args:
+        options: the network.
+        extractor: its backbone.
+        images: how the backbone's images are stored.
+    """
     record = {
         "model": options.record(),
         "weights": weights_fingerprint(options, extractor),
-        "images": data.preprocessing.model_dump(mode="json"),
+        "images": images.model_dump(mode="json"),
     }
-    preprocessing = Preprocessing(kind="features", backbone=record)
-    features = checked(DataSet(data.name, domains, data.classes, preprocessing, data.manifest))
-    return replace(features, warnings=data.warnings)
+    return Preprocessing(kind="features", backbone=record)
 
 
 def all_features(experiment: Experiment, data: DataSet, watcher: Watcher) -> Iterator[tuple[str, SiteFeatures]]:
@@ -175,7 +188,7 @@ def site_features(
     part = path.with_suffix(".part")
     try:
         # Waits if another process extracts the same images, then uses its result.
-        with claimed(part) as claim, open(part, "a+b") as stream:
+        with claimed(part) as claim, _batches_in(part) as stream:
             known = _read(path, header, Watcher())
             if known is not None:
                 return SiteFeatures(known, path, 0, 0.0)
@@ -183,7 +196,8 @@ def site_features(
             features, before = _extracted(domain, extractor.to(device), device, stream, watcher)
             seconds = time.perf_counter() - began
             claim.check()
-            write_bytes(path, _packed(features, header))
+            write = write_bytes if present_key() is None else write_private
+            write(path, _packed(features, header))
             part.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(
@@ -191,6 +205,11 @@ def site_features(
             "to another folder"
         ) from error
     return SiteFeatures(features, path, len(features) - before, seconds)
+
+
+def _batches_in(part: Path) -> Any:
+    """Where batches wait for the rest: a file, or the memory if a key is set, since they would be in clear there."""
+    return open(part, "a+b") if present_key() is None else io.BytesIO()
 
 
 def _extracted(domain: Domain, extractor: Extractor, device: str, stream: Any, watcher: Watcher) -> tuple[Half, int]:
@@ -206,7 +225,8 @@ def _extracted(domain: Domain, extractor: Extractor, device: str, stream: Any, w
         rows = _half(extractor(batch), domain.name)
         stream.write(_with_checksum(rows.tobytes(), begin // _BATCH))
         stream.flush()
-        os.fsync(stream.fileno())
+        if not isinstance(stream, io.BytesIO):
+            os.fsync(stream.fileno())
         parts.append(rows)
         watcher.extracted(len(rows))
     return np.concatenate(parts), before
@@ -252,6 +272,19 @@ def _digest_of(features: Half, header: Mapping[str, str]) -> str:
     return _sha256(b"".join((json.dumps(about).encode(), features.tobytes())))
 
 
+def _unpacked(path: Path) -> tuple[dict[str, str], Half]:
+    """What `_packed` made, from its file: the description and the features."""
+    if present_key() is None:
+        with safe_open(str(path), framework="pt") as opened:
+            about, features = (opened.metadata() or {})["fedshift"], opened.get_tensor("features")
+    else:
+        whole = read_private(path)
+        # safetensors reads its metadata from files only: JSON, behind its length in eight bytes.
+        top = json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")])
+        about, features = top["__metadata__"]["fedshift"], load(whole)["features"]
+    return json.loads(about), features.numpy()
+
+
 def _read(path: Path, header: Mapping[str, str], watcher: Watcher) -> Half | None:
     """The features in a file; None if there is no file or it is damaged.
 
@@ -261,15 +294,14 @@ def _read(path: Path, header: Mapping[str, str], watcher: Watcher) -> Half | Non
     if not path.exists():
         return None
     try:
-        with safe_open(str(path), framework="pt") as opened:
-            found = json.loads((opened.metadata() or {})["fedshift"])
-            features: Half = opened.get_tensor("features").numpy()
+        found, features = _unpacked(path)
         written = found.pop("sha256")
         # Files of an earlier fedshift have the second.
         if written != _digest_of(features, found) and written != _sha256(features.tobytes()):
             raise ValueError
-    except (SafetensorError, KeyError, ValueError, TypeError, AttributeError, OSError):
-        watcher.warn(f"{path} is incomplete or damaged: its features are computed again")
+    except (SafetensorError, KeyError, ValueError, TypeError, AttributeError, OSError, UserError):
+        damaged = "incomplete or damaged" if present_key() is None else "damaged, or written with another key"
+        watcher.warn(f"{path} is {damaged}: its features are computed again")
         return None
     differs = [name for name, value in header.items() if found.get(name) != value]
     if differs:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
+import json
 import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -77,6 +79,10 @@ class ClipText(NetworkOptions):
             raise ValueError("the template needs {} once, where the name of a class goes")
         return template
 
+    def fingerprint(self) -> str:
+        """A checksum of what makes features of texts: the text tower's weights, its configuration, the tokenizer."""
+        return _encoder(self.pretrained).fingerprint()
+
     def build(self, input_shape: tuple[int, ...], classes: int) -> Network:
         if len(self.class_names) != classes:
             raise UserError(
@@ -123,6 +129,15 @@ class TextEncoder:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TextEncoder:
         return self
+
+    def fingerprint(self) -> str:
+        """A checksum of the weights and of the tokens of a text with every printable sign of ASCII."""
+        signs = "".join(map(chr, range(32, 127)))
+        digest = hashlib.sha256(json.dumps([self.scale, self._tokenizer(signs)["input_ids"]]).encode())
+        for name, tensor in self._on(torch.device("cpu")).state_dict().items():
+            digest.update(name.encode())
+            digest.update(tensor.contiguous().numpy().data)
+        return digest.hexdigest()[:32]
 
     @property
     def token_width(self) -> int:

@@ -1,0 +1,117 @@
+"""A frozen backbone in a deployment: each site computes the features of its own images, once, with its own copy.
+
+Nothing of the backbone is sent. Sites and coordinator say by checksum which weights they have, so a site with others
+stops the experiment before training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from fedshift.data.domain import DataSet, Domain, Preprocessing
+from fedshift.deploy.site_file import Holding
+from fedshift.errors import Refused, UserError
+from fedshift.experiment.features import Watcher, described, extractor_for, site_features, weights_fingerprint
+from fedshift.federation.site_runner import Setting
+from fedshift.models.networks.clip import ClipText
+from fedshift.models.networks.frozen import Frozen
+from fedshift.models.options import NetworkOptions
+
+
+class Features(NamedTuple):
+    """What methods train on in place of images.
+
+    Attributes:
+        preprocessing: names the backbone, its weights by checksum, and how images are stored.
+        shape: of one sample.
+        own: the coordinator's own set; None without one.
+    """
+
+    preprocessing: Preprocessing
+    shape: tuple[int, ...]
+    own: DataSet | None
+
+
+def features_for(
+    options: Frozen, shape: tuple[int, ...], preprocessing: Preprocessing, own: DataSet | None, device: str
+) -> Features:
+    """What the sites' images become, and the features of the coordinator's own.
+
+    Args:
+        options: the experiment's network.
+        shape: of a stored image, on which the sites agree.
+        preprocessing: theirs.
+        own: the coordinator's own images; None without.
+        device: where the backbone runs here.
+
+    Raises:
+        UserError: the samples are not images, or the backbone cannot read them.
+    """
+    extractor = extractor_for(options, preprocessing, "data at sites").to(device)
+    width = extractor(torch.zeros(1, *shape, dtype=torch.uint8, device=device)).shape[1]
+    told = described(options, extractor, preprocessing)
+    if own is not None:
+        domains = {
+            name: replace(domain, inputs=_of(domain, options, extractor, str((told.backbone or {})["weights"]), device))
+            for name, domain in own.domains.items()
+        }
+        own = replace(own, domains=domains, preprocessing=told)
+    return Features(told, (width,), own)
+
+
+def features_here(holding: Holding, setting: Setting, device: str) -> Domain:
+    """A site's samples as a request's network reads them: features, where its backbone is frozen.
+
+    Args:
+        holding: the site's data.
+        setting: the request's; its network names no file but weights of this site.
+        device: the site's.
+
+    Raises:
+        Refused: the site has other weights than the coordinator, or the request fits no images of the site.
+        UserError: the samples have another shape than the request says.
+    """
+    options, record = setting.network, setting.preprocessing.backbone
+    if not isinstance(options, Frozen) or record is None:
+        return holding.encoded(setting.preprocessing, setting.input_shape)
+    domain, images = holding.domain, holding.data.preprocessing
+    extractor = extractor_for(options, images, f"site '{domain.name}'")
+    if described(options, extractor, images).backbone != record:
+        raise Refused(
+            f"site '{domain.name}': its images, or the weights of {options.backbone.name} in its FEDSHIFT_WEIGHTS, are "
+            "not those that the coordinator describes"
+        )
+    found = replace(domain, inputs=_of(domain, options, extractor, weights_fingerprint(options, extractor), device))
+    if tuple(found.inputs.shape[1:]) != tuple(setting.input_shape):
+        raise UserError(f"site '{domain.name}': samples have the shape {tuple(found.inputs.shape[1:])}")
+    return found
+
+
+def _of(domain: Domain, options: Frozen, extractor: Any, weights: str, device: str) -> Any:
+    return site_features(domain, options, extractor, weights, device, Watcher()).features.astype(np.float32)
+
+
+def text_towers(network: NetworkOptions) -> dict[str, str]:
+    """Folder → checksum of the text towers that sites need and nobody sends."""
+    return {str(part.pretrained): part.fingerprint() for part in network.networks() if isinstance(part, ClipText)}
+
+
+def check_text_towers(site: str, network: NetworkOptions, theirs: Mapping[str, Any]) -> None:
+    """Raise Refused if a text tower of this site is another one than the coordinator's.
+
+    Args:
+        site: this site.
+        network: the request's; it names no file but weights of this site.
+        theirs: what `text_towers` gave at the coordinator.
+    """
+    for folder, checksum in text_towers(network).items():
+        if theirs.get(folder) != checksum:
+            raise Refused(
+                f"site '{site}': {folder} in its FEDSHIFT_WEIGHTS is another CLIP than the coordinator's: copy the "
+                "same folder to both"
+            )
