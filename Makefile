@@ -11,7 +11,7 @@ DOCS := $(VENV)-docs
 FEDSHIFT_WORKERS ?= 3
 MUTATION_JOBS ?= 2
 
-.PHONY: demo docs test references mutation test-fast test-cluster test-processors check-results lint audit sbom lock bench clean
+.PHONY: demo docs notebooks test references mutation test-fast test-cluster test-processors check-results lint audit sbom lock bench clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -76,6 +76,9 @@ docs:  ## the documentation site, build/docs/html/index.html; a warning or a dea
 	PYTHONPATH=benchmarks $(DOCS)/bin/python docs/site/assemble.py build/docs/source
 	$(DOCS)/bin/python -m sphinx --fail-on-warning --keep-going --fresh-env -q -c docs/site build/docs/source build/docs/html
 	$(DOCS)/bin/python docs/site/dead_links.py build/docs/html
+
+notebooks: $(READY)  ## examples/notebooks/*.ipynb from the scripts beside them
+	$(BIN)/python docs/notebooks.py
 
 clean:
 	rm -rf $(VENV) $(DOCS) build/docs .pytest_cache .mypy_cache .ruff_cache

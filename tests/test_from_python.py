@@ -174,7 +174,9 @@ def test_results_find_the_model_of_a_run(results: Results, tables: dict[str, Pat
 
 def test_results_describe_themselves(results: Results) -> None:
     assert "4 runs" in repr(results)
-    assert results.verdict()["method"] == "fedavg"
+    verdict = results.verdict()
+    assert verdict["method"] == "fedavg"
+    assert all(why in str(verdict) for why in verdict["unknown"])
     assert "fedavg" in repr(results)
     page = results._repr_html_()
     assert all(f'<th scope="col">{target}</th>' in page for target in ("east", "south", "average"))

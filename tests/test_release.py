@@ -87,3 +87,20 @@ def test_what_is_published_was_built_and_tried() -> None:
     assert jobs["publish"]["needs"] == "build"
     assert "tag" in jobs["publish"]["if"]
     assert any('fedshift" demo' in step.get("run", "") for step in jobs["build"]["steps"])
+
+
+def test_the_conda_recipe_needs_what_the_package_needs() -> None:
+    recipe = yaml.safe_load((ROOT / "conda" / "recipe.yaml").read_text(encoding="utf-8"))
+    metadata = project()["project"]
+    names = {"torch": "pytorch", "matplotlib": "matplotlib-base"}
+    needs = [*metadata["dependencies"], *metadata["optional-dependencies"]["report"]]
+    pairs = [re.fullmatch(r"([\w-]+)(>=\S+)", need) for need in needs]
+    wanted = [f"{names.get(pair[1], pair[1])} {pair[2]}" for pair in pairs if pair]
+    assert len(wanted) == len(needs)
+    assert recipe["requirements"]["run"] == [f"python {metadata['requires-python']}", *wanted]
+    build = [f"{name} {least}" for name, least in (need.split(">=") for need in project()["build-system"]["requires"])]
+    assert {*(line.replace(">=", "") for line in recipe["requirements"]["host"])} >= set(build)
+    version = project()["tool"]["setuptools_scm"]["fallback_version"]
+    assert (recipe["context"]["version"], recipe["about"]["license"]) == (version, metadata["license"])
+    entry = f"fedshift = {metadata['scripts']['fedshift']}"
+    assert recipe["build"]["python"]["entry_points"] == [entry]

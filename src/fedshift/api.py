@@ -27,6 +27,7 @@ from fedshift.extras import needed
 from fedshift.import_paths import CHILD
 from fedshift.model import Model, Samples
 from fedshift.report.advice.verdict import verdict
+from fedshift.report.advice.words import VerdictValues
 from fedshift.report.collect import Collected, FinishedRun, collect, read_rounds
 from fedshift.report.estimates import estimates_of
 from fedshift.report.other_tools.trackers import tracker
@@ -105,9 +106,9 @@ class Results:
         """The table in Markdown."""
         return markdown(table_of(self.collected, select, metric))
 
-    def verdict(self) -> dict[str, Any]:
-        """Which method to take, what to expect at the next site, what is not known, as `fedshift show` says it."""
-        return verdict(self.collected).plain()
+    def verdict(self) -> VerdictValues:
+        """Which method to take, what to expect at the next site, what is not known: by name; printed, in words."""
+        return VerdictValues(verdict(self.collected))
 
     def to_frame(self, select: Selection = "last") -> pandas.DataFrame:
         """One row per run: what ran, the scores of the selected round in percent, and what the run cost.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from fedshift.report.advice.verdict import MAJORITY, Against, Verdict
 from fedshift.report.estimates import sentences
@@ -217,6 +218,21 @@ def size(count: float) -> str:
         ('960 bytes', '4.50 MB')
     """
     return f"{count / 1e6:,.2f} MB" if count >= 1e4 else f"{count:,.0f} bytes"
+
+
+class VerdictValues(dict[str, Any]):
+    """A verdict's values by name, as in its JSON. Printed, or as the last line of a notebook's cell: its sentences."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict.plain())
+        self._parts = ([verdict.question] if verdict.question else [], list(paragraphs(verdict)))
+
+    def __str__(self) -> str:
+        question, parts = self._parts
+        return "\n\n".join([*question, *("\n".join([heading, *lines]) for heading, lines in parts)])
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # what IPython asks for
+        printer.text(str(self))
 
 
 def paragraphs(verdict: Verdict) -> Iterator[tuple[str, list[str]]]:
