@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from fedshift.data.domain import DataSet, SparseRows
 from fedshift.evaluation.estimate.changes import Usual, changes, nearby_answers
 from fedshift.evaluation.estimate.combination import Answers, LeftOut
+from fedshift.evaluation.estimate.distances import Samples
 from fedshift.experiment.predict import TrainedModel
 
 MOST = 300
@@ -41,17 +42,24 @@ def looked_at(trained: TrainedModel, data: DataSet, site: str, rows: NDArray[np.
     inputs, labels, scores = samples_of(data, site, rows[some]), known.labels[some], known.scores[some]
     if not changeable(inputs) or not np.allclose(trained.scores(inputs), scores, atol=_SAME):
         return known
-    usual = usual_values(data, [name for name in data.domains if name != site])
+    others = [name for name in data.domains if name != site]
+    usual = usual_values(data, others)
     answers = [Answers(scores, labels, nearby_answers(trained.scores, inputs, usual))]
     for number, (_, changed) in enumerate(changes(inputs, usual), 1):
         nearby = nearby_answers(trained.scores, changed, usual, number)
         answers.append(Answers(trained.scores(changed).astype(np.float64), labels, nearby))
-    return replace(known, looked_at=tuple(answers))
+    apart = samples_at(data, others).apart(inputs)
+    return replace(known, looked_at=tuple(answers), apart=apart)
 
 
 def usual_values(data: DataSet, sites: Sequence[str]) -> Usual:
     """What is usual at some sites of the data, from at most `MOST` samples of each."""
     return Usual.of([samples_of(data, site, spread(len(data.domains[site]))) for site in sites])
+
+
+def samples_at(data: DataSet, sites: Sequence[str]) -> Samples:
+    """Samples of some sites to compare with, at most `MOST` of each."""
+    return Samples.of([samples_of(data, site, spread(len(data.domains[site]))) for site in sites])
 
 
 def spread(samples: int) -> NDArray[np.int64]:

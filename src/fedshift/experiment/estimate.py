@@ -17,11 +17,12 @@ from fedshift.data.table_files import SiteFormat
 from fedshift.errors import UserError
 from fedshift.evaluation.estimate.changes import nearby_answers
 from fedshift.evaluation.estimate.combination import Estimate, LeftOut, estimate_accuracy
+from fedshift.evaluation.estimate.distances import Apart
 from fedshift.evaluation.predictions import PREDICTIONS, UNLABELLED
 from fedshift.evaluation.records import RunResult
 from fedshift.evaluation.site_metrics import common_threshold
 from fedshift.evaluation.stored import RESULT, SETTINGS, check_sum, stored
-from fedshift.experiment.changed_samples import changeable, looked_at, usual_values
+from fedshift.experiment.changed_samples import changeable, looked_at, samples_at, usual_values
 from fedshift.experiment.config.data_section import data_source
 from fedshift.experiment.predict import ToPredict, TrainedModel, load_model
 from fedshift.experiment.runs.run_folder import MODEL
@@ -97,7 +98,7 @@ def estimate_of(
     source = source or (None if folder is None else _source_of(folder))
     read = None if source is None else _Read(source)
     left_out, trained_on = _cases(trained, folder, scores, read)
-    nearby = _nearby(trained, samples.inputs, left_out, read)
+    nearby, apart = _looked_at_here(trained, samples.inputs, left_out, read)
     estimate = estimate_accuracy(
         left_out,
         scores,
@@ -106,6 +107,7 @@ def estimate_of(
         unusual="; ".join(text for text in (samples.shift.warning, samples.left_out) if text) or None,
         nearby=nearby,
         threshold=0.5 if folder is None else threshold_of(folder),
+        apart=apart,
     )
     if left_out and nearby is None:
         estimate = replace(estimate, reasons=(*estimate.reasons, _NOT_LOOKED_AT))
@@ -183,16 +185,17 @@ class _Read:
         return self._read[-1][1]
 
 
-def _nearby(
+def _looked_at_here(
     trained: TrainedModel, inputs: NDArray[Any], left_out: Mapping[str, LeftOut], read: _Read | None
-) -> NDArray[np.float64] | None:
-    """What the model says near the samples; None if not all of the left-out sites were looked at so."""
+) -> tuple[NDArray[np.float64] | None, Apart | None]:
+    """What the model says near the samples, and how far these are; None if not all left-out sites were looked at so."""
     if read is None or not left_out or not all(site.looked_at for site in left_out.values()):
-        return None
-    usual = usual_values(read.encoded_by(trained.metadata["sources"]), list(left_out))
-    if not changeable(inputs) or inputs.shape[1:] != usual.mean.shape:
-        return None
-    return nearby_answers(trained.scores, inputs, usual)
+        return None, None
+    data = read.encoded_by(trained.metadata["sources"])
+    usual = usual_values(data, list(left_out))
+    if not len(inputs) or not changeable(inputs) or inputs.shape[1:] != usual.mean.shape:
+        return None, None
+    return nearby_answers(trained.scores, inputs, usual), samples_at(data, list(left_out)).apart(inputs)
 
 
 def _looked_at(run: Path, one: Measured, read: _Read) -> LeftOut:

@@ -29,6 +29,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fedshift.evaluation.estimate.changes import drawn_again
 from fedshift.evaluation.estimate.correction import Case, Correction, learn
+from fedshift.evaluation.estimate.distances import Apart, beyond
 from fedshift.evaluation.estimate.estimators import (
     ESTIMATORS,
     agreement,
@@ -60,6 +61,9 @@ UNEXPLAINED, FAR = 0.45, 0.06
 LOSS, ODD, DISTANT, ALARM = 25.0, 0.3, 0.015, 1.7
 """A shift may be harmful from a sum of ALARM: points below the left-out sites' mean over LOSS, unexplained answers over
 ODD, and distance of confidence over DISTANT. About 6 % of unharmed targets reach it."""
+WEIGHTS, ALARM_APART = (1.5, 1.0, 0.35, 0.2, 0.25), 1.55
+"""Where samples can be compared, too: the sum so weighted of how far they are apart (`beyond`) and of these three, and
+what it must reach. A logistic regression chose them; about 6 % of unharmed targets of other data sets reach it."""
 WIDEST = 70.0
 """An interval of more points than these says nothing, and no estimate is given."""
 LEVEL = 0.9
@@ -89,12 +93,14 @@ class LeftOut:
         labels: class numbers (n,).
         looked_at: of some of its samples: as they are, first, and under changes. Empty if they could not be read.
         threshold: of two classes, the score from which its model calls the second one.
+        apart: how far its samples are from those of the sites that trained; None if they could not be read.
     """
 
     scores: NDArray[Any]
     labels: NDArray[np.int64]
     looked_at: tuple[Answers, ...] = ()
     threshold: float = 0.5
+    apart: Apart | None = None
 
 
 @dataclass(frozen=True)
@@ -271,6 +277,7 @@ def estimate_accuracy(
     cases: Cases | None = None,
     nearby: NDArray[Any] | None = None,
     threshold: float = 0.5,
+    apart: Apart | None = None,
 ) -> Estimate:
     """Estimate the accuracy of a model at a site without labels.
 
@@ -283,6 +290,7 @@ def estimate_accuracy(
         cases: of the same sites, if they were read before.
         nearby: what the model says near the samples, see `nearby_answers`; None: the median is not corrected.
         threshold: of two classes, the score from which the model calls the second one.
+        apart: how far the samples are from those of the left-out sites, where both can be read.
 
     Example:
         >>> draw = np.random.default_rng(0)
@@ -299,7 +307,16 @@ def estimate_accuracy(
         cases = Cases.of(left_out)
     shares = np.asarray(scores, dtype=np.float64)
     return _estimate(
-        supports, usual, cases, shares, others, unlike=unlike, unusual=unusual, nearby=nearby, threshold=threshold
+        supports,
+        usual,
+        cases,
+        shares,
+        others,
+        unlike=unlike,
+        unusual=unusual,
+        nearby=nearby,
+        threshold=threshold,
+        apart=apart,
     )
 
 
@@ -314,6 +331,7 @@ def _estimate(
     unusual: str | None = None,
     nearby: NDArray[Any] | None = None,
     threshold: float = 0.5,
+    apart: Apart | None = None,
 ) -> Estimate:
     """``supports``: of each left-out site, samples of each class; ``usual``: their mean accuracy."""
     known = Estimate(
@@ -331,24 +349,33 @@ def _estimate(
     if cases is None or len(supports) < FEWEST_SITES or len(shares) == 0:
         return replace(known, reasons=(*stop, *notes), harmful=bool(unlike), too_unlike=bool(unlike))
     found = read(cases.whole, shares)
-    beyond, far = found.unexplained - cases.unexplained, found.far - cases.far
-    unlike_answers = _too_unlike(beyond, far)
+    odd, far = found.unexplained - cases.unexplained, found.far - cases.far
+    unlike_answers = _too_unlike(odd, far)
     known, stop = replace(known, too_unlike=bool(unlike or unlike_answers)), [*stop, *unlike_answers]
     centre, low, high = cases.interval(found, len(shares), nearby)
     known = replace(known, looked_at=cases.correction is not None and nearby is not None)
     if not stop and 100 * (high - low) > WIDEST:
         stop.append(f"its interval would be {100 * (high - low):.0f} points wide")
     lost = 100 * ((usual or 0.0) - centre)
-    harmful = bool(unlike) or lost / LOSS + beyond / ODD + far / DISTANT > ALARM
+    harmful = bool(unlike) or _is_harmful(cases, (lost / LOSS, odd / ODD, far / DISTANT), apart)
     parts = {name: 100 * value for name, value in found.parts.items()}
     if others:
         parts["agreement"] = 100 * agreement(np.stack([shares, *map(np.asarray, others)]))
     known = replace(
-        known, reasons=(*stop, *notes), harmful=harmful, parts=parts, unexplained=beyond, far=far, abstain=bool(stop)
+        known, reasons=(*stop, *notes), harmful=harmful, parts=parts, unexplained=odd, far=far, abstain=bool(stop)
     )
     if cases.by_score:
         known = replace(known, measures=_measures(cases, shares, threshold, stop), threshold=threshold)
     return known if stop else replace(known, estimate=100 * centre, low=100 * low, high=100 * high)
+
+
+def _is_harmful(cases: Cases, signs: tuple[float, float, float], apart: Apart | None) -> bool:
+    """Whether a shift may be harmful, from three signs in scores and, where they are known, two in the samples."""
+    if apart is None or len(cases.apart) < FEWEST_SITES:
+        return sum(signs) > ALARM
+    lost, odd, far = (min(3.0, max(low, sign)) for sign, low in zip(signs, (-2.0, -1.0, -1.0), strict=True))
+    every = (*beyond(apart, cases.apart), lost, odd, far)
+    return sum(weight * sign for weight, sign in zip(WEIGHTS, every, strict=True)) > ALARM_APART
 
 
 def _measures(cases: Cases, shares: Numbers, threshold: float, stop: Sequence[str]) -> dict[str, Range]:
@@ -371,6 +398,7 @@ class Cases:
         correction: of the median; None if their samples were not looked at.
         corrected_factor: the same of the corrected median.
         by_score: of two classes, each site's samples of each in bins of score.
+        apart: how far each site's samples are from the others'; empty if some could not be read.
     """
 
     whole: SiteSums
@@ -381,6 +409,7 @@ class Cases:
     correction: Correction | None = None
     corrected_factor: float = 1.0
     by_score: tuple[Numbers, ...] = ()
+    apart: tuple[Apart, ...] = ()
 
     @classmethod
     def of(cls, left_out: Mapping[str, LeftOut]) -> Cases:
@@ -389,6 +418,8 @@ class Cases:
         others = {name: reduce(add, (one for other, one in sums.items() if other != name)) for name in sums}
         readings = {name: read(others[name], site.scores) for name, site in left_out.items()}
         cases = cls.of_known({name: KnownSite(sums[name], readings[name]) for name in sums})
+        apart = tuple(site.apart for site in left_out.values() if site.apart is not None)
+        cases = replace(cases, apart=apart if len(apart) == len(left_out) else ())
         if not all(site.looked_at for site in left_out.values()):
             return cases
         usual = cases.unexplained
