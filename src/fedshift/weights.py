@@ -32,8 +32,9 @@ class NamedTensors(Mapping[str, Tensor]):
     kind: ClassVar[str]
     """The kind of content under which the ledger counts it."""
 
-    __slots__ = ("_tensors",)
+    __slots__ = ("_nbytes", "_tensors")
     _tensors: dict[str, Tensor]
+    _nbytes: int
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
@@ -65,7 +66,11 @@ class NamedTensors(Mapping[str, Tensor]):
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors. For float32 weights and int64 counters ``S(θ) = 4·(|θ| + |b|) + 8·n_i``."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors.values())
+        try:
+            return self._nbytes  # every site is sent the same model, and the ledger counts it for each
+        except AttributeError:
+            self._nbytes = sum(tensor.numel() * tensor.element_size() for tensor in self._tensors.values())
+            return self._nbytes
 
     def select(self, keys: KeyFilter) -> Self:
         """The tensors whose names ``keys`` accepts, in the same order."""

@@ -280,7 +280,7 @@ BY_WAY_OF_ONE = {
 """They compute with probabilities, or take differences of numbers near 1, whose rounding of about 1e-7 stays."""
 OTHERS = {
     "attention": {"cross_layer_attention"},
-    "averaging": {"float64_chunks"},
+    "averaging": {"float64_chunks", "float64_pieces"},
     "batchnorm": {"mixed_statistics"},
     "clustering": {"kmeans_from", "nearest_mean_classifier"},
     "colour": {

@@ -13,7 +13,7 @@ from torch import nn
 import fedshift
 from fedshift.models import registry
 from fedshift.models.instance_methods import with_method, without_method
-from fedshift.models.network import Network, StageReader
+from fedshift.models.network import Network, StageReader, copy_with
 
 
 def mlp(hidden: list[int]) -> Network:
@@ -55,6 +55,57 @@ def test_a_copy_is_whole_and_apart() -> None:
     copied[1].register_forward_hook(lambda *_: None)
     assert len(features[1]._forward_hooks) == 1
     assert torch.equal(copied[3].odd(torch.ones(1, 4))[0], recurrent(torch.ones(1, 4))[0])
+
+
+class Doubled(nn.Linear):
+    """Loads twice what a file holds."""
+
+    def _load_from_state_dict(self, state: dict[str, torch.Tensor], prefix: str, *rest: object) -> None:
+        twice = {name: 2 * value if name.startswith(prefix) else value for name, value in state.items()}
+        super()._load_from_state_dict(twice, prefix, *rest)
+
+
+def networks() -> dict[str, Network]:
+    plain, tied, hooked, own, parts = (mlp([5, 4]) for _ in range(5))
+    tied.features.add_module("again", nn.Sequential(nn.Linear(4, 4)))
+    tied.features.again.add_module("twin", tied.features.again[0])
+    hooked.classifier.register_load_state_dict_pre_hook(lambda _, state, prefix, *rest: state[f"{prefix}bias"].add_(1))
+    own.classifier = Doubled(4, 7)
+    parts.features.hidden1[0].weight.requires_grad_(False)
+    parts.features.register_buffer("unsaved", torch.ones(2), persistent=False)
+    parts.eval()
+    images = registry.build(registry.parse({"name": "digit_cnn"}), (1, 28, 28), 3, seed=0)
+    return {"plain": plain, "tied": tied, "hooked": hooked, "own": own, "parts": parts, "images": images}
+
+
+@pytest.mark.parametrize("name", networks())
+def test_a_copy_with_weights_is_what_torch_loads_into_a_copy(name: str) -> None:
+    network = networks()[name]
+    weights = {key: torch.rand(value.shape).to(value.dtype) for key, value in network.state_dict().items()}
+    before = {key: value.clone() for key, value in network.state_dict().items()}
+    expected = copy.deepcopy(network)
+    expected.load_state_dict({key: value.clone() for key, value in weights.items()})
+    expected.train()
+    made = copy_with(network, {key: value.clone() for key, value in weights.items()})
+    assert [type(module) for module in made.modules()] == [type(module) for module in expected.modules()]
+    assert all(module.training for module in made.modules())
+    for found, right in zip((*made.named_parameters(), *made.named_buffers()),
+                            (*expected.named_parameters(), *expected.named_buffers()), strict=True):  # fmt: skip
+        assert found[0] == right[0]
+        assert torch.equal(found[1], right[1])
+        assert (found[1].stride(), found[1].requires_grad, type(found[1])) == (
+            right[1].stride(), right[1].requires_grad, type(right[1]))  # fmt: skip
+    assert all(torch.equal(value, before[key]) for key, value in network.state_dict().items())
+    assert not {value.data_ptr() for value in made.state_dict().values()} & {
+        value.data_ptr() for value in network.state_dict().values()
+    }
+
+
+def test_weights_of_another_network_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        copy_with(mlp([5, 4]), mlp([5, 3]).state_dict())
+    with pytest.raises(RuntimeError, match="Missing key"):
+        copy_with(mlp([5, 4]), {})
 
 
 def test_a_reader_gives_what_single_passes_give_and_leaves_nothing_behind() -> None:

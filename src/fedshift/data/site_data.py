@@ -73,6 +73,7 @@ class SiteData:
         self.labels = torch.from_numpy(labels).to(self.device)
         self.domain_numbers = torch.from_numpy(numbers.astype(np.int64)).to(self.device)
         self.input_shape = tuple(self._inputs[0].shape[1:])
+        self._unchanged = self.augmentation.is_identity or len(self.input_shape) != 3
         self._cacheable = 4 * self.samples * int(np.prod(self.input_shape)) <= cache_bytes
         self._cache: Tensor | None = None
         self.seen: Tensor | None = None
@@ -103,8 +104,7 @@ class SiteData:
     @property
     def deterministic(self) -> bool:
         """Whether a row always gives the same input, because nothing is augmented."""
-        same = self.augmentation.is_identity or len(self.input_shape) != 3
-        return self._restyle is None and same and self.preprocessing.patch is None
+        return self._restyle is None and self._unchanged and self.preprocessing.patch is None
 
     def batch(self, rows: Tensor, generator: torch.Generator | None = None) -> Batch:
         """A batch on the device.
@@ -175,6 +175,10 @@ class SiteData:
         """The given rows before normalisation, on the device: images have values in [0, 1]."""
         self._note(rows)
         return to_unit(self._raw(rows), self.device)
+
+    def forget(self) -> None:
+        """Free the samples that were converted. The next batch converts them again, to the same bits."""
+        self._cache = None
 
     def watch(self) -> None:
         """From now on, `seen` and `read` record which samples are read."""

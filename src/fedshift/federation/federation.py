@@ -24,6 +24,7 @@ from fedshift.weights import Weights
 OnRefusal = Literal["stop", "leave_out"]
 UNLIMITED = 2**31
 """More mini-batches than any exchange has."""
+NOT_DRAWN = "sites that were not drawn"
 
 
 class OfRouting(Protocol):
@@ -105,7 +106,8 @@ class Federation(ABC):
         quorum: sites that must answer an exchange, of those asked, for the run to continue without the others;
             None means all.
         on_refusal: whether a site that refuses to send a kind may take part, which `SiteRunner` asks before training.
-        on_answer: called with each site that answered and the mini-batches it trained on.
+        on_answer: called with each site that answered and the mini-batches it trained on; once an exchange with
+            `NOT_DRAWN` and those that all other sources are charged.
         sums_only: whether replies that hold models are read only as sums (secure aggregation).
         per_round: sources that are drawn for each round, the others are not asked; None: all take part.
     """
@@ -350,8 +352,9 @@ class Federation(ABC):
             yield answer.site, answer.reply
             del answer  # before the next is read
         usual = _usual(spent)
-        for site in (*missing, *self._undrawn):
+        for site in missing:
             self._charge(site, usual)
+        self._charge_undrawn(usual)
 
     def _spent(self, sites: Sequence[str], *, alike: bool) -> dict[str, float]:
         """The share of its budget that each site has used, 0 to 1; ``alike``: the mean of these for all.
@@ -423,6 +426,19 @@ class Federation(ABC):
             charged = min(left, round(due) if undrawn else math.ceil(due))
             self.progress.undrawn += charged if undrawn else 0
             self._worked(site, charged)
+
+    def _charge_undrawn(self, share: float | None) -> None:
+        """Charge the sources that were not drawn, and report them together: there may be thousands in every round."""
+        if share is None or not self._undrawn:
+            return
+        used, whole = self.progress.used, 0
+        for site in self._undrawn:
+            budget = self.budget.get(site, 0)
+            charged = min(max(0, budget - used[site]), round(budget * share))
+            used[site] += charged
+            whole += charged
+        self.progress.undrawn += whole
+        self._on_answer(NOT_DRAWN, whole)
 
     def _worked(self, site: str, mini_batches: int) -> None:
         self.progress.used[site] += mini_batches

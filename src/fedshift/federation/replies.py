@@ -33,7 +33,7 @@ from fedshift.federation.messages import (
     text_bytes,
 )
 from fedshift.federation.training import Training
-from fedshift.functional.averaging import float64_chunks, is_buffer
+from fedshift.functional.averaging import float64_pieces, is_buffer
 from fedshift.models.network import Network
 from fedshift.weights import NamedTensors, Weights
 
@@ -288,9 +288,10 @@ class ReplyCheck:
         wrong = [str(tensor.dtype) for tensor in value.values() if tensor.dtype not in DTYPES]
         if wrong:
             raise FedshiftError(f"'{name}' holds numbers of the type {wrong[0]}, which does not travel")
-        value.check_finite(f"'{name}'")
         if isinstance(value, Weights) and not declared:  # what is declared has a range of its own
             _check_model(name, value, sent if isinstance(sent, Weights) else self._start)
+        else:
+            value.check_finite(f"'{name}'")
 
 
 def _check_bound(name: str, value: Any, bound: Tensors | Between) -> None:
@@ -321,11 +322,23 @@ def _check_model(name: str, model: Weights, before: Mapping[str, Tensor]) -> Non
 
     Raises:
         FedshiftError: a running statistic or a counter is out of range.
-        TrainingDiverged: the model is too far away.
+        TrainingDiverged: the model is too far away, or holds NaN or infinite numbers.
     """
+    near = {
+        key: (tensor, start.to(tensor.device))
+        for key, tensor in model.items()
+        if (start := before.get(key)) is not None  # None: a model of another kind, such as a gradient
+        and (tensor.numel() and tensor.is_floating_point() and start.shape == tensor.shape and not is_buffer(key))
+    }
     far = norm = 0.0
+    for now, then in float64_pieces(near.values()):
+        norm += torch.dot(then, then).item()
+        gap = now - then
+        far += torch.dot(gap, gap).item()
+    if len(near) < len(model) or not math.isfinite(far):  # a finite sum has finite parts
+        model.check_finite(f"'{name}'")
     for key, tensor in model.items():
-        if not tensor.numel():
+        if key in near or not tensor.numel():
             continue
         if not tensor.is_floating_point():
             low, high = torch.aminmax(tensor)
@@ -337,14 +350,6 @@ def _check_model(name: str, model: Weights, before: Mapping[str, Tensor]) -> Non
             low, high = torch.aminmax(tensor)
             if low.item() < least or high.item() > most:
                 _out_of_range(name, key, least, most)
-        else:
-            start = before.get(key)
-            if start is None or start.shape != tensor.shape:
-                continue  # a model of another kind, such as a gradient or a single classifier
-            for now, then in float64_chunks(tensor, start.to(tensor.device)):
-                norm += torch.dot(then, then).item()
-                gap = now - then
-                far += torch.dot(gap, gap).item()
     if far**0.5 > GROWTH * (norm**0.5 + 1):
         raise TrainingDiverged(
             f"'{name}' is {far**0.5:.3g} away from the model that the site began with, whose norm is {norm**0.5:.3g}: "

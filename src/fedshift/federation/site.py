@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -20,7 +19,7 @@ from fedshift.federation.randomness import derive_seed, drawn_from
 from fedshift.federation.site_base import Batch, Envelope, Role, SiteBase
 from fedshift.federation.steps import Steps
 from fedshift.federation.training import exploded
-from fedshift.models.network import Network
+from fedshift.models.network import Network, copy_with
 from fedshift.weights import Weights
 
 __all__ = ["Batch", "Envelope", "LocalFit", "LossOf", "PlugIn", "Role", "Site"]
@@ -43,10 +42,7 @@ class Site(SiteBase):
 
     def model(self, weights: Weights | None = None) -> Network:
         """A copy of the experiment's network on this site's device, in training mode, with ``weights`` if given."""
-        network = copy.deepcopy(self.network)
-        if weights is not None:
-            network.load_state_dict(dict(weights))
-        return network.train()
+        return copy_with(self.network, weights)
 
     def place(self, module: M) -> M:
         """Move a module of the method's own to this site's device; it multiplies matrices as the network does."""
@@ -122,7 +118,8 @@ class Site(SiteBase):
         with plugged(self.plug_ins, modules[0], loss_of) as (whole_loss, heads):
             trained = [*modules, *(plug_in.head for plug_in in heads if plug_in.head is not None)]
             stepped = [*steppers, *(plug_in.optimizer for plug_in in heads if plug_in.optimizer is not None)]
-            parameters = [value for module in trained for value in module.parameters() if value.requires_grad]
+            clipped = trained if self.training.clip_norm is not None else ()
+            parameters = [value for module in clipped for value in module.parameters() if value.requires_grad]
             steps = Steps(self.training, stepped, self.device)
             for batch in batches:
                 steps.begin()

@@ -221,7 +221,7 @@ class SiteBase:
         again = f" {self._orders}" if self._orders else ""  # a second call in one exchange draws another order
         self._orders += 1
         orders = self._passes(f"batches{again}")
-        augmentation = self.generator_for(f"augmentation{again}")
+        augmentation = None if self.data.deterministic else self.generator_for(f"augmentation{again}")
         if steps is None and self.exchanges_per_epoch > 1:
             steps = epochs * self.batches_per_epoch
         wanted = steps if steps is not None else math.inf

@@ -30,7 +30,9 @@ class Steps:
     def begin(self) -> None:
         """Forget the gradients of the last mini-batch."""
         for optimizer in self._optimizers:
-            optimizer.zero_grad(set_to_none=True)
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None  # as zero_grad does, whose profiler's mark takes longer
 
     def add(self, loss: Tensor) -> None:
         """Add the gradient of a loss."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -201,6 +202,34 @@ def float64_chunks(first: Tensor, second: Tensor) -> Iterator[tuple[Tensor, Tens
         yield left.double(), right.double()
 
 
+def float64_pieces(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """`float64_chunks` of many pairs of tensors, of which small ones come together: few operations for many layers.
+
+    Example:
+        >>> pairs = [(torch.ones(2), torch.zeros(2)), (torch.ones(1, 1), torch.full((1, 1), 2.0))]
+        >>> [(left.tolist(), right.tolist()) for left, right in float64_pieces(pairs)]
+        [([1.0, 1.0, 1.0], [0.0, 0.0, 2.0])]
+    """
+    waiting: list[tuple[Tensor, Tensor]] = []
+    numbers = 0
+    for first, second in pairs:
+        if numbers + first.numel() > _CHUNK and waiting:
+            yield _together(waiting)
+            waiting, numbers = [], 0
+        if first.numel() > _CHUNK:
+            yield from float64_chunks(first, second)
+            continue
+        waiting.append((first, second))
+        numbers += first.numel()
+    if waiting:
+        yield _together(waiting)
+
+
+def _together(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    left, right = (torch.cat([tensor.reshape(-1) for tensor in side]).double() for side in zip(*pairs, strict=True))
+    return left, right
+
+
 def dense_window(losses: Sequence[float], settled: int, patience: int, ratio: float) -> tuple[int | None, int | None]:
     """The models that SWAD averages, by their validation losses so far (Cha et al., NeurIPS 2021).
 
@@ -232,6 +261,7 @@ def dense_window(losses: Sequence[float], settled: int, patience: int, ratio: fl
     return start, next((end for end in ends if min(losses[end : end + patience]) > tolerance), None)
 
 
+@functools.lru_cache(4096)
 def is_buffer(name: str) -> bool:
     """Whether a key names a BatchNorm buffer. A state dict has no other way to tell parameters from buffers.
 

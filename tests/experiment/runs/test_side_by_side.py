@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 from small import Stop, StopAfter, experiment, features, outcome, save
 
 import fedshift
@@ -44,6 +45,22 @@ def test_the_same_run_but_for_rounding_and_the_same_bits_again(tmp_path: Path) -
     assert outcome(tmp_path / "cut") == together
 
 
+def test_auto_does_what_is_faster_and_leaves_the_rest_as_it_was(tmp_path: Path) -> None:
+    methods = [{"name": "fedavg"}, {"name": "scaffold"}]
+    auto = {"engine": {"name": "local", "threads": 1, "sites": "auto"}}
+    fedshift.run(options(tmp_path / "data", *methods, side=False), tmp_path / "alone")
+    fedshift.run(options(tmp_path / "data", *methods, **auto), tmp_path / "auto")
+    fedshift.run(options(tmp_path / "data", methods[0]), tmp_path / "together")
+    assert model(tmp_path / "auto", "scaffold") == model(tmp_path / "alone", "scaffold")
+    assert model(tmp_path / "auto", "fedavg") == model(tmp_path / "together", "fedavg")
+    assert model(tmp_path / "auto", "fedavg") != model(tmp_path / "alone", "fedavg")
+
+
+def model(runs: Path, method: str) -> dict[str, list[float]]:
+    (path,) = (path for path in runs.rglob("model.safetensors") if method in path.parts)
+    return {name: value.flatten().tolist() for name, value in load_file(path).items()}
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -51,6 +68,7 @@ def test_the_same_run_but_for_rounding_and_the_same_bits_again(tmp_path: Path) -
         ({"methods": [{"name": "recipe"}]}, "recipe has plug-ins"),
         ({"model": {**MODEL, "dropout": 0.5}}, "without dropout"),
         ({"engine": {"sites": "side_by_side", "workers": 2}}, "leave out workers"),
+        ({"engine": {"sites": "auto", "workers": 2}}, "leave out workers"),
         ({"engine": {"name": "flare", "sites": "side_by_side"}}, "sites"),
     ],
     ids=lambda case: case if isinstance(case, str) else "",

@@ -31,6 +31,7 @@ from fedshift.experiment.compatibility import check_fit
 from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.environment import resolve_device, threads_set, versions
 from fedshift.experiment.features import built
+from fedshift.experiment.fits.side_by_side import trains_side_by_side
 from fedshift.experiment.plan import Plan, PlannedRun, Run
 from fedshift.experiment.protocols.base import Split
 from fedshift.federation.local.in_process import LocalFederation
@@ -276,7 +277,7 @@ def _model(planned: PlannedRun, device: str) -> Network:
         on_refusal=engine.on_refusal,
         sums_only=engine.sums_only,
         per_round=planned.drawn,
-        side_by_side=engine.sites == "side_by_side",
+        side_by_side=trains_side_by_side(engine, method, setting, network),
     )
     start = Weights({name: tensor.cpu().contiguous() for name, tensor in network.state_dict().items()})
     federation.screening = screening_of(method, start)

@@ -94,9 +94,10 @@ class LocalEngine(EngineSection):
     name: Literal["local"] = Field("local", description="the engine")
     workers: PositiveInt = Field(1, description="worker processes that run the sites of one run")
     parallel_runs: PositiveInt = Field(1, description="runs (method, target, seed) that train at the same time")
-    sites: Literal["one_by_one", "side_by_side"] = Field(
+    sites: Literal["one_by_one", "side_by_side", "auto"] = Field(
         "one_by_one",
-        description="side_by_side: all sites of a small mlp train at once in one process; results differ by rounding",
+        description="side_by_side: the sites of a network without BatchNorm train at once in one process; auto: where "
+        "that is faster; results differ by rounding",
     )
     refuse_at: dict[str, Kinds] = Field(
         default_factory=dict,
@@ -105,13 +106,13 @@ class LocalEngine(EngineSection):
 
     @model_validator(mode="after")
     def _in_one_process(self) -> Self:
-        if self.sites == "side_by_side" and self.workers > 1:
-            raise ValueError("sites: side_by_side trains all sites of a run in one process: leave out workers")
+        if self.sites != "one_by_one" and self.workers > 1:
+            raise ValueError(f"sites: {self.sites} trains all sites of a run in one process: leave out workers")
         return self
 
     @property
     def identity(self) -> dict[str, str]:
-        return super().identity | ({"sites": self.sites} if self.sites == "side_by_side" else {})
+        return super().identity | ({"sites": self.sites} if self.sites != "one_by_one" else {})
 
     @property
     def processes(self) -> int:

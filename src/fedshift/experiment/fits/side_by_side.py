@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from fedshift.experiment.config.engine_section import Engine
 from fedshift.experiment.fits.about import About
-from fedshift.federation.local.stacked import check_side_by_side
+from fedshift.federation.local.stacked import check_side_by_side, faster_side_by_side, no_side_by_side
+from fedshift.federation.site_runner import Setting
 from fedshift.methods.base import Method
 from fedshift.models.network import Network
 
@@ -15,5 +17,25 @@ def fits(about: About, method: Method, network: Network) -> Iterator[str]:
     if about.engine.sites == "side_by_side":
         plugged = bool(method.local_for(about.data.input_shape))
         training, in_parts = method.own_training(about.experiment.training), method.trains_in_parts
-        check_side_by_side(method.display, network, training, in_parts=in_parts, plugged=plugged)
+        shape = about.data.input_shape
+        check_side_by_side(method.display, network, training, shape, in_parts=in_parts, plugged=plugged)
     yield from ()
+
+
+def trains_side_by_side(engine: Engine, method: Method, setting: Setting, network: Network) -> bool:
+    """Whether the sites of a run train side by side: where the file says so or, with ``auto``, where it is faster.
+
+    Args:
+        engine: of the experiment.
+        method: of the run.
+        setting: what its sites have in common.
+        network: what they train.
+    """
+    if engine.sites != "auto":
+        return engine.sites == "side_by_side"
+    plugged, shape = bool(method.local_for(setting.input_shape)), setting.input_shape
+    fault = no_side_by_side(
+        method.display, network, setting.training, shape, in_parts=method.trains_in_parts, plugged=plugged
+    )
+    on_processor = setting.device == "cpu"
+    return on_processor and not fault and faster_side_by_side(network, shape, setting.training.batch_size)

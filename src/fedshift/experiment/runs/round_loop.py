@@ -14,6 +14,7 @@ from fedshift.evaluation.predictions import as_parquet
 from fedshift.evaluation.records import ERRORS, RunResult
 from fedshift.experiment.budgets import site_budget
 from fedshift.experiment.fits.sealed_routing import measured_parts
+from fedshift.experiment.fits.side_by_side import trains_side_by_side
 from fedshift.experiment.plan import PlannedRun, Run, model_metadata
 from fedshift.experiment.runs.context import Context, Workers
 from fedshift.experiment.runs.evaluator import Evaluator, Final
@@ -62,11 +63,12 @@ def carry_out(context: Context, workers: Workers, planned: PlannedRun, folder: R
         "per_round": planned.drawn,
         "on_answer": context.reporter.trained,
     }
+    together = trains_side_by_side(engine, planned.run.method, setting, network)
     pool = workers.pool_for(shown)
     federation: Federation = (
         PoolFederation(pool, sites, setting, **options)
         if pool
-        else LocalFederation(sites, setting, side_by_side=engine.sites == "side_by_side", **options)
+        else LocalFederation(sites, setting, side_by_side=together, **options)
     )
     own = federation.own_weights if experiment.protocol.by_site else None
     evaluator = Evaluator(data, measured, device, experiment.model, resamples, new_site, own)

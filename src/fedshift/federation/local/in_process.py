@@ -10,7 +10,7 @@ from typing import Any
 from fedshift.errors import FedshiftError, KindRefused, TrainingDiverged
 from fedshift.federation.exchange import Answer, Missing, Request
 from fedshift.federation.federation import Federation
-from fedshift.federation.local.stacked import STACKED, minimise_together
+from fedshift.federation.local.stacked import minimise_together, sites_of_a_stack
 from fedshift.federation.site import LocalFit, Role
 from fedshift.federation.site_runner import Setting, SitePlan, SiteRunner, about_sites
 from fedshift.weights import Weights
@@ -22,7 +22,7 @@ def names_of(plans: Sequence[SitePlan], role: Role) -> list[str]:
 
 
 class LocalFederation(Federation):
-    """Sites in this process, one after the other; or ``side_by_side``, in stacks of up to `STACKED` sites."""
+    """Sites in this process, one after the other; or ``side_by_side``, in stacks of a few sites each."""
 
     def __init__(
         self, plans: Sequence[SitePlan], setting: Setting, *, side_by_side: bool = False, **options: Any
@@ -39,10 +39,11 @@ class LocalFederation(Federation):
         )
         self._runners = runners
         self._side_by_side = side_by_side
+        self._stacked = sites_of_a_stack(network)
 
     def deliver(self, call: str, requests: Iterator[Request]) -> Generator[Answer[Any] | Missing, None, None]:
         if self._side_by_side:
-            while stack := list(islice(requests, STACKED)):
+            while stack := list(islice(requests, self._stacked)):
                 yield from self._together(call, stack)
             return
         for request in requests:
@@ -51,6 +52,8 @@ class LocalFederation(Federation):
             except (TrainingDiverged, KindRefused) as error:
                 yield Missing(request.site, error)
                 continue
+            finally:
+                self._forget(request.site)
             yield Answer(request.site, reply, mini_batches)
 
     def _together(self, call: str, requests: Sequence[Request]) -> Iterator[Answer[Any] | Missing]:
@@ -74,7 +77,14 @@ class LocalFederation(Federation):
             except (TrainingDiverged, KindRefused) as error:
                 yield Missing(name, error)
                 continue
+            finally:
+                self._forget(name)
             yield Answer(name, reply, mini_batches)
+
+    def _forget(self, site: str) -> None:
+        """Free what a site converted where sites are drawn, else thousands of them would keep their samples twice."""
+        if self.per_round is not None:
+            self._runners[site].site.data.forget()
 
     def own_weights(self, site: str, weights: Weights) -> Weights:
         return self.method.own_weights(weights, self._runners[site].site.memory) if site in self._runners else weights

@@ -1,19 +1,20 @@
-"""Trains one small network at several sites side by side, with the weights of all sites in stacks.
+"""Trains a network at several sites side by side, with the weights of all sites in stacks (torch.func).
 
 A step of a small network is many short operations, most of whose time is not arithmetic. Here each operation computes
 the step of all sites. Sites draw the mini-batches that they draw alone, and results differ from those of one site after
 the other by rounding only.
-
-Gradients are written out by hand: for three layers of stacked weights, torch's own take as long as the products.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 
 from fedshift.data.tasks.objective import CLASSES
 from fedshift.errors import FedshiftError, UserError
@@ -21,25 +22,43 @@ from fedshift.federation.local.stacked_optimizer import StackedOptimizer
 from fedshift.federation.site import Batch, LocalFit
 from fedshift.federation.training import Training
 from fedshift.models.instance_methods import has_method
-from fedshift.models.network import Network
+from fedshift.models.made_up import made_up
+from fedshift.models.network import Network, copy_with
 
 STACKED = 64
-"""Most sites of a stack. It bounds memory; more were no faster."""
+"""Most sites of a stack; more were no faster."""
+_STACKED_NUMBERS = 1 << 26
+"""Most weights of a stack, which bounds memory."""
+_FASTER_BELOW = 1e7
+"""Operations of a step below which torch.func was faster on a processor (benchmarks/speed.md)."""
 
 
-def check_side_by_side(name: str, network: Network, training: Training, *, in_parts: bool, plugged: bool) -> None:
-    """Check that the sites of a method can train side by side.
+def check_side_by_side(
+    name: str, network: Network, training: Training, input_shape: Sequence[int], *, in_parts: bool, plugged: bool
+) -> None:
+    """Refuse sites that cannot train side by side; arguments as of `no_side_by_side`.
+
+    Raises:
+        UserError: they cannot.
+    """
+    if fault := no_side_by_side(name, network, training, input_shape, in_parts=in_parts, plugged=plugged):
+        raise UserError(f"engine.sites: side_by_side: {fault}; or leave it out")
+
+
+def no_side_by_side(
+    name: str, network: Network, training: Training, input_shape: Sequence[int], *, in_parts: bool, plugged: bool
+) -> str:
+    """Why the sites of a method cannot train side by side; empty if they can.
 
     Args:
         name: of the method.
         network: what its sites train.
         training: how they train.
+        input_shape: of one sample.
         in_parts: whether the method gives its calls in parts.
         plugged: whether they have plug-ins.
-
-    Raises:
-        UserError: they cannot.
     """
+    fault = ""
     if not in_parts:
         fault = f"{name} trains in its own way; choose fedavg, fedprox or fedomg"
     elif plugged:
@@ -52,16 +71,67 @@ def check_side_by_side(name: str, network: Network, training: Training, *, in_pa
         fault = "training.adapters changes the layers"
     elif training.precision != "float32" or training.matrix_products != "default" or training.compile:
         fault = "training.precision, training.matrix_products and training.compile must be the default"
-    elif _layers(network) is None:
-        fault = "the network must be linear, or mlp with less than 4,096 inputs, without dropout and batch_norm"
     else:
-        return
-    raise UserError(f"engine.sites: side_by_side: {fault}; or leave it out")
+        fault = _no_stack(network, input_shape)
+    return fault
+
+
+def sites_of_a_stack(network: nn.Module) -> int:
+    """How many sites train side by side."""
+    numbers = sum(value.numel() for value in network.parameters())
+    return max(1, min(STACKED, _STACKED_NUMBERS // max(1, numbers)))
+
+
+def _no_stack(network: Network, input_shape: Sequence[int]) -> str:
+    """Why a network cannot train in a stack; empty if it can."""
+    modules = list(network.modules())
+    if any(isinstance(module, _NormBase) for module in modules):
+        return "the network must be without batch_norm, which looks at whole mini-batches"
+    if any(isinstance(module, _DropoutNd) and module.p > 0 for module in modules):
+        return "the network must be without dropout, whose draws would be others"
+    made = copy_with(network)
+    tensors = {name: torch.stack([value, value]) for name, value in _tensors(made).items()}
+    inputs = made_up(network, 2, tuple(input_shape)).to(next(iter(tensors.values())).device)
+    try:
+        _scores(made, tensors, torch.stack([inputs, inputs]))
+    except (RuntimeError, ValueError, TypeError) as error:
+        return f"torch.func cannot stack the network ({str(error).partition(chr(10))[0]:.100})"
+    return ""
+
+
+def faster_side_by_side(network: Network, input_shape: Sequence[int], batch_size: int) -> bool:
+    """Whether sites of a network that can train side by side are faster so, by what was measured on processors.
+
+    Args:
+        network: what sites train.
+        input_shape: of one sample.
+        batch_size: samples of a mini-batch.
+    """
+    if _layers(network) is not None:
+        return True
+    # A multiplication and an addition for each weight, forward; a backward pass takes twice as many.
+    return 6 * _products(network, input_shape) * batch_size <= _FASTER_BELOW
+
+
+@torch.no_grad()
+def _products(network: Network, input_shape: Sequence[int]) -> float:
+    """How often a network multiplies by a weight for one sample, products of activations not counted."""
+    made, found = copy_with(network), [0.0]
+
+    def count(layer: nn.Module, _: object, given: object) -> None:
+        values = given if isinstance(given, Tensor) else next(iter(given))  # type: ignore[call-overload]
+        weights = [value for value in layer.parameters(recurse=False) if value.dim() > 1]
+        found[0] += sum(weight.numel() * values.numel() / weight.shape[0] for weight in weights)
+
+    for layer in made.modules():
+        layer.register_forward_hook(count)
+    made(made_up(network, 1, tuple(input_shape)).to(next(network.parameters()).device))
+    return found[0]
 
 
 def _layers(network: nn.Module) -> list[nn.Linear] | None:
     """The layers of a network that is linear layers with ReLU between them; None if it is another one."""
-    if type(network) is not Network:
+    if type(network) is not Network or any(has_method(part, "forward") for part in network.modules()):
         return None
     parts = list(network.features) if type(network.features) is nn.Sequential else [network.features]
     if not parts or type(parts[0]) is not nn.Flatten:
@@ -77,6 +147,23 @@ def _layers(network: nn.Module) -> list[nn.Linear] | None:
         return None  # it computes in another way, such as in 16 bits
     trained = all(parameter.requires_grad for parameter in network.parameters())
     return layers if len(layers) == len(found) and trained else None
+
+
+def _tensors(network: nn.Module) -> dict[str, Tensor]:
+    """What a network computes with, by name."""
+    named = (*network.named_parameters(), *network.named_buffers())
+    return {name: value.detach() for name, value in named}
+
+
+def _scores(network: nn.Module, tensors: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
+    """What the network gives at each site, (sites, b, outputs), with stacked tensors and inputs (sites, b, …)."""
+
+    def at_one(own: dict[str, Tensor], read: Tensor) -> Tensor:
+        given: Tensor = functional_call(network, own, (read,))
+        return given
+
+    scores: Tensor = torch.vmap(at_one)(dict(tensors), inputs)
+    return scores
 
 
 @torch.no_grad()
@@ -95,7 +182,8 @@ def minimise_together(fits: Sequence[LocalFit]) -> list[tuple[float, float]]:
     if not fits:
         return []
     order = sorted(range(len(fits)), key=lambda place: -_steps(fits[place]))  # those that train longest are the first
-    stack = _Stack([fits[place] for place in order])
+    kind = _Stack if _layers(fits[0].model) is None else _Layers
+    stack = kind([fits[place] for place in order])
     passes = [fit.site.batches(fit.epochs, fit.steps) for fit in stack.fits]
     while drawn := list(takewhile(lambda batch: batch is not None, (next(one, None) for one in passes))):
         stack.step(drawn)  # type: ignore[arg-type]
@@ -115,55 +203,59 @@ def _steps(fit: LocalFit) -> int:
 class _Stack:
     """The networks of some sites. Each tensor has a row for every site, in the order of ``fits``."""
 
+    by_layer = False
+
     def __init__(self, fits: Sequence[LocalFit]) -> None:
         self.fits = fits
-        if _layers(fits[0].model) is None or any(fit.site.plug_ins for fit in fits):
+        if any(fit.site.plug_ins for fit in fits):
             raise FedshiftError("these sites cannot train side by side")
-        own = [list(fit.model.parameters()) for fit in fits]  # weight and bias of each layer, in order
-        self.tensors = [torch.stack([value.detach() for value in values]) for values in zip(*own, strict=True)]
-        for place, parameters in enumerate(own):
-            for parameter, whole in zip(parameters, self.tensors, strict=True):
-                parameter.data = whole[place]
-        self.optimizer = StackedOptimizer(fits, own, self.tensors)
-        self.regularised = any(fit.regulariser is not None for fit in fits)
-        if self.regularised:  # what autograd adds to a site's gradient is added to the stack
+        self.network = fits[0].model
+        named = [dict(fit.model.named_parameters()) for fit in fits]
+        self.trained = [name for name, value in named[0].items() if value.requires_grad]
+        alike = [_tensors(fit.model) for fit in fits]
+        self.tensors = {name: torch.stack([values[name] for values in alike]) for name in alike[0]}
+        for place, by_name in enumerate(named):
+            for name, parameter in by_name.items():
+                parameter.data = self.tensors[name][place]
+        own = [[parameters[name] for name in self.trained] for parameters in named]
+        self.optimizer = StackedOptimizer(fits, own, [self.tensors[name] for name in self.trained], self.by_layer)
+        if self.optimizer.regularised:  # what autograd adds to a site's gradient is added to the stack
             for place, parameters in enumerate(own):
                 for parameter, slopes in zip(parameters, self.optimizer.slopes, strict=True):
                     parameter.grad = slopes[place]
         self._number = 0
-        self._totals = torch.zeros(len(fits), dtype=torch.float64, device=self.tensors[0].device)
+        self._totals = torch.zeros(len(fits), dtype=torch.float64, device=fits[0].site.device)
         self._first: Tensor | None = None
 
     def step(self, drawn: Sequence[Batch]) -> None:
         """One step at the first sites, down the gradients of these mini-batches."""
         number = len(drawn)
         if number != self._number:
-            self._shrink(number)
-        inputs, shares = _in_one(drawn)
-        read = [inputs]
-        for weight, bias in self._layers:
-            if len(read) > 1:
-                read[-1].clamp_min_(0)
-            read.append(torch.baddbmm(bias, read[-1], weight.transpose(1, 2)))
-        losses, slopes = self._losses(read.pop(), drawn, shares)
-        for layer in range(len(self._layers) - 1, -1, -1):
-            self.optimizer.add(layer, slopes, read[layer])
-            if layer:
-                weight, _ = self._layers[layer]
-                slopes = torch.ops.aten.threshold_backward(torch.bmm(slopes, weight), read[layer], 0)
-        if self.regularised:
+            self._number = number
+            self.optimizer.shrink(number)
+            self._shrink({name: whole[:number] for name, whole in self.tensors.items()})
+        losses = self._slopes(drawn, *_in_one(drawn))
+        if self.optimizer.regularised:
             losses = losses + self._regularise(number)
         self.optimizer.step()
         self._totals[:number] += losses
         if self._first is None:
             self._first = self._totals.clone()
 
-    def _shrink(self, number: int) -> None:
-        """Go on with the first so many sites only."""
-        self._number = number
-        self.optimizer.shrink(number)
-        pairs = zip(self.tensors[::2], self.tensors[1::2], strict=True)
-        self._layers = [(weight[:number], bias[:number].unsqueeze(1)) for weight, bias in pairs]
+    def _shrink(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on with these rows of the tensors only."""
+        self._now = {name: whole.detach() for name, whole in tensors.items()}
+        for name in self.trained:
+            self._now[name].requires_grad_()
+
+    def _slopes(self, drawn: Sequence[Batch], inputs: Tensor, shares: Tensor) -> Tensor:
+        """Give the optimiser the gradients of mini-batches; return their losses (sites,)."""
+        with torch.enable_grad():
+            scores = _scores(self.network, self._now, inputs)
+        losses, slopes = self._losses(scores.detach(), drawn, shares)
+        trained = [self._now[name] for name in self.trained]
+        self.optimizer.take(torch.autograd.grad(scores, trained, slopes, materialize_grads=True))
+        return losses
 
     def _losses(self, scores: Tensor, drawn: Sequence[Batch], shares: Tensor) -> tuple[Tensor, Tensor]:
         """The losses (sites,), and the gradients of the scores.
@@ -205,11 +297,37 @@ class _Stack:
         return list(zip(means, means if self._first is None else self._first.tolist(), strict=True))
 
 
+class _Layers(_Stack):
+    """Linear layers with ReLU between them. Their gradients are written out by hand: torch's take as long as the
+    products, and these can be added to the momentum as they are made.
+    """
+
+    by_layer = True
+
+    def _shrink(self, tensors: Mapping[str, Tensor]) -> None:
+        weights, biases = ([tensors[name] for name in self.trained[begin::2]] for begin in (0, 1))
+        self._pairs = [(weight, bias.unsqueeze(1)) for weight, bias in zip(weights, biases, strict=True)]
+
+    def _slopes(self, drawn: Sequence[Batch], inputs: Tensor, shares: Tensor) -> Tensor:
+        read = [inputs.flatten(2)]
+        for weight, bias in self._pairs:
+            if len(read) > 1:
+                read[-1].clamp_min_(0)
+            read.append(torch.baddbmm(bias, read[-1], weight.transpose(1, 2)))
+        losses, slopes = self._losses(read.pop(), drawn, shares)
+        for layer in range(len(self._pairs) - 1, -1, -1):
+            self.optimizer.add(layer, slopes, read[layer])
+            if layer:
+                weight, _ = self._pairs[layer]
+                slopes = torch.ops.aten.threshold_backward(torch.bmm(slopes, weight), read[layer], 0)
+        return losses
+
+
 def _in_one(drawn: Sequence[Batch]) -> tuple[Tensor, Tensor]:
-    """The inputs of mini-batches (sites, b, d), and the share of each row in its own; shorter ones end in zeros."""
-    inputs = _padded([batch.inputs.flatten(1) for batch in drawn])
+    """The inputs of mini-batches (sites, b, …), and the share of each row in its own; shorter ones end in zeros."""
+    inputs = _padded([batch.inputs for batch in drawn])
     longest = inputs.shape[1]
-    shares = inputs.new_full(inputs.shape[:2], 1 / longest)
+    shares = torch.full(inputs.shape[:2], 1 / longest, device=inputs.device)
     for row, batch in zip(shares, drawn, strict=True):
         if (length := batch.rows.shape[0]) < longest:
             row[:length] = 1 / length

@@ -20,10 +20,15 @@ class StackedOptimizer:
         fits: what the sites train.
         own: the parameters of each site's network.
         tensors: the same, each with a row for every site.
+        by_layer: whether gradients come layer by layer, through `add`, or all together, through `take`.
     """
 
     def __init__(
-        self, fits: Sequence[LocalFit], own: Sequence[Sequence[nn.Parameter]], tensors: Sequence[Tensor]
+        self,
+        fits: Sequence[LocalFit],
+        own: Sequence[Sequence[nn.Parameter]],
+        tensors: Sequence[Tensor],
+        by_layer: bool,
     ) -> None:
         self.fits, self.own, self.tensors = fits, own, tensors
         self.training = training = fits[0].site.training
@@ -40,9 +45,12 @@ class StackedOptimizer:
         self.done = torch.zeros(len(fits), device=tensors[0].device)
         self._load()
         # The products of a layer's gradient can be added to its momentum as they are made.
-        regularised = any(fit.regulariser is not None for fit in fits)
-        self.direct = self.momentum > 0 and not training.nesterov and training.clip_norm is None and not regularised
-        self.slopes = [] if self.direct else [torch.zeros_like(whole) for whole in tensors]
+        self.regularised = regularised = any(fit.regulariser is not None for fit in fits)
+        self.direct = (
+            by_layer and self.momentum > 0 and not training.nesterov and training.clip_norm is None and not regularised
+        )
+        kept = regularised or (by_layer and not self.direct)
+        self.slopes = [torch.zeros_like(whole) for whole in tensors] if kept else []
         self._rates: list[float | Tensor] | None = None
         self.shrink(len(fits))
 
@@ -86,6 +94,14 @@ class StackedOptimizer:
             speed.mul_(kept).add_(self._values[weight], alpha=decay)
             kept = 1.0
         torch.baddbmm(speed, crossed, reads, beta=kept, out=speed)
+
+    def take(self, slopes: Sequence[Tensor]) -> None:
+        """Take in the gradients of all tensors at the sites that go on."""
+        if not self.regularised:
+            self._slopes = list(slopes)
+            return
+        for kept, slope in zip(self._slopes, slopes, strict=True):  # to which those of a regulariser are added
+            kept.copy_(slope)
 
     def step(self) -> None:
         """One step down the gradients that were taken in."""
