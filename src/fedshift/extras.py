@@ -88,6 +88,11 @@ def runs_program(name: str) -> None:
     _programs.append(name)
 
 
+def is_program() -> bool:
+    """Whether this process runs one of fedshift's own programs."""
+    return bool(_programs)
+
+
 def compiler_comes_later() -> bool:
     """Let torch's optimisers work without torch's compiler, until somebody uses the compiler in this process.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -89,3 +91,33 @@ def test_what_cannot_be_compared() -> None:
         dice(square(0, 0, 2), square(0, 0, 2, size=13))
     with pytest.raises(ValueError, match="no images"):
         hd95(square(0, 0, 2)[:0], square(0, 0, 2)[:0])
+
+
+ALONE = """
+import sys
+import numpy as np
+from fedshift.extras import runs_program
+from fedshift.evaluation.segmentation import hd95
+
+runs_program("test")
+draws = np.random.default_rng(0)
+print(hd95(*(draws.random((2, 2, 7, 8, 9)) > 0.9 for _ in "ab")).tolist())
+import monai
+print("monai.networks.nets" in sys.modules, "transformers" in sys.modules)
+print(monai.losses.DiceLoss.__name__, monai.apps.download_url.__name__, "nothing" in dir(monai))
+"""
+
+
+@pytest.mark.slow  # another process imports torch and MONAI
+def test_a_program_imports_the_metrics_of_monai_alone() -> None:
+    """With the same numbers. What else somebody uses of MONAI comes when it is used."""
+    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, check=True)
+    numbers, loaded, used = done.stdout.splitlines()
+    draws = np.random.default_rng(0)
+    masks = [draws.random((2, 2, 7, 8, 9)) > 0.9 for _ in "ab"]
+    whole = metrics.compute_hausdorff_distance(
+        *(torch.from_numpy(one).float() for one in masks), include_background=True, percentile=95
+    )
+    assert numbers == str(whole.double().tolist())
+    assert loaded == "False False"
+    assert used == "DiceLoss download_url False"

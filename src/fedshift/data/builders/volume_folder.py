@@ -6,8 +6,9 @@ import hashlib
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ from fedshift.data.checks import agreed_classes, checked
 from fedshift.data.domain import DataSet, DataSource, Domain, Manifest, Preprocessing
 from fedshift.data.images import finite_range, limits, scaled
 from fedshift.data.locate import cache_dir
+from fedshift.data.monai_bundle import Bundle, transformed, transforms_of, trusted_bundle
 from fedshift.encryption import read_private, write_private
 from fedshift.errors import UserError
 
@@ -57,6 +59,12 @@ class VolumeFolder(DataSource):
         description="size of the parts that a network reads: random to train, side by side to measure and predict; "
         "unset: whole volumes",
     )
+    bundle: Path | None = Field(
+        None,
+        description="folder of a bundle of MONAI, which is code: its transforms of image and label, but for random "
+        "ones, prepare each volume and its masks in place of spacing and window; values from 0 to 1 stay, others are "
+        "scaled by the volume's own range",
+    )
     patient: Patient = Field(
         "id",
         description="what volumes of one patient have in common in DICOM files: the patient's ID, or the study, series "
@@ -67,7 +75,17 @@ class VolumeFolder(DataSource):
     def _parts_fit(self) -> Self:
         if self.patch is not None and any(part > side for part, side in zip(self.patch, self.size, strict=True)):
             raise ValueError(f"patch: parts of {self.patch} do not fit into volumes of {self.size}")
+        if self.bundle is not None and (self.spacing is not None or self.window is not None):
+            raise ValueError("bundle: its transforms say spacing and window, so leave these out")
         return self
+
+    @cached_property
+    def _bundle(self) -> tuple[Bundle, list[Any]] | None:
+        """The bundle and its transforms, if it may run."""
+        if self.bundle is None:
+            return None
+        bundle = trusted_bundle(f"data.bundle '{self.bundle.name}'", self.bundle)
+        return bundle, transforms_of(bundle)
 
     @classmethod
     def manifest(cls) -> Manifest:
@@ -169,7 +187,8 @@ class VolumeFolder(DataSource):
 
     def _cached(self, site: str, items: Sequence[_Item], structures: Sequence[str]) -> Voxels:
         """The volumes of a site and their masks, (n, 1 + structures, …), read now or found in the cache."""
-        digest = hashlib.sha256(f"{_FORMAT} {self.size} {self.spacing} {self.window} {structures}\n".encode())
+        bundle = "" if self._bundle is None else f" {self._bundle[0].sha256}"
+        digest = hashlib.sha256(f"{_FORMAT} {self.size} {self.spacing} {self.window}{bundle} {structures}\n".encode())
         for item in items:
             for path in item.files:
                 known = path.stat()
@@ -191,17 +210,23 @@ class VolumeFolder(DataSource):
     def _voxels(self, item: _Item, structures: Sequence[str]) -> Voxels:
         """A volume and its masks, (1 + structures, …)."""
         volume = read_volume(item.series)
+        masks = [_mask(volume, item, structure) for structure in structures]
+        if self._bundle is not None:
+            return self._with_bundle(volume, masks, item.series.name)
         low, high = finite_range(volume.values) if self.window is None else limits(self.window)
         channels = [self._fitted(volume, scaled(volume.values, low, high), mask=False)]
-        masks = dict(item.masks)
-        for structure in structures:
-            mask = read_volume(masks[structure])
-            if mask.values.shape != volume.values.shape or not np.allclose(mask.affine, volume.affine, atol=1e-2):
-                raise UserError(
-                    f"mask {masks[structure].name} has another size or place than its volume {item.series.name}"
-                )
-            channels.append(self._fitted(mask, (np.nan_to_num(mask.values) != 0).astype(np.uint8), mask=True))
+        channels += [self._fitted(volume, mask, mask=True) for mask in masks]
         return np.stack(channels)
+
+    def _with_bundle(self, volume: Volume, masks: Sequence[Voxels], name: str) -> Voxels:
+        """A volume and its masks as the bundle's transforms leave them."""
+        assert self._bundle is not None
+        grey, *prepared = transformed(*self._bundle, volume.values, volume.affine, masks, name)
+        low, high = finite_range(grey)
+        whole = scaled(grey, 0, 1) if low >= 0 and high <= 1 else scaled(grey, low, high)
+        return np.stack(
+            [centred(one, self.size) for one in (whole, *((mask > 0.5).astype(np.uint8) for mask in prepared))]
+        )
 
     def _fitted(self, volume: Volume, voxels: Voxels, *, mask: bool) -> Voxels:
         """Voxels at the wanted spacing, of which the centre is kept."""
@@ -223,6 +248,20 @@ class _Item:
     @property
     def files(self) -> list[Path]:
         return [path for series in (self.series, *(mask for _, mask in self.masks)) for path in series.files]
+
+
+def _mask(volume: Volume, item: _Item, structure: str) -> Voxels:
+    """The mask of a structure, 0 and 1.
+
+    Raises:
+        UserError: it has another size or place than its volume.
+    """
+    series = dict(item.masks)[structure]
+    mask = read_volume(series)
+    if mask.values.shape != volume.values.shape or not np.allclose(mask.affine, volume.affine, atol=1e-2):
+        raise UserError(f"mask {series.name} has another size or place than its volume {item.series.name}")
+    found: Voxels = (np.nan_to_num(mask.values) != 0).astype(np.uint8)
+    return found
 
 
 def _groups(items: Mapping[str, Sequence[_Item]]) -> dict[str, npt.NDArray[np.int64]]:

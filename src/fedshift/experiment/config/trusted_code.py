@@ -50,7 +50,7 @@ def trusted_network(record: Mapping[str, Any], own_network: Any, file: Path) -> 
     with own_words():
         found = given(options) if is_object(options) else models.parse(options, permit=permit)
     now = {
-        (one.name.rpartition(":")[2], str(one.record().get("sha256"))) for one in found.networks() if ":" in one.name
+        (one.display.rpartition(":")[2], str(one.record().get("sha256"))) for one in found.networks() if ":" in one.name
     }
     if trained != now:
         warnings.warn(

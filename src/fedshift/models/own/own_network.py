@@ -24,7 +24,7 @@ from fedshift.errors import UserError, nearest
 from fedshift.import_paths import place_of
 from fedshift.models.network import Network
 from fedshift.models.options import NetworkOptions
-from fedshift.models.own import libraries
+from fedshift.models.own import bundles, libraries
 from fedshift.models.own.structure import Parts, Structure, assembled, structure_of
 from fedshift.models.own.trial import SAMPLES, forward, one_line
 
@@ -43,7 +43,8 @@ class OwnNetwork(NetworkOptions):
     model_config = ConfigDict(frozen=True, extra="allow")
 
     name: str = Field(
-        description="file.py:Class, package.module:Class, or timm:, torchvision:, hf:, monai: or smp: and a NAME"
+        description="file.py:Class, package.module:Class, timm:, torchvision:, hf:, monai: or smp: and a NAME, or "
+        "bundle: and the folder of a bundle of MONAI"
     )
     parts: Parts = Field(
         default_factory=Parts, description="its classifier and stages, where they are not found by themselves"
@@ -57,6 +58,8 @@ class OwnNetwork(NetworkOptions):
     @property
     def display(self) -> str:
         place, colon, attribute = self.name.rpartition(":")
+        if place == bundles.PREFIX:
+            return f"{place}:{Path(attribute).name}"
         return f"{Path(place).name}{colon}{attribute}" if place.endswith(".py") else self.name
 
     @property
@@ -74,7 +77,9 @@ class OwnNetwork(NetworkOptions):
 
     @property
     def starts_at_random(self) -> bool:
-        return self.name.partition(":")[0] in libraries.PRETRAINED and not self.options.get("pretrained")
+        return self.name.partition(":")[0] in (*libraries.PRETRAINED, bundles.PREFIX) and not self.options.get(
+            "pretrained"
+        )
 
     def build(self, input_shape: tuple[int, ...], classes: int) -> Network:
         with _seeded():
@@ -151,6 +156,9 @@ def parse(fields: Mapping[str, Any], folder: Path | None) -> OwnNetwork:
         raise UserError(f"{what} was given as an object in Python, and only that process has it; write file.py:Class")
     if place in libraries.NAMES:
         return _options(fields, name, libraries.maker(place, attribute), None)
+    if place == bundles.PREFIX:
+        bundle, maker = bundles.bundle_network(name, attribute, folder)
+        return _options(fields, f"{place}:{bundle.folder}", maker, bundle.sha256)
     try:
         module = own_module(what, place, folder)
     except UserError:

@@ -27,18 +27,24 @@ def monai_network(name: str) -> Maker:
     taken = inspect.signature(kind).parameters
 
     def make(shape: tuple[int, ...], classes: int, **options: Any) -> nn.Module:
-        known = {
-            **dict.fromkeys(("in_channels", "n_input_channels"), shape[0]),
-            **dict.fromkeys(("out_channels", "num_classes", "classes"), classes),
-            "spatial_dims": len(shape) - 1,
-            **dict.fromkeys(("img_size", "in_shape"), shape[1:] if "img_size" in taken else shape),
-        }
+        known = known_sizes(shape, classes)
         _refuse(options, {*known, "pretrained", "progress"}, f"monai:{name}")
         fixed = {option: value for option, value in known.items() if option in taken}
         made: nn.Module = kind(**fixed, **options)
         return made
 
     return make
+
+
+def known_sizes(shape: tuple[int, ...], classes: int) -> dict[str, Any]:
+    """What the data say, by the names that MONAI's networks have for it."""
+    return {
+        **dict.fromkeys(("in_channels", "n_input_channels"), shape[0]),
+        **dict.fromkeys(("out_channels", "num_classes", "classes"), classes),
+        "spatial_dims": len(shape) - 1,
+        "img_size": shape[1:],
+        "in_shape": shape,
+    }
 
 
 def smp_network(name: str) -> Maker:
