@@ -71,6 +71,9 @@ def test_a_file_is_not_deployed(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(CODE)
     with pytest.raises(UserError, match="no code travels"):
         deploy(tmp_path, options_of({"name": "fedavg"}, model={"name": f"{tmp_path}/own.py:Net"}), sites=SITES)
+    (tmp_path / "spleen" / "configs").mkdir(parents=True)
+    with pytest.raises(UserError, match="no code travels"):
+        deploy(tmp_path, options_of({"name": "fedavg"}, model={"name": f"bundle:{tmp_path}/spleen"}), sites=SITES)
     with pytest.raises(ValueError, match=r"package\.module:Class"):
         Policy(models=({"name": f"{tmp_path}/own.py:Net"},))
 

@@ -72,7 +72,8 @@ def check_deployable(experiment: Experiment) -> FlareEngine:
         )
     experiment.protocol.deployed()
     for network in experiment.model.networks():
-        if network.name.rpartition(":")[0].endswith((".py", "bundle")):
+        place = network.name.rpartition(":")[0]
+        if place.endswith(".py") or place == "bundle":
             raise UserError(
                 f"model.name: {network.display} is a file, and no code travels; install it as a package at every site "
                 "and name it package.module:Class, which sites must list in policy.models"
