@@ -44,7 +44,7 @@ def test_benchmarks_can_be_made_again(page: Path) -> None:
         assert (RESULTS / parse(options, ROOT).name).is_dir(), command
     for name in re.findall(r"^<!-- table (\S+)", text, flags=re.M):
         assert any(map(is_finished, run_folders(RESULTS / name))), name
-    assert runs or page.name in ("README.md", "estimate.md", "robustness.md", "speed.md")
+    assert runs or page.name in ("README.md", "choice.md", "estimate.md", "robustness.md", "speed.md")
 
 
 def test_result_pages_are_a_screen_of_prose() -> None:

@@ -28,6 +28,7 @@ from fedshift.import_paths import CHILD
 from fedshift.model import Model, Samples
 from fedshift.report.advice.verdict import verdict
 from fedshift.report.advice.words import VerdictValues
+from fedshift.report.choice import Choice, choice_at
 from fedshift.report.collect import Collected, FinishedRun, collect, read_rounds
 from fedshift.report.estimates import estimates_of
 from fedshift.report.other_tools.trackers import tracker
@@ -68,6 +69,15 @@ class Results:
             UserError: predictions are damaged.
         """
         return estimates_of(self.collected)
+
+    def choice(self, target: str) -> Choice:
+        """Whose model should answer at a target, decided without its labels: the best adapted one if adapting gained at
+        the other targets and did harm at hardly any, else the common one.
+
+        Raises:
+            UserError: there is no such target, or no federated method left its samples alone.
+        """
+        return choice_at(self.collected, target)
 
     def predictions(
         self, site: str, method: str | None = None, target: str | None = None, seed: int | None = None

@@ -55,6 +55,7 @@ def both(
     """The runs of a deployment of four sites, and the same in a simulation."""
     held = files(folder / "data", classes)
     options = options_of(method, protocol=protocol, evaluation={"resamples": 0})
+    options["methods"] = method if isinstance(method, list) else [method]
     at = places(folder, held)
     for place in at.values():
         place.write_text(yaml.safe_dump({**yaml.safe_load(place.read_text()), "classes": [*"012"[:classes]]}))
@@ -115,6 +116,16 @@ def test_auroc_and_the_rates_at_the_threshold_are_those_of_the_simulation(tmp_pa
         assert one.estimate is not None
         told = [there["measures"][name][part] for part in ("estimate", "low", "high")]
         assert told == pytest.approx([one.estimate, one.low, one.high])
+
+
+def test_the_coordinator_knows_whose_model_should_answer(tmp_path: Path) -> None:
+    """As in a simulation, by what adapting gained at the sites with labels; nothing of the fourth site is asked."""
+    protocol = {"kind": "adapt_to_one", "targets": "all", "seeds": [0], "test_fraction": 0.3}
+    deployed, simulated, _ = both(tmp_path, ["fedavg", {"name": "shot", "bottleneck": 4}], protocol)
+    found, same_there = fedshift.results(deployed).choice("va"), simulated.choice("va")
+    assert (found.method, found.common, found.why) == (same_there.method, "fedavg", same_there.why)
+    assert found.gains["shot"] == pytest.approx(same_there.gains["shot"])
+    assert f"At va the model of {found.method} should answer" in fedshift.results(deployed).markdown()
 
 
 @pytest.mark.parametrize("method", ["kd3a", {"name": "shot", "bottleneck": 4}, "recipe_unlabelled"])

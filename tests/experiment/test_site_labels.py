@@ -264,3 +264,20 @@ def test_a_model_is_not_handed_out_where_it_adapted_to_what_is_too_unlike(
     export_run(run.folder, "safetensors", tmp_path / "out", None, None, accept_shift=True)
     common = fedshift.run(study(data, protocol={**PLAIN, "targets": ["va"]}), tmp_path / "common")
     print_predictions(common.collected.unmeasured[0].folder, new, "csv", None)
+
+
+def test_the_choice_of_a_model_looks_at_other_sites_alone(tmp_path: Path) -> None:
+    data = table(WITHOUT, site_labels=NONE)
+    done = fedshift.run(study(data, protocol=ADAPT, methods=["fedavg", "shot"], training={"rounds": 2}), tmp_path)
+    found = done.choice("va")
+    scores = {(run.method, run.target): run.accuracy() or 0.0 for run in done.runs}
+    assert found.common == "fedavg"
+    gains = [scores["shot", site] - scores["fedavg", site] for site in LABELLED]
+    assert list(found.gains["shot"]) == pytest.approx(gains)
+    assert len(done.choice("north").gains["shot"]) == 2  # of a measured target, too, without its own numbers
+    said = f"At va the model of {found.method} should answer"
+    assert said in page(done.collected)
+    assert said in done.markdown()
+    assert done.verdict()["choices"][0]["method"] == found.method
+    with pytest.raises(UserError, match="no finished run with target 'w'"):
+        done.choice("w")

@@ -16,6 +16,7 @@ from fedshift.evaluation.selection import RULES
 from fedshift.evaluation.summary import AVERAGE, Row, row_of, rows, with_samples
 from fedshift.report import pairs
 from fedshift.report.by_site import at_common_tests, measures_each
+from fedshift.report.choice import choices, choices_in_words
 from fedshift.report.collect import Collected
 from fedshift.report.conditions import badges_of, used_note
 from fedshift.report.differences import LEVEL, Difference, differences
@@ -202,7 +203,8 @@ def table_of(collected: Collected, select: Selection = "last", metric: str = "")
     whole = replace(whole, notes=(*whole.notes, *chain.from_iterable(said)))
     whole = replace(whole, badges=badges_of(results))
     both = whole.measure in pairs.HARMONIC_MEANS.values()
-    whole = replace(whole, notes=(*whole.notes, *notes_on(collected)))
+    said_there = (*notes_on(collected), *choices_in_words(choices(collected)))
+    whole = replace(whole, notes=(*whole.notes, *said_there))
     more = []
     for measure, chosen in pairs.beside(results) if both else [(one, results) for one in DISTANCES]:
         if measure is not whole.measure and any(measure.value(result, select) is not None for result in chosen):

@@ -20,6 +20,7 @@ from fedshift.experiment.protocols.base import ProtocolSection
 from fedshift.experiment.protocols.index import protocol_of
 from fedshift.report.advice.expected import Expected, next_site
 from fedshift.report.averages import mean_by_kind
+from fedshift.report.choice import Choice, choices
 from fedshift.report.collect import Collected
 from fedshift.report.conditions import conditions
 from fedshift.report.differences import LEVEL, Difference, differences
@@ -150,6 +151,7 @@ class Verdict:
         next_target: what the next site is one of, in words.
         pays: what each site gains over training alone, where each is measured by itself and sites trained alone, too.
         without_labels: target without labels → method → its estimated accuracy there, of each seed.
+        choices: whose model should answer there, where some methods adapted and others did not.
     """
 
     question: str
@@ -168,6 +170,7 @@ class Verdict:
     guess: float | None = None
     next_target: str = "site"
     without_labels: Estimates = field(default_factory=dict)
+    choices: tuple[Choice, ...] = ()
     pays: tuple[SiteGain, ...] = ()
 
     @property
@@ -219,6 +222,7 @@ class Verdict:
                 site: {method: [one.plain() for one in estimates] for method, estimates in by_method.items()}
                 for site, by_method in self.without_labels.items()
             },
+            **({"choices": [one.plain() for one in self.choices]} if self.choices else {}),
         }
 
 
@@ -262,6 +266,7 @@ def verdict(collected: Collected, table: Table | None = None) -> Verdict:
         differences=tuple(found),
         measured_new=not measured_where_trained(results),
         without_labels=estimates_of(collected),
+        choices=choices(collected),
         pays=tuple(_pays(chosen, tests, roles, results, table.measure)),
         next_target="site" if (protocol := common_protocol(results)) is None else protocol.next_target,
     )

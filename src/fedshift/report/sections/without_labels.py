@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from fedshift.evaluation.metric_entries import ENTRIES
 from fedshift.report import plots
+from fedshift.report.choice import choices, choices_in_words
 from fedshift.report.collect import Collected
 from fedshift.report.estimates import Estimates, estimates_of, for_a_board, mean_of, notes_on
 from fedshift.report.sections.blocks import Block, Cells, Entry, Listing, Section, Text, figure, grid, number, section
@@ -64,6 +65,7 @@ def _further(found: Estimates) -> Iterator[Cells]:
 def _in_short(collected: Collected) -> Iterator[str]:
     """The same in numbers, and what they rest on."""
     yield from notes_on(collected)
+    yield from choices_in_words(choices(collected))
     yield (
         "An estimate is no measurement: it compares the models' answers there with those at targets that have labels. "
         "Here, in tables and in the verdict it rests on the scores that runs noted. fedshift estimate also looks at "

@@ -1,0 +1,113 @@
+"""Which model answers at a target whose labels are not looked at: the common one, or one that was adapted there."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from fedshift.errors import UserError, nearest
+from fedshift.evaluation.estimate.choice import FEWEST, HARM, choose, margin
+from fedshift.report.collect import Collected
+from fedshift.report.conditions import conditions
+from fedshift.report.estimates import estimates_of
+from fedshift.report.roles import role_of
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The method whose model answers at a target, decided without its labels.
+
+    Attributes:
+        target: the target.
+        method: whose model answers.
+        common: the method of the common model, which used nothing of the target.
+        gains: adapting method → its gains over the common model at the other targets, in points.
+        why: in words.
+    """
+
+    target: str
+    method: str
+    common: str
+    gains: Mapping[str, Sequence[float]]
+    why: str
+
+    def plain(self) -> dict[str, Any]:
+        """The same as JSON has it."""
+        gains = {name: list(one) for name, one in self.gains.items()}
+        return {"target": self.target, "method": self.method, "common": self.common, "gains": gains, "why": self.why}
+
+
+def choice_at(collected: Collected, target: str) -> Choice:
+    """Decide which model answers at a target, from what the others measured.
+
+    Raises:
+        UserError: there is no such target, or no federated method left the target's samples alone.
+    """
+    results = [run.result for run in collected.all_runs]
+    known = list(dict.fromkeys(result.target for result in results))
+    if target not in known:
+        raise UserError(f"there is no finished run with target '{target}'; {nearest(target, known)}")
+    here = {result.method for result in results if result.target == target and role_of(result) == "federated"}
+    used = conditions(results)
+    scores = _scores(collected, target, here)
+    common = [name for name in used if name in here and "target" not in used[name].uses]
+    if not common:
+        raise UserError("choice: no federated method left the target's samples alone: add fedavg, the common model")
+    first = max(common, key=lambda name: fmean(scores[name].values()) if scores.get(name) else 0.0)
+    gains = {
+        name: [scores[name][site] - usual for site, usual in scores[first].items() if site in scores[name]]
+        for name in used
+        if name in here and name not in common
+    }
+    unfit = _unfit(collected, target) if choose(gains) is not None else set()
+    chosen = choose({name: one for name, one in gains.items() if name not in unfit})
+    return Choice(target, chosen or first, first, gains, _why(chosen, gains, unfit))
+
+
+def _scores(collected: Collected, target: str, methods: set[str]) -> dict[str, dict[str, float]]:
+    """Method → other target → the mean of its accuracy over seeds."""
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in methods}
+    for result in collected.results:
+        accuracy = result.accuracy()
+        if result.target != target and result.method in methods and accuracy is not None:
+            found[result.method].setdefault(result.target, []).append(accuracy)
+    return {name: {site: fmean(one) for site, one in sites.items()} for name, sites in found.items()}
+
+
+def _unfit(collected: Collected, target: str) -> set[str]:
+    """The methods whose models find the target too unlike: none of them is handed out."""
+    estimates = estimates_of(collected).get(target, {})
+    return {name for name, of_seeds in estimates.items() if any(one.too_unlike for one in of_seeds)}
+
+
+def _why(chosen: str | None, gains: Mapping[str, Sequence[float]], unfit: set[str]) -> str:
+    if chosen is not None:
+        return f"at {len(gains[chosen])} other targets it gains {fmean(gains[chosen]):.1f} points on average"
+    if not gains:
+        return "no method adapted to the target"
+    if set(gains) <= unfit:
+        return "the target is too unlike the others to hand out an adapted model"
+    most = max(map(len, gains.values()))
+    if most < FEWEST:
+        return f"{most} other targets were measured, and {FEWEST} are needed to trust an adapted model"
+    if any((margin(one) or 0.0) > 0 for one in gains.values()):
+        return f"adapting lost {HARM:.0f} points or more at another target"
+    return "adapting does not gain at the other targets"
+
+
+def choices(collected: Collected) -> tuple[Choice, ...]:
+    """The choice at each target without labels at which some method adapted and another one did not."""
+    found = []
+    for target in dict.fromkeys(run.result.target for run in collected.unmeasured):
+        with contextlib.suppress(UserError):  # there is no common model
+            found.append(choice_at(collected, target))
+    return tuple(one for one in found if one.gains)
+
+
+def choices_in_words(found: Sequence[Choice]) -> Iterator[str]:
+    """A sentence for each choice."""
+    for one in found:
+        yield f"At {one.target} the model of {one.method} should answer: {one.why}."
