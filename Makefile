@@ -7,11 +7,12 @@ READY := $(VENV)/.ready
 PLAIN := $(VENV)/.plain
 EXTRAS := report,deploy,tables,networks,medical,privacy,export,search,cluster,ray,volumes,databases
 DOCS := $(VENV)-docs
+FLARE_NEXT := $(VENV)-flare
 # Three for two cores: tests that wait for processes to start leave one idle.
 FEDSHIFT_WORKERS ?= 3
 MUTATION_JOBS ?= 2
 
-.PHONY: demo docs notebooks test references mutation test-fast test-cluster test-processors check-results lint audit sbom lock bench clean
+.PHONY: demo docs notebooks test references mutation test-fast test-cluster test-flare-next test-processors check-results lint audit sbom lock bench clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -37,6 +38,14 @@ test-fast: $(READY)  ## the tests that start no processes
 
 test-cluster: $(READY)  ## on a SLURM of two nodes, which the tests start; needs root and the packages slurm-wlm, munge and bindfs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cluster -rs --durations=0 tests/cluster
+
+test-flare-next: $(READY)  ## deployments under NVIDIA FLARE's newest pre-release, in an environment beside the other one
+	$(BIN)/python -m venv --clear $(FLARE_NEXT)
+	$(FLARE_NEXT)/bin/python -m pip install --quiet --disable-pip-version-check --pre --no-deps nvflare
+	$(BIN)/python -c "import sysconfig; print(f'import site; site.addsitedir({sysconfig.get_path(\"purelib\")!r})')" \
+		> "$$($(FLARE_NEXT)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/others.pth"
+	$(FLARE_NEXT)/bin/python -c "import nvflare; print('NVIDIA FLARE', nvflare.__version__)"
+	OMP_NUM_THREADS=1 $(FLARE_NEXT)/bin/python -m pytest tests/deploy/flare tests/deploy/cli
 
 test-processors: $(READY)  ## the same under other instruction sets and numbers of threads, one after the other
 	FEDSHIFT_WORKERS=$(FEDSHIFT_WORKERS) tests/processors.sh $(BIN)/python
@@ -81,4 +90,4 @@ notebooks: $(READY)  ## examples/notebooks/*.ipynb from the scripts beside them
 	$(BIN)/python docs/notebooks.py
 
 clean:
-	rm -rf $(VENV) $(DOCS) build/docs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(DOCS) $(FLARE_NEXT) build/docs .pytest_cache .mypy_cache .ruff_cache

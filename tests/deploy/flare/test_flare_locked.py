@@ -6,6 +6,7 @@ What FLARE would refuse by itself proves nothing, so the same is sent to FLARE a
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import sys
 import threading
@@ -18,14 +19,16 @@ from typing import Any
 import pytest
 
 from fedshift.deploy.flare.jobs import job_folder
-from fedshift.deploy.flare.kits import SITE_CLASS
+from fedshift.deploy.flare.kits import LAUNCHER_CLASS, SITE_CLASS
+from fedshift.errors import UserError
 
 pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install -e '.[deploy]'")
 
 from nvflare.apis.fl_constant import FLContextKey
 from nvflare.apis.fl_context import FLContext
+from nvflare.apis.job_launcher_spec import JobProcessArgs
+from nvflare.app_common.job_launcher import process_launcher
 from nvflare.app_common.job_launcher.client_process_launcher import ClientProcessJobLauncher
-from nvflare.app_common.job_launcher.process_launcher import ProcessJobLauncher
 from nvflare.app_common.widgets.component_path_authorizer import ComponentPathAuthorizer
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey
 from nvflare.fuel.hci.server.constants import ConnProps
@@ -35,14 +38,18 @@ from nvflare.fuel.utils.zip_utils import zip_directory_to_bytes
 from nvflare.lighter.utils import sign_folders
 from nvflare.private.admin_defs import Message
 from nvflare.private.defs import RequestHeader, new_cell_message
-from nvflare.private.fed.client import client_executor, fed_client_base
+from nvflare.private.fed.client import fed_client_base
 from nvflare.private.fed.client.admin import FedAdminAgent, RequestProcessor
 from nvflare.private.fed.client.admin_commands import AdminCommands
 from nvflare.private.fed.client.client_req_processors import ClientRequestProcessors
 from nvflare.private.fed.utils.app_authz import AppAuthzService
 from nvflare.security.security import EmptyAuthorizer, FLAuthorizer
 
-from fedshift.deploy.flare import lockdown
+from fedshift.deploy.flare import frames, lockdown
+from fedshift.deploy.flare.drivers.shared_connection import SharedConnection
+from fedshift.deploy.flare.kit_checks import check_launcher
+from fedshift.deploy.flare.launcher import LockedJobLauncher
+from fedshift.deploy.flare.limits import LARGEST_FRAME
 from fedshift.deploy.flare.lockdown import JOB, MODULE, TOPICS, lock_down
 from fedshift.deploy.flare.provision import _RIGHTS
 
@@ -283,71 +290,76 @@ def test_code_of_a_job_has_no_way_past_the_class_list(monkeypatch: pytest.Monkey
     assert AppAuthzService.authorize_app_info({}, "a", "fedshift", "project_admin", {}) == (True, "")
 
 
-def test_a_jobs_process_is_locked_down_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nvflare.apis.job_launcher_spec import JobProcessArgs
-
-    lock(monkeypatch)
+def test_a_jobs_process_is_locked_down_too(tmp_path: Path) -> None:
     context = FLContext()
     arguments = {JobProcessArgs.EXE_MODULE: ("-m", JOB), JobProcessArgs.JOB_ID: ("-n", JOB_ID)}
     context.set_prop(FLContextKey.JOB_PROCESS_ARGS, arguments, private=True, sticky=False)
-    command = ClientProcessJobLauncher().get_command({}, context)
-    assert command == f"{sys.executable} -m {MODULE} {JOB} -n {JOB_ID}"
+    line = f"{sys.executable} -m {JOB} -n {JOB_ID}"
+    assert ClientProcessJobLauncher().get_command({}, context) == line
+    assert LockedJobLauncher().get_command({}, context) == line.replace(JOB, f"{MODULE} {JOB}")
     arguments[JobProcessArgs.EXE_MODULE] = ("-m", "nvflare.another")
     with pytest.raises(RuntimeError, match="not known"):
-        ClientProcessJobLauncher().get_command({}, context)
+        LockedJobLauncher().get_command({}, context)
 
 
-def test_another_launcher_starts_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Another(ProcessJobLauncher):  # type: ignore[misc]
-        def get_command(self, job_meta: Any, fl_ctx: Any) -> str:
-            return "true"
+def test_a_job_with_code_is_not_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Behind the first door; and no folder of a job's is on the path of its process."""
+    started: list[Any] = []
+    monkeypatch.setattr(process_launcher, "spawn_process", lambda words, environment: started.append(words))
+    monkeypatch.setattr(process_launcher, "ProcessHandle", lambda process_adapter: "started")
+    context = FLContext()
+    context.set_prop(FLContextKey.JOB_PROCESS_ARGS, {JobProcessArgs.EXE_MODULE: ("-m", f"{JOB} x")}, private=True)
+    workspace = SimpleNamespace(get_app_custom_dir=lambda job: str(tmp_path / job))
+    context.set_prop(FLContextKey.WORKSPACE_OBJECT, workspace, private=True)
+    assert LockedJobLauncher().launch_job({"job_id": JOB_ID}, context) == "started"
+    (tmp_path / JOB_ID).mkdir()
+    with pytest.raises(RuntimeError, match="code of its own"):
+        LockedJobLauncher().launch_job({"job_id": JOB_ID}, context)
+    assert len(started) == 1
 
-    chosen: list[Any] = [Another()]
-    monkeypatch.setattr(client_executor, "get_job_launcher", lambda *_: chosen[0])
-    assert client_executor.get_job_launcher({}, None) is chosen[0]
-    lock(monkeypatch)
-    with pytest.raises(RuntimeError, match="Another would start a job that is not locked down"):
-        client_executor.get_job_launcher({}, None)
-    chosen[0] = ClientProcessJobLauncher()
-    assert client_executor.get_job_launcher({}, None) is chosen[0]
+
+def test_a_site_whose_settings_name_another_launcher_is_not_started(tmp_path: Path) -> None:
+    kit: Any = SimpleNamespace(flare=tmp_path)
+    (tmp_path / "local").mkdir()
+    stock = "nvflare.app_common.job_launcher.client_process_launcher.ClientProcessJobLauncher"
+    for paths, locked in (([LAUNCHER_CLASS], True), ([stock], False), ([LAUNCHER_CLASS, stock], False), ([], False)):
+        settings = {"components": [{"id": "process_launcher", "path": path} for path in paths]}
+        (tmp_path / "local" / "resources.json").write_text(json.dumps(settings))
+        with contextlib.nullcontext() if locked else pytest.raises(UserError, match="not locked down"):
+            check_launcher(kit)
 
 
-def test_a_frame_that_is_too_large_is_refused_before_memory_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frame_that_is_too_large_is_refused_before_memory_is_reserved() -> None:
     """At a site, where the coordinator sends it: FLARE alone would wait for all of it."""
     from nvflare.fuel.f3.comm_error import CommError
     from nvflare.fuel.f3.drivers.connector_info import ConnectorInfo, Mode
     from nvflare.fuel.f3.drivers.socket_conn import SocketConnection
-    from nvflare.fuel.f3.sfm.prefix import Prefix
 
-    header = bytearray(16)
-    Prefix(length=lockdown.LARGEST_FRAME + 1).to_buffer(header, 0)
+    header = frames.frame(0, size=LARGEST_FRAME + 1)
     connector = ConnectorInfo("CH1", None, {}, Mode.ACTIVE, 0, 0, False, threading.Event())
 
-    def read() -> None:
+    def read(kind: Any) -> None:
         here, there = socket.socketpair()
         with here, there:
             there.sendall(header)
             there.shutdown(socket.SHUT_WR)
-            SocketConnection(here, connector).read_frame()
+            kind(here, connector).read_frame()
 
     with pytest.raises(CommError, match="closed by peer"):
-        read()
-    lock(monkeypatch)
-    with pytest.raises(CommError, match="limit"):
-        read()
+        read(SocketConnection)
+    with pytest.raises(CommError, match="at most"):
+        read(SharedConnection)
 
 
-def test_a_connection_is_freed_by_the_thread_that_reads_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_is_freed_by_the_thread_that_reads_from_it() -> None:
     """FLARE's is closed by a thread whose send takes too long. The reader then takes bytes of what is opened next."""
-    from nvflare.fuel.f3.drivers import tcp_driver
     from nvflare.fuel.f3.drivers.connector_info import ConnectorInfo, Mode
-    from nvflare.fuel.f3.sfm.prefix import Prefix
+    from nvflare.fuel.f3.drivers.socket_conn import SocketConnection
 
     connector = ConnectorInfo("CH1", None, {}, Mode.ACTIVE, 0, 0, False, threading.Event())
-    frame = bytearray(20)
-    Prefix(length=20).to_buffer(frame, 0)
+    frame = frames.frame(0, bytes(4))
 
-    def descriptor_after_close() -> int:
+    def descriptor_after_close(kind: Any) -> int:
         """While the reader works on a frame; then the reader ends."""
         here, there = socket.socketpair()
         busy, go_on = threading.Event(), threading.Event()
@@ -358,7 +370,7 @@ def test_a_connection_is_freed_by_the_thread_that_reads_from_it(monkeypatch: pyt
 
         with there:
             there.sendall(frame)
-            connection = tcp_driver.SocketConnection(here, connector)
+            connection = kind(here, connector)
             connection.register_frame_receiver(SimpleNamespace(process_frame=hold))
             reader = threading.Thread(target=connection.read_loop)
             reader.start()
@@ -371,6 +383,5 @@ def test_a_connection_is_freed_by_the_thread_that_reads_from_it(monkeypatch: pyt
             assert here.fileno() == -1
         return found
 
-    assert descriptor_after_close() == -1
-    lock(monkeypatch)
-    assert descriptor_after_close() != -1
+    assert descriptor_after_close(SocketConnection) == -1
+    assert descriptor_after_close(SharedConnection) != -1

@@ -12,15 +12,17 @@ import pytest
 
 pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install -e '.[deploy]'")
 
-from nvflare.app_common.job_launcher.client_process_launcher import ClientProcessJobLauncher
 from nvflare.app_common.widgets.component_path_authorizer import ComponentPathAuthorizer
+from nvflare.fuel.f3 import drivers
+from nvflare.fuel.f3.drivers.driver_manager import DriverManager
+from nvflare.fuel.f3.drivers.tcp_driver import TcpDriver
 from nvflare.fuel.sec.authz import AuthorizationService
 from nvflare.private.fed.client import fed_client_base
 from nvflare.private.fed.client.admin import FedAdminAgent
 from nvflare.private.fed.client.client_req_processors import ClientRequestProcessors
-from nvflare.private.fed.utils.app_authz import AppAuthzService
 
 from fedshift.deploy.flare import kit_checks, lockdown
+from fedshift.deploy.flare.dialling import DiallingTcpDriver
 from fedshift.deploy.flare.lockdown import CLIENT, JOB, MODULE, Unlockable, lock_down
 from fedshift.deploy.flare.service import Service
 from fedshift.errors import UserError
@@ -34,8 +36,6 @@ from fedshift.errors import UserError
         (ClientRequestProcessors, "request_processors"),
         (AuthorizationService, "authorize"),
         (ComponentPathAuthorizer, "_job_has_byoc"),
-        (AppAuthzService, "authorize_app_info"),
-        (ClientProcessJobLauncher, "get_command"),
         (fed_client_base, "NetAgent"),
     ],
 )
@@ -58,6 +58,18 @@ def test_another_version_of_flare_is_not_started(
     ends_in_one_line(monkeypatch, capsys, JOB, "cannot be locked down")
 
 
+def test_a_site_dials_with_our_driver_whatever_flare_registers_afterwards() -> None:
+    manager = DriverManager()
+    lockdown.dial_with_ours(manager)
+    manager.search_folder(str(Path(drivers.__file__).parent), drivers.__package__)
+    assert {manager.find_driver_class(f"{scheme}://x:1") for scheme in ("tcp", "stcp")} == {DiallingTcpDriver}
+    assert manager.find_driver_class("grpc://x:1") is not None
+    late = DriverManager()
+    late.register(TcpDriver)
+    with pytest.raises(Unlockable, match="another driver"):
+        lockdown.dial_with_ours(late)
+
+
 def test_only_the_two_processes_of_a_site_are_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -71,6 +83,7 @@ def test_a_service_does_not_start_again_what_cannot_be_locked_down(
     kit = SimpleNamespace(role="site", name="north", folder=tmp_path, flare=tmp_path / "flare")
     service = Service(kit, tick=0.01)  # type: ignore[arg-type]
     monkeypatch.setattr(kit_checks, "check_certificates", lambda _: None)
+    monkeypatch.setattr(kit_checks, "check_launcher", lambda _: None)
     monkeypatch.setattr(kit_checks, "check_reachable", lambda _: "")
     started: list[list[str]] = []
 

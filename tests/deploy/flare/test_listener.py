@@ -25,7 +25,7 @@ from nvflare.fuel.f3.drivers.connector_info import ConnectorInfo, Mode
 from nvflare.fuel.f3.drivers.driver_params import DriverParams
 from nvflare.fuel.f3.sfm.prefix import Prefix
 
-from fedshift.deploy.flare import roles
+from fedshift.deploy.flare import dialling, frames, roles
 from fedshift.deploy.flare.drivers import guarded_tcp
 from fedshift.deploy.flare.provision import Provisioned
 from fedshift.deploy.flare.roles import free_port
@@ -739,3 +739,80 @@ def _flooded(folder: Path, floods: list[str], connections: int, seconds: float) 
         assert most < 100 << 20
     finally:
         roles.stop(kit)
+
+
+class Dialling:
+    """A site's end in this process: it greets with a frame, and keeps what it is answered."""
+
+    def __init__(self, startup: Path, port: int) -> None:
+        self.answers: list[bytes] = []
+        self.driver = dialling.DiallingTcpDriver()
+        self.driver.register_conn_monitor(self)
+        params = {
+            DriverParams.SCHEME.value: "stcp",
+            DriverParams.SECURE.value: True,
+            DriverParams.HOST.value: "localhost",
+            DriverParams.PORT.value: str(port),
+            DriverParams.CA_CERT.value: str(startup / "rootCA.pem"),
+            DriverParams.CLIENT_CERT.value: str(startup / "client.crt"),
+            DriverParams.CLIENT_KEY.value: str(startup / "client.key"),
+        }
+        self.connector = ConnectorInfo("CH2", self.driver, params, Mode.ACTIVE, 0, 0, False, threading.Event())
+        self.thread = threading.Thread(target=self.driver.connect, args=(self.connector,), daemon=True)
+        self.thread.start()
+
+    def state_change(self, connection: Any) -> None:
+        connection.register_frame_receiver(self)
+        if connection.name in self.driver.connections and not connection.closing:
+            connection.send_frame(frames.frame(0, b"here"))
+
+    def process_frame(self, frame: Any) -> None:
+        self.answers.append(bytes(frame))
+
+    def end(self) -> bool:
+        """Whether it ends when it is told to."""
+        self.connector.stopped.set()
+        self.driver.shutdown()
+        self.thread.join(SOON)
+        return not self.thread.is_alive()
+
+
+def test_a_site_dials_until_the_coordinator_is_there_and_again_when_it_is_back(
+    kits: Provisioned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDSHIFT_KIT", str(kits.coordinator))
+    monkeypatch.setattr(dialling, "RECONNECT", 0.1)
+    port = free_port()
+    site = Dialling(startup(kits, "north"), port)
+    time.sleep(0.3)
+    assert site.thread.is_alive()
+    with monkeypatch.context() as patch:
+        patch.setattr("test_listener.free_port", lambda: port)
+        door = Listening(kits.coordinator)
+    try:
+        assert eventually(lambda: site.answers == [frames.frame(0, b"here")])
+    finally:
+        door.driver.shutdown()
+    site.thread.join(SOON)  # FLARE calls connect again when it returns
+    assert not site.thread.is_alive()
+    assert site.end()
+
+
+def test_a_site_speaks_to_nobody_of_another_authority(
+    kits: Provisioned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"name": "other", "contact": "team@example.org", "server": "localhost", "sites": ["north", "south"]}
+    (tmp_path / "project.yaml").write_text(yaml.safe_dump(options))
+    other = roles.provision(roles.load_project(tmp_path / "project.yaml"), tmp_path, lambda new: None)
+    monkeypatch.setenv("FEDSHIFT_KIT", str(other.coordinator))
+    monkeypatch.setattr(dialling, "RECONNECT", 0.1)
+    door = Listening(other.coordinator)
+    try:
+        assert eventually(lambda: door.is_heard(startup(other, "north")))
+        site = Dialling(startup(kits, "north"), door.port)
+        time.sleep(0.5)
+        assert not site.driver.connections
+        assert not site.answers
+        assert site.end()
+    finally:
+        door.driver.shutdown()

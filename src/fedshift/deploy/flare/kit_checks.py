@@ -9,7 +9,7 @@ import ssl
 import time
 
 from fedshift.deploy.flare.certificates import check_list
-from fedshift.deploy.flare.kits import Kit
+from fedshift.deploy.flare.kits import LAUNCHER_CLASS, Kit
 from fedshift.deploy.json_files import plain_object
 from fedshift.errors import UserError
 
@@ -87,6 +87,18 @@ def check_settings(kit: Kit) -> None:
         raise UserError(
             f"{path}: FLARE's filters ({', '.join(found) or 'this file'}) do nothing to fedshift's messages: remove "
             "the file; SITE.yaml says what leaves a site (policy.send, smallest_group, methods, rounds_per_day)"
+        )
+
+
+def check_launcher(kit: Kit) -> None:
+    """Raise UserError unless a site's settings name our launcher of jobs, and no other: their jobs would not be locked
+    down."""
+    found = plain_object(kit.flare / "local" / "resources.json").get("components", [])
+    paths = [str(part.get("path")) for part in found if isinstance(part, dict)]
+    if [path for path in paths if path.endswith("Launcher")] != [LAUNCHER_CLASS]:
+        raise UserError(
+            f"{kit.flare / 'local' / 'resources.json'}: FLARE would start jobs that are not locked down: stop this "
+            "site and start it with fedshift site start, which writes the file anew"
         )
 
 

@@ -20,6 +20,8 @@ from fedshift.files import edited_yaml
 COORDINATOR_CLASS = "fedshift.deploy.flare.engine.FlareCoordinator"
 SITE_CLASS = "fedshift.deploy.flare.engine.FlareSite"
 """The classes that FLARE runs in a job, at the coordinator and at a site."""
+LAUNCHER_CLASS = "fedshift.deploy.flare.launcher.LockedJobLauncher"
+"""The class with which FLARE's client at a site starts a job's process."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,62}")
 _MAIL = re.compile(r"[\w.+-]+@[\w-]+(\.[\w-]+)+")

@@ -19,7 +19,6 @@ import zipfile
 from collections.abc import Callable
 from typing import Any
 
-from fedshift.deploy.flare.limits import LARGEST_FRAME, RECONNECT
 from fedshift.errors import UserError
 from fedshift.extras import runs_program
 
@@ -87,45 +86,35 @@ def _changes() -> list[tuple[Any, str, Any]]:
     commands = _module("private.fed.client.admin_commands").AdminCommands
     agent = admin.FedAdminAgent
     base = _module("private.fed.client.fed_client_base")
-    executor = _module("private.fed.client.client_executor")
-    launcher = _module("app_common.job_launcher.client_process_launcher").ClientProcessJobLauncher
-    spawning = _module("app_common.job_launcher.process_launcher")
-    paths = _module("utils.job_launcher_utils")
     allow_list = _module("app_common.widgets.component_path_authorizer").ComponentPathAuthorizer
-    app_rights = _module("private.fed.utils.app_authz").AppAuthzService
     rights = _module("fuel.sec.authz").AuthorizationService
-    loading = _module("private.fed.utils.fed_utils")
-    sockets, dialling = _module("fuel.f3.drivers.socket_conn"), _module("fuel.f3.drivers.tcp_driver")
-    connections = _module("fuel.f3.sfm.conn_manager")
-    shared = importlib.import_module("fedshift.deploy.flare.drivers.shared_connection").SharedConnection
-    if dialling.SocketConnection not in shared.__mro__:
-        raise TypeError("it has other connections over TCP")
     return [
         (processors, "request_processors", _kept(processors.request_processors)),
         (agent, "_dispatch_request", _guarded(_own(agent, "_dispatch_request"))),
         (commands, "commands", _kept_commands(commands.commands)),
         (rights, "authorize", staticmethod(_authorized(rights, _own(rights, "authorize").__func__))),
-        (
-            app_rights,
-            "authorize_app_info",
-            staticmethod(_without_code(_own(app_rights, "authorize_app_info").__func__)),
-        ),
-        # The class allow list holds for a job that is marked as bringing code, too, and its code is not loaded.
+        # The class allow list holds for a job that is marked as bringing code, too.
         (allow_list, "_job_has_byoc", staticmethod(_never(_own(allow_list, "_job_has_byoc")))),
-        (loading, "_job_allows_byoc", _never(loading._job_allows_byoc)),
-        (paths, "refresh_custom_dir_import_path", _ignored(paths.refresh_custom_dir_import_path)),
-        (spawning, "add_custom_dir_to_path", _ignored(spawning.add_custom_dir_to_path)),
         # FLARE's agent tells anybody in its network about this process, and stops it on request.
         (base, "NetAgent", _silent(base.NetAgent)),
-        (executor, "get_job_launcher", _only(launcher, executor.get_job_launcher)),
-        # FLARE reserves the memory for a frame as soon as its header has come.
-        (sockets, "MAX_FRAME_SIZE", min(LARGEST_FRAME, sockets.MAX_FRAME_SIZE)),
-        # A thread whose send takes too long closes the socket from which another one reads.
-        (dialling, "SocketConnection", shared),
-        # A coordinator that was started again is found soon; FLARE waits up to 10 s between two tries.
-        (connections, "MAX_WAIT", min(RECONNECT, connections.MAX_WAIT)),
-        (launcher, "get_command", _launched(_own(launcher, "get_command"))),
     ]
+
+
+def dial_with_ours(manager: Any = None) -> None:
+    """Have FLARE dial with our driver. ``manager``: of FLARE's drivers; None: this process's.
+
+    Raises:
+        Unlockable: FLARE would use another one.
+    """
+    ours = importlib.import_module("fedshift.deploy.flare.dialling").DiallingTcpDriver
+    try:
+        manager = manager or _module("fuel.f3.communicator").driver_mgr
+        manager.register(ours)  # FLARE keeps the first driver of a scheme
+        used = {manager.find_driver_class(scheme) for scheme in ours.supported_transports()}
+    except (ImportError, AttributeError) as error:
+        raise Unlockable(f"this version of FLARE takes no driver of ours, so it is not started: {error}") from error
+    if used != {ours}:
+        raise Unlockable("this version of FLARE dials with another driver than ours, so it is not started")
 
 
 def _module(name: str) -> Any:
@@ -256,24 +245,8 @@ def _authorized(service: Any, authorize: Callable[[Any], Any]) -> Callable[[Any]
     return authorized
 
 
-def _without_code(authorize: Callable[..., Any]) -> Callable[..., Any]:
-    """FLARE's check whether an app may be deployed, except that nobody may send code."""
-    key = _module("apis.app_validation").AppValidationKey.BYOC
-
-    def authorize_app_info(app_info: Any, *args: Any, **named: Any) -> Any:
-        if app_info.get(key):
-            return False, "no job brings code of its own to this site"
-        return authorize(app_info, *args, **named)
-
-    return authorize_app_info
-
-
 def _never(_: Any) -> Callable[..., bool]:
     return lambda *_, **__: False
-
-
-def _ignored(_: Any) -> Callable[..., None]:
-    return lambda *_, **__: None
 
 
 def _silent(agent: Any) -> type:
@@ -302,31 +275,6 @@ def _kept_commands(commands: list[Any]) -> list[Any]:
     return kept
 
 
-def _only(launcher: type, choose: Callable[..., Any]) -> Callable[..., Any]:
-    """FLARE's choice of a launcher, restricted to ``launcher``: any other starts jobs without lockdown."""
-
-    def get_job_launcher(*args: Any, **named: Any) -> Any:
-        chosen = choose(*args, **named)
-        if type(chosen) is not launcher:
-            raise RuntimeError(f"{type(chosen).__name__} would start a job that is not locked down")
-        return chosen
-
-    return get_job_launcher
-
-
-def _launched(get_command: Callable[..., Any]) -> Callable[..., Any]:
-    """The command line of a job's process, changed so that this module starts FLARE's."""
-
-    def command(*args: Any, **named: Any) -> str:
-        line = str(get_command(*args, **named))
-        start = f"{sys.executable} -m {JOB} "
-        if not line.startswith(start):
-            raise RuntimeError("FLARE starts a job's process in a way that is not known here, so it is not started")
-        return f"{sys.executable} -m {MODULE} {JOB} {line[len(start) :]}"
-
-    return command
-
-
 def main() -> None:
     """Lock FLARE down, then run one of its modules in this process."""
     module = sys.argv[1] if len(sys.argv) > 1 else ""
@@ -337,6 +285,7 @@ def main() -> None:
     gc.disable()  # imports make no garbage, and searching for it takes a sixth of their time
     try:
         lock_down()
+        dial_with_ours()
     except Unlockable as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(UNLOCKABLE)

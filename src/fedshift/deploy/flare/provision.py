@@ -14,7 +14,7 @@ from typing import Any
 
 from fedshift.deploy.flare.authority import ISSUED, RENEW, Ask, Authority, digest
 from fedshift.deploy.flare.certificates import write_issued
-from fedshift.deploy.flare.kits import COORDINATOR_CLASS, SITE_CLASS, Kit, Project, channel
+from fedshift.deploy.flare.kits import COORDINATOR_CLASS, LAUNCHER_CLASS, SITE_CLASS, Kit, Project, channel
 from fedshift.deploy.flare.limits import LARGEST_FRAME, LISTENER
 from fedshift.deploy.json_files import plain_object
 from fedshift.digests import read_object
@@ -306,6 +306,8 @@ def _settle(kit: Path, project: Project, *, coordinator: bool) -> None:
                 part["args"]["uri_root"] = str(kit.resolve() / "flare" / "jobs")
     else:
         resources["allow_log_streaming"] = False
+        launcher = next(part for part in resources["components"] if part["id"] == "process_launcher")
+        launcher["path"] = LAUNCHER_CLASS
     (local / "resources.json").write_text(json.dumps(resources, indent=2))
     # The processes of a role talk through a socket in the kit and not through a port on loopback.
     internal = {"scheme": "unix", "resources": {"folder": str(channel(kit))}}

@@ -146,6 +146,7 @@ class Service:
             if self._starts == 0:
                 kit_checks.check_port(self.kit)
         else:
+            kit_checks.check_launcher(self.kit)
             reason = kit_checks.check_reachable(self.kit)
             if reason:
                 raise _Unreachable(reason)
@@ -296,7 +297,7 @@ def _processes_of(kit: Kit) -> Iterator[Any]:
     folder = str(kit.flare)
     for process in psutil.process_iter(["cmdline", "pid"]):
         words: Sequence[str] = process.info["cmdline"] or []
-        if folder in words and any(word.startswith("nvflare.private") for word in words):
+        if folder in words and any(word.startswith("nvflare.") for word in words):
             yield process
 
 

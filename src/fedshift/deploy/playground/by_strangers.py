@@ -151,10 +151,9 @@ def _watched_page(played: Played) -> str:
 
 def _large_frame(played: Played) -> str:
     """Sixteen bytes, from a site with a valid certificate, that announce almost 2 GiB."""
-    from nvflare.fuel.f3.sfm.prefix import Prefix
+    from fedshift.deploy.flare.frames import frame
 
-    header = bytearray(16)
-    Prefix(length=(2 << 30) - (3 << 20)).to_buffer(header, 0)
+    header = frame(0, size=(2 << 30) - (3 << 20))
     startup = next(iter(played.sites.values())) / "flare" / "startup"
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

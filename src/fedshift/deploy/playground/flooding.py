@@ -12,30 +12,9 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 _MOST_BYTES = 64 << 20
 """Bytes that a flood sends at most."""
-
-
-def _frame(kind: int, payload: bytes = b"") -> bytes:
-    from nvflare.fuel.f3.sfm.prefix import PREFIX_LEN, Prefix
-
-    whole = bytearray(PREFIX_LEN)
-    Prefix(length=PREFIX_LEN + len(payload), type=kind).to_buffer(whole, 0)
-    return bytes(whole) + payload
-
-
-def _greeting(name: str) -> bytes:
-    """The HELLO with which an endpoint of FLARE's network names itself."""
-    from nvflare.fuel.f3.endpoint import Endpoint
-    from nvflare.fuel.f3.sfm.constants import Types
-    from nvflare.fuel.f3.sfm.sfm_conn import SfmConnection
-
-    written: list[bytes] = []
-    connection = SimpleNamespace(name=name, send_frame=lambda frame: written.append(bytes(frame)))
-    SfmConnection(connection, Endpoint(name)).send_handshake(Types.HELLO)
-    return written[0]
 
 
 def connected(startup: Path, port: int, seconds: float = 10.0) -> ssl.SSLSocket:
@@ -67,9 +46,11 @@ def seconds_to_greet(startup: Path, port: int, name: str, most: float = 60.0) ->
     Raises:
         OSError: there is no answer.
     """
+    from fedshift.deploy.flare.frames import greeting
+
     with connected(startup, port, most) as connection:
         begun = time.monotonic()
-        connection.sendall(_greeting(name))
+        connection.sendall(greeting(name))
         if connection.recv(1) == b"":
             raise ConnectionError("the connection was closed before an answer")
         return time.monotonic() - begun
@@ -93,13 +74,13 @@ class Flood:
         ]
 
     def _run(self, name: str) -> None:
-        from nvflare.fuel.f3.sfm.constants import Types
+        from fedshift.deploy.flare.frames import PING, frame, greeting
 
-        many = (_frame(Types.PING) + _frame(Types.PING, b"\x80abc")) * 1000
+        many = (frame(PING) + frame(PING, b"\x80abc")) * 1000
         while not self._stopping.is_set() and self.sent < _MOST_BYTES:
             before = self.sent
             with contextlib.suppress(OSError), connected(self._startup, self._port) as connection:
-                connection.sendall(_greeting(name))
+                connection.sendall(greeting(name))
                 self._stopping.wait(0.2)
                 self._pour(connection, many)
             if not self._stopping.is_set():

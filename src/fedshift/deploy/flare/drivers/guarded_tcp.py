@@ -41,10 +41,9 @@ from nvflare.fuel.f3.drivers.driver_params import DriverParams
 from nvflare.fuel.f3.drivers.net_utils import get_ssl_context
 from nvflare.fuel.f3.drivers.tcp_driver import TcpDriver
 from nvflare.fuel.f3.sfm.conn_manager import SfmFrameReceiver
-from nvflare.fuel.f3.sfm.prefix import PREFIX_LEN, Prefix
 
 from fedshift.deploy.flare.drivers.shared_connection import SharedConnection
-from fedshift.deploy.flare.limits import CERTIFICATES, LARGEST_FRAME, LISTENER, REFUSED_FOR
+from fedshift.deploy.flare.limits import CERTIFICATES, LISTENER, REFUSED_FOR
 from fedshift.digests import Damaged, read_object
 
 HANDSHAKE_SECONDS = 10.0
@@ -163,7 +162,7 @@ class GuardedConnection(SharedConnection):
 
     def __init__(self, sock: Any, connector: ConnectorInfo, peer: Peer) -> None:
         super().__init__(sock, connector, secure=True)
-        self.peer = peer
+        self.peer, self.peer_name = peer, peer.name
         self._unsent: deque[Any] = deque()
         self._bytes_unsent, self._pieces = 0, 0
         self._waiting = threading.Condition()
@@ -171,15 +170,6 @@ class GuardedConnection(SharedConnection):
         self._progress_at = time.monotonic()
 
     # What comes in ----------------------------------------------------------------------------------------------------
-
-    def read_into(self, buffer: Any, offset: int, length: int) -> None:
-        """Read into a buffer. FLARE reads a frame's header by itself, and then reserves what the header says."""
-        super().read_into(buffer, offset, length)
-        if offset == 0 and length == PREFIX_LEN:
-            size = Prefix.from_bytes(buffer).length
-            if size > LARGEST_FRAME:
-                _log.warning(f"a frame of {size} bytes from '{self.peer.name}' is refused, and its connection is ended")
-                raise CommError(CommError.BAD_DATA, f"a frame of {size} bytes, of at most {LARGEST_FRAME}")
 
     def process_frame(self, frame: Any) -> None:
         """Have a frame handled; the next one is read afterwards."""
@@ -276,7 +266,7 @@ def _unacknowledged(connection: ssl.SSLSocket) -> int:
 
 
 class GuardedTcpDriver(TcpDriver):  # type: ignore[misc]
-    """Listens on ``guarded://host:port``. Whoever connects does so with FLARE's own ``tcp``."""
+    """Listens on ``guarded://host:port``. Whoever connects does so with FLARE's own ``tcp``, or as `dialling`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,14 +1,21 @@
-"""FLARE's connection over a socket, ended by any thread and freed by one."""
+"""FLARE's connection over a socket, ended by any thread and freed by one, with frames of a bounded size."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import threading
 from typing import Any
 
+from nvflare.fuel.f3.comm_error import CommError
 from nvflare.fuel.f3.drivers.connector_info import ConnectorInfo
 from nvflare.fuel.f3.drivers.socket_conn import SocketConnection
+
+from fedshift.deploy.flare.frames import HEADER, size_of
+from fedshift.deploy.flare.limits import LARGEST_FRAME
+
+_log = logging.getLogger("fedshift.connection")
 
 
 class SharedConnection(SocketConnection):  # type: ignore[misc]
@@ -17,7 +24,12 @@ class SharedConnection(SocketConnection):  # type: ignore[misc]
     Any thread may end a connection: a listener for a newer one, FLARE after a send that took too long. If that closed
     the socket while another thread still reads from it, the system would give the same descriptor to what is opened
     next, and the reader would take bytes from there. So ``close`` only ends the conversation.
+
+    Attributes:
+        peer_name: who is at the other end, for the log.
     """
+
+    peer_name = "the coordinator"
 
     def __init__(self, sock: Any, connector: ConnectorInfo, secure: bool = False) -> None:
         super().__init__(sock, connector, secure)
@@ -36,6 +48,13 @@ class SharedConnection(SocketConnection):  # type: ignore[misc]
             super().read_loop()
         finally:
             self.release()
+
+    def read_into(self, buffer: Any, offset: int, length: int) -> None:
+        """Read into a buffer. FLARE reads a frame's header by itself, and then reserves what the header says."""
+        super().read_into(buffer, offset, length)
+        if offset == 0 and length == HEADER and (size := size_of(buffer)) > LARGEST_FRAME:
+            _log.warning(f"a frame of {size} bytes from '{self.peer_name}' is refused, and its connection is ended")
+            raise CommError(CommError.BAD_DATA, f"a frame of {size} bytes, of at most {LARGEST_FRAME}")
 
     def release(self) -> None:
         """Close the socket. Only the thread that reads may do so, when it reads no more."""
