@@ -16,9 +16,12 @@ from calling import Cli
 from small import experiment, outcome, save, write
 
 import fedshift
+from fedshift.data.inference import rows_to_predict, table_to_predict
 from fedshift.data.site_data import SiteData
+from fedshift.data.table_files import SiteFormat
 from fedshift.errors import UserError
 from fedshift.experiment.config.experiment import parse
+from fedshift.experiment.predict import load_model
 from fedshift.models import registry
 from fedshift.models.made_up import reads_tokens
 
@@ -162,6 +165,35 @@ def test_texts_become_the_tokenizers_ids_and_a_model_file_reads_text_alone(tmp_p
     assert said.tolist() == ["up", "down"]
     expected = ["up" if row % 2 else "down" for row in range(24)]
     assert np.mean(model.predict(Path(section["sites"]["a"])) == expected) > 0.9
+
+
+def test_predictions_of_texts_have_the_names_of_rows(tmp_path: Path) -> None:
+    """From the column that names rows, also where the new file calls columns otherwise or is written otherwise."""
+    pytest.importorskip("tokenizers")
+    section = reviews(tmp_path / "reviews")
+    for file in map(Path, section["sites"].values()):
+        lines = file.read_text().splitlines()
+        numbered = [f"{file.stem}{row};{line.replace(',', ';')}" for row, line in enumerate(lines)]
+        file.write_text("\n".join([f"nr;{lines[0].replace(',', ';')}", *numbered[1:]]))
+    options = experiment({}, data={**section, "id": "nr", "separator": ";"}, model=BERT, training={"rounds": 1})
+    results = fedshift.run(options, tmp_path / "runs", trust=True)
+    folder = results.folder / "fedavg" / "a" / "seed-0"
+    alike, other = tmp_path / "alike.csv", tmp_path / "other.csv"
+    alike.write_text("nr;review\nx1;the film was lovely\nx2;the film was awful\n")
+    other.write_text("number,text\nx1,the film was lovely\nx2,the film was awful\n")
+    model = load_model(folder, own_network=BERT["name"])
+    written = SiteFormat.model_validate({"separator": ",", "rename": {"number": "nr", "text": "review"}})
+    found = []
+    for file, own in ((alike, None), (other, written)):
+        rows = table_to_predict(file, model.preprocessing, own)
+        assert rows is not None
+        found.append(rows_to_predict(model.preprocessing, rows))
+    assert [names for names, _ in found] == [["x1", "x2"]] * 2
+    assert np.array_equal(found[0][1], found[1][1])
+    frame = pytest.importorskip("pandas").DataFrame({"nr": ["x1"], "review": ["the film was awful"]})
+    rows = table_to_predict(frame, model.preprocessing)
+    assert rows is not None
+    assert rows_to_predict(model.preprocessing, rows)[0] == ["x1"]
 
 
 def test_a_tokenizer_of_transformers_in_a_folder(tmp_path: Path) -> None:

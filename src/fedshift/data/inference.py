@@ -16,7 +16,7 @@ from fedshift.data.domain import Dense, Preprocessing
 from fedshift.data.hdf5 import HDF5
 from fedshift.data.images import ImageFile, decode, is_image, on_disk, paged, pages_warning, some_sides
 from fedshift.data.locate import load_arrays
-from fedshift.data.table_files import EXCEL, PARQUET, PLAIN, Columns, SiteFormat, from_columns, read_table
+from fedshift.data.table_files import EXCEL, PARQUET, Columns, SiteFormat, from_columns
 from fedshift.data.tables import TableEncoding, encode_rows, encoding_of, rows_of
 from fedshift.data.text_columns import TextEncoding, text_encoding_of
 from fedshift.errors import UserError
@@ -61,7 +61,9 @@ def rows_to_predict(preprocessing: Preprocessing, rows: Path | Columns) -> tuple
     text = text_encoding_of(preprocessing)
     if text is None or isinstance(rows, Path):
         return encode_rows(preprocessing, rows)
-    return [f"row {row}" for row in range(1, len(rows) + 1)], text.tokens(rows)
+    id = None if preprocessing.table is None else encoding_of(preprocessing).id
+    names = list(rows.cells.get(id, ())) if id is not None else []
+    return names or [f"row {row}" for row in range(1, len(rows) + 1)], text.tokens(rows)
 
 
 def samples_in_memory(samples: Any, preprocessing: Preprocessing) -> tuple[list[str], Stored]:
@@ -87,9 +89,7 @@ def samples_in_memory(samples: Any, preprocessing: Preprocessing) -> tuple[list[
 
 
 def _texts(samples: Any, text: TextEncoding) -> Columns:
-    """The table that samples in memory are: a data frame, or the texts themselves."""
-    if hasattr(samples, "columns"):
-        return from_columns("X", InMemory(samples).columns(""))
+    """The table of texts in memory."""
     if isinstance(samples, str) or not all(isinstance(one, str) for one in samples):
         raise UserError("X: the model reads text: give a list of texts, a data frame, or the path of a .csv")
     return from_columns("X", {text.column: list(samples)})
@@ -119,7 +119,10 @@ def table_to_predict(
     text = text_encoding_of(preprocessing)
     is_table = isinstance(samples, Path) and samples.is_file() and samples.suffix.lower() in _TABLES
     if text is not None and (is_table or not isinstance(samples, Path)):
-        return read_table(samples, own or PLAIN) if isinstance(samples, Path) else _texts(samples, text)
+        known = text.columns() if preprocessing.table is None else encoding_of(preprocessing)
+        if isinstance(samples, Path):
+            return rows_of(samples, known, own)
+        return _frame(samples, known, own) if hasattr(samples, "columns") else _texts(samples, text)
     if preprocessing.kind != "table":
         if own is not None:
             raise UserError(f"data.… says how tables are written, but the model reads {preprocessing.kind} inputs")

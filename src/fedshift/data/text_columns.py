@@ -19,7 +19,8 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from fedshift.data.domain import NO_TOKEN, Preprocessing
-from fedshift.data.table_files import Columns, is_missing
+from fedshift.data.table_files import Columns, TableFormat, is_missing
+from fedshift.data.tables import CategoricalColumn, TableEncoding
 from fedshift.errors import UserError
 from fedshift.extras import needed
 
@@ -44,9 +45,20 @@ class TextEncoding(BaseModel):
     length: int = Field(ge=1, le=LONGEST)
     tokenizer: Annotated[str, StringConstraints(max_length=_LARGEST)]
 
-    def preprocessing(self) -> Preprocessing:
-        """The preprocessing of a table that is read so."""
-        return Preprocessing(kind="tokens", text=self.model_dump(mode="json"))
+    def preprocessing(self, form: TableFormat | None = None, id: str | None = None) -> Preprocessing:
+        """The preprocessing of a table that is read so.
+
+        Args:
+            form: how the files are written; None: with a header and decimal points.
+            id: the column that names each row; None: there is none.
+        """
+        table = None if form is None and id is None else self.columns(form, id).model_dump(mode="json")
+        return Preprocessing(kind="tokens", text=self.model_dump(mode="json"), table=table)
+
+    def columns(self, form: TableFormat | None = None, id: str | None = None) -> TableEncoding:
+        """What a file to predict has: the text, which is no category of any list."""
+        text = CategoricalColumn(name=self.column, categories=())
+        return TableEncoding(numeric=(), categorical=(text,), form=form, id=id)
 
     def tokens(self, table: Columns, *, shared: bool = True) -> npt.NDArray[np.int64]:
         """The tokens of each row (n, length).

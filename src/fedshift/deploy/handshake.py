@@ -198,7 +198,7 @@ def _agreed(experiment: Experiment, cards: Mapping[str, Card]) -> Agreed:
     first = next(iter(cards.values()))
     given = {site: card.given.model_dump(mode="json") for site, card in cards.items() if card.given is not None}
     _check_alike(cards, given)
-    shape, classes, preprocessing = first.shape, first.classes, first.preprocessing
+    shape, classes, preprocessing = first.shape, first.classes, _prepared(first.preprocessing)
     if given:
         preprocessing = _encoding(given, preprocessing)
         shape = preprocessing.shape or shape
@@ -261,11 +261,16 @@ def _check_alike(cards: Mapping[str, Card], given: Mapping[str, Mapping[str, Any
                 f"sites differ in what is learned: '{first_name}' has {_learned(first)}, '{site}' has "
                 f"{_learned(card)}; agree on data.task and data.loss in each SITE.yaml"
             )
-        if card.preprocessing != first.preprocessing and not given:
+        if _prepared(card.preprocessing) != _prepared(first.preprocessing) and not given:
             raise UserError(
                 f"sites differ in how inputs are prepared: '{first_name}' has {_short(first.preprocessing)}, '{site}' "
                 f"has {_short(card.preprocessing)}"
             )
+
+
+def _prepared(preprocessing: Preprocessing) -> Preprocessing:
+    """How inputs are prepared; of text without how a site's own file is written."""
+    return preprocessing.model_copy(update={"table": None}) if preprocessing.kind == "tokens" else preprocessing
 
 
 def _warnings_of(experiment: Experiment, cards: Mapping[str, Card]) -> tuple[str, ...]:
@@ -373,7 +378,7 @@ def _own_set(
     for what, there, here in (
         ("classes", classes, data.classes),
         ("a sample's shape", shape, data.input_shape),
-        ("how inputs are prepared", preprocessing, data.preprocessing),
+        ("how inputs are prepared", _prepared(preprocessing), _prepared(data.preprocessing)),
     ):
         if there != here:
             raise UserError(

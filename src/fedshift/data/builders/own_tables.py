@@ -336,11 +336,11 @@ class Table(TableFormat, TaskFields):
 
     def _inputs(self, tables: Mapping[str, Columns]) -> tuple[dict[str, Inputs], Preprocessing]:
         """What networks read of each site's rows, and how it was made."""
+        form = None if self._form == PLAIN else self._form
         if (text := self._text) is not None:
-            return {site: text.tokens(table) for site, table in tables.items()}, text.preprocessing()
+            return {site: text.tokens(table) for site, table in tables.items()}, text.preprocessing(form, self.id)
         encoding = self._encoding(tables)
         self._check_fills(encoding)
-        form = None if self._form == PLAIN else self._form
         encoding = encoding.with_choices(self._codes(""), self._fills, form, self.id)
         return {site: encode(table, encoding) for site, table in tables.items()}, encoding.preprocessing()
 
