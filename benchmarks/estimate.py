@@ -9,7 +9,7 @@ known truth are the other sites, as the runs that left these out measured them. 
 
 What is known of a target is compared with what `estimate_accuracy` says without its labels. The changes by which the
 other sites teach it (`fedshift.evaluation.estimate.changes`) are not these shifts, but some are alike: noise, a scale.
-It writes results/estimate.json and prints the tables of estimate.md. The constants in
+It writes results/estimate_SEEDS.json and prints the tables of estimate.md. The constants in
 `fedshift.evaluation.estimate.combination` were chosen on these data sets, the same for all of them.
 """
 
@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,19 +30,23 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.stats import rankdata
 
 import fedshift
 from fedshift.data.domain import DataSet
 from fedshift.evaluation.estimate import combination
 from fedshift.evaluation.estimate.changes import nearby_answers
 from fedshift.evaluation.estimate.combination import LeftOut, estimate_accuracy
-from fedshift.experiment.changed_samples import looked_at, samples_of, usual_values
+from fedshift.evaluation.estimate.distances import Apart
+from fedshift.evaluation.estimate.two_classes import FEWEST, MEASURES, by_score, estimates, measures
+from fedshift.evaluation.site_metrics import best_threshold
+from fedshift.experiment.changed_samples import looked_at, samples_at, samples_of, usual_values
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.estimate import measured
 from fedshift.experiment.features import built
 from fedshift.version import installed_version
 
-RESULT = Path(__file__).parent / "results" / "estimate.json"
+RESULTS = Path(__file__).parent / "results"
 SETS: dict[str, dict[str, Any]] = {
     "heart_disease": {"data": {}, "model": {"name": "mlp", "hidden": [16]}, "training": (15, 64, 0.1)},
     "office_caltech_surf": {"data": {}, "model": {"name": "mlp", "hidden": [64]}, "training": (15, 32, 0.05)},
@@ -69,6 +73,8 @@ SETS: dict[str, dict[str, Any]] = {
     },
 }
 """Data set → its options, the network, and rounds, batch size and rate of FedAvg."""
+TUNED = ("heart_disease", "rotated_digits", "pacs_features")
+"""AUROC, sensitivity and specificity were tuned on these."""
 MOST = 600
 """Samples of a target that are looked at."""
 Inputs = NDArray[Any]
@@ -92,9 +98,11 @@ class Outcome:
     scores_alone: float
     abstain: bool
     harmful: bool
+    harmful_by_scores: bool
     unexplained: float
     far: float
     parts: Mapping[str, float]
+    measures: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
 
 
 def changed_images(images: Inputs, draw: np.random.Generator) -> Iterator[tuple[str, Inputs]]:
@@ -197,12 +205,14 @@ def outcomes(name: str, seed: int, runs: Path, trained_for: list[float]) -> Iter
         scores, labels, rows = one.known.scores[some], one.known.labels[some], one.rows[some]
         outcome = partial(outcome_of, others, combination.Cases.of(others), name, seed, site, accuracy(scores, labels))
         near = partial(nearby_answers, trained.scores, usual=usual_values(data, list(others)))
-        nearby = near(samples_of(data, site, rows))
-        yield outcome("natural", "", scores, labels, nearby)
+        there, natural = samples_at(data, list(others)), samples_of(data, site, rows)
+        nearby = near(natural)
+        yield outcome("natural", "", scores, labels, nearby, there.apart(natural))
         for shift, inputs in synthetic(data, site, rows, seed):
-            yield outcome("synthetic", shift, trained.scores(inputs), labels, near(inputs))
+            yield outcome("synthetic", shift, trained.scores(inputs), labels, near(inputs), there.apart(inputs))
         for shift, chosen_rows in moved(labels, len(data.classes), seed):
-            yield outcome("moved", shift, scores[chosen_rows], labels[chosen_rows], nearby[chosen_rows])
+            apart = there.apart(natural[chosen_rows])
+            yield outcome("moved", shift, scores[chosen_rows], labels[chosen_rows], nearby[chosen_rows], apart)
 
 
 def outcome_of(
@@ -217,9 +227,11 @@ def outcome_of(
     scores: Inputs,
     labels: NDArray[np.int64],
     nearby: Inputs,
+    apart: Apart,
 ) -> Outcome:
     """What is said of one target's scores, and what is known."""
-    found = estimate_accuracy(others, scores, cases=cases, nearby=nearby)
+    found = estimate_accuracy(others, scores, cases=cases, nearby=nearby, apart=apart)
+    by_scores = estimate_accuracy(others, scores, cases=replace(cases, correction=None, apart=()))
     assert found.usual is not None
     scores_alone = in_any_case(cases, scores)[0]
     estimate, low, high = in_any_case(cases, scores, nearby)
@@ -238,10 +250,41 @@ def outcome_of(
         scores_alone=scores_alone,
         abstain=found.abstain,
         harmful=found.harmful,
+        harmful_by_scores=by_scores.harmful,
         unexplained=found.unexplained or 0.0,
         far=found.far or 0.0,
         parts=found.parts,
+        measures=of_two_classes(others, scores, labels),
     )
+
+
+def of_two_classes(
+    others: Mapping[str, LeftOut], scores: Inputs, labels: NDArray[np.int64]
+) -> dict[str, dict[str, float | None]]:
+    """AUROC, sensitivity and specificity, known and estimated: of more classes, for the latter half against the first.
+
+    The threshold is the best one of the left-out sites together. A target with fewer than ten of a class has none.
+    """
+    half = (scores.shape[1] + 1) // 2
+    second, positive = scores[:, half:].sum(axis=1), labels >= half
+    if min(positive.sum(), (~positive).sum()) < FEWEST:
+        return {}
+    there = [(one.scores[:, half:].sum(axis=1), one.labels >= half) for one in others.values()]
+    every, chosen = (np.concatenate([one[part] for one in there]) for part in (0, 1))
+    threshold = best_threshold(chosen.astype(np.int64), every) or 0.5
+    here = by_score(second, positive, threshold)
+    found = estimates([by_score(*one, threshold) for one in there], here.sum(axis=0))
+    truth = dict(zip(MEASURES, 100 * measures(here), strict=True)) | {"auroc": auroc(positive, second)}
+    return {
+        name: {"truth": float(truth[name]), "estimate": one.estimate, "low": one.low, "high": one.high}
+        for name, one in found.items()
+    }
+
+
+def auroc(positive: NDArray[np.bool_], scores: Inputs) -> float:
+    """In percent, by ranks."""
+    ranks, number = rankdata(scores)[positive], int(positive.sum())
+    return 100 * float((ranks.sum() - number * (number + 1) / 2) / (number * (len(scores) - number)))
 
 
 def in_any_case(cases: combination.Cases, scores: Inputs, nearby: Inputs | None = None) -> tuple[float, float, float]:
@@ -280,15 +323,43 @@ def summary(found: list[Outcome]) -> dict[str, dict[str, float]]:
             "width of an oracle": float(np.quantile(errors, 0.95) - np.quantile(errors, 0.05)),
             "no estimate": by_set(own, lambda one: 100 * one.abstain),
         }
+        for name in MEASURES:
+            table[kind] |= of_measure(own, name)
     harmed = [one for one in found if one.natural - one.truth >= 10]
     spared = [one for one in found if one.kind == "natural" or (one.kind == "moved" and one.natural - one.truth < 3)]
     table["harmful shifts"] = {
         "targets": len(harmed),
-        "noticed": 100 * float(np.mean([one.harmful for one in harmed])) if harmed else 0.0,
+        "noticed": _share(harmed, "harmful"),
+        "noticed from scores alone": _share(harmed, "harmful_by_scores"),
         "unharmed targets": len(spared),
-        "false alarms": 100 * float(np.mean([one.harmful for one in spared])),
+        "false alarms": _share(spared, "harmful"),
+        "false alarms from scores alone": _share(spared, "harmful_by_scores"),
     }
     return table
+
+
+def of_measure(found: list[Outcome], name: str) -> dict[str, float]:
+    """Error and width in points, coverage and abstentions in percent, of one measure."""
+    known = [one for one in found if name in one.measures]
+    given = [one for one in known if one.measures[name]["estimate"] is not None]
+
+    def value(one: Outcome, part: str) -> float:
+        return float(one.measures[name][part] or 0.0)
+
+    if not given:
+        return {}
+    return {
+        f"{name} error": by_set(given, lambda one: abs(value(one, "estimate") - value(one, "truth"))),
+        f"{name} covered": by_set(
+            given, lambda one: 100 * (value(one, "low") <= value(one, "truth") <= value(one, "high"))
+        ),
+        f"{name} width": by_set(given, lambda one: value(one, "high") - value(one, "low")),
+        f"{name} no estimate": by_set(known, lambda one: 100 * (one.measures[name]["estimate"] is None)),
+    }
+
+
+def _share(found: list[Outcome], what: str) -> float:
+    return 100 * float(np.mean([getattr(one, what) for one in found])) if found else 0.0
 
 
 def main() -> None:
@@ -310,12 +381,16 @@ def main() -> None:
         "seconds of the runs": round(sum(trained_for)),
         "versions": {"python": platform.python_version(), "fedshift": installed_version(), "torch": torch.__version__},
         "summary": summary(found),
+        "tuned on": list(TUNED),
+        "others": summary([one for one in found if one.data not in TUNED]),
+        "two classes": summary([one for one in found if one.data in ("heart_disease", "amazon_reviews")]),
         "by data set": {
             name: summary([one for one in found if one.data == name]) for name in dict.fromkeys(o.data for o in found)
         },
         "targets": [asdict(one) for one in found],
     }
-    RESULT.write_text(json.dumps(rounded(result), indent=1) + "\n", encoding="utf-8")
+    result_file = RESULTS / f"estimate_{'_'.join(map(str, seeds))}.json"
+    result_file.write_text(json.dumps(rounded(result), indent=1) + "\n", encoding="utf-8")
     for kind, numbers in result["summary"].items():  # type: ignore[attr-defined]
         print(kind, {name: round(value, 1) for name, value in numbers.items()})
 

@@ -192,3 +192,62 @@ def test_auroc_and_the_rates_at_the_threshold_are_estimated(
         assert auroc.estimate == pytest.approx(100 * roc_auc_score(labels, scores), abs=10)
     print_estimate(run_of(results, "north"), data, "terminal", None)
     assert f"Sensitivity at threshold {used:.2f}" in capsys.readouterr().out
+
+
+def width(found: Any) -> float:
+    """Points from the low to the high end; all where there is no estimate."""
+    return 100.0 if found.abstain else found.high - found.low
+
+
+def right(model: fedshift.Model, data: Path, rows: list[dict[str, Any]]) -> float:
+    return 100 * float(np.mean(model.predict(data) == np.array([row["outcome"] for row in rows])))
+
+
+@pytest.mark.parametrize("of", ["ill", "well"])
+def test_one_class_gets_no_confident_number(results: fedshift.api.Results, tmp_path: Path, of: str) -> None:
+    rows = [row for row in hospital(9, 400) if row["outcome"] == of][:150]
+    model, data = results.model(target="north", seed=0), written(tmp_path / "x.csv", rows)
+    found, usual = model.estimate(data), model.estimate(written(tmp_path / "both.csv", hospital(9, 150)))
+    truth = right(model, data, rows)
+    assert width(found) >= width(usual) or found.low <= truth <= found.high
+    assert found.abstain or found.low <= truth <= found.high
+    for name, one in found.measures.items():
+        if name != ("sensitivity" if of == model.trained.classes[1] else "specificity") and one.estimate is not None:
+            assert one.high - one.low > 15, "hardly any sample is of the other class"
+
+
+def test_ten_rows_get_a_wider_interval(results: fedshift.api.Results, tmp_path: Path) -> None:
+    model = results.model(target="north", seed=0)
+    few = model.estimate(written(tmp_path / "ten.csv", hospital(9)[:10]))
+    many = model.estimate(written(tmp_path / "many.csv", hospital(9, 300)))
+    assert width(few) > width(many) + 10
+    assert all(one.estimate is None for one in few.measures.values()), "fewer than ten of a class are expected"
+    assert any("ten" in reason or "10" in reason for one in few.measures.values() for reason in [one.reason or ""])
+
+
+def test_samples_of_several_sites_mixed_are_within_the_interval(results: fedshift.api.Results, tmp_path: Path) -> None:
+    rows = [row for seed in (11, 12, 13, 14) for row in hospital(seed, 40)]
+    model, data = results.model(target="north", seed=0), written(tmp_path / "x.csv", rows)
+    found = model.estimate(data)
+    assert found.abstain or found.low <= right(model, data, rows) <= found.high
+
+
+def test_half_in_another_unit_is_told(results: fedshift.api.Results, tmp_path: Path) -> None:
+    """Two sites mixed, of which one gives months for years."""
+    rows = hospital(9, 60) + [{**row, "age": f"{12 * float(row['age']):.1f}"} for row in hospital(10, 60)]
+    found = results.estimate(written(tmp_path / "x.csv", rows), target="north", seed=0)
+    assert found.abstain or found.harmful
+    assert any("age" in reason for reason in found.reasons)
+
+
+def test_labels_that_mean_the_opposite_are_found_by_labels_alone(results: fedshift.api.Results, tmp_path: Path) -> None:
+    """No estimate can know it; 40 labels contradict the estimate's interval."""
+    model, rows = results.model(target="north", seed=0), hospital(9, 200)
+    other = {"ill": "well", "well": "ill"}
+    data = written(tmp_path / "x.csv", [{**row, "outcome": other[row["outcome"]]} for row in rows])
+    found = model.estimate(data)
+    assert found.low is not None
+    chosen = model.to_label(data, 40)
+    told = {row: other[rows[row]["outcome"]] for row in chosen.rows}
+    measured = chosen.measure(told).accuracy
+    assert measured.high < found.low

@@ -63,7 +63,7 @@ LOSS, ODD, DISTANT, ALARM = 25.0, 0.3, 0.015, 1.7
 ODD, and distance of confidence over DISTANT. About 6 % of unharmed targets reach it."""
 WEIGHTS, ALARM_APART = (1.5, 1.0, 0.35, 0.2, 0.25), 1.55
 """Where samples can be compared, too: the sum so weighted of how far they are apart (`beyond`) and of these three, and
-what it must reach. A logistic regression chose them; about 6 % of unharmed targets of other data sets reach it."""
+what it must reach. A logistic regression chose them; 9 % of unharmed targets reach it (benchmarks/estimate.md)."""
 WIDEST = 70.0
 """An interval of more points than these says nothing, and no estimate is given."""
 LEVEL = 0.9
