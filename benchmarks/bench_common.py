@@ -19,6 +19,7 @@ from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.local.pool import PoolFederation, WorkerPool
 from fedshift.federation.site_runner import Setting, SitePlan
 from fedshift.methods.base import Method, State
+from fedshift.methods.rounds import start_run
 from fedshift.weights import Weights
 
 Row = dict[str, Any]
@@ -121,7 +122,7 @@ class Rounds:
     ) -> None:
         self.method, self.threads = work.method, threads
         self.federation = work.federation(pool, side_by_side=side_by_side)
-        self.state: State = self.method.start(self.federation, work.start())
+        self.state: State = start_run(self.method, self.federation, work.start())
 
     def __call__(self, rounds: int) -> None:
         torch.set_num_threads(self.threads)

@@ -21,7 +21,7 @@ import list_fields
 
 import fedshift.methods.federated
 import fedshift.methods.pooled
-from fedshift.methods.base import Method
+from fedshift.methods.base import Method, reads_of
 from fedshift.methods.composition.options import robust_rules
 from fedshift.methods.index import GROUPS, Entry
 from fedshift.methods.robust import RULES
@@ -65,10 +65,10 @@ def entry_of(kind: type[Method]) -> Entry:
         advice=traits.advice,
         scenario=traits.scenario,
         sends=sends + (", also the target's" if traits.pooled and traits.needs_target else "") + kept,
-        shares=method.shares,
+        shares=method.calls.shares,
         citation=traits.citation,
         settings=tuple(traits.settings),
-        reads=method.reads,
+        reads=reads_of(method),
         reads_sealed=traits.reads_sealed,
         rules=robust_rules(method),
         server=bool(method.traits.averages),

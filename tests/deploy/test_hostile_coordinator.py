@@ -108,10 +108,8 @@ def test_files_that_a_request_names_are_not_opened(tmp_path: Path, monkeypatch: 
     options = {"style_space": "vgg", "vgg_encoder": str(tmp_path / "patients.npz")}
     answer = request(program, setting={**SETTING, "method": {"name": "ccst", "options": options}})
     assert "must be the plain name" in answer["message"], answer
-    answer = request(
-        program, setting={**SETTING, "method": {"name": "styles", "options": {"method": {"name": "ccst", **options}}}}
-    )
-    assert "error" in answer
+    prepared = {"name": "fedavg", "options": {"prepare": {"name": "styles", **options}}}
+    assert "must be the plain name" in request(program, setting={**SETTING, "method": prepared})["message"]
 
 
 def test_weights_that_the_site_holds_ready_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,15 +221,13 @@ def test_a_strange_request_is_answered_with_an_error(changes: dict[str, Any], wh
 
 @pytest.mark.threat("code_or_method")
 @pytest.mark.parametrize("form", [str, lambda name: {"name": name}], ids=["name", "mapping"])
-def test_no_code_comes_in_with_a_wrapper(form: Any, program: SiteProgram, tmp_path: Path) -> None:
+def test_no_code_comes_in_with_an_option(form: Any, program: SiteProgram, tmp_path: Path) -> None:
     evil = tmp_path / "evil.py"
     evil.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n", encoding="utf-8")
     for name in (f"{evil}:Y", "os:system"):
-        options: dict[str, Any] = {"method": form(name)}
-        for _ in range(2):  # in one wrapper, and in two
-            answer = request(program, setting={"method": {"name": "styles", "options": options}})
-            assert f"has no method '{name}'" in answer["message"], answer
-            options = {"method": {"name": "styles", **options}}
+        for method, options in (("styles", {"method": form(name)}), ("fedavg", {"prepare": form(name)})):
+            answer = request(program, setting={"method": {"name": method, "options": options}})
+            assert "error" in answer, answer
     assert not (tmp_path / "ran").exists()
 
 

@@ -21,7 +21,8 @@ from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.federation.messages import Reply, Spectra, Styles, Update, promised_kinds
 from fedshift.federation.site_runner import SiteRunner
-from fedshift.methods.federated.ccst import CCST, SharedStyles
+from fedshift.methods.composition.styles import SharedStyles
+from fedshift.methods.federated.ccst import CCST
 from fedshift.methods.federated.elcfs import ELCFS, SharedSpectra
 from fedshift.report.collect import collect
 from fedshift.report.page import page

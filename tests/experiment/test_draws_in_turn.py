@@ -18,6 +18,7 @@ from fedshift.evaluation.records import RunResult, SelectedRound
 from fedshift.experiment.config.experiment import Experiment, load, parse
 from fedshift.experiment.config.search_section import Space
 from fedshift.experiment.draws_in_turn import Trials, drawn_in_turn, proposed
+from fedshift.methods.composition.options import training_of
 
 SPACES: dict[str, Any] = {
     "training.lr": {"log_uniform": [1e-4, 1]},
@@ -76,7 +77,7 @@ def trained(labels_of_target: float, seen: list[str]) -> Any:
     def train(part: Experiment) -> Sequence[RunResult]:
         found = []
         for method in part.methods:
-            lr = method.own_training(part.training).lr
+            lr = training_of(method, part.training).lr
             source = 90 - 10 * abs(math.log10(lr) + 2)
             selected = {
                 "last": SelectedRound.model_construct(accuracy=labels_of_target, source_accuracy=source),
@@ -143,7 +144,7 @@ def test_a_search_that_goes_on_gives_the_same_page_and_a_file_to_run(tmp_path: P
     assert [method.display for method in chosen.methods] == ["fedavg", "fedprox"]
     line = next(line for line in pages[0].splitlines() if line.startswith("| training_domains | fedavg | a | "))
     if "training.lr" in line:
-        assert f"training.lr {chosen.methods[0].own_training(chosen.training).lr}" in line
+        assert f"training.lr {training_of(chosen.methods[0], chosen.training).lr}" in line
     else:
         assert chosen.methods[0].training is None
 

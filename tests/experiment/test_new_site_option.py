@@ -16,7 +16,6 @@ from fedshift.experiment.compatibility import check_fit
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.plan import Plan
 from fedshift.experiment.predict import load_model
-from fedshift.methods import registry
 from fedshift.methods.composition.new_site import NewSite
 from fedshift.report.conditions import conditions
 
@@ -97,12 +96,6 @@ def test_where_no_new_site_could_use_it(changes: dict[str, Any], words: str, tmp
     parsed = parse(whole)
     with pytest.raises(UserError, match=words):
         check_fit(Plan(parsed, parsed.data.build()))
-
-
-@pytest.mark.parametrize("option", ["batch_norm_at_new_site", "classifier_at_new_site"])
-def test_beside_the_wrapper_only(option: str) -> None:
-    with pytest.raises(ValueError, match="beside styles"):
-        registry.parse({"name": "styles", "method": {"name": "fedavg", option: 4}})
 
 
 def test_where_no_classifier_can_turn(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from fedshift.errors import UserError
 from fedshift.evaluation.stored import run_folders
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.runs.run_folder import RunFolder
+from fedshift.methods.composition.options import training_of
 from fedshift.report.collect import collect
 from fedshift.report.sections.about import experiment_file
 from fedshift.report.table import table_of
@@ -68,8 +69,8 @@ def test_the_table_says_which_row_was_trained_how_and_the_page_gives_the_file_ba
     ]
     again = parse(experiment_file(collected))
     given = parse(whole)
-    made = [method.own_training(again.training) for method in again.methods]
-    wanted = [method.own_training(given.training) for method in given.methods]
+    made = [training_of(method, again.training) for method in again.methods]
+    wanted = [training_of(method, given.training) for method in given.methods]
     budgets = [training.mini_batches for training in made]
     assert [one.model_copy(update={"mini_batches": None}) for one in made] == [
         one.model_copy(update={"mini_batches": None}) for one in wanted
@@ -89,7 +90,6 @@ def test_the_table_says_which_row_was_trained_how_and_the_page_gives_the_file_ba
         ({"name": "fedavg", "training": {"lr_warmup": 0.1}}, "write lr_step: mini_batch beside it"),
         ({"name": "fedavg", "training": {"nesterov": True, "momentum": 0}}, "training.momentum above 0"),
         ({"name": "fedavg", "training": 3}, "training: input should be like {name: value}, got 3"),
-        ({"name": "styles", "method": {"name": "fedavg", "training": {"lr": 1}}}, "write it beside styles"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path: Path, cli: Cli, method: dict[str, Any], words: str) -> None:

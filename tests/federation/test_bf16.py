@@ -14,6 +14,7 @@ from fedshift.federation.local.pool import WorkerPool
 from fedshift.federation.steps import Steps
 from fedshift.methods.federated.csac import CSAC
 from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.methods.rounds import start_run
 from fedshift.models import registry as models
 from fedshift.models.products import has_bf16_units, with_precision
 
@@ -64,7 +65,7 @@ def test_workers_give_the_same_bits(pool: WorkerPool) -> None:
     options = {"precision": "bf16", "lr_step": "mini_batch", "lr_schedule": "linear", "lr_warmup": 0.1}
     here, _ = run(method, rounds=1, **options)
     where = federation(method, pool=pool, rounds=1, **options)
-    state = method.start(where, start_of(method))
+    state = start_run(method, where, start_of(method))
     where.settle()
     assert step_on(method, where, state).weights == here.weights
 

@@ -22,6 +22,7 @@ from fedshift.methods.federated.elcfs import ELCFS
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.federated.fednova import FedNova, Normalised
 from fedshift.methods.federated.scaffold import Controlled, Scaffold, zeros
+from fedshift.methods.rounds import start_run
 from fedshift.weights import Weights
 
 WRONG = "small"
@@ -188,7 +189,7 @@ def test_a_factor_that_a_site_says_itself_does_not_blow_up_the_model(factor: flo
     sites = plans(method, found)
     budget = {plan.name: 6 for plan in sites}
     where = LocalFederation(sites, setting(method, found, MLP), budget=budget, rounds=1, quorum=2)
-    state = method.round(where, method.start(where, start_of(method, found, MLP)))
+    state = method.round(where, start_run(method, where, start_of(method, found, MLP)))
     where.settle()
     assert set(where.missing) == ({WRONG} if factor > 1 else set())
     assert max(float(tensor.abs().max()) for tensor in state.weights.values()) < 100
@@ -224,7 +225,7 @@ def test_a_quorum_goes_on_without_the_site(method: Any) -> None:
     whole, sites = setting(method, found, CNN), plans(method, found)
     budget = {plan.name: 6 for plan in sites}
     where = LocalFederation(sites, whole, budget=budget, rounds=2, quorum=2)
-    state = method.start(where, start_of(method, found, CNN))
+    state = start_run(method, where, start_of(method, found, CNN))
     where.round = 1
     state = method.round(where, state)
     where.settle()
@@ -266,6 +267,6 @@ def test_what_a_method_declares_are_fields_of_its_replies(name: str) -> None:
     method = registry.parse({"name": name})
     check = checks(registry.parse({"name": "fedavg"}))
     about = replace(check._about["large"], input_shape=(1, 12, 12))
-    declared = {call: method.call_owner(call).bounds(call, about) for call in calls_of(type(method)) if name != "copa"}
+    declared = {call: method.calls.owner(call).bounds(call, about) for call in calls_of(type(method)) if name != "copa"}
     for call, bounds in declared.items():
-        assert set(bounds) <= set(calls_of(type(method.call_owner(call)))[call].__dataclass_fields__)
+        assert set(bounds) <= set(calls_of(type(method.calls.owner(call)))[call].__dataclass_fields__)

@@ -23,7 +23,7 @@ from fedshift.federation.site_runner import Setting, SitePlan
 from fedshift.federation.training import Training
 from fedshift.methods.base import Method, RunPlan, Samples, State, Traffic
 from fedshift.methods.on_clip import OnClip
-from fedshift.methods.rounds import play_round
+from fedshift.methods.rounds import play_round, start_run
 from fedshift.methods.screening import screening_of
 from fedshift.methods.traits import Traits
 from fedshift.models import registry as models
@@ -203,7 +203,7 @@ def play(
     where = federation(method, found, network, rounds=rounds, seed=seed, **options)
     start = start_of(method, found, network, seed)
     where.screening = screening_of(method, start)
-    state = method.start(where, start)
+    state = start_run(method, where, start)
     where.settle()
     for _ in range(rounds):
         state = step_on(method, where, state)

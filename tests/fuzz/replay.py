@@ -31,6 +31,7 @@ from fedshift.federation.site import Envelope
 from fedshift.federation.site_runner import SiteRunner, about_sites
 from fedshift.methods import registry
 from fedshift.methods.base import Method
+from fedshift.methods.rounds import start_run
 from fedshift.weights import NamedTensors
 
 SIZES = {"north": 20, "south": 12, "east": 17}
@@ -258,7 +259,7 @@ def play(recording: Recording, transport: Any) -> set[str]:
             json.dumps(event, ensure_ascii=False).encode()  # a person may read it
 
     federation = recording.build(transport, watch)
-    state = recording.method.start(federation, recording.start)
+    state = start_run(recording.method, federation, recording.start)
     federation.settle()
     for _ in range(ROUNDS):
         state = step_on(recording.method, federation, state)

@@ -220,10 +220,7 @@ FEDERATED_METHODS: dict[str, dict[str, tuple[Try, ...]]] = {
         "weighting": of("samples"),
     },
     "ccst": {**_STYLES, **_TRAINED, "weighting": of("samples"), "proximal_weight": of(3.0)},
-    "styles": {
-        **_STYLES,
-        "method": of({"name": "fedprox", "proximal_weight": 3.0}, {"name": "fedavg", "local_epochs": 2}),
-    },
+    "styles": {**_STYLES, **_FEDERATED},
     "copa": {
         **_TRAINED,
         "local_epochs": of(1, 3),

@@ -32,6 +32,7 @@ from fedshift.federation.messages import known_kinds
 from fedshift.federation.setting_json import setting_from, setting_recipe
 from fedshift.methods import registry
 from fedshift.methods.base import Method, State
+from fedshift.methods.rounds import start_run
 from fedshift.weights import Weights
 
 KEPT: dict[str, Any] = {"momentum": 0.9, "reset_optimizer_each_round": False}
@@ -67,10 +68,12 @@ def played(name: str, normed: bool = False) -> Played:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SiteData, "batch", counted)
-        where = federation(method, network=network, refuse=sorted(set(known_kinds()) - set(method.shares)), **KEPT)
+        where = federation(
+            method, network=network, refuse=sorted(set(known_kinds()) - set(method.calls.shares)), **KEPT
+        )
         assert isinstance(where, LocalFederation)
         given = start_of(method, network=network)
-        states = [method.start(where, given)]
+        states = [start_run(method, where, given)]
         where.settle()
         kept = states[0].weights.clone()
         for _ in range(2):
@@ -81,7 +84,7 @@ def played(name: str, normed: bool = False) -> Played:
 def one_round(method: Method, found: list[Domain] | None = None, seed: int = 3) -> State:
     """The first of the two rounds."""
     where = federation(method, found, seed=seed, **KEPT)
-    return step_on(method, where, method.start(where, start_of(method, found, seed=seed)))
+    return step_on(method, where, start_run(method, where, start_of(method, found, seed=seed)))
 
 
 def assert_close(first: Weights, second: Weights) -> None:
@@ -99,9 +102,9 @@ def test_it_says_what_it_is(name: str) -> None:
     assert (inspect.getdoc(kind) or "").strip()
     assert kind.round.__qualname__.split(".")[0] != "Method"
     models = set() if name == "fedproto" else {"weights"}  # of which it sends none
-    assert {"numbers", *models} <= set(kind().shares) <= set(known_kinds())
-    assert ("weights" in kind().shares) == bool(models)
-    assert kind.traits.pooled == ("raw_data" in kind().shares)
+    assert {"numbers", *models} <= set(kind().calls.shares) <= set(known_kinds())
+    assert ("weights" in kind().calls.shares) == bool(models)
+    assert kind.traits.pooled == ("raw_data" in kind().calls.shares)
 
 
 @every_method
@@ -186,7 +189,7 @@ def test_only_declared_kinds_leave_and_no_others_are_needed(name: str) -> None:
     skip_without_training(method_of(name))
     where = played(name).where
     assert where.ledger.total["up"]
-    assert set(where.ledger.total["up"]) <= set(method_of(name).shares)
+    assert set(where.ledger.total["up"]) <= set(method_of(name).calls.shares)
 
 
 @every_method
@@ -208,7 +211,7 @@ def test_memory_is_declared_and_state_survives_a_file(name: str, tmp_path: Path)
     play = played(name)
     folder = RunFolder(tmp_path, {"name": name})
     where = federation(method, **KEPT)
-    state = method.start(where, start_of(method))
+    state = start_run(method, where, start_of(method))
     for _ in range(2):
         where.settle()
         header = {"exchange": where.progress.exchange, "used": where.progress.used}
@@ -227,7 +230,7 @@ def test_memory_is_declared_and_state_survives_a_file(name: str, tmp_path: Path)
     assert where.progress == play.where.progress
     assert isinstance(where, LocalFederation)
     for runner in where._runners.values():
-        assert set(runner.site.memory) <= set(method.traits.memory_names)
+        assert set(runner.site.memory) <= set(method.calls.kept_at_sites)
 
 
 # How much it may train ------------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.site_runner import Setting
 from fedshift.methods import registry
 from fedshift.methods.base import Method, State
+from fedshift.methods.rounds import start_run
 from fedshift.models import registry as models
 
 
@@ -67,7 +68,7 @@ def test_it_trains(name: str) -> None:
     rate = SMALLER_RATES.get(name, 0.1)
     where = federation(method, network=network, rounds=6, lr=rate, momentum=0.9, budget=budget)
     assert isinstance(where, LocalFederation)
-    state = method.start(where, start_of(method, network=network))
+    state = start_run(method, where, start_of(method, network=network))
     shares: list[float] = []
     while len(shares) < 6 and (not shares or shares[-1] >= 0.85):
         state = step_on(method, where, state)
@@ -106,7 +107,7 @@ def test_the_unseen_site_is_never_touched(name: str) -> None:
     names = [plan.name for plan in plans]
     assert "hidden" not in names
     where = LocalFederation(plans, whole, budget=dict.fromkeys(names, 20), rounds=1)
-    state = step_on(method, where, method.start(where, start_of(method)))
+    state = step_on(method, where, start_run(method, where, start_of(method)))
     assert state.round == 1
     assert {entry.site for entry in where.ledger.entries} <= set(names)
 
@@ -126,7 +127,7 @@ def test_the_labels_of_a_target_that_takes_part_change_nothing(name: str) -> Non
         plans = plan_module.site_plans(method, shown, split)
         whole = Setting(method, training(), models.parse(CNN), data.preprocessing, (1, 12, 12), CLASSES, 3, 0, "cpu")
         where = LocalFederation(plans, whole, budget=dict.fromkeys([plan.name for plan in plans], 32), rounds=2)
-        states.append(step_on(method, where, method.start(where, start_of(method))))
+        states.append(step_on(method, where, start_run(method, where, start_of(method))))
     assert states[0].weights == states[1].weights
 
 
@@ -147,7 +148,7 @@ def test_all_methods_train_on_the_same_number_of_mini_batches(kind: Protocol) ->
         network = network_for(method, CNN, (1, 12, 12))
         whole = Setting(method, training(), network, data.preprocessing, (1, 12, 12), CLASSES, 3, 0, "cpu")
         where = LocalFederation(plans, whole, budget=allowed, rounds=rounds)
-        state = method.start(where, start_of(method))
+        state = start_run(method, where, start_of(method))
         while not where.exhausted():
             state = step_on(method, where, state)
         for site, used in where.progress.used.items():  # a pool trains on a mini-batch of every domain at a time

@@ -74,8 +74,6 @@ def test_what_has_no_epochs_to_divide(options: dict[str, Any], words: str) -> No
     registry.parse(options)
 
 
-def test_beside_the_wrapper_only() -> None:
-    with pytest.raises(ValidationError, match="beside styles"):
-        registry.parse({"name": "styles", "method": {"name": "fedavg", "exchanges_per_epoch": 2}})
+def test_it_is_part_of_the_name() -> None:
     assert "exchanges4" in method_of("fedavg", exchanges_per_epoch=4).display
     assert {kind.name for kind in CLASSES if "steps_per_round" in kind.traits.small} == BY_STEPS

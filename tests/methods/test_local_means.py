@@ -73,13 +73,13 @@ def test_augment_is_the_experiment_s_augmentation() -> None:
     images = augment(batch.inputs * 0.25 + 0.5, Augmentation.model_validate(moved), draws)
     descend(F.cross_entropy(model((images - 0.5) / 0.25), batch.targets), trainable(model))
     assert_same(fitted(runner, weights), model)
-    assert runner.method.plug_ins(runner.site)[0].changes_inputs
+    assert runner.method.calls.plug_ins(runner.site)[0].changes_inputs
 
 
 def test_augment_moves_masks_with_their_images() -> None:
     option = {"name": "augment", "by": {"flip": 1.0}}
     runner, _ = site_of(FedAvg(local=[option]))
-    (plug_in,) = runner.method.plug_ins(runner.site)
+    (plug_in,) = runner.method.calls.plug_ins(runner.site)
     masks = (torch.arange(2 * 144).view(1, 2, 12, 12) % 5 == 0).float()
     batch = Batch(torch.rand(1, 1, 12, 12), masks, torch.zeros(1).long(), torch.zeros(1).long())
     seen: list[Batch] = []

@@ -31,6 +31,7 @@ from fedshift.methods.composition.mixstyle import beta
 from fedshift.methods.composition.puzzles import Puzzles
 from fedshift.methods.composition.triplets import KeyQueue
 from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.methods.rounds import start_run
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -224,7 +225,7 @@ def test_they_go_with_every_federated_method(name: str) -> None:
             assert ("triplets" in runner.site.memory) == (runner.site.role == "source" and "triplets" in local)
             assert not any(module._forward_hooks for module in runner.site.network.modules())
             if runner.site.role == "target":
-                assert runner.method.plug_ins(runner.site) == ()
+                assert runner.method.calls.plug_ins(runner.site) == ()
 
 
 def test_a_dry_run_foretells_their_bytes() -> None:
@@ -240,13 +241,12 @@ def test_csac_s_frozen_features_are_those_of_the_view() -> None:
     """They can be kept for each sample only if its inputs never change."""
     for local, fixed in (([], True), (["mixstyle", "jigsaw"], True), (["amplitude_mix"], False)):
         runner, _ = site_of(method_of("csac", local=local))
-        runner.site.plug_ins = runner.method.plug_ins(runner.site)
+        runner.site.plug_ins = runner.method.calls.plug_ins(runner.site)
         assert runner.site.fixed_inputs is fixed
 
 
-def test_the_wrapper_s_plug_ins_work_in_the_inner_method() -> None:
-    inner = {"name": "fedavg"}
-    found = [run(method_of("styles", method=inner, local=local), rounds=1)[0].weights for local in ([], ["jigsaw"])]
+def test_plug_ins_work_on_prepared_samples() -> None:
+    found = [run(method_of("fedavg", prepare="styles", local=local), rounds=1)[0].weights for local in ([], ["jigsaw"])]
     assert found[0] != found[1]
 
 
@@ -256,7 +256,7 @@ def test_workers_give_the_same_bits(name: str, pool: WorkerPool) -> None:
     method, found = method_of(name, local=ALL, server="adam"), domains(CNN, {"large": 9, "small": 5})
     here, _ = run(method, found)
     where = federation(method, found, pool=pool)
-    state = method.start(where, start_of(method, found))
+    state = start_run(method, where, start_of(method, found))
     where.settle()
     for _ in range(2):
         state = step_on(method, where, state)
@@ -278,7 +278,6 @@ def test_workers_give_the_same_bits(name: str, pool: WorkerPool) -> None:
         ({"name": "fedavg", "local": [{"mixup": {"alpha": 1}}]}, "{name: mixup, alpha: 1}"),
         ({"name": "fedavg", "local": [{"alpha": 1}]}, "name: one of .*mixup"),
         ({"name": "fedavg", "local": 3}, "must be a list"),
-        ({"name": "styles", "method": {"name": "fedavg", "local": ["mixstyle"]}}, "write it beside styles"),
         ({"name": "styles", "method": {"name": "fada"}, "local": ["mixstyle"]}, "several networks"),
     ],
 )

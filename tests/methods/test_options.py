@@ -30,7 +30,7 @@ from fedshift.federation.training import Training
 from fedshift.methods import registry
 from fedshift.methods.base import Method, State
 from fedshift.methods.composition.options import Composed
-from fedshift.methods.rounds import finish_run
+from fedshift.methods.rounds import finish_run, start_run
 from fedshift.models.networks.unet import UNet
 from fedshift.weights import Weights
 
@@ -98,13 +98,13 @@ def masks(method: Method) -> list[Result]:
     network = UNet(levels=3, width=4)
     whole = Setting(method, training, network, data.preprocessing, (3, 32, 32), 2, 2, 0, "cpu")  # type: ignore[arg-type]
     where = LocalFederation(plans, whole, budget={"north": 9, "east": 9}, rounds=1)
-    state = method.start(where, Weights(whole.build_network().state_dict()))
+    state = start_run(method, where, Weights(whole.build_network().state_dict()))
     return [(step_on(method, where, state).weights, {}, [])]
 
 
 def chosen_by_held_out(method: Method) -> list[Result]:
     where, _ = held_out(method)  # type: ignore[arg-type]
-    state = step_on(method, where, method.start(where, start_of(method, [images("a", 9)])))
+    state = step_on(method, where, start_run(method, where, start_of(method, [images("a", 9)])))
     return [(state.weights, dict(state.parts), [])]
 
 

@@ -45,5 +45,5 @@ def test_methods_with_gradients_of_their_own_say_so(name: str, monkeypatch: pyte
         run(method, network=normed_for(method), rounds=2 if name == "fedala" else 1)  # fedala: from the second on
     finally:
         hook.remove()
-    if not method.local_for((1, 12, 12)):
+    if not method.at_sites((1, 12, 12)).local:
         assert bool(beside) == method.traits.own_gradients, beside

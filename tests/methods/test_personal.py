@@ -20,7 +20,7 @@ from fedshift.federation.messages import Reply, leaves, reply_content
 from fedshift.federation.site_runner import SiteRunner
 from fedshift.methods import registry
 from fedshift.methods.base import PERSONAL, Method
-from fedshift.methods.rounds import finish_run
+from fedshift.methods.rounds import finish_run, start_run
 from fedshift.weights import Weights
 
 KEEPING = [name for name in registry.names() if PERSONAL in registry.method_class(name)().traits.memory_names]
@@ -103,7 +103,7 @@ def test_sites_that_were_not_drawn_last_tune_too() -> None:
     method = method_of("fedavg", **TUNED)
     where = federation(method, domains(MLP), MLP)
     where.per_round = 1
-    state = step_on(method, where, method.start(where, start_of(method, domains(MLP), MLP)))
+    state = step_on(method, where, start_run(method, where, start_of(method, domains(MLP), MLP)))
     finish_run(method, where, state.weights)
     assert isinstance(where, LocalFederation)
     assert all(PERSONAL in runner.site.memory for runner in where._runners.values())
@@ -156,7 +156,7 @@ def test_a_prototype_of_few_samples_stays() -> None:
     sent: dict[str, Any] = {}
     where = federation(method, found, MLP)
     assert isinstance(where, LocalFederation)
-    state = method.start(where, start_of(method, found, MLP))
+    state = start_run(method, where, start_of(method, found, MLP))
     for site, reply in where.ask(method.fit, to=where.sources, **state.parts).items():
         sent[site] = reply
     assert sent["large"].counts["number"].tolist() == [3, 3, 3]

@@ -16,6 +16,7 @@ from fedshift.methods.base import Method, State
 from fedshift.methods.federated.ccst import CCST
 from fedshift.methods.federated.elcfs import ELCFS
 from fedshift.methods.federated.shot import SHOT, members_by_name
+from fedshift.methods.rounds import start_run
 
 WITHOUT = {
     "shot": "its sources are asked once, see below",
@@ -32,7 +33,7 @@ def left_out(method: Method, refuse: str) -> tuple[State, LocalFederation]:
     sites = [replace(plan, refuse=own.get(plan.name, plan.refuse)) for plan in plans(method, found)]
     budget = {plan.name: 6 for plan in sites}
     where = LocalFederation(sites, whole, budget=budget, rounds=2, quorum=2, on_refusal="leave_out")
-    state = method.start(where, start_of(method, found, CNN))
+    state = start_run(method, where, start_of(method, found, CNN))
     where.settle()
     for _ in range(6):
         if not others_are_done(where):
@@ -50,7 +51,7 @@ CASES = [
     (name, kind)
     for name in registry.names()
     if not registry.method_class(name).traits.pooled and name not in WITHOUT
-    for kind in method_of(name).shares
+    for kind in method_of(name).calls.shares
     if kind != "numbers"
 ]
 

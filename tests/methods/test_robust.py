@@ -24,6 +24,7 @@ from fedshift.methods import registry
 from fedshift.methods.base import Method, State
 from fedshift.methods.composition.options import robust_rules
 from fedshift.methods.robust import Averaged, Krum, Median
+from fedshift.methods.rounds import start_run
 from fedshift.methods.screening import Screening, screening_of
 from fedshift.weights import Weights
 
@@ -79,7 +80,7 @@ def attacked(method: Method, bad: Mapping[str, Change], **options: Any) -> tuple
     start = start_of(method, found, network)
     where.screening = screening_of(method, start)
     attack(where, bad)
-    state = method.start(where, start)
+    state = start_run(method, where, start)
     where.settle()
     return step_on(method, where, state), where
 
@@ -280,7 +281,7 @@ def test_a_model_that_was_not_sent_is_the_common_start() -> None:
     start = start_of(method, found)
     where = federation(method, found)
     where.screening = screening_of(method, start)
-    assert_close(method.start(where, start).weights, start)
+    assert_close(start_run(method, where, start).weights, start)
 
 
 def test_what_was_sent_in_an_earlier_call_of_the_round_is_remembered() -> None:
@@ -292,7 +293,7 @@ def test_what_was_sent_in_an_earlier_call_of_the_round_is_remembered() -> None:
     seen: list[Weights] = []
     where.screening = screening = screening_of(method, start_of(method, found, network))
     assert screening is not None
-    state = method.start(where, start_of(method, found, network))
+    state = start_run(method, where, start_of(method, found, network))
     for _ in range(2):
         seen.append(state.weights)
         state = step_on(method, where, state)
@@ -313,11 +314,10 @@ def test_what_does_not_fit_is_refused_before_anything_runs(name: str) -> None:
                 method_of(name, rule)
 
 
-def test_a_wrapper_takes_the_rule_beside_itself() -> None:
-    with pytest.raises(ValidationError, match="write it beside styles"):
-        registry.parse({"name": "styles", "method": {"name": "fedavg", "robust": "median"}})
-    with pytest.raises(ValidationError, match="styles needs the model of every site"):
-        registry.parse({"name": "styles", "method": {"name": "kd3a"}, "robust": "median"})
+def test_a_preparation_changes_nothing_of_the_rules_that_a_method_takes() -> None:
+    assert method_of("fedavg", prepare="styles", robust="median").robust == Median()
+    with pytest.raises(ValidationError, match="kd3a needs the model of every site"):
+        registry.parse({"name": "kd3a", "prepare": "styles", "robust": "median"})
 
 
 def test_a_rule_s_name_is_enough_where_it_needs_no_more() -> None:

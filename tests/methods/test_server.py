@@ -167,23 +167,13 @@ def test_what_each_site_has_of_its_own_is_the_method_s(name: str, options: dict[
     assert all(torch.allclose(slow.weights[key], start[key], atol=1e-9, rtol=0) for key in common)
 
 
-def test_a_wrapper_s_sites_have_of_their_own_what_the_inner_method_s_have() -> None:
-    inner = method_of("fedbn")
-    start = start_of(inner, domains(NORMED), NORMED)
-    own = inner.personal(start)
-    assert own
-    assert method_of("styles", method=inner).personal(start) == own
-
-
-def test_it_goes_with_a_robust_rule_and_a_wrapper() -> None:
+def test_it_goes_with_a_robust_rule_and_a_preparation() -> None:
     clipped = {"rule": "norm_clipping", "bound": 1e-6}
     served = run(method_of("styles", robust=clipped, server={"optimizer": "momentum", "rate": 1e6}), rounds=1)[0]
     plain = run(method_of("styles", robust=clipped), rounds=1)[0]
     start = start_of(method_of("styles"))
     for key, tensor in served.weights.items():
         torch.testing.assert_close(tensor - start[key], 1e6 * (plain.weights[key] - start[key]))
-    with pytest.raises(ValidationError, match="write it beside styles"):
-        registry.parse({"name": "styles", "method": {"name": "fedavg", "server": "adam"}})
 
 
 @pytest.mark.parametrize("name", [name for name in registry.names() if name not in SERVED])

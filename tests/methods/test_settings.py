@@ -9,6 +9,7 @@ from fedshift.errors import UserError
 from fedshift.experiment.config.experiment import method_record, parse
 from fedshift.experiment.runs.identity import comparable, first_difference
 from fedshift.methods import registry
+from fedshift.methods.composition.options import described_setting
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.settings import PAPER, described
 
@@ -53,7 +54,7 @@ def test_a_setting_is_described_by_what_a_record_holds() -> None:
     assert described(kind, settings, {"weighting": "samples", "local_epochs": 1}) == "paper"
     assert described(kind, settings, {"weighting": "uniform", "local_epochs": 3}) == "released"
     assert described(kind, settings, {"weighting": "uniform", "local_epochs": 4}) == "released with local_epochs 4"
-    assert Released(local_epochs=2).described_setting == "paper with local_epochs 2"
+    assert described_setting(Released(local_epochs=2)) == "paper with local_epochs 2"
 
 
 def test_a_run_is_the_same_run_whatever_name_its_options_were_asked_by() -> None:

@@ -22,7 +22,7 @@ from fedshift.methods.base import Method, State
 from fedshift.methods.composition.local import PLUG_INS
 from fedshift.methods.heads import Experts
 from fedshift.methods.index import ENTRIES
-from fedshift.methods.rounds import finish_run
+from fedshift.methods.rounds import finish_run, start_run
 from fedshift.models import registry as models
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -109,8 +109,8 @@ class Run:
         budget = dict.fromkeys([site.name for site in sites], 60 * rounds if method.traits.pooled else 20 * rounds)
         self.method, self.where = method, LocalFederation(sites, self.setting, budget=budget, rounds=rounds)
         built = self.setting.build_network()
-        self.state: State = method.start(
-            self.where, Weights({k: v.contiguous() for k, v in built.state_dict().items()})
+        self.state: State = start_run(
+            method, self.where, Weights({k: v.contiguous() for k, v in built.state_dict().items()})
         )
         for _ in range(played):
             self.go_on()

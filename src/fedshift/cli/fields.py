@@ -42,6 +42,7 @@ def show_fields(section: str | None) -> None:
     from fedshift.federation.training import Privacy, Training
     from fedshift.methods.composition.averaging import AVERAGES
     from fedshift.methods.composition.local import PLUG_INS
+    from fedshift.methods.composition.prepare import PREPARATIONS
     from fedshift.methods.robust import RULES
     from fedshift.methods.server import OPTIMIZERS
     from fedshift.models.adapters import Adapters
@@ -60,6 +61,7 @@ def show_fields(section: str | None) -> None:
         "server": {f"server of a method, optimizer: {name}": kind for name, kind in OPTIMIZERS.items()},
         "average": {f"average of a method, kind: {name}": kind for name, kind in AVERAGES.items()},
         "local": {f"local of a method, name: {name}": kind for name, kind in PLUG_INS.items()},
+        "prepare": {f"prepare of a method, name: {name}": kind for name, kind in PREPARATIONS.items()},
         "robust": {f"robust of a method, rule: {name}": kind for name, kind in RULES.items()},
     }
     elsewhere = {"methods": "methods", "data": "datasets", "model": "models"}

@@ -356,7 +356,7 @@ def _recipe(setting: Setting) -> dict[str, Any]:
 def _part(plan: DeployedPlan, run: Run, site: str, role: tuple[Role, int] | None) -> dict[str, Any]:
     """What a site is told of its own part in a run; ``role``: its role and domain number, None for an unseen one."""
     protocol = plan.experiment.protocol.deployed()
-    personal = {"own": True} if protocol.by_site and run.method.keeps_own_weights else {}
+    personal = {"own": True} if protocol.by_site and run.method.calls.keep_own_weights else {}
     return {
         **personal,
         "role": role[0] if role else "unseen",

@@ -121,7 +121,7 @@ def shared_kinds(method: Method, header: Mapping[str, Any], on_refusal: str) -> 
         return ()
     sealed = header.get("routing") == "sealed" and seals_all(method)
     models = MASKED if header.get("aggregation") == "secure" else SEALED if sealed else WEIGHTS
-    return tuple(models if kind == WEIGHTS else kind for kind in method.shares)
+    return tuple(models if kind == WEIGHTS else kind for kind in method.calls.shares)
 
 
 def seals_all(method: Method) -> bool:

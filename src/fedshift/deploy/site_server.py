@@ -359,7 +359,9 @@ class SiteProgram:
         entry["sent"] = described(sent)
         looked = runner.site.samples if self.rules.budget else watch.samples()
         self.policy.check_sent(self.name, entry["sent"], header["call"], looked)
-        singles = "features" in self.policy.send and "features" in method.shares  # they show single samples anyway
+        singles = (
+            "features" in self.policy.send and "features" in method.calls.shares
+        )  # they show single samples anyway
         if not (singles or self.rules.budget):  # with a budget, noise covers samples, and a refusal would tell of them
             entry["exposure"] = round(watch.score(), 3)
             self.policy.check_exposure(self.name, header["call"], entry["exposure"], watch.samples())
@@ -408,7 +410,7 @@ class SiteProgram:
 
     def _setting(self, recipe: Mapping[str, Any], method: Method) -> Setting:
         """The setting of a request, on this site's device."""
-        whole = {**recipe, "method": method.recipe(), "device": self.device}
+        whole = {**recipe, "method": method.calls.recipe(), "device": self.device}
         setting = setting_from(whole, partial(self.policy.permit_network, self.name))
         check_files(self.name, method)
         check_files(self.name, setting.network)
@@ -441,7 +443,7 @@ class SiteProgram:
             held_out = np.arange(len(self.holding.domain), dtype=np.int64)
         self.policy.check_group(self.name, ACCURACY, len(held_out), "measuring a model")
         network, view = self._network_of(header, method, content, entry, held_out)
-        new_site, groups = method.new_site_for(view.input_shape) if unseen else None, self.holding.domain.groups
+        new_site, groups = method.at_sites(view.input_shape).new_site if unseen else None, self.holding.domain.groups
         groups, objective = None if groups is None else groups[held_out], objective_of(view.preprocessing)
         measures = self.rules.measured(header, network, view, objective, groups, new_site, entry)
         if (header.get("whole") or {}).get("sums") is True and objective.task == "classification":
@@ -494,7 +496,7 @@ class SiteProgram:
         whole, _ = self._rows(header["part"]["split"])
         network, view = self._network_of(header, method, content, entry, whole)
         unseen, groups = header["part"]["role"] == "unseen", self.holding.domain.groups
-        answers = answering(network, view, method.new_site_for(view.input_shape) if unseen else None)
+        answers = answering(network, view, method.at_sites(view.input_shape).new_site if unseen else None)
         scores = scored(answers, view, objective_of(view.preprocessing), groups)
         weights = Weights({name: tensor.cpu() for name, tensor in network.state_dict().items()})
         self.estimates.receive(run, merged(network, weights), scores, self.holding, header.get("metadata"))

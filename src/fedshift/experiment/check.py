@@ -35,7 +35,7 @@ from fedshift.federation.local.allocator import keep_freed_memory
 from fedshift.federation.messages import promised_kinds
 from fedshift.federation.training import Training
 from fedshift.methods import registry as method_registry
-from fedshift.methods.base import Method, Traffic, calls_of, cost_of, in_order
+from fedshift.methods.base import Method, Traffic, calls_of, cost_of, in_order, reads_of
 from fedshift.methods.pooled.equal_steps import steps_of_run
 from fedshift.models.network import Network, freeze_backbone
 from fedshift.models.own.trial import told_of
@@ -372,8 +372,8 @@ def _method(method: Method, needs: Sequence[_Need], sealed: bool) -> MethodCheck
         hours=sum(need.seconds for need in needs) / 3600,
         bytes_up=sum(one.up for one in sent) if known else None,
         bytes_down=sum(one.down for one in sent) if known else None,
-        shares=_leaving(method) if sealed else method.shares,
-        reads=method.traits.reads_sealed if sealed else method.reads,
+        shares=_leaving(method) if sealed else method.calls.shares,
+        reads=method.traits.reads_sealed if sealed else reads_of(method),
         steps=max((need.steps for need in needs if need.steps is not None), default=None),
     )
 
@@ -386,7 +386,7 @@ def _leaving(method: Method) -> tuple[str, ...]:
         for call, reply in calls_of(type(inner)).items()
         for field, kind in promised_kinds(reply).items()
     )
-    return in_order({"sealed", *(kind for kind in method.shares if clear or kind != "weights")})
+    return in_order({"sealed", *(kind for kind in method.calls.shares if clear or kind != "weights")})
 
 
 def _domain(plan: Plan, name: str) -> DomainCheck:

@@ -19,6 +19,7 @@ from fedshift.experiment.fits import (
     personal,
     plug_ins,
     precision,
+    preparation,
     private,
     quorum,
     refusals,
@@ -61,6 +62,7 @@ OF_METHOD_ALONE: tuple[OfMethod, ...] = (
 )
 OF_NETWORK: tuple[OfNetwork, ...] = (
     networks.method_fits,
+    preparation.fits,
     side_by_side.fits,
     private.network_fits,
     plug_ins.fits,

@@ -20,7 +20,7 @@ from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.site_runner import Setting, SitePlan
 from fedshift.functional.differential_privacy import NoisySteps, epsilon
 from fedshift.methods.base import Method, RunPlan, Traffic
-from fedshift.methods.rounds import finish_run, play_round
+from fedshift.methods.rounds import finish_run, play_round, start_run
 from fedshift.methods.screening import screening_of
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -84,7 +84,7 @@ def dry_run(
     federation = LocalFederation(few, shared, budget=dict(budget or {}), **options)
     start = Weights({name: tensor.cpu().contiguous() for name, tensor in network.state_dict().items()})
     federation.screening = screening_of(method, start)
-    state = method.start(federation, start)
+    state = start_run(method, federation, start)
     pages = [_page(federation)]
     for _ in range(2):
         state = play_round(method, federation, state)

@@ -134,7 +134,7 @@ def proxy_distances(data: DataSet, split: Split, setting: Setting, engine: Engin
     for source, rows in split.train.items():
         for target, others in split.unlabelled.items():
             refuse = {*engine.refuse, *engine.refuse_at.get(source, ()), *engine.refuse_at.get(target, ())}
-            if refuse.intersection(method.shares):
+            if refuse.intersection(method.calls.shares):
                 continue
             roles: dict[str, Role] = {source: "source", target: "target"}
             plans = [

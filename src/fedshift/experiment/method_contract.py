@@ -19,7 +19,7 @@ from fedshift.federation.messages import known_kinds
 from fedshift.federation.site_runner import Setting, SitePlan
 from fedshift.federation.training import Training
 from fedshift.methods.base import Method, RunPlan, State
-from fedshift.methods.rounds import play_round
+from fedshift.methods.rounds import play_round, start_run
 from fedshift.models import registry as models
 from fedshift.models.options import NetworkOptions
 from fedshift.models.own.trial import line_of
@@ -102,7 +102,7 @@ class _Tried:
         budget = 480 if self.method.traits.pooled else 120
         where = LocalFederation(plans, setting, budget={plan.name: budget for plan in plans}, rounds=rounds)
         built = setting.build_network().state_dict()
-        state = self.method.start(where, Weights({name: tensor.contiguous() for name, tensor in built.items()}))
+        state = start_run(self.method, where, Weights({name: tensor.contiguous() for name, tensor in built.items()}))
         where.settle()
         return where, state
 
@@ -145,7 +145,7 @@ def _order(tried: _Tried) -> str:
 
 
 def _declared(tried: _Tried) -> str:
-    declared = tried.method.shares
+    declared = tried.method.calls.shares
     where, _ = tried.run(1, refuse=sorted(set(known_kinds()) - set(declared)))
     sent = sorted(set(where.ledger.total["up"]) - set(declared))
     return f"{', '.join(sent)} left a site, and its calls promise {', '.join(declared)}" if sent else ""

@@ -31,6 +31,7 @@ from fedshift.experiment.unlabelled_sites import without_labels
 from fedshift.federation.site_runner import Setting, SitePlan
 from fedshift.federation.training import Training
 from fedshift.methods.base import Method
+from fedshift.methods.composition.options import training_of
 from fedshift.models.network import Network
 
 POOL = "pool"
@@ -229,7 +230,7 @@ class PlannedRun:
     @cached_property
     def training(self) -> Training:
         """How the run's sites train: as the experiment says, but for what its method does otherwise."""
-        return self.run.method.own_training(self.experiment.training)
+        return training_of(self.run.method, self.experiment.training)
 
     @property
     def split(self) -> Split:
@@ -347,7 +348,7 @@ def common_settings(experiment: Experiment, method: Method) -> dict[str, Any]:
         "data": data_record(experiment.data),
         "protocol": {key: value for key, value in whole["protocol"].items() if key not in experiment.protocol.extent},
         "model": experiment.model.record(),
-        "training": method.own_training(experiment.training).model_dump(mode="json"),
+        "training": training_of(method, experiment.training).model_dump(mode="json"),
         "method": method_record(method),
     }
 

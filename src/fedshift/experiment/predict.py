@@ -267,7 +267,7 @@ class TrainedModel:
         none = np.zeros((0, len(self.classes)), dtype=np.float32)
         with told_of(self.options, "predicting with it"):
             if adapted and len(inputs) and self.metadata.get("unseen"):
-                new_site = self.method.new_site_for(tuple(self.metadata["input_shape"]))
+                new_site = self.method.at_sites(tuple(self.metadata["input_shape"])).new_site
                 network = new_site.adapted(network, lambda: batches(new_site.order(len(inputs))))
             outputs = [network(batch).double() for batch in batches()]  # as a run computes what it notes of a sample
         return np.concatenate([none, *(self.objective.scores(batch).float().numpy() for batch in outputs)])

@@ -15,7 +15,7 @@ from fedshift.federation.exchange import Answer, Mean, Missing, R, Replies, Requ
 from fedshift.federation.ledger import Ledger
 from fedshift.federation.messages import Content, PerSite, Reply, promised_kinds, reply_content
 from fedshift.federation.randomness import sources_of_round
-from fedshift.federation.replies import About, Bounds, ReplyCheck, reply_type
+from fedshift.federation.replies import About, ReplyCheck, reply_type
 from fedshift.federation.secure.sums import SMALLEST_ROSTER, By, SumOnly, Total, Weighing, contribution, threshold
 from fedshift.federation.site import Envelope, LocalFit, PlugIn, Site
 from fedshift.models.network import Network
@@ -34,14 +34,38 @@ class OfRouting(Protocol):
     def routed(self) -> Mapping[str, Routed]: ...
 
 
-class CallOwner(Protocol):
-    """What an engine needs of a method: its calls, its network, what sites remember, how to import it elsewhere."""
+class Calls(Protocol):
+    """A method's calls as an engine runs them, what sites remember of them, how to import the method elsewhere."""
 
     @property
     def kept_at_sites(self) -> tuple[str, ...]: ...
 
     @property
     def shares(self) -> tuple[str, ...]: ...
+
+    @property
+    def keep_own_weights(self) -> bool: ...
+
+    def has(self, call: Callable[..., Any]) -> bool: ...
+
+    def owner(self, call: str) -> Any: ...
+
+    def plug_ins(self, site: Site) -> Sequence[PlugIn]: ...
+
+    def routed(self, call: str) -> Routed | None: ...
+
+    def run(self, call: str, site: Site, content: Mapping[str, Any]) -> Reply: ...
+
+    def in_parts(self, call: str, site: Site, content: Mapping[str, Any]) -> LocalFit: ...
+
+    def recipe(self) -> dict[str, Any]: ...
+
+
+class CallOwner(Protocol):
+    """What an engine needs of a method: its calls and its network."""
+
+    @property
+    def calls(self) -> Calls: ...
 
     @property
     def exchanges_per_epoch(self) -> int: ...
@@ -51,22 +75,7 @@ class CallOwner(Protocol):
 
     def adapt_network(self, network: Network, sources: int) -> Network: ...
 
-    @property
-    def keeps_own_weights(self) -> bool: ...
-
     def own_weights(self, weights: Weights, memory: Mapping[str, Content]) -> Weights: ...
-
-    def call_owner(self, call: str) -> CallOwner: ...
-
-    def plug_ins(self, site: Site) -> Sequence[PlugIn]: ...
-
-    def run_call(self, call: str, site: Site, content: Mapping[str, Any]) -> Reply: ...
-
-    def in_parts(self, call: str, site: Site, content: Mapping[str, Any]) -> LocalFit: ...
-
-    def bounds(self, call: str, about: About) -> Bounds: ...
-
-    def recipe(self) -> dict[str, Any]: ...
 
 
 @dataclass
@@ -216,7 +225,7 @@ class Federation(ABC):
         unknown = [site for site in to if site not in self.progress.used]
         if unknown:
             raise FedshiftError(f"'{unknown[0]}' is not in this federation; {nearest(unknown[0], self.progress.used)}")
-        if getattr(call, "__self__", None) is not self.method.call_owner(call.__name__):
+        if not self.method.calls.has(call):
             raise FedshiftError("ask takes a call of the method itself, such as self.fit")
         self.progress.exchange += 1
         absent = set(self.sources).difference(self.drawn)

@@ -105,10 +105,17 @@ class About:
 # Checks of a reply ----------------------------------------------------------------------------------------------------
 
 
-class HasCalls(Protocol):
-    """What is needed of a method: which object has the call of a name, the method itself or one that it wraps."""
+class Owners(Protocol):
+    """Which object has the call of a name: the method, or its preparation of the samples."""
 
-    def call_owner(self, call: str) -> Any: ...
+    def owner(self, call: str) -> Any: ...
+
+
+class HasCalls(Protocol):
+    """What is needed of a method."""
+
+    @property
+    def calls(self) -> Owners: ...
 
 
 def reply_type(method: HasCalls, call: str) -> type[Reply]:
@@ -118,7 +125,7 @@ def reply_type(method: HasCalls, call: str) -> type[Reply]:
         FedshiftError: ``call`` does not name a call, but a private name or server code.
     """
     named = isinstance(call, str) and not call.startswith("_")
-    function = getattr(type(method.call_owner(call)), call, None) if named else None
+    function = getattr(type(method.calls.owner(call)), call, None) if named else None
     if inspect.isfunction(function):
         parameters = list(inspect.signature(function).parameters)
         kind = returned(function)
@@ -232,7 +239,7 @@ class ReplyCheck:
         about = self._about[site]
         _check_types(kind, content)
         self._check_numbers(content, about)
-        bounds: Bounds = self._method.call_owner(call).bounds(call, about)
+        bounds: Bounds = self._method.calls.owner(call).bounds(call, about)
         for name, bound in bounds.items():
             _check_bound(name, content[name], bound)
         layout = self._models.check(call, kind, content, sent, bounds)
@@ -248,7 +255,7 @@ class ReplyCheck:
         """
         if not fits(value, field_types(kind).get(field, Weights)):
             raise FedshiftError(f"'{field}' of a {kind.__name__} cannot be a {type(value).__name__}")
-        of_all: Bounds = self._method.call_owner(call).bounds(call, next(iter(self._about.values())))
+        of_all: Bounds = self._method.calls.owner(call).bounds(call, next(iter(self._about.values())))
         bounds = {name: bound for name, bound in of_all.items() if name == field}
         for bound in bounds.values():
             _check_bound(field, value, bound)

@@ -20,7 +20,7 @@ from fedshift.models import registry as models
 def setting_recipe(setting: Setting) -> dict[str, Any]:
     """Write a setting as plain values for JSON."""
     return {
-        "method": setting.method.recipe(),
+        "method": setting.method.calls.recipe(),
         "training": setting.training.model_dump(mode="json"),
         "network": setting.network.model_dump(mode="json"),
         "preprocessing": setting.preprocessing.model_dump(mode="json"),

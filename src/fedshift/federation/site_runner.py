@@ -103,7 +103,7 @@ class SiteRunner:
             **dict.fromkeys(plan.refuse, f"engine.refuse_at.{plan.name}"),
             **dict.fromkeys(setting.refuse, "engine.refuse"),
         }
-        refused = sorted(set(self.refuse).intersection(setting.method.shares))
+        refused = sorted(set(self.refuse).intersection(setting.method.calls.shares))
         if refused and setting.on_refusal == "stop":  # before any training; `run` checks each reply again
             raise KindRefused(
                 f"site '{plan.name}' refuses to send {refused[0]}, which the method shares: choose another "
@@ -116,7 +116,7 @@ class SiteRunner:
             classes=setting.classes,
             domains=len(plan.parts),
             training=setting.training,
-            memory=SiteMemory((*setting.method.kept_at_sites, *memory)),
+            memory=SiteMemory((*setting.method.calls.kept_at_sites, *memory)),
             seed=setting.seed,
             device=device,
             network=network,
@@ -140,8 +140,8 @@ class SiteRunner:
         self._check_promised(call)
         with self._forked():  # dropout draws from torch's own generators, which `begin` seeds
             self.site.begin(envelope)
-            self.site.plug_ins = self.method.plug_ins(self.site)
-            reply = self.method.run_call(call, self.site, content)
+            self.site.plug_ins = self.method.calls.plug_ins(self.site)
+            reply = self.method.calls.run(call, self.site, content)
             for plug_in in self.site.plug_ins:
                 plug_in.end()
             self.site.plug_ins = ()
@@ -158,7 +158,7 @@ class SiteRunner:
         self._check_promised(call)
         with self._forked():
             self.site.begin(envelope)
-        return self.method.in_parts(call, self.site, content)
+        return self.method.calls.in_parts(call, self.site, content)
 
     def finish(self, call: str, fit: LocalFit, loss: float) -> tuple[Reply, int]:
         """The rest of a call after training with this mean loss; as `run`."""
@@ -180,7 +180,7 @@ class SiteRunner:
 
     def _check_promised(self, call: str) -> None:
         if self.refuse:  # what the call's signature promises can be refused before it trains
-            promised = returned(getattr(self.method.call_owner(call), call))
+            promised = returned(getattr(self.method.calls.owner(call), call))
             for name, kind in promised_kinds(promised).items() if promised else ():
                 self._check(call, name, kind)
 

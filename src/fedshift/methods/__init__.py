@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from fedshift.methods.federated.fedavg import FedAvg, LocalTraining
     from fedshift.methods.robust import Averaged
     from fedshift.methods.settings import Settings
-    from fedshift.methods.wrapper import Wrapper
     from fedshift.models.network import Network
     from fedshift.weights import Weights
 
@@ -61,7 +60,6 @@ __all__ = [
     "Update",
     "UserError",
     "Weights",
-    "Wrapper",
     "task_loss",
     "trained_mean",
     "weighted_average",
@@ -89,7 +87,6 @@ _PLACES = {
     "methods.federated.fedavg": ("FedAvg", "LocalTraining"),
     "methods.robust": ("Averaged",),
     "methods.settings": ("Settings",),
-    "methods.wrapper": ("Wrapper",),
     "models.network": ("Network",),
     "weights": ("Weights",),
 }

@@ -6,20 +6,22 @@ import functools
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar, cast, runtime_checkable
 
 from pydantic import model_validator
 
 from fedshift.errors import FedshiftError
-from fedshift.federation.exchange import Replies
+from fedshift.federation.exchange import Replies, Routed
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import KINDS, NUMBERS, Content, Number, Reply, Update, promised_kinds, returned
 from fedshift.federation.replies import About, Bounds
-from fedshift.federation.site import LocalFit, Site
+from fedshift.federation.site import LocalFit, PlugIn, Site
 from fedshift.import_paths import place_of
 from fedshift.methods.composition.averaging import Kept
-from fedshift.methods.composition.options import Composed
+from fedshift.methods.composition.options import Composed, check_options, plug_ins_of, preparation_of
+from fedshift.methods.composition.preparation import Preparation
 from fedshift.methods.index import Reads
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -128,15 +130,9 @@ class Method(Composed, ABC):
     """
 
     @model_validator(mode="after")
-    def _epochs_to_divide(self) -> Self:
-        if self.exchanges_per_epoch > 1:
-            if self.traits.pooled or self.traits.target == "labelled":
-                raise ValueError(f"exchanges_per_epoch: {self.name} trains in one place; leave it out")
-            if all(per_round(trained, 64) == per_round(trained, 128) for trained in work_of(self)):
-                raise ValueError(
-                    f"exchanges_per_epoch: {self.name} trains on a number of mini-batches between two exchanges, not "
-                    "on epochs; change that number"
-                )
+    def _options_fit(self) -> Self:
+        check_options(self)
+        _epochs_to_divide(self)
         return self
 
     @abstractmethod
@@ -227,56 +223,115 @@ class Method(Composed, ABC):
         """Parameters of the common model that each site has of its own. A server's optimiser leaves them alone."""
         return ()
 
-    # Made of the above. The engine asks for it; a method of your own leaves it alone ----------------------------------
-
     @property
-    def keeps_own_weights(self) -> bool:
-        """Whether a site that trained predicts with a model of its own."""
-        return PERSONAL in self.traits.memory_names or type(self).own_weights is not Method.own_weights
+    def calls(self) -> Calls:
+        """Its calls, as engines run them at sites."""
+        return Calls(self)
+
+
+def _promised(kind: type) -> set[str]:
+    """Kinds of content that the calls of a class promise to return."""
+    return {kind for reply in calls_of(kind).values() for kind in promised_kinds(reply).values()}
+
+
+@dataclass(frozen=True)
+class Calls:
+    """A method's calls, as engines run them at sites: with its plug-ins, and after its preparation of the samples."""
+
+    method: Method
 
     @property
     def shares(self) -> tuple[str, ...]:
-        """Kinds of content that leave a site: numbers, what its calls promise to return, a model where they promise
+        """Kinds of content that leave a site: numbers, what the calls promise to return, a model where they promise
         nothing, and for a pooled method the samples."""
-        promised = {kind for reply in calls_of(type(self)).values() for kind in promised_kinds(reply).values()}
-        content = promised - {NUMBERS} or {"weights"}
-        return in_order({NUMBERS, *content, *({"raw_data"} if self.traits.pooled else ())})
+        promised, prepared = _promised(type(self.method)) - {NUMBERS} or {"weights"}, preparation_of(self.method)
+        before = set() if prepared is None else _promised(type(prepared))
+        return in_order({NUMBERS, *promised, *before, *({"raw_data"} if self.method.traits.pooled else ())})
 
-    @property
-    def reads(self) -> Reads:
-        """What the server reads of the sites' models with these options: a rule of robust aggregation reads more."""
-        if self.robust is not None:
-            return "norms" if self.robust.rule == "norm_clipping" and self.traits.server_reads != "models" else "models"
-        return self.traits.server_reads
+    def has(self, call: Callable[..., Any]) -> bool:
+        """Whether a function is a call of the method, or of its preparation."""
+        owner = getattr(call, "__self__", None)
+        return owner is self.method or (isinstance(owner, Preparation) and owner == preparation_of(self.method))
 
-    def call_owner(self, call: str) -> Method:
-        """The method that has the call of this name: itself, or the one that it wraps."""
-        return self
+    def owner(self, call: str) -> Method | Preparation:
+        """What has the call of this name: the method, or its preparation."""
+        prepared = preparation_of(self.method)
+        return self.method if prepared is None or call not in calls_of(type(prepared)) else prepared
 
-    def run_call(self, call: str, site: Site, content: Mapping[str, Any]) -> Reply:
-        """Run one of its calls at a site; a wrapper prepares the site for the inner method's calls."""
-        reply: Reply = getattr(self.call_owner(call), call)(site, **content)
+    def routed(self, call: str) -> Routed | None:
+        """How the models of its replies are handed on; None: the server reads them."""
+        return self.method.traits.routed.get(call)
+
+    def run(self, call: str, site: Site, content: Mapping[str, Any]) -> Reply:
+        """Run a call at a site."""
+        owner, prepared = self.owner(call), preparation_of(self.method)
+        around = nullcontext() if prepared is None or owner is prepared else prepared.inside(site)
+        with around:
+            reply: Reply = getattr(owner, call)(site, **content)
         return reply
 
     @property
-    def trains_in_parts(self) -> bool:
-        """Whether `in_parts` gives every call of its sites in parts, so that sites can train side by side."""
-        return False
+    def kept_at_sites(self) -> tuple[str, ...]:
+        """What sites keep between exchanges, for the method and for what it is composed with."""
+        prepared = preparation_of(self.method)
+        parts = (*plug_ins_of(self.method), *(() if prepared is None else (prepared,)))
+        return (*self.method.traits.memory_names, *(name for part in parts for name in part.memory_names))
+
+    @property
+    def keep_own_weights(self) -> bool:
+        """Whether a site that trained predicts with a model of its own."""
+        return PERSONAL in self.method.traits.memory_names or type(self.method).own_weights is not Method.own_weights
+
+    def plug_ins(self, site: Site) -> tuple[PlugIn, ...]:
+        """The plug-ins at work in one exchange. A target without labels has none."""
+        if site.role != "source":
+            return ()
+        return tuple(plug_in.at(site) for plug_in in self.method.at_sites(site.data.input_shape).local)
+
+    @property
+    def come_in_parts(self) -> bool:
+        """Whether every call comes `in_parts`, so that sites can train side by side."""
+        return isinstance(self.method, InParts) and self.method.trains_in_parts and preparation_of(self.method) is None
 
     def in_parts(self, call: str, site: Site, content: Mapping[str, Any]) -> LocalFit:
-        """One of its calls at a site, up to its training.
+        """A call at a site, up to its training.
 
         Raises:
-            FedshiftError: its calls cannot be taken apart.
+            FedshiftError: it cannot be taken apart.
         """
-        raise FedshiftError(f"{self.name} trains in its own way, so its sites cannot train side by side")
+        if not self.come_in_parts:
+            raise FedshiftError(f"{self.method.name} trains in its own way, so its sites cannot train side by side")
+        return cast(InParts, self.method).in_parts(call, site, content)
 
     def recipe(self) -> dict[str, Any]:
         """The class to import and its options, from which another process makes an equal method.
 
         How it trains is part of a `Setting`.
         """
-        return {"class": place_of(type(self)), "options": self.model_dump(mode="json", exclude={"training"})}
+        method = self.method
+        return {"class": place_of(type(method)), "options": method.model_dump(mode="json", exclude={"training"})}
+
+
+@runtime_checkable
+class InParts(Protocol):
+    """A method whose sites may train side by side: an engine trains, a call says what and makes the reply."""
+
+    @property
+    def trains_in_parts(self) -> bool:
+        """Whether it does with its options."""
+        ...
+
+    def in_parts(self, call: str, site: Site, content: Mapping[str, Any]) -> LocalFit:
+        """One of its calls at a site, up to its training."""
+        ...
+
+
+def reads_of(method: Method) -> Reads:
+    """What the server reads of the sites' models with a method's options: a rule of robust aggregation reads more."""
+    reads = method.traits.server_reads
+    if method.robust is None:
+        return reads
+    return "norms" if method.robust.rule == "norm_clipping" and reads != "models" else "models"
 
 
 def work_of(method: Method) -> tuple[Trained, Trained]:
@@ -286,7 +341,9 @@ def work_of(method: Method) -> tuple[Trained, Trained]:
 
 def cost_of(method: Method, input_shape: tuple[int, ...]) -> float:
     """`Traits.relative_cost` with what its plug-ins add for samples of this shape."""
-    return method.traits.relative_cost + sum(plug_in.cost for plug_in in method.local_for(input_shape))
+    prepared = preparation_of(method)
+    plug_ins = sum(plug_in.cost for plug_in in method.at_sites(input_shape).local)
+    return method.traits.relative_cost + plug_ins + (0.0 if prepared is None else prepared.cost)
 
 
 def per_round(trained: Trained, batches_per_epoch: int) -> int:
@@ -294,9 +351,21 @@ def per_round(trained: Trained, batches_per_epoch: int) -> int:
     return trained(batches_per_epoch, 2) - trained(batches_per_epoch, 1)
 
 
+def _epochs_to_divide(method: Method) -> None:
+    if method.exchanges_per_epoch == 1:
+        return
+    if method.traits.pooled or method.traits.target == "labelled":
+        raise ValueError(f"exchanges_per_epoch: {method.name} trains in one place; leave it out")
+    if all(per_round(trained, 64) == per_round(trained, 128) for trained in work_of(method)):
+        raise ValueError(
+            f"exchanges_per_epoch: {method.name} trains on a number of mini-batches between two exchanges, not on "
+            "epochs; change that number"
+        )
+
+
 @functools.cache
-def calls_of(kind: type[Method]) -> Mapping[str, type[Reply]]:
-    """What the sites of a method run: the public functions ``(self, site, …) -> Reply``, and what each returns."""
+def calls_of(kind: type) -> Mapping[str, type[Reply]]:
+    """What sites run of a method or of its preparation, and what it returns: public functions ``(self, site, …)``."""
     found: dict[str, type[Reply]] = {}
     for name, function in inspect.getmembers(kind, inspect.isfunction):
         if not name.startswith("_") and list(inspect.signature(function).parameters)[1:2] == ["site"]:

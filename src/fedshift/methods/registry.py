@@ -6,9 +6,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import to_jsonable_python
+
 from fedshift.class_registry import ClassRegistry
+from fedshift.errors import UserError
 from fedshift.methods.base import Method
 from fedshift.methods.index import ENTRIES
+from fedshift.methods.settings import PAPER, with_setting
 
 METHODS: Mapping[str, str] = {name: entry.place for name, entry in ENTRIES.items()}
 
@@ -56,13 +60,42 @@ def parse(
     Args:
         options: the method's name and options.
         folder: where a user's own file is looked up first.
-        permit: called with every name, also that of an inner method, before anything is imported. It raises to refuse.
+        permit: called with every name before anything is imported. It raises to refuse.
 
     Raises:
         UserError: there is no such method.
         ValidationError: an option is wrong.
     """
+    if options.get("name") == "styles" and "method" in options:
+        return _prepared(options, folder, permit)
     fields = dict(options)
     kind = _CLASSES.find(_CLASSES.name_in(fields, "methods"), folder=folder, permit=permit)
     fields.pop("name")
     return kind.model_validate(fields, context={"folder": folder, "permit": permit})
+
+
+def _prepared(options: Mapping[str, Any], folder: Path | None, permit: Callable[[str], None] | None) -> Method:
+    """Before ``prepare`` there was, ``styles`` was a method around another one: the other one, prepared.
+
+    It keeps its name in tables and folders, so that results of that time still belong to it.
+    """
+    from fedshift.methods.composition.options import Composed, composition_of
+    from fedshift.methods.composition.styles import SETTINGS, StyleOptions
+
+    inner: Any = {"name": options["method"]} if isinstance(options["method"], str) else options["method"]
+    if not isinstance(inner, Mapping):
+        raise UserError("methods: styles.method: must be the name of a method, or a mapping with name and options")
+    setting = options.get("setting", PAPER)
+    styles = {name: options[name] for name in StyleOptions.model_fields if name in options}
+    usual = {name: to_jsonable_python(field.get_default()) for name, field in Composed.model_fields.items()}
+    beside = {
+        name: value
+        for name, value in options.items()
+        if name not in ("name", "method", "label", "setting", *styles) and usual.get(name, ...) != value
+    }
+    prepare = {**with_setting(SETTINGS, {**styles, "setting": setting}), "name": "styles"}
+    del prepare["setting"]
+    method = parse({**inner, **beside, "prepare": prepare, "label": None}, folder, permit)
+    own = "styles" if setting == PAPER else f"styles-{setting}"
+    label = options.get("label") or "+".join((own, *composition_of(method)[1:]))
+    return method.model_copy(update={"label": label})

@@ -1,4 +1,4 @@
-"""One round of a method as a run plays it."""
+"""The start of a method and its rounds, as a run plays them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,17 @@ from dataclasses import replace
 from fedshift.errors import FedshiftError
 from fedshift.federation.federation import Federation
 from fedshift.methods.base import Method, State
+from fedshift.methods.composition.options import preparation_of
 from fedshift.methods.server import after_round
 from fedshift.weights import Weights
+
+
+def start_run(method: Method, federation: Federation, weights: Weights) -> State:
+    """The state before the first round, from the common start ``weights``, once the samples are prepared."""
+    prepared = preparation_of(method)
+    if prepared is not None:
+        prepared.start(federation)
+    return method.start(federation, weights)
 
 
 def play_round(method: Method, federation: Federation, state: State) -> State:
@@ -18,7 +27,7 @@ def play_round(method: Method, federation: Federation, state: State) -> State:
         FedshiftError: the method returned something else than the next state.
     """
     federation.round = state.round + 1
-    optimizer = method.server
+    optimizer = method.at_server(state.weights).optimizer
     begun = state if optimizer is None else replace(state, weights=optimizer.start(state.weights, state.server))
     new = method.round(federation, begun)
     if not isinstance(new, State) or new.round != federation.round:

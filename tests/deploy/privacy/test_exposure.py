@@ -32,7 +32,7 @@ HELD = [
     for name in registry.names()
     if name != "zero_shot"  # which asks no site
     and not registry.method_class(name).traits.pooled
-    and "features" not in registry.method_class(name)().shares
+    and "features" not in registry.method_class(name)().calls.shares
 ]
 """The rule does not hold for a method that sends features: those show single samples themselves."""
 ONCE = {"batch_size": 10_000, "lr": 1.0}

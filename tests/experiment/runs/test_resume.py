@@ -303,7 +303,7 @@ def test_the_model_handed_out_is_the_mean_of_the_last_rounds(tmp_path: Path) -> 
     assert any((averaged[name] != third[name]).any() for name in averaged)
 
 
-def test_the_mean_of_the_last_rounds_may_be_asked_of_a_wrapper_or_of_its_inner_method(tmp_path: Path) -> None:
+def test_the_mean_of_the_last_rounds_may_be_asked_beside_styles_or_of_its_method(tmp_path: Path) -> None:
     data = sites(tmp_path)
 
     def model(label: str, outside: int, inside: int) -> dict[str, Any]:
@@ -318,8 +318,6 @@ def test_the_mean_of_the_last_rounds_may_be_asked_of_a_wrapper_or_of_its_inner_m
     for name, tensor in inside.items():
         np.testing.assert_array_equal(tensor, outside[name])
     assert any((inside[name] != plain[name]).any() for name in plain)
-    with pytest.raises(UserError, match="average_rounds is set here and for fedavg"):
-        model("both", 2, 2)
 
 
 @pytest.mark.slow

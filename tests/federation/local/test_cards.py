@@ -17,6 +17,7 @@ from fedshift.federation.local import cards
 from fedshift.federation.local.cards import PRETENDED, VISIBLE, Card, cards_of, dealt, environment, shares
 from fedshift.federation.local.pool import WorkerPool
 from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.methods.rounds import start_run
 
 
 @pytest.fixture
@@ -122,7 +123,7 @@ def test_workers_see_a_card_each_and_give_the_same_bits(
     pool = WorkerPool(3, 1, eight)
     try:
         where = federation(method, pool=pool, rounds=1)
-        state = method.start(where, start_of(method))
+        state = start_run(method, where, start_of(method))
         where.settle()
         assert step_on(method, where, state).weights == here.weights
     finally:

@@ -22,6 +22,7 @@ from fedshift.federation.local.worker import read_domain
 from fedshift.federation.messages import PerSite
 from fedshift.methods import registry
 from fedshift.methods.base import Method, State
+from fedshift.methods.rounds import start_run
 
 METHODS: dict[str, dict[str, Any]] = {
     "fedavg": {"local_epochs": 1},
@@ -160,7 +161,7 @@ def test_site_memory_moves_between_engines(name: str, pools: dict[int, WorkerPoo
     whole, _ = run(method, **options)
     for number, (first, second) in enumerate([(None, pools[2]), (pools[1], None)]):
         before = federation(method, pool=first, **options)
-        state = step_on(method, before, method.start(before, start_of(method)))
+        state = step_on(method, before, start_run(method, before, start_of(method)))
         files = before.save_memory(tmp_path / str(number))
         after = federation(method, pool=second, **options)
         after.load_memory(tmp_path / str(number), files)

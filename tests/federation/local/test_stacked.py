@@ -24,6 +24,7 @@ from fedshift.methods.federated.fednova import FedNova
 from fedshift.methods.federated.fedomg import FedOMG
 from fedshift.methods.federated.fedprox import FedProx
 from fedshift.methods.federated.fedsam import FedSAM
+from fedshift.methods.rounds import start_run
 from fedshift.models import registry as models
 
 FOUND = [vectors("small", 5), vectors("large", 41), vectors("one", 1), vectors("middle", 19)]
@@ -69,7 +70,7 @@ def both(
         where = LocalFederation(
             plans(method, found), chosen, side_by_side=side_by_side, budget=BUDGETS, rounds=rounds, quorum=1
         )
-        state = method.start(where, start_of(method, found, network))
+        state = start_run(method, where, start_of(method, found, network))
         for _ in range(rounds):
             state = step_on(method, where, state)
         ends.append((state, where))
@@ -158,7 +159,7 @@ WRONG: list[tuple[Method, dict[str, object], dict[str, Any], str]] = [
 def test_what_is_not_covered_is_refused(case: tuple[Method, dict[str, object], dict[str, Any], str]) -> None:
     method, network, options, said = case
     made = setting(method, domains(network), network)
-    kinds = {"in_parts": method.trains_in_parts, "plugged": bool(method.local_for(made.input_shape))}
+    kinds = {"in_parts": method.calls.come_in_parts, "plugged": bool(method.at_sites(made.input_shape).local)}
     with pytest.raises(UserError, match=rf"engine\.sites: side_by_side: .*{said}.*; or leave it out"):
         check_side_by_side(method.display, made.build_network(), training(**options), made.input_shape, **kinds)
 
@@ -168,7 +169,7 @@ def test_what_is_not_covered_is_refused(case: tuple[Method, dict[str, object], d
 )
 def test_what_is_covered_is_not(method: Method) -> None:
     made = setting(method, domains(LINEAR), LINEAR)
-    kinds = {"in_parts": method.trains_in_parts, "plugged": False}
+    kinds = {"in_parts": method.calls.come_in_parts, "plugged": False}
     check_side_by_side(method.display, made.build_network(), made.training, made.input_shape, **kinds)
 
 

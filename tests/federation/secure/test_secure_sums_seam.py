@@ -22,6 +22,7 @@ from fedshift.methods import registry
 from fedshift.methods.base import Method, State
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.index import ENTRIES, with_sums
+from fedshift.methods.rounds import start_run
 from fedshift.weights import Weights
 
 SIZES = {"large": 23, "middle": 12, "small": 9}
@@ -48,7 +49,7 @@ def played(
     if lost:
         where.quorum = 1
         losing(where, *lost)
-    state = method.start(where, start_of(method, found, network))
+    state = start_run(method, where, start_of(method, found, network))
     where.settle()
     for _ in range(rounds):
         state = step_on(method, where, state)

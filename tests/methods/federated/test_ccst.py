@@ -1,10 +1,10 @@
-"""CCST and `styles`: what is shared, what samples look like then, and that the inner method stays what it is."""
+"""CCST and `prepare: styles`: what is shared, and that the method stays what it is."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,9 @@ from fedshift.data.domain import Domain
 from fedshift.data.site_data import SiteData
 from fedshift.errors import ReplyRefused, UserError
 from fedshift.experiment.config.experiment import parse
+from fedshift.experiment.fits.private import check_private
 from fedshift.experiment.predict import load_model
+from fedshift.experiment.runs.identity import comparable, first_difference
 from fedshift.federation.federation import Federation
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.local.pool import WorkerPool
@@ -28,19 +30,16 @@ from fedshift.federation.setting_json import setting_from, setting_recipe
 from fedshift.federation.site import Site
 from fedshift.federation.site_runner import Setting
 from fedshift.methods import registry
-from fedshift.methods.base import Method, Samples
-from fedshift.methods.composition.options import Composed
-from fedshift.methods.federated.alone import Alone
-from fedshift.methods.federated.ccst import CCST, StyleTransfer
+from fedshift.methods.base import Method
+from fedshift.methods.composition.options import preparation_of
+from fedshift.methods.composition.styles import StylesOption
+from fedshift.methods.federated.ccst import CCST
 from fedshift.methods.federated.csac import CSAC
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.federated.fedprox import FedProx
 from fedshift.methods.federated.fedsam import FedSAM
 from fedshift.methods.federated.fedsr import FedSR
-from fedshift.methods.federated.mdfnet import MDFNet
-from fedshift.methods.federated.oracle import Oracle
-from fedshift.methods.pooled.deepall import DeepAll
-from fedshift.methods.wrapper import Wrapper
+from fedshift.methods.rounds import start_run
 from fedshift.models import registry as models
 
 SIZES = {"b": 8, "a": 6, "c": 7}
@@ -55,10 +54,22 @@ def coloured(name: str, number: int) -> Domain:
     return images(name, number, channels=3)
 
 
+def styled(method: Method, **options: Any) -> Method:
+    """A method whose sites draw their samples in the styles of all."""
+    return method.model_copy(update={"prepare": StylesOption(**options)})
+
+
+def inside(method: Method, site: Site) -> AbstractContextManager[None]:
+    """What surrounds the method's calls at a site."""
+    prepared = preparation_of(method)
+    assert prepared is not None
+    return prepared.inside(site)
+
+
 def begun(method: Any, found: list[Domain], network: dict[str, object] = CNN) -> tuple[Federation, Any]:
     """The federation after the styles went round."""
     where = federation(method, found, network)
-    state = method.start(where, start_of(method, found, network))
+    state = start_run(method, where, start_of(method, found, network))
     where.settle()
     return where, state
 
@@ -68,7 +79,7 @@ def seen(method: Any, where: Federation, name: str, repeats: int = 40) -> dict[i
     site = site_of(where, name)
     site.begin(type(site.envelope)(9, 1, 0.0, 10_000))
     out: dict[int, list[Tensor]] = {row: [] for row in range(site.samples)}
-    with method.inside(site):
+    with inside(method, site):
         for batch in site.batches(repeats):
             for row, sample in zip(batch.rows.tolist(), batch.inputs * 0.25 + 0.5, strict=True):
                 if not any(torch.allclose(sample, known, atol=1e-5) for known in out[row]):
@@ -90,7 +101,7 @@ def test_it_is_the_inner_method_with_other_samples(name: str, monkeypatch: pytes
     """Work, report and bytes are those of the inner method and the bank; with the samples as they are, its weights."""
     inner = INNER[name]()
     found = [images(site, number) for site, number in SIZES.items()]
-    method = StyleTransfer(method=inner)
+    method = styled(inner)
     state, where = run(method, found)
     plain, alone = run(inner, found)
     assert state.weights != plain.weights
@@ -113,47 +124,11 @@ def test_it_is_the_inner_method_with_other_samples(name: str, monkeypatch: pytes
     assert unstyled == same.weights
 
 
-def test_nothing_of_the_inner_method_is_forgotten() -> None:
-    """A new hook of methods has to be handed on, or named here as not the other's."""
-    own = {"name", "setting", "label", "recipe", "display", "described_setting"}
-    own |= {"composition", *Composed.model_fields}  # a wrapper has its own
-    own |= {"traits", "plug_ins", "kept_at_sites", "reads", "own_training"}  # made of its own and of what is handed on
-    own |= {"trains_in_parts", "in_parts"}  # refused
-    own |= {"own_training"}  # the other's is refused
-    both = (Method, Composed)
-    hooks = {name for kind in both for name in (*vars(kind), *kind.__annotations__) if not name.startswith("_")}
-    hooks -= {name for name in hooks if name.startswith("model_")}
-    assert hooks - own <= set(vars(Wrapper))
-
-
 def test_a_preset_may_be_the_inner_method() -> None:
     found = [images(site, number) for site, number in SIZES.items()]
-    preset, written = StyleTransfer(method=FedSAM()), StyleTransfer(method=FedAvg(), local=({"name": "sharpness"},))
+    preset, written = styled(FedSAM()), styled(FedAvg(local=({"name": "sharpness"},)))
     assert run(preset, found)[0].weights == run(written, found)[0].weights
-    assert run(preset, found)[0].weights != run(StyleTransfer(method=FedAvg()), found)[0].weights
-
-
-@pytest.mark.parametrize("name", ["fedavg", "fedadg", "fedomg", "kd3a", "mdfnet"])
-def test_it_says_of_itself_what_the_inner_method_says(name: str) -> None:
-    inner = registry.parse({"name": name})
-    for said in ("target", "needs_target", "uses_held_out", "averages"):
-        assert getattr(StyleTransfer(method=inner).traits, said) == getattr(inner.traits, said), said
-
-
-def test_warnings_of_the_inner_method_are_handed_on() -> None:
-    inner, samples = MDFNet(), Samples((3, 8, 8), {"a": 2})
-    (warning,) = inner.check_samples(samples)
-    assert "a (2)" in warning
-    assert StyleTransfer(method=inner).check_samples(samples) == (warning,)
-
-
-def test_each_site_alone_in_its_own_styles_is_measured_with_its_own_model() -> None:
-    found = [images(site, number) for site, number in SIZES.items()]
-    method = StyleTransfer(method=Alone())
-    network = method.evaluated_network(setting(method, found).build_network(), len(found))
-    parts = [network.at(number) for number in range(len(found))]
-    assert len({id(part) for part in parts}) == len(found)
-    assert network not in parts
+    assert run(preset, found)[0].weights != run(styled(FedAvg()), found)[0].weights
 
 
 def test_styles_before_a_method_of_one_target_has_one_target() -> None:
@@ -170,27 +145,56 @@ def test_styles_before_a_method_of_one_target_has_one_target() -> None:
 def test_ccst_is_styles_around_fedavg() -> None:
     found = [images(site, number) for site, number in SIZES.items()]
     first = run(CCST(local_epochs=2), found)[0]
-    second = run(StyleTransfer(method=FedAvg(local_epochs=2, weighting="uniform")), found)[0]
+    second = run(styled(FedAvg(local_epochs=2, weighting="uniform")), found)[0]
     assert first.weights == second.weights
     pulled = run(CCST(local_epochs=2, proximal_weight=0.5), found)[0]
     inner = FedProx(local_epochs=2, weighting="uniform", proximal_weight=0.5)
-    assert pulled.weights == run(StyleTransfer(method=inner), found)[0].weights != first.weights
+    assert pulled.weights == run(styled(inner), found)[0].weights != first.weights
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "deepall"}, "deepall does not train at source sites"),
-        ({"method": {"name": "ccst"}}, "ccst already changes styles"),
-        ({"method": {"name": "fedavg", "local_epochs": 0}}, "local_epochs: Input should be greater than 0"),
-        ({"method": 3}, "name of a method, or a mapping"),
+        ({"name": "deepall", "prepare": "styles"}, "deepall does not train at source sites"),
+        ({"name": "oracle", "prepare": "styles"}, "oracle does not train at source sites"),
+        ({"name": "ccst", "prepare": "styles"}, "ccst prepares its samples already"),
+        ({"name": "fedavg", "prepare": "style"}, "did you mean 'styles'"),
+        ({"name": "fedavg", "prepare": {"name": "styles", "levels": 1}}, "did you mean 'level'"),
+        ({"name": "styles", "method": "deepall"}, "deepall does not train at source sites"),
+        ({"name": "styles", "method": {"name": "ccst"}}, "ccst prepares its samples already"),
+        ({"name": "styles", "method": {"name": "fedavg", "local_epochs": 0}}, "local_epochs: input should be greater"),
+        ({"name": "styles", "method": 3}, "name of a method, or a mapping"),
     ],
 )
-def test_what_cannot_be_wrapped(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        StyleTransfer(**options)
+def test_what_cannot_be_prepared(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        parse({"data": "rotated_digits", "model": "linear", "methods": [{"name": "styles", **options}]})
+        parse({"data": "rotated_digits", "model": "linear", "methods": [options]})
+
+
+def test_a_private_run_takes_no_preparation() -> None:
+    """What a site sends for it is computed from samples, without noise."""
+    network = setting(FedAvg(), domains(MLP), MLP).build_network()
+    with pytest.raises(UserError, match="cannot train privately"):
+        check_private(styled(FedAvg()), network, (5,))
+
+
+def test_styles_around_a_method_is_the_method_prepared() -> None:
+    """Before ``prepare`` there was, ``styles`` was a method around another; results of that time still belong."""
+    inner = {"name": "fedprox", "proximal_weight": 0.5}
+    options = {"name": "styles", "setting": "vgg", "level": 2, "average": "swa", "method": inner}
+    made = registry.parse(options)
+    prepare = {"name": "styles", "style_space": "vgg", "level": 2}
+    assert made == registry.parse({**inner, "prepare": prepare, "average": "swa", "label": "styles-vgg+swa"})
+    earlier = {
+        **options,
+        "method": {**inner, "average": None, "label": None},
+        "label": None,
+        "average": {"kind": "swa"},
+    }
+    now = {"name": "fedprox", **made.model_dump(mode="json")}
+    assert first_difference(comparable({"method": earlier}), comparable({"method": now})) is None
+    other = {**earlier, "level": 3}
+    assert first_difference(comparable({"method": other}), comparable({"method": now})) is not None
 
 
 def test_an_unknown_inner_method_comes_with_the_nearest() -> None:
@@ -200,7 +204,7 @@ def test_an_unknown_inner_method_comes_with_the_nearest() -> None:
 
 @pytest.mark.slow
 def test_another_process_makes_its_equal_and_the_same_bits(pool: WorkerPool) -> None:
-    method = StyleTransfer(method=CSAC(acquisition_epochs=1, calibration_epochs=1), style_mode="single", bank_size=3)
+    method = styled(CSAC(acquisition_epochs=1, calibration_epochs=1), style_mode="single", bank_size=3)
     whole = setting(method, domains())
     assert setting_from(json.loads(json.dumps(setting_recipe(whole)))) == whole
     here, _ = run(method)
@@ -222,14 +226,14 @@ def test_a_finished_run_predicts_and_a_file_brings_no_code(tmp_path: Path) -> No
     results = fedshift.run(options, tmp_path)
     folder = results.folder / "styles+fedsr" / "D30" / "seed-0"
     model = load_model(folder)
-    assert isinstance(model.method, StyleTransfer)
-    assert isinstance(model.method.inner, FedSR)
+    assert isinstance(model.method, FedSR)
+    assert model.method.prepare == StylesOption()
     assert fedshift.run(options, tmp_path).runs[0].rounds == 2  # recognised as its own folder
     file = folder / "model.safetensors"
     with safe_open(str(file), framework="pt") as opened:
         metadata = json.loads(opened.metadata()["fedshift"])
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    metadata["method"]["method"]["name"] = f"{tmp_path}/evil.py:Evil"
+    metadata["method"]["name"] = f"{tmp_path}/evil.py:Evil"
     (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
     save_file(tensors, file, {"fedshift": json.dumps(metadata)})
     (folder / "SHA256SUMS").unlink()
@@ -237,48 +241,23 @@ def test_a_finished_run_predicts_and_a_file_brings_no_code(tmp_path: Path) -> No
         load_model(folder)
 
 
-class _Plain(Wrapper):
-    """Does nothing to the inner method."""
-
-    traits = Wrapper.traits.derive(name="plain")
-
-    method: Any
-
-    @property
-    def inner(self) -> Method:
-        found: Method = self.method
-        return found
-
-    def inside(self, site: Site) -> AbstractContextManager[None]:
-        return nullcontext()
-
-
-def test_two_wrappers_are_as_careful_as_one() -> None:
-    assert _Plain(method=StyleTransfer()).shares == StyleTransfer().shares
-    with pytest.raises(ValueError, match="ccst already changes styles"):
-        StyleTransfer(method=_Plain(method=CCST()))
-    for method in (Oracle(), DeepAll()):
-        with pytest.raises(ValueError, match=f"{method.name} does not train at source sites"):
-            _Plain(method=method)
-
-
 # Bad input ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", [CCST(), StyleTransfer(method={"name": "csac"})], ids=["ccst", "styles"])  # type: ignore[arg-type]
+@pytest.mark.parametrize("method", [CCST(), styled(CSAC())], ids=["ccst", "styles"])  # type: ignore[arg-type]
 def test_a_site_that_refuses_styles_ends_the_run_at_once(method: Any) -> None:
     with pytest.raises(UserError, match="site 'large' refuses to send styles"):
         federation(method, refuse=["styles"])
     options = {
         "data": {"name": "rotated_digits", "per_class": 5},
         "model": "linear",
-        "methods": [{"name": method.name}],
+        "methods": [{"name": method.name, **({} if method.prepare is None else {"prepare": "styles"})}],
         "engine": {"refuse": ["styles"]},
     }
-    with pytest.raises(UserError, match=f"sites refuse styles, which {method.name} shares"):
+    with pytest.raises(UserError, match=f"sites refuse styles, which {method.name}.* shares"):
         fedshift.run(options)
-    assert "styles" in method.shares
-    assert "styles" not in FedAvg().shares
+    assert "styles" in method.calls.shares
+    assert "styles" not in FedAvg().calls.shares
 
 
 def test_grey_and_colour_cannot_mix() -> None:
@@ -291,8 +270,8 @@ def test_grey_and_colour_cannot_mix() -> None:
         rounds=1,
     )
     with pytest.raises(ReplyRefused, match=r"site 'b' .*'styles/mean' is \(1, 3\)"):
-        method.start(where, start_of(method, found[:1]))
-    with pytest.raises(UserError, match=r"site 'a': ccst\.style_space: lab needs colour images, these have 1"):
+        start_run(method, where, start_of(method, found[:1]))
+    with pytest.raises(UserError, match=r"site 'a': styles: style_space: lab needs colour images, these have 1"):
         begun(CCST(style_space="lab"), found[:1])
 
 
@@ -307,12 +286,14 @@ def test_a_style_of_one_pixel_does_not_leave() -> None:
 
 def test_options_that_do_not_fit() -> None:
     for options in ({"style_mode": "single"}, {"style_space": "feature"}):
-        with pytest.raises(UserError, match=r"site 'large': ccst\.style_space: .* needs images"):
+        with pytest.raises(UserError, match=r"site 'large': styles: style_space: .* needs images"):
             begun(CCST(**options), domains(MLP), MLP)
-    with pytest.raises(UserError, match=r"ccst\.level: 4 of 3 source domains"):
+    with pytest.raises(UserError, match=r"styles: level: 4 of 3 source domains"):
         begun(CCST(level=4), domains())
-    with pytest.raises(UserError, match=r"ccst\.stage: the network has no stage 'conv9'; did you mean"):
-        CCST(style_space="feature", stage="conv9").check(setting(CCST(), domains()).build_network())
+    with pytest.raises(UserError, match=r"styles: stage: the network has no stage 'conv9'; did you mean"):
+        StylesOption(style_space="feature", stage="conv9").check(
+            setting(CCST(), domains()).build_network(), (1, 12, 12), 3
+        )
 
 
 def test_options_change_the_result() -> None:

@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_ccst import SIZES, begun, coloured, seen, site_of
+from test_ccst import SIZES, begun, coloured, inside, seen, site_of, styled
 from tiny import MLP, domains, images, run, setting, vectors
 
 from fedshift.errors import UserError
 from fedshift.functional.colour import rgb_to_lab
 from fedshift.functional.styles import channel_styles
-from fedshift.methods.federated.ccst import CCST, StyleTransfer, decoder, encoder
+from fedshift.methods.composition.styles import StylesOption, decoder, encoder
+from fedshift.methods.federated.ccst import CCST
 from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.methods.federated.kd3a import KD3A
 
 # Versions of a sample -------------------------------------------------------------------------------------------------
 
@@ -33,7 +35,7 @@ def test_the_augmented_set_has_n_times_l_samples(level: int | None) -> None:
     assert untouched == int((domains_of == 0).sum())
     assert level is not None or untouched == 6
     site = site_of(where, "a")
-    with method.inside(site):
+    with inside(method, site):
         for batch in site.batches():
             assert torch.equal(batch.targets, torch.from_numpy(found[1].labels)[batch.rows])
         for batch in site.all_batches():  # not for training: as they are
@@ -80,7 +82,7 @@ def test_one_style_per_batch() -> None:
     for same in (False, True):
         method = CCST(**options, one_style_per_batch=same)
         where, _ = begun(method, found)
-        with method.inside(site_of(where, "a")):
+        with inside(method, site_of(where, "a")):
             styler = site_of(where, "a").scratch["styler"]
         first = {
             (domain, number)
@@ -92,7 +94,7 @@ def test_one_style_per_batch() -> None:
 
 
 def test_the_target_is_in_no_bank() -> None:
-    method = StyleTransfer(method={"name": "kd3a"})  # type: ignore[arg-type]
+    method = styled(KD3A())
     _, where = run(method, domains(MLP), MLP, rounds=1)
     bank: Any = site_of(where, "large").memory["styles"]
     assert set(bank) == {"large", "small", "one"}
@@ -111,7 +113,7 @@ def test_vectors_take_on_the_columns_of_a_site() -> None:
     own, other = bank["a"], bank["b"]
     expected = (x - own["mean"]) / own["deviation"] * other["deviation"] + other["mean"]
     site.begin(type(site.envelope)(9, 1, 0.0, 10_000))
-    with method.inside(site):
+    with inside(method, site):
         drawn = [(row, s) for b in site.batches(30) for row, s in zip(b.rows.tolist(), b.inputs, strict=True)]
     for row in range(6):
         assert any(number == row and torch.allclose(s, expected[row], atol=1e-5) for number, s in drawn)
@@ -156,7 +158,7 @@ def test_features_take_styles_on_after_the_stage_in_training_only() -> None:
     site = site_of(where, "a")
     assert site.memory["styles"]["b"]["mean"].shape == (1, 3)  # type: ignore[index]
     site.begin(type(site.envelope)(9, 1, 0.0, 10_000))
-    with method.inside(site):
+    with inside(method, site):
         model = site.model()
         batch = next(iter(site.batches()))
         _, styled = model.with_stages(batch.inputs, ("conv1",))
@@ -220,10 +222,10 @@ def test_vgg(vgg_files: Path) -> None:
 def test_vgg_without_its_files_says_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDSHIFT_WEIGHTS", str(tmp_path))
     network = setting(FedAvg(), domains()).build_network()
-    with pytest.raises(UserError, match=rf"ccst\.style_space: no weights file at {tmp_path}/vgg19_normalised\.safe"):
-        CCST(style_space="vgg").check(network)
+    with pytest.raises(UserError, match=rf"styles: style_space: no weights file at {tmp_path}/vgg19_normalised\.safe"):
+        StylesOption(style_space="vgg").check(network, (3, 8, 8), 2)
     save_file({"0.weight": torch.zeros(2, 3, 1, 1)}, tmp_path / "vgg19_normalised.safetensors")
     with pytest.raises(UserError, match=r"adain_decoder\.safetensors"):
-        CCST(style_space="vgg").check(network)
+        StylesOption(style_space="vgg").check(network, (3, 8, 8), 2)
     with pytest.raises(UserError, match=r"has \(2, 3, 1, 1\) under '0\.weight', expected \(3, 3, 1, 1\)"):
         encoder(Path("vgg19_normalised.safetensors"), "ccst.style_space")

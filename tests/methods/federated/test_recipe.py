@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +12,12 @@ from tiny import CNN, MLP, run
 from fedshift.data.transforms import Augmentation
 from fedshift.methods import registry
 from fedshift.methods.base import State, cost_of
-from fedshift.methods.composition.averaging import EMA, Kept
+from fedshift.methods.composition.averaging import Kept
 from fedshift.methods.composition.new_site import NewSite
 from fedshift.methods.composition.views import AugmentOption
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.federated.recipe import COLOURS, SHAPES, Recipe
+from fedshift.methods.rounds import play_round
 from fedshift.weights import Weights
 
 OFF = {"augmentation": "none", "momentum": 0, "dropout": 0}
@@ -41,7 +43,7 @@ def test_on_images_it_is_fedavg_on_moved_images_with_momentum_at_the_server() ->
 def test_images_of_one_channel_and_in_colour_have_their_own_means(
     channels: int, augmentation: Augmentation, beta: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert Recipe().local_for((channels, 8, 8)) == (AugmentOption(by=augmentation),)
+    assert Recipe().at_sites((channels, 8, 8)).local == (AugmentOption(by=augmentation),)
 
     def one_further(self: FedAvg, federation: object, state: State) -> State:
         return state.advance(Weights({"weight": state.weights["weight"] + 1}))
@@ -49,7 +51,7 @@ def test_images_of_one_channel_and_in_colour_have_their_own_means(
     monkeypatch.setattr(FedAvg, "round", one_further)
     state = State(Weights({"weight": torch.zeros(2, channels, 1, 1)}))
     for _ in range(2):
-        state = Recipe().round(None, state)  # type: ignore[arg-type]
+        state = play_round(Recipe(), SimpleNamespace(), state)  # type: ignore[arg-type]
     assert state.weights["weight"].unique().tolist() == [pytest.approx(1 + (1 + beta))]
 
 
@@ -62,8 +64,8 @@ def handed_out(method: Recipe, shape: tuple[int, ...], rounds: int) -> float:
     kept = Kept()
     for number in range(1, rounds + 1):
         made = Weights({"weight": torch.full(shape, float(number))})
-        kept = method.averaging.after(kept, made, number / rounds)
-    mean = method.averaging.handed_out(kept, last=True) or made
+        kept = method.at_server(made).average.after(kept, made, number / rounds)
+    mean = method.at_server(made).average.handed_out(kept, last=True) or made
     return float(mean["weight"].mean())
 
 
@@ -75,25 +77,18 @@ def test_on_vectors_the_mean_of_the_last_rounds_is_handed_out_and_on_images_the_
     assert handed_out(Recipe(), (2, 3, 1, 1), 8) == 8
 
 
-def test_a_wrapper_hands_out_what_the_recipe_would() -> None:
-    wrapped = registry.parse({"name": "styles", "method": "recipe"})
-    assert wrapped.averaging == Recipe().averaging
-    assert registry.parse({"name": "styles", "method": "recipe", "average": "ema"}).averaging == EMA()
-
-
 def test_the_classifier_turns_at_a_new_site_for_vectors_and_images_in_colour() -> None:
-    assert Recipe().new_site_for((3, 8, 8)) == NewSite(classifier=16)
-    assert Recipe().new_site_for((5,)) == NewSite(classifier=16)
-    assert Recipe().new_site_for((1, 8, 8)) == NewSite()
-    assert Recipe(templates=None).new_site_for((5,)) == NewSite()
-    assert Recipe(classifier_at_new_site=4).new_site_for((5,)) == NewSite(classifier=4)
-    assert registry.parse({"name": "styles", "method": "recipe"}).new_site_for((5,)) == NewSite(classifier=16)
+    assert Recipe().at_sites((3, 8, 8)).new_site == NewSite(classifier=16)
+    assert Recipe().at_sites((5,)).new_site == NewSite(classifier=16)
+    assert Recipe().at_sites((1, 8, 8)).new_site == NewSite()
+    assert Recipe(templates=None).at_sites((5,)).new_site == NewSite()
+    assert Recipe(classifier_at_new_site=4).at_sites((5,)).new_site == NewSite(classifier=4)
 
 
 def test_a_plug_in_that_is_named_takes_the_place_of_its_own() -> None:
     mine = AugmentOption(by=Augmentation(shift=0.1))
-    assert Recipe(local=(mine,)).local_for((1, 8, 8)) == (mine,)
-    assert [one.name for one in Recipe(local=(mine,)).local_for((5,))] == ["dropout", "augment"]
+    assert Recipe(local=(mine,)).at_sites((1, 8, 8)).local == (mine,)
+    assert [one.name for one in Recipe(local=(mine,)).at_sites((5,)).local] == ["dropout", "augment"]
 
 
 def test_an_optimiser_of_the_server_that_is_named_takes_the_place_of_its_momentum() -> None:
@@ -101,14 +96,6 @@ def test_an_optimiser_of_the_server_that_is_named_takes_the_place_of_its_momentu
     assert trained("recipe", CNN, augmentation="none", server=server) == trained(
         "fedavg", CNN, weighting="uniform", server=server
     )
-
-
-def test_a_wrapper_trains_on_what_the_recipe_makes_of_samples() -> None:
-    plain, moved = (
-        run(registry.parse({"name": "styles", "method": {"name": "recipe", **OFF, **options}}), network=CNN, rounds=1)
-        for options in ({}, {"augmentation": {"shear": 0.3}})
-    )
-    assert plain[0].weights != moved[0].weights
 
 
 def test_its_cost_is_that_of_its_plug_ins_for_these_samples() -> None:

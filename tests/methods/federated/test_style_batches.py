@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_ccst import begun, seen, site_of
+from test_ccst import begun, inside, seen, site_of
 from tiny import images
 
-from fedshift.methods.federated.ccst import CCST, Channels, Style, Styler
+from fedshift.methods.composition.styles import Channels, Style, Styler
+from fedshift.methods.federated.ccst import CCST
 
 
 def test_samples_of_a_batch_take_styles_independently() -> None:
@@ -42,7 +43,7 @@ def test_a_batchs_worth_of_images_shares_its_styles() -> None:
     method = CCST(style_mode="single", bank_size=6, one_style_per_batch=True)
     where, _ = begun(method, [images(name, 30) for name in "abc"])
     site = site_of(where, "a")
-    with method.inside(site):
+    with inside(method, site):
         styler = site.scratch["styler"]
     blocks = []
     for first in range(0, 30, 8):
@@ -65,7 +66,7 @@ def test_the_assignment_holds_for_the_whole_run() -> None:
     for exchange in (5, 6):
         site.begin(type(site.envelope)(exchange, 1, 0.0, 100))
         site.scratch.clear()
-        with method.inside(site):
+        with inside(method, site):
             tables.append(site.scratch["styler"].domains)
     assert torch.equal(*tables)
 
@@ -137,7 +138,7 @@ def test_each_site_keeps_its_own_samples_and_its_data(name: str) -> None:
     assert untouched == [1] * sizes[name]
     site = site_of(where, name)
     plain = site.data
-    with method.inside(site):
+    with inside(method, site):
         assert site.data is not plain
     assert site.data is plain
 
@@ -148,7 +149,7 @@ def test_versions_that_stay_as_they_are_have_the_sites_own_number(name: str) -> 
     method, found = CCST(), [images(site, number) for site, number in {"b": 8, "a": 6, "c": 7}.items()]
     where, _ = begun(method, found)
     site = site_of(where, name)
-    with method.inside(site):
+    with inside(method, site):
         styler = site.scratch["styler"]
     samples, untouched = torch.rand(5, 1, 12, 12), []
     for place, of in enumerate("abc"):

@@ -47,7 +47,7 @@ def domain_batches(site: Site) -> tuple[Batch, ...]:
 
 def step(method: Any, site: Site, weights: Weights, *, mini_batches: int = 1, steps: int = 1) -> Update:
     """So many steps of the method in this exchange."""
-    site.plug_ins = site.plug_ins or method.plug_ins(site)
+    site.plug_ins = site.plug_ins or method.calls.plug_ins(site)
     before = site.mini_batches
     update: Update = method.fit(site, weights, steps=steps * mini_batches)
     assert site.mini_batches == before + steps * mini_batches

@@ -134,7 +134,7 @@ def test_label_smoothing_is_torch_s() -> None:
     site, weights, model = pool(method)
     batch = mixed_batch(site)
     loss = F.cross_entropy(model(batch.inputs), batch.targets, label_smoothing=0.3)
-    site.plug_ins = method.plug_ins(site)
+    site.plug_ins = method.calls.plug_ins(site)
     expected = deepall_step(site, weights, loss, model)
     assert_same(step(method, site, weights).weights, expected)
 
@@ -181,7 +181,7 @@ def test_mixup_mixes_the_samples_of_all_domains_by_hand() -> None:
     said = model(share * batch.inputs + (1 - share) * batch.inputs[order])
     soft = share * F.one_hot(batch.targets, 3) + (1 - share) * F.one_hot(batch.targets[order], 3)
     expected = deepall_step(site, weights, F.cross_entropy(said, soft), model)
-    site.plug_ins = method.plug_ins(site)
+    site.plug_ins = method.calls.plug_ins(site)
     assert_same(step(method, site, weights).weights, expected)
 
 
@@ -201,7 +201,7 @@ def test_images_of_every_domain_are_moved_by_draws_of_their_own(monkeypatch: pyt
         return F.cross_entropy(model(batches[0].inputs), batches[0].targets)
 
     monkeypatch.setattr(EpiFCR, "published_loss", noted)
-    site.plug_ins = method.plug_ins(site)
+    site.plug_ins = method.calls.plug_ins(site)
     step(method, site, weights, mini_batches=3)
     for found, batch in zip(seen, sources, strict=True):
         expected = augment(site.pixels(batch.inputs).clamp(0, 1), Augmentation(shear=0.4), draws)
@@ -231,7 +231,7 @@ def test_what_a_step_draws_is_changed_where_it_has_labels() -> None:
 def test_fact_s_teacher_follows_once_a_step_however_often_the_loss_is_asked() -> None:
     method = FACT(local=[{"name": "mixup", "alpha": 1.0}, "sharpness"])
     site, weights, _ = pool(method)
-    site.plug_ins = method.plug_ins(site)
+    site.plug_ins = method.calls.plug_ins(site)
     step(method, site, weights, steps=3)
     assert int(site.memory.weights("parts")["steps"]) == 3
 

@@ -36,6 +36,8 @@ from fedshift.experiment.privacy import draws_of
 from fedshift.federation.secure.sums import SMALLEST_ROSTER
 from fedshift.federation.site import Site
 from fedshift.federation.site_memory import SiteMemory
+from fedshift.methods.base import reads_of
+from fedshift.methods.composition.options import training_of
 from fedshift.models.network import Network
 
 EXCHANGES: tuple[Exchange, ...] = ("batch", "epoch")
@@ -140,7 +142,7 @@ def audit_leakage(
     device, threads = resolve_device(experiment.device), experiment.engine.thread_count()
     sources = [name, *(other for other in plan.roles(target)[0] if other != name)]
     parts = {source: (shown.domains[source], split.train[source], 0) for source in sources}
-    trained = experiment.methods[0].own_training(experiment.training)
+    trained = training_of(experiment.methods[0], experiment.training)
     views = {
         source: SiteData([part], data.preprocessing, trained.augmentation, device) for source, part in parts.items()
     }
@@ -266,9 +268,9 @@ def _notes(experiment: Experiment, samples: int, sizes: Sequence[int]) -> Iterat
     if experiment.training.privacy is not None:
         yield "crafted networks meet a site that trains without noise: one with a budget of privacy refuses to"
     for method in experiment.methods:
-        if "raw_data" in method.shares:
+        if "raw_data" in method.calls.shares:
             yield f"{method.display} sends the samples themselves: there is nothing to reconstruct"
-        other = sorted(set(method.shares) - {"weights", "numbers", "raw_data"})
+        other = sorted(set(method.calls.shares) - {"weights", "numbers", "raw_data"})
         if other:
             yield f"{method.display} also sends {', '.join(other)}, which is not attacked here"
         for size in sizes:
@@ -294,5 +296,5 @@ def _notes_on_sums(experiment: Experiment, sizes: Sequence[int], views: Mapping[
         if why:
             yield f"no sum was attacked: {why}"
     for method in experiment.methods:
-        if method.reads != "sums" and not method.traits.pooled:
+        if reads_of(method) != "sums" and not method.traits.pooled:
             yield f"{method.display} cannot run with aggregation: secure: its server sees what single sites send"

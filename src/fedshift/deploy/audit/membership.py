@@ -36,7 +36,7 @@ from fedshift.experiment.plan import Plan, PlannedRun, Run
 from fedshift.experiment.protocols.base import Split
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.functional.membership import found_at, likelihood_ratios, scaled_confidence
-from fedshift.methods.rounds import play_round
+from fedshift.methods.rounds import play_round, start_run
 from fedshift.methods.screening import screening_of
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -281,7 +281,7 @@ def _model(planned: PlannedRun, device: str) -> Network:
     )
     start = Weights({name: tensor.cpu().contiguous() for name, tensor in network.state_dict().items()})
     federation.screening = screening_of(method, start)
-    state = method.start(federation, start)
+    state = start_run(method, federation, start)
     federation.settle()
     while state.round < federation.rounds and not federation.exhausted():
         state = play_round(method, federation, state)

@@ -45,6 +45,7 @@ from fedshift.experiment.runs.run_folder import SEALED_MODEL, model_file
 from fedshift.federation.messages import decode, known_kinds
 from fedshift.files import write_bytes
 from fedshift.methods import registry as methods
+from fedshift.methods.base import reads_of
 
 
 def check_site(path: Path) -> None:
@@ -153,8 +154,8 @@ def _say_policy(config: SiteConfig, say: Callable[[str], None]) -> None:
     for name in methods.names() if policy.methods == "all" else policy.methods:
         kind = methods.method_class(name)
         method = kind()
-        models = MASKED if method.reads == "sums" else SEALED if seals_all(method) else WEIGHTS
-        shares = {models if share == WEIGHTS else share for share in method.shares}
+        models = MASKED if reads_of(method) == "sums" else SEALED if seals_all(method) else WEIGHTS
+        shares = {models if share == WEIGHTS else share for share in method.calls.shares}
         if not kind.traits.pooled and all(map(policy.lets_out, shares)):
             allowed.append(name)
     limits = ((policy.rounds_per_day, "rounds"), (policy.measurements_per_day, "measurements"))

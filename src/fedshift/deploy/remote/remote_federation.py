@@ -237,7 +237,7 @@ class RemoteFederation(Federation):
             if "error" in header:
                 return self._site_error(site, header)
             mini_batches, memory = checked_header(
-                header, max(0, request.envelope.mini_batches_left), self.method.kept_at_sites
+                header, max(0, request.envelope.mini_batches_left), self.method.calls.kept_at_sites
             )
             reply, layout = self.reply_of(kind, call, request, header, content)
         except Stop as stop:

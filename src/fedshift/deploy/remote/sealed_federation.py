@@ -37,7 +37,7 @@ class SealedFederation(RemoteFederation):
         """Site → why it refused to measure a model."""
 
     def deliver(self, call: str, requests: Iterator[Request]) -> Generator[Answer[Any] | Missing, None, None]:
-        way = self.method.call_owner(call).traits.routed.get(call)
+        way = self.method.calls.routed(call)
         try:
             if way is not None:
                 asked = list(requests)
@@ -53,7 +53,7 @@ class SealedFederation(RemoteFederation):
     def reply_of(
         self, kind: type[Reply], call: str, request: Request, header: Mapping[str, Any], content: Mapping[str, Any]
     ) -> tuple[Reply, Layout | None]:
-        way = self.method.call_owner(call).traits.routed.get(call)
+        way = self.method.calls.routed(call)
         if way is None or self._readers is None:
             return super().reply_of(kind, call, request, header, content)
         box = Box.read(content.get(way.field), most_bytes(self.checks.size, len(self.sources)))

@@ -96,7 +96,7 @@ class SiteSeals:
         boxes.check_setting(header)
         if "seal" not in header:
             return None
-        way = method.call_owner(header["call"]).traits.routed.get(header["call"])
+        way = method.calls.routed(header["call"])
         if way is None:
             raise Refused(f"site '{self.name}': what call {header['call']} sends is not only handed on to another site")
         try:
@@ -138,7 +138,7 @@ class SiteSeals:
             Refused: one was not sealed by its sender for this site and this exchange, or is no model of this run.
         """
         call = header["call"]
-        ways = [Way(made, way) for made, way in method.call_owner(call).traits.routed.items() if call in way.to]
+        ways = [Way(made, way) for made, way in method.traits.routed.items() if call in way.to]
         given = {way.routed.to[call]: way for way in ways}
         places = [path.split("/")[0] for path, value in leaves(content) if isinstance(value, Sealed)]
         for place in places:
@@ -199,7 +199,7 @@ class SiteSeals:
         except FedshiftError as error:
             raise Refused(f"site '{self.name}': a request to measure: {error}") from None
         for box in package.boxes:
-            way = method.call_owner(box.passage.call).traits.routed.get(box.passage.call)
+            way = method.calls.routed(box.passage.call)
             if way is None or not way.in_model:
                 raise Refused(f"site '{self.name}': a model to measure has a part that call {box.passage.call} sent")
             boxes.check_way(box, header["run"], box.passage.sender, Way(box.passage.call, way), None)

@@ -33,7 +33,7 @@ from fedshift.federation.messages import NUMBERS, Content, Reply, reply_content
 from fedshift.federation.replies import About, ReplyCheck
 from fedshift.federation.secure.sums import Weighing, contribution
 from fedshift.federation.site_runner import SiteRunner
-from fedshift.methods.base import Method
+from fedshift.methods.base import Method, reads_of
 from fedshift.weights import Weights
 
 _HIDDEN = (Weights.kind, NUMBERS)
@@ -104,7 +104,7 @@ class SiteSums:
         """
         if "sum" not in header:
             return None
-        if method.reads != "sums":  # the sum could be nearly a single model
+        if reads_of(method) != "sums":  # the sum could be nearly a single model
             raise Refused(f"site '{self.name}': {method.name} with these options is not made of sums alone")
         order, weighing = order_in(header, body_sha256)
         self._check_work(header, order)
@@ -222,8 +222,7 @@ class Summing:
         """
         site, method = runner.site, runner.method
         self._check_worked(site.worked)
-        owner = method.call_owner(call)
-        kept = owner.traits.asked_once.get(call) if isinstance(owner, Method) else None
+        kept = method.traits.asked_once.get(call) if isinstance(method, Method) else None
         if kept is not None:
             self._site.once(body_of({"model": site.memory[kept]}).sha256, self._question)
         about = About(site.network, site.samples, self._input_shape, site.classes, site.training)

@@ -32,6 +32,7 @@ from fedshift.federation.training import Training
 from fedshift.files import names_alike
 from fedshift.methods import registry as method_registry
 from fedshift.methods.base import Method
+from fedshift.methods.composition.options import training_of
 from fedshift.methods.symbols import with_names
 from fedshift.models import registry as model_registry
 from fedshift.models.networks.frozen import Frozen
@@ -72,7 +73,7 @@ class Experiment(Section):
 def method_name(method: Method) -> str:
     """The name by which the registry finds the method's class on this machine."""
     known = method_registry.METHODS.get(method.name)
-    place: str = method.recipe()["class"]
+    place: str = method.calls.recipe()["class"]
     return method.name if known == place else place
 
 
@@ -174,7 +175,7 @@ def check_training(experiment: Experiment) -> None:
         if method.training is not None:
             path = f"methods[{number}] ({method.name}).training"
             try:
-                training = method.own_training(experiment.training)
+                training = training_of(method, experiment.training)
             except ValidationError as error:
                 raise UserError(describe(error, path, Training)) from None
             _check_one_training(experiment, training, path)

@@ -56,8 +56,10 @@ def _sections(options: Mapping[str, Any]) -> Iterator[tuple[str, Kind, Mapping[A
         if name == "methods":
             listed = value if isinstance(value, list) else []
             for number, entry in enumerate(listed):
-                if isinstance(entry, Mapping) and isinstance(entry.get("name"), str) and entry["name"] in numbers:
-                    yield f"methods[{number}] ({entry['name']})", kinds[numbers[entry["name"]]], entry
+                earlier = isinstance(entry, Mapping) and "method" in entry  # the registry brings it up to date
+                called = entry.get("name") if isinstance(entry, Mapping) and not earlier else None
+                if isinstance(called, str) and called in numbers:
+                    yield f"methods[{number}] ({called})", kinds[numbers[called]], entry
         elif not isinstance(value, Mapping):
             continue
         elif numbers is not None:

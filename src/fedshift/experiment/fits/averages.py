@@ -12,7 +12,7 @@ from fedshift.methods.base import Method
 def fits(about: About, method: Method) -> Iterator[str]:
     """Check that an average that looks at the sources' held-out parts after every round can do so."""
     every = about.experiment.training.measure_every
-    if not method.averaging.judges:
+    if method.average is None or not method.average.judges:
         return
     if not about.experiment.protocol.holds_out:
         raise UserError(

@@ -10,6 +10,7 @@ from fedshift.experiment.budgets import shortest_epochs
 from fedshift.experiment.fits.about import About
 from fedshift.experiment.trial import try_training
 from fedshift.methods.base import Method, Samples
+from fedshift.methods.composition.options import training_of
 from fedshift.models.network import Network
 
 
@@ -31,7 +32,7 @@ def samples_fit(about: About) -> Iterator[str]:
     """What methods say of their options on so many samples."""
     splits = [one.split for one in about.plan.runs]
     for method in about.experiment.methods:
-        training = method.own_training(about.experiment.training)
+        training = training_of(method, about.experiment.training)
         samples = Samples(
             about.data.input_shape,
             shortest_epochs(training, splits),

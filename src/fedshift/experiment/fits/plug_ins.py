@@ -13,7 +13,7 @@ from fedshift.models.network import Network
 
 def fits(about: About, method: Method, network: Network) -> Iterator[str]:
     """Check that each goes with the network and the samples."""
-    for plug_in in method.local_for(about.data.input_shape):
+    for plug_in in method.at_sites(about.data.input_shape).local:
         try:
             _check(plug_in, about, network)
         except UserError as error:

@@ -8,6 +8,7 @@ from fedshift.errors import UserError
 from fedshift.experiment.environment import resolve_device
 from fedshift.experiment.fits.about import About
 from fedshift.methods.base import Method
+from fedshift.methods.composition.options import training_of
 from fedshift.models.products import can_compile, has_bf16_units
 
 
@@ -29,13 +30,13 @@ def fits(about: About) -> Iterator[str]:
 
 def method_fits(about: About, method: Method) -> Iterator[str]:
     """Check that all gradients of a method are those of `Site.minimise`, where others would be wrong or slow."""
-    training = method.own_training(about.experiment.training)
+    training = training_of(method, about.experiment.training)
     options = {"compile": training.compile, "precision: fp16": training.precision == "fp16"}
     asked = [name for name, on in options.items() if on]
     reason = ""
     if method.traits.own_gradients:
         reason = "takes gradients of its own; choose another method"
-    elif method.local_for(about.data.input_shape):
+    elif method.at_sites(about.data.input_shape).local:
         reason = "has plug-ins of local training"
     if asked and reason:
         raise UserError(f"training.{asked[0]}: {method.display} {reason}, or leave it out")

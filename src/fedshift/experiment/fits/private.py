@@ -11,6 +11,7 @@ from fedshift.experiment.plan import Plan
 from fedshift.federation.private_training import check_network
 from fedshift.methods import registry
 from fedshift.methods.base import Method
+from fedshift.methods.composition.options import preparation_of
 from fedshift.models.network import Network
 
 
@@ -45,7 +46,8 @@ def check_private(method: Method, network: Network, input_shape: tuple[int, ...]
         UserError: it cannot.
     """
     # A class that says nothing of its own may train in another way than the one that it derives from.
-    if not ("traits" in vars(type(method)) and method.traits.trains_privately):
+    plain = preparation_of(method) is None  # what it sends is computed from samples, without noise
+    if not (plain and "traits" in vars(type(method)) and method.traits.trains_privately):
         able = [name for name in registry.names() if registry.method_class(name).traits.trains_privately]
         raise UserError(f"training.privacy: {method.display} cannot train privately: choose {', '.join(able)}")
     if method.local:

@@ -27,7 +27,7 @@ def data_fit(about: About) -> Iterator[str]:
 def method_fits(about: About, method: Method) -> Iterator[str]:
     """Check that sites send what a method needs; those that may be left out are named."""
     engine = about.engine
-    refused = sorted(set(method.shares) & set(engine.refuse))
+    refused = sorted(set(method.calls.shares) & set(engine.refuse))
     if refused:
         raise UserError(
             f"engine.refuse: sites refuse {refused[0]}, which {method.display} shares: choose another method or "
@@ -37,7 +37,7 @@ def method_fits(about: About, method: Method) -> Iterator[str]:
         site for sources, others in about.roles for site in (*sources, *(others if method.traits.needs_target else ()))
     }
     for site in (site for site in engine.refuse_at if site in asked):
-        for kind in sorted(set(method.shares) & set(engine.refuse_at[site])):
+        for kind in sorted(set(method.calls.shares) & set(engine.refuse_at[site])):
             refusal = f"site '{site}' refuses to send {kind}, which {method.display} shares"
             if engine.on_refusal == "stop" or method.traits.pooled:
                 way = "" if method.traits.pooled else " or write engine.on_refusal: leave_out"

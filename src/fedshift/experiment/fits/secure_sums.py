@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from fedshift.errors import UserError
 from fedshift.experiment.fits.about import About
 from fedshift.federation.secure.sums import SMALLEST_ROSTER
-from fedshift.methods.base import Method
+from fedshift.methods.base import Method, reads_of
 from fedshift.methods.index import with_sums
 
 
@@ -34,12 +34,12 @@ def check_sums(method: Method, sources: int, unlabelled: int = 0) -> tuple[str, 
     Raises:
         UserError: it cannot be hidden.
     """
-    if method.reads != "sums":
+    if reads_of(method) != "sums":
         why = "with robust aggregation " if method.robust is not None else ""
         if not why and type(method).traits.server_reads == "sums":
             why = "with these options "
         raise UserError(
-            f"engine.aggregation: secure lets the server read sums only, but {why}it reads {method.reads} of "
+            f"engine.aggregation: secure lets the server read sums only, but {why}it reads {reads_of(method)} of "
             f"{method.display}'s sites: choose {', '.join(with_sums())}" + (" without robust" if method.robust else "")
         )
     if sources < SMALLEST_ROSTER:

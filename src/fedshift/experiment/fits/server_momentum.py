@@ -6,13 +6,14 @@ from collections.abc import Iterator
 
 from fedshift.experiment.fits.about import About
 from fedshift.methods.base import Method
+from fedshift.methods.composition.options import training_of
 from fedshift.methods.server import Momentum, rounds_to_speed
 
 
 def fits(about: About, method: Method) -> Iterator[str]:
     """Say where the rounds are too few for it."""
     optimizer = method.server
-    rounds = method.own_training(about.experiment.training).rounds * method.exchanges_per_epoch
+    rounds = training_of(method, about.experiment.training).rounds * method.exchanges_per_epoch
     if not isinstance(optimizer, Momentum) or rounds >= (needed := rounds_to_speed(optimizer.beta)):
         return
     yield (

@@ -8,6 +8,7 @@ from fedshift.errors import UserError
 from fedshift.evaluation.segmentation import can_measure_distances
 from fedshift.experiment.fits.about import About
 from fedshift.methods.base import Method
+from fedshift.methods.composition.options import training_of
 from fedshift.methods.index import ENTRIES
 from fedshift.models import registry as models
 
@@ -22,7 +23,7 @@ def network_fits(about: About) -> Iterator[str]:
 def class_weights_fit(about: About) -> Iterator[str]:
     """Check that samples have classes, where they are drawn by class."""
     data, common = about.data, about.experiment.training
-    sections = [common, *(method.own_training(common) for method in about.experiment.methods)]
+    sections = [common, *(training_of(method, common) for method in about.experiment.methods)]
     for training in sections:
         training.for_classes(data.classes)
     if data.task != "classification" and any(training.class_weights is not None for training in sections):

@@ -186,7 +186,7 @@ class ProtocolSection(Section):
         ``split``: of the run, in which targets may have trained; None: they have not.
         """
         unseen = self.unseen and (split is None or not set(split.targets) <= set(split.train))
-        return method.new_site_for(input_shape) if unseen else None
+        return method.at_sites(input_shape).new_site if unseen else None
 
     def check_method(self, method: Method) -> None:
         """Check that a method has the sites that it expects.

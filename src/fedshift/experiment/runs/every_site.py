@@ -16,7 +16,7 @@ from fedshift.experiment.environment import resolve_device, threads_set
 from fedshift.experiment.plan import Plan, PlannedRun, model_metadata
 from fedshift.experiment.protocols.base import Split
 from fedshift.federation.local.in_process import LocalFederation
-from fedshift.methods.rounds import play_round
+from fedshift.methods.rounds import play_round, start_run
 from fedshift.methods.screening import screening_of
 from fedshift.models.adapters import merged
 from fedshift.weights import Weights
@@ -87,8 +87,8 @@ def _train(planned: PlannedRun, device: str) -> tuple[Weights, LocalFederation]:
     federation = LocalFederation(sites, setting, budget=site_budget(planned.budget, sites), rounds=rounds)
     start = Weights({name: tensor.cpu().contiguous() for name, tensor in network.state_dict().items()})
     federation.screening = screening_of(method, start)
-    state = method.start(federation, start)
-    averaging = method.averaging
+    state = start_run(method, federation, start)
+    averaging = method.at_server(start).average
     while True:
         federation.settle()
         federation.ledger.settle()

@@ -29,6 +29,8 @@ def comparable(settings: Any) -> dict[str, Any]:
     runs of an earlier version can be read and resumed.
     """
     identity = {key: value for key, value in dict(settings or {}).items() if key not in _NOT_IDENTITY}
+    if isinstance(identity.get("method"), Mapping):
+        identity["method"] = _as_today(identity["method"])
     for section, kind in _kinds(identity):
         given = identity[section]
         identity[section] = {**_defaults(kind), **given, **_inner(kind, given)}
@@ -57,6 +59,24 @@ def _same_data(old: str, new: str) -> bool:
     """Whether two checksums are of the same data. An old one lacks the digits for groups and splits after a dash."""
     pairs = zip(old.split("+"), new.split("+"), strict=False)  # a deployment has one for each site
     return old.count("+") == new.count("+") and all(then in (now, now.partition("-")[0]) for then, now in pairs)
+
+
+def _as_today(method: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A method's options as they are written today: ``styles`` was around another method before ``prepare`` there was.
+
+    Only known names are read: a file in a run's folder must not decide which code is imported.
+    """
+    inner = method.get("method")
+    if (
+        method.get("name") != "styles"
+        or not isinstance(inner, Mapping)
+        or inner.get("name") not in method_registry.METHODS
+    ):
+        return method
+    with suppress(UserError, ValidationError):
+        found = method_registry.parse(method)
+        return {"name": found.name, **found.model_dump(mode="json", exclude={"training"})}
+    return method
 
 
 def _kinds(identity: Mapping[str, Any]) -> Iterator[tuple[str, type[BaseModel]]]:

@@ -24,7 +24,7 @@ from fedshift.federation.federation import Federation
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.local.pool import PoolFederation
 from fedshift.methods.base import State
-from fedshift.methods.rounds import finish_run, play_round
+from fedshift.methods.rounds import finish_run, play_round, start_run
 from fedshift.methods.screening import screening_of
 from fedshift.models.adapters import merged
 from fedshift.models.network import Network
@@ -139,7 +139,7 @@ class _RunLoop:
         if state is None:
             self.folder.restart()
             self.log.record_pooling()
-            state = method.start(federation, start)
+            state = start_run(method, federation, start)
             state = self._close_round(evaluated, state, last=False)
         while not self._is_done(state):
             self.context.stop()
@@ -156,7 +156,7 @@ class _RunLoop:
         self.federation.settle()
         if state.round == 0 and self.federation.progress.exchange == 0:
             return state  # no exchange yet, so there is nothing to save
-        averaging, rounds = self.run.method.averaging, self.federation.rounds
+        averaging, rounds = self.run.method.at_server(state.weights).average, self.federation.rounds
         state = replace(state, averaged=averaging.after(state.averaged, state.weights, state.round / max(1, rounds)))
         measured = state.round % self.planned.experiment.training.measure_every == 0
         model = self._handed_out(state, last=last)
@@ -180,7 +180,7 @@ class _RunLoop:
 
     def _handed_out(self, state: State, *, last: bool) -> Weights:
         """The model that is measured after a round, and written down after the last."""
-        mean = self.run.method.averaging.handed_out(state.averaged, last=last)
+        mean = self.run.method.at_server(state.weights).average.handed_out(state.averaged, last=last)
         return state.weights if mean is None else mean
 
     def _finish(self, network: Network, state: State) -> RunResult:

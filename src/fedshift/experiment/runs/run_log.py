@@ -27,6 +27,7 @@ from fedshift.federation.local.cards import kind_of
 from fedshift.federation.messages import RawData
 from fedshift.federation.training import exploded
 from fedshift.methods.base import State
+from fedshift.methods.composition.options import described_setting
 from fedshift.methods.screening import Screening
 
 
@@ -223,7 +224,7 @@ class RunLog:
                 *(f"continued without it: {reason}" for reason in self._refusals()),
                 *self._method_warnings(),
             ],
-            setting=run.method.described_setting,
+            setting=described_setting(run.method),
             privacy=planned.privacy,
             options=self.folder.identity,
             data=self._data_record() | ({"proxy_a_distance": context.distances_of(planned)} if both else {}),

@@ -278,7 +278,7 @@ class PoolFederation(Federation):
             yield waiting.pop(site)
 
     def own_weights(self, site: str, weights: Weights) -> Weights:
-        if site not in self._worker_of or not self.method.keeps_own_weights:
+        if site not in self._worker_of or not self.method.calls.keep_own_weights:
             return weights
         content, _ = self._call(self._worker_of[site], {"do": "own", "site": site}, weights=weights)
         own: Weights = content["weights"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Mapping
-from dataclasses import fields
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -19,20 +19,51 @@ from pydantic import (
 )
 
 from fedshift.errors import UserError
-from fedshift.federation.site import PlugIn, Site
 from fedshift.federation.training import Training
 from fedshift.methods.composition.averaging import AverageOption, Averaging, LastRounds
 from fedshift.methods.composition.local import PLUG_INS, LocalPlugIns
 from fedshift.methods.composition.new_site import NewSite
 from fedshift.methods.composition.plug_in import LocalOption
+from fedshift.methods.composition.preparation import Preparation
+from fedshift.methods.composition.prepare import PREPARATIONS, PreparationOption
 from fedshift.methods.composition.training_changes import TrainingChanges
 from fedshift.methods.robust import RULES, RobustAggregation, unfit
 from fedshift.methods.server import ServerOptimizer
 from fedshift.methods.settings import PAPER, described, with_setting
 from fedshift.methods.symbols import with_names
 from fedshift.methods.traits import Traits
+from fedshift.weights import Weights
 
+P = TypeVar("P", LocalOption, Preparation)
+_LATER = ("training", "prepare")
+"""Fields that are not written where they are none: private noise is drawn from the settings, as in earlier runs."""
 _OF_TRAITS = frozenset(field.name for field in fields(Traits)) | {"scenario", "needs_target"}
+
+
+@dataclass(frozen=True)
+class AtSites:
+    """What is composed at sites.
+
+    Attributes:
+        local: plug-ins of the sites' training.
+        new_site: what the network takes from an unseen site's samples.
+    """
+
+    local: tuple[LocalOption, ...]
+    new_site: NewSite
+
+
+@dataclass(frozen=True)
+class AtServer:
+    """What is composed at the server.
+
+    Attributes:
+        optimizer: its step after a round; None: the model is what the method made.
+        average: how the rounds' models become the one that is handed out.
+    """
+
+    optimizer: ServerOptimizer
+    average: Averaging
 
 
 class Composed(BaseModel, ABC):
@@ -77,6 +108,9 @@ class Composed(BaseModel, ABC):
     local: LocalPlugIns = Field(
         (), description="plug-ins of the sites' training, such as [mixstyle]: see fedshift fields local"
     )
+    prepare: PreparationOption = Field(
+        None, description="what sources do with their samples before they train: styles, see fedshift fields prepare"
+    )
     training: TrainingChanges | None = Field(
         None,
         description="fields of the training section that are otherwise for this method, such as {lr: 0.1}: see "
@@ -103,109 +137,130 @@ class Composed(BaseModel, ABC):
             return options
         return with_setting(cls.traits.settings, with_names(cls, options))
 
-    @model_validator(mode="after")
-    def _parts_fit(self) -> Self:
-        if self.robust is not None:
-            reason = unfit(type(self.robust), self.traits.averages)
-            if reason:
-                others = " or ".join(robust_rules(self))
-                raise ValueError(f"robust: {self.name} {reason}; " + (f"choose {others}" if others else "leave it out"))
-        if self.server is not None and not self.traits.averages:
-            raise ValueError(f"server: {self.name} averages no models of sites, so there is no step; leave it out")
-        if self.average is not None and self.average_rounds > 1:
-            raise ValueError("average: average_rounds is an average over rounds, too; choose one of the two")
-        return self
-
-    @model_validator(mode="after")
-    def _plug_ins_fit(self) -> Self:
-        if self.local and not self.traits.takes_plug_ins:
-            raise ValueError(f"local: {self.name} trains several networks, and plug-ins act on one; leave it out")
-        names = [plug_in.name for plug_in in self.local]
-        if len(set(names)) < len(names):
-            raise ValueError("local: a plug-in occurs twice")
-        if not self.traits.pooled and any(plug_in.of_two_domains for plug_in in self.local):
-            raise ValueError("local: partners: cross_domain is for samples of all domains in one place; leave it out")
-        for name in names:
-            if name in self.traits.unfit_plug_ins:
-                raise ValueError(
-                    f"local: {name} does not go with {self.name}, {self.traits.unfit_plug_ins[name]}; leave it out"
-                )
-        return self
-
     @model_serializer(mode="wrap")
     def _as_before(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
         written: dict[str, Any] = plain(self)
-        if self.training is None:  # private noise is drawn from the settings, which are those of earlier runs
-            written.pop("training", None)
+        for name in _LATER:
+            if getattr(self, name) is None:
+                written.pop(name, None)
         return written
 
-    def own_training(self, training: Training) -> Training:
-        """How its sites train in an experiment with this training section.
+    def at_sites(self, input_shape: tuple[int, ...]) -> AtSites:
+        """What the options compose at sites with samples of this shape."""
+        return AtSites(plug_ins_of(self), NewSite(self.batch_norm_at_new_site, self.classifier_at_new_site))
 
-        Raises:
-            ValidationError: the method's changes do not go with it.
-        """
-        return training if self.training is None else self.training.on(training)
-
-    @property
-    def averaging(self) -> Averaging:
-        """How the rounds' models become the one that is handed out."""
-        return self.average or LastRounds(rounds=self.average_rounds)
-
-    @property
-    def kept_at_sites(self) -> tuple[str, ...]:
-        """What sites keep between exchanges, for the method and for its plug-ins."""
-        return (
-            *self.traits.memory_names,
-            *(name for plug_in in self._plug_in_options for name in plug_in.memory_names),
-        )
-
-    def plug_ins(self, site: Site) -> tuple[PlugIn, ...]:
-        """The plug-ins at work in one exchange. A target without labels has none."""
-        if site.role != "source":
-            return ()
-        return tuple(plug_in.at(site) for plug_in in self.local_for(site.data.input_shape))
-
-    def local_for(self, input_shape: tuple[int, ...]) -> tuple[LocalOption, ...]:
-        """The plug-ins for samples of this shape: those of ``local``, and what a method adds by itself."""
-        return self._plug_in_options
-
-    @property
-    def _plug_in_options(self) -> tuple[LocalOption, ...]:
-        """The plug-ins of ``local``, and nearest to the loss those of a preset that ``local`` does not name."""
-        named = {plug_in.name for plug_in in self.local}
-        kinds = [PLUG_INS[name] for name in self.traits.includes if name not in named]
-        options = [{name: getattr(self, name) for name in kind.model_fields if name != "name"} for kind in kinds]
-        return (*self.local, *(kind.model_validate(given) for kind, given in zip(kinds, options, strict=True)))
-
-    def new_site_for(self, input_shape: tuple[int, ...]) -> NewSite:
-        """What the network takes from an unseen site's samples of this shape."""
-        return NewSite(self.batch_norm_at_new_site, self.classifier_at_new_site)
-
-    @property
-    def composition(self) -> tuple[str, ...]:
-        """What it is composed with, in short names."""
-        return (
-            *(plug_in.name for plug_in in self.local),
-            *((self.server.optimizer,) if self.server is not None else ()),
-            *((self.robust.rule,) if self.robust is not None else ()),
-            *((self.average.kind,) if self.average is not None else ()),
-            *((f"mean{self.average_rounds}",) if self.average_rounds > 1 else ()),
-            *(("newsite",) if self.batch_norm_at_new_site is not None else ()),
-            *(("newclassifier",) if self.classifier_at_new_site is not None else ()),
-            *((f"exchanges{self.exchanges_per_epoch}",) if self.exchanges_per_epoch > 1 else ()),
-        )
+    def at_server(self, model: Weights) -> AtServer:
+        """What the options compose at the server of a ``model`` with these tensors."""
+        return AtServer(self.server, self.average or LastRounds(rounds=self.average_rounds))
 
     @property
     def display(self) -> str:
         """The name in tables and folders: the label, or all that it is made of, as in ``csac-released+swa``."""
         own = self.name if self.setting == PAPER else f"{self.name}-{self.setting}"
-        return self.label or "+".join((own, *self.composition))
+        return self.label or "+".join((own, *composition_of(self)))
 
-    @property
-    def described_setting(self) -> str:
-        """The setting and what differs from it, as records name it: ``paper with mixup 0``."""
-        return described(type(self), self.traits.settings, self.model_dump(mode="json"))
+
+# What follows from the options ----------------------------------------------------------------------------------------
+
+
+def plug_ins_of(method: Composed) -> tuple[LocalOption, ...]:
+    """The plug-ins of ``local``, and nearest to the loss those of a preset that ``local`` does not name."""
+    named = {plug_in.name for plug_in in method.local}
+    return (*method.local, *(_included(method, kind) for name, kind in _kinds(method, PLUG_INS) if name not in named))
+
+
+def preparation_of(method: Composed) -> Preparation | None:
+    """What goes before training: that of ``prepare``, or that of a preset."""
+    included = [_included(method, kind) for _, kind in _kinds(method, PREPARATIONS)]
+    return method.prepare or (included[0] if included else None)
+
+
+def _kinds(method: Composed, kinds: Mapping[str, type[P]]) -> list[tuple[str, type[P]]]:
+    """Those of ``kinds`` that a preset includes."""
+    return [(name, kinds[name]) for name in method.traits.includes if name in kinds]
+
+
+def _included(method: Composed, kind: type[P]) -> P:
+    """What a preset includes, with the options that are its fields."""
+    return kind.model_validate({name: getattr(method, name) for name in kind.model_fields if name != "name"})
+
+
+def training_of(method: Composed, training: Training) -> Training:
+    """How a method's sites train in an experiment with this training section.
+
+    Raises:
+        ValidationError: the method's changes do not go with it.
+    """
+    return training if method.training is None else method.training.on(training)
+
+
+def composition_of(method: Composed) -> tuple[str, ...]:
+    """What a method is composed with, in short names."""
+    tuned = type(method).model_fields.get("fine_tune")
+    return (
+        *((method.prepare.name,) if method.prepare is not None else ()),
+        *(plug_in.name for plug_in in method.local),
+        *((method.server.optimizer,) if method.server is not None else ()),
+        *((method.robust.rule,) if method.robust is not None else ()),
+        *((method.average.kind,) if method.average is not None else ()),
+        *((f"mean{method.average_rounds}",) if method.average_rounds > 1 else ()),
+        *(("newsite",) if method.batch_norm_at_new_site is not None else ()),
+        *(("newclassifier",) if method.classifier_at_new_site is not None else ()),
+        *((f"exchanges{method.exchanges_per_epoch}",) if method.exchanges_per_epoch > 1 else ()),
+        *(("tuned",) if tuned is not None and getattr(method, "fine_tune", None) not in (None, tuned.default) else ()),
+    )
+
+
+def described_setting(method: Composed) -> str:
+    """The setting and what differs from it, as records name it: ``paper with mixup 0``."""
+    return described(type(method), method.traits.settings, method.model_dump(mode="json"))
+
+
+def check_options(method: Composed) -> None:
+    """Check that a method's options go with each other and with its traits.
+
+    Raises:
+        ValueError: they do not.
+    """
+    _server_fits(method)
+    _plug_ins_fit(method)
+    _preparation_fits(method)
+
+
+def _server_fits(method: Composed) -> None:
+    if method.robust is not None:
+        reason = unfit(type(method.robust), method.traits.averages)
+        if reason:
+            others = " or ".join(robust_rules(method))
+            raise ValueError(f"robust: {method.name} {reason}; " + (f"choose {others}" if others else "leave it out"))
+    if method.server is not None and not method.traits.averages:
+        raise ValueError(f"server: {method.name} averages no models of sites, so there is no step; leave it out")
+    if method.average is not None and method.average_rounds > 1:
+        raise ValueError("average: average_rounds is an average over rounds, too; choose one of the two")
+
+
+def _plug_ins_fit(method: Composed) -> None:
+    if method.local and not method.traits.takes_plug_ins:
+        raise ValueError(f"local: {method.name} trains several networks, and plug-ins act on one; leave it out")
+    names = [plug_in.name for plug_in in method.local]
+    if len(set(names)) < len(names):
+        raise ValueError("local: a plug-in occurs twice")
+    if not method.traits.pooled and any(plug_in.of_two_domains for plug_in in method.local):
+        raise ValueError("local: partners: cross_domain is for samples of all domains in one place; leave it out")
+    for name in names:
+        if name in method.traits.unfit_plug_ins:
+            raise ValueError(
+                f"local: {name} does not go with {method.name}, {method.traits.unfit_plug_ins[name]}; leave it out"
+            )
+
+
+def _preparation_fits(method: Composed) -> None:
+    if method.prepare is None:
+        return
+    if method.traits.pooled or method.traits.target == "labelled":
+        raise ValueError(f"prepare: {method.name} does not train at source sites; choose a federated method")
+    if any(name in PREPARATIONS for name in method.traits.includes):
+        raise ValueError(f"prepare: {method.name} prepares its samples already; leave it out")
 
 
 def robust_rules(method: Composed) -> tuple[str, ...]:

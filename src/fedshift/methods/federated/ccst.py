@@ -1,12 +1,13 @@
-"""CCST: cross-client style transfer; and a wrapper that adds style transfer to any other method.
+"""CCST: cross-client style transfer, which goes before any other method, too.
 
 Chen, Jiang, Dou, Chen: Federated Domain Generalization for Image Recognition via Cross-Client Style Transfer. WACV
 2023.
 
 Setting: domain generalization by changed data. The target is never seen, and its style is not used. ``ccst`` trains
-FedAvg on the stylised samples, ``styles`` any federated method: ``{name: styles, method: {name: csac, …}}``.
+FedAvg on the stylised samples; any federated method does with ``prepare: styles``, such as ``{name: csac, prepare:
+styles}``.
 Wire: once, J styles of every source up, K·J·s bytes, and the bank of all K·J styles down to each, K·K·J·s, with s bytes
-per style. Then what the inner method sends. A site may refuse the kind ``styles``. With ``engine.on_refusal:
+per style. Then what the method sends. A site may refuse the kind ``styles``. With ``engine.on_refusal:
 leave_out`` it then trains in its own style and those of the others, and sends none.
 
  1. Style of an image: S(I) = (μ(Φ(I)), σ(Φ(I))) per channel; J of them (*single*), or one over all pixels of all images
@@ -14,7 +15,7 @@ leave_out`` it then trains in its own style and those of the others, and sends n
  2. The server sends the bank B = {S of all sites} to all sources.
  3. Every image takes the styles of L of the K source domains, without replacement. In the style of its own domain it is
     unchanged. In another: F' = σ_S · (F − μ(F))/σ(F) + μ_S in Φ, decoded
- 4. The inner method trains on these images.
+ 4. The method trains on these images.
 
 Where the paper and its code differ. **The defaults differ from the paper in one point: Φ.** The paper's Φ is VGG-19 up
 to relu4_1 with a trained decoder, at 512 pixels, which needs the weights of both. ``setting: vgg`` is the paper;
@@ -30,7 +31,7 @@ No setting changes these:
  3. The number of styles of an image (``level``) is called L here and K in the code. By default it is K, the number of
     source domains, the paper's best row: every image is used unchanged and in the style of every other site.
  4. In the paper an epoch passes over N_k·L images. Here an epoch is N_k images, each in one of its L versions, drawn
-    each time. So shares and work are those of the inner method. The versions are fixed for a run.
+    each time. So shares and work are those of the method. The versions are fixed for a run.
  5. Vectors: ``pixel`` means columns, whose μ and σ are the site's. Not in the paper.
  6. All sites have the same weight, as in the code (``weighting: uniform``, the default of ``ccst``). The code offers
     FedProx with μ = 0.01 (``proximal_weight``).
@@ -40,625 +41,43 @@ Should reproduce: no row of the published tables can be made without the decoder
 
 from __future__ import annotations
 
-import copy
-import functools
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Literal
 
-import torch
-from pydantic import (
-    Field,
-    NonNegativeFloat,
-    PositiveInt,
-    SerializeAsAny,
-    ValidationError,
-    ValidationInfo,
-    field_serializer,
-    field_validator,
-)
-from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils.hooks import RemovableHandle
+from pydantic import Field, NonNegativeFloat
 
-from fedshift.errors import UserError, nearest
-from fedshift.federation.federation import Federation
-from fedshift.federation.messages import Reply, Styles
-from fedshift.federation.randomness import generator
-from fedshift.federation.replies import LARGEST_VALUE, About, Bounds, Tensors
-from fedshift.federation.site import Site
-from fedshift.functional.colour import grey, lab_to_rgb, rgb_to_lab
-from fedshift.functional.spectra import interpolated, low_frequencies
-from fedshift.functional.styles import StyleAccumulator, adain, channel_styles, style_assignment
-from fedshift.import_paths import place_of
-from fedshift.methods import registry
-from fedshift.methods.base import Method, Samples, State
+from fedshift.methods.composition.styles import SETTINGS, StyleOptions
+from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.federated.fedprox import FedProx
-from fedshift.methods.traits import Traits
-from fedshift.methods.wrapper import Wrapper
-from fedshift.models.made_up import made_up
-from fedshift.models.network import Network
-from fedshift.models.pretrained import find_file, read_weights
-from fedshift.weights import Weights
-
-_AT_ONCE = 256
-_RANGES = {"pixel": (0.0, 1.01), "lab": (-200.0, 200.0)}
-"""Between which values means and deviations lie."""
 
 
-@dataclass(frozen=True)
-class SharedStyles(Reply):
-    """What a site sends before training: its styles."""
+class CCST(StyleOptions, FedProx):
+    """A preset: FedProx of equal shares, whose μ is 0 by default, with ``prepare: styles``."""
 
-    styles: Styles
-
-
-@dataclass(frozen=True)
-class Received(Reply):
-    """An empty reply: the styles have arrived."""
-
-
-class StyleWrapper(Wrapper):
-    """Style transfer around another method."""
-
-    traits = Wrapper.traits.derive(
-        settings={
-            "vgg": {"style_space": "vgg"},
-            "released": {"style_space": "vgg", "unbiased_content": True, "one_style_per_batch": True},
-        },
-    )
-    own_memory: ClassVar[tuple[str, ...]] = ("styles",)
-
-    style_space: Literal["pixel", "lab", "lowfreq", "feature", "vgg"] = Field(
-        "pixel", description="Φ: pixels (columns of vectors), Lab, low frequencies, the network, or VGG-19 (paper)"
-    )
-    style_mode: Literal["overall", "single"] = Field("overall", description="one style of a site, or J of its images")
-    level: PositiveInt | None = Field(None, description="L: source domains whose styles an image takes; none = all K")
-    bank_size: PositiveInt = Field(32, description="J: styles a site sends (style_mode: single)")
-    one_style_per_batch: bool = Field(
-        False, description="blocks of a mini-batch's size share one style per domain (code; style_mode: single)"
-    )
-    unbiased_content: bool = Field(False, description="n − 1 in the content's deviation (code)")
-    half_width: Annotated[int, Field(ge=0, le=1)] = Field(
-        1, description="b: frequencies up to b on both axes are swapped (style_space: lowfreq); 0 = brightness"
-    )
-    stage: str | None = Field(None, description="stage of the network (style_space: feature); none = the first")
-    vgg_encoder: Path = Field(
-        Path("vgg19_normalised.safetensors"), description="VGG-19's weights, absolute or below FEDSHIFT_WEIGHTS"
-    )
-    vgg_decoder: Path = Field(Path("adain_decoder.safetensors"), description="the decoder's weights, likewise")
-    vgg_size: PositiveInt = Field(512, description="pixels at which images are encoded (style_space: vgg)")
-
-    def adjust_traits(self, traits: Traits) -> Traits:
-        """The inner method's, at a little more."""
-        inner = super().adjust_traits(traits)
-        return replace(inner, relative_cost=inner.relative_cost + 0.1)
-
-    def _numbers(self, network: Network, input_shape: tuple[int, ...]) -> int:
-        """How many numbers a style has."""
-        if self.style_space == "vgg":
-            return 2 * CHANNELS
-        if self.style_space == "feature":
-            with torch.no_grad():  # a copy, since the network stays in its mode
-                network = copy.deepcopy(network).cpu().eval()
-                _, maps = network.with_stages(made_up(network, 1, input_shape), (self._stage(network),))
-            return 2 * next(iter(maps.values())).shape[1]
-        return 2 * input_shape[0]
-
-    def bounds(self, call: str, about: About) -> Bounds:
-        if call != "share_styles":
-            return super().bounds(call, about)
-        styles = self.bank_size if self.style_mode == "single" else 1
-        images = len(about.input_shape) == 3
-        if self.style_space == "lowfreq" and images:
-            channels, height, width = about.input_shape
-            window = (styles, channels, 2 * self.half_width + 1, self.half_width + 1)
-            return {"styles": Tensors({"amplitude": window}, low=0, high=1.001 * height * width)}
-        shape = (styles, self._numbers(about.network, about.input_shape) // 2)
-        # Pixels are from 0 to 1. What columns and features hold is not known here.
-        low, high = _RANGES.get(self.style_space if images else "", (-LARGEST_VALUE, LARGEST_VALUE))
-        return {"styles": Tensors({"mean": shape, "deviation": shape}, low=low, high=high)}
-
-    def check(self, network: Network) -> None:
-        if self.style_space == "feature":
-            self._stage(network)
-        if self.style_space == "vgg":
-            for file in (self.vgg_encoder, self.vgg_decoder):
-                find_file(file, self._field)
-        super().check(network)
-
-    def check_samples(self, samples: Samples) -> tuple[str, ...]:
-        """Check that styles can be applied to samples of this shape.
-
-        Raises:
-            UserError: they cannot.
-        """
-        if len(samples.shape) != 3 and (self.style_space != "pixel" or self.style_mode == "single"):
-            raise UserError(
-                f"{self._field}: {self.style_space} in mode {self.style_mode} needs images; vectors have style_space: "
-                "pixel and style_mode: overall"
-            )
-        if self.style_space == "lab" and samples.shape[0] != 3:
-            raise UserError(f"{self._field}: lab needs colour images, these have {samples.shape[0]} channel(s)")
-        return super().check_samples(samples)
-
-    def adapt_network(self, network: Network, sources: int) -> Network:
-        if self.level is not None and self.level > sources:
-            raise UserError(f"{self.name}.level: {self.level} of {sources} source domains cannot be chosen; lower it")
-        return super().adapt_network(network, sources)
-
-    @property
-    def _field(self) -> str:
-        return f"{self.name}.style_space"
-
-    def _stage(self, network: Network) -> str:
-        stage = self.stage or next(iter(network.stages))
-        if stage not in network.stages:
-            raise UserError(f"{self.name}.stage: the network has no stage '{stage}'; {nearest(stage, network.stages)}")
-        return stage
-
-    # Server -------------------------------------------------------------------------------------------------------
-
-    def start(self, federation: Federation, weights: Weights) -> State:
-        replies = federation.ask(self.share_styles, to=federation.sources)
-        bank = {site: reply.styles for site, reply in replies.items()}  # without a site that refuses
-        federation.ask(self.receive_styles, to=federation.sources, bank=bank)
-        return super().start(federation, weights)
-
-    # Source -------------------------------------------------------------------------------------------------------
-
-    def share_styles(self, site: Site) -> SharedStyles:
-        """The style of all images of a source together, or the styles of some of them."""
-        try:
-            self.check_samples(Samples(site.data.input_shape))
-        except UserError as error:
-            raise UserError(f"site '{site.name}': {error}") from None
-        return SharedStyles(self._styles(site))
-
-    def receive_styles(self, site: Site, bank: Mapping[str, Styles]) -> Received:
-        """Keep the styles of all sources. A site that did not share its own adds it here."""
-        site.memory["styles"] = bank if site.name in bank else {**bank, site.name: self._styles(site)}
-        site.scratch.pop("styler", None)
-        return Received()
-
-    def _styles(self, site: Site) -> Styles:
-        space = self._space(site)
-        if self.style_mode == "overall":
-            found = space.of_all(self._samples(site, torch.arange(site.samples)))
-        else:
-            draws, number = site.generator_for("styles"), self.bank_size
-            rows = torch.randperm(site.samples, generator=draws)[:number]
-            if site.samples < number:
-                rows = torch.randint(site.samples, (number,), generator=draws)
-            images, again = rows.unique(return_inverse=True)  # type: ignore[no-untyped-call]
-            each = [space.of_each(samples) for samples in self._samples(site, images)]
-            found = {name: torch.cat([styles[name] for styles in each]).cpu()[again] for name in each[0]}
-        return Styles({name: tensor.cpu() for name, tensor in found.items()})
-
-    def _samples(self, site: Site, rows: Tensor) -> Iterator[Tensor]:
-        """What styles are computed from: stored samples, or the outputs of a stage of the common start."""
-        if self.style_space != "feature":
-            yield from (site.data.stored(part) for part in torch.split(rows, _AT_ONCE))
-            return
-        model = site.model().eval()
-        stage = self._stage(model)
-        for part in torch.split(rows, _AT_ONCE):
-            with torch.no_grad():
-                _, maps = model.with_stages(site.data.batch(part)[0], (stage,))
-            if maps[stage][0, 0].numel() == 1:  # the mean over one pixel would be a single sample's feature
-                raise UserError(
-                    f"{self.name}.stage: maps of '{stage}' have one pixel, so a style would be a sample's feature: "
-                    "name an earlier stage"
-                )
-            yield maps[stage]
-
-    def _space(self, site: Site, own: Style | None = None) -> StyleSpace:
-        if len(site.data.input_shape) != 3:
-            return Columns(own)
-        if self.style_space == "vgg":
-            made = Vgg(self.unbiased_content, (self.vgg_encoder, self.vgg_decoder), self.vgg_size, self._field)
-            return made.to(site.device)
-        if self.style_space == "lowfreq":
-            return LowFrequencies(self.half_width)
-        return Lab(self.unbiased_content) if self.style_space == "lab" else Channels(self.unbiased_content)
-
-    def _styler(self, site: Site) -> Styler:
-        """The `Styler` of this site. It is the same for a whole run."""
-        bank = cast(Mapping[str, Styles], site.memory["styles"])
-        names = sorted(bank)
-        draws = generator(site.seed, site.name, "style assignment")
-        level = min(self.level or len(names), len(names))  # a site that shares no style is not in the bank
-        domains = style_assignment(site.samples, len(names), level, draws)
-        styles = {part: torch.stack([bank[name][part] for name in names]).to(site.device) for part in bank[names[0]]}
-        number = next(iter(styles.values())).shape[1]
-        if self.one_style_per_batch:
-            batch = site.training.batch_size
-            blocks = torch.randint(number, (-(-site.samples // batch), len(names)), generator=draws)
-            numbers = blocks[torch.arange(site.samples)[:, None] // batch, domains]
-        else:
-            numbers = torch.randint(number, domains.shape, generator=draws)
-        own = names.index(site.name)
-        space = None  # in the network's features, a hook applies the style
-        if self.style_space != "feature":
-            space = self._space(site, {part: tensor[own, 0] for part, tensor in styles.items()})
-        return Styler(space, styles, domains, numbers, own, unbiased=self.unbiased_content)
-
-    @contextmanager
-    def inside(self, site: Site) -> Iterator[None]:
-        """While the wrapped call runs, draw the site's samples in the styles of the bank. A target has no bank."""
-        if "styles" not in site.memory:
-            yield
-            return
-        if "styler" not in site.scratch:
-            site.scratch["styler"] = self._styler(site)
-        styler: Styler = site.scratch["styler"]
-        plain, site.data = site.data, site.data.restyled(styler.restyle)
-        handle = None
-        if self.style_space == "feature":
-            stage = site.network.stages[self._stage(site.network)]
-            handle = styler.hook(site.network.get_submodule(stage))
-        try:
-            yield
-        finally:
-            site.data = plain
-            if handle is not None:
-                handle.remove()
-
-
-class CCST(StyleWrapper):
-    """FedAvg on images in the styles of all sites."""
-
-    traits = StyleWrapper.traits.derive(
+    traits = FedProx.traits.derive(
         name="ccst",
         citation="Chen et al., WACV 2023",
         group="unseen",
         advice="For sites that differ in style; no gain shown in pixels: +0.27 over FedAvg on Rotated MNIST (p = "
         "1.000).",
         sends="a model, and once **styles**",
+        settings=SETTINGS,
+        includes=("styles",),
     )
 
-    local_epochs: PositiveInt = Field(1, description="E: passes over a site's data per round")
-    steps_per_round: PositiveInt | None = Field(None, description="mini-batches per round instead of whole epochs")
     weighting: Literal["samples", "uniform"] = Field("uniform", description="shares N_k/ΣN, or 1/K (code)")
     proximal_weight: NonNegativeFloat = Field(0.0, description="μ of FedProx (code: 0.01 as an option); 0 = FedAvg")
 
-    @functools.cached_property
-    def inner(self) -> Method:
-        """FedProx, which is FedAvg if its μ is 0."""
-        return FedProx(
-            local_epochs=self.local_epochs,
-            steps_per_round=self.steps_per_round,
-            weighting=self.weighting,
-            proximal_weight=self.proximal_weight,
-        )
 
+class StyledFedAvg(StyleOptions, FedAvg):
+    """A preset: FedAvg with ``prepare: styles``."""
 
-class StyleTransfer(StyleWrapper):
-    """Any federated method on images in the styles of all sites."""
-
-    traits = StyleWrapper.traits.derive(
+    traits = FedAvg.traits.derive(
         name="styles",
         citation="Chen et al., WACV 2023",
         group="unseen",
-        advice="CCST's style transfer around another method. Not measured here but as ccst.",
+        advice="CCST's style transfer before FedAvg, or before another method: `{name: csac, prepare: styles}`. Not "
+        "measured here but as ccst.",
         sends="a model, and once **styles**",
+        settings=SETTINGS,
+        includes=("styles",),
     )
-
-    method: SerializeAsAny[Method] = Field(
-        {"name": "fedavg"},
-        validate_default=True,
-        description="the inner method: its name, or a mapping with name and options",
-    )
-
-    @property
-    def inner(self) -> Method:
-        return self.method
-
-    @field_validator("method", mode="before")
-    @classmethod
-    def _by_name(cls, value: object, info: ValidationInfo) -> object:
-        if isinstance(value, Method):
-            return value
-        options = {"name": value} if isinstance(value, str) else value
-        if not isinstance(options, Mapping):
-            raise ValueError("must be the name of a method, or a mapping with name and options")
-        context = info.context or {}
-        try:
-            return registry.parse(options, context.get("folder"), context.get("permit"))
-        except ValidationError as error:
-            fault = error.errors()[0]
-            raise ValueError(f"{'.'.join(str(part) for part in fault['loc'])}: {fault['msg']}") from None
-
-    @field_validator("method")
-    @classmethod
-    def _without_styles(cls, method: Method) -> Method:
-        inner = method
-        while isinstance(inner, Wrapper):
-            if isinstance(inner, StyleWrapper):
-                raise ValueError(f"{inner.name} already changes styles; choose another method")
-            inner = inner.inner
-        return method
-
-    @field_serializer("method")
-    def _with_name(self, method: Method) -> dict[str, Any]:
-        place = place_of(type(method))
-        known = registry.METHODS.get(method.name) == place
-        return {"name": method.name if known else place, **method.model_dump(mode="json")}
-
-
-# Styles: how they are computed and applied ----------------------------------------------------------------------------
-
-
-Style = Mapping[str, Tensor]
-
-
-class StyleSpace(ABC):
-    """One representation of styles."""
-
-    cached = False
-    """Whether `apply` is so slow that its results should be cached."""
-
-    @abstractmethod
-    def of_each(self, samples: Tensor) -> Style:
-        """The style of every sample."""
-
-    @abstractmethod
-    def of_all(self, batches: Iterable[Tensor]) -> Style:
-        """One style of all samples together."""
-
-    @abstractmethod
-    def apply(self, samples: Tensor, style: Style) -> Tensor:
-        """The samples in other styles, one style per sample."""
-
-    def to(self, device: torch.device) -> StyleSpace:
-        """This representation on another device."""
-        return self
-
-
-class Channels(StyleSpace):
-    """Mean and deviation of the channels: AdaIN on the pixels themselves."""
-
-    def __init__(self, unbiased: bool) -> None:
-        self.unbiased = unbiased
-
-    def encode(self, images: Tensor) -> Tensor:
-        return images
-
-    def decode(self, maps: Tensor, like: Tensor) -> Tensor:
-        return maps
-
-    def of_each(self, samples: Tensor) -> Style:
-        means, deviations = channel_styles(self.encode(samples))
-        return {"mean": means, "deviation": deviations}
-
-    def of_all(self, batches: Iterable[Tensor]) -> Style:
-        return overall(self.encode(samples) for samples in batches)
-
-    def apply(self, samples: Tensor, style: Style) -> Tensor:
-        maps = adain(self.encode(samples), style["mean"], style["deviation"], unbiased=self.unbiased)
-        return self.decode(maps, samples).clamp(0, 1)
-
-
-class Lab(Channels):
-    """AdaIN in L*a*b*, which separates lightness from colour."""
-
-    def encode(self, images: Tensor) -> Tensor:
-        return rgb_to_lab(images)
-
-    def decode(self, maps: Tensor, like: Tensor) -> Tensor:
-        return lab_to_rgb(maps)
-
-
-class Vgg(Channels):
-    """AdaIN in the features of a pre-trained encoder, then its decoder. This is the paper's."""
-
-    cached = True
-
-    def __init__(self, unbiased: bool, files: tuple[Path, Path], size: int, field: str) -> None:
-        super().__init__(unbiased)
-        self.size = size
-        self.encoder: nn.Module = encoder(files[0], field)
-        self.decoder: nn.Module = decoder(files[1], field)
-
-    def to(self, device: torch.device) -> StyleSpace:
-        self.encoder, self.decoder = self.encoder.to(device), self.decoder.to(device)
-        return self
-
-    @torch.no_grad()
-    def encode(self, images: Tensor) -> Tensor:
-        sized = functional.interpolate(images, (self.size, self.size), mode="bilinear", align_corners=False)
-        maps: Tensor = self.encoder(sized.expand(-1, 3, -1, -1))
-        return maps
-
-    @torch.no_grad()
-    def decode(self, maps: Tensor, like: Tensor) -> Tensor:
-        images = self.decoder(maps)
-        images = functional.interpolate(images, like.shape[2:], mode="bilinear", align_corners=False, antialias=True)
-        return images if like.shape[1] == 3 else grey(images)
-
-
-class LowFrequencies(StyleSpace):
-    """Amplitudes of frequencies up to ``half`` on both axes. Images keep their own phases."""
-
-    def __init__(self, half: int) -> None:
-        self.half = half
-
-    def of_each(self, samples: Tensor) -> Style:
-        return {"amplitude": low_frequencies(samples, self.half)}
-
-    def of_all(self, batches: Iterable[Tensor]) -> Style:
-        total, number = torch.zeros(()), 0
-        for samples in batches:
-            total, number = total + low_frequencies(samples, self.half).cpu().double().sum(0), number + len(samples)
-        return {"amplitude": (total / number).float()[None]}
-
-    def apply(self, samples: Tensor, style: Style) -> Tensor:
-        return interpolated(samples, style["amplitude"], torch.ones(()).to(samples), self.half).clamp(0, 1)
-
-
-class Columns(StyleSpace):
-    """For vectors: mean and deviation of every column over a site's samples, as for an image's channels.
-
-    Args:
-        own: the style of the site whose samples are changed.
-    """
-
-    def __init__(self, own: Style | None = None) -> None:
-        self.own = own
-
-    def of_each(self, samples: Tensor) -> Style:
-        raise UserError("style_space: a single vector has no style; use style_mode: overall")
-
-    def of_all(self, batches: Iterable[Tensor]) -> Style:
-        return overall(batches)
-
-    def apply(self, samples: Tensor, style: Style) -> Tensor:
-        assert self.own is not None
-        own_mean, own_deviation = self.own["mean"].to(samples), self.own["deviation"].to(samples)
-        return (samples - own_mean) / own_deviation * style["deviation"] + style["mean"]
-
-
-def overall(batches: Iterable[Tensor]) -> Style:
-    """One mean and one deviation per channel over all ``batches``."""
-    sums = StyleAccumulator()
-    for values in batches:
-        sums.add(values)
-    mean, deviation = sums.result()
-    return {"mean": mean[None], "deviation": deviation[None]}
-
-
-class Styler:
-    """Changes a site's samples to the styles of a bank when they are drawn for training.
-
-    Args:
-        space: applies styles. None: they are applied to the network's features, see `hook`.
-        bank: the styles, tensors (K, J, …).
-        domains: which of the K domains each of a sample's L versions has, (N, L).
-        numbers: which of the J styles it has, (N, L).
-        own: the site's domain. In this style, samples are unchanged.
-        unbiased: as in `adain`.
-    """
-
-    def __init__(
-        self, space: StyleSpace | None, bank: Style, domains: Tensor, numbers: Tensor, own: int, *, unbiased: bool
-    ) -> None:
-        self.domains, self.numbers = domains, numbers
-        self._space, self._bank, self._own, self._unbiased = space, bank, own, unbiased
-        self._cache: Tensor | None = None
-        self._filled = torch.zeros(domains.shape, dtype=torch.bool)
-        self._now: tuple[Style, Tensor] | None = None
-
-    def restyle(self, samples: Tensor, rows: Tensor, draws: torch.Generator) -> Tensor:
-        """Each sample in one of its versions, which is drawn each time."""
-        rows = rows.cpu()
-        version = torch.randint(self.domains.shape[1], (len(rows),), generator=draws)
-        domains, numbers = (table[rows, version].to(samples.device) for table in (self.domains, self.numbers))
-        style = {part: tensor[domains, numbers] for part, tensor in self._bank.items()}
-        foreign = domains != self._own
-        if self._space is None:
-            self._now = style, foreign
-            return samples
-        if self._space.cached:
-            return self._remembered(samples, style, foreign, rows, version)
-        return _where(foreign, self._space.apply(samples, style), samples)
-
-    def _remembered(self, samples: Tensor, style: Style, foreign: Tensor, rows: Tensor, version: Tensor) -> Tensor:
-        """As `restyle`, for slow spaces: a version is computed once and kept with 8 bits, as in an image file."""
-        assert self._space is not None
-        if self._cache is None:
-            self._cache = torch.empty((*self.domains.shape, *samples.shape[1:]), dtype=torch.uint8)
-        new = (~self._filled[rows, version] & foreign.cpu()).nonzero().flatten()
-        if len(new):
-            place = new.to(samples.device)
-            made = self._space.apply(samples[place], {part: tensor[place] for part, tensor in style.items()})
-            self._cache[rows[new], version[new]] = (made * 255).round().to(torch.uint8).cpu()
-            self._filled[rows[new], version[new]] = True
-        return _where(foreign, self._cache[rows, version].to(samples) / 255, samples)
-
-    def hook(self, stage: nn.Module) -> RemovableHandle:
-        """Apply AdaIN to the output of a network's stage in training mode, with the styles of the last batch.
-
-        Copies of the stage do the same.
-        """
-
-        def restyled(module: nn.Module, _inputs: object, output: Tensor) -> Tensor | None:
-            if self._now is None or not module.training or len(output) != len(self._now[1]):
-                return None
-            style, foreign = self._now
-            return _where(foreign, adain(output, style["mean"], style["deviation"], unbiased=self._unbiased), output)
-
-        return stage.register_forward_hook(restyled)
-
-
-def _where(chosen: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """``first`` for the chosen samples, ``second`` for the others."""
-    return torch.where(chosen.view(-1, *[1] * (first.dim() - 1)), first, second)
-
-
-# Encoder and decoder of arbitrary style transfer ----------------------------------------------------------------------
-# VGG-19 up to relu4_1 and its mirror image (Huang and Belongie, ICCV 2017). Weights are read from files whose names are
-# positions in a sequence of layers, as in the published files. Encoder: ``0`` (a 1×1 convolution that normalises
-# colours), ``2``, ``5``, ``9``, … ``28``. Decoder: ``1``, ``5``, … ``27``.
-
-
-CHANNELS = 512  # of relu4_1
-_ENCODER = (64, 64, "pool", 128, 128, "pool", 256, 256, 256, 256, "pool", 512)
-_DECODER = (256, "up", 256, 256, 256, 128, "up", 128, 64, "up", 64, 3)
-
-
-def encoder(file: Path, field: str) -> nn.Sequential:
-    """The encoder: maps images (n, 3, h, w) in [0, 1] to (n, 512, ⌈h/8⌉, ⌈w/8⌉).
-
-    Args:
-        file: file of weights.
-        field: path of the option that names the file, for messages.
-
-    Raises:
-        UserError: the file is missing or does not fit.
-    """
-    layers: list[nn.Module] = [nn.Conv2d(3, 3, 1)]
-    width = 3
-    for part in _ENCODER:
-        if isinstance(part, str):
-            layers.append(nn.MaxPool2d(2, ceil_mode=True))
-            continue
-        layers += [nn.ReflectionPad2d(1), nn.Conv2d(width, part, 3), nn.ReLU()]
-        width = part
-    return _loaded(nn.Sequential(*layers), file, field)
-
-
-def decoder(file: Path, field: str) -> nn.Sequential:
-    """The decoder: maps the encoder's output to images (n, 3, h, w) of about [0, 1].
-
-    Args:
-        file: as in `encoder`.
-        field: as in `encoder`.
-
-    Raises:
-        UserError: as in `encoder`.
-    """
-    layers: list[nn.Module] = []
-    width = CHANNELS
-    for part in _DECODER:
-        if isinstance(part, str):
-            layers.append(nn.Upsample(scale_factor=2, mode="nearest"))
-            continue
-        layers += [nn.ReflectionPad2d(1), nn.Conv2d(width, part, 3), nn.ReLU()]
-        width = part
-    return _loaded(nn.Sequential(*layers[:-1]), file, field)
-
-
-def _loaded(layers: nn.Sequential, file: Path, field: str) -> nn.Sequential:
-    """``layers`` with the weights of ``file``, frozen. Layers of the file that come later are ignored."""
-    found = read_weights(find_file(file, field))
-    wanted: dict[str, Tensor] = layers.state_dict()
-    for name, tensor in wanted.items():
-        if name not in found or found[name].shape != tensor.shape:
-            has = tuple(found[name].shape) if name in found else "nothing"
-            raise UserError(f"{field}: {file} has {has} under '{name}', expected {tuple(tensor.shape)}")
-    with torch.no_grad():
-        layers.load_state_dict({name: found[name] for name in wanted})
-    return layers.eval().requires_grad_(False)

@@ -78,11 +78,6 @@ class LocalTraining(Method):
         update: Update = self._fit_at(site, weights).carry_out()
         return update
 
-    @property
-    def composition(self) -> tuple[str, ...]:
-        usual = type(self).model_fields["fine_tune"].default
-        return (*super().composition, *(("tuned",) if self.fine_tune not in (None, usual) else ()))
-
     def personalise(self, federation: Federation, weights: Weights) -> None:
         if self.fine_tune is not None:
             federation.ask(self.tune, to=federation.sources, weights=weights)

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pydantic import Field
@@ -39,6 +39,7 @@ from fedshift.federation.messages import Content, Update
 from fedshift.federation.site import Site
 from fedshift.functional.averaging import is_buffer
 from fedshift.methods.composition.new_site import NewSite
+from fedshift.methods.composition.options import AtSites
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.models.adapters import has_adapters
 from fedshift.models.network import Network
@@ -80,9 +81,11 @@ class FedBN(FedAvg):
     def evaluated_network(self, network: Network, sources: int) -> Network:
         return network if self.unseen == "mean" else with_batch_statistics(network)
 
-    def new_site_for(self, input_shape: tuple[int, ...]) -> NewSite:
-        given = super().new_site_for(input_shape)
-        return given if self.unseen == "mean" else _Measured(given.batch_norm or 0, given.classifier)
+    def at_sites(self, input_shape: tuple[int, ...]) -> AtSites:
+        given = super().at_sites(input_shape)
+        if self.unseen == "mean":
+            return given
+        return replace(given, new_site=_Measured(given.new_site.batch_norm or 0, given.new_site.classifier))
 
     def fit(self, site: Site, weights: Weights) -> Update:
         """Train the common model with the site's own normalisation."""

@@ -56,25 +56,23 @@ from pydantic import Field, NonNegativeInt
 
 from fedshift.data.domain import ALL_TASKS
 from fedshift.data.transforms import Augmentation, NamedAugmentation
-from fedshift.federation.federation import Federation
-from fedshift.methods.base import Samples, State
-from fedshift.methods.composition.averaging import SWA, Averaging, Kept
-from fedshift.methods.composition.new_site import NewSite
+from fedshift.methods.base import Samples
+from fedshift.methods.composition.averaging import SWA
+from fedshift.methods.composition.options import AtServer, AtSites
 from fedshift.methods.composition.plug_in import LocalOption
 from fedshift.methods.composition.regularisers import DropoutOption, Rate
 from fedshift.methods.composition.views import AugmentOption
 from fedshift.methods.federated.fedavg import FedAvg
-from fedshift.methods.server import Beta, Momentum, after_round
+from fedshift.methods.server import Beta, Momentum
 from fedshift.weights import Weights
 
 SHAPES = Augmentation(shear=0.5, scale=0.1, shift=0.04)
 COLOURS = Augmentation(shear=0.2, scale=0.1, shift=0.04, brightness=0.3, contrast=0.3, saturation=0.3, greyscale=0.2)
-_MOMENTUM = "momentum"
 
 
 class Recipe(FedAvg):
-    """FedAvg with what helps at an unseen site: moved images and momentum of the server, or, for vectors, dropout and a
-    classifier that the new site turns towards its own samples."""
+    """A preset: FedAvg with what helps at an unseen site. For images they are moved images and momentum of the server,
+    for vectors dropout and a classifier that the new site turns towards its own samples."""
 
     traits = FedAvg.traits.derive(
         name="recipe",
@@ -116,48 +114,40 @@ class Recipe(FedAvg):
             "classifier turned at the new site; it changes no text, and was measured on none",
         )
 
-    @property
-    def averaging(self) -> Averaging:
-        """That of ``averaged``, unless ``average`` or ``average_rounds`` says otherwise."""
-        given = self.average is not None or self.average_rounds > 1 or self.averaged == 0
-        return super().averaging if given else _OfVectors(start=1 - self.averaged)
+    def at_sites(self, input_shape: tuple[int, ...]) -> AtSites:
+        """Its own parts for samples of this shape, before those of ``local``; what an option names takes its place."""
+        given, kind = super().at_sites(input_shape), _kind(input_shape)
+        named = {plug_in.name for plug_in in given.local}
+        own = tuple(plug_in for plug_in in self._plug_ins(kind) if plug_in.name not in named)
+        turned = kind in _TURNED and given.new_site.classifier is None
+        new_site = replace(given.new_site, classifier=self.templates) if turned else given.new_site
+        return AtSites((*own, *given.local), new_site)
 
-    def local_for(self, input_shape: tuple[int, ...]) -> tuple[LocalOption, ...]:
-        """Its own plug-ins before those of ``local``. One that is named there takes the place of its own."""
-        own: list[LocalOption] = []
-        if len(input_shape) == 3:
-            by = self.augmentation if input_shape[0] == 1 else self.colour_augmentation
-            own += [] if by.is_identity else [AugmentOption(by=by)]
-        elif self.dropout and len(input_shape) == 1:
-            own.append(DropoutOption(rate=self.dropout))
-        named = {plug_in.name for plug_in in self.local}
-        return (*(plug_in for plug_in in own if plug_in.name not in named), *self.local)
+    def _plug_ins(self, kind: str) -> tuple[LocalOption, ...]:
+        if kind == "vectors":
+            return (DropoutOption(rate=self.dropout),) if self.dropout else ()
+        by = {"grey": self.augmentation, "colour": self.colour_augmentation}.get(kind)
+        return () if by is None or by.is_identity else (AugmentOption(by=by),)
 
-    def new_site_for(self, input_shape: tuple[int, ...]) -> NewSite:
-        """As the options say, and for vectors and images in colour a classifier turned by ``templates``."""
-        given = super().new_site_for(input_shape)
-        volumes = len(input_shape) == 4
-        if volumes or (len(input_shape) == 3 and input_shape[0] == 1) or given.classifier is not None:
-            return given
-        return replace(given, classifier=self.templates)
-
-    def round(self, federation: Federation, state: State) -> State:
-        new = super().round(federation, state)
-        if (channels := _channels(state.weights)) is None or self.server is not None:
-            return new
-        beta = self.momentum if channels == 1 else self.colour_momentum
-        if not beta:
-            return new
-        kept = {"first": found} if isinstance(found := state.parts.get(_MOMENTUM), Weights) else {}
-        weights, moments = after_round(Momentum(beta=beta), state.weights, new.weights, kept)
-        return replace(new, weights=weights, parts={_MOMENTUM: moments["first"]})
+    def at_server(self, model: Weights) -> AtServer:
+        """Momentum where the network reads images, elsewhere a mean of the last rounds, unless options say another."""
+        given, channels = super().at_server(model), _channels(model)
+        if channels is not None:
+            beta = self.momentum if channels == 1 else self.colour_momentum
+            return replace(given, optimizer=given.optimizer or (Momentum(beta=beta) if beta else None))
+        chosen = self.average is not None or self.average_rounds > 1 or self.averaged == 0
+        return given if chosen else replace(given, average=SWA(start=1 - self.averaged))
 
 
-class _OfVectors(SWA):
-    """The mean of the last rounds where the network has no convolution, and elsewhere the last model."""
+_TURNED = ("vectors", "colour", "others")
+"""Kinds of samples for which the classifier is turned at a new site."""
 
-    def after(self, kept: Kept, model: Weights, done: float) -> Kept:
-        return super().after(kept, model, done) if _channels(model) is None else kept
+
+def _kind(input_shape: tuple[int, ...]) -> str:
+    """What samples of this shape are."""
+    if len(input_shape) == 3:
+        return "grey" if input_shape[0] == 1 else "colour"
+    return {1: "vectors", 4: "volumes"}.get(len(input_shape), "others")
 
 
 def _channels(model: Weights) -> int | None:

@@ -32,6 +32,7 @@ from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.federation.site_base import joined
 from fedshift.methods.base import Method, State
+from fedshift.methods.composition.options import plug_ins_of
 from fedshift.methods.traits import Traits
 from fedshift.weights import Weights
 
@@ -92,7 +93,7 @@ class DeepAll(InOnePlace):
 
     @model_validator(mode="after")
     def _batches_fit(self) -> Self:
-        if self.domain_batches is not None and any(plug_in.of_two_domains for plug_in in self._plug_in_options):
+        if self.domain_batches is not None and any(plug_in.of_two_domains for plug_in in plug_ins_of(self)):
             raise ValueError("domain_batches: with partners: cross_domain a batch is of two domains; leave it out")
         return self
 
@@ -105,7 +106,7 @@ class DeepAll(InOnePlace):
         return mini_batches / self.mini_batches_of_a_step(domains)
 
     def of_all(self, site: Site, due: int) -> Iterator[Batch]:
-        if any(plug_in.of_two_domains for plug_in in self._plug_in_options):
+        if any(plug_in.of_two_domains for plug_in in plug_ins_of(self)):
             return site.paired_batches(due)
         if self.domain_batches is None:
             return super().of_all(site, due)

@@ -112,7 +112,7 @@ def _intro(trained: TrainedModel, result: RunResult | None) -> Iterator[str]:
     yield (
         f"A model that was trained with fedshift {said['versions']['fedshift']} across {len(said['sources'])} sites "
         f"({', '.join(map(text, said['sources']))}), whose samples were not pooled"
-        if "raw_data" not in trained.method.shares
+        if "raw_data" not in trained.method.calls.shares
         else f"A model that was trained with fedshift {said['versions']['fedshift']} on the **pooled samples** of "
         f"{len(said['sources'])} sites ({', '.join(map(text, said['sources']))})"
     ) + (f", and {'measured at' if _is_measured(result) else 'for'} {text(target)}, {role}." if target else ".")
