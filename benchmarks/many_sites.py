@@ -43,7 +43,7 @@ from fedshift.models.options import NetworkOptions
 from fedshift.version import installed_version
 
 RESULT = Path(__file__).parent / "results" / "many_sites.json"
-DRAWN, TURNS, LATER = 100, 9, 20
+DRAWN, TURNS, LATER = 100, 5, 10
 SIZES = (100, 1000, 10_000)
 NETWORKS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     # name: model, data, samples of a mini-batch
@@ -181,11 +181,11 @@ STACK_SITES, STACK_BATCHES = (4, 32), (8, 64)
 
 
 def together() -> Iterator[dict[str, Any]]:
-    """Whole rounds of FedAvg, four mini-batches at each site."""
+    """Whole rounds of FedAvg, two mini-batches at each site."""
     for name, (shape, model) in STACKS.items():
         for sites in STACK_SITES:
             for batch in STACK_BATCHES:
-                data = Synthetic(shape=shape, samples=4 * batch, sites=sites, classes=7)
+                data = Synthetic(shape=shape, samples=2 * batch, sites=sites, classes=7)
                 work = Work({"name": "fedavg"}, data, model, {"batch_size": batch, "lr": 0.01})
                 alone, side = Rounds(work), Rounds(work, side_by_side=True)
                 alone(1)
@@ -199,8 +199,8 @@ def together() -> Iterator[dict[str, Any]]:
                     "weights": sum(value.numel() for value in alone.state.weights.values()),
                     "sites": sites,
                     "mini_batch": batch,
-                    "milliseconds_of_a_step": 1000 * statistics.median(one for one, _ in pairs) / (4 * sites),
-                    "side_by_side": 1000 * statistics.median(other for _, other in pairs) / (4 * sites),
+                    "milliseconds_of_a_step": 1000 * statistics.median(one for one, _ in pairs) / (2 * sites),
+                    "side_by_side": 1000 * statistics.median(other for _, other in pairs) / (2 * sites),
                     "ratio": statistics.median(one / other for one, other in pairs),
                     "difference_of_weights_after_a_round": unlike,
                 }
@@ -255,7 +255,6 @@ PARTS: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {"rounds": rounds, "t
 def main() -> None:
     torch.set_num_threads(1)
     keep_freed_memory()
-    found = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
     for part in sys.argv[1:] or PARTS:
         began, rows = time.perf_counter(), []
         for row in PARTS[part]():
@@ -263,6 +262,7 @@ def main() -> None:
             print(
                 *(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items())
             )
+        found = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
         found[part] = {
             "command": f"python benchmarks/many_sites.py {part}",
             "versions": {

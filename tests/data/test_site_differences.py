@@ -143,3 +143,10 @@ def test_numbers_may_name_classes(found: dict[str, list[str]], allow: bool) -> N
     assert len(agreed_classes(found, what="labels", allow_missing=allow)) == len(
         {n for one in found.values() for n in one}
     )
+
+
+def test_of_ten_thousand_sites_only_those_of_other_classes_are_compared() -> None:
+    sites = {f"s{number}": ("no", "yes")[: 1 + number % 2] for number in range(10_000)}
+    assert agreed_classes(sites, what="classes", allow_missing=False) == ("no", "yes")
+    with pytest.raises(UserError, match=r"'s1' has .*yes.*; 'odd' has .*yess"):
+        agreed_classes({**sites, "odd": ("no", "yess")}, what="classes", allow_missing=False)

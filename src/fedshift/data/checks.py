@@ -286,11 +286,14 @@ def agreed_classes(found: Mapping[str, Collection[str]], *, what: str, allow_mis
     """
     _check_no_quantity(found, what, allow_missing)
     if not allow_missing:
-        for (one, first), (other, second) in combinations(found.items(), 2):
-            if not set(first) <= set(second) and not set(second) <= set(first):
+        unlike: dict[frozenset[str], str] = {}  # of thousands of sites, few differ in their classes
+        for site, names in found.items():
+            unlike.setdefault(frozenset(names), site)
+        for (first, one), (second, other) in combinations(unlike.items(), 2):
+            if not first <= second and not second <= first:
                 raise UserError(
                     f"{what} differ between sites: '{one}' has {_listing(first)}; '{other}' has {_listing(second)}. "
-                    f"{_spelt_otherwise(one, set(first) - set(second), set(second) - set(first))}"
+                    f"{_spelt_otherwise(one, first - second, second - first)}"
                     "Make the names equal, or set data.missing_classes=allow if each truly lacks a class of the other"
                 )
     return natural_order({name for names in found.values() for name in names})

@@ -42,7 +42,7 @@ def rounds_at(result: RunResult, rounds: Sequence[RoundRecord]) -> list[RoundRec
         one.model_copy(
             update={
                 "target_accuracy": {
-                    name: number for name, number in one.target_accuracy.items() if name == result.target
+                    name: one.target_accuracy[name] for name in (result.target,) if name in one.target_accuracy
                 }
             }
         )

@@ -14,6 +14,7 @@ from torch import nn
 
 from fedshift.data.domain import Domain
 from fedshift.errors import UserError
+from fedshift.federation.federation import NOT_DRAWN
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.local.stacked import check_side_by_side, faster_side_by_side, minimise_together
 from fedshift.federation.site import Envelope
@@ -202,3 +203,31 @@ def test_a_network_that_looks_at_its_values_is_refused() -> None:
     network = plain.with_parts(nn.Sequential(Branches(), plain.features), plain.classifier, moved_to="1")
     with pytest.raises(UserError, match="cannot stack the network"):
         check_side_by_side("FedAvg", network, made.training, made.input_shape, in_parts=True, plugged=False)
+
+
+@pytest.mark.parametrize("side_by_side", [False, True])
+def test_drawn_sites_keep_no_converted_samples_and_end_in_the_same_bits(side_by_side: bool) -> None:
+    ends, told = [], []
+    for drawn in (None, len(FOUND), 2):
+        chosen = setting(FedAvg(), FOUND, MLP, rounds=2)
+        where = LocalFederation(
+            plans(FedAvg(), FOUND),
+            chosen,
+            side_by_side=side_by_side,
+            budget=BUDGETS,
+            rounds=2,
+            per_round=drawn,
+            on_answer=lambda site, number: told.append((site, number)),
+        )
+        state = State(start_of(FedAvg(), FOUND, MLP))
+        for _ in range(2):
+            state = step_on(chosen.method, where, state)
+        ends.append((state, [runner.site.data._cache is None for runner in where._runners.values()]))
+    (kept, caches), (drawn_all, gone), (few, few_gone) = ends
+    assert not any(caches)
+    assert all(gone)
+    assert all(few_gone)
+    assert drawn_all.weights == kept.weights != few.weights
+    apart = [number for site, number in told if site == NOT_DRAWN]
+    assert len(apart) == 2, "once an exchange, for all of them"
+    assert sum(apart) == where.progress.undrawn > 0

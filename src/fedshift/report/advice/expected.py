@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from statistics import NormalDist, fmean, variance
 
 from fedshift.evaluation.summary import AVERAGE, Row
@@ -64,13 +65,20 @@ def next_site(method: str, able: Sequence[str], table: Table, few: Collection[st
     share = table.measure.unit == "%"
     best = min if table.measure.less_is_better else max
     elsewhere = []
+    sums = {name: sum(Fraction(row.mean) for row in line.values()) for name, line in rows.items()}
     for target in own:
-        others = {name: fmean(row.mean for at, row in line.items() if at != target) for name, line in rows.items()}
+        others = {name: _mean_without(target, line, sums[name]) for name, line in rows.items()}
         elsewhere.append(_scaled(rows[best(others, key=others.__getitem__)][target].mean, share))
     ends = fmean(_scaled(row.mean, share) for row in own.values()), fmean(elsewhere)
     half = _half(list(own.values()), share)
     low, high = _unscaled(min(ends) - half, share), _unscaled(max(ends) + half, share)
     return Expected(mean, max(0.0, min(low, mean)), max(high, mean), k, left, average.row.mean)
+
+
+def _mean_without(target: str, line: ByTarget, whole: Fraction | int) -> float:
+    """The mean of a method's numbers at the other targets, from their exact sum: of thousands, none is added twice."""
+    left = whole - (Fraction(line[target].mean) if target in line else 0)
+    return float(left) / (len(line) - (target in line))
 
 
 def _rows_of(table: Table, method: str, targets: Sequence[str]) -> ByTarget:

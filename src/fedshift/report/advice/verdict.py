@@ -292,7 +292,9 @@ def common_protocol(results: Sequence[RunResult]) -> type[ProtocolSection] | Non
 
 def measured_where_trained(results: Sequence[RunResult]) -> bool:
     """Whether every site that these runs are measured at trained with its labels, so that none is new to them."""
-    parts = [(result.data.get("measured_samples"), result.data.get("training_samples")) for result in results]
+    # A run that is measured at thousands of sites is as many results, which share what is known of its data.
+    data = {id(result.data.get("measured_samples")): result.data for result in results}.values()
+    parts = [(one.get("measured_samples"), one.get("training_samples")) for one in data]
     return bool(parts) and all(
         isinstance(measured, Mapping) and isinstance(training, Mapping) and measured and set(measured) <= set(training)
         for measured, training in parts

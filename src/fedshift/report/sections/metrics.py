@@ -39,10 +39,10 @@ def metrics_section(results: Sequence[RunResult], methods: Sequence[str]) -> Sec
         return None
     metric = results[0].metric
     shares = baselines(results)
-    found = {
-        (method, target): mean_site_metrics([one for one in results if (one.method, one.target) == (method, target)])
-        for method, target in dict.fromkeys((result.method, result.target) for result in results)
-    }
+    at: dict[tuple[str, str], list[RunResult]] = {}
+    for result in results:
+        at.setdefault((result.method, result.target), []).append(result)
+    found = {where: mean_site_metrics(those) for where, those in at.items()}
     columns = {  # several classes have no sensitivity and no specificity
         name: title
         for name, title in columns_of(metric).items()
