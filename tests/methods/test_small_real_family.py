@@ -7,7 +7,7 @@ FedSR, FedL2R and FedCMI with one epoch or 5 mini-batches a round are within noi
 
 Looks: four sites of 200 digits, 16×16 pixels, that differ in contrast and brightness; 20 rounds of 2 epochs, seed 0.
 Measured, unseen dim and bright: FedAvg 89.5 and 82.5, CCST 92.5 and 90.5, with single styles 90.5 and 91.0. The test
-looks at bright, where there is more to gain.
+looks at bright, where there is more to gain. With one epoch, seed 0: FedAvg 72.5, FedCCRL 85.0.
 
 Adaptation: the options of `test_small_real_adaptation`, D0 and D75. Measured, seeds 0 and 1: FedAvg 43.1, COPA without
 the target 43.5, with it 48.1 (threshold 0.8: 49.3), KD3A 48.9. The test looks at D75 with seed 1: FedAvg 29.4, COPA
@@ -47,28 +47,39 @@ def test_fedadg_beats_fedavg(tmp_path: Path) -> None:
     assert rows["fedavg"]["D0"] > 30
 
 
-def test_styles_bridge_looks(tmp_path: Path) -> None:
+def in_looks(folder: Path, methods: list[Any]) -> dict[str, dict[str, float]]:
+    """Accuracy at the site bright, which is unseen, of these methods."""
     digits, draws = load_digits(), np.random.default_rng(0)
     images = np.kron(digits.images / 16, np.ones((2, 2)))
     order, sites = draws.permutation(len(images))[:800], {}
     for number, (name, (contrast, brightness)) in enumerate(LOOKS.items()):
         rows = order[200 * number : 200 * (number + 1)]
         pixels = (images[rows] * contrast + brightness) * 255 + draws.normal(0, 6, images[rows].shape)
-        np.savez(tmp_path / f"{name}.npz", x=np.clip(pixels, 0, 255).astype(np.uint8), y=digits.target[rows])
-        sites[name] = str(tmp_path / f"{name}.npz")
+        np.savez(folder / f"{name}.npz", x=np.clip(pixels, 0, 255).astype(np.uint8), y=digits.target[rows])
+        sites[name] = str(folder / f"{name}.npz")
     experiment = {
         "name": "looks",
         "data": {"name": "arrays", "sites": sites},
         "protocol": {"targets": ["bright"], "seeds": [0], "test_fraction": 0.2},
         "model": {"name": "mnist_cnn", "channels": [8, 16], "hidden": 32},
         "training": {"rounds": 20, "batch_size": 16, "lr": 0.1, "momentum": 0.5},
-        "methods": [{"name": "fedavg", "local_epochs": 2}, {"name": "ccst", "local_epochs": 2}],
+        "methods": methods,
         "engine": {"threads": 1},
         "device": "cpu",
     }
-    rows = averages(fedshift.run(experiment, tmp_path / "runs"))
+    return averages(fedshift.run(experiment, folder / "runs"))
+
+
+def test_styles_bridge_looks(tmp_path: Path) -> None:
+    rows = in_looks(tmp_path, [{"name": "fedavg", "local_epochs": 2}, {"name": "ccst", "local_epochs": 2}])
     assert rows["fedavg"]["bright"] + 3 < rows["ccst"]["bright"] < 98
     assert rows["fedavg"]["bright"] > 75
+
+
+def test_versions_in_others_styles_bridge_looks(tmp_path: Path) -> None:
+    rows = in_looks(tmp_path, ["fedavg", "fedccrl"])
+    assert rows["fedavg"]["bright"] + 5 < rows["fedccrl"]["bright"] < 98
+    assert rows["fedavg"]["bright"] > 55
 
 
 def test_copa_adapts(tmp_path: Path) -> None:

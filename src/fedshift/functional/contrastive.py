@@ -1,4 +1,4 @@
-"""Contrast between models (MOON), of images and texts (CLIP), and agreement of gradients between sites (FedIIR)."""
+"""Contrast between models (MOON), by classes (FedCCRL), of images and texts (CLIP); gradients that agree (FedIIR)."""
 
 from __future__ import annotations
 
@@ -28,6 +28,32 @@ def model_contrastive_loss(features: Tensor, common: Tensor, previous: Tensor, t
     near = F.cosine_similarity(features, common) / temperature
     far = F.cosine_similarity(features, previous) / temperature
     return F.softplus(far - near).mean()
+
+
+def supervised_contrast(embeddings: Tensor, labels: Tensor, temperature: float) -> Tensor:
+    """``log Σ_(j ≠ i) exp(s_ij/τ) − mean over j with y_j = y_i of s_ij/τ``, the mean over samples i (FedCCRL).
+
+    ``s`` is the cosine. The mean counts i itself, whose s is 1, which SupCon (Khosla et al., NeurIPS 2020) leaves out.
+    Source: FedCCRL (Wang, Tang, arXiv 2410.11267), SanphouWang/FedCCRL, `supervised_contrastive_loss`.
+
+    Args:
+        embeddings: (n, d).
+        labels: (n,).
+        temperature: τ.
+
+    Example:
+        >>> embeddings = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+        >>> supervised_contrast(embeddings[:2], torch.tensor([0, 0]), temperature=1.0)  # log e − 1
+        tensor(0.)
+        >>> supervised_contrast(embeddings, torch.tensor([0, 0, 1]), temperature=1.0)  # (2 log(e + 1) + log 2 − 3)/3
+        tensor(0.1066)
+    """
+    directions = F.normalize(embeddings, dim=1)
+    similarities = directions @ directions.T / temperature
+    same = (labels[:, None] == labels[None]).to(similarities)
+    itself = torch.eye(len(labels), dtype=torch.bool, device=labels.device)
+    near = (similarities * same).sum(1) / same.sum(1)
+    return (similarities.masked_fill(itself, -torch.inf).logsumexp(1) - near).mean()
 
 
 def paired_loss(scores: Tensor) -> Tensor:

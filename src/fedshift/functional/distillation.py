@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,23 @@ def softened_divergence(teacher: Tensor, student: Tensor, temperature: float) ->
         reduction="batchmean",
         log_target=True,
     )
+
+
+def spread_of_predictions(scores: Sequence[Tensor]) -> Tensor:
+    """``1/V Σ_v KL(p_v ‖ p̄)`` with p̄ the mean of the p_v: the Jensen–Shannon divergence, the mean over rows, in nats.
+
+    Source: AugMix (Hendrycks et al., ICLR 2020, equation 3), as FedCCRL has it. p̄ is at least 1e-7.
+
+    Args:
+        scores: of each version v, whose softmax is p_v, (n, C) each.
+
+    Example:
+        >>> spread_of_predictions([torch.tensor([[99.0, 0.0]]), torch.tensor([[0.0, 99.0]])])  # ln 2
+        tensor(0.6931)
+    """
+    logs = torch.stack(list(scores)).log_softmax(2)  # of probabilities that round to 0, too
+    each = logs.exp()
+    return (each * (logs - each.mean(0).clamp(1e-7, 1).log())).sum(2).mean()
 
 
 def move_towards(average: Iterable[Tensor], values: Iterable[Tensor], momentum: float) -> None:
