@@ -3,7 +3,8 @@
 The site agrees by itself to the first network whose update may leave, to the first training options likewise (with
 ``policy.training: first``), and to the splits that the coordinator asks for first. What else is asked for is refused
 and noted as a request, until a person at the site agrees to it, or refuses it, with ``fedshift site agree``. The file
-is read at every request, so an agreement holds at once.
+is read at every request, so an agreement holds at once. With ``policy.approvals`` above 1 the site agrees to nothing by
+itself, and a request waits until so many different people approved it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from fedshift.deploy.approvals import Approval, Approver, digest_of_terms, valid_approvals
 from fedshift.deploy.remote.policy import Policy, TrainingBounds
 from fedshift.digests import Damaged, read_object, write_object
 from fedshift.errors import Refused
@@ -94,6 +96,7 @@ class AskedTerms(_Model):
         when: seconds since 1970, of the last time.
         times: how often.
         refused: whether a person refused it.
+        approvals: of people, where more than one must agree.
     """
 
     number: Annotated[int, Field(ge=1)]
@@ -103,6 +106,7 @@ class AskedTerms(_Model):
     when: float = 0.0
     times: int = 1
     refused: bool = False
+    approvals: tuple[Approval, ...] = ()
 
 
 class _File(_Model):
@@ -197,6 +201,8 @@ class AgreedTerms:
             )
         splits = missing.splits if policy.splits != "all" else ()
         training = tuple(one for one in missing.training if self._beyond(one, agreed))
+        if policy.approvals > 1:
+            return Terms(), Terms(models=models, splits=splits, training=training)
         new = bool(splits) and not agreed.splits and policy.splits != "all" and len(splits) <= policy.splits
         first = Terms(
             models=() if agreed.models else models,
@@ -232,8 +238,13 @@ class AgreedTerms:
                 "them, or ask for something else"
             )
         return (
-            f"site '{self._site}' has not agreed to {' and '.join(texts)}; a person there may, with fedshift site agree"
+            f"site '{self._site}' has not agreed to {' and '.join(texts)}; {self._people} there may, with fedshift "
+            "site agree"
         )
+
+    @property
+    def _people(self) -> str:
+        return "a person" if self._policy.approvals == 1 else f"{self._policy.approvals} people"
 
     def check_peers(self, found: Mapping[str, str]) -> None:
         """Raise Refused unless each site signs with the certificate that this site has on record for it.
@@ -247,7 +258,8 @@ class AgreedTerms:
     def _check_peers(self, found: Mapping[str, str]) -> None:
         terms = self._read()
         known = {**{peer.site: peer.certificate for peer in terms.agreed.peers}, **self._policy.peers}
-        first = {} if self._policy.secure == "required" else {site: found[site] for site in found if site not in known}
+        by_people = self._policy.secure == "required" or self._policy.approvals > 1
+        first = {} if by_people else {site: found[site] for site in found if site not in known}
         wrong = [site for site in found if {**first, **known}.get(site) != found[site]]
         listed = Terms(peers=tuple(Peer(site=site, certificate=found[site]) for site in wrong or first))
         if first and not wrong:
@@ -262,8 +274,9 @@ class AgreedTerms:
             )
         self._note(terms, listed)
         raise Refused(
-            f"site '{self._site}' has not agreed to the certificate of '{wrong[0]}' (rule policy.peers); a person "
-            "there may, with fedshift site agree, after comparing it with what fedshift site check shows at that site"
+            f"site '{self._site}' has not agreed to the certificate of '{wrong[0]}' (rule policy.peers); "
+            f"{self._people} there may, with fedshift site agree, after comparing it with what fedshift site check "
+            "shows at that site"
         )
 
     def _note(self, terms: _File, lacks: Terms) -> None:
@@ -274,7 +287,13 @@ class AgreedTerms:
         before = next((one for one in terms.asked if not one.refused and one.lacks == lacks), None)
         number, times = (terms.numbers + 1, 1) if before is None else (before.number, before.times + 1)
         new = AskedTerms(
-            number=number, lacks=lacks, coordinator=self._coordinator, run=self._run, when=time.time(), times=times
+            number=number,
+            lacks=lacks,
+            coordinator=self._coordinator,
+            run=self._run,
+            when=time.time(),
+            times=times,
+            approvals=before.approvals if before is not None else (),
         )
         waiting = [new, *(one for one in terms.asked if not one.refused and one != before)]
         refused = [one for one in terms.asked if one.refused]
@@ -293,16 +312,58 @@ class AgreedTerms:
         """What the site has agreed to."""
         return self._read().agreed
 
-    def agree(self, shown: Sequence[AskedTerms]) -> None:
-        """Agree to requests as they were shown to a person. What was asked since waits for the next time."""
+    def agree(self, shown: Sequence[AskedTerms], by: Approver | None = None) -> tuple[str, ...]:
+        """Agree to requests as they were shown to a person. What was asked since waits for the next time.
+
+        Args:
+            shown: the requests.
+            by: the person, of `approver`. Where several must agree, their approval is noted until there are enough.
+
+        Returns:
+            Who approved the last request, and whether that is enough: without a name, nobody has to.
+
+        Raises:
+            Refused: several people must agree, and nobody says who this is.
+        """
         with locked(self._lock):
-            terms, agreed = self._read(), self._read().agreed
+            terms = self._read()
+            agreed, noted = terms.agreed, dict[int, tuple[Approval, ...]]()
+            approvals: dict[str, Approval] = {}
             for one in reversed(shown):  # of two certificates of a site the newer one
-                agreed = agreed.with_terms(one.lacks)
-            remaining = (one.model_copy(update={"lacks": one.lacks.without(agreed)}) for one in terms.asked)
+                approvals = self._approvals(one, terms, by)
+                if len(approvals) < self._policy.approvals and self._counts_people:
+                    noted[one.number] = tuple(approvals.values())
+                else:
+                    agreed = agreed.with_terms(one.lacks)
+            remaining = (
+                one.model_copy(
+                    update={"lacks": one.lacks.without(agreed), "approvals": noted.get(one.number, one.approvals)}
+                )
+                for one in terms.asked
+            )
             self._write(
                 terms.model_copy(update={"agreed": agreed, "asked": tuple(one for one in remaining if one.lacks)})
             )
+        return tuple(one.person for one in approvals.values())
+
+    @property
+    def _counts_people(self) -> bool:
+        return self._policy.approvals > 1 or bool(self._policy.approvers)
+
+    def approvals(self, request: AskedTerms) -> tuple[str, ...]:
+        """Who has approved a request, by approvals that count."""
+        found = valid_approvals(request.approvals, self._digest(request), self._policy.approvers)
+        return tuple(one.person for one in found.values())
+
+    def _approvals(self, request: AskedTerms, terms: _File, by: Approver | None) -> dict[str, Approval]:
+        if by is None and self._counts_people:
+            raise Refused(f"site '{self._site}': {self._people} must agree, by name (rule policy.approvals)")
+        noted = [approval for one in terms.asked if one.number == request.number for approval in one.approvals]
+        new = [] if by is None else [by.approve(self._digest(request))]
+        return valid_approvals([*noted, *new], self._digest(request), self._policy.approvers)
+
+    def _digest(self, request: AskedTerms) -> str:
+        return digest_of_terms(self._site, request.lacks)
 
     def refuse(self, shown: Sequence[AskedTerms]) -> None:
         """Refuse requests for good: they are noted no more. A person may still agree to them, by number."""
@@ -310,7 +371,7 @@ class AgreedTerms:
             terms = self._read()
             numbers = {one.number for one in shown}
             waiting = [one for one in terms.asked if not one.refused and one.number not in numbers]
-            new = [one.model_copy(update={"refused": True}) for one in shown if not one.refused]
+            new = [one.model_copy(update={"refused": True, "approvals": ()}) for one in shown if not one.refused]
             refused = [*new, *(one for one in terms.asked if one.refused)]
             self._write(terms.model_copy(update={"asked": (*waiting, *refused[:_MOST_REFUSED])}))
 

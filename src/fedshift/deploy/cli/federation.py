@@ -177,6 +177,12 @@ def site_agree(
     only: Annotated[
         list[int] | None, typer.Option("--only", help="The number of a request; repeat it for others.", metavar="N")
     ] = None,
+    name: Annotated[
+        str, typer.Option("--as", help="Who you are, where several people must agree.", metavar="NAME")
+    ] = "",
+    key: Annotated[
+        Path | None, typer.Option("--key", help="Your private key, where policy.approvers lists keys.", metavar="FILE")
+    ] = None,
 ) -> None:
     """Show one refused request after another (who asked, when, for what), the newest first; agree to each or refuse it.
 
@@ -184,7 +190,7 @@ def site_agree(
     """
     from fedshift.deploy.cli.site import agree_site
 
-    agree_site(path, yes, refuse, only or ())
+    agree_site(path, yes, refuse, only or (), name, key)
 
 
 @site.command("recover")

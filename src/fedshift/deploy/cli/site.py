@@ -17,6 +17,7 @@ from fedshift.data.codings import Categories, missing_cells
 from fedshift.data.domain import DataSet, SparseRows
 from fedshift.data.site_differences import site_differences
 from fedshift.deploy.agreed_terms import AgreedTerms, AskedTerms
+from fedshift.deploy.approvals import Approver, approver
 from fedshift.deploy.flare import roles
 from fedshift.deploy.privacy.few_rows import few_samples, leaving, of_many_rows
 from fedshift.deploy.privacy.ledger import PrivacyLedger
@@ -24,6 +25,7 @@ from fedshift.deploy.privacy.noisy_statistics import lacking
 from fedshift.deploy.privacy.recovery import lost_records, recover_records
 from fedshift.deploy.remote.policy import (
     ACCURACY,
+    AGREED,
     CONFIDENCES,
     MASKED,
     METRICS,
@@ -202,7 +204,14 @@ def _rule(rule: object) -> str:
     return f"a list of {len(rule)}" if isinstance(rule, tuple) else str(rule)
 
 
-def agree_site(path: Path, yes: bool = False, refuse: bool = False, only: Sequence[int] = ()) -> None:
+def agree_site(
+    path: Path,
+    yes: bool = False,
+    refuse: bool = False,
+    only: Sequence[int] = (),
+    name: str = "",
+    key: Path | None = None,
+) -> None:
     """Show one refused request after another, and agree to each or refuse it.
 
     Args:
@@ -210,9 +219,11 @@ def agree_site(path: Path, yes: bool = False, refuse: bool = False, only: Sequen
         yes: agree without a question.
         refuse: refuse without a question.
         only: numbers of requests; none: all that wait. A request that was refused can be chosen, too.
+        name: who agrees, where several people must.
+        key: the file of that person's private key, where the site's file lists public ones.
 
     Raises:
-        UserError: both are chosen, or no request has such a number.
+        UserError: both are chosen, or no request has such a number, or the person's name or key is missing.
     """
     if yes and refuse:
         raise UserError("choose one of --yes and --refuse")
@@ -221,7 +232,9 @@ def agree_site(path: Path, yes: bool = False, refuse: bool = False, only: Sequen
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    terms = AgreedTerms(config.memory, config.file.site, config.file.policy)
+    policy = config.file.policy
+    by = None if refuse else approver(policy.approvals, policy.approvers, name, key, _asked_passphrase)
+    terms = AgreedTerms(config.memory, config.file.site, policy)
     waiting, refused = terms.asked(), terms.refused()
     known = {str(one.number): one for one in (*waiting, *refused)}
     for number in only:
@@ -231,13 +244,9 @@ def agree_site(path: Path, yes: bool = False, refuse: bool = False, only: Sequen
     if not chosen:
         say(f"site {config.file.site}: nothing was asked that it has not agreed to")
     for request in chosen:
-        _show_request(request, say)
+        _show_request(request, terms.approvals(request), say)
         answer = "a" if yes else "r" if refuse else _asked_person()
-        if answer == "a":
-            terms.agree([request])
-        elif answer == "r":
-            terms.refuse([request])
-        say(f"request {request.number}: {_ANSWERS[answer]}")
+        say(f"request {request.number}: {_answered(config, terms, request, answer, by)}")
     if refused and not only:
         say(f"refused before: {', '.join(str(one.number) for one in refused)} (--only NUMBER shows one of them)")
 
@@ -245,18 +254,40 @@ def agree_site(path: Path, yes: bool = False, refuse: bool = False, only: Sequen
 _ANSWERS = {"a": "agreed to", "r": "refused", "l": "left for later"}
 
 
+def _answered(config: SiteConfig, terms: AgreedTerms, request: AskedTerms, answer: str, by: Approver | None) -> str:
+    """Do what a person answered; say what came of it. Once an agreement of named people holds, the audit log has it."""
+    if answer == "r":
+        terms.refuse([request])
+    if answer != "a":
+        return _ANSWERS[answer]
+    people = terms.agree([request], by)
+    lacking = config.file.policy.approvals - len(people) if by is not None else 0
+    if lacking > 0:
+        others = "another person" if lacking == 1 else f"{lacking} others"
+        return f"approved by {', '.join(people)}; it holds once {others} agreed, too (rule policy.approvals)"
+    if people:
+        log = AuditLog(config.audit_log)
+        log.append(do=AGREED, request=request.number, people=list(people), terms=request.lacks.model_dump())
+    return _ANSWERS["a"]
+
+
+def _asked_passphrase() -> str:
+    return str(typer.prompt("passphrase of the key", hide_input=True, default="", show_default=False))
+
+
 def _asked_person() -> str:
     answer = str(typer.prompt("agree (a), refuse (r), or decide later (l)?", default="l", show_default=False))
     return answer if answer in _ANSWERS else "l"
 
 
-def _show_request(request: AskedTerms, say: Callable[[str], None]) -> None:
+def _show_request(request: AskedTerms, approved: Sequence[str], say: Callable[[str], None]) -> None:
     """Who asked, when and for which run, and for what."""
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(request.when)) if request.when else "before"
     times = f", {request.times} times" if request.times > 1 else ""
     who = f" by {request.coordinator} for {request.run}" if request.coordinator else ""
     refused = "; it was refused" if request.refused else ""
-    say(f"request {request.number}, last asked {when}{who}{times}{refused}:")
+    by = f"; approved by {', '.join(approved)}" if approved else ""
+    say(f"request {request.number}, last asked {when}{who}{times}{refused}{by}:")
     lacks = request.lacks
     for network in lacks.models:
         say(f"  network: {_term(network)}")

@@ -14,7 +14,7 @@ from fedshift.deploy.flare import roles
 from fedshift.deploy.flare.deployment_folder import ENDS, Deployment
 from fedshift.deploy.flare.service_log import EVENTS
 from fedshift.deploy.privacy.ledger import PrivacyLedger
-from fedshift.deploy.remote.policy import AuditLog
+from fedshift.deploy.remote.policy import AGREED, RECOVERED, AuditLog
 from fedshift.deploy.site_cards import GivenPrivacy, cards_of
 from fedshift.deploy.site_file import SiteConfig, load_site
 from fedshift.digests import Damaged
@@ -61,7 +61,7 @@ def show_site(path: Path) -> None:
     except FedshiftError as error:
         _say(f"warning: {error}")
         lines = []
-    _say(f"last request: {_last_request(lines)}")
+    _say(f"last request: {_last_request([line for line in lines if line.get('do') not in (AGREED, RECOVERED)])}")
     refusals = [line for line in lines if line.get("refused") or line.get("failed")]
     _say(f"last refusal: {_told(refusals[-1]) if refusals else 'none'}")
     _say(f"privacy: {_ledger(config)}")

@@ -10,10 +10,11 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
+from fedshift.deploy.approvals import public_key, same_person
 from fedshift.deploy.chained_log import START, append_line, checked_lines, digest_of
 from fedshift.digests import read_object, write_object
 from fedshift.errors import FedshiftError, KindRefused, Refused, UserError, nearest
@@ -124,6 +125,16 @@ class Policy(BaseModel):
         description="how the site trains: bounds such as {lr: 0.1, batch_size: 8, rounds: 100, mini_batches: 2000, "
         "local_epochs: 5}; those of the first experiment, and others that fedshift site agree allows (first); any",
     )
+    approvals: Annotated[int, Field(ge=1, le=9)] = Field(
+        1,
+        description="different people who must agree with fedshift site agree before an agreement holds; above 1, the "
+        "first networks, splits, training options and certificates need them, too",
+    )
+    approvers: dict[str, str] = Field(
+        default_factory=dict,
+        description="who may agree: name → public key, a line 'ssh-ed25519 …' of OpenSSH, with which the person signs; "
+        "none = anybody here, by a name alone",
+    )
     exposure: float = Field(
         0.4,
         gt=0,
@@ -147,6 +158,26 @@ class Policy(BaseModel):
             if len(text) != 64 or not set(text) <= set("0123456789abcdef"):
                 raise ValueError(f"'{site}' is not given the SHA-256 of a certificate, 64 hexadecimal digits")
         return plain
+
+    @field_validator("approvers")
+    @classmethod
+    def _different_people(cls, approvers: dict[str, str]) -> dict[str, str]:
+        plain: dict[str, str] = {}
+        for name, text in approvers.items():
+            try:
+                plain[name] = public_key(text)
+            except ValueError as error:
+                raise ValueError(f"what is given for '{name}' {error}") from None
+        for what, values in (("name", list(map(same_person, plain))), ("key", list(plain.values()))):
+            if len(set(values)) < len(values):
+                raise ValueError(f"two people have the same {what}")
+        return plain
+
+    @model_validator(mode="after")
+    def _enough_people(self) -> Self:
+        if self.approvers and len(self.approvers) < self.approvals:
+            raise ValueError(f"approvers: lists {len(self.approvers)} of the {self.approvals} people who must agree")
+        return self
 
     @field_validator("roster")
     @classmethod
@@ -295,6 +326,9 @@ RECOVER = "put the file back as it was, or give the loss up with fedshift site r
 """The ways out for a person whose site lacks what it wrote down."""
 RECOVERED = "recover"
 """What a line of the audit log calls a loss that a person gave up: the ledger of privacy was counted anew."""
+
+AGREED = "agree"
+"""What a line of the audit log calls an agreement of several people."""
 
 
 class AuditLog:
