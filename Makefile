@@ -5,14 +5,14 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # The demo needs none of the extras; once they are there, it takes that environment.
 PLAIN := $(VENV)/.plain
-EXTRAS := report,deploy,tables,networks,medical,privacy,export,search,cluster,ray,volumes,databases
+EXTRAS := report,deploy,tables,networks,medical,privacy,export,search,cluster,ray,volumes,databases,monitoring
 DOCS := $(VENV)-docs
 FLARE_NEXT := $(VENV)-flare
 # Three for two cores: tests that wait for processes to start leave one idle.
 FEDSHIFT_WORKERS ?= 3
 MUTATION_JOBS ?= 2
 
-.PHONY: demo docs notebooks test references mutation test-fast test-cluster test-flare-next test-processors check-results lint audit sbom lock bench clean
+.PHONY: demo docs notebooks chart wheelhouse test references mutation test-fast test-cluster test-flare-next test-processors check-results lint audit sbom lock bench clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -65,6 +65,14 @@ lint: $(READY)
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/*.yml
 	$(BIN)/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
+	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec examples/deploy/compose.yaml
+
+chart: $(READY)  ## Helm's own lint of examples/deploy/chart, and Kubernetes' schemas of what it makes; 350 MB, so not in lint
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check helm-python-sdk==0.2.2 kubernetes-validate==1.37.0
+	$(BIN)/python -m pytest -m "" tests/deploy/cli/test_examples_of_deployment.py -k chart -rs
+
+wheelhouse: $(READY)  ## all wheels that a role needs, by their hashes, in build/wheels, for machines without a network
+	$(BIN)/python examples/deploy/wheelhouse.py build/wheels
 
 audit: $(READY)  ## known flaws in the pinned packages (asks the package index), and in our own code
 	$(BIN)/bandit --quiet --recursive src --configfile pyproject.toml

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -15,23 +16,39 @@ import pytest
 import yaml
 
 from fedshift.deploy.chained_log import append_line, checked_lines, lines_of
-from fedshift.deploy.sinks import FileSink, Forwarder, HttpSink, SyslogSink, audit_log_of, sink_in
+from fedshift.deploy.role_file import audit_log_of, role_file
+from fedshift.deploy.sinks import FileSink, Forwarder, OtlpSink, SyslogSink
 from fedshift.errors import UserError
+
+ABSENT = "is not installed: pip install -e '.[monitoring]'"
 
 
 class Collector:
-    """A place on loopback that takes posted lines, and answers with ``status``."""
+    """A collector of OpenTelemetry's on loopback, which takes log records by OTLP, and answers with ``status``."""
 
     def __init__(self) -> None:
+        from opentelemetry.proto.collector.logs.v1 import logs_service_pb2 as otlp
+
         self.got: list[dict[str, Any]] = []
+        self.resources: list[dict[str, str]] = []
+        self.paths: set[str] = set()
         self.status = 200
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
+                outer.paths.add(self.path)
                 if outer.status == 200:
-                    outer.got.append(json.loads(body))
+                    for resource in otlp.ExportLogsServiceRequest.FromString(body).resource_logs:
+                        told = resource.resource.attributes
+                        outer.resources.append({one.key: one.value.string_value for one in told})
+                        for record in (one for scope in resource.scope_logs for one in scope.log_records):
+                            whole = {
+                                one.key.removeprefix("fedshift."): one.value.int_value or one.value.string_value
+                                for one in record.attributes
+                            }
+                            outer.got.append({**whole, "line": record.body.string_value})
                 self.send_response(outer.status)
                 self.end_headers()
 
@@ -39,12 +56,14 @@ class Collector:
                 """Nothing."""
 
         self.server = HTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}/lines?from=fedshift"
+        self.url = f"http://127.0.0.1:{self.server.server_port}/v1/logs"
         threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
 
 @pytest.fixture
-def collector() -> Iterator[Collector]:
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason=f"OpenTelemetry {ABSENT}")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # proxies are not used
     made = Collector()
     yield made
     made.server.shutdown()
@@ -62,7 +81,7 @@ def write(folder: Path, *numbers: int) -> None:
 
 
 def test_each_line_arrives_once_and_whole(collector: Collector, tmp_path: Path) -> None:
-    sink = HttpSink(kind="http", url=collector.url)
+    sink = OtlpSink(kind="otlp", url=collector.url)
     write(tmp_path, 0, 1)
     assert forwarder(tmp_path, sink).forward()
     write(tmp_path, 2)
@@ -73,18 +92,20 @@ def test_each_line_arrives_once_and_whole(collector: Collector, tmp_path: Path) 
     assert [(one["from"], one["log"], one["number"]) for one in collector.got] == [
         ("north", "audit", number) for number in (1, 2, 3)
     ]
+    assert collector.paths == {"/v1/logs"}
+    assert all(told == {"service.name": "fedshift"} for told in collector.resources)
 
 
 @pytest.mark.threat("stopped_sink")
 def test_a_sink_that_fails_is_said_once_and_misses_nothing(collector: Collector, tmp_path: Path) -> None:
     said: list[str] = []
-    sent = forwarder(tmp_path, HttpSink(kind="http", url=collector.url), said)
+    sent = forwarder(tmp_path, OtlpSink(kind="otlp", url=collector.url), said)
     collector.status = 503
     for number in range(3):
         write(tmp_path, number)
         assert not sent.forward()
     assert len(said) == 1
-    assert "503" in said[0]
+    assert collector.url in said[0]
     assert len(checked_lines(tmp_path / "audit.jsonl")) == 3
     collector.status = 200
     assert sent.forward()
@@ -96,12 +117,11 @@ def test_nobody_listens(tmp_path: Path) -> None:
     said: list[str] = []
     write(tmp_path, 0)
     for sink in (
-        HttpSink(kind="http", url="http://127.0.0.1:9/"),
         FileSink(kind="file", path=tmp_path / "absent" / "file"),
         SyslogSink(kind="syslog", address=str(tmp_path / "absent")),
     ):
         assert not forwarder(tmp_path, sink, said).forward()
-    assert len(said) == 3
+    assert len(said) == 2
 
 
 @pytest.mark.threat("cut_log")
@@ -138,7 +158,7 @@ def test_syslog_gets_a_line_that_it_can_take(tmp_path: Path) -> None:
 
 def test_a_service_sends_until_it_is_told_to_stop(collector: Collector, tmp_path: Path) -> None:
     stopping = threading.Event()
-    sent = forwarder(tmp_path, HttpSink(kind="http", url=collector.url))
+    sent = forwarder(tmp_path, OtlpSink(kind="otlp", url=collector.url))
     thread = threading.Thread(target=sent.run, args=(stopping,))
     thread.start()
     write(tmp_path, 0)
@@ -148,12 +168,21 @@ def test_a_service_sends_until_it_is_told_to_stop(collector: Collector, tmp_path
     assert len(collector.got) == 1
 
 
+def test_without_opentelemetry_one_line_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry._logs", None)
+    said: list[str] = []
+    write(tmp_path, 0)
+    assert not forwarder(tmp_path, OtlpSink(kind="otlp"), said).forward()
+    assert "fedshift[monitoring]" in said[0]
+
+
 @pytest.mark.parametrize(
     ("sink", "word"),
     [
         ({"kind": "pigeon"}, "syslog"),
-        ({"kind": "http", "url": "ftp://host/"}, "https"),
-        ({"kind": "http", "url": "http://user:secret@host/"}, "https"),
+        ({"kind": "http", "url": "http://host/"}, "otlp"),
+        ({"kind": "otlp", "url": "ftp://host/"}, "https"),
+        ({"kind": "otlp", "url": "http://user:secret@host/"}, "https"),
         ({"kind": "syslog", "address": "host"}, "host:port"),
         ({"kind": "file"}, "required"),
         ({"kind": "file", "path": "a", "more": 1}, "not permitted"),
@@ -163,7 +192,7 @@ def test_a_service_sends_until_it_is_told_to_stop(collector: Collector, tmp_path
 def test_mistakes_in_a_sink_are_one_line(sink: Any, word: str, tmp_path: Path) -> None:
     (tmp_path / "SITE.yaml").write_text(yaml.safe_dump({"sink": sink}))
     with pytest.raises(UserError, match=word) as error:
-        sink_in(tmp_path / "SITE.yaml")
+        role_file(tmp_path / "SITE.yaml")
     assert "\n" not in str(error.value)
 
 
@@ -175,11 +204,11 @@ def test_what_the_service_reads_is_what_the_site_reads(tmp_path: Path) -> None:
     file.write_text(yaml.safe_dump({**options, "sink": {"kind": "file", "path": "copy"}}))
     site = load_site(file)
     assert audit_log_of(file) == site.audit_log
-    assert sink_in(file) == FileSink(kind="file", path=tmp_path / "copy")
+    assert role_file(file).sink == FileSink(kind="file", path=tmp_path / "copy")
     assert site.file.sink == FileSink(kind="file", path=Path("copy"))
     file.write_text(yaml.safe_dump(options))
-    assert sink_in(file) is None is load_site(file).file.sink
-    assert sink_in(tmp_path / "COORDINATOR.yaml") is None
+    assert role_file(file).sink is None is load_site(file).file.sink
+    assert role_file(tmp_path / "COORDINATOR.yaml").sink is None
 
 
 @pytest.mark.parametrize("role", ["site", "coordinator"])

@@ -127,8 +127,11 @@ def agree(
             check_rows(site, before[site], experiment.protocol.seeds)
     _check_all_take_part(faults, len(sites))
     agreed = _agreed(experiment, cards)
-    for warning in noted_spending(folder.parent / SPENT, {site: card.privacy for site, card in cards.items()}):
+    budgets = {site: card.privacy for site, card in cards.items()}
+    warnings, spent_again = noted_spending(folder.parent / SPENT, budgets)
+    for warning in warnings:
         log.warn(warning)
+    _check_all_take_part([UserError(fault) for fault in spent_again], len(sites))
     return agreed
 
 

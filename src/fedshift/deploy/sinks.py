@@ -1,4 +1,4 @@
-"""Sinks: where a role's service sends a copy of each line of its logs, as its own file says.
+"""Sinks: where a role's service sends a copy of each line of its logs: syslog, a collector of OpenTelemetry, a file.
 
 The service reads the logs and remembers how far it got. So a sink that is slow, full or gone delays no exchange, and
 gets what it missed when it works again. A line may arrive twice, if the service was killed in between.
@@ -7,27 +7,26 @@ gets what it missed when it works again. A line may arrive twice, if the service
 from __future__ import annotations
 
 import contextlib
-import http.client
+import functools
 import json
 import logging
 import logging.handlers
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from fedshift.deploy.chained_log import digest_of
 from fedshift.digests import read_object, write_object
-from fedshift.errors import UserError, in_words
+from fedshift.errors import UserError
+from fedshift.extras import needed
 
-COORDINATOR_FILE = "COORDINATOR.yaml"
-"""The coordinator's own file, beside its kit.json. It may be absent."""
 _PATIENCE = 5.0
 _BACKOFF = (0.5, 60.0)
 _MOST_OF_SYSLOG = 4096
@@ -80,11 +79,11 @@ class SyslogSink(_Sink):
             raise OSError(f"syslog at {self.address} takes no messages")
 
 
-class HttpSink(_Sink):
-    """Posts each line as JSON. Proxies are not used."""
+class OtlpSink(_Sink):
+    """Sends each line as a log record to a collector of OpenTelemetry, by OTLP over HTTP. Proxies are not used."""
 
-    kind: Literal["http"]
-    url: str
+    kind: Literal["otlp"]
+    url: str = "http://127.0.0.1:4318/v1/logs"
 
     @field_validator("url")
     @classmethod
@@ -95,56 +94,53 @@ class HttpSink(_Sink):
         return url
 
     def send(self, line: str) -> None:
-        parts = urlsplit(self.url)
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        connection = kind(str(parts.hostname), parts.port, timeout=_PATIENCE)
-        try:
-            place = parts.path or "/"
-            connection.request(
-                "POST",
-                f"{place}?{parts.query}" if parts.query else place,
-                line.encode(),
-                {"Content-Type": "application/json"},
+        records = needed("opentelemetry._logs", extra="monitoring", what="sink: {kind: otlp}")
+        whole = json.loads(line)
+        body = whole.pop("line", "")
+        logger, exporter = _collector(self.url)
+        exporter.failed = False
+        logger.emit(
+            records.LogRecord(
+                timestamp=time.time_ns(),
+                severity_number=records.SeverityNumber.INFO,
+                body=body,
+                attributes={f"fedshift.{name}": value for name, value in whole.items()},
             )
-            answer = connection.getresponse()
-            if not 200 <= answer.status < 300:
-                raise OSError(f"it answered {answer.status}")
-        finally:
-            connection.close()
+        )
+        if exporter.failed:
+            raise OSError(f"the collector at {self.url} takes no records")
 
 
-Sink = Annotated[FileSink | SyslogSink | HttpSink, Field(discriminator="kind")]
+@functools.cache
+def _collector(url: str) -> tuple[Any, Any]:
+    """OpenTelemetry's logger for a collector, and its exporter, which remembers in ``failed`` whether that took all."""
+    what = "sink: {kind: otlp}"
+    provider = needed("opentelemetry.sdk._logs", extra="monitoring", what=what).LoggerProvider
+    export = needed("opentelemetry.sdk._logs.export", extra="monitoring", what=what)
+    http = needed("opentelemetry.exporter.otlp.proto.http._log_exporter", extra="monitoring", what=what)
+    resource = needed("opentelemetry.sdk.resources", extra="monitoring", what=what).Resource
+    session = needed("requests", extra="monitoring", what=what).Session()
+    session.trust_env = False  # neither proxies nor passwords of the environment
+
+    class Exporter(http.OTLPLogExporter):  # type: ignore[misc]
+        failed = False
+
+        def export(self, batch: Any) -> Any:
+            result = super().export(batch)
+            self.failed = result is not export.LogRecordExportResult.SUCCESS
+            return result
+
+    # One record at a time, and no retries beside those of `Forwarder`, which knows what has arrived.
+    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
+    exporter = Exporter(url, timeout=_PATIENCE, session=session)
+    # Only a name: by default the resource would tell this process and its machine.
+    made = provider(resource=resource({"service.name": "fedshift"}), shutdown_on_exit=False)
+    made.add_log_record_processor(export.SimpleLogRecordProcessor(exporter))
+    return made.get_logger("fedshift"), exporter
 
 
-def sink_in(file: Path) -> FileSink | SyslogSink | HttpSink | None:
-    """The sink that a role's own file names (SITE.yaml, or the coordinator's `COORDINATOR_FILE`); None without one.
-
-    Raises:
-        UserError: the file cannot be read, or there is a mistake in its sink.
-    """
-    options = _options(file)
-    if options.get("sink") is None:
-        return None
-    try:
-        found: FileSink | SyslogSink | HttpSink = TypeAdapter(Sink).validate_python(options["sink"])
-    except ValidationError as error:
-        raise UserError(f"{file}: sink: {in_words(error.errors()[0])}") from None
-    if isinstance(found, FileSink):
-        return found.model_copy(update={"path": file.parent.resolve() / found.path})
-    return found
-
-
-def audit_log_of(file: Path) -> Path:
-    """The audit log of the site that a SITE.yaml describes. The service reads the file itself: it needs no torch."""
-    return (file.parent / str(_options(file).get("memory", "memory")) / "audit.jsonl").resolve()
-
-
-def _options(file: Path) -> Mapping[str, Any]:
-    try:
-        options = yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"cannot read {file}: {error}".splitlines()[0]) from None
-    return options if isinstance(options, Mapping) else {}
+AnySink = FileSink | SyslogSink | OtlpSink
+Sink = Annotated[AnySink, Field(discriminator="kind")]
 
 
 @dataclass
@@ -160,7 +156,7 @@ class Forwarder:
     """
 
     name: str
-    sink: FileSink | SyslogSink | HttpSink
+    sink: AnySink
     logs: Callable[[], Mapping[str, Path]]
     place: Path
     say: Callable[[str], None]

@@ -13,13 +13,13 @@ from typing import Any, Self
 
 import numpy as np
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+from pydantic import ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
 from fedshift.data.domain import DataSet, DataSource, Domain, Preprocessing
 from fedshift.data.few_rows import Few
 from fedshift.data.site_labels import SiteLabels
 from fedshift.deploy.remote.policy import Policy, PrivacyBudget
-from fedshift.deploy.sinks import Sink
+from fedshift.deploy.role_file import RoleFile
 from fedshift.errors import UserError, nearest
 from fedshift.experiment.config.data_section import data_source
 from fedshift.experiment.config.error_messages import describe
@@ -30,7 +30,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _WATCHED_FILES = 10_000
 
 
-class SiteFile(BaseModel):
+class SiteFile(RoleFile):
     """The content of a SITE.yaml. The file stays at the site."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -48,13 +48,11 @@ class SiteFile(BaseModel):
     threads: PositiveInt | None = Field(
         None, le=1024, description="threads of the site's process; none = torch's own choice"
     )
-    memory: Path = Field(Path("memory"), description="where the site remembers, relative to this file")
     received: Path = Field(
         Path("received"),
         description="where a site without labels keeps the models that it got, its predictions and what to expect of "
         "them, relative to this file",
     )
-    sink: Sink | None = Field(None, description="where a copy of each line of the audit log goes: file, syslog or http")
     policy: Policy = Field(default_factory=Policy)
     privacy: PrivacyBudget | None = Field(
         None,

@@ -30,7 +30,7 @@ class _SpentBefore(BaseModel):
     sites: dict[str, Spent] = {}
 
 
-def noted_spending(file: Path, budgets: Mapping[str, GivenPrivacy | None]) -> list[str]:
+def noted_spending(file: Path, budgets: Mapping[str, GivenPrivacy | None]) -> tuple[list[str], list[str]]:
     """Note what sites have spent, and compare it with what they told before.
 
     Args:
@@ -38,40 +38,49 @@ def noted_spending(file: Path, budgets: Mapping[str, GivenPrivacy | None]) -> li
         budgets: of the sites, as their cards say.
 
     Returns:
-        A warning for each site that told more before, or had a budget and has none now.
+        Warnings: the file is damaged, or a site had a budget and has none now. And a fault for each site that told of
+        more before: an older ledger was put in place of its newest one, and what it spent would be spent again.
     """
     with locked(file.with_suffix(".lock")):
         try:
             before = _SpentBefore.model_validate(read_object(file, _REMEDY))
         except Damaged as error:
-            return [str(error)]
-        warnings, after = [], dict(before.sites)
+            return [str(error)], []
+        warnings, faults, after = list[str](), list[str](), dict(before.sites)
         for site, budget in budgets.items():
-            told = _steps(() if budget is None else budget.spent)
             known = _steps(before.sites.get(site, ()))
-            if any(told.get(kind, 0) < steps for kind, steps in known.items()):
-                warnings.append(_warning(site, budget, known, told))
-            most = {kind: max(known.get(kind, 0), told.get(kind, 0)) for kind in (*known, *told)}
-            if most:
-                after[site] = tuple((*kind, steps) for kind, steps in most.items())
+            if budget is None:
+                if known:
+                    warnings.append(
+                        f"site '{site}' told of a budget of privacy before and has none now: ask its people whether "
+                        "they know"
+                    )
+                continue
+            told = _steps(budget.spent)
+            lacks = any(told.get(kind, 0) < steps for kind, steps in known.items())
+            if lacks and (fault := _fault(site, budget, known, told)) is not None:
+                faults.append(fault)
+            elif told:  # what is lost may be counted as something else, which costs no less
+                after[site] = tuple((*kind, steps) for kind, steps in told.items())
         if after != before.sites:
             write_object(file, _SpentBefore(sites=after).model_dump(mode="json"), private=True)
-        return warnings
+        return warnings, faults
 
 
 def _steps(spent: Spent) -> dict[tuple[float, float], int]:
     return {(float(noise), float(rate)): int(steps) for noise, rate, steps in spent}
 
 
-def _warning(site: str, budget: GivenPrivacy | None, known: Mapping[Any, int], told: Mapping[Any, int]) -> str:
-    if budget is None:
-        return f"site '{site}' told of a budget of privacy before and has none now: ask its people whether they know"
+def _fault(site: str, budget: GivenPrivacy, known: Mapping[Any, int], told: Mapping[Any, int]) -> str | None:
     epsilon, delta = budget.epsilon, budget.delta
     before, now = (
         adaptive_epsilon([NoisySteps(noise, rate, steps) for (noise, rate), steps in spent.items()], epsilon, delta)
         for spent in (known, told)
     )
+    if now >= before * (1 - 1e-9):
+        return None
     return (
         f"site '{site}' told before that it had spent ε = {before:.3g} of its budget of privacy, and now says "
-        f"{now:.3g}: its records were lost or put back from a backup; ask its people to put the newest ones back"
+        f"{now:.3g}: its records were lost or put back from a backup; ask its people to put the newest ones back, or "
+        "to use fedshift site restore, which counts what is lost"
     )

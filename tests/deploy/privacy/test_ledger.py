@@ -230,14 +230,22 @@ def told(*spent: tuple[float, float, int]) -> GivenPrivacy:
 
 @pytest.mark.threat("old_backup")
 @pytest.mark.case("forgotten budget", "a site tells the coordinator of fewer steps than before")
-def test_the_coordinator_warns_if_a_site_told_more_before(tmp_path: Path) -> None:
+def test_the_coordinator_refuses_a_site_that_told_more_before(tmp_path: Path) -> None:
     file = tmp_path / "spent.json"
-    assert noted_spending(file, {"north": told((3.0, 0.1, 40)), "south": told()}) == []
-    assert noted_spending(file, {"north": told((3.0, 0.1, 40), (2.0, 1.0, 1)), "south": told((3.0, 0.1, 1))}) == []
-    (line,) = noted_spending(file, {"north": told((3.0, 0.1, 39), (2.0, 1.0, 1)), "south": told((3.0, 0.1, 1))})
-    assert "'north'" in line
-    assert len(noted_spending(file, {"north": told(), "south": told()})) == 2  # and again, until they are back
-    (line,) = noted_spending(file, {"north": told((3.0, 0.1, 40), (2.0, 1.0, 1)), "south": None})
-    assert "has none now" in line
+    assert noted_spending(file, {"north": told((3.0, 0.1, 40)), "south": told()}) == ([], [])
+    more = {"north": told((3.0, 0.1, 40), (2.0, 1.0, 1)), "south": told((3.0, 0.1, 1))}
+    assert noted_spending(file, more) == ([], [])
+    fewer = {"north": told((3.0, 0.1, 39), (2.0, 1.0, 1)), "south": told((3.0, 0.1, 1))}
+    for _ in range(2):  # and again, until they are back
+        _, (fault,) = noted_spending(file, fewer)
+        assert "'north'" in fault
+        assert "\n" not in fault
+    assert len(noted_spending(file, {"north": told(), "south": told()})[1]) == 2
+    (line,), faults = noted_spending(file, {**more, "south": None})
+    assert ("has none now" in line, faults) == (True, [])
+    dear = {**more, "south": told((0.05, 1.0, 1))}  # what is lost was counted as something else, which costs more
+    for _ in range(2):
+        assert noted_spending(file, dear) == ([], [])
+    assert len(noted_spending(file, more)[1]) == 1
     file.write_text("{")
-    assert "spent.json is damaged" in noted_spending(file, {"north": told()})[0]
+    assert "spent.json is damaged" in noted_spending(file, {"north": told()})[0][0]

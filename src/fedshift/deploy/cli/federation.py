@@ -207,6 +207,38 @@ def site_recover(
     recover_site(path, yes)
 
 
+@site.command("backup")
+def site_backup(
+    path: SiteFile = Path("SITE.yaml"),
+    out: Annotated[Path, typer.Option("--out", help="The file to write.")] = Path("site.backup"),
+) -> None:
+    """Write SITE.yaml, the kit with its private key, and the site's records into one file; neither data nor runs.
+
+    Stop the site before. The file is encrypted if a key is set, as all that the site writes.
+    """
+    from fedshift.deploy.cli.backup import backup_site
+
+    backup_site(path, out)
+
+
+@site.command("restore")
+def site_restore(
+    backup: Annotated[Path, typer.Argument(help="What fedshift site backup wrote.", metavar="BACKUP")],
+    path: SiteFile = Path("SITE.yaml"),
+    log: Annotated[
+        Path | None,
+        typer.Option("--log", help="The newest copy of the audit log: of a file sink, or a signed export."),
+    ] = None,
+) -> None:
+    """Put a site back. Records that are there and go on from the backup's stay, so nothing is spent a second time.
+
+    Where they are lost, what the site may have answered since the backup counts as spent: by --log, else all of it.
+    """
+    from fedshift.deploy.cli.backup import restore_site
+
+    restore_site(backup, path, log)
+
+
 @site.command("open")
 def site_open(
     model: Annotated[Path, typer.Argument(help="A run's folder or a model.sealed.", metavar="RUN_OR_MODEL")],

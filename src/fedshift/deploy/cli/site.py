@@ -23,6 +23,7 @@ from fedshift.deploy.privacy.few_rows import few_samples, leaving, of_many_rows
 from fedshift.deploy.privacy.ledger import PrivacyLedger
 from fedshift.deploy.privacy.noisy_statistics import lacking
 from fedshift.deploy.privacy.recovery import lost_records, recover_records
+from fedshift.deploy.proxy import proxy_address, proxy_for
 from fedshift.deploy.remote.policy import (
     ACCURACY,
     AGREED,
@@ -336,8 +337,10 @@ def _say_kit(config: SiteConfig, say: Callable[[str], None]) -> None:
     roles.check_settings(kit)
     say(f"kit: project {kit.project.name}, valid until {roles.expiry(kit)}, contact {kit.project.contact}")
     say(f"certificate: {Identity.of_kit(kit.folder, kit.name).fingerprint} (SHA-256, for policy.peers of other sites)")
-    reason = roles.unreachable(kit)
-    say(f"coordinator: {'can be reached' if reason is None else f'cannot be reached: {reason}'}")
+    proxy = proxy_for(kit.project.server, config.file.proxy)
+    reason = roles.unreachable(kit, proxy)
+    through = "" if proxy is None else f" through the proxy {':'.join(map(str, proxy_address(proxy)[:2]))}"
+    say(f"coordinator: {f'can be reached{through}' if reason is None else f'cannot be reached{through}: {reason}'}")
 
 
 def _same_name(config: SiteConfig, name: str) -> None:

@@ -1,4 +1,5 @@
-"""How a site's client dials the coordinator: FLARE's ``tcp``, with bounded frames, and again soon after a failure.
+"""How a site's client dials the coordinator: FLARE's ``tcp``, with bounded frames, through the site's proxy if it
+has one, and again soon after a failure.
 
 FLARE's clients take no other scheme, so `lockdown` registers this driver before FLARE registers its own.
 """
@@ -6,7 +7,6 @@ FLARE's clients take no other scheme, so `lockdown` registers this driver before
 from __future__ import annotations
 
 import logging
-import socket
 
 from nvflare.fuel.f3.comm_error import CommError
 from nvflare.fuel.f3.drivers.connector_info import ConnectorInfo
@@ -16,6 +16,7 @@ from nvflare.fuel.f3.drivers.tcp_driver import TcpDriver
 
 from fedshift.deploy.flare.drivers.shared_connection import SharedConnection
 from fedshift.deploy.flare.limits import RECONNECT
+from fedshift.deploy.proxy import connected, proxy_of_process
 
 _HANDSHAKE_SECONDS = 10.0
 _log = logging.getLogger("fedshift.dialling")
@@ -37,7 +38,7 @@ class DiallingTcpDriver(TcpDriver):  # type: ignore[misc]
         address = (params[DriverParams.HOST.value], int(params[DriverParams.PORT.value]))
         while not connector.stopped.is_set():
             try:
-                plain = socket.create_connection(address, _HANDSHAKE_SECONDS)
+                plain = connected(*address, proxy_of_process(), _HANDSHAKE_SECONDS)
                 secure = context.wrap_socket(plain)  # it closes the plain socket if it fails
             except OSError as error:
                 _log.debug(f"{address[0]} port {address[1]} cannot be reached: {error}")

@@ -11,6 +11,7 @@ import time
 from fedshift.deploy.flare.certificates import check_list
 from fedshift.deploy.flare.kits import LAUNCHER_CLASS, Kit
 from fedshift.deploy.json_files import plain_object
+from fedshift.deploy.proxy import connected
 from fedshift.errors import UserError
 
 _DATES = ("SSLV3_ALERT_CERTIFICATE_EXPIRED", "SSLV3_ALERT_BAD_CERTIFICATE", 9, 10)
@@ -118,8 +119,8 @@ def _filters(found: object) -> list[str]:
     return own + [name for value in found.values() for name in _filters(value)]
 
 
-def check_reachable(kit: Kit, seconds: float = 5.0) -> str | None:
-    """Check that the coordinator can be reached.
+def check_reachable(kit: Kit, proxy: str | None = None, seconds: float = 5.0) -> str | None:
+    """Check that the coordinator can be reached, through a proxy if there is one.
 
     Returns:
         Why it cannot be reached; None if it can.
@@ -133,7 +134,7 @@ def check_reachable(kit: Kit, seconds: float = 5.0) -> str | None:
     context.check_hostname = False  # FLARE also checks only the authority: the name may be an alias
     context.load_cert_chain(startup / "client.crt", startup / "client.key")
     try:
-        with socket.create_connection(address, timeout=seconds) as plain, context.wrap_socket(plain) as connection:
+        with connected(*address, proxy, seconds) as plain, context.wrap_socket(plain) as connection:
             connection.settimeout(0.5)
             with contextlib.suppress(TimeoutError):
                 ended = (

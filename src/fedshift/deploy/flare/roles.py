@@ -87,6 +87,13 @@ def load_kit(folder: Path, role: str) -> Kit:
     return kit
 
 
+def running(folder: Path) -> bool:
+    """Whether the service of the kit in a folder runs."""
+    from fedshift.deploy.flare.kits import load_kit
+
+    return holder(load_kit(folder)) is not None
+
+
 def revoked_sites(kit: Kit) -> list[str]:
     """The sites whose kit the coordinator refuses."""
     from fedshift.deploy.flare.certificates import revoked_sites
@@ -108,11 +115,11 @@ def expiry(kit: Kit) -> str:
     return f"{check_certificates(kit):%Y-%m-%d}"
 
 
-def unreachable(kit: Kit) -> str | None:
-    """Why the coordinator cannot be reached from here; None if it can."""
+def unreachable(kit: Kit, proxy: str | None = None) -> str | None:
+    """Why the coordinator cannot be reached from here, through a proxy if there is one; None if it can."""
     from fedshift.deploy.flare.kit_checks import check_reachable
 
-    return check_reachable(kit)
+    return check_reachable(kit, proxy)
 
 
 def free_port() -> int:

@@ -7,6 +7,7 @@ writes its status to ``service.json`` in the kit.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import signal
@@ -18,13 +19,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from wsgiref.simple_server import WSGIServer
 
-from fedshift.deploy import sinks
 from fedshift.deploy.flare import kit_checks, lockdown
 from fedshift.deploy.flare.jobs import Attendance, Deployments
 from fedshift.deploy.flare.kits import Kit, empty_channel, load_kit
 from fedshift.deploy.flare.service_lock import only_service
 from fedshift.deploy.flare.service_log import RAW, ServiceLog
+from fedshift.deploy.health import Health, RoleMetrics, monitor_server
+from fedshift.deploy.proxy import proxy_address, proxy_for, proxy_variables
+from fedshift.deploy.role_file import COORDINATOR_FILE, audit_log_of, role_file
+from fedshift.deploy.sinks import Forwarder
 from fedshift.digests import write_object
 from fedshift.errors import FedshiftError, UserError
 from fedshift.extras import runs_program
@@ -60,9 +65,18 @@ class Service:
     _without: int = 0
     _starts: int = 0
     _line: str = ""
+    _state: str = "starting"
 
     def __post_init__(self) -> None:
         self._log = ServiceLog(self.kit.folder)
+
+    @functools.cached_property
+    def _proxy(self) -> str | None:
+        """The proxy on a site's way to the coordinator."""
+        try:
+            return proxy_for(self.kit.project.server, role_file(self._file).proxy) if self.site_file else None
+        except ValueError as error:
+            raise UserError(f"https_proxy in the environment {error}") from None
 
     def run(self) -> None:
         """Run until told to stop.
@@ -82,6 +96,7 @@ class Service:
         self.say("starting", "")  # what one with the same number said last, as in a container, holds no more
         self._end_strays()
         forwarding = self._forward_logs()
+        monitor = self._monitor()
         wait = _BACKOFF[0]
         try:
             while not self.stopping.is_set():
@@ -110,29 +125,47 @@ class Service:
             self.stopping.set()
             if forwarding is not None:
                 forwarding.join(timeout=10)
+            if monitor is not None:
+                monitor.shutdown()
+                monitor.server_close()
             self.say("stopped", "")
+
+    @property
+    def _file(self) -> Path:
+        return self.site_file or self.kit.folder / COORDINATOR_FILE
+
+    def _logs(self) -> dict[str, Path]:
+        """The logs that others may get: a site's audit log, the coordinator's of each deployment."""
+        if self.site_file is not None:
+            return {"audit": audit_log_of(self.site_file)}
+        return {path.parent.name: path for path in (self.kit.folder / "deployments").glob("*/progress.jsonl")}
 
     def _forward_logs(self) -> threading.Thread | None:
         """Send a copy of the role's logs to the sink that its own file names, in a thread of its own."""
-        own = self.site_file or self.kit.folder / sinks.COORDINATOR_FILE
-        sink = sinks.sink_in(own)
+        sink = role_file(self._file).sink
         if sink is None:
             return None
-
-        audit = sinks.audit_log_of(own)
-
-        def logs() -> dict[str, Path]:
-            if self.site_file is not None:
-                return {"audit": audit}
-            return {path.parent.name: path for path in (self.kit.folder / "deployments").glob("*/progress.jsonl")}
-
         place = self.kit.folder / "sent.json"
-        forwarder = sinks.Forwarder(
-            self.kit.name, sink, logs, place, lambda text: self._log.event(text, logging.WARNING)
+        forwarder = Forwarder(
+            self.kit.name, sink, self._logs, place, lambda text: self._log.event(text, logging.WARNING)
         )
         thread = threading.Thread(target=forwarder.run, args=(self.stopping,), daemon=True)
         thread.start()
         return thread
+
+    def _monitor(self) -> WSGIServer | None:
+        """Serve ``/healthz`` and ``/metrics`` on the port that the role's own file names, in a thread of its own."""
+        port = role_file(self._file).monitor
+        if port is None:
+            return None
+        metrics = RoleMetrics(self.kit.role, self._health, lambda: self._logs().values(), self.kit.folder)
+        server = monitor_server(port, metrics)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        return server
+
+    def _health(self) -> Health:
+        connected = len(self._attendance.connected), len(self.kit.project.sites)
+        return Health(self._state, self._starts, connected if self.kit.role == "coordinator" else None)
 
     def _pause(self, wait: float) -> float:
         self.stopping.wait(wait)
@@ -147,7 +180,7 @@ class Service:
                 kit_checks.check_port(self.kit)
         else:
             kit_checks.check_launcher(self.kit)
-            reason = kit_checks.check_reachable(self.kit)
+            reason = kit_checks.check_reachable(self.kit, self._proxy)
             if reason:
                 raise _Unreachable(reason)
         self._start_child()
@@ -185,6 +218,8 @@ class Service:
             environment = {"MALLOC_MMAP_THRESHOLD_": str(_LARGE), "MALLOC_ARENA_MAX": "2", **environment}
         if self.site_file is not None:
             environment["FEDSHIFT_SITE"] = str(self.site_file.resolve())
+            if self._proxy is not None:
+                environment |= proxy_variables(self._proxy, self.kit.project.scheme)
         self._connected = False
         self._starts += 1
         self.child = subprocess.Popen(
@@ -206,7 +241,8 @@ class Service:
         if time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + _LOOK_AT_LINE
-        self._without = 0 if _has_connection(self.child, self.kit.project.port) else self._without + 1
+        port = self.kit.project.port if self._proxy is None else proxy_address(self._proxy)[1]
+        self._without = 0 if _has_connection(self.child, port) else self._without + 1
         place = f"{self.kit.project.server} port {self.kit.project.port}"
         if self._without < _BROKEN:
             self.say("connected", f"to {place}")
@@ -257,6 +293,7 @@ class Service:
             message: what happened and what to do; empty if the state says all.
             level: how severe it is, as `logging` has it.
         """
+        self._state = state
         whole = {
             "pid": os.getpid(),
             "child": self.child.pid if self.child else None,

@@ -186,6 +186,26 @@ class PrivacyLedger:
         known = f"counted {len(costs)} exchanges of which the cost is known"
         return [*done, f"{known}, and {lost} of which it is not, as much as the dearest one"]
 
+    def count_since(self, answers: Sequence[Mapping[str, Any]], *, everything: bool) -> None:
+        """Count what may have been answered since a backup, of which the ledger in its place does not know.
+
+        Args:
+            answers: lines of the audit log. What they tell is counted as far as it is not yet.
+            everything: whether nobody knows more: then more than any budget counts; else one exchange more, as dear as
+                the dearest one, which may have left without its line.
+
+        Raises:
+            Refused: the ledger was changed.
+        """
+        with self._alone():
+            lines, (costs, _) = self._lines(), self._costs(answers, 0)
+            for (mark, *_), steps in costs.items():
+                if (further := _unpaid(lines, mark, steps)) is not None:
+                    self._write(mark, further, {"call": "restored"})
+            known = [_DEAR] if everything else list(costs.values())
+            dearest = max(known, key=lambda one: adaptive_epsilon([one], 8.0, 1e-5), default=_DEAR)
+            self._write(f"restored-{len(lines)}", dearest, {"call": "restored"})
+
     def _costs(
         self, answers: Sequence[Mapping[str, Any]], counted: int
     ) -> tuple[dict[tuple[str, float, float], NoisySteps], int]:

@@ -373,7 +373,7 @@ class AuditLog:
         self._last = digest_of(line)
         self._count(json.loads(line))
         end = _End(size=self._size, last=self._last, ledger=self.ledger).model_dump()
-        write_object(_end_file(self.path), end, private=True, flush=False)  # one that is behind is no harm
+        write_object(end_file(self.path), end, private=True, flush=False)  # one that is behind is no harm
 
     def check_rate(self, site: str, policy: Policy, run: str, round_number: int, *, measures: bool = False) -> None:
         """Check that one more request is within the policy's limits per round and per day.
@@ -436,7 +436,7 @@ class AuditLog:
             end = _end_of(path)
         except FedshiftError:
             end = None
-        _end_file(path).unlink(missing_ok=True)
+        end_file(path).unlink(missing_ok=True)
         return set_aside(path), 0 if end is None else end.ledger
 
     @staticmethod
@@ -476,7 +476,8 @@ class _End(BaseModel):
             raise FedshiftError(f"{log}: lines were cut off the end of the log, or it is an older one; {RECOVER}")
 
 
-def _end_file(log: Path) -> Path:
+def end_file(log: Path) -> Path:
+    """The file beside a log that says where it ended."""
     return log.with_name(f"{log.stem}-end.json")
 
 
@@ -486,7 +487,7 @@ def _end_of(log: Path) -> _End | None:
     Raises:
         Damaged: what was written down is.
     """
-    found = read_object(_end_file(log), RECOVER, older=True)
+    found = read_object(end_file(log), RECOVER, older=True)
     return _End.model_validate(found) if found else None
 
 
