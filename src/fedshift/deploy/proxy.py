@@ -50,7 +50,7 @@ def proxy_for(host: str, setting: str | None) -> str | None:
     if setting != ENVIRONMENT:
         return setting
     found = urllib.request.getproxies_environment().get("https")
-    if not found or urllib.request.proxy_bypass_environment(host):
+    if not found or urllib.request.proxy_bypass(host):
         return None
     proxy_address(found)
     return found

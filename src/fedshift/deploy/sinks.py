@@ -118,11 +118,12 @@ def _collector(url: str) -> tuple[Any, Any]:
     provider = needed("opentelemetry.sdk._logs", extra="monitoring", what=what).LoggerProvider
     export = needed("opentelemetry.sdk._logs.export", extra="monitoring", what=what)
     http = needed("opentelemetry.exporter.otlp.proto.http._log_exporter", extra="monitoring", what=what)
+    base: Any = http.OTLPLogExporter
     resource = needed("opentelemetry.sdk.resources", extra="monitoring", what=what).Resource
     session = needed("requests", extra="monitoring", what=what).Session()
     session.trust_env = False  # neither proxies nor passwords of the environment
 
-    class Exporter(http.OTLPLogExporter):  # type: ignore[misc]
+    class Exporter(base):  # type: ignore[misc]
         failed = False
 
         def export(self, batch: Any) -> Any:
