@@ -55,19 +55,19 @@ def main() -> None:
     parser.add_argument("--lock", type=Path, default=ROOT / "requirements.lock")
     asked = parser.parse_args()
     asked.folder.mkdir(parents=True, exist_ok=True)
-    wanted = asked.folder / "requirements.lock"
-    wanted.write_text("\n".join([*needed(asked.project, asked.extras, asked.lock), ""]), encoding="utf-8")
-    of_lock = ("--require-hashes", "--no-deps", "--only-binary", ":all:", "-r", str(wanted), "-d", str(asked.folder))
-    pip("download", "--quiet", *of_lock)
-    before = set(asked.folder.glob("*.whl"))
-    pip("wheel", "--quiet", "--no-deps", "-w", str(asked.folder), asked.project)
-    (own,) = set(asked.folder.glob("*.whl")) - before or set(asked.folder.glob("fedshift-*.whl"))
-    name, version = own.name.split("-")[:2]
-    digest = hashlib.sha256(own.read_bytes()).hexdigest()
-    with wanted.open("a", encoding="utf-8") as file:
-        file.write(f"{name}=={version} \\\n    --hash=sha256:{digest}\n")
-    print(f"{len(before) + 1} wheels in {asked.folder}, {sum(one.stat().st_size for one in before) / 1e6:.0f} MB")
-    print(f"pip install --no-index --find-links {asked.folder} --require-hashes -r {wanted}")
+    if any(asked.folder.glob("*.whl")):
+        raise SystemExit(f"error: {asked.folder} holds wheels already: name a new folder")
+    pinned, lock = asked.folder / "pinned.txt", asked.folder / "requirements.lock"
+    pinned.write_text("\n".join([*needed(asked.project, asked.extras, asked.lock), ""]), encoding="utf-8")
+    collect = ("wheel", "--quiet", "--no-deps", "-w", str(asked.folder))
+    pip(*collect, "--require-hashes", "-r", str(pinned))  # what there is only as source is built
+    pip(*collect, asked.project)
+    wheels = sorted(asked.folder.glob("*.whl"))
+    digests = {one: hashlib.sha256(one.read_bytes()).hexdigest() for one in wheels}
+    pins = ["{}=={} --hash=sha256:{}".format(*one.name.split("-")[:2], digest) for one, digest in digests.items()]
+    lock.write_text("\n".join([*pins, ""]), encoding="utf-8")
+    print(f"{len(wheels)} wheels in {asked.folder}, {sum(one.stat().st_size for one in wheels) / 1e6:.0f} MB")
+    print(f"pip install --no-index --find-links {asked.folder} --require-hashes -r {lock}")
 
 
 if __name__ == "__main__":

@@ -62,10 +62,13 @@ policy:
   models: first   # networks: the first one asked for; or a list, such as [{{name: mlp, hidden: [64, 32]}}]; or all
   splits: 5   # most splits of the first experiment; for others, and other networks: fedshift site agree SITE.yaml
   training: any   # or bounds: {{lr: 0.1, batch_size: 8, rounds: 100, local_epochs: 5}}; or first: the first one's
+  approvals: 1   # people who must agree with fedshift site agree; with 2 nothing is agreed to as the first, either
+  approvers: {{}}   # name: its public key, ssh-ed25519 …, with which that person signs; else a name is enough
   exposure: 0.4   # refuse a model whose update shows single samples; 1 switches this off (docs/leakage.md)
   rounds_per_day: 200
   measurements_per_day: 200
   requests_per_round: 100
+# monitor: 9464   # /healthz and /metrics on this machine; also sink: where logs go, and proxy: (docs/deploy.md)
 # privacy: {{epsilon: 8, delta: 1.0e-5}}   # what all answers of the project may cost (docs/differential_privacy.md)
 """
 
