@@ -84,7 +84,7 @@ def test_a_service_does_not_start_again_what_cannot_be_locked_down(
     service = Service(kit, tick=0.01)  # type: ignore[arg-type]
     monkeypatch.setattr(kit_checks, "check_certificates", lambda _: None)
     monkeypatch.setattr(kit_checks, "check_launcher", lambda _: None)
-    monkeypatch.setattr(kit_checks, "check_reachable", lambda _: "")
+    monkeypatch.setattr(kit_checks, "check_reachable", lambda *_: "")
     started: list[list[str]] = []
 
     def start(self: Service) -> None:
