@@ -177,3 +177,37 @@ def test_a_network_needs_a_body() -> None:
     network = setting(method, domains(MLP), {"name": "linear"}).build_network()
     with pytest.raises(UserError, match="choose a network with layers there"):
         method.check(network)
+
+
+def test_two_rounds_of_apfl_by_hand() -> None:
+    """w ← w − η∇f(w), v ← v − η∇_v f(v̄), α ← α − η ∂f(v̄)/∂α, v̄ = αv + (1 − α)w; v and α go on from round to round."""
+    rate, method = 0.5, method_of("apfl")
+    where = federation(method, domains(MLP), MLP, momentum=0.0, weight_decay=0.0, lr=rate)
+    assert isinstance(where, LocalFederation)
+    site = where._runners["small"].site  # five samples, one batch
+    batch, model = next(site.all_batches()), site.model()
+
+    def loss(at: dict[str, torch.Tensor]) -> torch.Tensor:
+        return nn.functional.cross_entropy(torch.func.functional_call(model, at, (batch.inputs,)), batch.targets)
+
+    start = start_of(method, domains(MLP), MLP)
+    w = {name: start[name].clone() for name, _ in model.named_parameters()}
+    v, share = dict(w), torch.tensor(0.5)
+    for number in (1, 2):
+        site.begin(type(site.envelope)(number, number, 0.0, 9))
+        update = method.fit(site, Weights(w))  # type: ignore[attr-defined]
+        for value in (share, *w.values(), *v.values()):
+            value.requires_grad_()
+        mixed = {name: share * v[name] + (1 - share) * w[name].detach() for name in w}
+        slope, *own = torch.autograd.grad(loss(mixed), [share, *v.values()])
+        common = torch.autograd.grad(loss(w), list(w.values()))
+        v = {name: (value - rate * grad).detach() for (name, value), grad in zip(v.items(), own, strict=True)}
+        w = {name: (value - rate * grad).detach() for (name, value), grad in zip(w.items(), common, strict=True)}
+        share = (share - rate * slope).detach()
+        assert update.loss > 0
+    torch.testing.assert_close(dict(update.weights), w)
+    torch.testing.assert_close(dict(site.memory.weights(PERSONAL)), v)
+    assert site.memory["share"] == pytest.approx(share.item())
+    assert abs(share.item() - 0.5) > 1e-4
+    predicts = {name: share * v[name] + (1 - share) * w[name] for name in w}
+    torch.testing.assert_close(dict(where.own_weights("small", Weights(w))), predicts)
