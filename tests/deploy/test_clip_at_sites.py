@@ -88,7 +88,6 @@ def test_the_coordinator_gets_only_what_is_trained(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("network", [HEAD, IMAGES], ids=["texts", "images"])
 def test_a_site_with_another_clip_stops_the_experiment(
     network: dict[str, Any], tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch

@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from PIL import Image
+from safetensors.torch import load_file
 from tiny import images, network_for, run, start_of, vectors
 from tiny_clip import write_clip
 
@@ -168,6 +169,22 @@ def test_other_methods_train_on_the_same_features(example: dict[str, Any], tmp_p
     methods = ["fedprox", {"name": "csac", "acquisition_epochs": 1, "calibration_epochs": 1}, "recipe"]
     results = fedshift.run({**example, "methods": methods, "name": "others"}, tmp_path / "runs")
     assert len(results.runs) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("shared_workers")
+def test_fedavg_csac_and_the_recipe_on_clip_give_the_same_bits_in_a_pool(
+    example: dict[str, Any], tmp_path: Path, own_cache: Path
+) -> None:
+    methods = ["fedavg", {"name": "csac", "acquisition_epochs": 1, "calibration_epochs": 1}, "recipe"]
+    weights = []
+    for workers in (1, 2):
+        options = {**example, "methods": methods, "name": "pool", "engine": {"threads": 1, "workers": workers}}
+        results = fedshift.run(options, tmp_path / f"runs-{workers}")
+        files = [results.folder / run.method / "north" / "seed-0" / "model.safetensors" for run in results.runs]
+        weights.append([load_file(file) for file in files])
+    for one, two in zip(*weights, strict=True):
+        assert all(torch.equal(one[key], two[key]) for key in one)
 
 
 def test_a_trained_row_predicts_from_its_model_file(example: dict[str, Any], tmp_path: Path, own_cache: Path) -> None:
