@@ -1,6 +1,6 @@
 """Many sites on one machine: rounds of 100 drawn sites, sites side by side, two workers on two cores.
 
-    python benchmarks/many_sites.py                  # all three, under five minutes on two idle cores
+    python benchmarks/many_sites.py                  # all, under five minutes on two idle cores
     python benchmarks/many_sites.py rounds together  # only these
 
 ``rounds``: 100 drawn sites of 100, 1,000 and 10,000 against their arithmetic, FedAvg by PyTorch alone at 100 sites of
@@ -79,12 +79,17 @@ def memory() -> int:
 class Drawn:
     """Rounds of fedshift, of each of which 100 sites are drawn."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Work, *, side_by_side: bool = False) -> None:
         names = [plan.name for plan in work.plans]
         budget = dict.fromkeys(names, ENDLESS)
         self.method = work.method
         self.federation = LocalFederation(
-            work.plans, work.setting, budget=budget, rounds=10**6, per_round=min(DRAWN, len(names))
+            work.plans,
+            work.setting,
+            side_by_side=side_by_side,
+            budget=budget,
+            rounds=10**6,
+            per_round=min(DRAWN, len(names)),
         )
         self.state: State = self.method.start(self.federation, work.start())
 
@@ -125,6 +130,18 @@ def rounds() -> Iterator[dict[str, Any]]:
                 "resident_bytes": memory(),
                 f"growth_in_{LATER}_rounds": memory() - before,
             }
+
+
+def rounds_side_by_side() -> Iterator[dict[str, Any]]:
+    """The mlp as ``engine.sites: auto`` trains it, against its arithmetic at one site after the other."""
+    name = next(iter(NETWORKS))
+    for sites in SIZES:
+        stacked = Drawn(work_of(name, sites), side_by_side=True)
+        few = BareFedAvg(work_of(name, min(DRAWN, sites)), torch.contiguous_format)
+        stacked()
+        few(1)
+        pairs = in_turn(stacked, partial(few, 1), TURNS)
+        yield {"network": name, "sites": sites, "ratio": statistics.median(one / other for one, other in pairs)}
 
 
 # Side by side --------------------------------------------------------------------------------------------------------
@@ -249,7 +266,12 @@ def cores() -> Iterator[dict[str, Any]]:
         }
 
 
-PARTS: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {"rounds": rounds, "together": together, "cores": cores}
+PARTS: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
+    "rounds": rounds,
+    "rounds_side_by_side": rounds_side_by_side,
+    "together": together,
+    "cores": cores,
+}
 
 
 def main() -> None:
