@@ -23,6 +23,8 @@ from fedshift.functional.pairwise_masks import _stream
 from fedshift.functional.secret_noise import SecretStream
 from fedshift.models import registry as models
 from fedshift.models.adapters import Adapters, with_adapters
+from fedshift.report.other_tools.hub import checked_repository
+from fedshift.report.other_tools.model_card import model_card
 from fedshift.report.other_tools.trackers import MLflow, TensorBoard, WeightsAndBiases
 
 
@@ -42,6 +44,8 @@ WITHOUT: list[tuple[str, str, Callable[[Path], object]]] = [
     ("pydicom", "medical", lambda folder: medical._dicom_header(file(folder, "a.dcm"), "id")),
     ("nibabel", "medical", lambda folder: medical._nifti_header(file(folder, "a.nii"))),
     ("onnx", "export", lambda _: _onnx(small(), small())),
+    ("huggingface_hub", "export", lambda _: checked_repository("north/hearts")),
+    ("huggingface_hub", "export", lambda _: model_card(small(), None)),
     ("opacus.accountants", "privacy", lambda _: epsilon([NoisySteps(1.0, 0.1, 1000)], 1e-5)),
     ("tensorboard", "trackers", lambda _: TensorBoard()),
     ("mlflow", "trackers", lambda _: MLflow()),

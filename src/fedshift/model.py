@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -24,6 +25,7 @@ from fedshift.experiment.runs.run_folder import model_file
 from fedshift.extras import needed
 from fedshift.files import write_bytes
 from fedshift.report.collect import read_result
+from fedshift.report.other_tools.hub import checked_repository, push
 from fedshift.report.other_tools.model_card import model_card
 
 if TYPE_CHECKING:
@@ -36,6 +38,8 @@ Samples = Any
 or a table. A model of tables reads a data frame with the columns of its table, or a CSV, Excel or Parquet file."""
 Written = Mapping[str, Any] | None
 """How a table is written, as fields of a data section such as ``{"decimal": ","}``; None: as those of the training."""
+
+_CARD = "README.md"
 
 
 class Model:
@@ -88,25 +92,35 @@ class Model:
         """
         write_bytes(Path(path), model_file(self.trained.network.state_dict(), self.metadata))
 
-    def export(self, to: str, folder: str | Path, accept_shift: bool = False) -> Exported:
+    def export(self, to: str, folder: str | Path, accept_shift: bool = False, push_to: str | None = None) -> Exported:
         """Write the model for other programs, after a check that its outputs agree, and a model card beside it.
 
         Args:
             to: ``onnx``, ``torchscript`` or ``safetensors``.
             folder: the folder to write to.
             accept_shift: whether to write also a model that was adapted to a site whose samples are too unlike.
+            push_to: the repository on Hugging Face's hub, ``OWNER/NAME``, that gets both files; None: none.
 
         Raises:
-            UserError: the format or the folder cannot be used, or a package is missing; or the model is not handed out.
+            UserError: the format or the folder cannot be used, or a package is missing; or the model is not handed out,
+                or the hub refuses it.
             FedshiftError: the outputs differ. Nothing is written.
         """
+        repository = None if push_to is None else checked_repository(push_to)
         check_adapted(self.trained, self.folder, accept=accept_shift)
+        card = self.card()
         written = export(self.trained, to, Path(folder))
-        write_bytes(Path(folder) / "README.md", self.card().encode())
+        write_bytes(Path(folder) / _CARD, card.encode())
+        if repository is not None:
+            written = replace(written, pushed=push(repository, Path(folder), [written.file.name, _CARD]))
         return written
 
     def card(self) -> str:
-        """A model card in Hugging Face's format: data, sites, method, measures, limits, and what left the sites."""
+        """A model card in Hugging Face's format: data, sites, method, measures, limits, and what left the sites.
+
+        Raises:
+            UserError: huggingface_hub is not installed.
+        """
         return model_card(self.trained, self.result)
 
     def predict(self, X: Samples, accept_shift: bool = False, written: Written = None) -> npt.NDArray[Any]:

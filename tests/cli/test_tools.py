@@ -7,6 +7,7 @@ import io
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -39,6 +40,20 @@ def test_export_writes_the_model_and_its_card(cli: Cli, trained: tuple[Path, Pat
     assert cli("export", run, "--to", "safetensors").code == 0
     assert sorted(file.name for file in (run / "export").iterdir()) == ["README.md", "model.safetensors"]
     assert "torchscript" in cli("export", run, "--to", "torch").error()
+
+
+def test_export_pushes_what_it_wrote(
+    cli: Cli, trained: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub, out = pytest.importorskip("huggingface_hub"), tmp_path / "out"
+    api = Mock()
+    api.upload_folder.return_value.commit_url = "https://hub.example/commit/1"
+    monkeypatch.setattr(hub, "HfApi", lambda: api)
+    words = ("export", trained[1] / "small" / "fedavg" / "a" / "seed-0", "--to", "safetensors", "--out", out, "--push")
+    assert "OWNER/NAME" in cli(*words, tmp_path / "folder").error()
+    assert not out.exists()
+    assert "pushed: https://hub.example/commit/1" in cli(*words, "north/hearts").out
+    assert api.upload_folder.call_args.kwargs["allow_patterns"] == ["model.safetensors", "README.md"]
 
 
 def test_a_table_as_csv_has_the_rows_of_json(cli: Cli, trained: tuple[Path, Path]) -> None:

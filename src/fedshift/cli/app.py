@@ -397,6 +397,9 @@ def export(
     accept_shift: Annotated[
         bool, typer.Option("--accept-shift", help="Also a model that was adapted to data that look too unlike.")
     ] = False,
+    push: Annotated[
+        str | None, typer.Option("--push", help="Also to this repository on Hugging Face's hub.", metavar="OWNER/NAME")
+    ] = None,
 ) -> None:
     """Write a trained model for other programs, with its preprocessing, and a model card (README.md) beside it.
 
@@ -404,7 +407,7 @@ def export(
     """
     from fedshift.cli.export import export_run
 
-    export_run(model, to, out, method, network, accept_shift)
+    export_run(model, to, out, method, network, accept_shift, push)
 
 
 results = typer.Typer(help="The older name of fedshift pack and fedshift unpack.", no_args_is_help=True)

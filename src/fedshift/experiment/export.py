@@ -45,10 +45,12 @@ class Exported:
     Attributes:
         file: the file.
         difference: the largest difference between its probabilities and the model's, on the samples that were tried.
+        pushed: the address of the commit on Hugging Face's hub; None: it was not pushed.
     """
 
     file: Path
     difference: float
+    pushed: str | None = None
 
 
 class _Whole(nn.Module):

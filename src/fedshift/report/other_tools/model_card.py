@@ -1,4 +1,4 @@
-"""A model card in Hugging Face's format: a head of YAML that its hub reads, then Markdown for people."""
+"""A model card in Hugging Face's format: the head that its hub reads, by its own classes, then Markdown for people."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from fedshift.evaluation.records import RunResult, shown
 from fedshift.evaluation.selection import RULES
 from fedshift.experiment.predict import TrainedModel
 from fedshift.experiment.protocols.base import EVERY_SITE
+from fedshift.extras import needed
 from fedshift.report.measures import METRICS
 from fedshift.report.table_formats import escape_markdown as text
 from fedshift.text import in_unit
@@ -23,6 +24,7 @@ _TASKS = {
     "image": "image-classification",
     "tokens": "text-classification",
 }
+_ORDER = ["library_name", "pipeline_tag", "tags", "metrics", "model-index"]
 _UNITS = ("bytes", "kB", "MB", "GB", "TB")
 _ROWS = {
     "training_samples": "trained with labels",
@@ -38,13 +40,18 @@ def model_card(trained: TrainedModel, result: RunResult | None) -> str:
     Args:
         trained: the model.
         result: the result of its run; None if it is not known, which leaves out measures and traffic.
+
+    Raises:
+        UserError: huggingface_hub is not installed.
     """
-    head = yaml.safe_dump(_head(trained, result), sort_keys=False, allow_unicode=True)
+    hub = needed("huggingface_hub", extra="export", what="a model card")
+    head = hub.ModelCardData(**_head(trained, result, hub)).to_yaml(original_order=_ORDER)
     sections = [_intro(trained, result), _use(trained), _data(trained, result), _method(trained, result)]
     if result is not None:
         sections += [_measures(trained, result), _traffic(result)]
     sections.append(_limits(trained, result))
-    return f"---\n{head}---\n\n" + "\n\n".join("\n".join(section) for section in sections) + "\n"
+    text = "\n\n".join("\n".join(section) for section in sections)
+    return str(hub.ModelCard(f"---\n{head}\n---\n\n{text}\n"))
 
 
 def _target(trained: TrainedModel) -> tuple[str, str]:
@@ -70,7 +77,7 @@ def _name(trained: TrainedModel) -> str:
     return "-".join([said["experiment"], said["method"]["name"], *filter(None, [target]), str(said["seed"])])
 
 
-def _head(trained: TrainedModel, result: RunResult | None) -> dict[str, Any]:
+def _head(trained: TrainedModel, result: RunResult | None, hub: Any) -> dict[str, Any]:
     task, (target, role) = _task(trained), _target(trained)
     head: dict[str, Any] = {
         "library_name": "fedshift",
@@ -81,19 +88,16 @@ def _head(trained: TrainedModel, result: RunResult | None) -> dict[str, Any]:
     if result is None or accuracy is None:  # targets without labels are not measured
         return head
     data = str(result.data.get("name", "unknown"))
-    name = f"{result.metric} at {target}, {role}, last round"
-    measured = {
-        "task": {"type": task},
-        "dataset": {"type": data, "name": _title(data), "split": target},
-        "metrics": [
-            {
-                "type": result.metric,
-                "value": round(accuracy / 100 if ENTRIES[result.metric].unit == "%" else accuracy, 6),
-                "name": name,
-            }
-        ],
-    }
-    return head | {"metrics": [result.metric], "model-index": [{"name": _name(trained), "results": [measured]}]}
+    measured = hub.EvalResult(
+        task_type=task,
+        dataset_type=data,
+        dataset_name=_title(data),
+        dataset_split=target,
+        metric_type=result.metric,
+        metric_value=round(accuracy / 100 if ENTRIES[result.metric].unit == "%" else accuracy, 6),
+        metric_name=f"{result.metric} at {target}, {role}, last round",
+    )
+    return head | {"metrics": [result.metric], "model_name": _name(trained), "eval_results": [measured]}
 
 
 def _is_measured(result: RunResult | None) -> bool:
