@@ -21,7 +21,7 @@ def read(benchmarks: Path) -> dict[str, str]:
     published = json.loads((benchmarks / "published.json").read_text(encoding="utf-8"))
     sections: dict[str, list[str]] = defaultdict(list)
     for folder in sorted((benchmarks / "results").iterdir()):
-        if not (folder / "runs.csv").is_file():
+        if not (folder / "runs.parquet").is_file():
             continue  # results of another form, such as of an audit
         try:
             found = collect(folder)

@@ -10,7 +10,7 @@ import secrets
 import shutil
 import tempfile
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -265,6 +265,20 @@ def make_private(folder: Path) -> None:
     for path in (folder, *folder.rglob("*")):
         if not path.is_symlink():
             os.chmod(path, 0o700 if path.is_dir() else 0o600)
+
+
+def yaml_bytes(content: Mapping[str, Any]) -> bytes:
+    """A mapping as YAML, in the form in which a run's settings are written.
+
+    Example:
+        >>> yaml_bytes({"rounds": 2, "name": "demo"}).decode().split()
+        ['rounds:', '2', 'name:', 'demo']
+    """
+    import yaml
+
+    dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+    text: str = yaml.dump(content, Dumper=dumper, sort_keys=False, allow_unicode=True)
+    return text.encode()
 
 
 def plain_yaml(text: str | bytes) -> Any:

@@ -27,7 +27,7 @@ from fedshift.deploy.crypto.at_site import SecureSite
 from fedshift.deploy.crypto.keys import Order, PrivateKey
 from fedshift.deploy.crypto.sealing import SealingKey
 from fedshift.deploy.estimate_messages import checked_sums, plain_sums
-from fedshift.deploy.estimates import estimated, keep_sums, kept_sums, note_estimated
+from fedshift.deploy.estimates import estimated, keep_sums, kept_sums, note_estimated, threshold_file
 from fedshift.deploy.flare.authority import CERTIFICATE, ISSUED, KEY, Authority
 from fedshift.deploy.flare.certificates import revoked_sites, write_issued
 from fedshift.deploy.flare.deployment_folder import Deployment
@@ -233,8 +233,7 @@ def write_pack(folder: Path) -> None:
 def read_pack(folder: Path) -> object:
     found = pack_of(folder / "demo")
     assert found is not None
-    rounds = found.rounds("fedavg/D0/seed-0")
-    return found.run("fedavg/D0/seed-0"), rounds and rounds.data, found.order
+    return found.runs["fedavg/D0/seed-0"], found.lines("fedavg/D0/seed-0"), found.order
 
 
 def site_bytes_of(folder: Path) -> object:
@@ -300,9 +299,8 @@ KINDS: dict[str, Kind] = {
         "service.json",
         service_said,
     ),
-    "settings of packed runs": packed_kind("experiment.yaml"),
-    "packed runs": packed_kind("runs.csv"),
-    "packed rounds": packed_kind("rounds.jsonl.xz"),
+    "packed runs": packed_kind("runs.parquet"),
+    "packed rounds": packed_kind("rounds.parquet"),
     "digests of packed runs": packed_kind("SHA256SUMS"),
     "order of an experiment": Kind(
         lambda f: write_object(f / "order.json", {"methods": ["fedavg"], "targets": ["a"], "seeds": [0]}),
@@ -328,6 +326,11 @@ KINDS: dict[str, Kind] = {
     ),
     "sums of a target": Kind(
         lambda f: keep_sums(f / "r.json", {"north": SUMS}), "r.json", lambda f: kept_sums(f / "r.json")
+    ),
+    "threshold of a target": Kind(
+        lambda f: write_object(threshold_file(f, "fedavg-D0-0"), {"threshold": 0.25}),
+        threshold_file(Path(), "fedavg-D0-0").as_posix(),
+        lambda f: kept_sums(threshold_file(f, "fedavg-D0-0")),
     ),
     "estimates that were made": Kind(lambda f: note_estimated(f, ["r", "s"]), "estimates.json", estimated),
 }
@@ -374,7 +377,6 @@ TRIED = [
     pytest.param("certificate of the authority", marks=pytest.mark.case("bit flips", "certificate of the authority")),
     pytest.param("key of the authority", marks=pytest.mark.case("bit flips", "key of the authority")),
     pytest.param("status of a service", marks=pytest.mark.case("bit flips", "status of a service")),
-    pytest.param("settings of packed runs", marks=pytest.mark.case("bit flips", "settings of packed runs")),
     pytest.param("packed runs", marks=pytest.mark.case("bit flips", "packed runs")),
     pytest.param("packed rounds", marks=pytest.mark.case("bit flips", "packed rounds")),
     pytest.param("digests of packed runs", marks=pytest.mark.case("bit flips", "digests of packed runs")),
@@ -385,6 +387,7 @@ TRIED = [
     pytest.param("kept scores", marks=pytest.mark.case("bit flips", "kept scores")),
     pytest.param("reading that was asked for", marks=pytest.mark.case("bit flips", "reading that was asked for")),
     pytest.param("sums of a target", marks=pytest.mark.case("bit flips", "sums of a target")),
+    pytest.param("threshold of a target", marks=pytest.mark.case("bit flips", "threshold of a target")),
     pytest.param("estimates that were made", marks=pytest.mark.case("bit flips", "estimates that were made")),
 ]
 """`KINDS`, with marks whose texts are literals: the list of tried inputs reads them."""
@@ -421,16 +424,18 @@ def test_a_flipped_bit_is_noticed_or_changes_nothing(kind: str, tmp_path: Path) 
 
 WRITERS = ("write_private", "write_message", "write_object", "append_line", "append_event")
 CALLS = {
-    "data/images": 1,  # tried in tests/data/test_images.py
+    "data/images": 3,  # tried in tests/data/test_images.py; what is encrypted is, too
     "data/builders/volume_folder": 1,  # tried in tests/data/test_volume_folder.py
     "deploy/agreed_terms": 1,
     "deploy/cli/audit": 1,
+    "deploy/coordinator": 1,
     "deploy/cli/deploy": 1,
     "deploy/estimates": 2,
     "deploy/event_log": 1,
     "deploy/flare/authority": 1,
     "deploy/flare/certificates": 1,
     "deploy/flare/deployment_folder": 6,
+    "deploy/flare/in_project": 2,
     "deploy/flare/removal": 1,
     "deploy/flare/service": 1,
     "deploy/json_files": 3,

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from fedshift.errors import UserError
-from fedshift.evaluation import packing
-from fedshift.evaluation.packs import packed
+from fedshift.evaluation import packing, packs
 from fedshift.evaluation.stored import SUMS, pack_of
 from fedshift.files import LONGEST_NAME, below, names_a_folder, write_bytes
 
@@ -28,7 +28,6 @@ HOSTILE = [
     pytest.param("a\nb", marks=pytest.mark.case("names in packs", "a line break")),
     pytest.param("\u202eexe", marks=pytest.mark.case("names in packs", "text turned from right to left")),
     pytest.param("n" * (LONGEST_NAME + 1), marks=pytest.mark.case("names in packs", "a name of 256 bytes")),
-    pytest.param("\udcff", marks=pytest.mark.case("names in packs", "half of a surrogate pair")),
 ]
 
 
@@ -41,14 +40,12 @@ def packed_experiment(folder: Path) -> Path:
     return folder / "demo"
 
 
-def with_cell(experiment: Path, column: str, value: str) -> None:
-    """Put a value into the one line of runs.csv, as who can write a digest as well."""
+def with_cell(experiment: Path, column: str, value: Any) -> None:
+    """Put a value into the one row of runs.parquet, as who can write a digest as well."""
     (experiment / SUMS).unlink()
-    rows = list(csv.reader(io.StringIO((experiment / packed.RUNS).read_text(encoding="utf-8"), newline="")))
-    rows[1][rows[0].index(column)] = value
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    (experiment / packed.RUNS).write_bytes(text.getvalue().encode(errors="surrogatepass"))
+    table = pq.read_table(experiment / packs.RUNS)
+    at = table.column_names.index(column)
+    pq.write_table(table.set_column(at, column, pa.array([value])), experiment / packs.RUNS)
 
 
 def everything_in(folder: Path) -> dict[str, bytes]:
@@ -70,12 +67,12 @@ def test_nothing_is_written_for_a_run_that_would_leave_its_experiment(tmp_path: 
     assert not Path("/tmp/fedshift-stranger").exists()
 
 
-@pytest.mark.parametrize("seed", ["-9223372036854775809", "1" * 300, "[0]", "0.5", "true"])
+@pytest.mark.parametrize("seed", ["-9223372036854775809", "1", [0], 0.5, True, None])
 @pytest.mark.case("names in packs", "seeds that are no whole numbers of 64 bits")
-def test_a_seed_is_a_whole_number(tmp_path: Path, seed: str) -> None:
+def test_a_seed_is_a_whole_number(tmp_path: Path, seed: Any) -> None:
     experiment = packed_experiment(tmp_path)
     with_cell(experiment, "seed", seed)
-    with pytest.raises(UserError, match="line 2"):
+    with pytest.raises(UserError, match="seed"):
         packing.unpack(experiment)
 
 
@@ -90,7 +87,7 @@ def test_a_link_that_leads_out_of_the_experiment_is_not_followed(tmp_path: Path,
     with pytest.raises(UserError, match="link"):
         packing.unpack(experiment)
     assert list(elsewhere.iterdir()) == []
-    assert (experiment / packed.RUNS).exists()
+    assert (experiment / packs.RUNS).exists()
 
 
 def test_an_honest_pack_with_names_from_anywhere_is_unpacked(tmp_path: Path) -> None:

@@ -1,32 +1,22 @@
-"""Packed runs read back as they were, but for some digits; a file that somebody spoiled is named with its line."""
+"""Packed runs read back as they were, but for some digits; a file that somebody spoiled is named."""
 
 from __future__ import annotations
 
+import io
 import json
-import lzma
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedshift.errors import UserError
-from fedshift.evaluation.packs.packed import ROUNDS, RUNS, SETTINGS, PackedRun, decode, encode, with_details
-from fedshift.evaluation.packs.packed_rounds import decode_rounds
+from fedshift.evaluation.packs import MOST_NAMES, ROUNDS, RUNS, PackedRun, decode, decode_rounds, encode
 from fedshift.files import names_a_folder
-
-COMPRESS = lzma.compress
-
-
-@pytest.fixture(scope="module", autouse=True)
-def light() -> Iterator[None]:
-    """Little compression: the preset in use takes 700 MB of memory, however small the file."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lzma, "compress", lambda data, preset=None: COMPRESS(data, preset=0))
-        yield
-
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="/\r\n"), min_size=1, max_size=6)
 TARGETS = st.text(st.characters(codec="utf-8", exclude_categories=("C", "Z")), min_size=1, max_size=6).filter(
@@ -80,16 +70,16 @@ def text(content: Any) -> str:
 def test_what_is_packed_reads_back_as_it_was(given_runs: list[PackedRun], order: dict[str, Any]) -> None:
     files = encode(given_runs, order)
     assert files == encode(reversed(given_runs), order)
-    read, planned, *_ = decode(files[SETTINGS], files[RUNS])
+    read, planned = decode(files[RUNS])
     rounds = decode_rounds(files[ROUNDS])
     assert text(planned) == text(order)
     assert sorted(read) == sorted(run.name for run in given_runs)
     for run in given_runs:
-        back = rounds[run.name]
-        assert text(with_details(read[run.name], back.result).result) == text(run.result)
+        back = rounds.lines(read[run.name])
+        assert text(read[run.name].result) == text(run.result)
         assert text(read[run.name].identity) == text(run.identity)
-        assert (back.data is None) == (run.rounds is None)
-        assert rows(back.data) == rows(run.rounds)
+        assert (back is None) == (run.rounds is None)
+        assert rows(back) == rows(run.rounds)
 
 
 def rows(rounds: bytes | None) -> list[str]:
@@ -124,12 +114,13 @@ def test_few_fields_lose_digits_and_no_others() -> None:
     ]
     run = PackedRun(result, result["options"], "".join(json.dumps(line) + "\n" for line in lines).encode())
     files = encode([run], {})
-    read, back = decode(files[SETTINGS], files[RUNS])[0][run.name], decode_rounds(files[ROUNDS])[run.name]
+    read = decode(files[RUNS])[0][run.name]
+    lines_back = decode_rounds(files[ROUNDS]).lines(read)
     result["selected"]["last"]["per_class"] = [66.667, None]
     result["sites"][0]["reliability"] = [[66.667, 66.667, 12345678]]
-    assert with_details(read, back.result).result == result
-    assert back.data is not None
-    assert list(map(json.loads, back.data.splitlines())) == [
+    assert read.result == result
+    assert lines_back is not None
+    assert list(map(json.loads, lines_back.splitlines())) == [
         {"round": 1, "losses": {"b": 66.667}},
         {**last, "per_class": [66.667, None], "seconds": 66.667, "extra": {"c": 66.667}},
     ]
@@ -152,109 +143,124 @@ def made() -> dict[str, bytes]:
     return encode(both, {"methods": ["fedavg"]})
 
 
-def test_a_line_for_each_run_that_a_person_can_read() -> None:
-    """What all runs share stands once, in `experiment.yaml`; numbers have all their digits; rounds are columns."""
+def table(data: bytes) -> pa.Table:
+    return pq.read_table(io.BytesIO(data))
+
+
+def test_any_reader_of_parquet_gets_typed_columns() -> None:
     files = made()
-    assert files[RUNS].decode().splitlines() == [
-        "method,target,seed,selected.last.accuracy,seconds,warnings,options.seed",
-        "fedavg,east,0,0.30000000000000004,3.5,[],0",
-        'fedavg,east,1,1.3,3.5,"[""one, two""]",1',
-    ]
-    assert "lr: 0.1" in files[SETTINGS].decode()
-    lines = [json.loads(line) for line in lzma.decompress(files[ROUNDS]).splitlines()]
-    assert lines[1::2] == [["round", [1, 2]]] * 2
-    assert [(line["method"], line["seed"], line["result"]) for line in lines[::2]] == [
-        ("fedavg", seed, {"selected.last.per_class": [50.0, None]}) for seed in (0, 1)
+    runs, rounds = table(files[RUNS]), table(files[ROUNDS])
+    assert runs.column("selected.last.accuracy").to_pylist() == [0.30000000000000004, 1.3]
+    assert (runs.schema.field("seed").type, runs.schema.field("seconds").type) == (pa.int64(), pa.float64())
+    assert runs.schema.field("warnings").type == pa.list_(pa.string())
+    assert json.loads(runs.column("settings")[1].as_py())["seed"] == 1
+    assert rounds.select(["method", "target", "seed", "round.round"]).to_pylist() == [
+        {"method": "fedavg", "target": "east", "seed": seed, "round.round": number}
+        for seed in (0, 1)
+        for number in (1, 2)
     ]
 
 
-def test_packing_again_changes_nothing_but_lines_of_new_runs() -> None:
+def test_a_thousand_sites_are_one_column() -> None:
+    bytes_by_site = {f"s{number}": {"up": {"weights": number}} for number in range(10 * MOST_NAMES)}
+    run = PackedRun({"method": "fedavg", "target": "a", "seed": 0, "bytes_by_site": bytes_by_site}, {})
+    files = encode([run], {})
+    assert table(files[RUNS]).num_columns == 5
+    assert decode(files[RUNS])[0][run.name].result == run.result
+
+
+@pytest.mark.parametrize("loss", [1e300, 1e-300, float("inf"), 3.4e38, 0.0, -0.0])
+def test_losses_of_a_run_that_diverges_are_kept(loss: float) -> None:
+    lines = (json.dumps({"round": 1, "losses": {"a": loss, "b": 0.5}}) + "\n").encode()
+    run = PackedRun({"method": "fedavg", "target": "a", "seed": 0}, {}, lines)
+    files = encode([run], {})
+    back = decode_rounds(files[ROUNDS]).lines(decode(files[RUNS])[0][run.name])
+    assert rows(back) == [text({"round": 1, "losses": {"a": float(f"{loss:.5g}"), "b": 0.5}})]
+
+
+def test_packing_again_changes_nothing() -> None:
     files = made()
-    read, order, columns, _ = decode(files[SETTINGS], files[RUNS])
+    read, order = decode(files[RUNS])
     rounds = decode_rounds(files[ROUNDS])
-    kept = [replace(with_details(read[name], there.result), rounds=there.data) for name, there in rounds.items()]
-    assert encode(kept, order, columns) == files
-    more = replace(kept[0], result={**kept[0].result, "target": "west", "warnings": []})
-    lines = encode([*kept, more], order, columns)[RUNS].decode().splitlines()
-    assert lines[:3] == files[RUNS].decode().splitlines()
-    assert lines[3].startswith("fedavg,west,0,")
+    kept = [replace(run, rounds=rounds.lines(run)) for run in read.values()]
+    assert encode(kept, order) == files
 
 
-def test_a_line_that_is_deleted_is_a_run_less() -> None:
-    files = made()
-    lines = files[RUNS].splitlines(keepends=True)
-    read, *_ = decode(files[SETTINGS], b"".join([lines[0], lines[2]]))
-    assert list(read) == ["fedavg/east/seed-1"]
+def rewritten(data: bytes, change: Callable[[pa.Table], pa.Table]) -> bytes:
+    """The file of another hand, which writes sound Parquet."""
+    file = io.BytesIO()
+    pq.write_table(change(table(data)), file)
+    return file.getvalue()
 
 
-def replaced(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
-    def change(data: bytes) -> bytes:
-        assert old in data
-        return data.replace(old, new)
+def with_column(name: str, values: list[Any]) -> Callable[[pa.Table], pa.Table]:
+    def change(before: pa.Table) -> pa.Table:
+        if name not in before.column_names:
+            return before.append_column(name, pa.array(values))
+        return before.set_column(before.column_names.index(name), name, pa.array(values))
 
     return change
 
 
+def with_note(**about: Any) -> Callable[[pa.Table], pa.Table]:
+    return lambda before: before.replace_schema_metadata({"fedshift": json.dumps(about)})
+
+
 @pytest.mark.parametrize(
-    ("name", "spoil", "line"),
+    "change",
     [
-        (RUNS, replaced(b"1.3,", b""), 3),
-        (RUNS, replaced(b"fedavg,east,1", b"fedavg,east,one"), 3),
-        (RUNS, replaced(b"fedavg,east,1", b"fedavg,east,0"), 3),
-        (RUNS, replaced(b"fedavg,east,1", b",east,1"), 3),
-        (RUNS, replaced(b"options.seed", b"options.lr"), 1),
-        (RUNS, replaced(b"east,0", b"e\xffst,0"), 2),
-        (RUNS, replaced(b'two""]"', b'two""]'), 3),
-        (RUNS, lambda data: b"", 1),
-        (SETTINGS, replaced(b"format: 2", b"format: 3"), 1),
-        (SETTINGS, replaced(b"all_runs:", b"all: ]"), 10),
-        (SETTINGS, replaced(b"all_runs:", b"alle:"), 1),
+        with_column("seed", ["0", "one"]),
+        with_column("seed", [0, 0]),
+        with_column("seed", [0.5, 1.5]),
+        with_column("method", [None, "fedavg"]),
+        with_column("packed.rounds", ["2", "2"]),
+        with_column("settings", ["[]", "{}"]),
+        with_column("selected", [1, 2]),
+        lambda before: before.drop_columns(["target"]),
+        lambda before: before.drop_columns(["settings"]),
+        lambda before: before.replace_schema_metadata({}),
+        with_note(format=2, order={}),
+        with_note(format=3),
+        with_note(format=3, order=[1]),
     ],
 )
-def test_a_malformed_file_is_named_with_its_line(name: str, spoil: Callable[[bytes], bytes], line: int) -> None:
+def test_malformed_runs_are_refused_in_a_line(change: Callable[[pa.Table], pa.Table]) -> None:
+    with pytest.raises(UserError, match=r"somewhere/runs\.parquet is malformed") as told:
+        decode(rewritten(made()[RUNS], change), "somewhere/")
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda before: before.slice(0, 3),
+        lambda before: before.take([0, 2, 1, 3]),
+        lambda before: before.drop_columns(["seed"]),
+        with_column("round", [1, 2, 3, 4]),
+        with_note(format=2),
+    ],
+)
+def test_malformed_rounds_are_refused_in_a_line(change: Callable[[pa.Table], pa.Table]) -> None:
     files = made()
-    files[name] = spoil(files[name])
-    with pytest.raises(UserError) as told:
-        decode(files[SETTINGS], files[RUNS], "somewhere/")
-    message = str(told.value)
-    assert "\n" not in message
-    assert f"somewhere/{name} line " in message
-    assert line == 10 or f"line {line} " in message
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        replaced(b'["round",[1,2]]\n', b""),
-        replaced(b'"columns":1', b'"columns":-1'),
-        replaced(b'"rounds":2', b'"rounds":987654321'),
-        replaced(b'"target"', b'"site"'),
-        replaced(b'"result":{', b'"result":[{'),
-        lambda lines: lines + b"[]\n",
-        replaced(b"[1,2]", b"[1]"),
-        replaced(b"[1,2]", b"[1,2],[0,2]"),
-        replaced(b"[1,2]", b"[1,2],[0,-1]"),
-        replaced(b'["round",', b"["),
-        replaced(b'["round"', b"[3"),
-    ],
-)
-def test_malformed_rounds_are_named_with_their_line(spoil: Callable[[bytes], bytes]) -> None:
-    data = lzma.compress(spoil(lzma.decompress(made()[ROUNDS])))
-    with pytest.raises(UserError, match=r"somewhere/rounds\.jsonl\.xz line \d+ "):
-        assert [rounds.data for rounds in decode_rounds(data, "somewhere/").values()]
+    runs = decode(files[RUNS])[0].values()
+    with pytest.raises(UserError, match=r"somewhere/rounds\.parquet is malformed") as told:
+        [decode_rounds(rewritten(files[ROUNDS], change), "somewhere/").lines(run) for run in runs]
+    assert "\n" not in str(told.value)
 
 
 @pytest.mark.parametrize("cut", [0, 1, 30, -1])
-def test_damaged_rounds(cut: int) -> None:
-    with pytest.raises(UserError, match=r"rounds\.jsonl\.xz"):
+def test_damaged_files(cut: int) -> None:
+    with pytest.raises(UserError, match=r"runs\.parquet"):
+        decode(made()[RUNS][:cut])
+    with pytest.raises(UserError, match=r"rounds\.parquet"):
         decode_rounds(made()[ROUNDS][:cut])
 
 
-@pytest.mark.threat("formula")
-def test_no_cell_is_a_formula() -> None:
-    """A spreadsheet would run it; read back it is the name again."""
-    run = PackedRun({"method": "=1+1", "target": "@b", "seed": 0, "seconds": -1.5}, {})
-    files = encode([run], {})
-    assert files["runs.csv"].decode().splitlines()[1] == "'=1+1,'@b,0,-1.5"
-    found, *_ = decode(files["experiment.yaml"], files["runs.csv"])
-    assert list(found) == ["=1+1/@b/seed-0"]
+@pytest.mark.threat("packed_results")
+def test_a_file_that_expands_to_far_more_than_results_do_is_not_read() -> None:
+    nothing = pa.nulls(1_000_000, pa.string())
+    columns = {f"{number}": nothing for number in range(60)}
+    file = io.BytesIO()
+    pq.write_table(pa.table(columns, metadata={"fedshift": json.dumps({"format": 3})}), file)
+    with pytest.raises(UserError, match="expands"):
+        decode_rounds(file.getvalue())

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fedshift.evaluation.packs.packed import ROUNDS, RUNS, SETTINGS, PackedRun, decode, encode, with_details
-from fedshift.evaluation.packs.packed_rounds import decode_rounds
+from fedshift.evaluation.packs import RUNS, PackedRun, decode, encode
 from fedshift.evaluation.records import RunResult
 from fedshift.evaluation.site_bytes import FILE, MOST_SITES, read_site_bytes, site_bytes, write_site_bytes
 
@@ -67,16 +66,13 @@ def test_a_large_run_has_the_range_over_sites_and_stays_small() -> None:
 
 
 @pytest.mark.parametrize("sites", [None, 3, 1000])
-def test_packing_loses_nothing_of_it_and_adds_no_column(sites: int | None) -> None:
+def test_packing_loses_nothing_of_it(sites: int | None) -> None:
     whole, of_before = result(sites), {name: it for name, it in result(None).items() if name != "bytes_by_site"}
     runs = [PackedRun(whole, {}), PackedRun({**of_before, "seed": 1}, {})]
-    files = encode(runs, {})
-    read, _, columns, _ = decode(files[SETTINGS], files[RUNS])
-    kept = decode_rounds(files[ROUNDS])
-    back = [with_details(read[run.name], kept[run.name].result).result for run in runs]
+    read, _ = decode(encode(runs, {})[RUNS])
+    back = [read[run.name].result for run in runs]
     assert back == [run.result for run in runs], "a run of before has no such field, and gets none"
     assert all(RunResult.model_validate(one) for one in back)
-    assert not any("bytes_by_site" in column for column in columns)
 
 
 def test_a_run_that_is_not_finished_has_it_in_a_file(tmp_path: Path) -> None:

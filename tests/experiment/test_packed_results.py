@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
-import lzma
 import shutil
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from calling import Cli
@@ -18,9 +18,8 @@ from small import experiment, outcome, sites, write
 import fedshift
 from fedshift.errors import UserError
 from fedshift.evaluation import packing
-from fedshift.evaluation.packs.packed import kept
-from fedshift.evaluation.packs.packed_rounds import rows_of
-from fedshift.evaluation.stored import SUMS, is_finished, stored
+from fedshift.evaluation.packs import kept, rows_of
+from fedshift.evaluation.stored import SUMS
 from fedshift.report.collect import collect, read_rounds
 from fedshift.report.page import page
 from fedshift.report.table import table_of
@@ -68,7 +67,7 @@ def names(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
 
 
-PACKED = {"experiment.yaml", "runs.csv", "rounds.jsonl.xz", "SHA256SUMS"}
+PACKED = {"runs.parquet", "rounds.parquet", "SHA256SUMS"}
 
 
 def test_packed_and_unpacked_read_alike(ran: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
@@ -119,7 +118,7 @@ def test_runs_go_on_where_packed_results_end(ran: tuple[dict[str, Any], Path], t
     assert {path.parent.name for path in folder.glob("*/*/seed-0")} == {"c"}
     assert collect(folder).progress is None
 
-    stay = {path for path in names(folder) if path.endswith((".safetensors", ".parquet", f"seed-0/{SUMS}"))}
+    stay = {path for path in names(folder) if path.endswith((".safetensors", "predictions.parquet", f"seed-0/{SUMS}"))}
     told = cli("pack", tmp_path / "runs")
     assert told.code == 0
     assert "2 runs packed" in told.out
@@ -143,7 +142,7 @@ def test_a_packed_run_of_other_settings_is_refused_as_an_unpacked_one(
     ends = [line.partition("was written by another experiment")[2] for line in told]
     assert "training.lr is 0.05 there and 0.25 here" in ends[0]
     assert ends[0] == ends[1]
-    assert "runs.csv line " in told[0]
+    assert "runs.parquet of the run fedavg/a/seed-0" in told[0]
 
 
 def test_unfinished_runs_are_left(ran: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
@@ -151,10 +150,10 @@ def test_unfinished_runs_are_left(ran: tuple[dict[str, Any], Path], tmp_path: Pa
     begun = folder / "fedavg" / "c" / "seed-0"
     begun.mkdir(parents=True)
     (begun / "rounds.jsonl").write_text("")
-    before = (folder / "runs.csv").read_bytes()
+    before = (folder / "runs.parquet").read_bytes()
     assert packing.pack(folder) == packing.Change(folder, 0, 1)
     assert collect(folder).unfinished == 1
-    assert (folder / "runs.csv").read_bytes() == before
+    assert (folder / "runs.parquet").read_bytes() == before
 
 
 def test_the_same_run_twice(ran: tuple[dict[str, Any], Path], tmp_path: Path, cli: Cli) -> None:
@@ -171,57 +170,25 @@ def test_the_same_run_twice(ran: tuple[dict[str, Any], Path], tmp_path: Path, cl
     (twin / "result.json").write_text(json.dumps({**result, "seconds": 1.25}))
     before = {name: (folder / name).read_bytes() for name in PACKED}
     for command in (("show", folder), ("pack", folder), ("unpack", folder)):
-        assert "remove one of the two" in cli(*command).error()
+        assert "with other results" in cli(*command).error()
     assert {name: (folder / name).read_bytes() for name in PACKED} == before
     assert (twin / "result.json").exists()
 
 
-def test_an_error_names_the_packed_line(ran: tuple[dict[str, Any], Path], tmp_path: Path, cli: Cli) -> None:
+def test_an_error_names_the_packed_file(ran: tuple[dict[str, Any], Path], tmp_path: Path, cli: Cli) -> None:
     options, folder = ran
-    text = (folder / "runs.csv").read_text()
-    seconds = str(collect(folder / "csac" / "b").results[0].seconds)
-    assert text.count(seconds) == 1
+    table = pq.read_table(folder / "runs.parquet")
     (folder / SUMS).unlink()  # as who changes a file by hand has to
-    (folder / "runs.csv").write_text(text.replace(seconds, "-1"))
-    for command in (("table", folder), ("run", write(tmp_path / "e.yaml", options), "--runs", tmp_path / "runs")):
-        assert "runs.csv line 3" in cli(*command).error()
-    (folder / "runs.csv").write_text(text)
-    (folder / "rounds.jsonl.xz").write_bytes(b"no xz")
-    assert "rounds.jsonl.xz is damaged" in cli("table", folder).error()
-    with pytest.raises(UserError, match=r"rounds\.jsonl\.xz is damaged"):
+    seconds = pa.array([1.0, 1.0, 1.0, -1.0])
+    at = table.column_names.index("seconds")
+    pq.write_table(table.set_column(at, "seconds", seconds), folder / "runs.parquet")
+    for command in (("show", folder), ("run", write(tmp_path / "e.yaml", options), "--runs", tmp_path / "runs")):
+        assert "runs.parquet of the run fedavg/b/seed-0" in cli(*command).error()
+    pq.write_table(table, folder / "runs.parquet")
+    (folder / "rounds.parquet").write_bytes(b"no Parquet")
+    assert "rounds.parquet is malformed" in cli("page", folder).error()
+    with pytest.raises(UserError, match=r"rounds\.parquet is malformed"):
         read_rounds(folder / "csac" / "b" / "seed-0" / "rounds.jsonl")
-
-
-def test_files_of_the_first_format_are_read_and_rewritten(tmp_path: Path, cli: Cli) -> None:
-    """It had all fields of results in `runs.csv`, and lines of rounds as they were."""
-    columns = ["method", "target", "seed", "selected.last.accuracy", "selected.last.per_class", "options.seed"]
-    digest = hashlib.sha256("\n".join(columns).encode()).hexdigest()[:12]
-    old, folder = tmp_path / "old", tmp_path / "old" / "fedavg" / "a" / "seed-0"
-    old.mkdir()
-    (old / "experiment.yaml").write_text(
-        f"format: 1\ncolumns: sha256-{digest}\norder: {{seeds: [0]}}\n"
-        "all_runs: {options: {lr: 0.123456789}}\nmethods: {}\n"
-    )
-    (old / "runs.csv").write_text(",".join(columns) + "\n" + 'fedavg,a,0,66.66666666666667,"[33.333333333333336]",0\n')
-    head, first = '{"method":"fedavg","target":"a","seed":0,"lines":2}', '{"round":1,"losses":{"b":0.123456789}}'
-    (old / "rounds.jsonl.xz").write_bytes(lzma.compress(f'{head}\n{first}\n{{"round":2}}\n'.encode(), preset=0))
-
-    def read() -> list[Any]:
-        files = [stored(folder / name) for name in ("result.json", "experiment.yaml", "rounds.jsonl")]
-        assert is_finished(folder)
-        return [yaml.safe_load(line) for file in files if file for line in file.data.splitlines() if line]
-
-    result = {"method": "fedavg", "target": "a", "seed": 0, "options": {"lr": 0.123456789, "seed": 0}}
-    last = {"accuracy": 66.66666666666667, "per_class": [33.333333333333336]}
-    rounds = [{"round": 1, "losses": {"b": 0.123456789}}, {"round": 2}]
-    settings = [{"lr": 0.123456789}, {"seed": 0}]
-    assert read() == [{**result, "selected": {"last": last}}, *settings, *rounds]
-    assert packing.pack(old) == packing.Change(old, 0, 0, renewed=1)
-    last["per_class"], rounds[0] = [33.333], {"round": 1, "losses": {"b": 0.12346}}
-    assert read() == [{**result, "selected": {"last": last}}, *settings, *rounds]
-    before = {name: (old / name).read_bytes() for name in PACKED}
-    assert cli("results", "pack", tmp_path).out.strip() == "old: 0 runs packed"
-    assert {name: (old / name).read_bytes() for name in PACKED} == before
 
 
 def test_pack_what_is_no_experiment(tmp_path: Path, cli: Cli, ran: tuple[dict[str, Any], Path]) -> None:

@@ -11,20 +11,18 @@ Folder = Annotated[Path, typer.Argument(help="An experiment's folder, or one tha
 
 
 def pack(folder: Folder) -> None:
-    """Move finished runs into three small files that can be committed. Models stay where they are.
+    """Move finished runs into two files that can be committed. Models stay where they are.
 
-    The files are experiment.yaml, runs.csv and rounds.jsonl.xz.
-
-    Packed runs count as finished, and every command reads them. Losses, weights, seconds of rounds and accuracies of
-    classes keep five digits. Pack again to add runs that finished since, or to rewrite files of an older version.
+    runs.parquet has a row for each run, rounds.parquet one for each round. Packed runs count as finished, and every
+    command reads them. Losses, weights, seconds of rounds and accuracies of classes keep five digits. Pack again to
+    add runs that finished since.
     """
     from fedshift.evaluation import packing
 
     for experiment in packing.experiments_below(folder):
         change = packing.pack(experiment)
         left = f", {change.left} unfinished runs unchanged" if change.left else ""
-        renewed = f", {change.renewed} packed runs written in today's format" if change.renewed else ""
-        typer.echo(f"{experiment.name}: {change.moved} runs packed{renewed}{left}")
+        typer.echo(f"{experiment.name}: {change.moved} runs packed{left}")
 
 
 def unpack(folder: Folder) -> None:

@@ -24,6 +24,10 @@ def metrics(what: str) -> Any:
 
     Raises:
         UserError: MONAI is not installed.
+
+    Example:
+        >>> metrics("HD95").__name__  # doctest: +SKIP
+        'monai.metrics'
     """
     if is_program() and "monai" not in sys.modules:
         before = set(sys.modules)

@@ -1,4 +1,4 @@
-"""Pack an experiment's finished runs into three files, and unpack them into one folder per run."""
+"""Pack an experiment's finished runs into two files, and unpack them into one folder per run."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ import yaml
 
 from fedshift.digests import write_object
 from fedshift.errors import UserError
-from fedshift.evaluation.packs import packed
-from fedshift.evaluation.packs.packed import PackedRun, kept
-from fedshift.evaluation.packs.packed_rounds import ROUNDS as PACKED_ROUNDS
-from fedshift.evaluation.packs.packed_rounds import decode_rounds, rows_of
+from fedshift.evaluation import packs
+from fedshift.evaluation.packs import PackedRun, kept, rows_of
 from fedshift.evaluation.stored import (
     ORDER,
     RESULT,
@@ -30,10 +28,10 @@ from fedshift.evaluation.stored import (
     run_folders,
     stored,
 )
-from fedshift.files import below, plain_yaml, write_bytes
+from fedshift.files import below, plain_yaml, write_bytes, yaml_bytes
 
 _LOCK = ".lock"
-_PACKED = (PACKED_ROUNDS, packed.SETTINGS, packed.RUNS)
+_PACKED = (packs.ROUNDS, packs.RUNS)
 """The packed files in the order in which they are written: the last one lists the runs."""
 
 
@@ -45,13 +43,11 @@ class Change:
         experiment: its folder.
         moved: number of runs moved into or out of the packed files.
         left: number of unfinished runs.
-        renewed: number of runs that were packed in an older format and are now in today's.
     """
 
     experiment: Path
     moved: int
     left: int
-    renewed: int = 0
 
 
 def experiments_below(folder: Path) -> list[Path]:
@@ -81,9 +77,9 @@ def experiments_below(folder: Path) -> list[Path]:
 def pack(experiment: Path) -> Change:
     """Move the finished runs of an experiment into its packed files.
 
-    Losses, weights, seconds of rounds and accuracies of classes keep five digits (see `packed`). Unfinished runs and
+    Losses, weights, seconds of rounds and accuracies of classes keep five digits (see `packs`). Unfinished runs and
     models (`model.safetensors`) stay in their folders. A folder is removed only after the packed files are written and
-    checked. So an interrupted call can be repeated. Files of an older format are written anew.
+    checked. So an interrupted call can be repeated.
 
     Args:
         experiment: the experiment's folder.
@@ -105,22 +101,17 @@ def pack(experiment: Path) -> Change:
     finished = [folder for folder in folders if (folder / RESULT).exists()]
     left = sum(not is_finished(folder) for folder in folders)
     order = stored(experiment / ORDER)
-    renewed = len(there.runs) if there is not None and there.format < packed.FORMAT else 0
-    if not finished and not renewed and (there is None or not (experiment / ORDER).exists()):
+    if not finished and (there is None or not (experiment / ORDER).exists()):
         return Change(experiment, 0, left)
     runs = {run.name: run for run in _whole(there)}
     for folder in finished:
         run = _of_folder(folder, experiment)
         if run.name in runs and _content(runs[run.name]) != _content(run):
-            line = runs[run.name].line
-            raise UserError(
-                f"{folder} and {experiment / packed.RUNS} line {line} hold the same run with other results: "
-                "remove one of the two"
-            )
+            raise _twice(folder, experiment)
         runs[run.name] = run
     planned = json.loads(order.data) if order else {}
-    if there is None or renewed or set(runs) != set(there.runs) or _same(planned) != _same(there.order):
-        files = packed.encode(runs.values(), planned, there.columns if there else ())
+    if there is None or set(runs) != set(there.runs) or _same(planned) != _same(there.order):
+        files = packs.encode(runs.values(), planned)
         _check(files, runs, planned, experiment)
         change_sums(experiment, {}, _PACKED)  # of what was there before
         for name in _PACKED:
@@ -129,7 +120,7 @@ def pack(experiment: Path) -> Change:
     for folder in finished:
         _remove(folder, experiment)
     (experiment / ORDER).unlink(missing_ok=True)
-    return Change(experiment, len(finished), left, renewed)
+    return Change(experiment, len(finished), left)
 
 
 def unpack(experiment: Path) -> Change:
@@ -160,13 +151,10 @@ def unpack(experiment: Path) -> Change:
     for run in runs:
         folder = folders[run.name]
         if (folder / RESULT).exists() and _content(_of_folder(folder, experiment)) != _content(run):
-            raise UserError(
-                f"{folder} and {experiment / packed.RUNS} line {run.line} hold the same run with other results: "
-                "remove one of the two"
-            )
+            raise _twice(folder, experiment)
     for run in runs:
         folder = folders[run.name]
-        files = {SETTINGS: packed.yaml_bytes(run.identity), ROUNDS: run.rounds, RESULT: _json(run.result)}
+        files = {SETTINGS: yaml_bytes(run.identity), ROUNDS: run.rounds, RESULT: _json(run.result)}
         written = {name: data for name, data in files.items() if data is not None}
         change_sums(folder, written)
         for name, data in written.items():  # the result last, because it marks the run as finished
@@ -179,12 +167,16 @@ def unpack(experiment: Path) -> Change:
     return Change(experiment, len(runs), 0)
 
 
+def _twice(folder: Path, experiment: Path) -> UserError:
+    return UserError(
+        f"{folder} and {experiment / packs.RUNS} hold the same run with other results: remove the folder, or move it "
+        "elsewhere"
+    )
+
+
 def _whole(there: Pack | None) -> list[PackedRun]:
     """The packed runs with their rounds."""
-    if there is None:
-        return []
-    rounds = {name: there.rounds(name) for name in there.runs}
-    return [replace(there.run(name), rounds=found.data if found else None) for name, found in rounds.items()]
+    return [] if there is None else [replace(run, rounds=there.lines(name)) for name, run in there.runs.items()]
 
 
 def _of_folder(folder: Path, experiment: Path) -> PackedRun:
@@ -229,11 +221,10 @@ def _same(content: Any) -> str:
 
 def _check(files: dict[str, bytes], runs: dict[str, PackedRun], order: dict[str, Any], experiment: Path) -> None:
     """Raise UserError if the packed files do not read back as the same runs. Called before anything is written."""
-    read, planned, *_ = packed.decode(files[packed.SETTINGS], files[packed.RUNS])
-    rounds = decode_rounds(files[PACKED_ROUNDS])
+    read, planned = packs.decode(files[packs.RUNS])
+    rounds = packs.decode_rounds(files[packs.ROUNDS])
     for name, run in runs.items():
-        back = replace(packed.with_details(read[name], rounds[name].result), rounds=rounds[name].data)
-        if _content(back) != _content(run):
+        if _content(replace(read[name], rounds=rounds.lines(read[name]))) != _content(run):
             raise UserError(f"{experiment / name} cannot be packed without loss: please report this")
     if _same(planned) != _same(order):
         raise UserError(f"{experiment / ORDER} cannot be packed without loss: please report this")

@@ -18,10 +18,9 @@ from typing import Any
 
 from fedshift.digests import Damaged, read_object
 from fedshift.errors import UserError
-from fedshift.evaluation.packs import packed, packed_rounds
-from fedshift.evaluation.packs.packed import PackedRun
-from fedshift.evaluation.packs.packed_rounds import Rounds, decode_rounds, malformed
-from fedshift.files import write_bytes
+from fedshift.evaluation import packs
+from fedshift.evaluation.packs import PackedRounds, PackedRun
+from fedshift.files import write_bytes, yaml_bytes
 
 FAILURE = "failure.json"
 """Why an unfinished run stopped."""
@@ -38,18 +37,17 @@ class Stored:
     Attributes:
         data: the content.
         file: the file on disk, which may be a packed one.
-        line: the line of a packed file that holds the run, or names it; else None.
+        run: the run in a packed file; else None.
     """
 
     data: bytes
     file: Path
-    line: int | None = None
+    run: str | None = None
 
     def place(self, line: int | None = None) -> str:
         """How a message names the file, or a line of it (from 1)."""
-        if self.line is not None:
-            return f"{self.file} line {self.line}" + (f", round line {line}" if line else "")
-        return f"{self.file} line {line}" if line else str(self.file)
+        whose = "" if self.run is None else f" of the run {self.run}"
+        return f"{self.file} line {line}{whose}" if line else f"{self.file}{whose}"
 
 
 @dataclass(frozen=True)
@@ -58,42 +56,22 @@ class Pack:
 
     Attributes:
         folder: the experiment's folder.
-        runs: the runs by name, without what is in `rounds.jsonl.xz`.
+        runs: the runs by name, without their rounds.
         order: the planned order.
-        columns: the columns of `runs.csv`.
-        format: the number of the format.
     """
 
     folder: Path
     runs: Mapping[str, PackedRun]
     order: Mapping[str, Any]
-    columns: list[str]
-    format: int
 
-    def run(self, name: str) -> PackedRun:
-        """A run with its whole result, without its rounds.
+    def lines(self, name: str) -> bytes | None:
+        """The content of a run's `rounds.jsonl`; None if it has none.
 
         Raises:
-            UserError: a file is damaged, or has no such run.
+            UserError: the file of the rounds is damaged.
         """
-        if self.format == 1:
-            return self.runs[name]
-        rounds, file = self.rounds(name), self.folder / packed_rounds.ROUNDS
-        if rounds is None:
-            raise UserError(f"{file} does not hold the run {name} of {packed.RUNS}: restore the file")
-        try:
-            return packed.with_details(self.runs[name], rounds.result)
-        except ValueError as error:
-            raise malformed(str(file), rounds.line, str(error)) from None
-
-    def rounds(self, name: str) -> Rounds | None:
-        """The rounds of a run.
-
-        Raises:
-            UserError: their file is damaged.
-        """
-        file = self.folder / packed_rounds.ROUNDS
-        return _rounds(file, _stamp(file)).get(name)
+        file = self.folder / packs.ROUNDS
+        return _rounds(file, _stamp(file)).lines(self.runs[name])
 
 
 def stored(path: Path) -> Stored | None:
@@ -123,16 +101,16 @@ def stored(path: Path) -> Stored | None:
             remedy = "restore it, or delete it: names then come in natural order"
             return Stored(_json(read_object(path, remedy, older=True)), path)
         pack = pack_of(folder)
-        return None if pack is None else Stored(_json(pack.order), folder / packed.SETTINGS)
+        return None if pack is None else Stored(_json(pack.order), folder / packs.RUNS)
     pack, name = (None, "") if (folder / RESULT).exists() else _pack_and_name(folder)
     if pack is None or name not in pack.runs:
         return _on_disk(path)
     if path.name == ROUNDS:
-        rounds = pack.rounds(name)
-        lines = rounds.data if rounds else None
-        return Stored(lines, pack.folder / packed_rounds.ROUNDS, rounds.line) if rounds and lines is not None else None
-    data = _json(pack.run(name).result) if path.name == RESULT else packed.yaml_bytes(pack.runs[name].identity)
-    return Stored(data, pack.folder / packed.RUNS, pack.runs[name].line)
+        lines = pack.lines(name)
+        return None if lines is None else Stored(lines, pack.folder / packs.ROUNDS, name)
+    run = pack.runs[name]
+    data = _json(run.result) if path.name == RESULT else yaml_bytes(run.identity)
+    return Stored(data, pack.folder / packs.RUNS, name)
 
 
 SUMS = "SHA256SUMS"
@@ -257,7 +235,7 @@ def run_folders(root: Path) -> list[Path]:
         if _SEED.fullmatch(folder.name) or RESULT in files:
             below.clear()
             found.add(folder)
-        elif packed.RUNS in files:
+        elif packs.RUNS in files:
             found.update(_packed_folders(folder))
     for experiment in root.parents[:_DEPTH]:
         found.update(folder for folder in _packed_folders(experiment) if folder.is_relative_to(root))
@@ -291,7 +269,7 @@ def packed_run(folder: Path) -> PackedRun | None:
         True
     """
     pack, name = _pack_and_name(folder)
-    return pack.run(name) if pack and name in pack.runs else None
+    return pack.runs[name] if pack and name in pack.runs else None
 
 
 def pack_of(experiment: Path) -> Pack | None:
@@ -304,8 +282,8 @@ def pack_of(experiment: Path) -> Pack | None:
         >>> pack_of(Path("no-such-experiment")) is None
         True
     """
-    runs = experiment / packed.RUNS
-    return _pack(experiment, _stamp(runs), _stamp(experiment / packed.SETTINGS)) if runs.exists() else None
+    runs = experiment / packs.RUNS
+    return _pack(experiment, _stamp(runs)) if runs.exists() else None
 
 
 def _pack_and_name(folder: Path) -> tuple[Pack | None, str]:
@@ -325,14 +303,13 @@ def _packed_folders(experiment: Path) -> list[Path]:
 @functools.lru_cache(maxsize=8)
 def _pack(experiment: Path, *_: object) -> Pack:
     """The packed files, read again when they have changed."""
-    settings, runs = (_checked(experiment / name) for name in (packed.SETTINGS, packed.RUNS))
-    return Pack(experiment, *packed.decode(settings, runs, f"{experiment}{os.sep}"))
+    return Pack(experiment, *packs.decode(_checked(experiment / packs.RUNS), f"{experiment}{os.sep}"))
 
 
 @functools.lru_cache(maxsize=1)
-def _rounds(file: Path, *_: object) -> dict[str, Rounds]:
+def _rounds(file: Path, *_: object) -> PackedRounds:
     """The rounds of all packed runs, read again when their file has changed."""
-    return decode_rounds(_checked(file), f"{file.parent}{os.sep}")
+    return packs.decode_rounds(_checked(file), f"{file.parent}{os.sep}")
 
 
 def _stamp(file: Path) -> tuple[int, int, int] | None:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from fedshift.errors import UserError, nearest
-from fedshift.evaluation.packs.packed import RUNS, kept
+from fedshift.evaluation.packs import RUNS, kept
 from fedshift.evaluation.records import RoundRecord, RunResult, SiteMetric
 from fedshift.evaluation.stored import ORDER, RESULT, is_finished, packed_run, read_failure, run_folders, stored
 from fedshift.report.by_site import at_sites
@@ -245,8 +245,8 @@ def _check_unique(runs: Sequence[FinishedRun]) -> None:
         twin = packed_run(run.folder) if (run.folder / RESULT).exists() else None
         if twin is not None and _kept(twin.result) != _kept(run.result.model_dump(mode="json")):
             raise UserError(
-                f"{run.folder} and line {twin.line} of {RUNS} hold the same run {key} with other results: "
-                "remove one of the two"
+                f"{run.folder} and {RUNS} hold the same run {key} with other results: remove the folder, or move it "
+                "elsewhere"
             )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import lzma
 from typing import Any
 
 import pytest
@@ -11,8 +10,7 @@ import torch
 
 from fedshift.deploy.remote import wire
 from fedshift.deploy.remote.wire import Body, Message, body_of, seal, unseal, widened
-from fedshift.errors import FedshiftError, UserError
-from fedshift.evaluation.packs import packed_rounds
+from fedshift.errors import FedshiftError
 from fedshift.federation import messages
 from fedshift.federation.messages import encode
 from fedshift.weights import Weights
@@ -108,8 +106,3 @@ def test_text_that_is_not_unicode_is_refused(where: str) -> None:
 def test_text_of_every_language_is_read() -> None:
     header, content, _ = unseal(seal({"a": "東京 🏥"}, body_of({"name": "東京 🏥"})))
     assert (header["a"], content["name"]) == ("東京 🏥", "東京 🏥")
-
-
-def test_packed_results_do_not_expand_without_bound() -> None:
-    with pytest.raises(UserError, match="expands"):
-        packed_rounds.decode_rounds(lzma.compress(bytes(25_000_000)))

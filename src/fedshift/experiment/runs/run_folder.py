@@ -21,7 +21,6 @@ from torch import Tensor
 from fedshift.claims import Claim, network_file_system
 from fedshift.digests import BLANK, ENTRY, filled, with_digest, write_object
 from fedshift.errors import FedshiftError, UserError
-from fedshift.evaluation.packs.packed import DUMPER
 from fedshift.evaluation.predictions import PREDICTIONS
 from fedshift.evaluation.records import RoundRecord, RunResult
 from fedshift.evaluation.site_bytes import FILE as BYTES
@@ -43,7 +42,7 @@ from fedshift.experiment.runs.identity import comparable, first_difference
 from fedshift.federation.message_files import read_message, write_message
 from fedshift.federation.messages import Content, encode, unshared
 from fedshift.federation.secure.closed import in_one, in_two, is_closed
-from fedshift.files import plain_yaml, write_bytes
+from fedshift.files import plain_yaml, write_bytes, yaml_bytes
 from fedshift.methods.base import State
 from fedshift.methods.composition.averaging import Kept
 from fedshift.weights import Weights
@@ -162,7 +161,7 @@ class RunFolder:
         if difference is not None and not self._is_replaced():
             path, old, new = difference
             file = stored(self.path / SETTINGS)
-            where = self.path if file is None or file.line is None else file.place()
+            where = self.path if file is None or file.run is None else file.place()
             way = f"give this experiment another name, or delete {where} to begin again"
             if path == "data.fingerprint":
                 raise UserError(f"the data have changed since {where} was written: put them back, or {way}")
@@ -191,7 +190,7 @@ class RunFolder:
     def write_settings(self) -> None:
         """Write the run's settings. From then on the folder belongs to this run."""
         (self.path / FAILURE).unlink(missing_ok=True)
-        data = yaml.dump(self.identity, Dumper=DUMPER, sort_keys=False, allow_unicode=True).encode()
+        data = yaml_bytes(self.identity)
         file = self.path / SETTINGS
         if not file.exists() or file.read_bytes() != data:  # also what is not compared, such as a damaged path
             write_bytes(file, data)

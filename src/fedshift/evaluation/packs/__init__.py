@@ -1,1 +1,0 @@
-"""The format of finished runs in a few small files."""
