@@ -87,8 +87,11 @@ def coop_encoder(reference: Reference) -> TextEncoder:
     model.config = type("Config", (), {"projection_dim": config.projection_dim, "text_config": config})
     model.logit_scale = torch.tensor(reference.parameters["scale"]).log()
     model.text_model, model.text_projection = tower.text_model, tower.text_projection
-    asked = iter(reference.inputs["tokens"])
-    return TextEncoder(model, lambda text: {"input_ids": next(asked)}, "CoOp's")
+    words = " ".join(["x"] * reference.tensors["context"].shape[-2])  # CoOp writes X, which its tokenizer reads as x
+    known_texts = {
+        f"{words} {name}.": ids for name, ids in zip(reference.inputs["names"], reference.inputs["tokens"], strict=True)
+    }
+    return TextEncoder(model, lambda text: {"input_ids": known_texts[text]}, "CoOp's")
 
 
 @compares("federated", "promptfl_1", "promptfl_2")
