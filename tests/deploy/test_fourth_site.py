@@ -32,36 +32,41 @@ def samples(seed: int, n: int) -> tuple[np.ndarray, np.ndarray]:  # type: ignore
     return x, (x[:, 0] + 0.5 * draw.normal(size=n) > 0).astype(np.int64) + (x[:, 1] > 1)
 
 
-def files(folder: Path, classes: int = 3) -> dict[str, str]:
+def files(folder: Path, classes: int = 3, few: int = 0) -> dict[str, str]:
+    """``few``: how many samples of the fourth site have a label."""
     folder.mkdir(parents=True, exist_ok=True)
     for seed, (site, n) in enumerate({**LABELLED, "va": 70}.items()):
         x, y = samples(seed, n)
-        np.savez(folder / f"{site}.npz", x=x, **({} if site == "va" else {"y": np.minimum(y, classes - 1)}))
+        known = np.arange(n) % 70 < few if site == "va" else np.ones(n, dtype=bool)
+        held = {"y": np.where(known, np.minimum(y, classes - 1), -1)} if known.any() else {}
+        np.savez(folder / f"{site}.npz", x=x, **held)
     return {site: str(folder / f"{site}.npz") for site in (*LABELLED, "va")}
 
 
-def places(folder: Path, held: dict[str, str], without: dict[str, Any] | None = None, **policy: Any) -> dict[str, Path]:
+def places(
+    folder: Path, held: dict[str, str], without: dict[str, Any] | None = None, labels: str = "none", **policy: Any
+) -> dict[str, Path]:
     found = {site: site_file(folder, site, held[site], **{"send": SEND, **policy}) for site in LABELLED}
     found["va"] = site_file(folder, "va", held["va"], **(without or {}))
     options = yaml.safe_load(found["va"].read_text())
-    options["data"]["site_labels"] = {"va": "none"}
+    options["data"]["site_labels"] = {"va": labels}
     found["va"].write_text(yaml.safe_dump(options))
     return found
 
 
 def both(
-    folder: Path, method: Any, protocol: dict[str, Any], classes: int = 3, **engine: Any
+    folder: Path, method: Any, protocol: dict[str, Any], classes: int = 3, few: int = 0, **engine: Any
 ) -> tuple[Path, fedshift.api.Results, Loopback]:
     """The runs of a deployment of four sites, and the same in a simulation."""
-    held = files(folder / "data", classes)
+    held, labels = files(folder / "data", classes, few), "few" if few else "none"
     options = options_of(method, protocol=protocol, evaluation={"resamples": 0})
     options["methods"] = method if isinstance(method, list) else [method]
-    at = places(folder, held)
+    at = places(folder, held, labels=labels)
     for place in at.values():
         place.write_text(yaml.safe_dump({**yaml.safe_load(place.read_text()), "classes": [*"012"[:classes]]}))
     transport = Loopback(at)
     deployed, _ = deploy(folder, options, sites={**LABELLED, "va": 70}, unseen={}, transport=transport, engine=engine)
-    data = {"name": "arrays", "sites": held, "classes": [*"012"[:classes]], "site_labels": {"va": "none"}}
+    data = {"name": "arrays", "sites": held, "classes": [*"012"[:classes]], "site_labels": {"va": labels}}
     simulated = fedshift.run({**options, "data": data, "engine": {"threads": 1, **engine}}, folder / "simulated")
     return deployed, simulated, transport
 
@@ -104,6 +109,33 @@ def test_it_ends_as_the_simulation_does(tmp_path: Path) -> None:
     assert "va has no labels, so it is not measured" in said
     assert "the site keeps it beside its predictions" in said
     assert transport.asked.count(("va", "fit")) == 0
+
+
+@pytest.mark.parametrize("kind", ["leave_one_out", "adapt_to_one"])
+def test_few_labels_measure_and_train_nothing(kind: str, tmp_path: Path) -> None:
+    method = "fedavg" if kind == "leave_one_out" else "kd3a"
+    protocol = {"kind": kind, "targets": "all", "seeds": [0], "test_fraction": 0.3}
+    deployed, simulated, _ = both(tmp_path, method, protocol, few=20)
+    for site in (*LABELLED, "va"):
+        assert same(model(deployed, method, site), model(simulated.folder, method, site))
+    noted, there = result(deployed, method, "va"), result(simulated.folder, method, "va")
+    assert noted["data"]["measured_samples"] == {"va": 20}
+    assert noted["data"]["unlabelled_samples"] == ({} if kind == "leave_one_out" else {"va": 50})
+    assert noted["data"]["unlabelled_samples"] == there["data"]["unlabelled_samples"]
+    assert noted["selected"] == there["selected"]
+    told = pd.read_parquet(next((tmp_path / "va" / "received").iterdir()) / "predictions.parquet")
+    measured = told[told["part"] == "target"]
+    assert sorted(told["row"]) == list(range(70))
+    right = (measured["predicted"].astype(int) == samples(3, 70)[1][:20]).mean()
+    assert noted["selected"]["last"]["accuracy"] == pytest.approx(100 * right)
+    expected = simulated.predictions("va")
+    for one in (told, expected):
+        one.sort_values("row", inplace=True)
+    assert np.allclose(told[["score_0", "score_2"]], expected[["score_0", "score_2"]], atol=1e-7)
+    lines, _ = AuditLog.check(tmp_path / "va" / "memory" / "audit.jsonl")
+    assert {kind["kind"] for line in lines for kind in line.get("sent", {}).values()} >= {"numbers", "accuracy"}
+    assert not [line for line in lines if "sums" in line.get("sent", {})], "they are of use to other sites alone"
+    assert "va" in fedshift.results(deployed).markdown()
 
 
 def test_auroc_and_the_rates_at_the_threshold_are_those_of_the_simulation(tmp_path: Path) -> None:
@@ -286,8 +318,10 @@ def test_what_a_site_says_of_its_labels_is_held_to(tmp_path: Path) -> None:
     (warning,) = read().data.warnings
     assert "has labels in an array y, which are not read, since data.site_labels says none" in warning
     assert (read().domain.labels == -1).all()
-    with pytest.raises(UserError, match="a deployed site has labels or none, and 'va' has few: write none"):
+    with pytest.raises(UserError, match="every sample of 'va' has a label: leave it out"):
         read(site_labels={"va": "few"})
+    with pytest.raises(UserError, match="write few or none for 'va'; a simulation can train with them"):
+        read(site_labels={"va": "few_train"})
     with pytest.raises(UserError, match="there is no site 'west'"):
         read(site_labels={"west": "none"})
     with pytest.raises(UserError, match="list all classes of the federation"):

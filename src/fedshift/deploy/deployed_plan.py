@@ -102,7 +102,8 @@ class DeployedPlan(Plan):
             return Split(train, held_out, {target: protocol.measured_rows(domain, own_held_out)})
         unlabelled, measured = rows[target]
         if target in lacking:
-            return Split(train, held_out, {}, {} if protocol.unseen else {target: unlabelled}, {target: unlabelled})
+            few = {target: measured} if len(measured) else {}
+            return Split(train, held_out, few, {} if protocol.unseen else {target: unlabelled}, {target: unlabelled})
         if not protocol.unseen:
             return Split(train, held_out, {target: measured}, {target: unlabelled})
         whole = agreed.measures_all(target, protocol)

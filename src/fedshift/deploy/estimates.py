@@ -34,9 +34,8 @@ def asks_sums(plan: DeployedPlan, planned: PlannedRun) -> bool:
     """Whether the target of a run is asked for sums: where another site lacks labels, and it lets them out."""
     target, agreed = planned.run.target, plan.agreed
     gives = target in agreed.cards and agreed.cards[target].gives_confidences
-    return (
-        bool(plan.data.unlabelled) and target in planned.split.measured and gives and planned.run.metric == "accuracy"
-    )
+    asked = any(site != target for site in plan.data.unlabelled)
+    return asked and target in planned.split.measured and gives and planned.run.metric == "accuracy"
 
 
 def sums_file(folder: Path, run: str) -> Path:

@@ -107,7 +107,8 @@ class Card(Closed):
     Attributes:
         rows: the numbers of training and held-out samples, by seed.
         fixed_split: whether its data fix the test samples; then statistics are of the others.
-        unlabelled: whether it has no labels; then all its rows train, as those of a target.
+        unlabelled: whether it has no labels, or few; then rows without one train, as those of a target, and the others
+            measure.
         privacy: its budget, if it has one.
     """
 

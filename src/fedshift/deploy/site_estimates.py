@@ -7,7 +7,7 @@ predictions on its own disk, and estimates by itself. It answers nothing but tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,9 @@ class SiteEstimates:
 
     # At a site without labels -----------------------------------------------------------------------------------------
 
-    def receive(self, run: str, weights: Weights, scored: Scored, holding: Holding, metadata: Any) -> None:
+    def receive(
+        self, run: str, weights: Weights, told: Sequence[SitePredictions], holding: Holding, metadata: Any
+    ) -> None:
         """Write the model of a run, and what it says of the samples here.
 
         Raises:
@@ -119,10 +121,8 @@ class SiteEstimates:
         if not isinstance(metadata, Mapping):
             raise FedshiftError("a request to predict does not say what model it is of")
         about = {**metadata, "classes": list(holding.data.classes)}
-        rows = np.arange(len(holding.domain), dtype=np.int64)
-        told = SitePredictions(self._site, UNLABELLED, rows, holding.domain.ids, scored)
         write_bytes(self._received / run / MODEL, model_file(weights, about), private=True)
-        write_bytes(self._received / run / PREDICTIONS, as_parquet([told], about["classes"], about), private=True)
+        write_bytes(self._received / run / PREDICTIONS, as_parquet(told, about["classes"], about), private=True)
 
     def estimate(self, header: Mapping[str, Any], holding: Holding) -> Message:
         """Estimate the accuracy of a run's model here, from what left-out sites tell, and keep it.
@@ -131,11 +131,11 @@ class SiteEstimates:
             FedshiftError: there are no predictions of the run, or the request cannot be read.
         """
         run, classes = run_name(header["run"]), holding.data.classes
-        answers = list(noted(self._received / run, classes))
+        answers = [one for one in noted(self._received / run, classes) if one.part == UNLABELLED]
         if not answers:
             raise FedshiftError(f"site '{self._site}' has no predictions of run {run}")
         known = checked_sites(header.get("known"), len(classes))
-        shift = _shift(holding, header.get("preprocessing"))
+        shift = _shift(holding, answers[0].rows, header.get("preprocessing"))
         estimate = estimate_from_sums(
             known, answers[0].known.scores, unlike=shift.refusal, unusual=shift.warning, threshold=threshold_in(header)
         )
@@ -203,8 +203,8 @@ def in_words(estimate: Estimate) -> str:
     return f"accuracy here, estimated: {estimate.estimate:.1f} % ({ends}){warning}"
 
 
-def _shift(holding: Holding, preprocessing: Any) -> InputShift:
-    """How the samples differ from those of the sites that trained, as far as an encoding of these tells.
+def _shift(holding: Holding, rows: NDArray[np.int64], preprocessing: Any) -> InputShift:
+    """How the samples without a label differ from those that trained, as far as an encoding of these tells.
 
     Raises:
         FedshiftError: the encoding cannot be read.
@@ -217,6 +217,7 @@ def _shift(holding: Holding, preprocessing: Any) -> InputShift:
         raise FedshiftError("a request to estimate has no encoding that can be read") from None
     if isinstance(inputs, SparseRows):
         return InputShift()
+    inputs = inputs[rows]
     images = inputs.dtype == np.uint8
     return image_shift(inputs.astype(np.uint8, copy=False), None) if images else feature_shift(inputs, trained)
 

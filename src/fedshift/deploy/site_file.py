@@ -187,15 +187,15 @@ def read_holding(config: SiteConfig) -> Holding:
 
 
 def _without_labels(config: SiteConfig, source: SiteLabels) -> SiteLabels:
-    """The data of a site that has no labels.
+    """The data of a site that has no labels, or few.
 
     Raises:
-        UserError: it has some, or nobody says which classes there are.
+        UserError: these are to train, or nobody says which classes there are.
     """
-    if few := next((site for site, labels in source.site_labels.items() if labels != "none"), None):
+    if few := next((site for site, labels in source.site_labels.items() if labels == "few_train"), None):
         raise UserError(
-            f"{config.path}: data.site_labels: a deployed site has labels or none, and '{few}' has few: write none; a "
-            "simulation can use them"
+            f"{config.path}: data.site_labels: few labels of a deployed site measure, or are not read: write few or "
+            f"none for '{few}'; a simulation can train with them"
         )
     if config.file.classes is None:
         raise UserError(
@@ -211,7 +211,7 @@ def _renumbered(config: SiteConfig, data: DataSet, domain: Domain) -> tuple[Doma
     unknown = [name for name in data.classes if name not in wanted]
     if unknown:
         raise UserError(f"{config.path}: classes: the data hold '{unknown[0]}', which is not listed")
-    if domain.unlabelled:
+    if domain.unlabelled:  # its labels are numbered by the classes of the federation
         return domain, replace(data, classes=wanted)
     numbers = np.array([wanted.index(name) for name in data.classes], dtype=np.int64)
     return replace(domain, labels=numbers[domain.labels]), replace(data, classes=wanted)

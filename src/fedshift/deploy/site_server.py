@@ -53,6 +53,7 @@ from fedshift.deploy.site_requests import (
     shared_kinds,
 )
 from fedshift.errors import FedshiftError, Refused, UserError
+from fedshift.evaluation.predictions import UNLABELLED, SitePredictions
 from fedshift.experiment.config.error_messages import describe
 from fedshift.experiment.environment import resolve_device
 from fedshift.experiment.runs.evaluator import answering, scored
@@ -64,6 +65,7 @@ from fedshift.federation.site_runner import Setting, SitePlan, SiteRunner
 from fedshift.federation.training import Training
 from fedshift.methods import registry as methods
 from fedshift.methods.base import Method
+from fedshift.methods.composition.new_site import NewSite
 from fedshift.models import registry as networks
 from fedshift.models.adapters import merged
 from fedshift.models.network import Network
@@ -220,6 +222,8 @@ class SiteProgram:
         check = partial(self.policy.check_group, self.name)
         check("numbers", len(self.holding.domain), "the count of its samples", "leave this site out (protocol.drop)")
         fixed = "let data.split put more rows there" if self.holding.domain.fixed_split else None
+        if self.holding.domain.unlabelled and len(self.holding.domain.known):
+            fixed = "have more samples labelled, or write site_labels: none"
         for train, held_out in rows.values():
             check("numbers", train, "the count of its training samples", fixed or "lower protocol.test_fraction")
             if held_out:
@@ -268,8 +272,10 @@ class SiteProgram:
         return found
 
     def _rows(self, split: Mapping[str, Any]) -> tuple[Rows, Rows]:
+        """The rows that train and those that measure; of a site of few labels those without and those with a label."""
         if self.holding.domain.unlabelled:
-            return np.arange(len(self.holding.domain), dtype=np.int64), np.zeros(0, dtype=np.int64)
+            known = self.holding.domain.known
+            return np.setdiff1d(np.arange(len(self.holding.domain), dtype=np.int64), known), known
         return self.rules.rows(self.holding.domain, split)
 
     def _method(self, recipe: Mapping[str, Any]) -> Method:
@@ -393,7 +399,7 @@ class SiteProgram:
     def _runner_for(self, header: Mapping[str, Any], method: Method) -> SiteRunner:
         if self.holding.domain.unlabelled and header["part"]["role"] != "target":
             raise Refused(
-                f"site '{self.name}' has no labels (its data.site_labels) and trains as a target only, not as a "
+                f"site '{self.name}' lacks labels (its data.site_labels) and trains as a target only, not as a "
                 f"{header['part']['role']}"
             )
         digest = digest_of(header)
@@ -428,7 +434,7 @@ class SiteProgram:
 
     def _measure(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
         """Answer with this site's accuracy under the given weights, on samples that no call trains on."""
-        if self.holding.domain.unlabelled:
+        if self.holding.domain.unlabelled and not len(self.holding.domain.known):
             raise Refused(f"site '{self.name}' has no labels (its data.site_labels) and measures no model")
         self.policy.check_kind(self.name, ACCURACY, "measuring a model")
         self.rules.check_measures()
@@ -439,7 +445,8 @@ class SiteProgram:
         self._check_terms(header, method, agree=True)
         _, held_out = self._rows(header["part"]["split"])
         unseen = header["part"]["role"] == "unseen"
-        if unseen and header["part"]["whole"] and not self.holding.domain.fixed_split:
+        every = not (self.holding.domain.fixed_split or self.holding.domain.unlabelled)
+        if unseen and header["part"]["whole"] and every:
             held_out = np.arange(len(self.holding.domain), dtype=np.int64)
         self.policy.check_group(self.name, ACCURACY, len(held_out), "measuring a model")
         network, view = self._network_of(header, method, content, entry, held_out)
@@ -462,7 +469,7 @@ class SiteProgram:
         rows: Rows,
     ) -> tuple[Network, SiteData]:
         """The model in a request, in evaluation mode, and the samples that it is asked about."""
-        digest, setting = digest_of(header), self._setting(header["setting"], method)
+        digest, setting = f"{digest_of(header)} {header['do']}", self._setting(header["setting"], method)
         weights = self.seals.opened_model(header, setting, content, entry)
         if header["do"] == "measure" and header["part"].get("own") is True:
             runner = self._runner_for(header, method)
@@ -471,12 +478,14 @@ class SiteProgram:
         if self._measurer is None or self._measurer[0] != digest:
             network = method.evaluated_network(setting.build_network(), setting.sources).to(self.device)
             self.rules.check_measured(method, network, setting.input_shape)
-            domain = features_here(self.holding, setting, self.device)
-            view = SiteData([(domain, rows, 0)], setting.preprocessing, None, self.device)
-            self._measurer = (digest, network, view)
+            self._measurer = (digest, network, self._view(setting, rows))
         _, network, view = self._measurer
         network.eval().load_state_dict(dict(weights))
         return network, view
+
+    def _view(self, setting: Setting, rows: Rows) -> SiteData:
+        domain = features_here(self.holding, setting, self.device)
+        return SiteData([(domain, rows, 0)], setting.preprocessing, None, self.device)
 
     # At a site without labels -----------------------------------------------------------------------------------------
 
@@ -493,15 +502,27 @@ class SiteProgram:
         method = self._method(header["setting"]["method"])
         self._check_unchanged(header["part"]["fingerprint"])
         self._check_terms(header, method, agree=True)
-        whole, _ = self._rows(header["part"]["split"])
-        network, view = self._network_of(header, method, content, entry, whole)
-        unseen, groups = header["part"]["role"] == "unseen", self.holding.domain.groups
-        answers = answering(network, view, method.at_sites(view.input_shape).new_site if unseen else None)
-        scores = scored(answers, view, objective_of(view.preprocessing), groups)
+        rest, known = self._rows(header["part"]["split"])
+        network, view = self._network_of(header, method, content, entry, rest)
+        parts = [(UNLABELLED, rest, view)]
+        if len(known):
+            parts.append(("target", known, self._view(self._setting(header["setting"], method), known)))
+        new_site = method.at_sites(view.input_shape).new_site if header["part"]["role"] == "unseen" else None
+        told = [self._answers(network, new_site, *part) for part in parts]
         weights = Weights({name: tensor.cpu() for name, tensor in network.state_dict().items()})
-        self.estimates.receive(run, merged(network, weights), scores, self.holding, header.get("metadata"))
+        self.estimates.receive(run, merged(network, weights), told, self.holding, header.get("metadata"))
         entry["sent"] = {}
         return seal({"answers": header["key"]}, body_of({}))
+
+    def _answers(
+        self, network: Network, new_site: NewSite | None, part: str, rows: Rows, view: SiteData
+    ) -> SitePredictions:
+        """What a model says of some rows here."""
+        domain = self.holding.domain
+        groups = None if domain.groups is None else domain.groups[rows]
+        ids = None if domain.ids is None else [domain.ids[row] for row in rows]
+        scores = scored(answering(network, view, new_site), view, objective_of(view.preprocessing), groups)
+        return SitePredictions(self.name, part, rows, ids, scores)
 
     def _estimate(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
         """Estimate the accuracy of a run's model here, and keep that here."""

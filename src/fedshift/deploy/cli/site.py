@@ -64,7 +64,10 @@ def check_site(path: Path) -> None:
     shape = "×".join(map(str, domain.inputs.shape[1:]))
     say(f"site {config.file.site}: {len(domain)} samples of {shape}, data fingerprint {holding.fingerprint}")
     if domain.unlabelled:
-        say(f"labels: none (data.site_labels): it measures no model; what it gets is kept at {config.received}")
+        known = len(domain.known)
+        said = f"few, {known} of {len(domain)}" if known else "none"
+        what = "they measure models and train none" if known else "it measures no model"
+        say(f"labels: {said} (data.site_labels): {what}; what it gets is kept at {config.received}")
     elif data.task == "classification":
         counts = np.bincount(domain.labels, minlength=len(data.classes))
         say("classes: " + ", ".join(f"{name} {count}" for name, count in zip(data.classes, counts, strict=True)))

@@ -156,6 +156,11 @@ def few_samples(domain: Domain, policy: Policy) -> str | None:
         policy: the site's.
     """
     samples, least, rule = len(domain), policy.smallest_group, f"(rule policy.smallest_group: {policy.smallest_group})"
+    if domain.unlabelled:
+        known = len(domain.known)
+        if min(samples - known, known or least) >= least:
+            return None
+        return f"it takes part in no experiment: it has {known} samples with a label, {samples - known} without {rule}"
     if domain.fixed_split:
         train = len(domain.described)
         if min(train, samples - train) >= least:
