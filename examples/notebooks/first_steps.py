@@ -23,7 +23,7 @@ digits = {
 # `check` trains nothing: it says what the data are, what the runs will cost, and what would go wrong.
 
 # %%
-fedshift.check(digits)
+print(fedshift.check(digits))
 
 # %% [markdown]
 # `run` trains, and shows the table. `alone`: each site by itself. `fedavg`: federated averaging. `recipe`: what

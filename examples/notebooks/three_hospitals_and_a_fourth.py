@@ -55,8 +55,7 @@ model = results.model(method="fedavg", target="C", seed=0)
 model.predict(unlabelled)[:10]
 
 # %%
-told = model.estimate(unlabelled)
-print(told)
+print(model.estimate(unlabelled))
 
 # %% [markdown]
 # Here the patients are made up, so the truth is known.

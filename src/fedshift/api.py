@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, get_args
@@ -28,6 +28,7 @@ from fedshift.import_paths import CHILD
 from fedshift.model import Model, Samples
 from fedshift.report.advice.verdict import verdict
 from fedshift.report.advice.words import VerdictValues
+from fedshift.report.check_words import check_text
 from fedshift.report.choice import Choice, choice_at
 from fedshift.report.collect import Collected, FinishedRun, collect, read_rounds
 from fedshift.report.estimates import estimates_of
@@ -376,7 +377,9 @@ def check(experiment: Given, trust: bool = False) -> checks.Check:
         >>> found.parameters, found.payload  # 8 × 8 pixels to 10 classes; bytes of one model
         (650, 2600)
     """
-    return checks.check(_resolved(experiment, trust))
+    resolved = _resolved(experiment, trust)
+    found = checks.check(resolved)
+    return replace(found, words=check_text(resolved, found, Path("runs")))
 
 
 def _resolved(experiment: Given, trust: bool = False) -> Experiment:

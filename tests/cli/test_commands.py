@@ -358,3 +358,20 @@ def test_exit_codes_of_the_process() -> None:
     assert (wrong.returncode, out) == (2, "")
     assert err.startswith(f"error: {__file__} exists")
     assert err.count("\n") == 1
+
+
+def test_what_check_returns_prints_as_the_command_line_does(tmp_path: Path, cli: Cli) -> None:
+    options = {
+        "name": "small",
+        "data": {"name": "rotated_digits", "per_class": 5, "size": 8},
+        "protocol": {"targets": ["D0"], "seeds": [0]},
+        "model": "linear",
+        "training": {"rounds": 1},
+        "methods": ["alone", "fedavg"],
+        "engine": {"threads": 1},
+    }
+    (tmp_path / "small.yaml").write_text(json.dumps(options))
+    words = str(fedshift.check(options)).split()
+    assert {"rotated_digits", "D75", "linear:", "alone", "fedavg"} <= set(words)
+    told = cli("check", tmp_path / "small.yaml", "--runs", tmp_path).out.split()
+    assert [word for word in told if not word.isdigit()] == [word for word in words if not word.isdigit()]

@@ -10,8 +10,8 @@ import pytest
 import yaml
 from calling import Cli
 
-from fedshift.cli.many_sites import FEW, domain_table, missing_cells_of, privacy_rows, unlike, without_labels
 from fedshift.experiment.check import DomainCheck
+from fedshift.report.many_sites import FEW, domain_table, missing_cells_of, privacy_rows, unlike, without_labels
 from fedshift.text import listed
 
 HOSPITALS = 60

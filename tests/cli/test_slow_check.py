@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fedshift.cli.check import _faster
+from fedshift.report.check_words import _faster
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,8 @@ class Check:
 
     ``learned`` is the task in words, ``payload`` the bytes of one model, ``found`` what is known of its parts,
     ``privacy`` what private sites pay, ``missing`` the missing cells of a table before they are filled (column → site →
-    its missing cells and its rows), and ``progress`` what of the experiment ran already.
+    its missing cells and its rows), and ``progress`` what of the experiment ran already. ``words`` is all of it as the
+    command line prints it, if it was asked for from Python.
     """
 
     data: str
@@ -128,6 +129,10 @@ class Check:
     privacy: Mapping[str, Spent]
     missing: Mapping[str, Mapping[str, tuple[int, int]]]
     progress: Progress
+    words: str = field(default="", repr=False)
+
+    def __str__(self) -> str:
+        return self.words or repr(self)
 
 
 @dataclass(frozen=True)

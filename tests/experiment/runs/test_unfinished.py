@@ -9,12 +9,12 @@ import pytest
 from small import experiment, sites
 
 import fedshift
-from fedshift.cli.check import _why_rounds_differ
 from fedshift.errors import TrainingDiverged, UserError
 from fedshift.evaluation.records import RunResult
 from fedshift.experiment.plan import Run
 from fedshift.experiment.runs.context import Reporter
 from fedshift.federation.training import exploded
+from fedshift.report.check_words import _why_rounds_differ
 
 
 def test_a_loss_that_explodes_but_stays_finite_is_divergence(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ from fedshift.evaluation.estimate.estimators import (
 )
 from fedshift.evaluation.estimate.sums import Numbers, SiteSums, probabilities, sums_of
 from fedshift.evaluation.estimate.two_classes import MEASURES, SCORES, Range, estimates, in_bins
+from fedshift.evaluation.metric_entries import ENTRIES
 
 USED = ("sureness", "thresholded confidence", "transport", "difference of transport", "confusion")
 """Whose median is the estimate where only class frequencies moved."""
@@ -141,6 +142,37 @@ class Estimate:
     looked_at: bool = False
     measures: Mapping[str, Range] = field(default_factory=dict)
     threshold: float | None = None
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        if self.estimate is None:
+            yield "no estimate: " + self.reasons[0]
+        else:
+            ends = f"{self.low:.1f} to {self.high:.1f} in {LEVEL:.0%} of cases"
+            yield f"accuracy here, estimated: {self.estimate:.1f} % ({ends})"
+        for name, one in self.measures.items():
+            at = "" if name == "auroc" else f" at threshold {self.threshold:.2f}"
+            title = f"{ENTRIES[name].title}{at}"
+            if one.estimate is None:
+                yield f"{title}: no estimate: {one.reason}"
+            else:
+                yield f"{title}, estimated: {one.estimate:.1f} % ({one.low:.1f} to {one.high:.1f})"
+        if self.usual is not None:
+            sites = f"{self.sites} site" + ("s" if self.sites > 1 else "")
+            yield f"accuracy where it was measured: {self.usual:.1f} % (mean of {sites}, each left out in turn)"
+        if self.harmful:
+            yield "warning: the data differ so much that the model may do much worse here: have some samples labelled"
+        if self.looked_at:
+            yield (
+                "note: samples of the left-out sites were looked at again; page, tables and verdict rest on scores "
+                "alone and may say another number: take this one"
+            )
+        for reason in self.reasons[1 if self.abstain else 0 :]:
+            yield f"note: {reason}"
+        if self.parts:
+            yield "single estimators: " + ", ".join(f"{name} {value:.1f}" for name, value in self.parts.items())
 
     def plain(self) -> dict[str, Any]:
         """The same as JSON has it."""
