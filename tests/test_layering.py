@@ -14,7 +14,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "fedshift"
 FLOORS = (
     ("deploy",),
     ("cli", "__main__"),
-    ("api", "estimator", "model", ""),
+    ("api", "estimator", "model", "onnx_model", ""),
     ("report",),
     ("experiment",),
     ("methods",),

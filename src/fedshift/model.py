@@ -15,7 +15,7 @@ from fedshift.data.input_guard import InputShift
 from fedshift.evaluation.estimate.combination import Estimate
 from fedshift.evaluation.records import RunResult
 from fedshift.evaluation.stored import RESULT, stored
-from fedshift.experiment.estimate import estimate_at
+from fedshift.experiment.estimate import estimate_at, left_out_sums
 from fedshift.experiment.export import Exported, export
 from fedshift.experiment.handing_out import check_adapted
 from fedshift.experiment.labelling import ToLabel, samples_to_label
@@ -24,6 +24,7 @@ from fedshift.experiment.predict import TrainedModel, how_written, load_model
 from fedshift.experiment.runs.run_folder import model_file
 from fedshift.extras import needed
 from fedshift.files import write_bytes
+from fedshift.onnx_model import write_left_out
 from fedshift.report.collect import read_result
 from fedshift.report.other_tools.hub import checked_repository, push
 from fedshift.report.other_tools.model_card import model_card
@@ -95,6 +96,8 @@ class Model:
     def export(self, to: str, folder: str | Path, accept_shift: bool = False, push_to: str | None = None) -> Exported:
         """Write the model for other programs, after a check that its outputs agree, and a model card beside it.
 
+        Beside ``onnx`` there is also what `OnnxModel.estimate` needs, if runs beside the model's left other sites out.
+
         Args:
             to: ``onnx``, ``torchscript`` or ``safetensors``.
             folder: the folder to write to.
@@ -111,6 +114,8 @@ class Model:
         card = self.card()
         written = export(self.trained, to, Path(folder))
         write_bytes(Path(folder) / _CARD, card.encode())
+        if to == "onnx":
+            write_left_out(written.file, left_out_sums(self.trained, self.folder))
         if repository is not None:
             written = replace(written, pushed=push(repository, Path(folder), [written.file.name, _CARD]))
         return written

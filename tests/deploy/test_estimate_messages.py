@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fedshift.deploy.estimate_messages import checked_sums, plain_sums
 from fedshift.errors import FedshiftError
+from fedshift.evaluation.estimate.plain_sums import checked_sums, plain_sums
 from fedshift.evaluation.estimate.sums import sums_of
 
 

@@ -26,7 +26,6 @@ from fedshift.deploy.agreed_terms import AgreedTerms
 from fedshift.deploy.crypto.at_site import SecureSite
 from fedshift.deploy.crypto.keys import Order, PrivateKey
 from fedshift.deploy.crypto.sealing import SealingKey
-from fedshift.deploy.estimate_messages import checked_sums, plain_sums
 from fedshift.deploy.estimates import estimated, keep_sums, kept_sums, note_estimated, threshold_file
 from fedshift.deploy.flare.authority import CERTIFICATE, ISSUED, KEY, Authority
 from fedshift.deploy.flare.certificates import revoked_sites, write_issued
@@ -46,6 +45,7 @@ from fedshift.deploy.spent_before import noted_spending
 from fedshift.digests import write_object
 from fedshift.errors import FedshiftError
 from fedshift.evaluation import packing
+from fedshift.evaluation.estimate.plain_sums import checked_sums, plain_sums
 from fedshift.evaluation.estimate.sums import sums_of
 from fedshift.evaluation.site_bytes import read_site_bytes, write_site_bytes
 from fedshift.evaluation.stored import pack_of, read_failure

@@ -410,6 +410,24 @@ def export(
     export_run(model, to, out, method, network, accept_shift, push)
 
 
+@app.command(rich_help_panel=READ)
+def serve(
+    exported: Annotated[Path, typer.Argument(help="A folder of fedshift export --to onnx.", metavar="EXPORTED")],
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free.")] = 8000,
+    host: Annotated[str, typer.Option("--host", help="The address; 0.0.0.0 in a container.")] = "127.0.0.1",
+    name: Annotated[
+        list[str] | None, typer.Option("--name", help="A host name that requests may name, beside localhost.")
+    ] = None,
+) -> None:
+    """Serve an exported model over HTTP, without torch: /predict, with the guard of the input, /estimate, /healthz.
+
+    Whoever reaches the port may ask: put a proxy that knows users in front of it. No sample is logged.
+    """
+    from fedshift.cli.serve import serve as serve_model
+
+    serve_model(exported, host, port, name or [])
+
+
 results = typer.Typer(help="The older name of fedshift pack and fedshift unpack.", no_args_is_help=True)
 for change in (pack, unpack):
     app.command(rich_help_panel=READ)(change)

@@ -14,15 +14,22 @@ from pathlib import Path
 from typing import Any
 
 from fedshift.deploy.deployed_plan import DeployedPlan
-from fedshift.deploy.estimate_messages import GivenReading, GivenSums, ReadingAnswer, checked_sums, plain_sums
 from fedshift.deploy.event_log import EventLog
 from fedshift.deploy.handshake import sources_encoding
 from fedshift.deploy.remote.transport import Done, Lost, Transport, ask_plain
 from fedshift.digests import read_object, write_object
+from fedshift.evaluation.estimate.plain_sums import GivenReading, GivenSums, checked_sums, plain_sums
 from fedshift.experiment.plan import PlannedRun, Run
+from fedshift.federation.plain_values import Frozen
 
 OVER = "estimates.json"
 _REMEDY = "delete it, and sites estimate again"
+
+
+class ReadingAnswer(Frozen):
+    """What a site answers that is asked for the reading of its scores."""
+
+    reading: GivenReading
 
 
 def run_at_sites(experiment: str, run: Run) -> str:

@@ -18,7 +18,6 @@ from safetensors.torch import load, save
 
 from fedshift.data.domain import Preprocessing, SparseRows
 from fedshift.data.input_guard import InputShift, feature_shift, image_shift
-from fedshift.deploy.estimate_messages import MOST_CLASSES, checked_sites, checked_sums, plain_reading, plain_sums
 from fedshift.deploy.remote.policy import CONFIDENCES
 from fedshift.deploy.remote.wire import Message, body_of, seal
 from fedshift.deploy.site_file import Holding, SiteConfig
@@ -27,6 +26,7 @@ from fedshift.digests import read_object, write_object
 from fedshift.encryption import read_private, write_private
 from fedshift.errors import FedshiftError, Refused, UserError
 from fedshift.evaluation.estimate.combination import LEVEL, Estimate, estimate_from_sums, read
+from fedshift.evaluation.estimate.plain_sums import MOST_CLASSES, checked_sites, checked_sums, plain_reading, plain_sums
 from fedshift.evaluation.estimate.sums import sums_of
 from fedshift.evaluation.predictions import PREDICTIONS, UNLABELLED, SitePredictions, as_parquet
 from fedshift.evaluation.site_metrics import Scored

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,10 @@ from fedshift.data.domain import UNKNOWN, DataSet, DataSource
 from fedshift.data.table_files import SiteFormat
 from fedshift.errors import UserError
 from fedshift.evaluation.estimate.changes import nearby_answers
-from fedshift.evaluation.estimate.combination import Estimate, LeftOut, estimate_accuracy
+from fedshift.evaluation.estimate.combination import NOT_LOOKED_AT, Estimate, LeftOut, estimate_accuracy, read
 from fedshift.evaluation.estimate.distances import Apart
+from fedshift.evaluation.estimate.plain_sums import MOST_CLASSES, plain_reading, plain_sums
+from fedshift.evaluation.estimate.sums import sums_of
 from fedshift.evaluation.predictions import PREDICTIONS, UNLABELLED
 from fedshift.evaluation.records import RunResult
 from fedshift.evaluation.site_metrics import common_threshold
@@ -32,7 +36,6 @@ _SAME, _DIGITS = 10, 5
 """So many samples of a site, and half of them, are among the data if their scores agree to so many digits."""
 _MOST_SEEDS = 4
 AT_SITE = "the site keeps it beside its predictions, in the folder that received names in its SITE.yaml"
-_NOT_LOOKED_AT = "it rests on scores alone: the left-out sites' samples were not looked at again"
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ def estimate_of(
         apart=apart,
     )
     if left_out and nearby is None:
-        estimate = replace(estimate, reasons=(*estimate.reasons, _NOT_LOOKED_AT))
+        estimate = replace(estimate, reasons=(*estimate.reasons, NOT_LOOKED_AT))
     if not trained_on:
         return estimate
     why = f"the model trained at '{trained_on[0]}', whose samples these are: an estimate is for a new site"
@@ -250,7 +253,37 @@ def estimate_at_run(run: Path, result: RunResult) -> Estimate:
     estimate = estimate_accuracy(
         left_out, scores, unlike=said.unlike, unusual=said.unusual, threshold=answered.known.threshold
     )
-    return replace(estimate, reasons=(*estimate.reasons, _NOT_LOOKED_AT)) if left_out else estimate
+    return replace(estimate, reasons=(*estimate.reasons, NOT_LOOKED_AT)) if left_out else estimate
+
+
+def left_out_sums(trained: TrainedModel, folder: Path | None) -> dict[str, Any] | None:
+    """What an estimate elsewhere needs of the sites that runs beside a model's left out: no sample, but sums over them.
+
+    Args:
+        trained: the model.
+        folder: of its run.
+
+    Returns:
+        The threshold, and of each site sums and a reading, as `checked_sites` reads them; None where there can be no
+        estimate: for less than two such sites, more than `MOST_CLASSES` classes, or another task.
+
+    Raises:
+        UserError: predictions are damaged.
+    """
+    several = trained.segments or trained.objective.task != "classification" or len(trained.classes) > MOST_CLASSES
+    if folder is None or several:
+        return None
+    every = [one for run in _siblings(folder) for one in measured(run, trained.classes) if one.unseen]
+    known = {one.site: one.known for one in every}
+    if len(known) < 2:
+        return None
+    sums = {name: sums_of(one.scores, one.labels, one.threshold) for name, one in known.items()}
+    others = {name: reduce(add, (one for other, one in sums.items() if other != name)) for name in sums}
+    sites = {
+        name: {"sums": plain_sums(sums[name]), "reading": plain_reading(read(others[name], known[name].scores))}
+        for name in sums
+    }
+    return {"threshold": threshold_of(folder), "sites": sites}
 
 
 def measured(run: Path, classes: tuple[str, ...]) -> Iterator[Measured]:

@@ -19,7 +19,8 @@ from calling import Cli
 ROOT = Path(__file__).resolve().parents[3]
 UNITS = sorted((ROOT / "examples" / "deploy").glob("*.service"))
 EXAMPLES = ROOT / "examples" / "deploy"
-CONTAINERS = (ROOT / "Containerfile", ROOT / "examples" / "deploy" / "Containerfile")
+DEPLOY = ROOT / "examples" / "deploy"
+CONTAINERS = (ROOT / "Containerfile", DEPLOY / "Containerfile", DEPLOY / "predict" / "Containerfile")
 
 pytestmark = pytest.mark.skipif(not UNITS, reason="examples/ is not beside these tests")
 

@@ -12,9 +12,9 @@ from pydantic import ValidationError
 
 from fedshift.data.domain import Preprocessing
 from fedshift.data.tasks.objective import objective_of
-from fedshift.deploy.estimate_messages import GivenSums, checked_sums
 from fedshift.deploy.remote.policy import ACCURACY, CONFIDENCES
 from fedshift.errors import FedshiftError
+from fedshift.evaluation.estimate.plain_sums import GivenSums, checked_sums
 from fedshift.evaluation.metric_entries import ENTRIES
 from fedshift.evaluation.records import SiteMetrics
 from fedshift.evaluation.site_metrics import BINS

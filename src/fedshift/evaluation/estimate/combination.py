@@ -68,6 +68,7 @@ what it must reach. A logistic regression chose them; 9 % of unharmed targets re
 WIDEST = 70.0
 """An interval of more points than these says nothing, and no estimate is given."""
 LEVEL = 0.9
+NOT_LOOKED_AT = "it rests on scores alone: the left-out sites' samples were not looked at again"
 
 
 @dataclass(frozen=True)

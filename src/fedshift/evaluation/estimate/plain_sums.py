@@ -1,4 +1,6 @@
-"""What crosses the network for an estimate at a site without labels: sums and readings of sites that have some.
+"""Sums and readings of sites with labels as JSON has them, for an estimate elsewhere at a site without labels.
+
+They cross the network of a deployment, and lie beside an exported model.
 
 The receiver trusts no number in them. A site's sums are those of `fedshift.evaluation.estimate.sums`: no sample, but
 counts of confidences among right and wrong answers, so they leave a site only if its policy lets ``confidences`` out.
@@ -18,7 +20,6 @@ from fedshift.evaluation.estimate.combination import KnownSite, Reading
 from fedshift.evaluation.estimate.estimators import ESTIMATORS
 from fedshift.evaluation.estimate.sums import BANDS, BINS, TEMPERATURES, SiteSums
 from fedshift.evaluation.estimate.two_classes import SCORES
-from fedshift.federation.plain_values import Frozen
 
 MOST_CLASSES = 100
 """Of more, the counts of each class by each other are too many for a header."""
@@ -93,12 +94,6 @@ class GivenReading(_Part):
         if self.parts.keys() != ESTIMATORS.keys():
             raise ValueError("parts are not those of the estimators")
         return self
-
-
-class ReadingAnswer(Frozen):
-    """What a site answers that is asked for the reading of its scores."""
-
-    reading: GivenReading
 
 
 class GivenSite(_Part):
