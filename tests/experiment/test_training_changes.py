@@ -10,7 +10,6 @@ from calling import Cli
 from small import experiment, outcome, sites, write
 
 import fedshift
-from fedshift.errors import UserError
 from fedshift.evaluation.stored import run_folders
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.runs.run_folder import RunFolder
@@ -94,11 +93,3 @@ def test_the_table_says_which_row_was_trained_how_and_the_page_gives_the_file_ba
 )
 def test_mistakes_are_one_line(tmp_path: Path, cli: Cli, method: dict[str, Any], words: str) -> None:
     assert words in cli("check", write(tmp_path / "e.yaml", experiment(sites(tmp_path), methods=[method]))).error()
-
-
-def test_a_deployed_experiment_refuses_it(tmp_path: Path) -> None:
-    """Sites agree to the training section; a request beyond it would stop the run in its middle."""
-    whole = one(sites(tmp_path), {}, engine={"name": "flare"})
-    whole |= {"data": {"name": "sites"}, "methods": [{"name": "fedavg", "training": {"lr": 0.5}}]}
-    with pytest.raises(UserError, match="deployed sites agree to one training section"):
-        parse(whole)

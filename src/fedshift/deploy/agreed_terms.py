@@ -25,6 +25,7 @@ from fedshift.errors import Refused
 from fedshift.federation.training import Training
 from fedshift.files import locked
 from fedshift.methods.base import Method
+from fedshift.methods.composition.options import training_of
 from fedshift.models.options import NetworkOptions
 
 TERMS = "agreed.json"
@@ -162,6 +163,7 @@ class AgreedTerms:
         network: NetworkOptions | None = None,
         splits: Sequence[SplitTerm] = (),
         training: TrainingBounds | None = None,
+        announced: TrainingBounds | None = None,
     ) -> None:
         """Raise Refused unless the site trains so; the message names all that it has not agreed to.
 
@@ -170,6 +172,8 @@ class AgreedTerms:
             network: that is trained or measured.
             splits: of the site's data.
             training: what bounds the training, of `asked_bounds`.
+            announced: what bounds the training of all methods of the experiment, where they train differently: agreed
+                to in place of ``training`` as the first, since the others follow.
         """
         with locked(self._lock):
             terms = self._read()
@@ -183,6 +187,8 @@ class AgreedTerms:
                 self._note(terms, lacks)
                 raise Refused(self._reason(terms, lacks))
             first = first if agree else Terms(splits=first.splits)
+            if first.training and announced is not None and not any(one.beyond(announced) for one in first.training):
+                first = first.model_copy(update={"training": (announced,)})
             if first:
                 self._write(terms.model_copy(update={"agreed": terms.agreed.with_terms(first)}))
 
@@ -414,16 +420,17 @@ def asked_bounds(
 
     Args:
         training: the training options of the request.
-        methods: that train, with their options.
+        methods: that train, with their options, which may change the training.
         round_number: of the request.
         mini_batches: that the site may still train on in this run; None: the request does not say.
     """
     epochs = [number for method in methods for number in _epochs(method.model_dump(mode="json"))]
-    known = [number for number in (mini_batches, training.mini_batches, training.steps) if number is not None]
+    each = [training_of(method, training) for method in methods] or [training]
+    known = [number for one in each for number in (mini_batches, one.mini_batches, one.steps) if number is not None]
     return TrainingBounds(
-        lr=training.lr * max([1.0, *training.layer_rates.values()]),
-        batch_size=training.batch_size,
-        rounds=max(training.rounds, round_number),
+        lr=max(one.lr * max([1.0, *one.layer_rates.values()]) for one in each),
+        batch_size=min(one.batch_size for one in each),
+        rounds=max(round_number, *(one.rounds for one in each)),
         mini_batches=max(known, default=None),
         local_epochs=max(epochs, default=None),
     )

@@ -261,7 +261,7 @@ def check_tuning(plan: DeployedPlan) -> None:
         for site in sites:
             budget = site_budget(planned.budget, sites)[site.name]
             samples = sum(len(rows) for _, rows, _ in site.parts)
-            batches = batches_per_epoch(samples, planned.experiment.training.batch_size)
+            batches = batches_per_epoch(samples, planned.training.batch_size)
             if (tuned.steps or (tuned.epochs or 1) * batches) > budget:
                 raise UserError(
                     f"methods: {planned.run.method.display} tunes its model longer at site '{site.name}' than all "

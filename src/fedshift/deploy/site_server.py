@@ -30,7 +30,7 @@ from fedshift.deploy.features_at_sites import check_text_towers, features_here
 from fedshift.deploy.privacy.exposure import ExposureWatch
 from fedshift.deploy.privacy.few_rows import check_classes, check_few
 from fedshift.deploy.privacy.site_rules import SiteRules
-from fedshift.deploy.remote.policy import ACCURACY, AuditLog, described, whole_number
+from fedshift.deploy.remote.policy import ACCURACY, AuditLog, TrainingBounds, described, whole_number
 from fedshift.deploy.remote.transport import PROTOCOL, request_key
 from fedshift.deploy.remote.wire import Message, body_of, error_answer, seal, unseal
 from fedshift.deploy.secure.site_seals import SiteSeals
@@ -116,6 +116,7 @@ class SiteProgram:
         self.holding = self.rules.shown(read_holding(config))
         for warning in self.holding.data.warnings if in_service else ():
             print(f"warning: {printable(warning)}", flush=True)
+        self._announced: TrainingBounds | None = None
         self._runner: tuple[str, SiteRunner, dict[str, str]] | None = None
         self._measurer: tuple[str, Network, SiteData] | None = None
 
@@ -253,12 +254,10 @@ class SiteProgram:
         network = None if network is None else networks.parse(network, permit=permit)
         training = Training.model_validate(header["training"]) if "training" in header else None
         kinds = self._permitted(header["methods"]) if training is not None else []
-        self.terms.check(
-            agree=False,
-            network=network,
-            splits=split_terms(header["split"], header["seeds"]),
-            training=None if training is None else asked_bounds(training, kinds),
-        )
+        bounds = None if training is None else asked_bounds(training, kinds)
+        self._announced = bounds if any(kind.training is not None for kind in kinds) else None
+        splits = split_terms(header["split"], header["seeds"])
+        self.terms.check(agree=False, network=network, splits=splits, training=bounds)
         if network is not None and header.get("texts"):
             check_files(self.name, network)
             check_text_towers(self.name, network, header["texts"])
@@ -394,7 +393,9 @@ class SiteProgram:
                 setting.training, [method], round_number=envelope.round, mini_batches=envelope.mini_batches_left
             )
         splits = split_terms(split, [split["seed"]])
-        self.terms.check(agree=agree, network=setting.network, splits=splits, training=training)
+        self.terms.check(
+            agree=agree, network=setting.network, splits=splits, training=training, announced=self._announced
+        )
 
     def _runner_for(self, header: Mapping[str, Any], method: Method) -> SiteRunner:
         if self.holding.domain.unlabelled and header["part"]["role"] != "target":

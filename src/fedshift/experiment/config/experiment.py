@@ -150,12 +150,6 @@ def _check_engine(experiment: Experiment) -> None:
         raise UserError("engine.grace: it begins when those of engine.quorum have answered; set engine.quorum, too")
     if isinstance(engine, FlareEngine) and experiment.protocol.cuts_sources:
         raise UserError("protocol.sites_each, pool: a deployed site keeps its samples together; leave both out")
-    changed = next((method.display for method in experiment.methods if method.training is not None), None)
-    if changed is not None and isinstance(engine, FlareEngine):
-        raise UserError(
-            f"methods: {changed}: training: deployed sites agree to one training section; give this method a deployed "
-            "experiment of its own"
-        )
     if own_network.is_given(experiment.model) and (engine.processes > 1 or isinstance(engine, FlareEngine)):
         raise UserError(
             "model: it was given as an object, which other processes cannot make; name it file.py:Class, or leave out "
