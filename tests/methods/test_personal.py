@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from every_method import method_of
-from tiny import MLP, domains, evaluated, federation, plans, play, run, setting, start_of, step_on, vectors
-from torch import nn
+from tiny import MLP, NORMED, domains, evaluated, federation, plans, play, run, setting, start_of, step_on, vectors
+from torch import Tensor, nn
+from torch.func import functional_call
 
 from fedshift.data.domain import Domain
 from fedshift.deploy.coordinator import check_deployed
 from fedshift.errors import UserError
 from fedshift.experiment.costs import dry_run
+from fedshift.federation.federation import Federation
 from fedshift.federation.local.in_process import LocalFederation
-from fedshift.federation.messages import Reply, leaves, reply_content
+from fedshift.federation.messages import Reply, Statistics, leaves, reply_content
+from fedshift.federation.site import Batch, Site
 from fedshift.federation.site_runner import SiteRunner
 from fedshift.methods import registry
 from fedshift.methods.base import PERSONAL, Method
+from fedshift.methods.federated.fedproto import Prototypes
 from fedshift.methods.rounds import finish_run, start_run
 from fedshift.weights import Weights
 
 KEEPING = [name for name in registry.names() if PERSONAL in registry.method_class(name)().traits.memory_names]
+Model = dict[str, Tensor]
 TUNED = {"fine_tune": {"steps": 3, "lr": 0.2}}
 
 
@@ -179,35 +185,193 @@ def test_a_network_needs_a_body() -> None:
         method.check(network)
 
 
-def test_two_rounds_of_apfl_by_hand() -> None:
+def site_of(method: Method, sizes: dict[str, int], network: dict[str, object] = MLP, **options: Any) -> Site:
+    """The first of the sites, with plain gradient descent."""
+    where = federation(method, domains(network, sizes), network, momentum=0.0, weight_decay=0.0, **options)
+    assert isinstance(where, LocalFederation)
+    site = where._runners[next(iter(sizes))].site
+    site.begin(type(site.envelope)(1, 1, 0.0, 99))
+    return site
+
+
+def loss_at(site: Site, at: Model, batch: Batch) -> Tensor:
+    """f(w): the cross-entropy of a mini-batch."""
+    return nn.functional.cross_entropy(functional_call(site.network, at, (batch.inputs,)), batch.targets)
+
+
+def slopes_at(site: Site, at: Model, batch: Batch) -> Model:
+    """∇f(w)."""
+    at = {name: value.detach().clone().requires_grad_() for name, value in at.items()}
+    return dict(zip(at, torch.autograd.grad(loss_at(site, at, batch), list(at.values())), strict=True))
+
+
+def moved(model: Model, along: Model, by: float) -> Model:
+    """w + s·d."""
+    return {name: value + by * along[name] for name, value in model.items()}
+
+
+def test_three_rounds_of_apfl_by_hand() -> None:
     """w ← w − η∇f(w), v ← v − η∇_v f(v̄), α ← α − η ∂f(v̄)/∂α, v̄ = αv + (1 − α)w; v and α go on from round to round."""
     rate, method = 0.5, method_of("apfl")
-    where = federation(method, domains(MLP), MLP, momentum=0.0, weight_decay=0.0, lr=rate)
-    assert isinstance(where, LocalFederation)
-    site = where._runners["small"].site  # five samples, one batch
-    batch, model = next(site.all_batches()), site.model()
-
-    def loss(at: dict[str, torch.Tensor]) -> torch.Tensor:
-        return nn.functional.cross_entropy(torch.func.functional_call(model, at, (batch.inputs,)), batch.targets)
-
-    start = start_of(method, domains(MLP), MLP)
-    w = {name: start[name].clone() for name, _ in model.named_parameters()}
-    v, share = dict(w), torch.tensor(0.5)
-    for number in (1, 2):
+    site = site_of(method, {"small": 5}, lr=rate)  # one batch
+    batch, start = next(site.all_batches()), start_of(method, domains(MLP), MLP)
+    w = {name: start[name].clone() for name, _ in site.network.named_parameters()}
+    v, share = {name: value.clone() for name, value in w.items()}, torch.tensor(0.5)
+    for number in (1, 2, 3):
         site.begin(type(site.envelope)(number, number, 0.0, 9))
         update = method.fit(site, Weights(w))  # type: ignore[attr-defined]
-        for value in (share, *w.values(), *v.values()):
+        assert update.loss == pytest.approx(loss_at(site, w, batch).item(), rel=1e-5), "that of what is sent"
+        for value in (share, *v.values()):
             value.requires_grad_()
-        mixed = {name: share * v[name] + (1 - share) * w[name].detach() for name in w}
-        slope, *own = torch.autograd.grad(loss(mixed), [share, *v.values()])
-        common = torch.autograd.grad(loss(w), list(w.values()))
-        v = {name: (value - rate * grad).detach() for (name, value), grad in zip(v.items(), own, strict=True)}
-        w = {name: (value - rate * grad).detach() for (name, value), grad in zip(w.items(), common, strict=True)}
-        share = (share - rate * slope).detach()
-        assert update.loss > 0
+        slope, *own = torch.autograd.grad(loss_at(site, mixture(v, w, share), batch), [share, *v.values()])
+        v = {name: value.detach() for name, value in moved(v, dict(zip(v, own, strict=True)), -rate).items()}
+        w, share = moved(w, slopes_at(site, w, batch), -rate), (share - rate * slope).detach()
     torch.testing.assert_close(dict(update.weights), w)
     torch.testing.assert_close(dict(site.memory.weights(PERSONAL)), v)
     assert site.memory["share"] == pytest.approx(share.item())
     assert abs(share.item() - 0.5) > 1e-4
-    predicts = {name: share * v[name] + (1 - share) * w[name] for name in w}
-    torch.testing.assert_close(dict(where.own_weights("small", Weights(w))), predicts)
+    torch.testing.assert_close(dict(method.own_weights(Weights(w), site.memory)), mixture(v, w, share))
+
+
+def mixture(own: Model, common: Model, share: Tensor) -> Model:
+    """v̄ = αv + (1 − α)w."""
+    return {name: share * own[name] + (1 - share) * common[name] for name in own}
+
+
+@pytest.mark.parametrize(("ahead", "share"), [(0.1, 1.0), (-0.1, 0.0)])
+def test_a_share_of_apfl_stays_within_zero_and_one(ahead: float, share: float) -> None:
+    """With v below w along the gradient more of v is better, and with v above it less."""
+    method = method_of("apfl", share=share)
+    site, start = site_of(method, {"small": 5}), start_of(method, domains(MLP), MLP)
+    w = {name: start[name] for name, _ in site.network.named_parameters()}
+    site.memory[PERSONAL] = Weights(moved(w, slopes_at(site, w, next(site.all_batches())), -ahead))
+    method.fit(site, start)  # type: ignore[attr-defined]
+    assert site.memory["share"] == share
+
+
+@pytest.mark.parametrize("name", ["apfl", "fedrod", "ditto"])
+def test_after_tuning_a_site_predicts_with_what_it_tuned(name: str) -> None:
+    """What predicts takes a step of plain gradient descent, of however many parts it is."""
+    method = method_of(name, fine_tune={"steps": 1, "lr": 0.2})
+    site, start = site_of(method, {"small": 5}), start_of(method, domains(MLP), MLP)
+    common = method.fit(site, start).weights  # type: ignore[attr-defined]
+    before, batch = dict(method.own_weights(common, site.memory)), next(site.all_batches())
+    method.tune(site, common)  # type: ignore[attr-defined]
+    after = dict(method.own_weights(common, site.memory))
+    torch.testing.assert_close(after, moved(before, slopes_at(site, before, batch), -0.2), atol=1e-6, rtol=1e-5)
+
+
+def test_a_round_of_pfedme_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """θ ← θ − a(∇f(θ) + λ(θ − w)), K times on each mini-batch; then w ← w − ηλ(w − θ), near which θ stays."""
+    rate, held, inner, often = 0.05, 4.0, 0.2, 3
+    method = method_of("pfedme", proximal_weight=held, inner_steps=often, inner_rate=inner)
+    site, start = site_of(method, {"large": 41}, lr=rate), start_of(method, domains(MLP), MLP)
+    batches = list(site.batches())[:3]
+    monkeypatch.setattr(site, "batches", lambda *_: iter(batches))
+    update = method.fit(site, start)  # type: ignore[attr-defined]
+    w = {name: start[name] for name, _ in site.network.named_parameters()}
+    theta, gradients = w, 0
+    for batch in batches:
+        for _ in range(often):
+            theta = moved(moved(theta, moved(theta, w, -1), -inner * held), slopes_at(site, theta, batch), -inner)
+            gradients += 1
+        w = moved(w, moved(w, theta, -1), -rate * held)
+    torch.testing.assert_close(dict(update.weights), w)
+    torch.testing.assert_close(dict(site.memory.weights(PERSONAL)), theta)
+    assert method.traits.relative_cost == gradients / len(batches), "FedAvg has a gradient for each mini-batch"
+
+
+@pytest.mark.parametrize(
+    ("order", "groups"), [("first", [(0, 1), (2, 3), (4, 4)]), ("hessian_free", [(0, 1, 2), (3, 4, 4)])]
+)
+def test_an_epoch_of_per_fedavg_by_hand(
+    order: str, groups: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """w ← w − βg with g = ∇f(w − α∇f(w; D); D'), less α(∇f(w + δg; D'') − ∇f(w − δg; D''))/2δ without a Hessian."""
+    alpha, beta, delta = 0.8, 0.3, 0.1
+    method = method_of("per_fedavg", order=order, difference=delta, fine_tune={"steps": 1, "lr": alpha})
+    site, start = site_of(method, {"large": 41}, lr=beta), start_of(method, domains(MLP), MLP)
+    batches = list(site.batches())[:5]
+    monkeypatch.setattr(site, "batches", lambda *_: iter(batches))
+    update = method.fit(site, start)  # type: ignore[attr-defined]
+    w = {name: start[name] for name, _ in site.network.named_parameters()}
+    for first, second, *third in [[batches[number] for number in group] for group in groups]:
+        g = slopes_at(site, moved(w, slopes_at(site, w, first), -alpha), second)
+        step = g
+        for batch in third:
+            above, below = (slopes_at(site, moved(w, g, sign * delta), batch) for sign in (1, -1))
+            step = moved(g, moved(above, below, -1), -alpha / (2 * delta))
+        w = moved(w, step, -beta)
+    torch.testing.assert_close(dict(update.weights), w, atol=1e-5, rtol=1e-4)
+
+
+def test_fedrod_reports_the_balanced_loss_of_what_it_sends() -> None:
+    """−log(n_y e^ψ_y / Σ_c n_c e^ψ_c) with two, two and one samples of the classes."""
+    method = method_of("fedrod")
+    site, start = site_of(method, {"small": 5}), start_of(method, domains(MLP), MLP)
+    batch = next(site.all_batches())
+    weighed = torch.tensor([2.0, 2.0, 1.0]) * functional_call(site.network, dict(start), (batch.inputs,)).exp()
+    chances = weighed[torch.arange(5), batch.targets] / weighed.sum(1)
+    assert method.fit(site, start).loss == pytest.approx(-chances.log().mean().item(), rel=1e-5)  # type: ignore[attr-defined]
+
+
+def test_fedala_learns_its_shares_on_a_part_of_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of 32 samples are two mini-batches: W ← clip(W − η ∂f(Θ_i + (Θ − Θ_i)W)/∂W, 0, 1) on each."""
+    method = method_of("fedala", sampled=0.5, shares_rate=2.0)
+    site, start = site_of(method, {"large": 32}), start_of(method, domains(MLP), MLP)
+    common, names = dict(start), ("classifier.weight", "classifier.bias")
+    last = moved(common, slopes_at(site, common, next(site.all_batches())), -3.0)
+    shares = {name: torch.full_like(common[name], 0.5) for name in names}
+    site.memory["last"], site.memory["shares"] = Weights(last), Weights(shares)
+    batches = list(site.batches())
+    monkeypatch.setattr(site, "looks", lambda _: iter(batches))
+    method.mix(site, start)  # type: ignore[attr-defined]
+    gaps = {name: common[name] - last[name] for name in names}
+    for batch in batches[:2]:
+        slopes = slopes_at(site, {**common, **{name: last[name] + gaps[name] * shares[name] for name in names}}, batch)
+        shares = {name: (shares[name] - 2.0 * slopes[name] * gaps[name]).clamp(0, 1) for name in names}
+    torch.testing.assert_close(dict(site.memory.weights("shares")), shares)
+
+
+def test_the_server_of_fedproto_by_hand() -> None:
+    """C̄^j = Σ_i n_ij C_i^j / Σ_i n_ij of two sites, then of the second alone, which has no samples of class 1."""
+    method = method_of("fedproto")
+    first = sent([[1.0, 0.0], [0.0, 2.0], [0.0, 0.0]], [2, 3, 0])
+    second = sent([[5.0, 4.0], [0.0, 0.0], [0.0, 0.0]], [6, 0, 0])
+    third = sent([[2.0, 2.0], [0.0, 0.0], [0.0, 0.0]], [6, 0, 0])
+    zero = Weights({"classifier.weight": torch.zeros(3, 2), "classifier.bias": torch.zeros(3)})
+    state = method.start(cast(Federation, None), zero)
+    for replies, nearest in (({"a": first, "b": second}, [4.0, 3.0]), ({"b": third}, [2.0, 2.0])):
+        answers = SimpleNamespace(sources=["a", "b"], ask=lambda *_, replies=replies, **__: replies)
+        state = method.round(cast(Federation, answers), state)
+        mean = cast(Statistics, state.parts["prototypes"])["mean"]
+        torch.testing.assert_close(mean[:2], torch.tensor([nearest, [0.0, 2.0]]))
+    features = torch.tensor(
+        [[0.0, 0.0], [2.0, 1.0], [-1.0, 2.0]]
+    )  # the first lies at 0, where class 2 has no prototype
+    scores = features @ state.weights["classifier.weight"].T + state.weights["classifier.bias"]
+    assert scores.argmax(1).tolist() == [1, 0, 1]
+
+
+def sent(means: list[list[float]], numbers: list[int]) -> Prototypes:
+    """What a site of FedProto sends."""
+    number = torch.tensor(numbers, dtype=torch.float32)
+    return Prototypes(Statistics({"mean": torch.tensor(means)}), Statistics({"number": number}), 0.5)
+
+
+def test_a_site_of_fedproto_predicts_the_nearest_prototype_of_its_trained_body() -> None:
+    """Prototypes are means of features in evaluation mode; a prediction is argmin_j ‖f(x) − C̄^j‖."""
+    method, found = method_of("fedproto"), domains(NORMED, {"large": 41})
+    where = federation(method, found, NORMED, lr=0.5)
+    assert isinstance(where, LocalFederation)
+    state = start_run(method, where, start_of(method, found, NORMED))
+    state = step_on(method, where, state)
+    body = evaluated(method, where.own_weights("large", state.weights), found, NORMED)
+    inputs, labels = torch.from_numpy(found[0].inputs), torch.from_numpy(found[0].labels)
+    with torch.no_grad():
+        features, scores = body.features(inputs), body(inputs)
+    means = torch.stack([features[labels == number].mean(0) for number in range(3)])
+    torch.testing.assert_close(cast(Statistics, state.parts["prototypes"])["mean"], means, atol=1e-5, rtol=1e-4)
+    gaps = torch.cdist(features, means)
+    assert torch.equal(scores.argmax(1), gaps.argmin(1))
+    torch.testing.assert_close(scores, features.square().sum(1, keepdim=True) - gaps.square(), atol=1e-3, rtol=1e-3)
