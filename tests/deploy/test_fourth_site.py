@@ -138,6 +138,37 @@ def test_few_labels_measure_and_train_nothing(kind: str, tmp_path: Path) -> None
     assert "va" in fedshift.results(deployed).markdown()
 
 
+@pytest.mark.parametrize("kind", ["leave_one_out", "adapt_to_one"])
+def test_few_labels_train_and_measure_nothing(kind: str, tmp_path: Path) -> None:
+    """One file, two kits: what has no label is a target, what has one is a source."""
+    method, labelled = "fedavg" if kind == "leave_one_out" else "kd3a", "va.labelled"
+    protocol = {"kind": kind, "targets": "all", "seeds": [0], "test_fraction": 0.3}
+    held = files(tmp_path / "data", few=30)
+    options = options_of(method, protocol=protocol, evaluation={"resamples": 0})  # type: ignore[arg-type]
+    options["methods"] = [method]
+    at = places(tmp_path, held, labels="few_train")
+    at[labelled] = site_file(tmp_path, labelled, held["va"], send=SEND)
+    own = yaml.safe_load(at["va"].read_text())
+    at[labelled].write_text(yaml.safe_dump({**yaml.safe_load(at[labelled].read_text()), "data": own["data"]}))
+    sites, transport = {**LABELLED, "va": 70, labelled: 30}, Loopback(at)
+    (tmp_path / "data" / f"{labelled}.npz").touch()
+    deployed, _ = deploy(tmp_path, options, sites=sites, unseen={}, transport=transport)
+    data = {"name": "arrays", "sites": held, "classes": [*"012"], "site_labels": {"va": "few_train"}}
+    simulated = fedshift.run({**options, "data": data, "engine": {"threads": 1}}, tmp_path / "simulated")
+    for site in (*LABELLED, "va"):
+        assert same(model(deployed, method, site), model(simulated.folder, method, site))
+    noted, there = result(deployed, method, "va"), result(simulated.folder, method, "va")
+    for part in ("training_samples", "held_out_samples", "unlabelled_samples", "measured_samples"):
+        assert noted["data"][part] == there["data"][part]
+    assert noted["data"]["measured_samples"] == {}
+    assert not (deployed / method / labelled).exists(), "it is no target"
+    told = pd.read_parquet(next((tmp_path / "va" / "received").iterdir()) / "predictions.parquet")
+    assert (set(told["part"]), len(told)) == ({"unlabelled"}, 40)
+    wrong = {**options, "name": "other", "protocol": {**protocol, "targets": [labelled]}}
+    with pytest.raises(UserError, match="holds the labels that train: name the site itself"):
+        deploy(tmp_path / "wrong", wrong, sites=sites, unseen={}, transport=transport)
+
+
 def test_auroc_and_the_rates_at_the_threshold_are_those_of_the_simulation(tmp_path: Path) -> None:
     _, simulated, _ = both(tmp_path, "fedavg", PROTOCOL, classes=2)
     (here,) = simulated.estimates["va"]["fedavg"]
@@ -320,14 +351,15 @@ def test_what_a_site_says_of_its_labels_is_held_to(tmp_path: Path) -> None:
     assert (read().domain.labels == -1).all()
     with pytest.raises(UserError, match="every sample of 'va' has a label: leave it out"):
         read(site_labels={"va": "few"})
-    with pytest.raises(UserError, match="write few or none for 'va'; a simulation can train with them"):
-        read(site_labels={"va": "few_train"})
     with pytest.raises(UserError, match="there is no site 'west'"):
         read(site_labels={"west": "none"})
     with pytest.raises(UserError, match="list all classes of the federation"):
         read(classes=None)
     with pytest.raises(UserError, match="received: a folder outside that of memory"):
         read(received="memory/here")
+    options["data"]["standardise"] = True
+    with pytest.raises(UserError, match="few_train parts that of 'va' in two: write few or none"):
+        read(site_labels={"va": "few_train"})
 
 
 def test_a_site_with_a_budget_of_privacy_sends_no_sums(tmp_path: Path) -> None:

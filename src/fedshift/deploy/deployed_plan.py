@@ -38,7 +38,11 @@ class DeployedPlan(Plan):
         Raises:
             UserError: a target does not exist or cannot take part.
         """
-        return self.experiment.protocol.deployed().targets_among(self.agreed.sites, self.own)
+        only_sources = {site for site, card in self.agreed.cards.items() if card.only_source}
+        if named := next((target for target in self.experiment.protocol.named_targets if target in only_sources), None):
+            raise UserError(f"protocol.targets: '{named}' holds the labels that train: name the site itself")
+        sites = tuple(site for site in self.agreed.sites if site not in only_sources)
+        return self.experiment.protocol.deployed().targets_among(sites, self.own)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -109,6 +109,7 @@ class Card(Closed):
         fixed_split: whether its data fix the test samples; then statistics are of the others.
         unlabelled: whether it has no labels, or few; then rows without one train, as those of a target, and the others
             measure.
+        only_source: whether it holds the few labels of another site, which train: it is no target.
         privacy: its budget, if it has one.
     """
 
@@ -123,6 +124,7 @@ class Card(Closed):
     grouped: bool
     fixed_split: bool = False
     unlabelled: bool = False
+    only_source: bool = False
     fingerprint: Annotated[str, StringConstraints(min_length=1, max_length=100)]
     send: Annotated[tuple[Word, ...], Field(max_length=50)]
     secure: Literal["allowed", "required"] = "allowed"
@@ -216,6 +218,7 @@ def card_of(holding: Holding, rows: Mapping[str, Sequence[int]], policy: Policy,
         "grouped": domain.groups is not None,
         "fixed_split": domain.fixed_split,
         "unlabelled": domain.unlabelled,
+        "only_source": domain.only_source,
         "fingerprint": holding.fingerprint,
         "send": list(policy.send),
         "secure": policy.secure,

@@ -171,7 +171,8 @@ def read_holding(config: SiteConfig) -> Holding:
         raise UserError(
             f"{config.path}: domain: say which domain of the data this site holds; {nearest(name or '', data.domains)}"
         )
-    if getattr(source, "site_labels", {}) and name not in data.unlabelled:
+    lacks = name in data.unlabelled or data.domains[name].only_source
+    if getattr(source, "site_labels", {}) and not lacks:
         raise UserError(f"{config.path}: data.site_labels: it names other sites than '{name}', whose data these are")
     if source.shares and len(data.domains) > 1:
         raise UserError(f"{config.path}: data.sites: name only this site's own file; the encoding is made of all of it")
@@ -190,12 +191,13 @@ def _without_labels(config: SiteConfig, source: SiteLabels) -> SiteLabels:
     """The data of a site that has no labels, or few.
 
     Raises:
-        UserError: these are to train, or nobody says which classes there are.
+        UserError: these are to train beside statistics that leave, or nobody says which classes there are.
     """
-    if few := next((site for site, labels in source.site_labels.items() if labels == "few_train"), None):
+    few = next((site for site, labels in source.site_labels.items() if labels == "few_train"), None)
+    if few is not None and source.shares:
         raise UserError(
-            f"{config.path}: data.site_labels: few labels of a deployed site measure, or are not read: write few or "
-            f"none for '{few}'; a simulation can train with them"
+            f"{config.path}: data.site_labels: an encoding is made of sums of whole files, and few_train parts that "
+            f"of '{few}' in two: write few or none; a simulation can train with them"
         )
     if config.file.classes is None:
         raise UserError(

@@ -63,16 +63,7 @@ def check_site(path: Path) -> None:
     domain, data = holding.domain, holding.data
     shape = "×".join(map(str, domain.inputs.shape[1:]))
     say(f"site {config.file.site}: {len(domain)} samples of {shape}, data fingerprint {holding.fingerprint}")
-    if domain.unlabelled:
-        known = len(domain.known)
-        said = f"few, {known} of {len(domain)}" if known else "none"
-        what = "they measure models and train none" if known else "it measures no model"
-        say(f"labels: {said} (data.site_labels): {what}; what it gets is kept at {config.received}")
-    elif data.task == "classification":
-        counts = np.bincount(domain.labels, minlength=len(data.classes))
-        say("classes: " + ", ".join(f"{name} {count}" for name, count in zip(data.classes, counts, strict=True)))
-    else:
-        say(f"task: {data.task} of {', '.join(data.classes)}")
+    _say_labels(config, holding, say)
     if domain.fixed_split:
         train = len(domain.described)
         say(f"split: {train} samples train and {len(domain) - train} are a fixed test set (data.split)")
@@ -96,6 +87,22 @@ def check_site(path: Path) -> None:
     _say_kit(config, say)
     if lost:
         raise UserError(lost[0])
+
+
+def _say_labels(config: SiteConfig, holding: Holding, say: Callable[[str], None]) -> None:
+    domain, data, site = holding.domain, holding.data, config.file.site
+    if domain.unlabelled:
+        known = len(domain.known)
+        told = f"few, {known} of {len(domain)}" if known else "none"
+        what = "they measure models and train none" if known else "it measures no model"
+        say(f"labels: {told} (data.site_labels): {what}; what it gets is kept at {config.received}")
+        if "few_train" in getattr(holding.source, "site_labels", {}).values():
+            say(f"few_train: its labels train under a kit and a SITE.yaml of their own, site: {site}.labelled")
+    elif data.task == "classification":
+        counts = np.bincount(domain.labels, minlength=len(data.classes))
+        say("classes: " + ", ".join(f"{name} {count}" for name, count in zip(data.classes, counts, strict=True)))
+    else:
+        say(f"task: {data.task} of {', '.join(data.classes)}")
 
 
 def _say_privacy(config: SiteConfig, holding: Holding, say: Callable[[str], None]) -> None:

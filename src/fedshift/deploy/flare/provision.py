@@ -48,7 +48,8 @@ data: {{name: arrays, sites: {{{site}: data.npz}}}}   # as under data: of an exp
 #   categorical: [sex, ward]   # no names, dates or numbers of patients
 # classes: [benign, malignant]   # all classes of the federation, in order, where this site may lack some
 # Where labels are missing, write under data (docs/adaptation.md), and list classes below:
-#   site_labels: {{{site}: none}}   # a target only, whose predictions stay here; or few: what has a label measures
+#   site_labels: {{{site}: none}}   # a target only, whose predictions stay here; or few: what has a label measures;
+#   few_train: it trains, as site {site}.labelled with these data and a kit of its own
 device: auto
 policy:
   send: [weights, numbers, accuracy, metrics]   # also: statistics, spectra, features
