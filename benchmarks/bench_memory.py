@@ -122,7 +122,8 @@ def forget_peak() -> None:
 def measure(part: str, sites: int) -> dict[str, Any]:
     """Aggregate once; bytes of the process before and at most."""
     torch.set_num_threads(1)
-    network = models.build(models.parse({"name": "resnet18"}), (3, 224, 224), 7, 0)
+    resnet = models.parse({"name": "resnet18"})
+    network = models.build(resnet, (3, 224, 224), 7, 0)
     like = Weights({key: tensor.contiguous() for key, tensor in network.state_dict().items()})
     del network
     forget_peak()
@@ -189,14 +190,19 @@ def measure_remote(part: str, sites: int) -> dict[str, Any]:
     """One round through the coordinator's receiving code; bytes of the process before and at most."""
     from nvflare.apis.signal import Signal
 
+    from fedshift.data.domain import Preprocessing
     from fedshift.deploy.flare import engine
     from fedshift.deploy.remote.remote_federation import RemoteFederation
+    from fedshift.deploy.remote.requests import SeedSplit, SitePart
     from fedshift.federation.replies import About
+    from fedshift.federation.setting_json import setting_recipe
+    from fedshift.federation.site_runner import Setting
     from fedshift.federation.training import Training
     from fedshift.methods.screening import screening_of
 
     torch.set_num_threads(1)
-    network = models.build(models.parse({"name": "resnet18"}), (3, 224, 224), 7, 0)
+    resnet = models.parse({"name": "resnet18"})
+    network = models.build(resnet, (3, 224, 224), 7, 0)
     like = Weights({key: tensor.contiguous() for key, tensor in network.state_dict().items()})
     options = dict(REMOTE[part])
     method = method_class(options.pop("name")).model_validate(options)
@@ -217,12 +223,15 @@ def measure_remote(part: str, sites: int) -> dict[str, Any]:
 
         transport = Transport(controller, None, Signal(), lambda: None, 1024)
         about = About(network, 200, (3, 224, 224), 7, Training())
+        setting = Setting(method, Training(), resnet, Preprocessing(kind="image"), (3, 224, 224), 7, sites, 0, "cpu")
+        split = SeedSplit(test_fraction=0.2, split="auto", seed=0)
+        own = SitePart(role="source", number=0, split=split, whole=False, fingerprint="f")
         federation = RemoteFederation(
             method,
             transport,
             run="memory",
-            recipe={},
-            parts={name: {} for name in names},
+            recipe=setting_recipe(setting),
+            parts=dict.fromkeys(names, own),
             about=dict.fromkeys(names, about),
             deadline=600.0,
             sources=names,

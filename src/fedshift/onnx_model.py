@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict
 
 from fedshift.data.domain import Preprocessing
 from fedshift.data.input_guard import ImageStatistics, InputShift, feature_shift, image_shift, table_shift
@@ -22,7 +23,7 @@ from fedshift.data.table_files import Columns, from_columns
 from fedshift.data.tables import encode_rows, encoding_of, rows_of
 from fedshift.errors import FedshiftError, UserError
 from fedshift.evaluation.estimate.combination import NOT_LOOKED_AT, Estimate, KnownSite, estimate_from_sums
-from fedshift.evaluation.estimate.plain_sums import checked_sites
+from fedshift.evaluation.estimate.plain_sums import GivenSite, known_sites
 from fedshift.extras import needed
 from fedshift.files import write_bytes
 
@@ -200,14 +201,23 @@ def _notes(session: Any) -> dict[str, str]:
     return found
 
 
+class _LeftOut(BaseModel):
+    """What lies beside an exported model: what is known of the sites that the runs left out."""
+
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+    sites: dict[str, GivenSite]
+    threshold: float
+    model: str
+
+
 def _left_out(file: Path, data: bytes, classes: int) -> tuple[dict[str, KnownSite], float]:
     beside = file.with_name(LEFT_OUT)
     if not beside.is_file():
         return {}, 0.5
     try:
-        said = json.loads(beside.read_bytes())
-        known, threshold, digest = checked_sites(said["sites"], classes), float(said["threshold"]), said["model"]
-    except (ValueError, KeyError, TypeError, FedshiftError):
+        told = _LeftOut.model_validate_json(beside.read_bytes())
+        known, threshold, digest = known_sites(told.sites, classes), told.threshold, told.model
+    except (ValueError, FedshiftError):
         raise UserError(f"{beside} is damaged: export the model again") from None
     if digest != _digest(data):
         raise UserError(f"{beside} is of another model: export this one again, or remove the file")

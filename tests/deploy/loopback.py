@@ -15,7 +15,7 @@ from tiny import domains
 
 from fedshift.deploy.coordinator import EXPERIMENT, coordinate
 from fedshift.deploy.playground.in_process import Loopback
-from fedshift.deploy.remote.transport import PROTOCOL, request_key
+from fedshift.deploy.remote.requests import PROTOCOL, request_key
 from fedshift.deploy.remote.wire import body_of, seal, unseal
 from fedshift.deploy.site_server import SiteProgram
 from fedshift.digests import write_object

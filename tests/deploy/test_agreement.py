@@ -12,7 +12,7 @@ import yaml
 from loopback import SITES, Loopback, deploy, events, model, options_of, result, same, site_file, write_data
 
 from fedshift.deploy.coordinator import coordinate
-from fedshift.deploy.remote.transport import PROTOCOL
+from fedshift.deploy.remote.requests import PROTOCOL
 from fedshift.deploy.remote.wire import body_of, seal, unseal
 from fedshift.deploy.site_file import load_site
 from fedshift.deploy.site_server import SiteProgram
@@ -177,7 +177,7 @@ def test_requests_of_another_version_are_refused_in_one_line(
     role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where both sides call themselves the same version of fedshift. Either side may be the older one."""
-    older = "fedshift.deploy.remote.transport" if role == "handshake" else "fedshift.deploy.site_server"
+    older = f"fedshift.deploy.remote.{'transport' if role == 'handshake' else 'requests'}"
     monkeypatch.setattr(f"{older}.PROTOCOL", PROTOCOL - 1)
     with pytest.raises(UserError) as caught:
         deploy(tmp_path, options_of({"name": "fedavg"}))

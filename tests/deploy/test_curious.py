@@ -23,6 +23,7 @@ from fedshift.deploy.agreed_terms import AgreedTerms
 from fedshift.deploy.audit.crafted import LAYOUTS, Layout, craft, read_off, samples_read
 from fedshift.deploy.cli.site import agree_site
 from fedshift.deploy.remote.policy import Policy
+from fedshift.deploy.remote.requests import SeedSplit
 from fedshift.deploy.site_file import load_site
 from fedshift.deploy.site_server import SiteProgram, open_site
 from fedshift.errors import Refused, UserError
@@ -70,7 +71,7 @@ def asked(
 
 
 def rows_of(program: SiteProgram) -> torch.Tensor:
-    train, _ = program._rows({"test_fraction": 0.3, "split": "auto", "seed": 0})
+    train, _ = program._rows(SeedSplit(test_fraction=0.3, split="auto", seed=0))
     return torch.from_numpy(np.asarray(program.holding.domain.inputs)[train])
 
 

@@ -14,7 +14,7 @@ import yaml
 from test_hostile_coordinator import hello
 
 from fedshift.deploy.privacy.few_rows import few_samples, leaving, of_many_rows
-from fedshift.deploy.remote.transport import PROTOCOL, request_key
+from fedshift.deploy.remote.requests import PROTOCOL, request_key
 from fedshift.deploy.remote.wire import body_of, seal, unseal
 from fedshift.deploy.site_file import load_site, read_holding
 from fedshift.deploy.site_server import open_site

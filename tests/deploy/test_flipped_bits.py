@@ -20,13 +20,15 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.x509.oid import NameOID
+from loopback import SETTING
 
 import fedshift
 from fedshift.deploy.agreed_terms import AgreedTerms
 from fedshift.deploy.crypto.at_site import SecureSite
 from fedshift.deploy.crypto.keys import Order, PrivateKey
 from fedshift.deploy.crypto.sealing import SealingKey
-from fedshift.deploy.estimates import estimated, keep_sums, kept_sums, note_estimated, threshold_file
+from fedshift.deploy.documents import read_stored
+from fedshift.deploy.estimates import Threshold, estimated, keep_sums, kept_sums, note_estimated, threshold_file
 from fedshift.deploy.flare.authority import CERTIFICATE, ISSUED, KEY, Authority
 from fedshift.deploy.flare.certificates import revoked_sites, write_issued
 from fedshift.deploy.flare.deployment_folder import Deployment
@@ -35,7 +37,10 @@ from fedshift.deploy.flare.roles import status
 from fedshift.deploy.members import CARDS, read_cards
 from fedshift.deploy.privacy.ledger import LEDGER, SECRET, PrivacyLedger
 from fedshift.deploy.remote.policy import AuditLog, Policy
-from fedshift.deploy.remote.wire import body_of, seal
+from fedshift.deploy.remote.replies import CallAnswer
+from fedshift.deploy.remote.requests import RunRequest, SeedSplit, SitePart
+from fedshift.deploy.remote.transport import answer_of
+from fedshift.deploy.remote.wire import body_of
 from fedshift.deploy.secure.boxes import Boxes
 from fedshift.deploy.secure.rosters import ROSTERS, Rosters
 from fedshift.deploy.site_cards import GivenPrivacy
@@ -45,12 +50,13 @@ from fedshift.deploy.spent_before import noted_spending
 from fedshift.digests import write_object
 from fedshift.errors import FedshiftError
 from fedshift.evaluation import packing
-from fedshift.evaluation.estimate.plain_sums import checked_sums, plain_sums
+from fedshift.evaluation.estimate.plain_sums import GivenSums, plain_sums
 from fedshift.evaluation.estimate.sums import sums_of
 from fedshift.evaluation.site_bytes import read_site_bytes, write_site_bytes
 from fedshift.evaluation.stored import pack_of, read_failure
 from fedshift.experiment.runs.run_folder import RunFolder, model_file
 from fedshift.federation.message_files import read_message, write_message
+from fedshift.federation.setting_json import SettingRecipe
 from fedshift.files import write_bytes
 from fedshift.functional.differential_privacy import NoisySteps
 from fedshift.models import registry as models
@@ -59,9 +65,14 @@ from fedshift.report.collect import read_order
 from fedshift.weights import Weights
 
 FLIPS = 20
-SUMS = checked_sums(plain_sums(sums_of([[0.9, 0.1], [0.4, 0.6]], [0, 0])), 2)
+SUMS = GivenSums.model_validate(plain_sums(sums_of([[0.9, 0.1], [0.4, 0.6]], [0, 0])))
 ENVELOPE = {"exchange": 1, "round": 1, "progress": 0.0, "mini_batches_left": 5}
-ASKED = {"envelope": ENVELOPE, "key": "k" * 64}
+SPLIT = SeedSplit(test_fraction=0.3, split="auto", seed=0)
+PART = SitePart(role="source", number=0, split=SPLIT, whole=False, fingerprint="f")
+RECIPE = SettingRecipe.model_validate(SETTING, strict=False)
+REQUEST = RunRequest(
+    do="call", run="r", routing="sealed", setting=RECIPE, part=PART, kept={}, checkpoint=0, wire="float32"
+)
 PROJECT = Project(name="p", contact="a@example.org", server="localhost", port=8002, sites=("north", "south"))
 MODEL = Weights({"w": torch.arange(24.0).reshape(4, 6), "b": torch.ones(4)})
 
@@ -140,22 +151,22 @@ def boxes_in(folder: Path) -> Boxes:
 
 
 def write_boxes(folder: Path) -> None:
-    boxes_in(folder).note_setting({"setting": {"method": {"name": "kd3a"}}})
+    boxes_in(folder).note_setting(REQUEST)
     boxes_in(folder).note({"south": 3, "": 3}, 4.0)
 
 
 def read_boxes(folder: Path) -> None:
-    header = {"run": "r", "routing": "sealed", "setting": {"method": {"name": "kd3a"}}}
-    boxes_in(folder).check_setting(header)
+    boxes_in(folder).check_setting(REQUEST)
     boxes_in(folder).check_newer({"south": 3}, 5.0)
 
 
 def write_answer(folder: Path) -> None:
-    keep_answer(folder, ASKED, seal({"answers": ASKED["key"]}, body_of({"weights": MODEL})))
+    said = CallAnswer(mini_batches=1, memory={"optimizer": "o"})
+    keep_answer(folder, 1, "k" * 64, answer_of("k" * 64, said, body_of({"weights": MODEL})))
 
 
 def read_answer(folder: Path) -> object:
-    found = kept_answer(folder, ASKED)
+    found = kept_answer(folder, 1, "k" * 64)
     return told(found and (found[0].header, found[0].body), found is None)  # it is made again
 
 
@@ -330,7 +341,7 @@ KINDS: dict[str, Kind] = {
     "threshold of a target": Kind(
         lambda f: write_object(threshold_file(f, "fedavg-D0-0"), {"threshold": 0.25}),
         threshold_file(Path(), "fedavg-D0-0").as_posix(),
-        lambda f: kept_sums(threshold_file(f, "fedavg-D0-0")),
+        lambda f: read_stored(Threshold, threshold_file(f, "fedavg-D0-0"), "delete it", older=True),
     ),
     "estimates that were made": Kind(lambda f: note_estimated(f, ["r", "s"]), "estimates.json", estimated),
 }
@@ -428,8 +439,8 @@ CALLS = {
     "data/builders/volume_folder": 1,  # tried in tests/data/test_volume_folder.py
     "deploy/agreed_terms": 1,
     "deploy/cli/audit": 1,
-    "deploy/coordinator": 1,
     "deploy/cli/deploy": 1,
+    "deploy/coordinator": 1,
     "deploy/estimates": 2,
     "deploy/event_log": 1,
     "deploy/flare/authority": 1,

@@ -21,7 +21,7 @@ from loopback import (
 from safetensors.torch import save_file
 
 from fedshift.deploy.remote.policy import AuditLog
-from fedshift.deploy.remote.transport import PROTOCOL
+from fedshift.deploy.remote.requests import PROTOCOL
 from fedshift.deploy.site_file import load_site
 from fedshift.deploy.site_server import SiteProgram, open_site
 from fedshift.evaluation.metrics import counts_by_class
@@ -198,19 +198,20 @@ def test_a_whole_request_is_answered(program: SiteProgram) -> None:
         ({"call": "mini_batches"}, "not a call"),
         ({"call": "_own"}, "not a call"),
         ({"call": "__init__"}, "not a call"),
-        ({"call": 3}, "not a call"),
+        ({"call": 3}, "call: input should be a valid string"),
         ({"do": "shell"}, "does not know"),
         ({"protocol": PROTOCOL + 1}, "install the same fedshift"),
         ({"run": "../../etc"}, "names a file"),
         ({"memory": {"optimizer": "../../secret"}}, "names a file"),
         ({"key": "../../x"}, "key"),
-        ({"setting": {"method": {"name": "os:system", "options": {}}}}, "has no method"),
-        ({"setting": {"method": {"name": "/tmp/x.py:Y", "options": {}}}}, "has no method"),
-        ({"setting": {"method": {"name": "deepall", "options": {}}}}, "needs the samples"),
-        ({"setting": {"method": {"name": "fedavg", "options": {"local_epochs": -1}}}}, "local_epochs"),
-        ({"setting": None}, "failed"),
+        ({"setting": {**SETTING, "method": {"name": "os:system", "options": {}}}}, "has no method"),
+        ({"setting": {**SETTING, "method": {"name": "/tmp/x.py:Y", "options": {}}}}, "has no method"),
+        ({"setting": {**SETTING, "method": {"name": "deepall", "options": {}}}}, "needs the samples"),
+        ({"setting": {**SETTING, "method": {"name": "fedavg", "options": {"local_epochs": -1}}}}, "local_epochs"),
+        ({"setting": {**SETTING, "training": {"rounds": "many"}}}, "setting cannot be read: rounds"),
+        ({"setting": None}, "setting: input should be"),
         ({"envelope": {"exchange": "one"}}, "envelope"),
-        ({"part": None}, "failed"),
+        ({"part": None}, "part: input should be"),
     ],
 )
 def test_a_strange_request_is_answered_with_an_error(changes: dict[str, Any], what: str, program: SiteProgram) -> None:
@@ -226,7 +227,7 @@ def test_no_code_comes_in_with_an_option(form: Any, program: SiteProgram, tmp_pa
     evil.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n", encoding="utf-8")
     for name in (f"{evil}:Y", "os:system"):
         for method, options in (("styles", {"method": form(name)}), ("fedavg", {"prepare": form(name)})):
-            answer = request(program, setting={"method": {"name": method, "options": options}})
+            answer = request(program, setting={**SETTING, "method": {"name": method, "options": options}})
             assert "error" in answer, answer
     assert not (tmp_path / "ran").exists()
 

@@ -19,7 +19,7 @@ from test_site_budget import draw_secret
 from fedshift.data.builders.own_tables import Table
 from fedshift.deploy.coordinator import coordinate
 from fedshift.deploy.privacy.ledger import LEDGER
-from fedshift.deploy.remote.transport import PROTOCOL, request_key
+from fedshift.deploy.remote.requests import PROTOCOL, request_key
 from fedshift.deploy.remote.wire import body_of, seal, unseal
 from fedshift.deploy.site_file import load_site, read_holding
 from fedshift.deploy.site_server import SiteProgram

@@ -16,6 +16,7 @@ from loopback import SETTING, Loopback, deploy, model, options_of, request, resu
 from fedshift.deploy.privacy.ledger import LEDGER, SECRET, PrivacyLedger
 from fedshift.deploy.privacy.recovery import recover_records
 from fedshift.deploy.remote.policy import PrivacyBudget
+from fedshift.deploy.remote.requests import SeedSplit
 from fedshift.deploy.site_file import load_site
 from fedshift.deploy.site_server import SiteProgram
 from fedshift.encryption import read_private
@@ -345,7 +346,7 @@ def test_what_a_card_tells_of_the_data(tmp_path: Path) -> None:
         load_site(site_file(tmp_path / "plain", "north", write_data(tmp_path / "data", SITES)["north"]))
     )
     assert site.holding.fingerprint != plain.holding.fingerprint
-    split = {"test_fraction": 0.3, "split": "auto", "seed": 0}
+    split = SeedSplit(test_fraction=0.3, split="auto", seed=0)
     before = site._rows(split)[0]
     site.holding.domain.labels[3] = (site.holding.domain.labels[3] + 1) % 3
     assert (site._rows(split)[0] == before).all()

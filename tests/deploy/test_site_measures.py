@@ -22,9 +22,12 @@ from test_hostile_site import HOSTILE, attacked, refused
 from fedshift.deploy.coordinator import _recall
 from fedshift.deploy.handshake import clock_difference
 from fedshift.deploy.remote.policy import described, whole_number
-from fedshift.deploy.remote.replies import checked_measures
+from fedshift.deploy.remote.replies import MeasureAnswer, Measures, check_measures
+from fedshift.deploy.remote.requests import SeedSplit
 from fedshift.errors import FedshiftError
 from fedshift.federation.messages import Content
+from fedshift.federation.plain_values import parsed
+from fedshift.federation.setting_json import SettingRecipe
 from fedshift.weights import Weights
 
 
@@ -32,7 +35,7 @@ def answered(tmp_path: Path, **policy: object) -> tuple[dict[str, object], np.nd
     """What site ``north`` (40 samples) measures of a model of zeros; labels of its training and held-out rows."""
     program = program_of(tmp_path, **policy)
     header = request(program, do="measure", round=1)
-    train, held_out = program._rows({"test_fraction": 0.3, "split": "auto", "seed": 0})
+    train, held_out = program._rows(SeedSplit(test_fraction=0.3, split="auto", seed=0))
     labels = np.asarray(program.holding.domain.labels)
     return header, labels[train], labels[held_out]
 
@@ -83,6 +86,13 @@ def test_numbers_and_descriptions() -> None:
     }
 
 
+def checked(said: dict[str, Any], setting: dict[str, Any]) -> Measures:
+    """A site's report, parsed and checked as the coordinator does it."""
+    report = parsed(MeasureAnswer, json.dumps({"measures": said}), "it").measures
+    check_measures(report, SettingRecipe.model_validate(setting, strict=False))
+    return report
+
+
 GOOD: dict[str, Any] = {"accuracy": 50.0, "samples": 4, "classes": [[1, 2], None, [1, 2]]}
 
 
@@ -109,9 +119,8 @@ GOOD: dict[str, Any] = {"accuracy": 50.0, "samples": 4, "classes": [[1, 2], None
 )
 def test_measures_that_cannot_be_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(FedshiftError, match="measure"):
-        checked_measures({**GOOD, **changes}, SETTING)
-    expected = {**GOOD, "classes": [(1, 2), None, (1, 2)], "metrics": None, "sums": None}
-    assert checked_measures(GOOD, SETTING) == expected
+        checked({**GOOD, **changes}, SETTING)
+    assert checked(GOOD, SETTING) == Measures(accuracy=50.0, samples=4, classes=((1, 2), None, (1, 2)))
 
 
 METRICS: dict[str, Any] = {
@@ -147,8 +156,9 @@ METRICS: dict[str, Any] = {
 )
 def test_metrics_that_cannot_be_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(FedshiftError, match="metrics"):
-        checked_measures({**GOOD, "metrics": {**METRICS, **changes}}, SETTING)
-    found = checked_measures({**GOOD, "metrics": METRICS}, SETTING)["metrics"]
+        checked({**GOOD, "metrics": {**METRICS, **changes}}, SETTING)
+    found = checked({**GOOD, "metrics": METRICS}, SETTING).metrics
+    assert found is not None
     assert (found.values, found.support) == ({"accuracy": 50.0, "brier": 20.0}, [2, None, 2])
 
 
@@ -163,7 +173,8 @@ def whole(tmp_path: Path, asked: Any = WHOLE, **policy: object) -> dict[str, Any
 def test_a_site_reports_all_metrics_when_it_is_asked(tmp_path: Path) -> None:
     """A model of zeros says class 0 with a probability of a third: its Brier score is ½(4/9 + 1/9 + 1/9)."""
     measures = whole(tmp_path, smallest_group=1)["measures"]
-    metrics = checked_measures(measures, SETTING)["metrics"]
+    metrics = checked(measures, SETTING).metrics
+    assert metrics is not None
     assert metrics.values["brier"] == pytest.approx(100 / 3, abs=1e-4)
     assert metrics.values["auroc"] == pytest.approx(50.0)
     assert metrics.values["accuracy"] == measures["accuracy"]
@@ -185,7 +196,7 @@ def test_metrics_keep_to_the_policy(tmp_path: Path) -> None:
     assert silent["measures"]["metrics"] is None
     assert silent["measures"]["accuracy"] >= 0
     for number, asked in enumerate(({**WHOLE, "threshold": 2.0}, {"part": "all"}, [1])):
-        assert "metrics" in str(whole(tmp_path / str(number), asked)["message"])
+        assert "whole" in str(whole(tmp_path / str(number), asked)["message"])
 
 
 def test_measures_of_no_class_leave_the_run_whole(tmp_path: Path) -> None:
@@ -205,6 +216,6 @@ def test_measures_of_no_class_leave_the_run_whole(tmp_path: Path) -> None:
 def test_an_accuracy_lies_between_0_and_100(accuracy: float) -> None:
     good = {"accuracy": 100.0, "samples": 4, "classes": [[2, 2], [2, 2]]}
     for possible in (0, 100):
-        assert checked_measures({**good, "accuracy": possible}, {**SETTING, "classes": 2})["accuracy"] == possible
+        assert checked({**good, "accuracy": possible}, {**SETTING, "classes": 2}).accuracy == possible
     with pytest.raises(FedshiftError, match="accuracy"):
-        checked_measures({**good, "accuracy": accuracy}, {**SETTING, "classes": 2})
+        checked({**good, "accuracy": accuracy}, {**SETTING, "classes": 2})

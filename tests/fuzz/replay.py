@@ -20,6 +20,7 @@ from tiny import CNN, domains, normed_for, plans, setting, start_of, step_on
 
 from fedshift.deploy.remote.incoming import Taken
 from fedshift.deploy.remote.remote_federation import RemoteFederation
+from fedshift.deploy.remote.requests import SeedSplit, SitePart
 from fedshift.deploy.remote.transport import Lost
 from fedshift.deploy.remote.wire import Body, Message, body_of, seal, unseal
 from fedshift.errors import FedshiftError
@@ -28,7 +29,7 @@ from fedshift.federation.messages import Content, leaves, reply_content
 from fedshift.federation.replies import reply_type
 from fedshift.federation.setting_json import setting_recipe
 from fedshift.federation.site import Envelope
-from fedshift.federation.site_runner import SiteRunner, about_sites
+from fedshift.federation.site_runner import SitePlan, SiteRunner, about_sites
 from fedshift.methods import registry
 from fedshift.methods.base import Method
 from fedshift.methods.rounds import start_run
@@ -213,6 +214,12 @@ def readdressed(message: Message, key: str) -> Message:
     return Message(text, message.body, digest)
 
 
+def part_of(plan: SitePlan) -> SitePart:
+    """What a site is told of its part; the sites here look at none of it."""
+    split = SeedSplit(test_fraction=0.3, split="auto", seed=0)
+    return SitePart(role=plan.role, number=0, split=split, whole=False, fingerprint="f")
+
+
 def recorded(name: str) -> Recording:
     """Play a run of a method, and keep what its sites say."""
     method = registry.parse({"name": name, **OPTIONS.get(name, {})})
@@ -228,7 +235,7 @@ def recorded(name: str) -> Recording:
             transport,
             run="fuzz",
             recipe=setting_recipe(whole),
-            parts={plan.name: {} for plan in sites},
+            parts={plan.name: part_of(plan) for plan in sites},
             about=about,
             deadline=1.0,
             quorum=QUORUM,

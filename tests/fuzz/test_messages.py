@@ -11,10 +11,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from fedshift.deploy.crypto.orders import KeyAnswer
+from fedshift.deploy.crypto.keys import KeyAnswer
+from fedshift.deploy.remote.replies import CallAnswer, MeasureAnswer
+from fedshift.deploy.remote.requests import (
+    KINDS as REQUESTS,
+)
+from fedshift.deploy.remote.requests import (
+    CallRequest,
+    EndRequest,
+    EstimateRequest,
+    Hello,
+    KeyRequest,
+    MeasureRequest,
+    PredictRequest,
+    ReadingRequest,
+    UnmaskRequest,
+)
+from fedshift.deploy.remote.transport import SiteError
 from fedshift.deploy.site_cards import HelloAnswer
 from fedshift.errors import FedshiftError
+from fedshift.federation.local.commands import CallCommand
 from fedshift.federation.plain_values import parsed
+from fedshift.federation.setting_json import SettingRecipe
 
 CARD: dict[str, Any] = {
     "versions": {"torch": "2"},
@@ -31,12 +49,53 @@ CARD: dict[str, Any] = {
     "device": "cpu",
     "threads": 1,
 }
+SETTING: dict[str, Any] = {
+    "method": {"name": "fedavg", "options": {}},
+    "training": {},
+    "network": {"name": "linear"},
+    "preprocessing": {"kind": "features"},
+    "input_shape": [5],
+    "classes": 3,
+    "sources": 3,
+    "seed": 0,
+    "refuse": [],
+    "on_refusal": "stop",
+    "draws": {"north": {"noise_multiplier": 1.5, "stream": ""}},
+}
+SPLIT = {"test_fraction": 0.3, "split": "auto"}
+PART = {"role": "source", "number": 0, "whole": False, "fingerprint": "f", "split": {**SPLIT, "seed": 0}}
+WORK = {"exchange": 1, "round": 1, "progress": 0.0, "mini_batches_left": 5}
+KEY = ["AAAA", "AAAA", ""]
+SUM = {"threshold": 2, "weighing": ["samples", 8, 3], "cards": {"north": KEY}, "envelopes": {"north": WORK}}
+RUN = {"run": "r", "setting": SETTING, "part": PART, "kept": {"optimizer": "o"}, "checkpoint": 0, "wire": "float32"}
+ORDER = {"exchange": 1, "call": "fit", "content": "00", "keys": {"north": "AAAA"}, "threshold": 2}
+METHODS = [SETTING["method"]]
+HELLO = {"version": "1", "methods": METHODS, "split": SPLIT, "seeds": [0], "on_refusal": "stop", "network": None}
+LAYOUT = [["loss"], [["weights", "weights", "w", "torch.float32", [2, 3]]]]
+MEASURES = {"accuracy": 50.0, "samples": 4, "classes": [[1, 2], None]}
 WHOLE: dict[type[BaseModel], dict[str, Any]] = {
     HelloAnswer: {"card": CARD, "time": 1e9},
-    KeyAnswer: {"card": ["AAAA", "AAAA", ""]},
+    KeyAnswer: {"card": KEY},
+    CallAnswer: {"answers": "k", "mini_batches": 3, "memory": {"optimizer": "o"}, "layout": LAYOUT},
+    MeasureAnswer: {"measures": MEASURES},
+    SiteError: {"error": "Refused", "message": "site 'north' refuses"},
+    SettingRecipe: SETTING,
+    Hello: {"do": "hello", "run": "e", **HELLO},
+    KeyRequest: {"do": "key", "run": "r"},
+    CallRequest: {"do": "call", "call": "fit", "envelope": WORK, "sum": SUM, "seal": {"for": {"south": KEY}}, **RUN},
+    MeasureRequest: {"do": "measure", "round": 2, "whole": {"part": "target", "threshold": 0.5}, **RUN},
+    PredictRequest: {"do": "predict", "round": 2, "metadata": {"classes": ["a"]}, **RUN},
+    UnmaskRequest: {"do": "unmask", "run": "r", "round": 1, "order": ORDER, "answered": ["north"]},
+    EndRequest: {"do": "end", "run": "r", "estimates_follow": True},
+    EstimateRequest: {"do": "estimate", "run": "r", "known": {}, "preprocessing": {"kind": "features"}},
+    CallCommand: {"do": "call", "site": "north", "call": "fit", "envelope": WORK},
 }
 """A message of each kind that is as it should be."""
-CLOSED: dict[type[BaseModel], tuple[str, ...]] = {HelloAnswer: ("card",)}
+CLOSED: dict[type[BaseModel], tuple[str, ...]] = {
+    HelloAnswer: ("card",),
+    CallRequest: ("envelope",),
+    MeasureRequest: ("whole",),
+}
 """Where a field that nobody knows is refused: it could change what the others mean. Elsewhere it is ignored."""
 
 NAMES = st.text(string.printable, max_size=5)
@@ -61,7 +120,7 @@ def outcome(kind: type[BaseModel], text: str | bytes) -> BaseModel | None:
         assert "\n" not in said
         assert len(said) < 600
         return None
-    assert parsed(kind, found.model_dump_json(), "it again") == found
+    assert parsed(kind, found.model_dump_json(by_alias=True, exclude_unset=True), "it again") == found
     return found
 
 
@@ -69,7 +128,7 @@ def outcome(kind: type[BaseModel], text: str | bytes) -> BaseModel | None:
 def test_a_message_is_read_and_written(kind: type[BaseModel]) -> None:
     found = outcome(kind, json.dumps(WHOLE[kind]))
     assert found is not None
-    assert json.loads(found.model_dump_json(exclude_unset=True)) == WHOLE[kind]
+    assert json.loads(found.model_dump_json(by_alias=True, exclude_unset=True)) == WHOLE[kind]
     with pytest.raises(Exception, match="frozen"):
         setattr(found, next(iter(type(found).model_fields)), None)
 
@@ -101,3 +160,19 @@ def test_a_field_that_nobody_knows(kind: type[BaseModel]) -> None:
     for name in CLOSED.get(kind, ()):
         with pytest.raises(FedshiftError, match=f"{name}.*there is no such field"):
             parsed(kind, json.dumps({**WHOLE[kind], name: {**WHOLE[kind][name], "more": 1}}), "a message")
+
+
+def test_every_request_is_tried() -> None:
+    assert set(REQUESTS.values()) <= {*WHOLE, ReadingRequest}  # whose sums `test_fourth_site.py` changes
+
+
+@pytest.mark.parametrize("name", ["sum", "seal"])
+def test_a_sum_of_nothing_is_no_request_for_a_model(name: str) -> None:
+    """Else a site that is asked to mask would send its model alone."""
+    assert outcome(CallRequest, json.dumps({**WHOLE[CallRequest], name: None})) is None
+
+
+@pytest.mark.parametrize("name", ["../x", "", ".", "a/b", "r.json", "r.secret", "x" * 202, "\x00"])
+def test_no_run_is_named_out_of_its_folder(name: str) -> None:
+    for kind in {*REQUESTS.values()} - {Hello, ReadingRequest}:
+        assert outcome(kind, json.dumps({**WHOLE[kind], "run": name})) is None

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedshift.deploy.approvals import Approval, Approver, digest_of_terms, valid_approvals
 from fedshift.deploy.remote.policy import Policy, TrainingBounds
+from fedshift.deploy.remote.requests import SplitRule
 from fedshift.digests import Damaged, read_object, write_object
 from fedshift.errors import Refused
 from fedshift.federation.training import Training
@@ -407,10 +408,9 @@ def _refused(terms: _File) -> Terms:
     return whole
 
 
-def split_terms(split: Mapping[str, Any], seeds: Sequence[int]) -> list[SplitTerm]:
+def split_terms(split: SplitRule, seeds: Sequence[int]) -> list[SplitTerm]:
     """The splits of a request: its rule, with each of some seeds."""
-    shared = {"test_fraction": float(split["test_fraction"]), "split": str(split["split"])}
-    return [SplitTerm(**shared, seed=int(seed)) for seed in seeds]
+    return [SplitTerm(test_fraction=split.test_fraction, split=split.split, seed=seed) for seed in seeds]
 
 
 def asked_bounds(

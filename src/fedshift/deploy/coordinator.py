@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from fedshift.deploy.handshake import agree
 from fedshift.deploy.json_files import DEPLOY_AGAIN
 from fedshift.deploy.members import CARDS, members
 from fedshift.deploy.remote.remote_federation import RemoteFederation
+from fedshift.deploy.remote.replies import Measures
+from fedshift.deploy.remote.requests import EndRequest, SeedSplit, SitePart
 from fedshift.deploy.remote.sealed_federation import SealedFederation
 from fedshift.deploy.remote.secure_federation import SecureFederation
 from fedshift.deploy.remote.transport import Done, Transport, ask_plain
@@ -46,7 +49,7 @@ from fedshift.experiment.runs.round_loop import train_and_evaluate
 from fedshift.experiment.runs.run_folder import RunFolder, run_folder, write_order
 from fedshift.extras import reports_installed
 from fedshift.federation.secure.sums import threshold
-from fedshift.federation.setting_json import setting_recipe
+from fedshift.federation.setting_json import MethodRecipe, SettingRecipe, setting_recipe
 from fedshift.federation.site import Role
 from fedshift.federation.site_runner import Setting, SitePlan, about_sites
 from fedshift.methods.base import PERSONAL, Method
@@ -222,8 +225,8 @@ def _carry_out(
         place = sums_file(runs.parents[1], name)
         evaluator = _AtSites(plan, planned, federation, torch.device(context.device), place)
         result = train_and_evaluate(context, planned, folder, federation, evaluator, network)
-        over = {"estimates_follow": bool(plan.data.unlabelled)}
-        ask_plain(transport, "end", name, dict.fromkeys(sites, over), engine.patience, Done)
+        over = EndRequest(run=name, estimates_follow=bool(plan.data.unlabelled))
+        ask_plain(transport, dict.fromkeys(sites, over), engine.patience, Done)
         log.finished(run, result, resumed=False)
 
 
@@ -342,29 +345,29 @@ def _wait_for(folder: RunFolder) -> None:
         time.sleep(0.5)
 
 
-def _recipe(setting: Setting) -> dict[str, Any]:
+def _recipe(setting: Setting) -> SettingRecipe:
     """The setting as it is sent to sites: the method by its registered name, and no paths."""
     recipe = setting_recipe(setting)
     assert isinstance(setting.method, Method)
-    recipe["method"] = {"name": method_name(setting.method), "options": recipe["method"]["options"]}
-    del recipe["device"]
+    fields = {name: getattr(recipe, name) for name in recipe.model_fields_set - {"device"}}
+    fields["method"] = MethodRecipe(name=method_name(setting.method), options=recipe.method.options)
     # Each site draws its noise from a secret of its own, so only its amount is told.
-    recipe["draws"] = {site: {**draws, "stream": ""} for site, draws in recipe["draws"].items()}
-    return recipe
+    fields["draws"] = {site: replace(draws, stream="") for site, draws in recipe.draws.items()}
+    return SettingRecipe(**fields)
 
 
-def _part(plan: DeployedPlan, run: Run, site: str, role: tuple[Role, int] | None) -> dict[str, Any]:
+def _part(plan: DeployedPlan, run: Run, site: str, role: tuple[Role, int] | None) -> SitePart:
     """What a site is told of its own part in a run; ``role``: its role and domain number, None for an unseen one."""
     protocol = plan.experiment.protocol.deployed()
     personal = {"own": True} if protocol.by_site and run.method.calls.keep_own_weights else {}
-    return {
+    return SitePart(
         **personal,
-        "role": role[0] if role else "unseen",
-        "number": role[1] if role else 0,
-        "split": protocol.split_rule() | {"seed": run.seed},
-        "whole": role is None and plan.agreed.measures_all(site, protocol),
-        "fingerprint": plan.agreed.fingerprints[site],
-    }
+        role=role[0] if role else "unseen",
+        number=role[1] if role else 0,
+        split=SeedSplit(**protocol.split_rule(), seed=run.seed),
+        whole=role is None and plan.agreed.measures_all(site, protocol),
+        fingerprint=plan.agreed.fingerprints[site],
+    )
 
 
 # Evaluation -----------------------------------------------------------------------------------------------------------
@@ -407,7 +410,7 @@ class _AtSites:
         asked: dict[str, Any] = {"resamples": self._resamples, "threshold": threshold}
         found |= self._ask(weights, self._targets, part="target", **asked, **({"sums": True} if self._sums else {}))
         if self._sums:
-            keep_sums(self._place, {site: found[site]["sums"] for site in self._targets if site in found})
+            keep_sums(self._place, {site: found[site].sums for site in self._targets if site in found})
         if self._predicted:
             write_object(threshold_file(self._place.parents[1], self._place.stem), {"threshold": threshold})
             self._federation.hand_out(weights, self._predicted, self._metadata())
@@ -432,24 +435,24 @@ class _AtSites:
             )
         return found
 
-    def _record(self, found: Mapping[str, Any]) -> dict[str, Any]:
+    def _record(self, found: Mapping[str, Measures]) -> dict[str, Any]:
         """The fields of a `RoundRecord` that sites report."""
-        sources = {site: found[site]["accuracy"] for site in self._sources if site in found}
+        sources = {site: found[site].accuracy for site in self._sources if site in found}
         if self._here is not None:
             return {"source_accuracy": sources}
         targets = [found[site] for site in self._targets if site in found]
-        counted = self._classes if all(target["classes"] for target in targets) else 0  # of a quantity there are none
-        pairs = [[target["classes"][number] for target in targets] for number in range(counted)]
+        counted = self._classes if all(target.classes for target in targets) else 0  # of a quantity there are none
+        pairs = [[target.classes[number] for target in targets] for number in range(counted)]
         return {
-            "target_accuracy": {site: found[site]["accuracy"] for site in self._targets if site in found},
+            "target_accuracy": {site: found[site].accuracy for site in self._targets if site in found},
             "source_accuracy": sources,
             "per_class": [_recall(pair) for pair in pairs] if self._targets else [],
         }
 
 
-def _metrics(found: Mapping[str, Any], sites: Sequence[str], part: Part) -> list[SiteMetrics]:
+def _metrics(found: Mapping[str, Measures], sites: Sequence[str], part: Part) -> list[SiteMetrics]:
     """What sites said of the last round, under the names and parts that they have here."""
-    said = {site: found[site]["metrics"] for site in sites if site in found}
+    said = {site: found[site].metrics for site in sites if site in found}
     return [one.model_copy(update={"site": site, "part": part}) for site, one in said.items() if one is not None]
 
 

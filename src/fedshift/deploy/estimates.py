@@ -11,25 +11,22 @@ from collections.abc import Collection, Mapping
 from functools import reduce
 from operator import add
 from pathlib import Path
-from typing import Any
+
+from pydantic import RootModel
 
 from fedshift.deploy.deployed_plan import DeployedPlan
+from fedshift.deploy.documents import read_stored
 from fedshift.deploy.event_log import EventLog
 from fedshift.deploy.handshake import sources_encoding
+from fedshift.deploy.remote.requests import EndRequest, EstimateRequest, ReadingAnswer, ReadingRequest
 from fedshift.deploy.remote.transport import Done, Lost, Transport, ask_plain
-from fedshift.digests import read_object, write_object
-from fedshift.evaluation.estimate.plain_sums import GivenReading, GivenSums, checked_sums, plain_sums
+from fedshift.digests import write_object
+from fedshift.evaluation.estimate.plain_sums import GivenReading, GivenSite, GivenSums, check_classes, plain_sums
 from fedshift.experiment.plan import PlannedRun, Run
 from fedshift.federation.plain_values import Frozen
 
 OVER = "estimates.json"
 _REMEDY = "delete it, and sites estimate again"
-
-
-class ReadingAnswer(Frozen):
-    """What a site answers that is asked for the reading of its scores."""
-
-    reading: GivenReading
 
 
 def run_at_sites(experiment: str, run: Run) -> str:
@@ -78,7 +75,8 @@ def hand_over(plan: DeployedPlan, transport: Transport, folder: Path, deadline: 
     waiting = [(one, name) for one, name in waiting if name not in over]
     for planned, name in waiting:
         known = _known(plan, planned.run, transport, folder, deadline, log)
-        threshold = kept_sums(threshold_file(folder, name)).get("threshold")
+        chosen = read_stored(Threshold, threshold_file(folder, name), _REMEDY, older=True)
+        threshold = None if chosen is None else chosen.threshold
         if _estimated(plan, planned, known, threshold, transport, deadline, log):
             over.add(name)
     if not waiting:
@@ -87,35 +85,54 @@ def hand_over(plan: DeployedPlan, transport: Transport, folder: Path, deadline: 
     if all(name in over for _, name in waiting):
         for planned, name in zip(plan.runs, names, strict=True):  # the sites may forget their scores
             sites = [site for site in planned.split.targets if site in plan.agreed.sites]
-            headers: dict[str, dict[str, Any]] = {site: {} for site in sites}
-            ask_plain(transport, "end", name, headers, deadline, Done)
+            ask_plain(transport, dict.fromkeys(sites, EndRequest(run=name)), deadline, Done)
 
 
 def _known(
     plan: DeployedPlan, run: Run, transport: Transport, folder: Path, deadline: float, log: EventLog
-) -> dict[str, Any]:
+) -> dict[str, GivenSite]:
     """Sums and reading of each site that was left out of a run beside this one, as the site without labels is told."""
     same = [one.run for one in plan.runs if (one.run.method, one.run.seed) == (run.method, run.seed)]
     names = {one.target: run_at_sites(plan.experiment.name, one) for one in same if one.target != run.target}
     classes = len(plan.data.classes)
     kept = {site: kept_sums(sums_file(folder, run)).get(site) for site, run in names.items()}
-    sums = {site: checked_sums(said, classes) for site, said in kept.items() if said is not None}
-    known: dict[str, Any] = {}
+    sums = {site: said for site, said in kept.items() if said is not None}
+    for said in sums.values():
+        check_classes(said, classes)
+    known: dict[str, GivenSite] = {}
     for site, own in sums.items():
         others = [one.sums for other, one in sums.items() if other != site]
         if others:
-            reading = _reading(site, names[site], plain_sums(reduce(add, others)), transport, deadline, log)
-            known |= {} if reading is None else {site: {"sums": own.model_dump(), "reading": reading.model_dump()}}
+            together = GivenSums.model_validate(plain_sums(reduce(add, others)))
+            reading = _reading(site, names[site], together, transport, deadline, log)
+            known |= {} if reading is None else {site: GivenSite(sums=own, reading=reading)}
     return known
 
 
-def kept_sums(place: Path) -> dict[str, Any]:
-    """What `keep_sums` kept, by site, as it was written; empty if there is nothing.
+class _KeptSums(RootModel[dict[str, GivenSums]]):
+    """The sums of a run's targets, by site."""
+
+
+class Threshold(Frozen):
+    """The threshold that a run's sources chose, if they did."""
+
+    threshold: float | None = None
+
+
+class _Estimated(Frozen):
+    """The runs of which there are estimates."""
+
+    runs: tuple[str, ...] = ()
+
+
+def kept_sums(place: Path) -> dict[str, GivenSums]:
+    """What `keep_sums` kept, by site; empty if there is nothing.
 
     Raises:
         Damaged: the file is.
     """
-    return read_object(place, _REMEDY, older=True)
+    kept = read_stored(_KeptSums, place, _REMEDY, older=True)
+    return {} if kept is None else kept.root
 
 
 def note_estimated(folder: Path, runs: Collection[str]) -> None:
@@ -129,13 +146,14 @@ def estimated(folder: Path) -> tuple[str, ...]:
     Raises:
         Damaged: the file is.
     """
-    return tuple(map(str, read_object(folder / OVER, _REMEDY, older=True).get("runs", ())))
+    noted = read_stored(_Estimated, folder / OVER, _REMEDY, older=True)
+    return () if noted is None else noted.runs
 
 
 def _reading(
-    site: str, run: str, others: Mapping[str, Any], transport: Transport, deadline: float, log: EventLog
+    site: str, run: str, others: GivenSums, transport: Transport, deadline: float, log: EventLog
 ) -> GivenReading | None:
-    answers = ask_plain(transport, "reading", run, {site: {"sums": others}}, deadline, ReadingAnswer)
+    answers = ask_plain(transport, {site: ReadingRequest(run=run, sums=others)}, deadline, ReadingAnswer)
     answer = answers.get(site, Lost("did not answer"))
     if not isinstance(answer, Lost):
         return answer.answer.reading
@@ -146,7 +164,7 @@ def _reading(
 def _estimated(
     plan: DeployedPlan,
     planned: PlannedRun,
-    known: Mapping[str, Any],
+    known: Mapping[str, GivenSite],
     threshold: float | None,
     transport: Transport,
     deadline: float,
@@ -154,9 +172,9 @@ def _estimated(
 ) -> bool:
     """Tell the target of a run what is known; whether it has estimated."""
     site, run = planned.run.target, run_at_sites(plan.experiment.name, planned.run)
-    encoding = sources_encoding(plan.agreed, site).model_dump(mode="json")
-    header = {"known": dict(known), "preprocessing": encoding, "threshold": threshold}
-    answer = ask_plain(transport, "estimate", run, {site: header}, deadline, Done).get(site, Lost("did not answer"))
+    preprocessing = sources_encoding(plan.agreed, site)
+    request = EstimateRequest(run=run, known=dict(known), preprocessing=preprocessing, threshold=threshold)
+    answer = ask_plain(transport, {site: request}, deadline, Done).get(site, Lost("did not answer"))
     lost = isinstance(answer, Lost)
     reason = answer.reason if isinstance(answer, Lost) else f"from {len(known)} sites; it stays there"
     log.event({"what": "estimate", "site": site, "run": run, "is": "lost" if lost else "made", "reason": reason[:500]})

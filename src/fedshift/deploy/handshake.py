@@ -16,6 +16,7 @@ from fedshift.data.builders.at_sites import AtSites
 from fedshift.data.domain import UNKNOWN, DataSet, Dense, Domain, Manifest, Preprocessing
 from fedshift.deploy.event_log import EventLog
 from fedshift.deploy.features_at_sites import features_for, text_towers
+from fedshift.deploy.remote.requests import Hello, SplitRule
 from fedshift.deploy.remote.transport import Heard, Lost, Transport, ask_plain
 from fedshift.deploy.site_cards import Card, GivenPrivacy, HelloAnswer, cards_of, check_rows
 from fedshift.deploy.spent_before import SPENT, noted_spending
@@ -24,6 +25,7 @@ from fedshift.experiment.config.engine_section import FlareEngine
 from fedshift.experiment.config.experiment import Experiment, method_name
 from fedshift.experiment.environment import resolve_device, versions
 from fedshift.experiment.protocols.base import DeployedProtocol
+from fedshift.federation.setting_json import MethodRecipe
 from fedshift.models.networks.frozen import Frozen
 from fedshift.text import one_line
 from fedshift.version import installed_version
@@ -91,25 +93,27 @@ def agree(
         UserError: sites cannot take part, and the message has what each of them lacks; or their versions, shapes or
             classes differ.
     """
-    header = {
-        "version": installed_version(),
-        "methods": [
-            {"name": method_name(method), "options": method.model_dump(mode="json")} for method in experiment.methods
-        ],
-        "network": experiment.model.model_dump(mode="json"),
-        "texts": text_towers(experiment.model),
-        "training": experiment.training.model_dump(mode="json"),
-        "split": experiment.protocol.deployed().split_rule(),
-        "unseen": experiment.protocol.unseen,
-        "seeds": list(experiment.protocol.seeds),
-        "on_refusal": engine.on_refusal,
-        "aggregation": engine.aggregation,
-        "private": experiment.training.privacy is not None,
-        "routing": engine.routing,
-        "sums": _in_sums(experiment, sites) if engine.sums_only else [],
-    }
+    hello = Hello(
+        run=experiment.name,
+        version=installed_version(),
+        methods=tuple(
+            MethodRecipe(name=method_name(method), options=method.model_dump(mode="json"))
+            for method in experiment.methods
+        ),
+        network=experiment.model.model_dump(mode="json"),
+        texts=text_towers(experiment.model),
+        training=experiment.training.model_dump(mode="json"),
+        split=SplitRule(**experiment.protocol.deployed().split_rule()),
+        unseen=experiment.protocol.unseen,
+        seeds=tuple(experiment.protocol.seeds),
+        on_refusal=engine.on_refusal,
+        aggregation=engine.aggregation,
+        private=experiment.training.privacy is not None,
+        routing=engine.routing,
+        sums=_in_sums(experiment, sites) if engine.sums_only else (),
+    )
     asked = time.time()
-    answers = ask_plain(transport, "hello", experiment.name, dict.fromkeys(sites, header), engine.deadline, HelloAnswer)
+    answers = ask_plain(transport, dict.fromkeys(sites, hello), engine.deadline, HelloAnswer)
     before, cards = cards_of(folder), dict[str, Card]()
     faults: list[UserError] = []
     for site in sites:
@@ -144,9 +148,9 @@ def _check_all_take_part(faults: Sequence[UserError], sites: int) -> None:
         raise UserError(f"{len(faults)} of {sites} sites cannot take part: {listed}")
 
 
-def _in_sums(experiment: Experiment, sites: Sequence[str]) -> list[str]:
+def _in_sums(experiment: Experiment, sites: Sequence[str]) -> tuple[str, ...]:
     """The sites that may be in one sum: all but one that is the only target."""
-    return [site for site in sites if experiment.protocol.named_targets != (site,)]
+    return tuple(site for site in sites if experiment.protocol.named_targets != (site,))
 
 
 def _card(

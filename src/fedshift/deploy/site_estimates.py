@@ -19,14 +19,23 @@ from safetensors.torch import load, save
 from fedshift.data.domain import Preprocessing, SparseRows
 from fedshift.data.input_guard import InputShift, feature_shift, image_shift
 from fedshift.deploy.remote.policy import CONFIDENCES
-from fedshift.deploy.remote.wire import Message, body_of, seal
+from fedshift.deploy.remote.requests import SCORES, Asked, EstimateRequest, ReadingAnswer, ReadingRequest
+from fedshift.deploy.remote.transport import Done, answer_of
+from fedshift.deploy.remote.wire import Message
 from fedshift.deploy.site_file import Holding, SiteConfig
-from fedshift.deploy.site_requests import SCORES, run_name
 from fedshift.digests import read_object, write_object
 from fedshift.encryption import read_private, write_private
 from fedshift.errors import FedshiftError, Refused, UserError
 from fedshift.evaluation.estimate.combination import LEVEL, Estimate, estimate_from_sums, read
-from fedshift.evaluation.estimate.plain_sums import MOST_CLASSES, checked_sites, checked_sums, plain_reading, plain_sums
+from fedshift.evaluation.estimate.plain_sums import (
+    MOST_CLASSES,
+    GivenReading,
+    GivenSums,
+    check_classes,
+    known_sites,
+    plain_reading,
+    plain_sums,
+)
 from fedshift.evaluation.estimate.sums import sums_of
 from fedshift.evaluation.predictions import PREDICTIONS, UNLABELLED, SitePredictions, as_parquet
 from fedshift.evaluation.site_metrics import Scored
@@ -64,9 +73,7 @@ class SiteEstimates:
             )
         self._policy.check_kind(self._site, CONFIDENCES, "an estimate at a site without labels")
 
-    def sums(
-        self, run: str, scored: Scored, classes: int, threshold: float, entry: dict[str, Any]
-    ) -> dict[str, Any] | None:
+    def sums(self, run: str, scored: Scored, classes: int, threshold: float, entry: dict[str, Any]) -> GivenSums | None:
         """The sums of what a model that never saw this site says of its samples; the scores stay here for `reading`.
 
         Returns:
@@ -82,26 +89,26 @@ class SiteEstimates:
             return None
         keep_scores(self._memory, run, scored.scores)
         entry["sent"]["sums"] = {"kind": CONFIDENCES}
-        return plain_sums(sums_of(scored.scores, scored.labels, threshold))
+        return GivenSums.model_validate(plain_sums(sums_of(scored.scores, scored.labels, threshold)))
 
-    def reading(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
+    def reading(self, asked: Asked[ReadingRequest]) -> Message:
         """What estimators say of the kept scores, from the sums of the other sites: once for each run.
 
         Raises:
             Refused: readings may not leave, or there was another one.
         """
         self.check_gives()
-        run = run_name(header["run"])
-        before = asked_reading(self._memory, run)
-        if before not in (None, header["key"]):
+        run, before = asked.request.run, asked_reading(self._memory, asked.request.run)
+        if before not in (None, asked.key):
             raise Refused(f"site '{self._site}' gives one reading of its scores in a run, and gave it")
         if (scores := kept_scores(self._memory, run)) is None:
             raise FedshiftError(f"site '{self._site}' has no scores of run {run}")
-        others = checked_sums(header.get("sums"), scores.shape[1])
-        said = plain_reading(read(others.sums, scores))
-        note_reading(self._memory, run, str(header["key"]))
-        entry["sent"] = {"reading": {"kind": CONFIDENCES}}
-        return seal({"answers": header["key"], "reading": said}, body_of({}))
+        others = asked.request.sums
+        check_classes(others, scores.shape[1])
+        said = GivenReading.model_validate(plain_reading(read(others.sums, scores)))
+        note_reading(self._memory, run, asked.key)
+        asked.entry["sent"] = {"reading": {"kind": CONFIDENCES}}
+        return answer_of(asked.key, ReadingAnswer(reading=said))
 
     def forget(self, run: str) -> None:
         """Remove the scores of a run."""
@@ -111,51 +118,45 @@ class SiteEstimates:
     # At a site without labels -----------------------------------------------------------------------------------------
 
     def receive(
-        self, run: str, weights: Weights, told: Sequence[SitePredictions], holding: Holding, metadata: Any
+        self, run: str, weights: Weights, told: Sequence[SitePredictions], holding: Holding, metadata: Mapping[str, Any]
     ) -> None:
-        """Write the model of a run, and what it says of the samples here.
-
-        Raises:
-            FedshiftError: the request does not say what model it is.
-        """
-        if not isinstance(metadata, Mapping):
-            raise FedshiftError("a request to predict does not say what model it is of")
+        """Write the model of a run, and what it says of the samples here; ``metadata``: what model it is."""
         about = {**metadata, "classes": list(holding.data.classes)}
         write_bytes(self._received / run / MODEL, model_file(weights, about), private=True)
         write_bytes(self._received / run / PREDICTIONS, as_parquet(told, about["classes"], about), private=True)
 
-    def estimate(self, header: Mapping[str, Any], holding: Holding) -> Message:
+    def estimate(self, asked: Asked[EstimateRequest], holding: Holding) -> Message:
         """Estimate the accuracy of a run's model here, from what left-out sites tell, and keep it.
 
         Raises:
-            FedshiftError: there are no predictions of the run, or the request cannot be read.
+            FedshiftError: there are no predictions of the run, or it is of other classes or columns.
         """
-        run, classes = run_name(header["run"]), holding.data.classes
+        run, classes = asked.request.run, holding.data.classes
         answers = [one for one in noted(self._received / run, classes) if one.part == UNLABELLED]
         if not answers:
             raise FedshiftError(f"site '{self._site}' has no predictions of run {run}")
-        known = checked_sites(header.get("known"), len(classes))
-        shift = _shift(holding, answers[0].rows, header.get("preprocessing"))
+        known = known_sites(asked.request.known, len(classes))
+        shift = _shift(holding, answers[0].rows, asked.request.preprocessing)
+        threshold = threshold_of(asked.request.threshold)
         estimate = estimate_from_sums(
-            known, answers[0].known.scores, unlike=shift.refusal, unusual=shift.warning, threshold=threshold_in(header)
+            known, answers[0].known.scores, unlike=shift.refusal, unusual=shift.warning, threshold=threshold
         )
         write_bytes(
             self._received / run / ESTIMATE, f"{json_text(estimate.plain(), indent=2)}\n".encode(), private=True
         )
         print(printable(f"{run}: {in_words(estimate)} ({self._received / run})"), flush=True)
-        return seal({"answers": header["key"]}, body_of({}))
+        return answer_of(asked.key, Done())
 
 
-def threshold_in(header: Mapping[str, Any]) -> float:
+def threshold_of(threshold: float | None) -> float:
     """The threshold of a run in a request: 0.5 where its sources chose none.
 
     Raises:
         FedshiftError: it is none.
     """
-    threshold = header.get("threshold")
     if threshold is None:
         return 0.5
-    if not isinstance(threshold, float) or not 0 < threshold < 1:
+    if not 0 < threshold < 1:
         raise FedshiftError("a threshold is between 0 and 1")
     return threshold
 
@@ -203,14 +204,14 @@ def in_words(estimate: Estimate) -> str:
     return f"accuracy here, estimated: {estimate.estimate:.1f} % ({ends}){warning}"
 
 
-def _shift(holding: Holding, rows: NDArray[np.int64], preprocessing: Any) -> InputShift:
+def _shift(holding: Holding, rows: NDArray[np.int64], trained: Preprocessing) -> InputShift:
     """How the samples without a label differ from those that trained, as far as an encoding of these tells.
 
     Raises:
-        FedshiftError: the encoding cannot be read.
+        FedshiftError: the encoding is of another table.
     """
+    inputs = holding.domain.inputs
     try:
-        trained, inputs = Preprocessing.model_validate(preprocessing), holding.domain.inputs
         if trained.kind == "table":
             return holding.source.table_shift(preprocessing=trained) or InputShift()
     except (ValueError, UserError):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -14,13 +12,15 @@ from typing import Any
 from pydantic import BaseModel
 
 from fedshift.deploy.remote.policy import MASKED, SEALED, WEIGHTS, whole_number
+from fedshift.deploy.remote.replies import CallAnswer
+from fedshift.deploy.remote.requests import CallRequest, Hello, plain_name
 from fedshift.deploy.remote.wire import Body, Message, Residuals, body_of, unseal
-from fedshift.digests import Damaged, read_object, write_object
+from fedshift.digests import read_object, write_object
 from fedshift.encryption import read_private, write_private
 from fedshift.errors import FedshiftError, Refused
 from fedshift.federation.messages import Content, Statistics, promised_kinds
+from fedshift.federation.plain_values import Closed, parsed
 from fedshift.federation.replies import reply_type
-from fedshift.federation.site import Envelope
 from fedshift.federation.site_memory import SiteMemory
 from fedshift.methods.base import Method
 
@@ -28,49 +28,9 @@ RESIDUALS = "wire-residuals"
 """The site memory that holds the rounding residuals of the models it sent."""
 
 
-SCORES = ".scores"
-"""What a file ends with that holds the scores of a run's last model, beside the run's folder."""
 _PLAIN = re.compile(r"\w[\w. -]*")
 """A name that leads to no other folder."""
 _WEIGHTS = (".safetensors", ".npz")
-_SUFFIXES = (".json", ".jsonl", ".lock", ".secret", SCORES)
-"""Of files in a site's memory that belong to no run."""
-
-
-def plain_name(name: Any) -> str:
-    """Check a name from a message that becomes part of a path.
-
-    Raises:
-        FedshiftError: the name could lead out of the folder.
-    """
-    if not isinstance(name, str) or not re.fullmatch(r"[\w=+-][\w.=+-]{0,200}", name):
-        raise FedshiftError("a message names a file that is not a plain name")
-    return name
-
-
-def run_name(name: Any) -> str:
-    """Check the name of a run, whose folder in a site's memory lies beside files of that memory.
-
-    Raises:
-        FedshiftError: the name could lead out of the memory, or is that of such a file.
-    """
-    if Path(plain_name(name)).suffix in _SUFFIXES:
-        raise FedshiftError(f"a run may not have a name that ends with {', '.join(_SUFFIXES)}")
-    return str(name)
-
-
-def envelope_of(fields: Any) -> Envelope:
-    """The envelope in a request's header.
-
-    Raises:
-        FedshiftError: it is not a valid envelope.
-    """
-    if isinstance(fields, Mapping) and set(fields) == {"exchange", "round", "progress", "mini_batches_left"}:
-        progress, numbers = fields["progress"], [fields[name] for name in ("exchange", "round", "mini_batches_left")]
-        real = isinstance(progress, int | float) and not isinstance(progress, bool) and 0 <= progress <= 1
-        if real and all(whole_number(number) >= 0 for number in numbers):
-            return Envelope(**fields)
-    raise FedshiftError("a request has no valid envelope (exchange, round, progress, mini_batches_left)")
 
 
 def check_files(site: str, options: BaseModel) -> None:
@@ -105,13 +65,7 @@ def _holds_weights(path: Path) -> bool:
     return path.is_file() and path.suffix in _WEIGHTS
 
 
-def digest_of(header: Mapping[str, Any]) -> str:
-    """A digest of run, setting and part: requests with equal digests use the same runner."""
-    own = [header["run"], header["setting"], header["part"]]
-    return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
-
-
-def shared_kinds(method: Method, header: Mapping[str, Any], on_refusal: str) -> tuple[str, ...]:
+def shared_kinds(method: Method, request: Hello | CallRequest, on_refusal: str) -> tuple[str, ...]:
     """The kinds that a site must allow before a run of a method can begin.
 
     Under secure aggregation models leave masked; with sealed routing some leave sealed. Each request is
@@ -119,8 +73,8 @@ def shared_kinds(method: Method, header: Mapping[str, Any], on_refusal: str) -> 
     """
     if on_refusal == "leave_out":
         return ()
-    sealed = header.get("routing") == "sealed" and seals_all(method)
-    models = MASKED if header.get("aggregation") == "secure" else SEALED if sealed else WEIGHTS
+    sealed = request.routing == "sealed" and seals_all(method)
+    models = MASKED if request.aggregation == "secure" else SEALED if sealed else WEIGHTS
     return tuple(models if kind == WEIGHTS else kind for kind in method.calls.shares)
 
 
@@ -135,7 +89,7 @@ def seals_all(method: Method) -> bool:
 
 
 def audit_entry(header: Mapping[str, Any], message: Message) -> dict[str, Any]:
-    """The audit log's entry for a request."""
+    """The audit log's entry for what came, which may be no request at all."""
     setting = header.get("setting")
     method = setting.get("method") if isinstance(setting, Mapping) else None
     envelope = header.get("envelope")
@@ -152,15 +106,15 @@ def audit_entry(header: Mapping[str, Any], message: Message) -> dict[str, Any]:
     }
 
 
-def narrowed(memory: SiteMemory, header: Mapping[str, Any], sent: Mapping[str, Any]) -> Body:
+def narrowed(memory: SiteMemory, request: CallRequest, sent: Mapping[str, Any]) -> Body:
     """Write a reply as bytes, and remember its rounding residual for the call's next reply."""
-    if header["wire"] == "float32":
+    if request.wire == "float32":
         return body_of(sent)
     remembered = memory.get(RESIDUALS)
     whole: Residuals = dict(remembered) if isinstance(remembered, Statistics) else {}
-    prefix = f"{header['call']}|"
+    prefix = f"{request.call}|"
     own = {name.removeprefix(prefix): value for name, value in whole.items() if name.startswith(prefix)}
-    body = body_of(sent, header["wire"], own)
+    body = body_of(sent, request.wire, own)
     whole |= {f"{prefix}{name}": value for name, value in own.items()}
     memory[RESIDUALS] = Statistics(whole)
     return body
@@ -169,11 +123,18 @@ def narrowed(memory: SiteMemory, header: Mapping[str, Any], sent: Mapping[str, A
 # Answers --------------------------------------------------------------------------------------------------------------
 
 
-def _answer_file(folder: Path, header: Mapping[str, Any]) -> Path:
-    return folder / f"answer-{int(header['envelope']['exchange'])}-{plain_name(header['key'])[:16]}.json"
+class _Kept(Closed):
+    """The file of a kept answer: its header, and the digest of the whole message."""
+
+    header: str
+    digest: str
 
 
-def keep_answer(folder: Path, header: Mapping[str, Any], answer: Message) -> None:
+def _answer_file(folder: Path, exchange: int, key: str) -> Path:
+    return folder / f"answer-{exchange}-{plain_name(key)[:16]}.json"
+
+
+def keep_answer(folder: Path, exchange: int, key: str, answer: Message) -> None:
     """Keep an answer until a checkpoint covers it.
 
     The file is not flushed, since its digest shows whether the answer is whole.
@@ -181,36 +142,38 @@ def keep_answer(folder: Path, header: Mapping[str, Any], answer: Message) -> Non
     Raises:
         UserError: the file cannot be written.
     """
-    file = _answer_file(folder, header)
+    file = _answer_file(folder, exchange, key)
     write_private(file.with_suffix(".safetensors"), answer.body, flush=False)
-    write_object(file, {"header": answer.header, "digest": answer.digest}, private=True, flush=False)
+    kept = _Kept(header=answer.header, digest=answer.digest)
+    write_object(file, kept.model_dump(), private=True, flush=False)
 
 
-def kept_answer(folder: Path, header: Mapping[str, Any]) -> tuple[Message, Mapping[str, Content]] | None:
+def kept_answer(folder: Path, exchange: int, key: str) -> tuple[Message, Mapping[str, Content]] | None:
     """The kept answer to this request and its content; None if there is none, or a damaged one: it is made again."""
-    file = _answer_file(folder, header)
+    file = _answer_file(folder, exchange, key)
     try:
-        kept = read_object(file)
-        answer = Message(kept["header"], read_private(file.with_suffix(".safetensors")), kept["digest"])
-        whole, _, held = unseal(answer)
-    except (OSError, ValueError, KeyError, TypeError, FedshiftError):
+        kept = _Kept.model_validate(read_object(file))
+        answer = Message(kept.header, read_private(file.with_suffix(".safetensors")), kept.digest)
+        _, held, _ = unseal(answer)
+        said = parsed(CallAnswer, kept.header, "a kept answer")
+    except (OSError, ValueError, FedshiftError):
         return None
-    return (answer, held) if whole.get("answers") == header["key"] else None
+    return (answer, held) if said.answers == key else None
 
 
-def drop_covered(folder: Path, header: Mapping[str, Any]) -> None:
+def drop_covered(folder: Path, request: CallRequest) -> None:
     """Remove answers that a checkpoint covers, and memory files that no checkpoint or kept answer names."""
     folder.mkdir(parents=True, exist_ok=True)
-    wanted = {*header["kept"].values(), *header["memory"].values()}
-    checkpoint = int(header["checkpoint"])
+    wanted = {*request.kept.values(), *request.memory.values()}
     for file in folder.glob("answer-*.json"):
         number = file.name.split("-")[1]
-        if number.isdecimal() and int(number) <= checkpoint:
+        if number.isdecimal() and int(number) <= request.checkpoint:
             file.with_suffix(".safetensors").unlink(missing_ok=True)
             file.unlink(missing_ok=True)
         else:
-            with contextlib.suppress(Damaged, ValueError, KeyError, TypeError):
-                wanted |= set(json.loads(read_object(file)["header"])["memory"].values())
+            with contextlib.suppress(FedshiftError, ValueError):
+                kept = _Kept.model_validate(read_object(file))
+                wanted |= set(parsed(CallAnswer, kept.header, "a kept answer").memory.values())
     for file in folder.glob("*.safetensors"):
         if not file.name.startswith("answer-") and file.name not in wanted:
             file.unlink(missing_ok=True)

@@ -9,11 +9,11 @@ without training again.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import shutil
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,26 +30,35 @@ from fedshift.deploy.features_at_sites import check_text_towers, features_here
 from fedshift.deploy.privacy.exposure import ExposureWatch
 from fedshift.deploy.privacy.few_rows import check_classes, check_few
 from fedshift.deploy.privacy.site_rules import SiteRules
-from fedshift.deploy.remote.policy import ACCURACY, AuditLog, TrainingBounds, described, whole_number
-from fedshift.deploy.remote.transport import PROTOCOL, request_key
+from fedshift.deploy.remote.policy import ACCURACY, AuditLog, TrainingBounds, described
+from fedshift.deploy.remote.replies import CallAnswer, MeasureAnswer
+from fedshift.deploy.remote.requests import (
+    Asked,
+    CallRequest,
+    EndRequest,
+    EstimateRequest,
+    Hello,
+    MeasureRequest,
+    PredictRequest,
+    RunRequest,
+    SeedSplit,
+    asked_in,
+)
+from fedshift.deploy.remote.transport import Done, answer_of
 from fedshift.deploy.remote.wire import Message, body_of, error_answer, seal, unseal
-from fedshift.deploy.secure.site_seals import SiteSeals
-from fedshift.deploy.secure.site_sums import SiteSums, promised_masked, without_body
+from fedshift.deploy.secure.site_seals import Sealing, SiteSeals
+from fedshift.deploy.secure.site_sums import SiteSums, Summing, promised_masked, without_body
 from fedshift.deploy.site_cards import card_of
-from fedshift.deploy.site_estimates import SiteEstimates, threshold_in
+from fedshift.deploy.site_estimates import SiteEstimates, threshold_of
 from fedshift.deploy.site_file import SiteConfig, file_stamp, load_site, read_holding
 from fedshift.deploy.site_requests import (
     RESIDUALS,
     audit_entry,
     check_files,
-    digest_of,
     drop_covered,
-    envelope_of,
     keep_answer,
     kept_answer,
     narrowed,
-    plain_name,
-    run_name,
     shared_kinds,
 )
 from fedshift.errors import FedshiftError, Refused, UserError
@@ -58,9 +67,10 @@ from fedshift.experiment.config.error_messages import describe
 from fedshift.experiment.environment import resolve_device
 from fedshift.experiment.runs.evaluator import answering, scored
 from fedshift.federation.local.allocator import keep_freed_memory
-from fedshift.federation.messages import Content, promised_kinds, reply_content
+from fedshift.federation.messages import promised_kinds, reply_content
+from fedshift.federation.plain_values import fault_of
 from fedshift.federation.replies import reply_type
-from fedshift.federation.setting_json import setting_from
+from fedshift.federation.setting_json import MethodRecipe, SettingRecipe, setting_from
 from fedshift.federation.site_runner import Setting, SitePlan, SiteRunner
 from fedshift.federation.training import Training
 from fedshift.methods import registry as methods
@@ -70,7 +80,6 @@ from fedshift.models import registry as networks
 from fedshift.models.adapters import merged
 from fedshift.models.network import Network
 from fedshift.text import printable
-from fedshift.version import installed_version
 from fedshift.weights import Weights
 
 
@@ -87,6 +96,30 @@ def tell_people(error: Exception) -> str:
 def open_site(path: Path, *, in_service: bool = False) -> SiteProgram:
     """Make the program of the site that a SITE.yaml describes."""
     return SiteProgram(load_site(path), in_service=in_service)
+
+
+@dataclass
+class Call:
+    """A request for a call, and what the checks before it find out.
+
+    Attributes:
+        asked: the request.
+        method: of the run.
+        folder: the memory of the run.
+        samples: of the site, once its runner is known.
+        sealing: the request to seal the reply, if it is one.
+    """
+
+    asked: Asked[CallRequest]
+    method: Method
+    folder: Path
+    samples: int = 0
+    sealing: Sealing | None = None
+
+    @property
+    def request(self) -> CallRequest:
+        """What is asked."""
+        return self.asked.request
 
 
 class SiteProgram:
@@ -117,8 +150,21 @@ class SiteProgram:
         for warning in self.holding.data.warnings if in_service else ():
             print(f"warning: {printable(warning)}", flush=True)
         self._announced: TrainingBounds | None = None
+        self._works: dict[str, Callable[[Asked[Any]], Message]] = {
+            "hello": self._hello,
+            "key": self.sums.key,
+            "sealing_key": self.seals.key,
+            "call": self._call,
+            "confirm": self.sums.confirm,
+            "unmask": self.sums.unmask,
+            "measure": self._measure,
+            "predict": self._predict,
+            "reading": self.estimates.reading,
+            "estimate": self._estimate,
+            "end": self._end,
+        }
         self._runner: tuple[str, SiteRunner, dict[str, str]] | None = None
-        self._measurer: tuple[str, Network, SiteData] | None = None
+        self._measurer: tuple[tuple[str, str], Network, SiteData] | None = None
 
     def handle(self, message: Message, coordinator: str) -> Message:
         """Answer a request. An error is an answer, too.
@@ -127,27 +173,13 @@ class SiteProgram:
             message: the request.
             coordinator: who sent it, for the audit log.
         """
-        header: dict[str, Any] = {}
         entry: dict[str, Any] = {"coordinator": coordinator}
         try:
             header, content, _ = unseal(message)
             entry |= audit_entry(header, message)
-            if header.get("protocol") != PROTOCOL:
-                raise UserError(
-                    f"site '{self.name}' speaks version {PROTOCOL} of the requests, the coordinator "
-                    f"{header.get('protocol')}: install the same fedshift at both"
-                )
-            body = hashlib.sha256(message.body).hexdigest()
-            if header.get("key") != request_key(header, body):
-                raise FedshiftError("a request's key does not fit its content")
-            work = {"hello": self._hello, "measure": self._measure, "end": self._end, "sealing_key": self.seals.key}
-            work |= {"predict": self._predict, "reading": self.estimates.reading, "estimate": self._estimate}
-            work |= {"call": partial(self._call, body), **self.sums.requests}
-            do = header.get("do")
-            if not isinstance(do, str) or do not in work:
-                raise UserError(f"site '{self.name}' does not know the request '{do}'")
-            with self.terms.asked_by(coordinator, str(header.get("run"))):
-                answer = work[do](header, content, entry)
+            asked = asked_in(self.name, message, header, content, entry)
+            with self.terms.asked_by(coordinator, asked.request.run):
+                answer = self._works[asked.request.do](asked)
             entry |= {"sent_bytes": answer.size, "sent_digest": answer.digest}
             self.log.append(**entry)
             return answer
@@ -165,33 +197,28 @@ class SiteProgram:
 
     # Before a run -----------------------------------------------------------------------------------------------------
 
-    def _hello(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
+    def _hello(self, asked: Asked[Hello]) -> Message:
         """Answer with the site's card: versions, shapes, classes, numbers of samples, kinds that may leave."""
-        if header["version"] != installed_version():
-            raise Refused(
-                f"site '{self.name}' has fedshift {installed_version()}, the coordinator {header['version']}: "
-                "install the same version at both"
-            )
-        if header.get("aggregation") == "secure":
+        hello, entry = asked.request, asked.entry
+        if hello.aggregation == "secure":
             entry["certificate"] = self.sums.identity.fingerprint
         self._check_unchanged()
-        rows = {
-            str(seed): [len(part) for part in self._rows({**header["split"], "seed": seed})] for seed in header["seeds"]
-        }
+        splits = [SeedSplit(**dict(hello.split), seed=seed) for seed in hello.seeds]
+        rows = {str(split.seed): [len(part) for part in self._rows(split)] for split in splits}
         self._check_all(
-            lambda: self.rules.check_hello(header.get("private"), self.holding),
-            *(partial(self._check_method, wanted, header) for wanted in header["methods"]),
+            lambda: self.rules.check_hello(hello.private, self.holding),
+            *(partial(self._check_method, wanted, hello) for wanted in hello.methods),
             partial(self._check_counts, rows),
             lambda: check_classes(self.name, self.holding, self.policy),
             self._check_statistics,
-            partial(self._check_asked, header),
-            partial(self._check_sums, header),
+            partial(self._check_asked, hello),
+            partial(self._check_sums, hello),
         )
         self.rules.pay_statistics(self.holding, entry)
         card = card_of(self.holding, rows, self.policy, self.device) | self.rules.told(rows)
         given = {} if self.holding.given is None else {"encoding": {"kind": "statistics"}}
         entry["sent"] = {"card": {"kind": "numbers"}, **given}
-        return seal({"answers": header["key"], "card": card, "time": time.time()}, body_of({}))
+        return seal({"answers": asked.key, "card": card, "time": time.time()}, body_of({}))
 
     @staticmethod
     def _check_all(*checks: Callable[[], object]) -> None:
@@ -212,10 +239,10 @@ class SiteProgram:
             public = "; ".join(dict.fromkeys(one.public for one in refusals))
             raise Refused("; ".join(dict.fromkeys(map(str, refusals))), public=public)
 
-    def _check_method(self, wanted: Mapping[str, Any], header: Mapping[str, Any]) -> None:
-        shares = shared_kinds(self._method(wanted), header, header["on_refusal"])
-        only_gets = self.holding.domain.unlabelled and header.get("unseen") is True
-        self.policy.check_method(self.name, wanted["name"], () if only_gets else shares)
+    def _check_method(self, wanted: MethodRecipe, hello: Hello) -> None:
+        shares = shared_kinds(self._method(wanted), hello, hello.on_refusal)
+        only_gets = self.holding.domain.unlabelled and hello.unseen
+        self.policy.check_method(self.name, wanted.name, () if only_gets else shares)
 
     def _check_counts(self, rows: Mapping[str, Sequence[int]]) -> None:
         """Raise Refused unless the numbers of training and held-out samples, by seed, may leave."""
@@ -242,27 +269,32 @@ class SiteProgram:
         for filled in [len(self.holding.domain.described), *(counts if isinstance(counts, list) else [counts])]:
             self.policy.check_group(self.name, "statistics", filled, "the encoding of its data")
 
-    def _check_sums(self, header: Mapping[str, Any]) -> None:
+    def _check_sums(self, hello: Hello) -> None:
         """Raise Refused if a site of this site's sums takes no part in the experiment."""
-        together = header.get("sums", ())
-        if self.name in together and not (header.get("private") and self.rules.budget is not None):
-            self.sums.rosters.check_present(together)
+        if self.name in hello.sums and not (hello.private and self.rules.budget is not None):
+            self.sums.rosters.check_present(hello.sums)
 
-    def _check_asked(self, header: Mapping[str, Any]) -> None:
+    def _check_asked(self, hello: Hello) -> None:
         """Raise Refused unless the site has agreed to what an experiment will ask for, as far as its hello says."""
-        network, permit = header.get("network"), partial(self.policy.permit_network, self.name)
-        network = None if network is None else networks.parse(network, permit=permit)
-        training = Training.model_validate(header["training"]) if "training" in header else None
-        kinds = self._permitted(header["methods"]) if training is not None else []
+        permit = partial(self.policy.permit_network, self.name)
+        network = None if hello.network is None else networks.parse(hello.network, permit=permit)
+        training = None if hello.training is None else self._training(hello.training)
+        kinds = self._permitted(hello.methods) if training is not None else []
         bounds = None if training is None else asked_bounds(training, kinds)
         self._announced = bounds if any(kind.training is not None for kind in kinds) else None
-        splits = split_terms(header["split"], header["seeds"])
+        splits = split_terms(hello.split, hello.seeds)
         self.terms.check(agree=False, network=network, splits=splits, training=bounds)
-        if network is not None and header.get("texts"):
+        if network is not None and hello.texts:
             check_files(self.name, network)
-            check_text_towers(self.name, network, header["texts"])
+            check_text_towers(self.name, network, hello.texts)
 
-    def _permitted(self, asked: Sequence[Mapping[str, Any]]) -> list[Method]:
+    def _training(self, options: Mapping[str, Any]) -> Training:
+        try:
+            return Training.model_validate(options)
+        except ValidationError as error:
+            raise UserError(f"site '{self.name}': training: {fault_of(error)}") from None
+
+    def _permitted(self, asked: Sequence[MethodRecipe]) -> list[Method]:
         """Those of the methods that may run; of the others `_check_method` speaks."""
         found: list[Method] = []
         for wanted in asked:
@@ -270,27 +302,27 @@ class SiteProgram:
                 found.append(self._method(wanted))
         return found
 
-    def _rows(self, split: Mapping[str, Any]) -> tuple[Rows, Rows]:
+    def _rows(self, split: SeedSplit) -> tuple[Rows, Rows]:
         """The rows that train and those that measure; of a site of few labels those without and those with a label."""
         if self.holding.domain.unlabelled:
             known = self.holding.domain.known
             return np.setdiff1d(np.arange(len(self.holding.domain), dtype=np.int64), known), known
         return self.rules.rows(self.holding.domain, split)
 
-    def _method(self, recipe: Mapping[str, Any]) -> Method:
+    def _method(self, recipe: MethodRecipe) -> Method:
         """The method that a request names.
 
         Raises:
             Refused: it is not installed here, or may not run.
             UserError: its options are wrong.
         """
-        name = recipe["name"]
+        name = recipe.name
         self._permit(name)
         kind = methods.method_class(name)
         if kind.traits.pooled:
             raise Refused(f"site '{self.name}' refuses '{name}', which needs the samples themselves")
         try:
-            return kind.model_validate(recipe["options"], context={"permit": self._permit})
+            return kind.model_validate(recipe.options, context={"permit": self._permit})
         except ValidationError as error:
             raise UserError(f"method '{name}': {describe(error, 'methods', kind)}") from None
 
@@ -321,104 +353,148 @@ class SiteProgram:
 
     # Calls ------------------------------------------------------------------------------------------------------------
 
-    def _call(self, body: str, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
+    def _call(self, asked: Asked[CallRequest]) -> Message:
         """Run one call, or repeat the answer to the same request."""
-        envelope = envelope_of(header["envelope"])
-        run = run_name(header["run"])
-        folder = self.config.memory / run
-        method = self._method(header["setting"]["method"])
-        shares = shared_kinds(method, header, header["setting"]["on_refusal"])
-        self.policy.check_method(self.name, header["setting"]["method"]["name"], shares)
-        self.log.check_rate(self.name, self.policy, run, envelope.round)
-        # Check what the reply's type promises before the call runs, and the reply itself before it leaves.
-        promised = promised_kinds(reply_type(method, header["call"]))
-        promised = promised_masked(promised) if "sum" in header else promised
-        if (sealing := self.seals.begun(header, method, entry)) is not None:
-            promised = sealing.promised(promised)
-        for field, kind in promised.items():
-            self.policy.check_kind(self.name, kind, f"field '{field}' of call {header['call']}")
-        self._check_unchanged(header["part"]["fingerprint"])
-        self._check_terms(header, method, agree=False)
-        runner = self._runner_for(header, method)
-        drop_covered(folder, header)
+        request, entry = asked.request, asked.entry
+        call = Call(asked, self._method(request.setting.method), self.config.memory / request.run)
+        for check in BEFORE_A_CALL:
+            check(self, call)
+        runner = self._runner_for(request, call.method)
+        call.samples = runner.site.samples
+        drop_covered(call.folder, request)
         # Of noise that the coordinator alone decides on, a site without a budget cannot say that it is enough.
         noise = runner.site.training.privacy is not None and self.rules.budget is not None
-        summing = self.sums.begun(header, body, method, noise=noise)
-        before = kept_answer(folder, header)
-        if before is not None and summing is not None:
-            before = summing.again(before[0])
-        if before is not None:
-            answer, held = before
-            entry |= {"again": True, "sent": described(held)}
-            # The policy may have changed.
-            self.policy.check_sent(self.name, entry["sent"], header["call"], runner.site.samples)
+        summing = self.sums.begun(asked, call.method, noise=noise)
+        if (answer := self._again(call, runner, summing)) is not None:
             return answer
-        memory = runner.site.memory
-        self._remember(runner, folder, header["memory"])
+        self._remember(runner, call.folder, request.memory)
         self._runner = None  # a call that fails may leave its memory half written
-        content = self.seals.opened(header, runner, method, content, entry)
-        with self.rules.paid(header, method, runner.site, entry), ExposureWatch(runner.site) as watch:
-            reply, mini_batches = runner.run(header["call"], envelope, content)
-        sent = reply_content(reply) if summing is None else summing.contribution(reply, header["call"], runner, content)
-        sent = sent if sealing is None else sealing.sealed(reply, header, runner, content)
+        content = self.seals.opened(asked, runner, call.method)
+        with self.rules.paid(asked, call.method, runner.site), ExposureWatch(runner.site) as watch:
+            reply, mini_batches = runner.run(request.call, request.envelope.envelope, content)
+        sent = reply_content(reply) if summing is None else summing.contribution(reply, request.call, runner, content)
+        sent = sent if call.sealing is None else call.sealing.sealed(reply, request, runner, content)
         entry["sent"] = described(sent)
-        looked = runner.site.samples if self.rules.budget else watch.samples()
-        self.policy.check_sent(self.name, entry["sent"], header["call"], looked)
-        singles = (
-            "features" in self.policy.send and "features" in method.calls.shares
-        )  # they show single samples anyway
-        if not (singles or self.rules.budget):  # with a budget, noise covers samples, and a refusal would tell of them
-            entry["exposure"] = round(watch.score(), 3)
-            self.policy.check_exposure(self.name, header["call"], entry["exposure"], watch.samples())
-        self._check_terms(header, method, agree=True)
-        told = {"answers": header["key"], "mini_batches": mini_batches}
+        for look in BEFORE_A_REPLY_LEAVES:
+            look(self, call, watch)
         if summing is not None:
-            sent, told["layout"] = summing.masked(entry), summing.layout
-        written = narrowed(memory, header, sent)
-        told["memory"] = memory.save(folder, envelope.exchange)
-        self._runner = (digest_of(header), runner, dict(told["memory"]))
-        answer = seal(told, written)
-        keep_answer(folder, header, answer if summing is None else without_body(answer))  # its upload is kept already
+            sent = summing.masked(entry)
+        memory = runner.site.memory
+        written = narrowed(memory, request, sent)
+        files = memory.save(call.folder, request.envelope.exchange)
+        self._runner = (request.digest, runner, dict(files))
+        said = CallAnswer(mini_batches=mini_batches, memory=files)
+        said = said if summing is None else said.model_copy(update={"layout": summing.layout})
+        answer = answer_of(asked.key, said, written)
+        kept = answer if summing is None else without_body(answer)  # its upload is kept already
+        keep_answer(call.folder, request.envelope.exchange, asked.key, kept)
         return answer
 
-    def _check_terms(self, header: Mapping[str, Any], method: Method, *, agree: bool) -> None:
+    def _again(self, call: Call, runner: SiteRunner, summing: Summing | None) -> Message | None:
+        """The answer that was given to the same request before; None if there was none."""
+        before = kept_answer(call.folder, call.request.envelope.exchange, call.asked.key)
+        if before is not None and summing is not None:
+            before = summing.again(before[0])
+        if before is None:
+            return None
+        answer, held = before
+        call.asked.entry.update({"again": True, "sent": described(held)})
+        # The policy may have changed.
+        self.policy.check_sent(self.name, described(held), call.request.call, runner.site.samples)
+        return answer
+
+    def check_shares(self, call: Call) -> None:
+        """Raise Refused unless the method may run, and what it declares to share may leave."""
+        setting = call.request.setting
+        shares = shared_kinds(call.method, call.request, setting.on_refusal)
+        self.policy.check_method(self.name, setting.method.name, shares)
+
+    def check_rate(self, call: Call) -> None:
+        """Raise Refused if the site answered too much today, or in this round."""
+        self.log.check_rate(self.name, self.policy, call.request.run, call.request.envelope.round)
+
+    def check_promised(self, call: Call) -> None:
+        """Raise Refused unless what the reply's type promises may leave, as it leaves: masked, sealed or in clear."""
+        promised = promised_kinds(reply_type(call.method, call.request.call))
+        promised = promised_masked(promised) if call.request.sum is not None else promised
+        call.sealing = self.seals.begun(call.request, call.method, call.asked.entry)
+        if call.sealing is not None:
+            promised = call.sealing.promised(promised)
+        for field, kind in promised.items():
+            self.policy.check_kind(self.name, kind, f"field '{field}' of call {call.request.call}")
+
+    def check_data(self, call: Call) -> None:
+        """Raise UserError if the data are not those that the run began with."""
+        self._check_unchanged(call.request.part.fingerprint)
+
+    def check_terms(self, call: Call) -> None:
+        """Raise Refused unless the site has agreed to the network, the split and the training, or to none yet."""
+        self._check_terms(call.request, call.method, agree=False)
+
+    def check_sent(self, call: Call, watch: ExposureWatch) -> None:
+        """Raise Refused unless the reply, made of so many samples, may leave."""
+        looked = call.samples if self.rules.budget else watch.samples()
+        self.policy.check_sent(self.name, call.asked.entry["sent"], call.request.call, looked)
+
+    def check_exposure(self, call: Call, watch: ExposureWatch) -> None:
+        """Raise Refused if the update shows single samples."""
+        singles = (
+            "features" in self.policy.send and "features" in call.method.calls.shares
+        )  # they show single samples anyway
+        if not (singles or self.rules.budget):  # with a budget, noise covers samples, and a refusal would tell of them
+            call.asked.entry["exposure"] = round(watch.score(), 3)
+            self.policy.check_exposure(self.name, call.request.call, call.asked.entry["exposure"], watch.samples())
+
+    def agree_to_terms(self, call: Call, watch: ExposureWatch) -> None:
+        """Agree to network, split and training if they are the first; raise Refused if others are by now."""
+        self._check_terms(call.request, call.method, agree=True)
+
+    def _check_terms(self, request: RunRequest, method: Method, *, agree: bool) -> None:
         """Raise Refused unless the site has agreed to the request's network and split; ``agree`` to the first."""
-        setting = self._setting(header["setting"], method)
+        setting = self._setting(request.setting, method)
         if setting.classes != len(self.holding.data.classes):
             raise Refused(f"site '{self.name}' refuses a network of {setting.classes} classes; its data have others")
-        split, training = header["part"]["split"], None
-        if "envelope" in header:  # the request trains
-            envelope = envelope_of(header["envelope"])
+        split, training = request.part.split, None
+        if isinstance(request, CallRequest):  # it trains
+            work = request.envelope
             training = asked_bounds(
-                setting.training, [method], round_number=envelope.round, mini_batches=envelope.mini_batches_left
+                setting.training, [method], round_number=work.round, mini_batches=work.mini_batches_left
             )
-        splits = split_terms(split, [split["seed"]])
+        splits = split_terms(split, [split.seed])
         self.terms.check(
             agree=agree, network=setting.network, splits=splits, training=training, announced=self._announced
         )
 
-    def _runner_for(self, header: Mapping[str, Any], method: Method) -> SiteRunner:
-        if self.holding.domain.unlabelled and header["part"]["role"] != "target":
+    def _runner_for(self, request: RunRequest, method: Method) -> SiteRunner:
+        part = request.part
+        if self.holding.domain.unlabelled and part.role != "target":
             raise Refused(
                 f"site '{self.name}' lacks labels (its data.site_labels) and trains as a target only, not as a "
-                f"{header['part']['role']}"
+                f"{part.role}"
             )
-        digest = digest_of(header)
-        if self._runner is not None and self._runner[0] == digest:
+        if part.role == "unseen":
+            raise Refused(f"site '{self.name}' has no part in the training of this run")
+        if self._runner is not None and self._runner[0] == request.digest:
             return self._runner[1]
-        part, recipe = header["part"], header["setting"]
-        train, _ = self._rows(part["split"])
-        setting = self._setting(recipe, method)
+        train, _ = self._rows(part.split)
+        setting = self._setting(request.setting, method)
         domain = features_here(self.holding, setting, self.device)
-        plan = SitePlan(self.name, part["role"], [(domain, train, int(part["number"]))])
+        plan = SitePlan(self.name, part.role, [(domain, train, part.number)])
         runner = SiteRunner(plan, setting, memory=(RESIDUALS,))
-        self._runner = (digest, runner, {})
+        self._runner = (request.digest, runner, {})
         return runner
 
-    def _setting(self, recipe: Mapping[str, Any], method: Method) -> Setting:
-        """The setting of a request, on this site's device."""
-        whole = {**recipe, "method": method.calls.recipe(), "device": self.device}
-        setting = setting_from(whole, partial(self.policy.permit_network, self.name))
+    def _setting(self, recipe: SettingRecipe, method: Method) -> Setting:
+        """The setting of a request, on this site's device.
+
+        Raises:
+            UserError: it cannot be parsed.
+        """
+        changes = {"method": MethodRecipe.model_validate(method.calls.recipe()), "device": self.device}
+        try:
+            setting = setting_from(recipe.model_copy(update=changes), partial(self.policy.permit_network, self.name))
+        except ValidationError as error:
+            raise UserError(f"site '{self.name}': a request's setting cannot be read: {fault_of(error)}") from None
         check_files(self.name, method)
         check_files(self.name, setting.network)
         return setting
@@ -426,55 +502,60 @@ class SiteProgram:
     def _remember(self, runner: SiteRunner, folder: Path, files: Mapping[str, str]) -> None:
         """Load the memory that the coordinator's request names, unless it is loaded already."""
         assert self._runner is not None
-        if self._runner[2] != dict(files):
-            for file in files.values():
-                plain_name(file)
+        if self._runner[2] != files:
             runner.site.memory.load(folder, files)
 
     # Measuring and the end --------------------------------------------------------------------------------------------
 
-    def _measure(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
+    def _measure(self, asked: Asked[MeasureRequest]) -> Message:
         """Answer with this site's accuracy under the given weights, on samples that no call trains on."""
-        if self.holding.domain.unlabelled and not len(self.holding.domain.known):
-            raise Refused(f"site '{self.name}' has no labels (its data.site_labels) and measures no model")
-        self.policy.check_kind(self.name, ACCURACY, "measuring a model")
-        self.rules.check_measures()
-        run, number = run_name(header["run"]), whole_number(header["round"])
-        self.log.check_rate(self.name, self.policy, run, number, measures=True)
-        method = self._method(header["setting"]["method"])
-        self._check_unchanged(header["part"]["fingerprint"])
-        self._check_terms(header, method, agree=True)
-        _, held_out = self._rows(header["part"]["split"])
-        unseen = header["part"]["role"] == "unseen"
+        request = asked.request
+        for check in BEFORE_A_MEASUREMENT:
+            check(self, request)
+        method = self._method(request.setting.method)
+        self._check_unchanged(request.part.fingerprint)
+        self._check_terms(request, method, agree=True)
+        _, held_out = self._rows(request.part.split)
+        unseen = request.part.role == "unseen"
         every = not (self.holding.domain.fixed_split or self.holding.domain.unlabelled)
-        if unseen and header["part"]["whole"] and every:
+        if unseen and request.part.whole and every:
             held_out = np.arange(len(self.holding.domain), dtype=np.int64)
         self.policy.check_group(self.name, ACCURACY, len(held_out), "measuring a model")
-        network, view = self._network_of(header, method, content, entry, held_out)
+        network, view = self._network_of(asked, method, held_out)
         new_site, groups = method.at_sites(view.input_shape).new_site if unseen else None, self.holding.domain.groups
         groups, objective = None if groups is None else groups[held_out], objective_of(view.preprocessing)
-        measures = self.rules.measured(header, network, view, objective, groups, new_site, entry)
-        if (header.get("whole") or {}).get("sums") is True and objective.task == "classification":
+        measures = self.rules.measured(asked, network, view, objective, groups, new_site)
+        if request.whole is not None and request.whole.sums and objective.task == "classification":
             scores = scored(answering(network, view, new_site), view, objective, groups)
-            measures["sums"] = self.estimates.sums(
-                run, scores, int(header["setting"]["classes"]), threshold_in(header["whole"]), entry
-            )
-        return seal({"answers": header["key"], "measures": measures}, body_of({}))
+            threshold = threshold_of(request.whole.threshold)
+            sums = self.estimates.sums(request.run, scores, request.setting.classes, threshold, asked.entry)
+            measures = measures.model_copy(update={"sums": sums})
+        return answer_of(asked.key, MeasureAnswer(measures=measures))
+
+    def check_labelled(self, request: MeasureRequest) -> None:
+        """Raise Refused where the site has no labels."""
+        if self.holding.domain.unlabelled and not len(self.holding.domain.known):
+            raise Refused(f"site '{self.name}' has no labels (its data.site_labels) and measures no model")
+
+    def check_measures(self, request: MeasureRequest) -> None:
+        """Raise Refused unless accuracies may leave, by the policy and by the budget of privacy."""
+        self.policy.check_kind(self.name, ACCURACY, "measuring a model")
+        self.rules.check_measures()
+
+    def check_measured_rate(self, request: MeasureRequest) -> None:
+        """Raise Refused if the site measured too much today, or in this round."""
+        self.log.check_rate(self.name, self.policy, request.run, request.round, measures=True)
 
     def _network_of(
-        self,
-        header: Mapping[str, Any],
-        method: Method,
-        content: Mapping[str, Content],
-        entry: dict[str, Any],
-        rows: Rows,
+        self, asked: Asked[MeasureRequest] | Asked[PredictRequest], method: Method, rows: Rows
     ) -> tuple[Network, SiteData]:
         """The model in a request, in evaluation mode, and the samples that it is asked about."""
-        digest, setting = f"{digest_of(header)} {header['do']}", self._setting(header["setting"], method)
-        weights = self.seals.opened_model(header, setting, content, entry)
-        if header["do"] == "measure" and header["part"].get("own") is True:
-            runner = self._runner_for(header, method)
-            self._remember(runner, self.config.memory / run_name(header["run"]), header["memory"])
+        request = asked.request
+        digest, setting = (request.digest, request.do), self._setting(request.setting, method)
+        weights = self.seals.opened_model(asked, setting)
+        if request.do == "measure" and request.part.own:
+            runner = self._runner_for(request, method)
+            self._remember(runner, self.config.memory / request.run, request.memory)
             weights = method.own_weights(weights, runner.site.memory)
         if self._measurer is None or self._measurer[0] != digest:
             network = method.evaluated_network(setting.build_network(), setting.sources).to(self.device)
@@ -495,25 +576,25 @@ class SiteProgram:
         if not self.holding.domain.unlabelled:
             raise Refused(f"site '{self.name}' has labels: it measures models, and keeps no predictions of them")
 
-    def _predict(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
+    def _predict(self, asked: Asked[PredictRequest]) -> Message:
         """Keep the model of a run and its predictions here; nothing of them leaves."""
         self._check_unlabelled()
-        run, number = run_name(header["run"]), whole_number(header["round"])
-        self.log.check_rate(self.name, self.policy, run, number)
-        method = self._method(header["setting"]["method"])
-        self._check_unchanged(header["part"]["fingerprint"])
-        self._check_terms(header, method, agree=True)
-        rest, known = self._rows(header["part"]["split"])
-        network, view = self._network_of(header, method, content, entry, rest)
+        request = asked.request
+        self.log.check_rate(self.name, self.policy, request.run, request.round)
+        method = self._method(request.setting.method)
+        self._check_unchanged(request.part.fingerprint)
+        self._check_terms(request, method, agree=True)
+        rest, known = self._rows(request.part.split)
+        network, view = self._network_of(asked, method, rest)
         parts = [(UNLABELLED, rest, view)]
         if len(known):
-            parts.append(("target", known, self._view(self._setting(header["setting"], method), known)))
-        new_site = method.at_sites(view.input_shape).new_site if header["part"]["role"] == "unseen" else None
-        told = [self._answers(network, new_site, *part) for part in parts]
+            parts.append(("target", known, self._view(self._setting(request.setting, method), known)))
+        new_site = method.at_sites(view.input_shape).new_site if request.part.role == "unseen" else None
+        answers = [self._answers(network, new_site, *part) for part in parts]
         weights = Weights({name: tensor.cpu() for name, tensor in network.state_dict().items()})
-        self.estimates.receive(run, merged(network, weights), told, self.holding, header.get("metadata"))
-        entry["sent"] = {}
-        return seal({"answers": header["key"]}, body_of({}))
+        self.estimates.receive(request.run, merged(network, weights), answers, self.holding, request.metadata)
+        asked.entry["sent"] = {}
+        return answer_of(asked.key, Done())
 
     def _answers(
         self, network: Network, new_site: NewSite | None, part: str, rows: Rows, view: SiteData
@@ -525,17 +606,40 @@ class SiteProgram:
         scores = scored(answering(network, view, new_site), view, objective_of(view.preprocessing), groups)
         return SitePredictions(self.name, part, rows, ids, scores)
 
-    def _estimate(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
+    def _estimate(self, asked: Asked[EstimateRequest]) -> Message:
         """Estimate the accuracy of a run's model here, and keep that here."""
         self._check_unlabelled()
-        entry["sent"] = {}
-        return self.estimates.estimate(header, self.holding)
+        asked.entry["sent"] = {}
+        return self.estimates.estimate(asked, self.holding)
 
-    def _end(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
+    def _end(self, asked: Asked[EndRequest]) -> Message:
         """End a run: remove the memory of it, but for the key of a sealed model."""
-        self.seals.end(header["run"])
-        shutil.rmtree(self.config.memory / run_name(header["run"]), ignore_errors=True)
-        if header.get("estimates_follow") is not True:
-            self.estimates.forget(run_name(header["run"]))
+        run = asked.request.run
+        self.seals.end(run)
+        shutil.rmtree(self.config.memory / run, ignore_errors=True)
+        if not asked.request.estimates_follow:
+            self.estimates.forget(run)
         self._runner = self._measurer = None
-        return seal({"answers": header["key"]}, body_of({}))
+        return answer_of(asked.key, Done())
+
+
+BEFORE_A_CALL: tuple[Callable[[SiteProgram, Call], None], ...] = (
+    SiteProgram.check_shares,
+    SiteProgram.check_rate,
+    SiteProgram.check_promised,
+    SiteProgram.check_data,
+    SiteProgram.check_terms,
+)
+"""What is checked before a call runs, in this order, whether it was answered before or not."""
+BEFORE_A_REPLY_LEAVES: tuple[Callable[[SiteProgram, Call, ExposureWatch], None], ...] = (
+    SiteProgram.check_sent,
+    SiteProgram.check_exposure,
+    SiteProgram.agree_to_terms,
+)
+"""What is checked after a call ran, in this order: the site agrees to a network only if its update may leave."""
+BEFORE_A_MEASUREMENT: tuple[Callable[[SiteProgram, MeasureRequest], None], ...] = (
+    SiteProgram.check_labelled,
+    SiteProgram.check_measures,
+    SiteProgram.check_measured_rate,
+)
+"""What is checked before a model is looked at, in this order."""

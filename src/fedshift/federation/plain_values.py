@@ -12,6 +12,10 @@ from fedshift.text import one_line
 M = TypeVar("M", bound=BaseModel)
 
 
+class Unreadable(FedshiftError):
+    """Plain values that do not fit their model."""
+
+
 class Frozen(BaseModel):
     """Plain values: no number is taken for a truth value or a text, and none is infinite.
 
@@ -36,7 +40,7 @@ def parsed(kind: type[M], text: str | bytes, what: str) -> M:
         what: it is, for the message.
 
     Raises:
-        FedshiftError: it does not fit; one line that says where.
+        Unreadable: it does not fit; one line that says where.
 
     Example:
         >>> class Point(Closed):
@@ -45,14 +49,14 @@ def parsed(kind: type[M], text: str | bytes, what: str) -> M:
         3
         >>> parsed(Point, '{"x": "3"}', "a point")
         Traceback (most recent call last):
-        fedshift.errors.FedshiftError: a point cannot be read: x: input should be a valid integer
+        fedshift.federation.plain_values.Unreadable: a point cannot be read: x: input should be a valid integer
     """
     try:
         return kind.model_validate_json(text)
     except ValidationError as error:
-        raise FedshiftError(f"{what} cannot be read: {fault_of(error)}") from None
+        raise Unreadable(f"{what} cannot be read: {fault_of(error)}") from None
     except ValueError:  # halves of characters
-        raise FedshiftError(f"{what} cannot be read") from None
+        raise Unreadable(f"{what} cannot be read") from None
 
 
 def fault_of(error: ValidationError) -> str:

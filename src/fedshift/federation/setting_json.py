@@ -1,15 +1,17 @@
-"""A setting as JSON, and back again in another process. It holds names and options, never code."""
+"""A setting as plain values, and back again in another process. It holds names and options, never code."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from typing import Any
+
+from pydantic import Field
 
 from fedshift.data.domain import Preprocessing
 from fedshift.errors import FedshiftError
-from fedshift.federation.federation import CallOwner
+from fedshift.federation.federation import CallOwner, OnRefusal
 from fedshift.federation.messages import Reply
+from fedshift.federation.plain_values import Frozen
 from fedshift.federation.randomness import Draws
 from fedshift.federation.site_runner import Setting
 from fedshift.federation.training import Training
@@ -17,45 +19,83 @@ from fedshift.import_paths import find
 from fedshift.models import registry as models
 
 
-def setting_recipe(setting: Setting) -> dict[str, Any]:
-    """Write a setting as plain values for JSON."""
-    return {
-        "method": setting.method.calls.recipe(),
-        "training": setting.training.model_dump(mode="json"),
-        "network": setting.network.model_dump(mode="json"),
-        "preprocessing": setting.preprocessing.model_dump(mode="json"),
-        "input_shape": list(setting.input_shape),
-        "classes": setting.classes,
-        "sources": setting.sources,
-        "seed": setting.seed,
-        "device": setting.device,
-        "refuse": sorted(setting.refuse),
-        "on_refusal": setting.on_refusal,
-        "draws": {site: asdict(draws) for site, draws in setting.draws.items()},
-    }
+class MethodRecipe(Frozen):
+    """A method.
+
+    Attributes:
+        name: by which it is registered; sites of a deployment are told this.
+        place: the class to import, within one machine.
+        options: which the class parses.
+    """
+
+    name: str = ""
+    place: str = Field("", alias="class")
+    options: dict[str, Any]
 
 
-def setting_from(recipe: Mapping[str, Any], permit: Callable[[str], None] = models.only_known) -> Setting:
+class SettingRecipe(Frozen):
+    """A `Setting`. The classes of its sections parse them, which depend on the method's and the network's name."""
+
+    method: MethodRecipe
+    training: dict[str, Any]
+    network: dict[str, Any]
+    preprocessing: dict[str, Any]
+    input_shape: tuple[int, ...]
+    classes: int
+    sources: int
+    seed: int
+    device: str = ""
+    refuse: tuple[str, ...]
+    on_refusal: OnRefusal
+    draws: dict[str, Draws] = Field(default_factory=dict)
+
+    def plain(self) -> dict[str, Any]:
+        """The fields that were given, for JSON."""
+        return self.model_dump(mode="json", by_alias=True, exclude_unset=True)
+
+
+def setting_recipe(setting: Setting) -> SettingRecipe:
+    """Write a setting as plain values."""
+    return SettingRecipe(
+        method=MethodRecipe.model_validate(setting.method.calls.recipe()),
+        training=setting.training.model_dump(mode="json"),
+        network=setting.network.model_dump(mode="json"),
+        preprocessing=setting.preprocessing.model_dump(mode="json"),
+        input_shape=tuple(setting.input_shape),
+        classes=setting.classes,
+        sources=setting.sources,
+        seed=setting.seed,
+        device=setting.device,
+        refuse=tuple(sorted(setting.refuse)),
+        on_refusal=setting.on_refusal,
+        draws=dict(setting.draws),
+    )
+
+
+def setting_from(recipe: SettingRecipe, permit: Callable[[str], None] = models.only_known) -> Setting:
     """Build the setting that `setting_recipe` wrote.
 
     Args:
         recipe: the setting.
         permit: as in `fedshift.models.registry.parse`, for a network that does not come with fedshift.
+
+    Raises:
+        ValidationError: a section cannot be parsed.
     """
-    method: CallOwner = find(recipe["method"]["class"]).model_validate(recipe["method"]["options"])
+    method: CallOwner = find(recipe.method.place).model_validate(recipe.method.options)
     return Setting(
         method=method,
-        training=Training.model_validate(recipe["training"]),
-        network=models.parse(recipe["network"], permit=permit),
-        preprocessing=Preprocessing.model_validate(recipe["preprocessing"]),
-        input_shape=tuple(recipe["input_shape"]),
-        classes=recipe["classes"],
-        sources=recipe["sources"],
-        seed=recipe["seed"],
-        device=recipe["device"],
-        refuse=frozenset(recipe["refuse"]),
-        on_refusal=recipe["on_refusal"],
-        draws={site: Draws(**draws) for site, draws in recipe.get("draws", {}).items()},
+        training=Training.model_validate(recipe.training),
+        network=models.parse(recipe.network, permit=permit),
+        preprocessing=Preprocessing.model_validate(recipe.preprocessing),
+        input_shape=recipe.input_shape,
+        classes=recipe.classes,
+        sources=recipe.sources,
+        seed=recipe.seed,
+        device=recipe.device,
+        refuse=frozenset(recipe.refuse),
+        on_refusal=recipe.on_refusal,
+        draws=recipe.draws,
     )
 
 

@@ -22,7 +22,7 @@ from fedshift.deploy.flare.jobs import Attendance, RunningDeployment
 from fedshift.deploy.flare.kits import load_kit
 from fedshift.deploy.flare.provision import Provisioned
 from fedshift.deploy.flare.service import Service
-from fedshift.deploy.remote.transport import request_key
+from fedshift.deploy.remote.requests import request_key
 from fedshift.deploy.remote.wire import Message, body_of, seal
 from fedshift.digests import write_object
 

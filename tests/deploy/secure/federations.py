@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import json
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,40 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.x509.oid import NameOID
 from loopback import Loopback, deploy, options_of, simulate
 
-from fedshift.deploy.remote.transport import Lost, request_key
+from fedshift.deploy.crypto.keys import KeyAnswer, KeyCard
+from fedshift.deploy.remote.orders import key_entry
+from fedshift.deploy.remote.replies import CallAnswer
+from fedshift.deploy.remote.requests import CallRequest, request_key
+from fedshift.deploy.remote.transport import Lost
 from fedshift.deploy.remote.wire import Message, body_of, seal, unseal
 from fedshift.deploy.secure.identity import signing
 from fedshift.federation.messages import Sealed
+from fedshift.federation.plain_values import parsed
 from fedshift.federation.secure.closed import Box, Package, Passage
+from fedshift.federation.secure.sums import Layout
 from fedshift.weights import Weights
+
+
+def call_request(header: Mapping[str, Any]) -> CallRequest:
+    """A request as a site reads it."""
+    return parsed(CallRequest, json.dumps(header), "a request")
+
+
+def layout_of(answer: Mapping[str, Any]) -> Layout:
+    """What the header of a masked answer says that its integers are."""
+    return Layout.read(parsed(CallAnswer, json.dumps(answer), "it").layout)
+
+
+def key_card(site: str, answer: Mapping[str, Any]) -> KeyCard:
+    """The card in the header of an answer."""
+    return parsed(KeyAnswer, json.dumps(answer), "it").of(site)
+
+
+def card_entry(card: KeyCard) -> list[str]:
+    """A card as a message holds it."""
+    entry: list[str] = KeyAnswer(card=key_entry(card)).model_dump(mode="json")["card"]
+    return entry
+
 
 FOUR = {"north": 41, "south": 17, "east": 26, "up": 22}
 SECURE = {"aggregation": "secure"}

@@ -17,20 +17,20 @@ import yaml
 from loopback import SETTING, Loopback, events
 
 pytest.importorskip("cryptography")
-from federations import FOUR, deploy_secure, secure_options, simulate_secure
+from federations import FOUR, call_request, deploy_secure, layout_of, secure_options, simulate_secure
 from loopback import model, same
 from test_private_sums import PRIVATE, budgeted
 from test_secure_deployments import FIVE, between, losing
 from test_secure_site import ENVELOPE, START, Coordinator
 
 from fedshift.deploy.crypto.at_server import SecureSum
-from fedshift.deploy.crypto.orders import order_in, revealed_of, upload_of
 from fedshift.deploy.members import CARDS
+from fedshift.deploy.remote.orders import order_in, revealed_of, upload_of
 from fedshift.deploy.remote.policy import AuditLog, Policy
 from fedshift.deploy.remote.wire import body_of
 from fedshift.deploy.secure.rosters import ROSTERS, Rosters
 from fedshift.errors import FedshiftError, Refused, UserError
-from fedshift.federation.secure.sums import Layout, threshold
+from fedshift.federation.secure.sums import threshold
 from fedshift.functional.fixed_point import from_fixed
 
 NAMES = sorted(FOUR)
@@ -54,11 +54,11 @@ class Subtracting(Coordinator):
         for name in names:
             asked = {"names": names, "envelope": envelopes[name], "envelopes": envelopes, **changes}
             header, _ = self.to_mask(name, **asked)
-            order = order_in(header, body_of({"weights": START}).sha256)[0]
+            order = order_in(call_request(header), body_of({"weights": START}).sha256)[0]
             answer, content = self.ask(name, header, {"weights": START})
             if "error" in answer:
                 return answer["message"]
-            total, length = total or SecureSum(order), Layout.read(answer["layout"]).length
+            total, length = total or SecureSum(order), layout_of(answer).length
             total.add(name, upload_of(content, order, length)[0])
         assert total is not None
         told = {}
@@ -486,12 +486,13 @@ def test_how_many_sites_unmask(sites: int, colluders: int, needed: int) -> None:
 def test_sites_agree_on_how_many_unmask(tmp_path: Path) -> None:
     asking = Coordinator(tmp_path, colluders=2)
     header, order = asking.to_mask("north", threshold=4)
-    other = order_in({**header, "sum": {**header["sum"], "threshold": 3}}, body_of({"weights": START}).sha256)[0]
+    fewer = call_request({**header, "sum": {**header["sum"], "threshold": 3}})
+    other = order_in(fewer, body_of({"weights": START}).sha256)[0]
     assert order.binding != other.binding
     for wrong in (2, 3, 5, True, "4"):
         header["sum"]["threshold"] = wrong
         said = asking.ask("north", header, {"weights": START})[0]["message"]
-        assert "policy.colluders: 2" in said or "does not say what the sum is of" in said
+        assert "policy.colluders: 2" in said or "does not say what the sum is of" in said or "sum.threshold" in said
     assert "error" not in asking.mask("north", threshold=4)[0]
 
 

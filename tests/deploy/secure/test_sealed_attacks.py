@@ -14,11 +14,10 @@ from loopback import SITES
 pytest.importorskip("cryptography")
 pytest.importorskip("cryptography.hazmat.primitives.hpke")
 from cryptography.hazmat.primitives import serialization
-from federations import box_of, certificate_of, key_of
+from federations import box_of, card_entry, certificate_of, key_of
 from sealed import COPA, SHOT, Killed, between, run
 
 from fedshift.deploy.crypto.keys import KeyCard
-from fedshift.deploy.crypto.orders import card_entry
 from fedshift.deploy.crypto.sealing import SealingKey, key_text
 from fedshift.deploy.playground.in_process import answer_to, forged
 from fedshift.deploy.remote.transport import Lost

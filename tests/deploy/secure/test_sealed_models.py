@@ -15,10 +15,9 @@ from loopback import ADAPT, SITES, deploy, model, options_of, result, same, simu
 pytest.importorskip("cryptography")
 pytest.importorskip("cryptography.hazmat.primitives.hpke")
 from cryptography.hazmat.primitives import serialization
-from federations import Between, Meddle, Request, box_of, certificate_of, key_of, write_kits
+from federations import Between, Meddle, Request, box_of, card_entry, certificate_of, key_of, write_kits
 
 from fedshift.deploy.crypto.keys import KeyCard
-from fedshift.deploy.crypto.orders import card_entry
 from fedshift.deploy.crypto.sealing import SealingKey, key_text
 from fedshift.deploy.remote.policy import AuditLog
 from fedshift.deploy.remote.transport import Lost

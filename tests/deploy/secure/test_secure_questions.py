@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from federations import FOUR
+from federations import FOUR, call_request, layout_of
 from loopback import SETTING
 from test_secure_site import ENVELOPE, START, Coordinator
 
 from fedshift.deploy.crypto.at_server import SecureSum
-from fedshift.deploy.crypto.orders import order_in, upload_of
+from fedshift.deploy.remote.orders import order_in, upload_of
 from fedshift.deploy.remote.policy import AuditLog
 from fedshift.deploy.remote.wire import body_of
 from fedshift.deploy.secure.site_sums import promised_masked
 from fedshift.errors import FedshiftError, UserError
 from fedshift.experiment.fits.secure_sums import check_sums
 from fedshift.federation.messages import Content, Update
-from fedshift.federation.secure.sums import Layout, Weighing, contribution
+from fedshift.federation.secure.sums import Weighing, contribution
 from fedshift.methods import registry
 from fedshift.weights import Weights
 
@@ -96,7 +96,7 @@ def test_sites_that_train_on_other_rows_unmask_nothing(asking: Asking) -> None:
             header["part"] |= {"split": {"test_fraction": 0.9, "split": "auto", "seed": 0}}
         answer, content = asking.ask(site, header, {"weights": START})
         assert "error" not in answer, answer
-        total.add(site, upload_of(content, order, Layout.read(answer["layout"]).length)[0])
+        total.add(site, upload_of(content, order, layout_of(answer).length)[0])
     assert "no majority" in asking.unmask("north", total, total.answered)[0]["message"]
     assert "did not mask" in asking.unmask("south", total, total.answered)[0]["message"]
 
@@ -209,7 +209,10 @@ def test_a_distance_that_is_too_large_is_not_told(acquired: Asking) -> None:
 def test_orders_bind_role_and_split(asking: Asking) -> None:
     header, order = asking.to_mask("north")
     sha = body_of({"weights": START}).sha256
-    for part in ({**header["part"], "role": "target"}, {**header["part"], "split": {"seed": 1}}):
-        assert order_in({**header, "part": part}, sha)[0].binding != order.binding
+    for part in (
+        {**header["part"], "role": "target"},
+        {**header["part"], "split": {**header["part"]["split"], "seed": 1}},
+    ):
+        assert order_in(call_request({**header, "part": part}), sha)[0].binding != order.binding
     own = {**header["part"], "number": 1, "fingerprint": "f"}  # differ from site to site
-    assert order_in({**header, "part": own}, sha)[0].binding == order.binding
+    assert order_in(call_request({**header, "part": own}), sha)[0].binding == order.binding

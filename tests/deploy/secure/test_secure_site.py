@@ -15,27 +15,27 @@ from loopback import SETTING, site_file, write_data
 
 pytest.importorskip("cryptography")
 from cryptography.hazmat.primitives import serialization
-from federations import FOUR, certificate_of, key_of, write_kits
+from federations import FOUR, call_request, certificate_of, key_card, key_of, layout_of, write_kits
 
 from fedshift.deploy.crypto.at_server import SecureSum
 from fedshift.deploy.crypto.keys import KeyCard, Order, signed_text
-from fedshift.deploy.crypto.orders import (
-    card_of,
+from fedshift.deploy.remote.orders import (
     confirmed_of,
-    order_entry,
+    order_asked,
     order_in,
     revealed_of,
     sealed_content,
-    sum_entry,
+    sum_asked,
     upload_of,
 )
 from fedshift.deploy.remote.policy import AuditLog
-from fedshift.deploy.remote.transport import PROTOCOL, request_key
+from fedshift.deploy.remote.requests import PROTOCOL, request_key
 from fedshift.deploy.remote.wire import body_of, seal, unseal
 from fedshift.deploy.secure.identity import Identity, signing
 from fedshift.deploy.site_server import SiteProgram, open_site
 from fedshift.federation.messages import Content
-from fedshift.federation.secure.sums import Layout, Weighing
+from fedshift.federation.secure.sums import Weighing
+from fedshift.federation.site import Envelope
 from fedshift.weights import Weights
 
 ENVELOPE = {"exchange": 1, "round": 1, "progress": 0.0, "mini_batches_left": 500}
@@ -55,7 +55,7 @@ class Coordinator:
         self.cards = {name: self.card(name) for name in FOUR}
 
     def card(self, name: str) -> KeyCard:
-        return card_of(name, self.ask(name, {"do": "key"})[0]["card"])
+        return key_card(name, self.ask(name, {"do": "key"})[0])
 
     def restart(self, name: str) -> SiteProgram:
         self.sites[name] = open_site(self.sites[name].config.path)
@@ -73,7 +73,8 @@ class Coordinator:
     ) -> tuple[dict[str, Any], Order]:
         """The header of a request to mask, and its order. ``changes``: of the header, or of its entry ``sum``."""
         cards = {name: self.cards[name] for name in names}
-        whole = sum_entry(Weighing("samples", 8, len(FOUR)), cards, dict.fromkeys(names, ENVELOPE))
+        envelopes = dict.fromkeys(names, Envelope(**ENVELOPE))
+        whole = sum_asked(Weighing("samples", 8, len(FOUR)), cards, envelopes).model_dump(mode="json")
         header = {
             "do": "call",
             "run": "r",
@@ -96,7 +97,7 @@ class Coordinator:
             "sum": {**whole, **{name: value for name, value in changes.items() if name in whole}},
         }
         sha = body_of({"weights": weights}).sha256
-        return header, order_in(header, sha)[0]
+        return header, order_in(call_request(header), sha)[0]
 
     def mask(self, site: str, weights: Weights = START, **changes: Any) -> Answer:
         header, _ = self.to_mask(site, weights=weights, **changes)
@@ -108,12 +109,12 @@ class Coordinator:
         total = SecureSum(order)
         for name in FOUR:
             answer, content = self.mask(name, (weights or {}).get(name, START))
-            total.add(name, upload_of(content, order, Layout.read(answer["layout"]).length)[0])
+            total.add(name, upload_of(content, order, layout_of(answer).length)[0])
         return total
 
     def unmask(self, site: str, total: SecureSum, survivors: Sequence[str], **changes: Any) -> Answer:
         """A request for shares, with what the other survivors confirm to the site."""
-        header = {"order": order_entry(total.order), "answered": list(survivors)}
+        header = {"order": order_asked(total.order).model_dump(mode="json"), "answered": list(survivors)}
         codes = {}
         for other in {*survivors} & {*FOUR} - {site}:
             answer, content = self.ask(other, {"do": "confirm", **header})
@@ -176,8 +177,8 @@ def test_a_site_tells_shares_of_one_kind_for_one_set_of_survivors(tmp_path: Path
     for answered in (three[:2], [*three, "west"], [*three, "north"], ["east", "south", "up"]):
         assert "error" in asking.unmask("north", total, answered)[0]
     for name, changes in (("east", {"answered": 3}), ("east", {"answered": [3]}), ("east", {"order": None})):
-        assert "request to unmask" in asking.unmask(name, total, three, **changes)[0]["message"]
-    order = {**order_entry(total.order), "content": "0" * 64}
+        assert "request 'unmask' cannot be read" in asking.unmask(name, total, three, **changes)[0]["message"]
+    order = {**order_asked(total.order).model_dump(mode="json"), "content": "0" * 64}
     assert "did not mask" in asking.unmask("east", total, three, order=order)[0]["message"]
 
 
@@ -212,8 +213,8 @@ DONE = {**ENVELOPE, "progress": 1.0}
         ({"north": IDLE}, "not asked for the same"),
         ({"south": {**ENVELOPE, "round": 2}}, "not asked for the same"),
         ({"west": ENVELOPE}, "not asked for the same"),
-        ({"south": None}, "does not say what each site"),
-        ({"south": {**ENVELOPE, "progress": "1"}}, "does not say what each site"),
+        ({"south": None}, "sum.envelopes.south: input should be"),
+        ({"south": {**ENVELOPE, "progress": "1"}}, "sum.envelopes.south.progress: input should be"),
     ],
 )
 def test_a_site_trains_only_where_others_do(others: dict[str, Any], said: str, asking: Coordinator) -> None:
@@ -241,7 +242,8 @@ def test_garbage_is_refused_in_a_line(changes: dict[str, Any], asking: Coordinat
     header, _ = asking.to_mask("north")
     whole = changes if "sum" in changes else {"sum": {**header["sum"], **changes}}
     answer, _ = asking.ask("north", {**header, **whole}, {"weights": START})
-    assert "request to mask" in answer["message"], answer
+    assert "sum" in answer["message"], answer
+    assert "\n" not in answer["message"]
 
 
 @pytest.mark.threat("sum_overflow")
@@ -286,7 +288,7 @@ def forged(asking: Coordinator, **certificate: Any) -> KeyCard:
 @pytest.mark.threat("all_the_others", "sum_replaced_key")
 def test_a_key_that_its_site_did_not_sign_is_refused(asking: Coordinator) -> None:
     honest = asking.cards["south"]
-    of_before = card_of("south", asking.ask("south", {"do": "key", "run": "before"})[0]["card"])
+    of_before = key_card("south", asking.ask("south", {"do": "key", "run": "before"})[0])
     for card in (
         of_before,
         replace(honest, signature=b"none"),

@@ -8,6 +8,7 @@ which do not cancel.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 import json
@@ -15,9 +16,13 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, PlainSerializer
 
 from fedshift.encryption import read_private, write_private
 from fedshift.errors import Refused, UserError
+from fedshift.federation.plain_values import Frozen
 from fedshift.federation.secure.sums import threshold
 
 try:
@@ -43,6 +48,34 @@ class KeyCard:
     public: bytes
     signature: bytes
     certificate: bytes = b""
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _decoded(text: Any) -> bytes:
+    if isinstance(text, bytes):  # made here: no JSON has bytes
+        return text
+    if not isinstance(text, str):
+        raise ValueError("it is no text in base 64")
+    return base64.b64decode(text, validate=True)
+
+
+Encoded = Annotated[bytes, BeforeValidator(_decoded), PlainSerializer(_text)]
+"""Bytes that a message holds as text in base 64."""
+KeyEntry = tuple[Encoded, Encoded, Encoded]
+"""A key card without the site's name: key, signature, certificate."""
+
+
+class KeyAnswer(Frozen):
+    """What a site answers that is asked for its key of a run."""
+
+    card: KeyEntry
+
+    def of(self, site: str) -> KeyCard:
+        """The card of the site that answered."""
+        return KeyCard(site, *self.card)
 
 
 @dataclass(frozen=True)

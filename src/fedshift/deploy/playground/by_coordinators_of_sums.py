@@ -6,24 +6,21 @@ the project's authority issued.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fedshift.deploy.crypto.keys import KeyCard, signed_text
-from fedshift.deploy.crypto.orders import (
-    card_entry,
-    card_of,
-    order_in,
-)
 from fedshift.deploy.playground.in_process import answer_to, caught_requests, folder_of, forged, rehearse
 from fedshift.deploy.playground.played import FOUR, Played, of_four
 from fedshift.deploy.playground.promise import Broken, Promise, expect
+from fedshift.deploy.remote.orders import key_entry, order_in
 from fedshift.deploy.remote.policy import AuditLog
+from fedshift.deploy.remote.requests import CallRequest
 from fedshift.deploy.remote.wire import body_of, unseal
 from fedshift.deploy.secure.identity import Identity, signing
 from fedshift.errors import UserError
 from fedshift.federation.messages import Content, Masked
+from fedshift.federation.plain_values import parsed
 from fedshift.weights import Weights
 
 SECURE: dict[str, Any] = {"engine": {"aggregation": "secure"}}
@@ -45,8 +42,19 @@ class Sum:
         self.programs, self.requests = caught_requests(
             four, name, call, method, experiment=SECURE, differs=required(four, **policy)
         )
-        self.header = json.loads(self.requests[FIRST].header)
-        self.order = order_in(self.header, body_of(self.content(FIRST)).sha256)[0]
+        self.request = parsed(CallRequest, self.requests[FIRST].header, "a request")
+        self.order = order_in(self.request, body_of(self.content(FIRST)).sha256)[0]
+
+    @property
+    def envelope(self) -> dict[str, Any]:
+        """What the first site is asked for, as the request holds it."""
+        return self.request.envelope.model_dump(mode="json")
+
+    @property
+    def sum(self) -> dict[str, Any]:
+        """What the request says of the sum."""
+        assert self.request.sum is not None
+        return self.request.sum.model_dump(mode="json")
 
     def content(self, site: str) -> Mapping[str, Content]:
         """What the site is sent."""
@@ -95,7 +103,7 @@ def _upload(played: Played) -> str:
 
 def _later(one: Sum, exchange: int, names: Sequence[str] = FOUR) -> dict[str, Any]:
     """What a request to mask in another exchange says otherwise, for a sum of these sites."""
-    envelope, whole = {**one.header["envelope"], "exchange": exchange}, one.header["sum"]
+    envelope, whole = {**one.envelope, "exchange": exchange}, one.sum
     cards = {site: whole["cards"][site] for site in names}
     asked = {**whole, "cards": cards, "envelopes": dict.fromkeys(names, envelope), "threshold": len(names) // 2 + 1}
     return {"envelope": envelope, "sum": asked}
@@ -128,9 +136,9 @@ def _drawn(played: Played) -> str:
 def _unequal(played: Played) -> str:
     """All sites are told the same: that the others may train on one mini-batch, and the first on all."""
     one = Sum(played, "unequal")
-    little = {**one.header["envelope"], "mini_batches_left": 1}
-    envelopes = {site: one.header["envelope"] if site == FIRST else little for site in FOUR}
-    whole, said = one.header["sum"], ""
+    little = {**one.envelope, "mini_batches_left": 1}
+    envelopes = {site: one.envelope if site == FIRST else little for site in FOUR}
+    whole, said = one.sum, ""
     for site in FOUR[1:]:
         said = str(one.asked(site, envelope=little, sum={**whole, "envelopes": envelopes}).get("message"))
         expect("twice that of the others" in said, f"the site answers {said}")
@@ -158,14 +166,14 @@ def _weighed(played: Played) -> str:
         said = str(one.asked(FIRST, {"mean": _moved(weights, 9.0)}, **again).get("message"))
         expect("masks it only once" in said or "about this model" in said, f"the site answers {said}")
     other = Sum(played, "weighed-not")
-    setting = {**other.header["setting"], "method": one.header["setting"]["method"]}
+    setting = {**other.request.setting.plain(), "method": one.request.setting.plain()["method"]}
     refused = other.refused("policy.methods", setting=setting, call="acquire")
     return f"one question a model, so {answered} in {answered} rounds, which show all models; other sites: {refused}"
 
 
 def _at(one: Sum, site: str, exchange: int, call: str, memory: Mapping[str, Any]) -> dict[str, Any]:
     """What the request for a call of another exchange says otherwise."""
-    held = memory.get(site) or json.loads(one.requests[site].header)["memory"]
+    held = memory.get(site) or parsed(CallRequest, one.requests[site].header, "a request").memory
     return {**_later(one, exchange), "call": call, "memory": held, "kept": held}
 
 
@@ -211,14 +219,16 @@ def _all_others(played: Played) -> str:
         .sign(authority.key, hashes.SHA256())
     ).public_bytes(serialization.Encoding.DER)
     one = Sum(played, "all-others")
-    public = card_of(FOUR[1], one.header["sum"]["cards"][FOUR[1]]).public
+    assert one.request.sum is not None
+    public = one.request.sum.cards[FOUR[1]][0]
     card = KeyCard(LIAR, public, key.sign(signed_text(one.order.run, LIAR, public), *signing()), made)
     return one.refused("policy.peers lists", sum=_with_card(one, card))
 
 
 def _with_card(one: Sum, card: KeyCard) -> dict[str, Any]:
-    whole = one.header["sum"]
-    return {**whole, "cards": {**whole["cards"], card.site: card_entry(card)}}
+    assert one.request.sum is not None
+    cards = {**one.request.sum.cards, card.site: key_entry(card)}
+    return one.request.sum.model_copy(update={"cards": cards}).model_dump(mode="json")
 
 
 COORDINATOR = "a curious coordinator"

@@ -12,7 +12,8 @@ import yaml
 
 from fedshift.deploy.coordinator import EXPERIMENT, coordinate
 from fedshift.deploy.playground.played import Played
-from fedshift.deploy.remote.transport import Lost, request_key
+from fedshift.deploy.remote.requests import request_key
+from fedshift.deploy.remote.transport import Lost
 from fedshift.deploy.remote.wire import Message, body_of, seal, unseal
 from fedshift.deploy.site_file import load_site
 from fedshift.deploy.site_server import SiteProgram
@@ -40,7 +41,7 @@ class Loopback:
         whole = list(messages)
         for site, message in reversed(whole) if self.backwards else whole:
             header = json.loads(message.header)
-            self.asked.append((site, header.get("call", header["do"])))
+            self.asked.append((site, header.get("call", header.get("do"))))
             answer = self.programs[site].handle(message, "coordinator")
             changed = self.change(site, header, answer)
             for one in changed if isinstance(changed, list) else [changed]:
@@ -130,7 +131,7 @@ def caught_requests(
             whole = list(messages)
             for to, message in whole:
                 header = json.loads(message.header)
-                if call in (header.get("call"), header["do"]):
+                if call in (header.get("call"), header.get("do")):
                     caught[to] = message
             if caught:
                 raise Caught
@@ -152,10 +153,8 @@ def forged(request: Message, content: Mapping[str, Content] | None = None, **cha
     header, genuine, _ = unseal(request)
     body = body_of(genuine if content is None else content)
     header = {name: value for name, value in {**header, **changes}.items() if changes.get(name, 0) is not None}
-    if "key" not in changes:
-        del header["key"]
-        header["key"] = request_key(header, body.sha256)
-    return seal(header, body)
+    key = {} if "key" in changes else {"key": request_key(header, body.sha256)}
+    return seal({**header, **key}, body)
 
 
 def answer_to(program: SiteProgram, request: Message) -> dict[str, Any]:

@@ -29,6 +29,8 @@ from fedshift.deploy.privacy.few_rows import of_many_rows
 from fedshift.deploy.privacy.ledger import PrivacyLedger
 from fedshift.deploy.privacy.noisy_statistics import lacking, with_noise
 from fedshift.deploy.remote.policy import ACCURACY, AuditLog
+from fedshift.deploy.remote.replies import Measures
+from fedshift.deploy.remote.requests import Asked, CallRequest, MeasureRequest, Request, SeedSplit
 from fedshift.deploy.remote.wire import body_of
 from fedshift.deploy.site_file import Holding, SiteConfig
 from fedshift.deploy.site_measures import measured
@@ -81,9 +83,9 @@ class SiteRules:
         options = self.budget.model_dump(include={"statistics_noise", "ranges", "categories"})
         return self.ledger.mark(statistics=shown.fingerprint, options=options, versions=versions())
 
-    def check_hello(self, private: object, holding: Holding) -> None:
+    def check_hello(self, private: bool, holding: Holding) -> None:
         """Raise Refused unless the site can take part in an experiment that trains privately, or that does not."""
-        if private is not True:
+        if not private:
             self._refuse_without_noise()
         if self.budget is None or holding.given is None:
             return
@@ -114,14 +116,14 @@ class SiteRules:
                 f"privacy.epsilon: {self.budget.epsilon:g})"
             )
 
-    def rows(self, domain: Domain, split: Mapping[str, Any]) -> tuple[Rows, Rows]:
+    def rows(self, domain: Domain, split: SeedSplit) -> tuple[Rows, Rows]:
         """Training and held-out rows of a request's split.
 
         With a budget, a random split does not look at labels: one that does moves other samples when one changes. With
         groups it looks at their numbers alone.
         """
-        fraction, seed = float(split["test_fraction"]), int(split["seed"])
-        own = split_kind(domain, split["split"]) == "official"
+        fraction, seed = split.test_fraction, split.seed
+        own = split_kind(domain, split.split) == "official"
         if self.budget is not None and not own and domain.groups is None:
             return random_split(len(domain), fraction, seed)
         return part_rows(domain, fraction, seed, "official" if own else "random")
@@ -139,14 +141,13 @@ class SiteRules:
     # Training ---------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def paid(self, header: Mapping[str, Any], method: Method, site: Site, entry: dict[str, Any]) -> Iterator[None]:
+    def paid(self, call: Asked[CallRequest], method: Method, site: Site) -> Iterator[None]:
         """Let a call train inside the block with noise that only this site knows, and count it, even if it fails.
 
         Args:
-            header: the request.
+            call: the request. Its entry of the audit log says what it cost.
             method: its method.
             site: the site of the run, with its memory loaded.
-            entry: of the audit log, which says what it cost.
 
         Raises:
             Refused: the request trains without noise, or the budget is too small.
@@ -165,31 +166,31 @@ class SiteRules:
         if self._fit is None or self._fit[0] != method or self._fit[1] is not site.network:
             check_private(method, site.network, site.data.input_shape)
             self._fit = method, site.network
-        mark = self._mark(header, site.device, memory=body_of(dict(site.memory)).sha256)
+        request, mark = call.request, self._mark(call, site.device, memory=body_of(dict(site.memory)).sha256)
         rate = sample_rate(site.data.samples, site.training.batch_size)
 
         def cost(steps: int) -> NoisySteps:
             return NoisySteps(float(sigma), rate, steps)
 
         wanted = method.mini_batches(site.batches_per_epoch, 2) - method.mini_batches(site.batches_per_epoch, 1)
-        self.ledger.check(mark, cost(max(1, min(wanted, int(header["envelope"]["mini_batches_left"])))))
+        self.ledger.check(mark, cost(max(1, min(wanted, request.envelope.mini_batches_left))))
         site.draws = SecretDraws(float(sigma), mark, self.ledger.secret())
         site.mini_batches = 0
         try:
             yield
         finally:
             if site.mini_batches:
-                place = {"run": header["run"], "round": header["envelope"]["round"], "call": header["call"]}
-                entry["ledger"] = self.ledger.pay(mark, cost(site.mini_batches), **place)
+                place = {"run": request.run, "round": request.envelope.round, "call": request.call}
+                call.entry["ledger"] = self.ledger.pay(mark, cost(site.mini_batches), **place)
 
-    def _mark(self, header: Mapping[str, Any], device: torch.device, **of: str) -> str:
+    def _mark(self, asked: Asked[Request], device: torch.device, **of: str) -> str:
         """The mark of an exchange. The request's key covers run, round, call, content and the data's fingerprint."""
         # Last bits depend on these, and two answers with the same noise may not differ in any.
         processor = platform.machine(), torch.backends.cpu.get_cpu_capability(), _processor()
         here = {"versions": versions(), "device": str(device), "threads": torch.get_num_threads(), "on": processor}
         if device.type != "cpu":  # sums in any order
             here["once"] = os.urandom(16).hex()
-        return self.ledger.mark(request=header["key"], here=here, **of)
+        return self.ledger.mark(request=asked.key, here=here, **of)
 
     # Measuring --------------------------------------------------------------------------------------------------------
 
@@ -223,33 +224,31 @@ class SiteRules:
 
     def measured(
         self,
-        header: Mapping[str, Any],
+        asked: Asked[MeasureRequest],
         network: Network,
         view: SiteData,
         objective: Objective,
         groups: NDArray[np.int64] | None,
         new_site: NewSite | None,
-        entry: dict[str, Any],
-    ) -> dict[str, Any]:
+    ) -> Measures:
         """What the site reports of a model; with a budget an accuracy with noise.
 
         With a budget each group has one vote, the share of its samples that the model gets right; without groups each
         sample has. The network is then not adapted to them, so that no sample changes the prediction of another.
 
         Args:
-            header: the request.
+            asked: the request. Its entry of the audit log says what is sent and what it cost.
             network: the model, in evaluation mode.
             view: the measured samples.
             objective: what the run learns.
             groups: which of them belong together; None if all are apart.
             new_site: as of `answering`.
-            entry: of the audit log, which says what is sent and what it cost.
         """
-        classes = int(header["setting"]["classes"])
+        request, entry = asked.request, asked.entry
+        classes = request.setting.classes
         if self.budget is None:
             network = answering(network, view, new_site)
-            whole = header.get("whole")
-            measures, entry["sent"] = measured(network, view, classes, objective, self._policy, groups, whole)
+            measures, entry["sent"] = measured(network, view, classes, objective, self._policy, groups, request.whole)
             return measures
         self.check_measures()
         if not measuring_of(objective).counts_classes:
@@ -262,18 +261,14 @@ class SiteRules:
         if groups is not None:
             _, place, sizes = np.unique(groups, return_inverse=True, return_counts=True)
             right = np.bincount(place, right) / sizes
-        mark = self._mark(header, view.device)
+        mark = self._mark(asked, view.device)
         noise = float(gaussian((1,), SecretStream(self.ledger.secret(), f"{mark}\x1fmeasurement")))
         share = (float(right.sum()) + deviation * noise) / len(right)
         cost = NoisySteps(deviation, 1.0, 1)
-        entry["ledger"] = self.ledger.pay(mark, cost, run=header["run"], round=header["round"], call="measure")
+        entry["ledger"] = self.ledger.pay(mark, cost, run=request.run, round=request.round, call="measure")
         entry["sent"] = {"measures": {"kind": ACCURACY}}
-        return {
-            "accuracy": 100.0 * min(1.0, max(0.0, share)),
-            "samples": view.samples,
-            "classes": [None] * classes,
-            "metrics": None,
-        }
+        accuracy = 100.0 * min(1.0, max(0.0, share))
+        return Measures(accuracy=accuracy, samples=view.samples, classes=(None,) * classes, metrics=None)
 
 
 @functools.cache

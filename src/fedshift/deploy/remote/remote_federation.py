@@ -17,21 +17,25 @@ from typing import Any, ClassVar
 from fedshift.deploy.remote.incoming import Grace, Spool, Stop, Taken
 from fedshift.deploy.remote.outbox import HERE, Outbox
 from fedshift.deploy.remote.replies import (
-    checked_header,
-    checked_measures,
+    CallAnswer,
+    MeasureAnswer,
+    Measures,
+    check_measures,
     handed_bytes,
     measured_bytes,
     report_bytes,
     sums_bytes,
 )
-from fedshift.deploy.remote.transport import PROTOCOL, Lost, Sign, Transport, drained, opened, request_key
-from fedshift.deploy.remote.wire import Message, Residuals, Wire, body_of, seal
+from fedshift.deploy.remote.requests import CallRequest, MeasureRequest, PredictRequest, SitePart, Whole, Work
+from fedshift.deploy.remote.transport import Done, Lost, Sign, SiteError, Transport, drained, opened, stamped
+from fedshift.deploy.remote.wire import Message, Residuals, Wire, body_of
 from fedshift.errors import FedshiftError, KindRefused, Refused, TrainingDiverged
 from fedshift.federation.exchange import Answer, Missing, Request
 from fedshift.federation.federation import CallOwner, Federation
 from fedshift.federation.messages import Content, Reply
 from fedshift.federation.replies import About, Layout, checked_reply, reply_type
 from fedshift.federation.secure.closed import in_two
+from fedshift.federation.setting_json import SettingRecipe
 from fedshift.weights import NamedTensors, Weights
 
 Event = Callable[[dict[str, Any]], None]
@@ -76,7 +80,7 @@ class RemoteFederation(Federation):
         method: the method of the run.
         transport: carries the messages.
         run: the run's name, which sites use for its folder.
-        recipe: the setting as JSON.
+        recipe: the setting as plain values.
         parts: role, split and fingerprint of each site, by site.
         deadline: seconds that an exchange waits for answers.
         wire: how weights travel.
@@ -94,8 +98,8 @@ class RemoteFederation(Federation):
         transport: Transport,
         *,
         run: str,
-        recipe: Mapping[str, Any],
-        parts: Mapping[str, Mapping[str, Any]],
+        recipe: SettingRecipe,
+        parts: Mapping[str, SitePart],
         about: Mapping[str, About],
         deadline: float,
         wire: Wire = "float32",
@@ -141,11 +145,11 @@ class RemoteFederation(Federation):
         envelope = vars(request.envelope)
         if self.finishing:  # a site has agreed to a number of mini-batches
             envelope = {**envelope, "mini_batches_left": self.budget[site]}
-        held = {"envelope": envelope, "memory": self._memory.get(site, {})}
-        header = {"do": "call", "call": call, **held, **self._common(site)}
-        keys[site] = header["key"] = request_key(header, written.body.sha256)
+        memory = self._memory.get(site, {})
+        whole = CallRequest(call=call, envelope=Work(**envelope), memory=memory, **self._common(site))
+        keys[site], message = stamped(whole, written.body)
         residuals[site] = written.residuals
-        return seal(header, written.body)
+        return message
 
     def _received(
         self,
@@ -233,23 +237,22 @@ class RemoteFederation(Federation):
             return message
         site = request.site
         try:
-            header, content, crossed = opened(message, key, self.checks.most_tensors(request.content))
-            if "error" in header:
-                return self._site_error(site, header)
-            mini_batches, memory = checked_header(
-                header, max(0, request.envelope.mini_batches_left), self.method.calls.kept_at_sites
-            )
-            reply, layout = self.reply_of(kind, call, request, header, content)
+            found = opened(CallAnswer, message, key, self.checks.most_tensors(request.content))
+            answer = found.answer
+            if isinstance(answer, SiteError):
+                return self._site_error(site, answer)
+            answer.check(max(0, request.envelope.mini_batches_left), self.method.calls.kept_at_sites)
+            reply, layout = self.reply_of(kind, call, request, answer, found.content)
         except Stop as stop:
             raise stop.reason from None
         except FedshiftError as error:
             return self._refused(call, site, str(error))
         except Exception as error:  # nothing that a site sends may end the run
             return self._refused(call, site, f"it cannot be read ({type(error).__name__})")
-        return Taken(Answer(site, reply, mini_batches, crossed), memory, layout)
+        return Taken(Answer(site, reply, answer.mini_batches, found.crossed), answer.memory, layout)
 
     def reply_of(
-        self, kind: type[Reply], call: str, request: Request, header: Mapping[str, Any], content: Mapping[str, Any]
+        self, kind: type[Reply], call: str, request: Request, answer: CallAnswer, content: Mapping[str, Any]
     ) -> tuple[Reply, Layout | None]:
         """The reply in a message, and the layout of its open fields; raises FedshiftError if it is not as declared."""
         return checked_reply(kind, content), self.checks.check(call, request.site, kind, content, request.content)
@@ -266,9 +269,10 @@ class RemoteFederation(Federation):
         for site in layouts:
             waiting[site] = self._refused(call, site, odd[site]) if site in odd else replace(taken[site], layout=None)
 
-    def _site_error(self, site: str, header: Mapping[str, Any]) -> Lost:
+    def _site_error(self, site: str, error: SiteError) -> Lost:
         """The error that a site answered with. It ends the run only if the run cannot do without the site."""
-        name, text = str(header.get("error"))[:100], str(header.get("message"))[:2000]
+        lost = error.lost()
+        name, text = lost.error, lost.reason
         kinds: tuple[type[FedshiftError], ...] = (Refused, KindRefused, TrainingDiverged)
         kind = next((kind for kind in kinds if kind.__name__ == name), None)
         if kind is not None and not text.startswith(f"site '{site}'"):  # it may name another site
@@ -296,9 +300,8 @@ class RemoteFederation(Federation):
         return {"run": self.run, "round": self.round, "exchange": self.progress.exchange}
 
     def _common(self, site: str) -> dict[str, Any]:
-        """The part of a header that every request of the run repeats."""
+        """The fields of `RunRequest`, which every request of the run repeats."""
         return {
-            "protocol": PROTOCOL,
             "run": self.run,
             "setting": self._recipe,
             "part": self._parts[site],
@@ -309,20 +312,23 @@ class RemoteFederation(Federation):
 
     # Measuring --------------------------------------------------------------------------------------------------------
 
-    def measure(self, weights: Weights, sites: Sequence[str], needed: Collection[str], **whole: Any) -> dict[str, Any]:
+    def measure(
+        self, weights: Weights, sites: Sequence[str], needed: Collection[str], **whole: Any
+    ) -> dict[str, Measures]:
         """Have sites measure a model on their own held-out samples; its bytes are counted as kind ``accuracy``.
 
         Args:
             weights: the model.
             sites: names of the sites.
             needed: sites to wait for until the deadline, even if there is a grace.
-            whole: asks for all metrics (the fields of `site_measures.Whole`); without them, for the accuracy.
+            whole: asks for all metrics (the fields of `requests.Whole`); without them, for the accuracy.
 
         Returns:
-            What `checked_measures` returns, by site; lost sites are left out.
+            Their reports, by site; lost sites are left out.
         """
-        outgoing, keys = self._with_model("measure", weights, sites, {"whole": whole or None})
-        found, grace = dict[str, dict[str, Any]](), Grace(self.grace, self.quorum, len(sites), self._lost)
+        asks = partial(MeasureRequest, round=self.round, whole=Whole(**whole) if whole else None)
+        outgoing, keys = self._with_model(asks, weights, sites)
+        found, grace = dict[str, Measures](), Grace(self.grace, self.quorum, len(sites), self._lost)
         missing = dict.fromkeys(sites, grace.too_late)
         for site, message in self._arrivals("measure", outgoing):
             if message is Sign.FETCHED:
@@ -352,15 +358,16 @@ class RemoteFederation(Federation):
         Raises:
             FedshiftError: a site refuses it, or does not answer.
         """
-        outgoing, keys = self._with_model("predict", weights, sites, {"metadata": metadata})
+        asks = partial(PredictRequest, round=self.round, metadata=dict(metadata))
+        outgoing, keys = self._with_model(asks, weights, sites)
         missing: dict[str, str] = dict.fromkeys(sites, "it did not answer in time")
         for site, message in self._arrivals("predict", outgoing):
             if isinstance(message, Lost):
                 missing[site] = message.reason
             elif isinstance(message, Message):
                 try:
-                    header, _, _ = opened(message, keys.get(site, ""))
-                    missing[site] = str(header["message"])[:2000] if "error" in header else ""
+                    answer = opened(Done, message, keys.get(site, "")).answer
+                    missing[site] = answer.message[:2000] if isinstance(answer, SiteError) else ""
                 except FedshiftError as error:
                     missing[site] = str(error)
         for site, reason in missing.items():
@@ -372,43 +379,44 @@ class RemoteFederation(Federation):
                 )
 
     def _with_model(
-        self, do: str, weights: Weights, sites: Sequence[str], more: Mapping[str, Any]
+        self, asks: Callable[..., MeasureRequest | PredictRequest], weights: Weights, sites: Sequence[str]
     ) -> tuple[list[tuple[str, Message]], dict[str, str]]:
         """Requests with a model, and their keys by site. Only they hold its body: the transport may write it to a
         file."""
         body = body_of(in_two("weights", weights), self.wire)
         size = sum(value.nbytes for value in body.content.values() if isinstance(value, NamedTensors))
-        told = measured_bytes(size) if do == "measure" else handed_bytes(size)
         outgoing: list[tuple[str, Message]] = []
         keys: dict[str, str] = {}
         for site in sites:
-            held = {"memory": self._memory.get(site, {})} if self._parts[site].get("own") else {}
-            header = {"do": do, "round": self.round, **more, **held, **self._common(site)}
-            keys[site] = header["key"] = request_key(header, body.sha256)
-            outgoing.append((site, seal(header, body)))
-            self.ledger.record(0, do, site, "down", {"model": told})
+            held = {"memory": self._memory.get(site, {})} if self._parts[site].own else {}
+            request = asks(**held, **self._common(site))
+            keys[site], message = stamped(request, body)
+            outgoing.append((site, message))
+            told = measured_bytes(size) if request.do == "measure" else handed_bytes(size)
+            self.ledger.record(0, request.do, site, "down", {"model": told})
         return outgoing, keys
 
-    def _take_measures(self, site: str, message: Message, key: str, found: dict[str, dict[str, Any]]) -> None:
+    def _take_measures(self, site: str, message: Message, key: str, found: dict[str, Measures]) -> None:
         """Add what a site measured to ``found``, or record why it is refused.
 
         Raises:
             FedshiftError: the site's own error, where it ends the run.
         """
         try:
-            header, _, _ = opened(message, key)
-            if "error" in header:
-                self._record_error(site, self._site_error(site, header))
+            answer = opened(MeasureAnswer, message, key).answer
+            if isinstance(answer, SiteError):
+                self._record_error(site, self._site_error(site, answer))
                 return
             if site in found:
                 raise FedshiftError("a second reply to one request")
-            found[site] = checked_measures(header.get("measures"), self._recipe)
+            check_measures(answer.measures, self._recipe)
+            found[site] = answer.measures
         except Stop as stop:
             raise stop.reason from None
         except FedshiftError as error:
             self._record("measure", site, "refused", str(error))
             return
-        sums = found[site]["sums"]
+        sums = found[site].sums
         told = {} if sums is None else {"sums": sums_bytes(sums)}
         self.ledger.record(0, "measure", site, "up", {"measures": report_bytes(found[site]), **told})
 

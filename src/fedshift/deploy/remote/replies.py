@@ -1,56 +1,92 @@
-"""Checks of what only a message from another machine holds: a reply's header, and a site's report of a measurement."""
+"""What only a message from another machine holds: a reply's header, and a site's report of a measurement."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
+from typing import Annotated
 
 import torch
-from pydantic import ValidationError
+from pydantic import Field, StringConstraints
 
 from fedshift.data.domain import Preprocessing
 from fedshift.data.tasks.objective import objective_of
 from fedshift.deploy.remote.policy import ACCURACY, CONFIDENCES
 from fedshift.errors import FedshiftError
-from fedshift.evaluation.estimate.plain_sums import GivenSums, checked_sums
+from fedshift.evaluation.estimate.plain_sums import GivenSums, check_classes
 from fedshift.evaluation.metric_entries import ENTRIES
 from fedshift.evaluation.records import SiteMetrics
 from fedshift.evaluation.site_metrics import BINS
 from fedshift.evaluation.tasks.measuring import Measuring, measuring_of
 from fedshift.federation.messages import Statistics
-from fedshift.federation.replies import fits
+from fedshift.federation.plain_values import Frozen
+from fedshift.federation.secure.sums import LayoutEntry
+from fedshift.federation.setting_json import SettingRecipe
 from fedshift.weights import Weights
 
 _LONGEST_FILE = 255
 """Characters in the name of a file."""
+_Count = Annotated[int, Field(ge=0, le=2**53)]
+_File = Annotated[str, StringConstraints(max_length=_LONGEST_FILE)]
 
 
-def checked_header(header: Mapping[str, Any], left: int, remembers: Collection[str]) -> tuple[int, dict[str, str]]:
-    """Check the header of a reply to a call.
+class CallAnswer(Frozen):
+    """What the header of a reply to a call says.
 
-    Args:
-        header: the header.
-        left: mini-batches that the site had left.
-        remembers: the entries of its memory that the method declares.
-
-    Returns:
-        The mini-batches that the site trained on, and the files of its memory by entry.
-
-    Raises:
-        FedshiftError: one of them is missing or impossible.
+    Attributes:
+        answers: the key of the request.
+        mini_batches: on how many the site trained.
+        memory: the files of its memory by entry.
+        layout: what the integers of a masked contribution stand for.
     """
-    mini_batches, memory = header.get("mini_batches"), header.get("memory")
-    if not isinstance(mini_batches, int) or isinstance(mini_batches, bool) or mini_batches < 0:
-        raise FedshiftError("it does not say how many mini-batches it trained on")
-    if mini_batches > left:  # absent sites are charged by this number, too: see `Federation.forfeit`
-        raise FedshiftError(f"it claims more mini-batches than the {left} that it had left")
-    if not isinstance(memory, dict) or len(memory) > len(remembers) + 1:  # and the residuals of rounding
-        raise FedshiftError("it does not say what the site remembers")
-    if not all(isinstance(item, str) and len(item) <= _LONGEST_FILE for pair in memory.items() for item in pair):
-        raise FedshiftError("it does not say in which files the site remembers")
-    return mini_batches, memory
+
+    answers: str = ""
+    mini_batches: Annotated[int, Field(ge=0)]
+    memory: dict[_File, _File]
+    layout: LayoutEntry | None = None
+
+    def check(self, left: int, remembers: Collection[str]) -> None:
+        """Check what a site says that it did.
+
+        Args:
+            left: mini-batches that the site had left.
+            remembers: the entries of its memory that the method declares.
+
+        Raises:
+            FedshiftError: it is impossible.
+        """
+        if self.mini_batches > left:  # absent sites are charged by this number, too: see `Federation.forfeit`
+            raise FedshiftError(f"it claims more mini-batches than the {left} that it had left")
+        if len(self.memory) > len(remembers) + 1:  # and the residuals of rounding
+            raise FedshiftError("it does not say what the site remembers")
+
+
+class Measures(Frozen):
+    """A site's report of a measurement.
+
+    Attributes:
+        accuracy: in percent; of other tasks than classification, their main metric.
+        samples: how many were measured.
+        classes: (right, of) per class; None where it is kept back.
+        metrics: at the end of a run, of a site that sends them.
+        sums: of confidences, likewise.
+    """
+
+    accuracy: float
+    samples: Annotated[int, Field(ge=1, le=2**53)]
+    classes: tuple[tuple[_Count, _Count] | None, ...]
+    metrics: SiteMetrics | None = None
+    sums: GivenSums | None = None
+
+
+class MeasureAnswer(Frozen):
+    """What a site answers that is asked to measure a model.
+
+    Attributes:
+        measures: its report.
+    """
+
+    measures: Measures
 
 
 class Measured(Statistics):
@@ -82,10 +118,9 @@ def handed_bytes(size: int) -> Weights:
     return Weights({"bytes": torch.empty(size, dtype=torch.uint8, device="meta")})
 
 
-def report_bytes(report: Mapping[str, Any]) -> Measured:
+def report_bytes(report: Measures) -> Measured:
     """The numbers in a site's report of a measurement, for the ledger."""
-    numbers = 2 + 2 * len(report["classes"])
-    metrics = report["metrics"]
+    numbers, metrics = 2 + 2 * len(report.classes), report.metrics
     if metrics is not None:
         numbers += (
             len(metrics.support) + len(metrics.values) + 2 * len(metrics.intervals) + 3 * len(metrics.reliability)
@@ -93,51 +128,33 @@ def report_bytes(report: Mapping[str, Any]) -> Measured:
     return measured_bytes(8 * numbers)
 
 
-def checked_measures(value: Any, recipe: Mapping[str, Any]) -> dict[str, Any]:
+def check_measures(report: Measures, recipe: SettingRecipe) -> None:
     """Check a site's report of a measurement.
 
     Args:
-        value: what the site sent.
+        report: what the site sent.
         recipe: the run's setting, of which the classes and the task count.
 
-    Returns:
-        ``{accuracy, samples, classes, metrics, sums}``; ``classes`` holds (right, of) per class, or None where it is
-        kept back; ``metrics`` is a `SiteMetrics`, and ``sums`` a `GivenSums`, or None where the site does not send it.
-
     Raises:
-        FedshiftError: it is something else, or its numbers are impossible.
+        FedshiftError: its numbers are impossible, or of another task.
     """
-    try:
-        said, samples, pairs = value["accuracy"], value["samples"], value["classes"]
-        pairs = [None if pair is None else (pair[0], pair[1]) for pair in pairs]
-    except (TypeError, KeyError, IndexError) as error:
-        raise FedshiftError("its measurement cannot be read") from error
-    counts = [samples, *(number for pair in pairs if pair for number in pair)]
-    if not (fits(said, float) and all(fits(count, int) for count in counts)):
-        raise FedshiftError("its measurement cannot be read")
-    measuring = measuring_of(objective_of(Preprocessing.model_validate(recipe["preprocessing"])))
+    measuring = measuring_of(objective_of(Preprocessing.model_validate(recipe.preprocessing)))
     most = ENTRIES[measuring.metric].high or math.inf
-    if not (0 <= said <= most and samples >= 1 and all(0 <= pair[0] <= pair[1] <= samples for pair in pairs if pair)):
+    pairs = [pair for pair in report.classes if pair]
+    if not (0 <= report.accuracy <= most and all(right <= of <= report.samples for right, of in pairs)):
         raise FedshiftError("its measurement is not an accuracy")
-    counted = int(recipe["classes"]) if measuring.counts_classes else 0
-    if len(pairs) != counted:
-        raise FedshiftError(f"it measured {len(pairs)} classes, the experiment has {counted}")
-    metrics = _checked_metrics(value.get("metrics"), samples, int(recipe["classes"]), measuring)
-    if metrics is not None and not set(measuring.metrics).issuperset((*metrics.values, *metrics.intervals)):
-        raise FedshiftError("its metrics are of another task")
-    sums = None if value.get("sums") is None else checked_sums(value["sums"], int(recipe["classes"]))
-    if sums is not None and sums.samples != samples:
-        raise FedshiftError("its sums of confidences are of another number of samples than it measured")
-    return {"accuracy": float(said), "samples": samples, "classes": pairs, "metrics": metrics, "sums": sums}
+    counted = recipe.classes if measuring.counts_classes else 0
+    if len(report.classes) != counted:
+        raise FedshiftError(f"it measured {len(report.classes)} classes, the experiment has {counted}")
+    if report.metrics is not None:
+        _check_metrics(report.metrics, report.samples, recipe.classes, measuring)
+    if report.sums is not None:
+        check_classes(report.sums, recipe.classes)
+        if report.sums.samples != report.samples:
+            raise FedshiftError("its sums of confidences are of another number of samples than it measured")
 
 
-def _checked_metrics(value: Any, samples: int, classes: int, measuring: Measuring) -> SiteMetrics | None:
-    if value is None:
-        return None
-    try:
-        found = SiteMetrics.model_validate_json(json.dumps(value))
-    except (ValidationError, ValueError, TypeError, RecursionError):
-        raise FedshiftError("its metrics cannot be read or are impossible") from None
+def _check_metrics(found: SiteMetrics, samples: int, classes: int, measuring: Measuring) -> None:
     counts = [count for count in found.support if count is not None]
     of_bins = [count for *_, count in found.reliability]
     if len(found.support) != (classes if measuring.tells_support else 0) or len(of_bins) > BINS:
@@ -151,4 +168,5 @@ def _checked_metrics(value: Any, samples: int, classes: int, measuring: Measurin
         raise FedshiftError("its metrics are of another number of samples than it measured")
     if any(low > high for low, high in found.intervals.values()):
         raise FedshiftError("its metrics have an interval whose lower end is above the upper one")
-    return found
+    if not set(measuring.metrics).issuperset((*found.values, *found.intervals)):
+        raise FedshiftError("its metrics are of another task")

@@ -10,8 +10,10 @@ from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fedshift.deploy.crypto.orders import KeyAnswer, card_entry
+from fedshift.deploy.crypto.keys import KeyAnswer, KeyEntry
 from fedshift.deploy.remote.remote_federation import RemoteFederation
+from fedshift.deploy.remote.replies import CallAnswer, Measures
+from fedshift.deploy.remote.requests import KeyRequest, SealAsked
 from fedshift.deploy.remote.transport import Lost, ask_plain
 from fedshift.errors import FedshiftError
 from fedshift.federation.exchange import Answer, Missing, Request
@@ -30,7 +32,7 @@ class SealedFederation(RemoteFederation):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._cards: dict[str, list[str]] = {}
+        self._cards: dict[str, KeyEntry] = {}
         self._readers: dict[str, list[str]] | None = None
         """Site → the readers for whom its reply is sealed, while an exchange is under way."""
         self._said: dict[str, str] = {}
@@ -51,11 +53,11 @@ class SealedFederation(RemoteFederation):
             self._readers = None
 
     def reply_of(
-        self, kind: type[Reply], call: str, request: Request, header: Mapping[str, Any], content: Mapping[str, Any]
+        self, kind: type[Reply], call: str, request: Request, answer: CallAnswer, content: Mapping[str, Any]
     ) -> tuple[Reply, Layout | None]:
         way = self.method.calls.routed(call)
         if way is None or self._readers is None:
-            return super().reply_of(kind, call, request, header, content)
+            return super().reply_of(kind, call, request, answer, content)
         box = Box.read(content.get(way.field), most_bytes(self.checks.size, len(self.sources)))
         exchange = request.envelope.exchange
         readers = tuple(sorted(self._readers[request.site]))
@@ -63,10 +65,12 @@ class SealedFederation(RemoteFederation):
             raise FedshiftError(f"its sealed model is not that of exchange {exchange} for {' and '.join(readers)}")
         # The rest is checked as always, with zeros in place of the numbers that only the readers can check.
         zeros, closed = box.stand_ins(), box.closed()
-        reply, layout = super().reply_of(kind, call, request, header, {**content, way.field: zeros.get("", zeros)})
+        reply, layout = super().reply_of(kind, call, request, answer, {**content, way.field: zeros.get("", zeros)})
         return replace(reply, **{way.field: closed.get("", closed)}), layout
 
-    def measure(self, weights: Weights, sites: Sequence[str], needed: Collection[str], **whole: Any) -> dict[str, Any]:
+    def measure(
+        self, weights: Weights, sites: Sequence[str], needed: Collection[str], **whole: Any
+    ) -> dict[str, Measures]:
         """As `RemoteFederation.measure`, by the sites that can open the model.
 
         Raises:
@@ -92,7 +96,7 @@ class SealedFederation(RemoteFederation):
 
     def _common(self, site: str) -> dict[str, Any]:
         readers = (self._readers or {}).get(site)
-        more = {} if readers is None else {"seal": {"for": {reader: self._cards[reader] for reader in readers}}}
+        more = {} if readers is None else {"seal": SealAsked(readers={name: self._cards[name] for name in readers})}
         return {**super()._common(site), "routing": "sealed", "at": self.progress.exchange, **more}
 
     def _with_keys(self, readers: Sequence[str]) -> list[str]:
@@ -103,12 +107,12 @@ class SealedFederation(RemoteFederation):
         """
         asked = [site for site in readers if site not in self._cards]
         seconds = self.patience if self._lost.issuperset(asked) else self.deadline
-        headers: dict[str, dict[str, str]] = {site: {} for site in asked}
-        answers = ask_plain(self.transport, "sealing_key", self.run, headers, seconds, KeyAnswer) if asked else {}
+        request = KeyRequest(do="sealing_key", run=self.run)
+        answers = ask_plain(self.transport, dict.fromkeys(asked, request), seconds, KeyAnswer) if asked else {}
         for site in asked:
             answer = answers.get(site, Lost("did not answer"))
             if not isinstance(answer, Lost):
-                self._cards[site] = card_entry(answer.answer.of(site))
+                self._cards[site] = answer.answer.card
                 continue
             if self.quorum is None or site not in self.sources:
                 raise FedshiftError(

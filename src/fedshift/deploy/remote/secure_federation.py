@@ -11,32 +11,34 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from fedshift.deploy.crypto.at_server import SecureSum
 from fedshift.deploy.crypto.at_site import Revealed
-from fedshift.deploy.crypto.keys import KeyCard, Order
-from fedshift.deploy.crypto.orders import (
-    KeyAnswer,
-    card_entry,
-    card_of,
+from fedshift.deploy.crypto.keys import KeyAnswer, KeyCard, KeyEntry, Order
+from fedshift.deploy.documents import read_stored
+from fedshift.deploy.remote.incoming import Grace
+from fedshift.deploy.remote.orders import (
     confirmed_of,
-    order_entry,
+    key_entry,
+    order_asked,
     order_in,
     revealed_of,
     sealed_content,
-    sum_entry,
+    sum_asked,
     upload_of,
 )
-from fedshift.deploy.remote.incoming import Grace
 from fedshift.deploy.remote.outbox import HERE, Outbox, Written
 from fedshift.deploy.remote.remote_federation import RemoteFederation
-from fedshift.deploy.remote.transport import PROTOCOL, Lost, Sign, ask_plain, opened, request_key
-from fedshift.deploy.remote.wire import Message, Residuals, body_of, seal
-from fedshift.digests import Damaged, read_object, write_object
+from fedshift.deploy.remote.replies import CallAnswer
+from fedshift.deploy.remote.requests import CallRequest, KeyRequest, SumAsked, UnmaskRequest, Work
+from fedshift.deploy.remote.transport import Done, Lost, Sign, SiteError, ask_plain, opened, stamped
+from fedshift.deploy.remote.wire import Message, Residuals, body_of
+from fedshift.digests import write_object
 from fedshift.errors import FedshiftError, KindRefused, Refused, ReplyRefused, UserError
 from fedshift.federation.exchange import Answer, Mean, Missing, Request
 from fedshift.federation.messages import Content, PerSite, Reply
+from fedshift.federation.plain_values import Closed
 from fedshift.federation.replies import Layout as OpenFields
 from fedshift.federation.secure.sums import (
     ALL,
@@ -56,6 +58,20 @@ _ENTRY = "sums"
 _TENSORS = 2
 """Tensors in an answer to a request to unmask."""
 _T = TypeVar("_T")
+
+
+class _Record(Closed):
+    """The content of the file.
+
+    Attributes:
+        cards: the sites' keys.
+        without: sites that gave none → error and reason.
+        answered: exchange and call → the sites of their sum, as the sites were told.
+    """
+
+    cards: dict[str, KeyEntry]
+    without: dict[str, tuple[str, str]]
+    answered: dict[str, tuple[str, ...]]
 
 
 class SecureFederation(RemoteFederation):
@@ -81,10 +97,9 @@ class SecureFederation(RemoteFederation):
         self._said: list[str] | None = None
         """The sites of the present sum as they were told before the coordinator was killed; None: it was not."""
         self._weighing: Weighing | None = None
-        self._sum: dict[str, Any] | None = None
+        self._sum: SumAsked | None = None
         self._order: Order | None = None
-        if self._file.exists():
-            self._read()
+        self._read()
 
     # The first exchange: masked answers -------------------------------------------------------------------------------
 
@@ -152,22 +167,22 @@ class SecureFederation(RemoteFederation):
         first = asked[0].content
         if any(request.content[name] is not first[name] for request in asked for name in first):
             raise FedshiftError(f"call {call} sends sites different things, so a sum of its replies cannot be masked")
-        envelopes = {request.site: vars(request.envelope) for request in asked if request.site in self._cards}
+        envelopes = {request.site: request.envelope for request in asked if request.site in self._cards}
         cards = {site: self._cards[site] for site in envelopes}
-        self._sum = sum_entry(self._weighing, cards, envelopes, self._colluders)
-        header = {"call": call, "envelope": vars(asked[0].envelope), **self._common(asked[0].site)}
-        self._order, _ = order_in(header, self._outbox.write(call, ALL, first).body.sha256)
+        self._sum = sum_asked(self._weighing, cards, envelopes, self._colluders)
+        whole = CallRequest(call=call, envelope=Work(**vars(asked[0].envelope)), **self._common(asked[0].site))
+        self._order, _ = order_in(whole, self._outbox.write(call, ALL, first).body.sha256)
         told = [site for site in envelopes if self._said is None or site in self._said]
         with closing(super().deliver(call, (request for request in asked if request.site in told))) as answers:
             for request in asked:
                 yield next(answers) if request.site in told else self._not_asked(request.site)
 
     def reply_of(
-        self, kind: type[Reply], call: str, request: Request, header: Mapping[str, Any], content: Mapping[str, Any]
+        self, kind: type[Reply], call: str, request: Request, answer: CallAnswer, content: Mapping[str, Any]
     ) -> tuple[Reply, OpenFields | None]:
         if self._order is None:
-            return super().reply_of(kind, call, request, header, content)
-        layout = Layout.read(header.get("layout"))
+            return super().reply_of(kind, call, request, answer, content)
+        layout = Layout.read(answer.layout)
         _, masked = upload_of(content, self._order, layout.length)
         return Contribution(masked, layout), None
 
@@ -222,28 +237,21 @@ class SecureFederation(RemoteFederation):
 
     def _second(
         self,
-        do: str,
+        do: Literal["confirm", "unmask"],
         masked: SecureSum,
         content: Mapping[str, Mapping[str, Content]],
         read: Mapping[str, Callable[[Mapping[str, Content]], _T]],
         tensors: int,
     ) -> tuple[dict[str, _T], list[str]]:
         """What the sites of a sum answer to a request ``do`` of the second exchange, by site, and why others do not."""
-        order, answered = masked.order, masked.answered
+        order, answered = masked.order, tuple(masked.answered)
+        request = UnmaskRequest(do=do, run=self.run, round=self.round, order=order_asked(order), answered=answered)
         outgoing: list[tuple[str, Message]] = []
         keys: dict[str, str] = {}
         for site in content:
             body = body_of(content[site])
-            header = {
-                "do": do,
-                "protocol": PROTOCOL,
-                "run": self.run,
-                "round": self.round,
-                "order": order_entry(order),
-                "answered": answered,
-            }
-            keys[site] = header["key"] = request_key(header, body.sha256)
-            outgoing.append((site, seal(header, body)))
+            keys[site], asks = stamped(request, body)
+            outgoing.append((site, asks))
             self.ledger.record(order.exchange, do, site, "down", body.content)
         told: dict[str, _T] = {}
         reasons: list[str] = []
@@ -262,11 +270,11 @@ class SecureFederation(RemoteFederation):
                 if isinstance(message, Lost):
                     self._lost.add(site)
                     raise FedshiftError(message.reason)
-                found, sent, _ = opened(message, keys[site], tensors)
-                if "error" in found:
-                    raise FedshiftError(str(found.get("message"))[:2000])
-                told[site] = read[site](sent)
-                self.ledger.record(order.exchange, do, site, "up", sent)
+                found = opened(Done, message, keys[site], tensors)
+                if isinstance(found.answer, SiteError):
+                    raise FedshiftError(found.answer.message[:2000])
+                told[site] = read[site](found.content)
+                self.ledger.record(order.exchange, do, site, "up", found.content)
             except FedshiftError as error:
                 self._record(do, site, "lost" if isinstance(message, Lost) else "refused", str(error))
                 reasons.append(f"site '{site}': {error}")
@@ -284,7 +292,8 @@ class SecureFederation(RemoteFederation):
         if self._cards:
             return
         cards, without = {}, {}
-        answers = ask_plain(self.transport, "key", self.run, {site: {} for site in sites}, self.deadline, KeyAnswer)
+        request = KeyRequest(do="key", run=self.run)
+        answers = ask_plain(self.transport, dict.fromkeys(sites, request), self.deadline, KeyAnswer)
         for site in sites:
             answer = answers.get(site, Lost("did not answer"))
             if isinstance(answer, Lost):
@@ -334,20 +343,20 @@ class SecureFederation(RemoteFederation):
         super().load_memory(folder, {**files, HERE: own})
 
     def _write(self) -> None:
-        whole = {
-            "cards": {site: card_entry(card) for site, card in self._cards.items()},
-            "without": self._without,
-            "answered": self._answered,
-        }
-        write_object(self._file, whole, private=True)
+        whole = _Record(
+            cards={site: key_entry(card) for site, card in self._cards.items()},
+            without={site: (error, reason) for site, (error, reason) in self._without.items()},
+            answered={name: tuple(sites) for name, sites in self._answered.items()},
+        )
+        write_object(self._file, whole.model_dump(mode="json"), private=True)
 
     def _read(self) -> None:
-        try:
-            whole = read_object(self._file, _REMEDY)
-            self._cards = {site: card_of(site, entry) for site, entry in whole["cards"].items()}
-            self._without, self._answered = whole["without"], whole["answered"]
-        except KeyError:
-            raise Damaged(self._file, _REMEDY) from None
+        whole = read_stored(_Record, self._file, _REMEDY)
+        if whole is None:
+            return
+        self._cards = {site: KeyCard(site, *entry) for site, entry in whole.cards.items()}
+        self._without = {site: list(why) for site, why in whole.without.items()}
+        self._answered = {name: list(sites) for name, sites in whole.answered.items()}
 
 
 class _SharedOutbox(Outbox):

@@ -1,25 +1,21 @@
-"""`Transport`, which carries messages to sites on other machines: its interface, lost sites, keys of requests.
+"""`Transport`, which carries messages to sites on other machines, and how requests and answers become messages.
 
 `ask_plain` asks sites questions before there is a federation.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-from fedshift.deploy.remote.wire import LARGEST_CARD, LARGEST_HEADER, Message, body_of, seal, unseal
+from fedshift.deploy.remote.requests import PROTOCOL, Request, request_key
+from fedshift.deploy.remote.wire import LARGEST_CARD, LARGEST_HEADER, Body, Message, body_of, seal, unseal
 from fedshift.errors import FedshiftError, KindRefused, ReplyRefused, TrainingDiverged
 from fedshift.federation.messages import Content
-from fedshift.federation.plain_values import Frozen, parsed
-
-PROTOCOL = 3
-"""The version of requests and replies. A site refuses any other. Requests of version 1 named a call ``step``."""
+from fedshift.federation.plain_values import Frozen, Unreadable, parsed
 
 
 class NewJobNeeded(FedshiftError):
@@ -78,36 +74,62 @@ class Transport(Protocol):
         ...
 
 
+A = TypeVar("A", bound=Frozen)
+
+
+class SiteError(Frozen):
+    """The error that a site answers with: the name of its class, and its text for people."""
+
+    error: str
+    message: str
+
+    def lost(self) -> Lost:
+        """Why the site gave no answer."""
+        return Lost(self.message[:2000], self.error[:100])
+
+
+@dataclass(frozen=True)
+class Opened(Generic[A]):
+    """An answer: what it says, its content, and the content as it crossed the network."""
+
+    answer: A | SiteError
+    content: dict[str, Content]
+    crossed: dict[str, Content]
+
+
 def opened(
-    message: Message, key: str, most_tensors: int = 0, largest_header: int = LARGEST_HEADER
-) -> tuple[dict[str, Any], dict[str, Content], dict[str, Content]]:
-    """Open the answer to the request ``key``. The answer may be an ``error``.
+    kind: type[A], message: Message, key: str, most_tensors: int = 0, largest_header: int = LARGEST_HEADER
+) -> Opened[A]:
+    """Open the answer to the request ``key``, which may be an error.
 
     Args:
+        kind: what an answer says.
         message: the answer.
         key: of the request.
         most_tensors: an answer with more tensors is refused before they are read.
         largest_header: an answer whose header has more characters is refused before it is read.
 
-    Returns:
-        Header, content, and the content as it crossed the network.
-
     Raises:
         FedshiftError: the message cannot be read, or answers another request.
     """
     header, content, crossed = unseal(message, most_tensors, largest_header)
-    if "error" not in header and header.get("answers") != key:
+    if "error" in header:
+        return Opened(parsed(SiteError, message.header, "its answer"), content, crossed)
+    if header.get("answers") != key:
         raise FedshiftError("it answers another request")
-    return header, content, crossed
+    return Opened(parsed(kind, message.header, "its answer"), content, crossed)
 
 
-def request_key(header: Mapping[str, Any], body_sha256: str) -> str:
-    """A digest of a request. A site that gets the same request again repeats its answer and does not work again.
+def stamped(request: Request, body: Body) -> tuple[str, Message]:
+    """The key of a request, and the message that is sent."""
+    header = {"protocol": PROTOCOL, **request.plain()}
+    key = request_key(header, body.sha256)
+    return key, seal({**header, "key": key}, body)
 
-    The checkpoint's number and files are left out, since they differ when a round is repeated.
-    """
-    own = {name: value for name, value in header.items() if name not in ("key", "kept", "checkpoint")}
-    return hashlib.sha256(f"{json.dumps(own, sort_keys=True)}\n{body_sha256}".encode()).hexdigest()
+
+def answer_of(key: str, answer: Frozen, body: Body | None = None) -> Message:
+    """The answer to a request, with its content if it has any."""
+    return seal({**answer.model_dump(mode="json", exclude_unset=True), "answers": key}, body or body_of({}))
 
 
 def drained(messages: list[tuple[str, Message]]) -> Iterator[tuple[str, Message]]:
@@ -115,9 +137,6 @@ def drained(messages: list[tuple[str, Message]]) -> Iterator[tuple[str, Message]
     messages.reverse()
     while messages:
         yield messages.pop()
-
-
-A = TypeVar("A", bound=Frozen)
 
 
 @dataclass(frozen=True)
@@ -133,20 +152,13 @@ class Done(Frozen):
 
 
 def ask_plain(
-    transport: Transport,
-    what: str,
-    run: str,
-    headers: Mapping[str, Mapping[str, Any]],
-    deadline: float,
-    kind: type[A],
+    transport: Transport, requests: Mapping[str, Request], deadline: float, kind: type[A]
 ) -> dict[str, Heard[A] | Lost]:
     """Ask sites for plain values, outside a federation.
 
     Args:
         transport: carries the messages.
-        what: the request, such as ``hello``.
-        run: name of the run or experiment.
-        headers: what each site is asked, by site.
+        requests: what each site is asked, by site.
         deadline: seconds to wait.
         kind: what an answer says.
 
@@ -159,28 +171,24 @@ def ask_plain(
     body = body_of({})
     outgoing: list[tuple[str, Message]] = []
     keys: dict[str, str] = {}
-    for site, header in headers.items():
-        whole = {"do": what, "protocol": PROTOCOL, "run": run, **header}
-        keys[site] = whole["key"] = request_key(whole, body.sha256)
-        outgoing.append((site, seal(whole, body)))
-    largest = LARGEST_CARD if what == "hello" else LARGEST_HEADER
+    for site, request in requests.items():
+        keys[site], message = stamped(request, body)
+        outgoing.append((site, message))
+    largest = LARGEST_CARD if any(request.do == "hello" for request in requests.values()) else LARGEST_HEADER
     found: dict[str, Heard[A] | Lost] = {}
-    for site, message in transport.exchange(iter(outgoing), deadline, {}):
-        if isinstance(message, Lost):
-            found[site] = message
-        elif isinstance(message, Message):
-            found[site] = _heard(kind, site, message, keys.get(site, ""), largest)
+    for site, answer in transport.exchange(iter(outgoing), deadline, {}):
+        if isinstance(answer, Lost):
+            found[site] = answer
+        elif isinstance(answer, Message):
+            found[site] = _heard(kind, site, answer, keys.get(site, ""), largest)
     return found
 
 
 def _heard(kind: type[A], site: str, message: Message, key: str, largest_header: int) -> Heard[A] | Lost:
     try:
-        header, _, _ = opened(message, key, largest_header=largest_header)
+        answer = opened(kind, message, key, largest_header=largest_header).answer
+    except Unreadable as error:
+        return Lost(f"site '{site}': {error}", ReplyRefused.__name__)
     except FedshiftError as error:
         return Lost(str(error))
-    if "error" in header:
-        return Lost(str(header.get("message"))[:2000], str(header["error"]))
-    try:
-        return Heard(parsed(kind, message.header, f"site '{site}': its answer"), time.time())
-    except FedshiftError as error:
-        return Lost(str(error), ReplyRefused.__name__)
+    return answer.lost() if isinstance(answer, SiteError) else Heard(answer, time.time())

@@ -78,6 +78,11 @@ def seal(header: Mapping[str, Any], body: Body) -> Message:
     return Message(text, body.data, _digest(text, body.sha256))
 
 
+def resealed(message: Message, body: Body) -> Message:
+    """A message with another body."""
+    return Message(message.header, body.data, _digest(message.header, body.sha256))
+
+
 def unseal(
     message: Message, most_tensors: int = MOST_TENSORS, largest_header: int = LARGEST_CARD
 ) -> tuple[dict[str, Any], dict[str, Content], dict[str, Content]]:

@@ -10,14 +10,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from pydantic import ConfigDict, RootModel
+
 from fedshift.deploy.agreed_terms import AgreedTerms
 from fedshift.deploy.crypto.sealing import SealingKey
+from fedshift.deploy.documents import read_stored
+from fedshift.deploy.remote.requests import RunRequest
 from fedshift.deploy.remote.wire import widened
 from fedshift.deploy.secure.site_sums import SiteSums
-from fedshift.digests import read_object, write_object
+from fedshift.digests import write_object
 from fedshift.errors import FedshiftError, Refused
 from fedshift.federation.exchange import Routed
 from fedshift.federation.messages import Content, decode
+from fedshift.federation.plain_values import Closed
 from fedshift.federation.replies import ReplyCheck, reply_type
 from fedshift.federation.secure.closed import Box, Package, bytes_of
 from fedshift.methods.base import Method
@@ -34,6 +39,18 @@ class Way:
 
     call: str
     routed: Routed
+
+
+class _MethodNoted(Closed):
+    """The digest of the method of a run that has sealed models."""
+
+    method: str
+
+
+class _Newest(RootModel[dict[str, tuple[tuple[float, int], ...]]]):
+    """By sender: the positions at which the site had models of it, and the exchanges from which they were."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
 
 
 class Boxes:
@@ -66,22 +83,22 @@ class Boxes:
 
     # What the run is --------------------------------------------------------------------------------------------------
 
-    def check_setting(self, header: Mapping[str, Any]) -> None:
+    def check_setting(self, request: RunRequest) -> None:
         """Raise Refused if this run had sealed models before, and a request is of another method or not sealed.
 
         Otherwise it could have the site send what others sealed for it, and what it keeps.
         """
-        noted = read_object(self.folder / "method.json", _REMEDY).get("method")
-        if noted is not None and (noted != _method_in(header) or header.get("routing") != "sealed"):
+        noted = read_stored(_MethodNoted, self.folder / "method.json", _REMEDY)
+        if noted is not None and (noted.method != _method_in(request) or request.routing != "sealed"):
             raise Refused(
-                f"site '{self.name}': run '{header['run']}' has sealed models here, and this request is not sealed or "
+                f"site '{self.name}': run '{request.run}' has sealed models here, and this request is not sealed or "
                 f"is of another method; if a new run has the name of an old one, remove {self.folder.parent}"
             )
 
-    def note_setting(self, header: Mapping[str, Any]) -> None:
+    def note_setting(self, request: RunRequest) -> None:
         """Write down that this run has sealed models, and of which method."""
         if not (self.folder / "method.json").exists():
-            write_object(self.folder / "method.json", {"method": _method_in(header)}, private=True)
+            write_object(self.folder / "method.json", {"method": _method_in(request)}, private=True)
 
     # Who sealed it, and when ------------------------------------------------------------------------------------------
 
@@ -157,8 +174,8 @@ class Boxes:
         write_object(self.newest, noted, private=True)
 
     def _noted(self) -> dict[str, list[Any]]:
-        found: dict[str, list[Any]] = read_object(self.newest, _REMEDY)
-        return found
+        noted = read_stored(_Newest, self.newest, _REMEDY)
+        return {} if noted is None else {sender: list(map(list, known)) for sender, known in noted.root.items()}
 
     # What is in it ----------------------------------------------------------------------------------------------------
 
@@ -203,9 +220,10 @@ class Boxes:
         return Refused(f"site '{self.name}': the model that '{sender}' sealed for it: {error}")
 
 
-def _method_in(header: Mapping[str, Any]) -> str:
+def _method_in(request: RunRequest) -> str:
     """A digest of the method in a request."""
-    return hashlib.sha256(json.dumps(header["setting"]["method"], sort_keys=True).encode()).hexdigest()
+    method = request.setting.method.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    return hashlib.sha256(json.dumps(method, sort_keys=True).encode()).hexdigest()
 
 
 def _looks(model: Weights) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -13,22 +13,34 @@ from typing import Any
 from torch import Tensor
 
 from fedshift.deploy.agreed_terms import AgreedTerms
-from fedshift.deploy.crypto.keys import KeyCard
-from fedshift.deploy.crypto.orders import card_entry, card_of
+from fedshift.deploy.crypto.keys import KeyAnswer, KeyCard
 from fedshift.deploy.crypto.sealing import SealingKey, key_text, seal_for
+from fedshift.deploy.documents import read_stored
+from fedshift.deploy.remote.orders import key_entry
 from fedshift.deploy.remote.policy import SEALED
-from fedshift.deploy.remote.wire import Message, Wire, body_of, seal
+from fedshift.deploy.remote.requests import (
+    Asked,
+    CallRequest,
+    KeyRequest,
+    MeasureRequest,
+    PredictRequest,
+    RunRequest,
+    run_name,
+)
+from fedshift.deploy.remote.transport import answer_of
+from fedshift.deploy.remote.wire import Message, Wire
 from fedshift.deploy.secure.boxes import Boxes, Way
 from fedshift.deploy.secure.site_sums import SiteSums
 from fedshift.deploy.site_file import SiteConfig
-from fedshift.deploy.site_requests import digest_of, narrowed, run_name
-from fedshift.digests import read_object, write_object
+from fedshift.deploy.site_requests import narrowed
+from fedshift.digests import write_object
 from fedshift.errors import FedshiftError, Refused
 from fedshift.federation.exchange import Routed
 from fedshift.federation.messages import Content, Reply, Sealed, leaves, reply_content
 from fedshift.federation.replies import About, ReplyCheck
 from fedshift.federation.secure.closed import Box, Package, Passage, most_bytes
 from fedshift.federation.site_runner import Setting, SiteRunner
+from fedshift.federation.training import Training
 from fedshift.methods.base import Method
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -55,21 +67,21 @@ class SiteSeals:
         self._memory, self._terms, self._sums = config.memory, terms, sums
         self._check: tuple[str, ReplyCheck] | None = None
 
-    def key(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
+    def key(self, asked: Asked[KeyRequest]) -> Message:
         """Answer with the signed key of a run, which is made if the run has none here."""
-        run, identity = header["run"], self._sums.identity
+        run, identity = asked.request.run, self._sums.identity
         public, file = SealingKey.of(self._folder(run) / "key").public, self._folder(run) / "card.json"
         # Signing again would give another signature, and a repeated request must be answered with the same card.
-        kept = read_object(file, f"restore it, or delete {file.parent} and run again")
-        card = card_of(self.name, kept["card"]) if kept else None
+        kept = read_stored(KeyAnswer, file, f"restore it, or delete {file.parent} and run again")
+        card = None if kept is None else kept.of(self.name)
         if card is None or (card.public, card.certificate) != (public, identity.certificate):
             signature = identity.sign(key_text(run, self.name, public))
             card = KeyCard(self.name, public, signature, identity.certificate)
-            write_object(file, {"card": card_entry(card)}, private=True)
-        entry["key"] = public.hex()
-        return seal({"answers": header["key"], "card": card_entry(card)}, body_of({}))
+            write_object(file, KeyAnswer(card=key_entry(card)).model_dump(mode="json"), private=True)
+        asked.entry["key"] = public.hex()
+        return answer_of(asked.key, KeyAnswer(card=key_entry(card)))
 
-    def end(self, run: Any) -> None:
+    def end(self, run: str) -> None:
         """Keep the key of a run that is over, if parts of its trained model are sealed for this site."""
         boxes = self._boxes(run)
         if boxes.newest.exists():
@@ -78,36 +90,33 @@ class SiteSeals:
             shutil.rmtree(kept, ignore_errors=True)
             boxes.folder.rename(kept)
 
-    def _folder(self, run: Any) -> Path:
+    def _folder(self, run: str) -> Path:
         return self._memory / run_name(run) / FOLDER
 
-    def _boxes(self, run: Any) -> Boxes:
+    def _boxes(self, run: str) -> Boxes:
         return Boxes(self.name, self._folder(run), self._terms, self._sums)
 
     # At the sender ----------------------------------------------------------------------------------------------------
 
-    def begun(self, header: Mapping[str, Any], method: Method, entry: dict[str, Any]) -> Sealing | None:
+    def begun(self, request: CallRequest, method: Method, entry: dict[str, Any]) -> Sealing | None:
         """What a request says of sealing its reply; None if it does not ask for that.
 
         Raises:
             Refused: the reply is not one that the server leaves unread, or a reader's key is not signed by that site.
         """
-        boxes = self._boxes(header["run"])
-        boxes.check_setting(header)
-        if "seal" not in header:
+        boxes = self._boxes(request.run)
+        boxes.check_setting(request)
+        if request.seal is None:
             return None
-        way = method.calls.routed(header["call"])
+        way = method.calls.routed(request.call)
         if way is None:
-            raise Refused(f"site '{self.name}': what call {header['call']} sends is not only handed on to another site")
-        try:
-            cards = {str(reader): card_of(str(reader), card) for reader, card in header["seal"]["for"].items()}
-        except (KeyError, TypeError, AttributeError, FedshiftError):
-            cards = {}
+            raise Refused(f"site '{self.name}': what call {request.call} sends is not only handed on to another site")
+        cards = {reader: KeyCard(reader, *entry) for reader, entry in request.seal.readers.items()}
         if not cards or (way.readers == "target" and len(cards) > 1):
             raise Refused(f"site '{self.name}': a request to seal does not say for whom")
         if way.readers == "sender" and cards.keys() != {self.name}:
             raise Refused(
-                f"site '{self.name}' is asked to seal for '{next(iter(cards))}' what call {header['call']} seals for "
+                f"site '{self.name}' is asked to seal for '{next(iter(cards))}' what call {request.call} seals for "
                 "the site itself alone"
             )
         if way.readers == "target" and self.name in cards:
@@ -117,8 +126,8 @@ class SiteSeals:
         for reader, card in cards.items():
             if reader == self.name and card.public != boxes.key.public:
                 raise Refused(f"site '{self.name}' is asked to seal for a key that is said to be its own and is not")
-            boxes.check_signed(reader, card.certificate, key_text(header["run"], reader, card.public), card.signature)
-        boxes.note_setting(header)
+            boxes.check_signed(reader, card.certificate, key_text(request.run, reader, card.public), card.signature)
+        boxes.note_setting(request)
         entry["sealed_for"] = list(cards)
         return Sealing(self.name, self._sums, boxes, cards, way)
 
@@ -126,29 +135,28 @@ class SiteSeals:
 
     def opened(
         self,
-        header: Mapping[str, Any],
+        asked: Asked[CallRequest],
         runner: SiteRunner,
         method: Method,
-        content: Mapping[str, Content],
-        entry: dict[str, Any],
     ) -> Mapping[str, Content]:
         """The content of a request with its sealed models opened.
 
         Raises:
             Refused: one was not sealed by its sender for this site and this exchange, or is no model of this run.
         """
-        call = header["call"]
+        request, content = asked.request, asked.content
+        call = request.call
         ways = [Way(made, way) for made, way in method.traits.routed.items() if call in way.to]
         given = {way.routed.to[call]: way for way in ways}
         places = [path.split("/")[0] for path, value in leaves(content) if isinstance(value, Sealed)]
         for place in places:
             if place not in given or isinstance(content[place], Sealed):
                 raise Refused(f"site '{self.name}': call {call} is not given sealed models in '{place}'")
-        if not places and header.get("routing") != "sealed":
+        if not places and request.routing != "sealed":
             return content
-        exchange, check = int(header["envelope"]["exchange"]), _check_of(runner, header)
-        boxes, opened = self._boxes(header["run"]), dict(content)
-        boxes.note_setting(header)
+        exchange, check = request.envelope.exchange, _check_of(runner, request)
+        boxes, opened = self._boxes(request.run), dict(content)
+        boxes.note_setting(request)
         newest: dict[str, int] = {}
         for argument, way in given.items():
             models = content.get(argument)
@@ -156,32 +164,31 @@ class SiteSeals:
                 raise Refused(f"site '{self.name}': call {call} is not given models by site in '{argument}'")
             found = {}
             for sender, value in models.items():
-                if way.routed.in_model and isinstance(value, Weights) and _is_of(check.start, value, header["wire"]):
+                if way.routed.in_model and isinstance(value, Weights) and _is_of(check.start, value, request.wire):
                     found[sender] = value  # nobody has trained it yet
                     continue
-                box = boxes.only(value, sender, _most(check, header))
+                box = boxes.only(value, sender, _most(check, request))
                 if way.routed.in_model:
-                    boxes.check_way(box, header["run"], sender, way, None)
+                    boxes.check_way(box, request.run, sender, way, None)
                     boxes.check_newer({sender: box.passage.exchange}, exchange)
                     newest[sender] = box.passage.exchange
                 else:
-                    boxes.check_way(box, header["run"], sender, way, exchange - 1)
+                    boxes.check_way(box, request.run, sender, way, exchange - 1)
                 found[sender] = boxes.models(box, method, check, content)[""]
             opened[argument] = found
-            entry["opened"] = list(found)
+            asked.entry["opened"] = list(found)
         if newest:
             boxes.note(newest, exchange)
         return opened
 
-    def opened_model(
-        self, header: Mapping[str, Any], setting: Setting, content: Mapping[str, Content], entry: dict[str, Any]
-    ) -> Weights:
+    def opened_model(self, asked: Asked[MeasureRequest] | Asked[PredictRequest], setting: Setting) -> Weights:
         """The model in a request to measure it, with its sealed parts opened.
 
         Raises:
             Refused: a part was not sealed for this site, or is not one of the newest model that the site knows of.
             FedshiftError: there is no model.
         """
+        request, content = asked.request, asked.content
         found = content.get("weights")
         if isinstance(found, Weights):
             return found
@@ -189,28 +196,27 @@ class SiteSeals:
             raise FedshiftError("a request to measure holds no weights")
         method = setting.method
         assert isinstance(method, Method)
-        digest = digest_of(header)
-        if self._check is None or self._check[0] != digest:
-            about = _about(setting.build_network(), 0, header, setting.training)
-            self._check = digest, ReplyCheck(method, {self.name: about}, all_sites=False)
-        check, boxes = self._check[1], self._boxes(header["run"])
+        if self._check is None or self._check[0] != request.digest:
+            about = _about(setting.build_network(), 0, request, setting.training)
+            self._check = request.digest, ReplyCheck(method, {self.name: about}, all_sites=False)
+        check, boxes = self._check[1], self._boxes(request.run)
         try:
-            package = Package.read(found, _most(check, header))
+            package = Package.read(found, _most(check, request))
         except FedshiftError as error:
             raise Refused(f"site '{self.name}': a request to measure: {error}") from None
         for box in package.boxes:
             way = method.calls.routed(box.passage.call)
             if way is None or not way.in_model:
                 raise Refused(f"site '{self.name}': a model to measure has a part that call {box.passage.call} sent")
-            boxes.check_way(box, header["run"], box.passage.sender, Way(box.passage.call, way), None)
-        position = int(header["at"]) + 0.5  # after this exchange, and before the next
+            boxes.check_way(box, request.run, box.passage.sender, Way(box.passage.call, way), None)
+        position = request.at + 0.5  # after this exchange, and before the next
         newest = boxes.check_whole(package, position)
         clear = content.get("weights in clear")
         model = package.whole(
             clear if isinstance(clear, Weights) else {}, lambda box: boxes.models(box, method, check, {})
         )
         boxes.note(newest, position)
-        entry["opened"] = [box.passage.sender for box in package.boxes]
+        asked.entry["opened"] = [box.passage.sender for box in package.boxes]
         return model
 
     def opened_file(self, content: Mapping[str, Content]) -> Weights:
@@ -243,23 +249,23 @@ class Sealing:
         return {**kinds, self._way.field: SEALED}
 
     def sealed(
-        self, reply: Reply, header: Mapping[str, Any], runner: SiteRunner, sent: Mapping[str, Content]
+        self, reply: Reply, request: CallRequest, runner: SiteRunner, sent: Mapping[str, Content]
     ) -> dict[str, Content]:
         """A reply with its models sealed, after the check that the server makes of replies that it can read.
 
         Raises:
             FedshiftError: the reply is not what the call promises.
         """
-        call, found = header["call"], reply_content(reply)
+        call, found = request.call, reply_content(reply)
         try:
-            _check_of(runner, header).check(call, self._name, type(reply), found, sent)
+            _check_of(runner, request).check(call, self._name, type(reply), found, sent)
         except FedshiftError as error:
             raise type(error)(f"site '{self._name}': its reply to call {call}: {error}") from None
-        exchange, field = int(header["envelope"]["exchange"]), self._way.field
-        passage = Passage(header["run"], exchange, call, field, self._name, tuple(sorted(self._cards)))
+        exchange, field = request.envelope.exchange, self._way.field
+        passage = Passage(request.run, exchange, call, field, self._name, tuple(sorted(self._cards)))
         value: Any = found[field]
         models: dict[str, Weights] = {"": value} if isinstance(value, Weights) else dict(value)
-        plain = narrowed(runner.site.memory, header, {field: value}).data
+        plain = narrowed(runner.site.memory, request, {field: value}).data
         keys = {reader: card.public for reader, card in self._cards.items()}
         said, sealed = seal_for(keys, plain, passage, models)
         identity = self._sums.identity
@@ -269,19 +275,18 @@ class Sealing:
         return {**found, field: Box.of(said, sealed, signature, identity.certificate)}
 
 
-def _check_of(runner: SiteRunner, header: Mapping[str, Any]) -> ReplyCheck:
+def _check_of(runner: SiteRunner, request: RunRequest) -> ReplyCheck:
     site = runner.site
-    about = _about(site.network, site.samples, header, site.training)
+    about = _about(site.network, site.samples, request, site.training)
     return ReplyCheck(runner.method, {site.name: about}, all_sites=False)
 
 
-def _about(network: Network, samples: int, header: Mapping[str, Any], training: Any) -> About:
-    setting = header["setting"]
-    return About(network, samples, tuple(setting["input_shape"]), int(setting["classes"]), training)
+def _about(network: Network, samples: int, request: RunRequest, training: Training) -> About:
+    return About(network, samples, request.setting.input_shape, request.setting.classes, training)
 
 
-def _most(check: ReplyCheck, header: Mapping[str, Any]) -> int:
-    return most_bytes(check.size, int(header["setting"]["sources"]))
+def _most(check: ReplyCheck, request: RunRequest) -> int:
+    return most_bytes(check.size, request.setting.sources)
 
 
 def _is_of(start: Weights, model: Weights, wire: Wire) -> bool:

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from fedshift.deploy.agreed_terms import AgreedTerms
 from fedshift.deploy.crypto.at_site import SecureSite
-from fedshift.deploy.crypto.keys import Order, signed_text
-from fedshift.deploy.crypto.orders import (
-    card_entry,
+from fedshift.deploy.crypto.keys import KeyAnswer, Order, signed_text
+from fedshift.deploy.remote.orders import (
     confirmed_content,
+    key_entry,
     order_in,
     order_of,
     revealed_content,
@@ -23,15 +23,16 @@ from fedshift.deploy.crypto.orders import (
     upload_content,
 )
 from fedshift.deploy.remote.policy import MASKED, AuditLog, described
-from fedshift.deploy.remote.wire import Message, body_of, seal, unseal
+from fedshift.deploy.remote.requests import Asked, CallRequest, KeyRequest, UnmaskRequest, run_name
+from fedshift.deploy.remote.transport import Done, answer_of
+from fedshift.deploy.remote.wire import Message, body_of, resealed
 from fedshift.deploy.secure.identity import Identity
 from fedshift.deploy.secure.rosters import Rosters
 from fedshift.deploy.site_file import SiteConfig
-from fedshift.deploy.site_requests import run_name
 from fedshift.errors import FedshiftError, Refused, TrainingDiverged
 from fedshift.federation.messages import NUMBERS, Content, Reply, reply_content
 from fedshift.federation.replies import About, ReplyCheck
-from fedshift.federation.secure.sums import Weighing, contribution
+from fedshift.federation.secure.sums import LayoutEntry, Weighing, contribution
 from fedshift.federation.site_runner import SiteRunner
 from fedshift.methods.base import Method, reads_of
 from fedshift.weights import Weights
@@ -81,33 +82,31 @@ class SiteSums:
 
     # Requests ---------------------------------------------------------------------------------------------------------
 
-    def key(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
+    def key(self, asked: Asked[KeyRequest]) -> Message:
         """Answer with the signed key of a run, which is made if the run has none here."""
         self.policy.check_kind(self.name, MASKED, "secure aggregation")
-        card = self.site(header["run"]).card()
-        entry["key"] = card.public.hex()
-        return seal({"answers": header["key"], "card": card_entry(card)}, body_of({}))
+        card = self.site(asked.request.run).card()
+        asked.entry["key"] = card.public.hex()
+        return answer_of(asked.key, KeyAnswer(card=key_entry(card)))
 
-    def begun(
-        self, header: Mapping[str, Any], body_sha256: str, method: Method, *, noise: bool = False
-    ) -> Summing | None:
+    def begun(self, asked: Asked[CallRequest], method: Method, *, noise: bool = False) -> Summing | None:
         """The sum that a request to run a call asks for; None if it asks for the reply itself.
 
         Args:
-            header: of the request.
-            body_sha256: of its content.
+            asked: the request.
             method: of the run.
             noise: whether the site trains with noise, which holds whatever sums the coordinator gets.
 
         Raises:
             Refused: the sum is not one that this site takes part in.
         """
-        if "sum" not in header:
+        request = asked.request
+        if request.sum is None:
             return None
         if reads_of(method) != "sums":  # the sum could be nearly a single model
             raise Refused(f"site '{self.name}': {method.name} with these options is not made of sums alone")
-        order, weighing = order_in(header, body_sha256)
-        self._check_work(header, order)
+        order, weighing = order_in(request, asked.body)
+        self._check_work(request, order)
         if not noise:
             self.rosters.check(order.roster)
         found = {
@@ -119,12 +118,13 @@ class SiteSums:
         }
         self._terms.check_peers(found)
         site = self.site(order.run, found)
-        site.forget_uploads(int(header["checkpoint"]))
-        question = hashlib.sha256(f"{body_sha256} {json.dumps(header['setting'], sort_keys=True)}".encode()).hexdigest()
+        site.forget_uploads(request.checkpoint)
+        whole = f"{asked.body} {json.dumps(request.setting.plain(), sort_keys=True)}"
+        question = hashlib.sha256(whole.encode()).hexdigest()
         rosters = None if noise else self.rosters
-        return Summing(site, order, weighing, tuple(header["setting"]["input_shape"]), question, rosters)
+        return Summing(site, order, weighing, request.setting.input_shape, question, rosters)
 
-    def _check_work(self, header: Mapping[str, Any], order: Order) -> None:
+    def _check_work(self, request: CallRequest, order: Order) -> None:
         """Check what the others of the roster are asked for, which is the same for all or the masks do not cancel.
 
         A site that is asked to do no work contributes what it was sent, which the coordinator knows.
@@ -132,14 +132,12 @@ class SiteSums:
         Raises:
             Refused: too few of them train while this site does, or they are asked for another round.
         """
-        envelopes, own = header["sum"]["envelopes"], dict(header["envelope"])
-        try:
-            asked = {site: dict(envelope) for site, envelope in envelopes.items()}
-            working = [site for site, one in asked.items() if one["mini_batches_left"] > 0 and one["progress"] < 1]
-            when = ("exchange", "round", "progress")  # learning rates follow from the progress
-            alike = {tuple(one[name] for name in when) for one in asked.values()} == {tuple(own[name] for name in when)}
-        except (TypeError, ValueError, KeyError, AttributeError):
-            raise Refused(f"site '{self.name}': a request to mask does not say what each site is asked for") from None
+        own, asked = request.envelope, request.sum.envelopes if request.sum is not None else {}
+        working = [site for site, one in asked.items() if one.mini_batches_left > 0 and one.progress < 1]
+        # Learning rates follow from the progress.
+        alike = {(one.exchange, one.round, one.progress) for one in asked.values()} == {
+            (own.exchange, own.round, own.progress)
+        }
         if not alike or asked.get(self.name) != own or set(asked) != set(order.roster):
             raise Refused(f"site '{self.name}': the sites of the roster are not asked for the same")
         if self.name in working and len(working) < self.policy.smallest_sum:
@@ -148,30 +146,29 @@ class SiteSums:
                 f"{len(working)} (rule policy.smallest_sum)"
             )
 
-    def confirm(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
+    def confirm(self, asked: Asked[UnmaskRequest]) -> Message:
         """Answer with the codes that confirm to the others who is in a sum."""
-        order, answered = self._in_sum(header, entry)
-        return self._answer(header, entry, confirmed_content(self.site(order.run).confirm(order, answered)))
+        order, answered = self._in_sum(asked)
+        return self._answer(asked, confirmed_content(self.site(order.run).confirm(order, answered)))
 
-    def unmask(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
+    def unmask(self, asked: Asked[UnmaskRequest]) -> Message:
         """Answer with the shares that take the masks off a sum."""
-        order, answered = self._in_sum(header, entry)
-        told = self.site(order.run).reveal(order, answered, *sealed_of(content))
-        return self._answer(header, entry, revealed_content(told, order, answered))
+        order, answered = self._in_sum(asked)
+        told = self.site(order.run).reveal(order, answered, *sealed_of(asked.content))
+        return self._answer(asked, revealed_content(told, order, answered))
 
-    def _in_sum(self, header: Mapping[str, Any], entry: dict[str, Any]) -> tuple[Order, list[str]]:
+    def _in_sum(self, asked: Asked[UnmaskRequest]) -> tuple[Order, list[str]]:
         """What a sum is of, and who is in it, as a request of the second exchange says."""
         self.policy.check_kind(self.name, MASKED, "secure aggregation")
-        order, answered = order_of(header["run"], header["order"]), header["answered"]
-        if not isinstance(answered, list) or not all(isinstance(site, str) for site in answered):
-            raise Refused(f"site '{self.name}': a request to unmask does not say who answered")
-        entry |= {"call": order.call[:100], "exchange": order.exchange, "answered": answered[: len(order.roster)]}
+        order, answered = order_of(asked.request.run, asked.request.order), list(asked.request.answered)
+        told = {"call": order.call[:100], "exchange": order.exchange, "answered": answered[: len(order.roster)]}
+        asked.entry.update(told)
         return order, answered
 
     @staticmethod
-    def _answer(header: Mapping[str, Any], entry: dict[str, Any], sent: dict[str, Content]) -> Message:
-        entry["sent"] = described(sent)
-        return seal({"answers": header["key"]}, body_of(sent))
+    def _answer(asked: Asked[UnmaskRequest], sent: dict[str, Content]) -> Message:
+        asked.entry["sent"] = described(sent)
+        return answer_of(asked.key, Done(), body_of(sent))
 
 
 def promised_masked(kinds: Mapping[str, str]) -> dict[str, str]:
@@ -207,7 +204,7 @@ class Summing:
         self._site, self._weighing, self._input_shape = site, weighing, input_shape
         self._kept = site.kept(order)
         self._numbers: Tensor | None = None
-        self.layout: list[Any] = []
+        self.layout: LayoutEntry | None = None
         """What the integers stand for."""
 
     def contribution(
@@ -235,7 +232,7 @@ class Summing:
             text = f"site '{site.name}': its reply to call {call}: "
             raise type(error)(f"{text}{error}", public=f"{text}{why}; the site's audit log says more") from None
         self._numbers = found.numbers["sum"]
-        self.layout = [list(found.layout.numbers), [list(one) for one in found.layout.tensors]]
+        self.layout = found.layout.entry
         return {"sum": found.numbers}
 
     def _check_worked(self, share: float) -> None:
@@ -270,10 +267,10 @@ class Summing:
         if self._kept is None:
             return None
         content: dict[str, Content] = {"sum": upload_content(self._kept, self.order)}
-        header, _, _ = unseal(answer)
-        return seal(header, body_of(content)), content
+        # The same header with the body that is kept elsewhere.
+        return resealed(answer, body_of(content)), content
 
 
 def without_body(answer: Message) -> Message:
     """An answer to keep without its body, which is kept elsewhere."""
-    return seal(json.loads(answer.header), body_of({}))
+    return resealed(answer, body_of({}))

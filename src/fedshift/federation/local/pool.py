@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -28,8 +28,23 @@ from fedshift.errors import FedshiftError, KindRefused, TrainingDiverged, UserEr
 from fedshift.federation.exchange import Answer, Missing, Request
 from fedshift.federation.federation import Federation
 from fedshift.federation.local.cards import Card, dealt, environment
+from fedshift.federation.local.commands import (
+    CallCommand,
+    CallDone,
+    Command,
+    Done,
+    Failed,
+    LoadCommand,
+    OwnCommand,
+    SaveCommand,
+    Saved,
+    SettingCommand,
+    SharedRows,
+    SiteCommand,
+)
 from fedshift.federation.local.in_process import names_of
 from fedshift.federation.messages import Statistics, decode, encode
+from fedshift.federation.plain_values import Frozen
 from fedshift.federation.setting_json import reply_from, setting_recipe
 from fedshift.federation.site_runner import Setting, SitePlan, about_sites
 from fedshift.weights import Weights
@@ -74,17 +89,20 @@ class SharedFiles:
         self._shared.clear()
 
 
-def answer_of(message: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A worker's answer, ``(content, header)``.
+A = TypeVar("A", bound=Frozen)
+
+
+def answer_of(kind: type[A], message: bytes) -> tuple[dict[str, Any], A]:
+    """A worker's answer: its content, and what it says, of this kind.
 
     Raises:
         FedshiftError: the worker's own error.
     """
     content, header = decode(message)
     if "error" in header:
-        kind = getattr(errors, header["error"], FedshiftError)
-        raise kind(header["message"])
-    return content, header
+        failed = Failed.model_validate(header)
+        raise getattr(errors, failed.error, FedshiftError)(failed.message)
+    return content, kind.model_validate(header)
 
 
 class Pool(Protocol):
@@ -99,11 +117,11 @@ class Pool(Protocol):
 
     def forget(self) -> None: ...
 
-    def send(self, worker: int, command: Mapping[str, Any], **content: Any) -> None: ...
+    def send(self, worker: int, command: Command, **content: Any) -> None: ...
 
     def ready(self, workers: Sequence[int]) -> list[int]: ...
 
-    def receive(self, worker: int) -> tuple[dict[str, Any], dict[str, Any]]: ...
+    def receive(self, kind: type[A], worker: int) -> tuple[dict[str, Any], A]: ...
 
     def close(self) -> None: ...
 
@@ -161,15 +179,15 @@ class WorkerPool(SharedFiles):
         there = wait([self.connections[worker] for worker in workers])
         return [self.connections.index(connection) for connection in there]  # type: ignore[arg-type]
 
-    def send(self, worker: int, command: Mapping[str, Any], **content: Any) -> None:
+    def send(self, worker: int, command: Command, **content: Any) -> None:
         """Send a command to one worker. `receive` waits for the answer."""
         try:
-            self.connections[worker].send_bytes(encode(content, command))
+            self.connections[worker].send_bytes(encode(content, command.plain()))
         except OSError as error:
             raise self._lost(worker) from error
 
-    def receive(self, worker: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Wait for a worker's answer, ``(content, header)``.
+    def receive(self, kind: type[A], worker: int) -> tuple[dict[str, Any], A]:
+        """Wait for a worker's answer: its content, and what it says, of this kind.
 
         Raises:
             FedshiftError: the worker died, or its own error.
@@ -178,7 +196,7 @@ class WorkerPool(SharedFiles):
             message = self.connections[worker].recv_bytes()
         except (EOFError, OSError) as error:
             raise self._lost(worker) from error
-        return answer_of(message)
+        return answer_of(kind, message)
 
     def _lost(self, worker: int) -> FedshiftError:
         process = self._processes[worker]
@@ -226,28 +244,32 @@ class PoolFederation(Federation):
             load[worker] += sum(len(rows) for _, rows, _ in plan.parts)
             self._worker_of[plan.name] = worker
         recipe = setting_recipe(setting)
-        recipe["device"] = pool.device or recipe["device"]
+        recipe = recipe.model_copy(update={"device": pool.device or recipe.device})
         for worker in range(len(load)):
-            self._call(worker, {"do": "setting", "setting": recipe})
+            self._call(Done, worker, SettingCommand(setting=recipe))
         for plan in plans:
-            command: dict[str, Any] = {
-                "do": "site",
-                "name": plan.name,
-                "role": plan.role,
-                "refuse": sorted(plan.refuse),
-            }
+            shared: dict[str, tuple[SharedRows, ...]] = {}
             rows: dict[str, Statistics] = {}
             for group, parts in (("parts", plan.parts), ("unlabelled", plan.unlabelled), ("held_out", plan.held_out)):
-                command[group] = [
-                    {"folder": pool.share(domain), "name": domain.name, "number": number} for domain, _, number in parts
-                ]
+                shared[group] = tuple(
+                    SharedRows(folder=pool.share(domain), name=domain.name, number=number)
+                    for domain, _, number in parts
+                )
                 rows[group] = Statistics({str(i): torch.from_numpy(chosen) for i, (_, chosen, _) in enumerate(parts)})
-            self._call(self._worker_of[plan.name], command, **rows)
+            command = SiteCommand(
+                name=plan.name,
+                role=plan.role,
+                refuse=tuple(sorted(plan.refuse)),
+                parts=shared["parts"],
+                unlabelled=shared["unlabelled"],
+                held_out=shared["held_out"],
+            )
+            self._call(Done, self._worker_of[plan.name], command, **rows)
 
-    def _call(self, worker: int, command: Mapping[str, Any], **content: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Send a command to one worker and wait for its answer."""
+    def _call(self, kind: type[A], worker: int, command: Command, **content: Any) -> tuple[dict[str, Any], A]:
+        """Send a command to one worker and wait for its answer, of this kind."""
         self._pool.send(worker, command, **content)
-        return self._pool.receive(worker)
+        return self._pool.receive(kind, worker)
 
     def deliver(self, call: str, requests: Iterator[Request]) -> Generator[Answer[Any] | Missing, None, None]:
         """Give each free worker its next request; yield answers in the order asked, with only a few waiting."""
@@ -264,23 +286,23 @@ class PoolFederation(Federation):
                     may_run = len(waiting) < BUFFERED_ANSWERS or (queue and queue[0].site == site)
                     if worker not in busy and queue and may_run:
                         request = queue.popleft()
-                        command = {"do": "call", "site": request.site, "call": call, "envelope": vars(request.envelope)}
+                        command = CallCommand(site=request.site, call=call, envelope=request.envelope)
                         self._pool.send(worker, command, **request.content)
                         busy[worker] = request.site
                 for worker in self._pool.ready(list(busy)):
                     name = busy.pop(worker)
                     try:
-                        content, header = self._pool.receive(worker)
+                        content, done = self._pool.receive(CallDone, worker)
                     except (TrainingDiverged, KindRefused) as error:
                         waiting[name] = Missing(name, error)
                         continue
-                    waiting[name] = Answer(name, reply_from(header["reply"], content), header["mini_batches"])
+                    waiting[name] = Answer(name, reply_from(done.reply, content), done.mini_batches)
             yield waiting.pop(site)
 
     def own_weights(self, site: str, weights: Weights) -> Weights:
         if site not in self._worker_of or not self.method.calls.keep_own_weights:
             return weights
-        content, _ = self._call(self._worker_of[site], {"do": "own", "site": site}, weights=weights)
+        content, _ = self._call(Done, self._worker_of[site], OwnCommand(site=site), weights=weights)
         own: Weights = content["weights"]
         return own
 
@@ -288,11 +310,10 @@ class PoolFederation(Federation):
         version = self.progress.exchange
         out: dict[str, dict[str, str]] = {}
         for name, worker in self._worker_of.items():
-            command = {"do": "save", "site": name, "folder": str(folder / name), "version": version}
-            out[name] = self._call(worker, command)[1]["files"]
+            command = SaveCommand(site=name, folder=str(folder / name), version=version)
+            out[name] = self._call(Saved, worker, command)[1].files
         return out
 
     def load_memory(self, folder: Path, files: Mapping[str, Mapping[str, str]]) -> None:
         for name, worker in self._worker_of.items():
-            command = {"do": "load", "site": name, "folder": str(folder / name), "files": dict(files.get(name, {}))}
-            self._call(worker, command)
+            self._call(Done, worker, LoadCommand(site=name, folder=str(folder / name), files=dict(files.get(name, {}))))

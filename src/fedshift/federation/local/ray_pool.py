@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from fedshift.errors import SitesLost
-from fedshift.federation.local.pool import SharedFiles, answer_of
+from fedshift.federation.local.commands import CallCommand, Command
+from fedshift.federation.local.pool import A, SharedFiles, answer_of
 from fedshift.federation.local.ray_cluster import check_room, joined, settle_in, waited, where
 from fedshift.federation.local.worker import Worker
 from fedshift.federation.messages import Content, encode
@@ -82,14 +83,14 @@ class RayPool(SharedFiles):
         """The number of actors."""
         return len(self._actors)
 
-    def send(self, worker: int, command: Mapping[str, Any], **content: Content) -> None:
+    def send(self, worker: int, command: Command, **content: Content) -> None:
         """Send a command to one actor. `receive` waits for the answer."""
-        exchange = command.get("envelope", {}).get("exchange", -1)
+        exchange = command.envelope.exchange if isinstance(command, CallCommand) else -1
         if exchange != self._exchange:
             self._exchange = exchange
             self._kept.clear()
         pieces = [self._put(name, value) for name, value in content.items()]
-        self._asked[worker] = self._actors[worker].answer.remote(encode({}, command), *pieces)
+        self._asked[worker] = self._actors[worker].answer.remote(encode({}, command.plain()), *pieces)
 
     def _put(self, name: str, value: Content) -> Any:
         """A piece of content in the cluster, put there once for all sites of an exchange that get the same object."""
@@ -103,12 +104,12 @@ class RayPool(SharedFiles):
         by_answer = {self._asked[worker]: worker for worker in workers}
         return [by_answer[there] for there in self._waited(list(by_answer))]
 
-    def receive(self, worker: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    def receive(self, kind: type[A], worker: int) -> tuple[dict[str, Any], A]:
         """Wait for an actor's answer, as `WorkerPool.receive`."""
         answer = self._asked.pop(worker)
         self._waited([answer])
         try:
-            return answer_of(self._ray.get(answer, timeout=self._wait))
+            return answer_of(kind, self._ray.get(answer, timeout=self._wait))
         except self._ray.exceptions.RayError as error:
             raise SitesLost(f"the process of sites {worker} in the cluster is gone ({type(error).__name__})") from error
 

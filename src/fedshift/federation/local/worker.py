@@ -21,15 +21,29 @@ from fedshift.data.domain import Domain, SparseRows
 from fedshift.errors import OUT_OF_MEMORY, FedshiftError, is_out_of_memory
 from fedshift.extras import runs_program
 from fedshift.federation.local.allocator import keep_freed_memory
+from fedshift.federation.local.commands import (
+    KINDS,
+    CallCommand,
+    CallDone,
+    Done,
+    Failed,
+    LoadCommand,
+    OwnCommand,
+    SaveCommand,
+    Saved,
+    SettingCommand,
+    SiteCommand,
+)
 from fedshift.federation.messages import decode, encode, reply_content
+from fedshift.federation.plain_values import Frozen
 from fedshift.federation.setting_json import setting_from
-from fedshift.federation.site import Envelope
 from fedshift.federation.site_runner import Setting, SitePlan, SiteRunner
 from fedshift.import_paths import CHILD, place_of
 from fedshift.models.network import Network
 from fedshift.models.registry import any_code
 
-Answer = tuple[dict[str, Any], dict[str, Any]]
+Answer = tuple[dict[str, Any], Frozen]
+"""The content of an answer, and what it says."""
 
 
 class Worker:
@@ -40,45 +54,43 @@ class Worker:
         self._network: Network | None = None
         self._runners: dict[str, SiteRunner] = {}
 
-    def setting(self, header: dict[str, Any], content: dict[str, Any]) -> Answer:
-        self._setting, self._runners = setting_from(header["setting"], any_code), {}
+    def setting(self, command: SettingCommand, content: dict[str, Any]) -> Answer:
+        self._setting, self._runners = setting_from(command.setting, any_code), {}
         self._network = self._setting.build_network()
-        return {}, {}
+        return {}, Done()
 
-    def site(self, header: dict[str, Any], content: dict[str, Any]) -> Answer:
+    def site(self, command: SiteCommand, content: dict[str, Any]) -> Answer:
         assert self._setting is not None
         parts, unlabelled, held_out = (
             [
-                (read_domain(part["name"], Path(part["folder"])), content[group][str(i)].numpy(), part["number"])
-                for i, part in enumerate(header[group])
+                (read_domain(part.name, Path(part.folder)), content[group][str(number)].numpy(), part.number)
+                for number, part in enumerate(getattr(command, group))
             ]
             for group in ("parts", "unlabelled", "held_out")
         )
-        refuse = frozenset(header["refuse"])
-        plan = SitePlan(header["name"], header["role"], parts, unlabelled, held_out, refuse)
+        plan = SitePlan(command.name, command.role, parts, unlabelled, held_out, frozenset(command.refuse))
         self._runners[plan.name] = SiteRunner(plan, self._setting, network=self._network)
-        return {}, {}
+        return {}, Done()
 
-    def call(self, header: dict[str, Any], content: dict[str, Any]) -> Answer:
-        envelope = Envelope(**header["envelope"])
-        reply, mini_batches = self._runners[header["site"]].run(header["call"], envelope, content)
-        return reply_content(reply), {"reply": place_of(type(reply)), "mini_batches": mini_batches}
+    def call(self, command: CallCommand, content: dict[str, Any]) -> Answer:
+        reply, mini_batches = self._runners[command.site].run(command.call, command.envelope, content)
+        return reply_content(reply), CallDone(reply=place_of(type(reply)), mini_batches=mini_batches)
 
-    def save(self, header: dict[str, Any], content: dict[str, Any]) -> Answer:
-        memory = self._runners[header["site"]].site.memory
-        return {}, {"files": memory.save(Path(header["folder"]), header["version"])}
+    def save(self, command: SaveCommand, content: dict[str, Any]) -> Answer:
+        memory = self._runners[command.site].site.memory
+        return {}, Saved(files=memory.save(Path(command.folder), command.version))
 
-    def own(self, header: dict[str, Any], content: dict[str, Any]) -> Answer:
-        runner = self._runners[header["site"]]
-        return {"weights": runner.method.own_weights(content["weights"], runner.site.memory)}, {}
+    def own(self, command: OwnCommand, content: dict[str, Any]) -> Answer:
+        runner = self._runners[command.site]
+        return {"weights": runner.method.own_weights(content["weights"], runner.site.memory)}, Done()
 
-    def load(self, header: dict[str, Any], content: dict[str, Any]) -> Answer:
-        self._runners[header["site"]].site.memory.load(Path(header["folder"]), header["files"])
-        return {}, {}
+    def load(self, command: LoadCommand, content: dict[str, Any]) -> Answer:
+        self._runners[command.site].site.memory.load(Path(command.folder), command.files)
+        return {}, Done()
 
     def answer(self, command: bytes, *more: bytes) -> bytes:
         """Answer a command, an error included; ``more`` holds further pieces of its content."""
-        commands: dict[str, Callable[[dict[str, Any], dict[str, Any]], Answer]] = {
+        works: dict[str, Callable[[Any, dict[str, Any]], Answer]] = {
             "setting": self.setting,
             "site": self.site,
             "call": self.call,
@@ -91,11 +103,14 @@ class Worker:
             whole = dict(content)
             for piece in more:
                 whole.update(decode(piece)[0])
-            return encode(*commands[header["do"]](header, whole))
+            do = str(header.get("do"))
+            # Between processes of one machine JSON's lists may stand for tuples.
+            answer, said = works[do](KINDS[do].model_validate(header, strict=False), whole)
+            return encode(answer, said.model_dump())
         except FedshiftError as error:
-            return encode({}, {"error": type(error).__name__, "message": str(error)})
+            return encode({}, Failed(error=type(error).__name__, message=str(error)).model_dump())
         except Exception as error:
-            return encode({}, _failure(error))
+            return encode({}, _failure(error).model_dump())
 
     def serve(self, connection: Connection) -> None:
         """Answer commands until the pool closes the connection."""
@@ -111,12 +126,12 @@ class Worker:
                 return
 
 
-def _failure(error: Exception) -> dict[str, str]:
+def _failure(error: Exception) -> Failed:
     """What the server is told of an error: one line where memory ran out, else, of a bug, the whole traceback."""
     if is_out_of_memory(error):
-        return {"error": "UserError", "message": OUT_OF_MEMORY}
+        return Failed(error="UserError", message=OUT_OF_MEMORY)
     trace = "".join(traceback.format_exception(error))
-    return {"error": "FedshiftError", "message": f"a worker failed:\n{trace}"}
+    return Failed(error="FedshiftError", message=f"a worker failed:\n{trace}")
 
 
 def read_domain(name: str, folder: Path) -> Domain:

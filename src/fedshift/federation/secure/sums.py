@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import ConfigDict, Field, RootModel
 from torch import Tensor
 
 from fedshift.errors import FedshiftError
@@ -63,6 +64,15 @@ class Weighing:
         return 1.0 if self.by == "uniform" else float(reply_content(reply)["samples"]) * 2.0**-self.exponent  # type: ignore[arg-type]
 
 
+_Tensor = tuple[str, str, str, str, tuple[Annotated[int, Field(ge=0)], ...]]
+
+
+class LayoutEntry(RootModel[tuple[tuple[str, ...], tuple[_Tensor, ...]]]):
+    """A `Layout` as it stands in a message: its two fields."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+
 @dataclass(frozen=True)
 class Layout:
     """What the integers of a contribution stand for after the one and the weight.
@@ -76,31 +86,26 @@ class Layout:
     tensors: tuple[tuple[str, str, str, str, tuple[int, ...]], ...]
 
     @property
+    def entry(self) -> LayoutEntry:
+        """The same for a message."""
+        return LayoutEntry((self.numbers, self.tensors))
+
+    @property
     def length(self) -> int:
         """Integers of a contribution."""
         return 2 + len(self.numbers) + sum(math.prod(shape) for *_, shape in self.tensors)
 
     @staticmethod
-    def read(described: Any) -> Layout:
-        """From JSON, of a message.
+    def read(entry: LayoutEntry | None) -> Layout:
+        """From a message.
 
         Raises:
-            FedshiftError: it is no layout.
+            FedshiftError: there is none, or one of tensors that no sum has.
         """
-        try:
-            numbers, tensors = described
-            entries = [(field, kind, name, dtype, tuple(shape)) for field, kind, name, dtype, shape in tensors]
-            found = Layout(tuple(numbers), tuple(entries))
-            words = [*numbers, *(word for entry in entries for word in entry[:4])]
-            sizes = [size for *_, shape in entries for size in shape]
-            fits = all(isinstance(word, str) for word in words) and all(
-                type(size) is int and size >= 0 for size in sizes
-            )
-            known = all(kind in KINDS and dtype in _DTYPES for _, kind, _, dtype, _ in entries)
-            if not (fits and known and min(sizes, default=0) >= 0 and found.length <= _MOST):
-                raise ValueError
-        except (TypeError, ValueError):
-            raise FedshiftError("it does not describe what it contributes to the sum") from None
+        found = None if entry is None else Layout(*entry.root)
+        known = found is not None and all(kind in KINDS and dtype in _DTYPES for _, kind, _, dtype, _ in found.tensors)
+        if found is None or not known or found.length > _MOST:
+            raise FedshiftError("it does not describe what it contributes to the sum")
         return found
 
 

@@ -7,22 +7,20 @@ its masks are bound to, so a coordinator that tells sites different things gets 
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
 
 import torch
-from pydantic import BeforeValidator, PlainSerializer
 from torch import Tensor
 
 from fedshift.deploy.crypto.at_site import Revealed, Upload
-from fedshift.deploy.crypto.keys import KeyCard, Order
+from fedshift.deploy.crypto.keys import KeyCard, KeyEntry, Order
+from fedshift.deploy.remote.requests import CallRequest, OrderAsked, SumAsked, Work
 from fedshift.errors import FedshiftError, Refused
 from fedshift.federation.messages import Content, Masked
-from fedshift.federation.plain_values import Frozen
 from fedshift.federation.secure.sums import Weighing, threshold
+from fedshift.federation.site import Envelope
 from fedshift.functional.secret_sharing import SHARE_BYTES
 
 _MOST_SITES = 1000
@@ -32,114 +30,60 @@ _WIRE_BYTES = 28
 """Nonce and tag of what is sealed."""
 
 
-def _text(data: bytes) -> str:
-    return base64.b64encode(data).decode()
+def key_entry(card: KeyCard) -> KeyEntry:
+    """A key card without the site's name, as it stands in a message."""
+    return card.public, card.signature, card.certificate
 
 
-def _decoded(text: Any) -> bytes:
-    if not isinstance(text, str):
-        raise ValueError("it is no text in base 64")
-    return base64.b64decode(text, validate=True)
-
-
-Encoded = Annotated[bytes, BeforeValidator(_decoded), PlainSerializer(_text)]
-"""Bytes that a message holds as text in base 64."""
-KeyEntry = tuple[Encoded, Encoded, Encoded]
-"""A key card without the site's name: key, signature, certificate."""
-
-
-class KeyAnswer(Frozen):
-    """What a site answers that is asked for its key of a run."""
-
-    card: KeyEntry
-
-    def of(self, site: str) -> KeyCard:
-        """The card of the site that answered."""
-        return KeyCard(site, *self.card)
-
-
-def card_entry(card: KeyCard) -> list[str]:
-    """A key card as JSON, without the site's name."""
-    return [_text(card.public), _text(card.signature), _text(card.certificate)]
-
-
-def card_of(site: str, entry: Any) -> KeyCard:
-    """The inverse of `card_entry`.
-
-    Raises:
-        FedshiftError: it is no key card.
-    """
-    try:
-        public, signature, certificate = (base64.b64decode(part, validate=True) for part in entry)
-    except (TypeError, ValueError):
-        raise FedshiftError(f"site '{site}' gave no key for secure aggregation") from None
-    return KeyCard(site, public, signature, certificate)
-
-
-def sum_entry(
+def sum_asked(
     weighing: Weighing,
     cards: Mapping[str, KeyCard],
-    envelopes: Mapping[str, Mapping[str, Any]],
+    envelopes: Mapping[str, Envelope],
     colluders: int = 0,
-) -> dict[str, Any]:
+) -> SumAsked:
     """What a request to mask says of the sum, the same to all sites."""
-    return {
-        "threshold": threshold(len(cards), colluders),
-        "weighing": [weighing.by, weighing.exponent, weighing.terms],
-        "cards": {site: card_entry(card) for site, card in sorted(cards.items())},
-        "envelopes": {site: dict(envelope) for site, envelope in sorted(envelopes.items())},
-    }
+    return SumAsked(
+        threshold=threshold(len(cards), colluders),
+        weighing=(weighing.by, weighing.exponent, weighing.terms),
+        cards={site: key_entry(card) for site, card in sorted(cards.items())},
+        envelopes={site: Work(**vars(envelope)) for site, envelope in sorted(envelopes.items())},
+    )
 
 
-def order_in(header: Mapping[str, Any], body_sha256: str) -> tuple[Order, Weighing]:
-    """The order in the header of a request to mask, and how contributions are weighted.
-
-    Raises:
-        Refused: it is no such header.
-    """
-    try:
-        whole = header["sum"]
-        by, exponent, terms = whole["weighing"]
-        cards = tuple(card_of(site, entry) for site, entry in sorted(whole["cards"].items()))
-        needed = whole["threshold"]
-        fits = by in ("samples", "uniform") and all(type(number) is int for number in (exponent, terms, needed))
-        if not fits or not 0 <= exponent <= _LARGEST_EXPONENT or not len(cards) <= terms <= _MOST_SITES:
-            raise ValueError
-        if not threshold(len(cards)) <= needed <= len(cards):
-            raise ValueError
-        rows = [header["part"][name] for name in ("role", "split")]
-        content = [body_sha256, header["setting"], whole["weighing"], whole["envelopes"], rows]
-        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-        exchange = header["envelope"]["exchange"]
-        return Order(header["run"], exchange, header["call"], digest, cards, needed), Weighing(by, exponent, terms)
-    except (KeyError, TypeError, ValueError, AttributeError, FedshiftError):
-        raise Refused("a request to mask does not say what the sum is of") from None
-
-
-def order_entry(order: Order) -> dict[str, Any]:
-    """An order in the header of a request to unmask. A site knows from its record whether it masked for this one."""
-    keys = {card.site: _text(card.public) for card in order.cards}
-    return {
-        "exchange": order.exchange,
-        "call": order.call,
-        "content": order.content,
-        "keys": keys,
-        "threshold": order.needed,
-    }
-
-
-def order_of(run: str, entry: Any) -> Order:
-    """The inverse of `order_entry`.
+def order_in(request: CallRequest, body_sha256: str) -> tuple[Order, Weighing]:
+    """The order in a request to mask, and how contributions are weighted.
 
     Raises:
-        Refused: it is none.
+        Refused: it has none, or one that cannot be.
     """
-    try:
-        cards = tuple(card_of(site, [key, "", ""]) for site, key in sorted(entry["keys"].items()))
-        exchange, needed = int(entry["exchange"]), int(entry["threshold"])
-        return Order(run, exchange, str(entry["call"]), str(entry["content"]), cards, needed)
-    except (KeyError, TypeError, ValueError, AttributeError, FedshiftError):
-        raise Refused("a request to unmask does not say what the sum is of") from None
+    whole = request.sum
+    if whole is None:
+        raise Refused("a request to mask does not say what the sum is of")
+    by, exponent, terms = whole.weighing
+    cards = tuple(KeyCard(site, *entry) for site, entry in sorted(whole.cards.items()))
+    weighed = 0 <= exponent <= _LARGEST_EXPONENT and len(cards) <= terms <= _MOST_SITES
+    if not weighed or not threshold(len(cards)) <= whole.threshold <= len(cards):
+        raise Refused("a request to mask does not say what the sum is of")
+    envelopes = {site: envelope.model_dump(mode="json") for site, envelope in whole.envelopes.items()}
+    rows = [request.part.role, request.part.split.model_dump(mode="json")]
+    content = [body_sha256, request.setting.plain(), whole.weighing, envelopes, rows]
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    order = Order(request.run, request.envelope.exchange, request.call, digest, cards, whole.threshold)
+    return order, Weighing(by, exponent, terms)
+
+
+def order_asked(order: Order) -> OrderAsked:
+    """An order as a request to unmask holds it."""
+    keys = {card.site: card.public for card in order.cards}
+    return OrderAsked(
+        exchange=order.exchange, call=order.call, content=order.content, keys=keys, threshold=order.needed
+    )
+
+
+def order_of(run: str, asked: OrderAsked) -> Order:
+    """The inverse of `order_asked`."""
+    cards = tuple(KeyCard(site, key, b"", b"") for site, key in sorted(asked.keys.items()))
+    return Order(run, asked.exchange, asked.call, asked.content, cards, asked.threshold)
 
 
 # What sites send ------------------------------------------------------------------------------------------------------

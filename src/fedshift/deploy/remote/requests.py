@@ -1,0 +1,432 @@
+"""What a coordinator may ask of a site: a frozen model for each request, parsed once, where its bytes arrive.
+
+`READING` lists what is checked before that, in this order. A field that this version does not know is ignored, though a
+request's key covers it; but not in an envelope, and not in what is asked of metrics.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Generic, Literal, TypeVar
+
+from pydantic import AfterValidator, ConfigDict, Field
+
+from fedshift.data.domain import Preprocessing
+from fedshift.deploy.crypto.keys import Encoded, KeyEntry
+from fedshift.deploy.remote.wire import Message, Wire
+from fedshift.errors import FedshiftError, Refused, UserError
+from fedshift.evaluation.estimate.plain_sums import GivenReading, GivenSite, GivenSums
+from fedshift.evaluation.records import Part as Measured
+from fedshift.federation.federation import OnRefusal
+from fedshift.federation.messages import Content
+from fedshift.federation.plain_values import Closed, Frozen, parsed
+from fedshift.federation.secure.sums import By
+from fedshift.federation.setting_json import MethodRecipe, SettingRecipe
+from fedshift.federation.site import Envelope
+from fedshift.version import installed_version
+
+PROTOCOL = 3
+"""The version of requests and replies. A site refuses any other. Requests of version 1 named a call ``step``."""
+SCORES = ".scores"
+"""What a file ends with that holds the scores of a run's last model, beside the run's folder."""
+_SUFFIXES = (".json", ".jsonl", ".lock", ".secret", SCORES)
+"""Of files in a site's memory that belong to no run."""
+_MOST_SITES = 100_000
+
+
+def plain_name(name: str) -> str:
+    """Check a name from a message that becomes part of a path.
+
+    Raises:
+        FedshiftError: the name could lead out of the folder.
+    """
+    if not re.fullmatch(r"[\w=+-][\w.=+-]{0,200}", name):
+        raise FedshiftError("a message names a file that is not a plain name")
+    return name
+
+
+def run_name(name: str) -> str:
+    """Check the name of a run, whose folder in a site's memory lies beside files of that memory.
+
+    Raises:
+        FedshiftError: the name could lead out of the memory, or is that of such a file.
+    """
+    if Path(plain_name(name)).suffix in _SUFFIXES:
+        raise FedshiftError(f"a run may not have a name that ends with {', '.join(_SUFFIXES)}")
+    return name
+
+
+def _said(value: Any) -> Any:
+    if value is None:
+        raise ValueError("it is there and says nothing")
+    return value
+
+
+Said = AfterValidator(_said)
+"""Of a field that may be left out: a site that is asked for a sum of nothing must not send its model alone."""
+RunName = Annotated[str, AfterValidator(run_name)]
+FileName = Annotated[str, AfterValidator(plain_name)]
+Number = Annotated[int, Field(ge=0, lt=2**53)]
+"""Of rounds, exchanges or mini-batches."""
+
+
+class Request(Frozen):
+    """A request of any kind."""
+
+    do: str
+    run: str
+
+    def plain(self) -> dict[str, Any]:
+        """The header that is sent, but for its key and the version."""
+        return {"do": self.do, **self.model_dump(mode="json", by_alias=True, exclude_unset=True)}
+
+
+# Before a run ---------------------------------------------------------------------------------------------------------
+
+
+class SplitRule(Frozen):
+    """How a site splits its samples, for every seed."""
+
+    test_fraction: float
+    split: Literal["auto", "random", "official"]
+
+
+class Hello(Request):
+    """Asks for a site's card, and whether it takes part.
+
+    Attributes:
+        texts: checksums of the encoders of texts in the network, by folder.
+        texts: checksums of the encoders of texts that the network needs and nobody sends, by folder.
+        unseen: whether the target's samples are used for measuring alone.
+        sums: the sites that may be in one sum.
+    """
+
+    do: Literal["hello"] = "hello"
+    run: str = ""
+    version: str
+    methods: tuple[MethodRecipe, ...]
+    network: dict[str, Any] | None = None
+    texts: dict[str, str] = Field(default_factory=dict)
+    training: dict[str, Any] | None = None
+    split: SplitRule
+    unseen: bool = False
+    seeds: tuple[int, ...]
+    on_refusal: OnRefusal
+    aggregation: str = ""
+    private: bool = False
+    routing: str = ""
+    sums: tuple[str, ...] = ()
+
+
+class KeyRequest(Request):
+    """Asks for the key of a run: for secure sums (``key``), or to seal models for the site."""
+
+    do: Literal["key", "sealing_key"]
+    run: RunName
+
+
+# In a run -------------------------------------------------------------------------------------------------------------
+
+
+class Work(Closed):
+    """An `Envelope`: what a request tells a site beside the content."""
+
+    exchange: Number
+    round: Number
+    progress: Annotated[float, Field(ge=0, le=1)]
+    mini_batches_left: Number
+
+    @property
+    def envelope(self) -> Envelope:
+        """The same for the site's runner."""
+        return Envelope(self.exchange, self.round, self.progress, self.mini_batches_left)
+
+
+class SeedSplit(SplitRule):
+    """One split of a site's samples."""
+
+    seed: int
+
+
+class SitePart(Frozen):
+    """What a site is told of its own part in a run.
+
+    Attributes:
+        number: the number of its domain.
+        whole: whether it is measured on all its samples.
+        own: whether it is measured with its own model.
+    """
+
+    role: Literal["source", "target", "unseen"]
+    number: int
+    split: SeedSplit
+    whole: bool
+    fingerprint: str
+    own: bool = False
+
+
+class SumAsked(Frozen):
+    """What a request to mask says of the sum, the same to all its sites.
+
+    Attributes:
+        threshold: how many sites must tell shares.
+        weighing: by what contributions are weighted, the exponent and the number of terms.
+        cards: the keys of the roster.
+        envelopes: what each of its sites is asked for.
+    """
+
+    threshold: int
+    weighing: tuple[By, int, int]
+    cards: dict[str, KeyEntry]
+    envelopes: dict[str, Work]
+
+
+class SealAsked(Frozen):
+    """For whom a site seals its reply, with their keys."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    readers: Annotated[dict[str, KeyEntry], Field(alias="for")]
+
+
+class RunRequest(Request):
+    """What every request about a run's model repeats: a restarted site needs no memory of the run.
+
+    Attributes:
+        kept: the files of the site's memory that the last checkpoint names.
+        memory: those that the request builds on.
+        checkpoint: the last exchange that the checkpoint covers.
+        at: the exchange after which a sealed model is measured.
+    """
+
+    run: RunName
+    setting: SettingRecipe
+    part: SitePart
+    memory: dict[str, FileName] = Field(default_factory=dict)
+    kept: dict[str, str]
+    checkpoint: int
+    wire: Wire
+    aggregation: str = ""
+    routing: str = ""
+    at: int = 0
+    seal: Annotated[SealAsked | None, Said] = None
+    sum: Annotated[SumAsked | None, Said] = None
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of run, setting and part: requests with equal digests use the same runner."""
+        own = [self.run, self.setting.plain(), self.part.model_dump(mode="json", exclude_unset=True)]
+        return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
+
+
+class CallRequest(RunRequest):
+    """Asks to run a call of the method."""
+
+    do: Literal["call"] = "call"
+    call: str
+    envelope: Work
+
+
+class Whole(Closed):
+    """How a coordinator asks for all metrics, at the end of a run.
+
+    Attributes:
+        part: what the site is in the run: the target, or a source, of which the held-out samples are measured.
+        resamples: bootstrap samples of the intervals.
+        threshold: the score from which a sample of a target is positive; None if no source chose one.
+        sums: whether sums of confidences are asked for, too.
+    """
+
+    part: Measured
+    resamples: Annotated[int, Field(ge=0, le=100_000)] = 0
+    threshold: Annotated[float, Field(ge=0, le=1)] | None = None
+    sums: bool = False
+
+
+class MeasureRequest(RunRequest):
+    """Asks for the accuracy of a model at the site, or at the end for all metrics."""
+
+    do: Literal["measure"] = "measure"
+    round: Number
+    whole: Whole | None = None
+
+
+class PredictRequest(RunRequest):
+    """Hands the last model of a run to a site without labels."""
+
+    do: Literal["predict"] = "predict"
+    round: Number
+    metadata: dict[str, Any]
+
+
+class OrderAsked(Frozen):
+    """An order in a request to unmask. A site knows from its record whether it masked for this one."""
+
+    exchange: int
+    call: str
+    content: str
+    keys: dict[str, Encoded]
+    threshold: int
+
+
+class UnmaskRequest(Request):
+    """Asks for the codes that confirm who is in a sum, or for the shares that unmask it."""
+
+    do: Literal["confirm", "unmask"]
+    run: RunName
+    round: Number = 0
+    order: OrderAsked
+    answered: tuple[str, ...]
+
+
+# After a run ----------------------------------------------------------------------------------------------------------
+
+
+class EndRequest(Request):
+    """Ends a run."""
+
+    do: Literal["end"] = "end"
+    run: RunName
+    estimates_follow: bool = False
+
+
+class ReadingRequest(Request):
+    """Asks what estimators say of the kept scores, from the sums of the other sites."""
+
+    do: Literal["reading"] = "reading"
+    run: RunName
+    sums: GivenSums
+
+
+class ReadingAnswer(Frozen):
+    """What a site answers that is asked for the reading of its scores."""
+
+    reading: GivenReading
+
+
+class EstimateRequest(Request):
+    """Tells a site without labels what is known of others."""
+
+    do: Literal["estimate"] = "estimate"
+    run: RunName
+    known: Annotated[dict[str, GivenSite], Field(max_length=_MOST_SITES)]
+    preprocessing: Preprocessing
+    threshold: float | None = None
+
+
+KINDS: dict[str, type[Request]] = {
+    "hello": Hello,
+    "key": KeyRequest,
+    "sealing_key": KeyRequest,
+    "call": CallRequest,
+    "measure": MeasureRequest,
+    "predict": PredictRequest,
+    "confirm": UnmaskRequest,
+    "unmask": UnmaskRequest,
+    "end": EndRequest,
+    "reading": ReadingRequest,
+    "estimate": EstimateRequest,
+}
+"""Every request that a site knows."""
+
+
+# Where the bytes arrive -----------------------------------------------------------------------------------------------
+
+R = TypeVar("R", bound=Request, covariant=True)
+
+
+@dataclass(frozen=True)
+class Asked(Generic[R]):
+    """A request at a site.
+
+    Attributes:
+        request: what is asked.
+        content: what it brings.
+        body: SHA-256 of the content's bytes.
+        key: of the request.
+        entry: of the audit log, to which whoever answers adds.
+    """
+
+    request: R
+    content: Mapping[str, Content]
+    body: str
+    key: str
+    entry: dict[str, Any]
+
+
+def request_key(header: Mapping[str, Any], body_sha256: str) -> str:
+    """A digest of a request. A site that gets the same request again repeats its answer and does not work again.
+
+    The checkpoint's number and files are left out, since they differ when a round is repeated.
+    """
+    own = {name: value for name, value in header.items() if name not in ("key", "kept", "checkpoint")}
+    return hashlib.sha256(f"{json.dumps(own, sort_keys=True)}\n{body_sha256}".encode()).hexdigest()
+
+
+def check_protocol(site: str, header: Mapping[str, Any], body: str) -> None:
+    """Raise UserError if the coordinator speaks another version of the requests."""
+    if header.get("protocol") != PROTOCOL:
+        raise UserError(
+            f"site '{site}' speaks version {PROTOCOL} of the requests, the coordinator {header.get('protocol')}: "
+            "install the same fedshift at both"
+        )
+
+
+def check_key(site: str, header: Mapping[str, Any], body: str) -> None:
+    """Raise FedshiftError unless the key is that of the request."""
+    if header.get("key") != request_key(header, body):
+        raise FedshiftError("a request's key does not fit its content")
+
+
+def check_known(site: str, header: Mapping[str, Any], body: str) -> None:
+    """Raise UserError if no request has this name."""
+    do = header.get("do")
+    if not isinstance(do, str) or do not in KINDS:
+        raise UserError(f"site '{site}' does not know the request '{do}'")
+
+
+def check_version(site: str, header: Mapping[str, Any], body: str) -> None:
+    """Raise Refused if a run would begin with another version of fedshift: its requests may have other fields."""
+    if header.get("do") == "hello" and header.get("version") != installed_version():
+        raise Refused(
+            f"site '{site}' has fedshift {installed_version()}, the coordinator {header.get('version')}: install the "
+            "same version at both"
+        )
+
+
+READING: tuple[Callable[[str, Mapping[str, Any], str], None], ...] = (
+    check_protocol,
+    check_key,
+    check_known,
+    check_version,
+)
+"""What is checked of a header before it is parsed, in this order. Until then it is a mapping of anything."""
+
+
+def asked_in(
+    site: str, message: Message, header: Mapping[str, Any], content: Mapping[str, Content], entry: dict[str, Any]
+) -> Asked[Request]:
+    """The request in a message.
+
+    Args:
+        site: that is asked.
+        message: the message.
+        header: its header, read as JSON.
+        content: its content.
+        entry: of the audit log.
+
+    Raises:
+        FedshiftError: it is none; one line that says what does not fit.
+    """
+    body = hashlib.sha256(message.body).hexdigest()
+    for check in READING:
+        check(site, header, body)
+    do, key = str(header.get("do")), str(header.get("key"))
+    request = parsed(KINDS[do], message.header, f"site '{site}': the request '{do}'")
+    return Asked(request, content, body, key, entry)
