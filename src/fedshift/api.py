@@ -378,8 +378,8 @@ def check(experiment: Given, trust: bool = False) -> checks.Check:
         (650, 2600)
     """
     resolved = _resolved(experiment, trust)
-    found = checks.check(resolved)
-    return replace(found, words=check_text(resolved, found, Path("runs")))
+    checked = checks.check(resolved)
+    return replace(checked, words=check_text(resolved, checked, Path("runs")))
 
 
 def _resolved(experiment: Given, trust: bool = False) -> Experiment:

@@ -150,10 +150,10 @@ class OnnxModel:
         if self.task != "classification":
             raise UserError(f"estimate is for models that tell classes apart, and this one is for {self.task}")
         _, inputs, shift = self._read(rows)
-        found = estimate_from_sums(
+        outputs = estimate_from_sums(
             self.left_out, self._scores(inputs), shift.refusal, shift.warning, threshold=self.threshold
         )
-        return replace(found, reasons=(*found.reasons, NOT_LOOKED_AT)) if self.left_out else found
+        return replace(outputs, reasons=(*outputs.reasons, NOT_LOOKED_AT)) if self.left_out else outputs
 
     def _read(self, rows: Sequence[Any]) -> tuple[list[str], npt.NDArray[Any], InputShift]:
         """Names of samples, the samples as they are stored, and how they differ from the training data.

@@ -25,7 +25,9 @@ def export_run(
             adapted to samples that are too unlike, unless ``accept_shift`` says that it is wanted all the same.
     """
     folder = out or (run if run.is_dir() else run.parent) / "export"
-    found = Model.load(run, own_method, own_network).export(to, folder, accept_shift, push_to)
-    typer.echo(f"{found.file}: its probabilities agree with the run's (largest difference {found.difference:.1e})")
-    if found.pushed is not None:
-        typer.echo(f"pushed: {found.pushed}")
+    exported = Model.load(run, own_method, own_network).export(to, folder, accept_shift, push_to)
+    typer.echo(
+        f"{exported.file}: its probabilities agree with the run's (largest difference {exported.difference:.1e})"
+    )
+    if exported.pushed is not None:
+        typer.echo(f"pushed: {exported.pushed}")

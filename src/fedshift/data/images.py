@@ -501,10 +501,10 @@ def _parsed(content: bytes, shape: tuple[int, ...]) -> Decoded:
         ValueError: it is of another shape.
     """
     stream = BytesIO(content)
-    found = np.load(stream, allow_pickle=False)
-    if found.shape != shape or found.dtype != np.uint8:
-        raise ValueError(found.shape)
-    return _with_what_is_beside(found, stream.read())
+    array = np.load(stream, allow_pickle=False)
+    if array.shape != shape or array.dtype != np.uint8:
+        raise ValueError(array.shape)
+    return _with_what_is_beside(array, stream.read())
 
 
 def _with_what_is_beside(found: Grey, rest: bytes) -> Decoded:

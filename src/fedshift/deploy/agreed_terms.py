@@ -359,8 +359,8 @@ class AgreedTerms:
 
     def approvals(self, request: AskedTerms) -> tuple[str, ...]:
         """Who has approved a request, by approvals that count."""
-        found = valid_approvals(request.approvals, self._digest(request), self._policy.approvers)
-        return tuple(one.person for one in found.values())
+        approvals = valid_approvals(request.approvals, self._digest(request), self._policy.approvers)
+        return tuple(one.person for one in approvals.values())
 
     def _approvals(self, request: AskedTerms, terms: _File, by: Approver | None) -> dict[str, Approval]:
         if by is None and self._counts_people:

@@ -75,8 +75,8 @@ def check_deployable(experiment: Experiment) -> FlareEngine:
         )
     experiment.protocol.deployed()
     for network in experiment.model.networks():
-        place = network.name.rpartition(":")[0]
-        if place.endswith(".py") or place == "bundle":
+        folder = network.name.rpartition(":")[0]
+        if folder.endswith(".py") or folder == "bundle":
             raise UserError(
                 f"model.name: {network.display} is a file, and no code travels; install it as a package at every site "
                 "and name it package.module:Class, which sites must list in policy.models"
@@ -452,8 +452,8 @@ class _AtSites:
 
 def _metrics(found: Mapping[str, Measures], sites: Sequence[str], part: Part) -> list[SiteMetrics]:
     """What sites said of the last round, under the names and parts that they have here."""
-    said = {site: found[site].metrics for site in sites if site in found}
-    return [one.model_copy(update={"site": site, "part": part}) for site, one in said.items() if one is not None]
+    metrics = {site: found[site].metrics for site in sites if site in found}
+    return [one.model_copy(update={"site": site, "part": part}) for site, one in metrics.items() if one is not None]
 
 
 def _recall(pairs: Sequence[tuple[int, int] | None]) -> float | None:

@@ -131,8 +131,8 @@ def kept_sums(place: Path) -> dict[str, GivenSums]:
     Raises:
         Damaged: the file is.
     """
-    kept = read_stored(_KeptSums, place, _REMEDY, older=True)
-    return {} if kept is None else kept.root
+    sums = read_stored(_KeptSums, place, _REMEDY, older=True)
+    return {} if sums is None else sums.root
 
 
 def note_estimated(folder: Path, runs: Collection[str]) -> None:

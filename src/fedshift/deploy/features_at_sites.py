@@ -54,14 +54,16 @@ def features_for(
     """
     extractor = extractor_for(options, preprocessing, "data at sites").to(device)
     width = extractor(torch.zeros(1, *shape, dtype=torch.uint8, device=device)).shape[1]
-    told = described(options, extractor, preprocessing)
+    preprocessed = described(options, extractor, preprocessing)
     if own is not None:
         domains = {
-            name: replace(domain, inputs=_of(domain, options, extractor, str((told.backbone or {})["weights"]), device))
+            name: replace(
+                domain, inputs=_of(domain, options, extractor, str((preprocessed.backbone or {})["weights"]), device)
+            )
             for name, domain in own.domains.items()
         }
-        own = replace(own, domains=domains, preprocessing=told)
-    return Features(told, (width,), own)
+        own = replace(own, domains=domains, preprocessing=preprocessed)
+    return Features(preprocessed, (width,), own)
 
 
 def features_here(holding: Holding, setting: Setting, device: str) -> Domain:
@@ -86,10 +88,12 @@ def features_here(holding: Holding, setting: Setting, device: str) -> Domain:
             f"site '{domain.name}': its images, or the weights of {options.backbone.name} in its FEDSHIFT_WEIGHTS, are "
             "not those that the coordinator describes"
         )
-    found = replace(domain, inputs=_of(domain, options, extractor, weights_fingerprint(options, extractor), device))
-    if tuple(found.inputs.shape[1:]) != tuple(setting.input_shape):
-        raise UserError(f"site '{domain.name}': samples have the shape {tuple(found.inputs.shape[1:])}")
-    return found
+    domain_of_features = replace(
+        domain, inputs=_of(domain, options, extractor, weights_fingerprint(options, extractor), device)
+    )
+    if tuple(domain_of_features.inputs.shape[1:]) != tuple(setting.input_shape):
+        raise UserError(f"site '{domain.name}': samples have the shape {tuple(domain_of_features.inputs.shape[1:])}")
+    return domain_of_features
 
 
 def _of(domain: Domain, options: Frozen, extractor: Any, weights: str, device: str) -> Any:

@@ -49,11 +49,11 @@ def proxy_for(host: str, setting: str | None) -> str | None:
     """
     if setting != ENVIRONMENT:
         return setting
-    found = urllib.request.getproxies_environment().get("https")
-    if not found or urllib.request.proxy_bypass(host):
+    address = urllib.request.getproxies_environment().get("https")
+    if not address or urllib.request.proxy_bypass(host):
         return None
-    proxy_address(found)
-    return found
+    proxy_address(address)
+    return address
 
 
 def connected(host: str, port: int, proxy: str | None, seconds: float | None = None) -> socket.socket:

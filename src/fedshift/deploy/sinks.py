@@ -135,9 +135,9 @@ def _collector(url: str) -> tuple[Any, Any]:
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
     exporter = Exporter(url, timeout=_PATIENCE, session=session)
     # Only a name: by default the resource would tell this process and its machine.
-    made = provider(resource=resource({"service.name": "fedshift"}), shutdown_on_exit=False)
-    made.add_log_record_processor(export.SimpleLogRecordProcessor(exporter))
-    return made.get_logger("fedshift"), exporter
+    logs = provider(resource=resource({"service.name": "fedshift"}), shutdown_on_exit=False)
+    logs.add_log_record_processor(export.SimpleLogRecordProcessor(exporter))
+    return logs.get_logger("fedshift"), exporter
 
 
 AnySink = FileSink | SyslogSink | OtlpSink

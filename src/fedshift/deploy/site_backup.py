@@ -113,9 +113,9 @@ def restore(backup: Path, path: Path, newest: Path | None = None) -> Restored:
     if copied is not None and config.audit_log in written:
         write_bytes(config.audit_log, copied, private=True)
         end_file(config.audit_log).unlink(missing_ok=True)
-    kept = tuple(file for file in (*targets, *records) if file not in written)
+    staying = tuple(file for file in (*targets, *records) if file not in written)
     counted = "" if ledger_was_there else _counted(config, complete=copied is not None)
-    return Restored(config, tuple(written), kept, counted)
+    return Restored(config, tuple(written), staying, counted)
 
 
 def _kit_files(kit: Path) -> list[Path]:

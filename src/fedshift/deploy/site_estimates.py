@@ -105,10 +105,10 @@ class SiteEstimates:
             raise FedshiftError(f"site '{self._site}' has no scores of run {run}")
         others = asked.request.sums
         check_classes(others, scores.shape[1])
-        said = GivenReading.model_validate(plain_reading(read(others.sums, scores)))
+        reading = GivenReading.model_validate(plain_reading(read(others.sums, scores)))
         note_reading(self._memory, run, asked.key)
         asked.entry["sent"] = {"reading": {"kind": CONFIDENCES}}
-        return answer_of(asked.key, ReadingAnswer(reading=said))
+        return answer_of(asked.key, ReadingAnswer(reading=reading))
 
     def forget(self, run: str) -> None:
         """Remove the scores of a run."""

@@ -383,9 +383,9 @@ class SiteProgram:
         written = narrowed(memory, request, sent)
         files = memory.save(call.folder, request.envelope.exchange)
         self._runner = (request.digest, runner, dict(files))
-        said = CallAnswer(mini_batches=mini_batches, memory=files)
-        said = said if summing is None else said.model_copy(update={"layout": summing.layout})
-        answer = answer_of(asked.key, said, written)
+        header = CallAnswer(mini_batches=mini_batches, memory=files)
+        header = header if summing is None else header.model_copy(update={"layout": summing.layout})
+        answer = answer_of(asked.key, header, written)
         kept = answer if summing is None else without_body(answer)  # its upload is kept already
         keep_answer(call.folder, request.envelope.exchange, asked.key, kept)
         return answer

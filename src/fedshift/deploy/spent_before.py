@@ -56,12 +56,12 @@ def noted_spending(file: Path, budgets: Mapping[str, GivenPrivacy | None]) -> tu
                         "they know"
                     )
                 continue
-            told = _steps(budget.spent)
-            lacks = any(told.get(kind, 0) < steps for kind, steps in known.items())
-            if lacks and (fault := _fault(site, budget, known, told)) is not None:
+            noisy_steps = _steps(budget.spent)
+            lacks = any(noisy_steps.get(kind, 0) < steps for kind, steps in known.items())
+            if lacks and (fault := _fault(site, budget, known, noisy_steps)) is not None:
                 faults.append(fault)
-            elif told:  # what is lost may be counted as something else, which costs no less
-                after[site] = tuple((*kind, steps) for kind, steps in told.items())
+            elif noisy_steps:  # what is lost may be counted as something else, which costs no less
+                after[site] = tuple((*kind, steps) for kind, steps in noisy_steps.items())
         if after != before.sites:
             write_object(file, _SpentBefore(sites=after).model_dump(mode="json"), private=True)
         return warnings, faults

@@ -96,6 +96,6 @@ def _prepared(options: Mapping[str, Any], folder: Path | None, permit: Callable[
     prepare = {**with_setting(SETTINGS, {**styles, "setting": setting}), "name": "styles"}
     del prepare["setting"]
     method = parse({**inner, **beside, "prepare": prepare, "label": None}, folder, permit)
-    own = "styles" if setting == PAPER else f"styles-{setting}"
-    label = options.get("label") or "+".join((own, *composition_of(method)[1:]))
+    display = "styles" if setting == PAPER else f"styles-{setting}"
+    label = options.get("label") or "+".join((display, *composition_of(method)[1:]))
     return method.model_copy(update={"label": label})

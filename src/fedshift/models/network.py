@@ -316,11 +316,11 @@ def copy_with(network: Network, weights: Mapping[str, Tensor] | None = None) -> 
     for value, tensor in replaced:
         new = torch.empty_like(value).copy_(tensor)
         memo[id(value)] = nn.Parameter(new, value.requires_grad) if isinstance(value, nn.Parameter) else new
-    made = copy.deepcopy(network, memo)
+    copied = copy.deepcopy(network, memo)
     if weights is not None and not replaced:
-        made.load_state_dict(dict(weights))
-    trains = all(module.training and not _has_its(module, ("train",)) for module in made.modules())
-    return made if trains else made.train()
+        copied.load_state_dict(dict(weights))
+    trains = all(module.training and not _has_its(module, ("train",)) for module in copied.modules())
+    return copied if trains else copied.train()
 
 
 @torch.no_grad()

@@ -72,12 +72,12 @@ class AssembledNorm2d(nn.Module):
 
 def with_norms(network: Network, norm: Callable[[nn.BatchNorm2d], nn.Module]) -> Network:
     """A copy of ``network`` with what ``norm`` makes of it in place of every BatchNorm2d."""
-    made = copy.deepcopy(network)  # layers that keep what they loaded stay
-    for path, module in list(made.named_modules()):
+    copied = copy.deepcopy(network)  # layers that keep what they loaded stay
+    for path, module in list(copied.named_modules()):
         if type(module) is nn.BatchNorm2d and not has_method(module, "train"):
             parent, _, child = path.rpartition(".")
-            setattr(made.get_submodule(parent), child, norm(module))
-    return made
+            setattr(copied.get_submodule(parent), child, norm(module))
+    return copied
 
 
 def batch_norms(network: nn.Module) -> list[_BatchNorm]:

@@ -93,9 +93,9 @@ def _say_labels(config: SiteConfig, holding: Holding, say: Callable[[str], None]
     domain, data, site = holding.domain, holding.data, config.file.site
     if domain.unlabelled:
         known = len(domain.known)
-        told = f"few, {known} of {len(domain)}" if known else "none"
+        labels = f"few, {known} of {len(domain)}" if known else "none"
         what = "they measure models and train none" if known else "it measures no model"
-        say(f"labels: {told} (data.site_labels): {what}; what it gets is kept at {config.received}")
+        say(f"labels: {labels} (data.site_labels): {what}; what it gets is kept at {config.received}")
         if "few_train" in getattr(holding.source, "site_labels", {}).values():
             say(f"few_train: its labels train under a kit and a SITE.yaml of their own, site: {site}.labelled")
     elif data.task == "classification":

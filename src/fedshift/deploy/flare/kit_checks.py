@@ -94,8 +94,8 @@ def check_settings(kit: Kit) -> None:
 def check_launcher(kit: Kit) -> None:
     """Raise UserError unless a site's settings name our launcher of jobs, and no other: their jobs would not be locked
     down."""
-    found = plain_object(kit.flare / "local" / "resources.json").get("components", [])
-    paths = [str(part.get("path")) for part in found if isinstance(part, dict)]
+    components = plain_object(kit.flare / "local" / "resources.json").get("components", [])
+    paths = [str(part.get("path")) for part in components if isinstance(part, dict)]
     if [path for path in paths if path.endswith("Launcher")] != [LAUNCHER_CLASS]:
         raise UserError(
             f"{kit.flare / 'local' / 'resources.json'}: FLARE would start jobs that are not locked down: stop this "

@@ -487,8 +487,8 @@ def _end_of(log: Path) -> _End | None:
     Raises:
         Damaged: what was written down is.
     """
-    found = read_object(end_file(log), RECOVER, older=True)
-    return _End.model_validate(found) if found else None
+    end = read_object(end_file(log), RECOVER, older=True)
+    return _End.model_validate(end) if end else None
 
 
 def whole_number(value: object) -> int:

@@ -392,8 +392,8 @@ class RemoteFederation(Federation):
             request = asks(**held, **self._common(site))
             keys[site], message = stamped(request, body)
             outgoing.append((site, message))
-            told = measured_bytes(size) if request.do == "measure" else handed_bytes(size)
-            self.ledger.record(0, request.do, site, "down", {"model": told})
+            sent = measured_bytes(size) if request.do == "measure" else handed_bytes(size)
+            self.ledger.record(0, request.do, site, "down", {"model": sent})
         return outgoing, keys
 
     def _take_measures(self, site: str, message: Message, key: str, found: dict[str, Measures]) -> None:

@@ -154,15 +154,15 @@ class SiteSums:
     def unmask(self, asked: Asked[UnmaskRequest]) -> Message:
         """Answer with the shares that take the masks off a sum."""
         order, answered = self._in_sum(asked)
-        told = self.site(order.run).reveal(order, answered, *sealed_of(asked.content))
-        return self._answer(asked, revealed_content(told, order, answered))
+        reveal = self.site(order.run).reveal(order, answered, *sealed_of(asked.content))
+        return self._answer(asked, revealed_content(reveal, order, answered))
 
     def _in_sum(self, asked: Asked[UnmaskRequest]) -> tuple[Order, list[str]]:
         """What a sum is of, and who is in it, as a request of the second exchange says."""
         self.policy.check_kind(self.name, MASKED, "secure aggregation")
         order, answered = order_of(asked.request.run, asked.request.order), list(asked.request.answered)
-        told = {"call": order.call[:100], "exchange": order.exchange, "answered": answered[: len(order.roster)]}
-        asked.entry.update(told)
+        exchange = {"call": order.call[:100], "exchange": order.exchange, "answered": answered[: len(order.roster)]}
+        asked.entry.update(exchange)
         return order, answered
 
     @staticmethod
@@ -219,9 +219,9 @@ class Summing:
         """
         site, method = runner.site, runner.method
         self._check_worked(site.worked)
-        kept = method.traits.asked_once.get(call) if isinstance(method, Method) else None
-        if kept is not None:
-            self._site.once(body_of({"model": site.memory[kept]}).sha256, self._question)
+        memory = method.traits.asked_once.get(call) if isinstance(method, Method) else None
+        if memory is not None:
+            self._site.once(body_of({"model": site.memory[memory]}).sha256, self._question)
         about = About(site.network, site.samples, self._input_shape, site.classes, site.training)
         try:
             ReplyCheck(method, {site.name: about}).check(call, site.name, type(reply), reply_content(reply), sent)

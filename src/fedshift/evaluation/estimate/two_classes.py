@@ -155,8 +155,8 @@ def moved_scores(known: Numbers, here: Numbers) -> Numbers:
     likely = np.log(both) @ here * min(1.0, _WORTH / here.sum())
     likely -= ((move / _MOVE) ** 2 + (stretch / _STRETCH) ** 2).ravel() / 2
     weights = np.exp(likely - likely.max())
-    found = np.stack([measures(moved[:, number]) for number in range(len(move))])
-    return np.asarray(weights @ found / weights.sum())
+    values = np.stack([measures(moved[:, number]) for number in range(len(move))])
+    return np.asarray(weights @ values / weights.sum())
 
 
 ESTIMATORS: Mapping[str, Callable[[Numbers, Numbers], Numbers]] = {

@@ -74,8 +74,8 @@ def _as_today(method: Mapping[str, Any]) -> Mapping[str, Any]:
     ):
         return method
     with suppress(UserError, ValidationError):
-        found = method_registry.parse(method)
-        return {"name": found.name, **found.model_dump(mode="json", exclude={"training"})}
+        parsed_method = method_registry.parse(method)
+        return {"name": parsed_method.name, **parsed_method.model_dump(mode="json", exclude={"training"})}
     return method
 
 

@@ -89,11 +89,11 @@ def _no_stack(network: Network, input_shape: Sequence[int]) -> str:
         return "the network must be without batch_norm, which looks at whole mini-batches"
     if any(isinstance(module, _DropoutNd) and module.p > 0 for module in modules):
         return "the network must be without dropout, whose draws would be others"
-    made = copy_with(network)
-    tensors = {name: torch.stack([value, value]) for name, value in _tensors(made).items()}
+    copy = copy_with(network)
+    tensors = {name: torch.stack([value, value]) for name, value in _tensors(copy).items()}
     inputs = made_up(network, 2, tuple(input_shape)).to(next(iter(tensors.values())).device)
     try:
-        _scores(made, tensors, torch.stack([inputs, inputs]))
+        _scores(copy, tensors, torch.stack([inputs, inputs]))
     except (RuntimeError, ValueError, TypeError) as error:
         return f"torch.func cannot stack the network ({str(error).partition(chr(10))[0]:.100})"
     return ""

@@ -42,14 +42,14 @@ def metrics_section(results: Sequence[RunResult], methods: Sequence[str]) -> Sec
     at: dict[tuple[str, str], list[RunResult]] = {}
     for result in results:
         at.setdefault((result.method, result.target), []).append(result)
-    found = {where: mean_site_metrics(those) for where, those in at.items()}
+    means = {where: mean_site_metrics(those) for where, those in at.items()}
     columns = {  # several classes have no sensitivity and no specificity
         name: title
         for name, title in columns_of(metric).items()
-        if any(values.get(name) is not None for values in found.values())
+        if any(values.get(name) is not None for values in means.values())
     }
     lines: list[Cells] = []
-    for (method, target), values in found.items():
+    for (method, target), values in means.items():
         told = [(metric, shares.get(target)), *((name, values.get(name)) for name in columns)]
         lines.append([method, target, *(_entry(name, value) for name, value in told)])
     if metric in _NOTES:
