@@ -1,4 +1,4 @@
-"""CSAC's cross-layer attention against the maps it never forms."""
+"""Attention against the maps that it never forms."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedshift.errors import UserError
-from fedshift.functional.attention import cross_layer_attention
+from fedshift.functional.attention import common_positions, cross_layer_attention
 
 
 def explicit_affinity(fused: Tensor, local: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,3 +96,22 @@ def test_what_does_not_fit() -> None:
         cross_layer_attention([good.flatten(1)], [good.flatten(1)])
     with pytest.raises(UserError, match="channel"):
         cross_layer_attention([good], [good], position=False, channel=False)
+
+
+def test_common_positions_are_means_of_all_products() -> None:
+    draws = torch.Generator().manual_seed(0)
+    queries, keys = (torch.randn(3, 2, 2, 3, generator=draws, dtype=torch.float64) for _ in range(2))
+    partners = torch.tensor([1, 0, 2])
+    q, k = (maps.flatten(2) / maps.flatten(2).norm(dim=1, keepdim=True) for maps in (queries, keys))
+    products = ((q + q[partners]) / 2).mT @ k  # (n, position asked, position)
+    expected = products.mean(1).softmax(1).view(3, 2, 3)
+    torch.testing.assert_close(common_positions(queries, keys, partners), expected, atol=1e-12, rtol=0)
+
+
+def test_positions_without_a_map_have_no_gradient() -> None:
+    maps = torch.tensor([[[[0.0, 3.0]], [[0.0, 4.0]]]], requires_grad=True)
+    shares = common_positions(maps, maps, torch.tensor([0]))
+    torch.testing.assert_close(shares[0, 0], torch.tensor([0.0, 0.5]).softmax(0))
+    shares[0, 0, 1].backward()  # type: ignore[no-untyped-call]
+    assert maps.grad is not None
+    assert torch.equal(maps.grad[..., 0], torch.zeros(1, 2, 1))

@@ -17,6 +17,7 @@ from fedshift.functional.clustering import (
     dispersion,
     soft_cross_entropy,
     spherical_kmeans,
+    spread_rows,
     student_assignment,
 )
 
@@ -141,3 +142,21 @@ def test_dispersion_with_fewer_rows_than_clusters_is_nothing() -> None:
 def test_dispersion_of_nothing(shape: tuple[int, ...], clusters: int) -> None:
     with pytest.raises(UserError):
         dispersion(torch.zeros(shape), clusters, seed=0)
+
+
+def test_spread_rows_are_far_from_each_other() -> None:
+    """By the shares of Arthur and Vassilvitskii (2007): of 0, 1 and 3, after 0, 3 comes nine times as often as 1."""
+    rows, counts = torch.tensor([[0.0], [1.0], [3.0]]), {1: 0, 2: 0}
+    for seed in range(600):
+        first, second = spread_rows(rows, 2, torch.Generator().manual_seed(seed)).tolist()
+        assert first != second
+        if first == 0:
+            counts[second] += 1
+    assert sum(counts.values()) > 150
+    assert counts[2] / sum(counts.values()) == pytest.approx(0.9, abs=0.07)
+
+
+def test_spread_rows_of_equal_rows_are_all_there_are() -> None:
+    assert len(spread_rows(torch.ones(4, 2), 4, torch.Generator().manual_seed(0))) == 4
+    rows = spread_rows(torch.tensor([[0.0], [5.0], [9.0]]), 3, torch.Generator().manual_seed(0))
+    assert sorted(rows.tolist()) == [0, 1, 2]

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from authors_numbers import Reference, compares
 from linear_pool import batch, linear, network
 from torch import Tensor, nn
+from torch.nn import functional
 
 from fedshift.federation.messages import Styles
-from fedshift.methods.federated import fedccrl
+from fedshift.methods.federated import fedccrl, stablefdg
 from fedshift.methods.federated.fedccrl import FedCCRL
+from fedshift.methods.federated.stablefdg import Highlighted, StableFDG, Styled
 from fedshift.models.network import Network
+from fedshift.weights import Weights
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -77,3 +81,96 @@ def test_bytes_are_clipped_and_drawn_by_the_generator() -> None:
     assert any(not torch.equal(mixed(1), mixed(seed)) for seed in (2, 3, 4))
     clipped = images.clamp(0, 1).expand(4, 1, 2, 2)
     assert torch.equal(mixed(1), fedccrl.augmixed(clipped, torch.Generator().manual_seed(1)))
+
+
+class _Squared(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + inputs.square() / 10
+
+
+def convolution(weight: Tensor) -> nn.Conv2d:
+    """A layer x → W x at every position."""
+    layer = nn.Conv2d(weight.shape[1], weight.shape[0], 1, bias=False)
+    layer.weight = nn.Parameter(weight[:, :, None, None].clone())
+    return layer
+
+
+def of_four_stages(reference: Reference) -> Network:
+    """Four stages and the mean over positions, as the method makes a network of them."""
+    given = reference.tensors
+    layers = OrderedDict(block1=nn.Sequential(convolution(given["first"])))
+    for number, name in enumerate(("second", "third", "fourth"), 2):
+        layers[f"block{number}"] = nn.Sequential(convolution(given[name]), _Squared())
+    stages = {name: f"features.{name}" for name in layers}
+    features = nn.Sequential(layers)
+    features.append(nn.AdaptiveAvgPool2d(1)).append(nn.Flatten())
+    plain = Network(features, nn.Linear(4, 3), embedding_size=4, classes=3, stages=stages, alignment_stages=())
+    network = StableFDG(attention_size=2).adapt_network(plain, 1)
+    block = cast(Highlighted, network.features)
+    block.project.weight = nn.Parameter(given["projection"][:, :, None, None].clone())
+    block.project.bias = nn.Parameter(given["shift"].clone())
+    network.classifier = linear(given["classifier"])
+    return network
+
+
+@compares("federated", "stablefdg_1")
+def test_a_step_of_stablefdg(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, options = reference.tensors, reference.parameters
+    happens, orders, shares = iter([True, *options["explored"]]), iter(options["orders"]), iter(options["shares"])
+    monkeypatch.setattr(Styled, "_happens", lambda *_: next(happens))
+    monkeypatch.setattr(stablefdg, "spread_rows", lambda *_: torch.tensor(options["seeds"]))
+    monkeypatch.setattr(stablefdg, "levelling_rows", lambda *_: torch.tensor(options["added"]))
+    monkeypatch.setattr(stablefdg, "shuffled", lambda *_: torch.tensor(next(orders)))
+    monkeypatch.setattr(stablefdg, "beta", lambda *_: torch.tensor(next(shares)))
+    monkeypatch.setattr(torch, "randn", lambda *_, generator: given["normal"])
+    seen: dict[str, Tensor] = {}
+    for name in ("share", "explore"):
+        change = getattr(Styled, name)
+        monkeypatch.setattr(
+            Styled,
+            name,
+            lambda self, maps, name=name, change=change: (
+                seen.setdefault(name, change(self, maps)) if name not in seen else change(self, maps)
+            ),
+        )
+    network, method = of_four_stages(reference), StableFDG(exploration=options["level"], attention_size=2)
+    with torch.no_grad():
+        reference.agree("scores", network.eval()(given["x"][:6]))
+    styles = sent(method, network, given["x"])
+    reference.agree("means sent", styles["mean"])
+    reference.agree("deviations sent", styles["deviation"])
+
+    losses: list[Tensor] = []
+    site = site_of(given["x"])
+    site.objective = SimpleNamespace(
+        loss=lambda scores, labels: (losses.append(labels), functional.cross_entropy(scores, labels))[1]
+    )
+    other = Styles({"mean": given["mean"], "deviation": given["deviation"]})
+    loss = method.styled_loss(site, network.train(), other)(batch(given["x"], reference.inputs["labels"]))
+    reference.agree("loss", loss)
+    reference.agree("labels", torch.bincount(losses[0]))
+    reference.agree("a shared map", seen["share"][3, 5])
+    reference.agree("the last shared map", seen["share"][31, 9])
+    reference.agree("an added map", seen["explore"][40, 2])
+    loss.backward()  # type: ignore[no-untyped-call]
+    backbone = cast(Highlighted, network.features).backbone
+    trained = {
+        "first": backbone.get_submodule("block1.0").weight,
+        "fourth": backbone.get_submodule("block4.0").weight,
+        "projection": cast(Highlighted, network.features).project.weight,
+        "shift": cast(Highlighted, network.features).project.bias,
+        "classifier": network.classifier.weight,
+    }
+    for name, parameter in trained.items():
+        after = cast(nn.Parameter, parameter)
+        assert after.grad is not None
+        moved = after - options["rate"] * after.grad
+        reference.agree(f"{name} after the step", moved if name == "shift" else moved.flatten(1))
+
+
+def sent(method: StableFDG, network: Network, images: Tensor) -> Styles:
+    """What a site of these images sends of its styles."""
+    site = site_of(images)
+    site.model = lambda weights: network
+    site.all_batches = lambda: [batch(images[:20], None), batch(images[20:], None)]
+    return method.share_styles(site, Weights(network.state_dict())).styles

@@ -120,6 +120,34 @@ def nearest_mean_classifier(means: Tensor, present: Tensor) -> tuple[Tensor, Ten
 
 
 @torch.no_grad()
+def spread_rows(rows: Tensor, number: int, generator: torch.Generator) -> Tensor:
+    """Rows that lie far from each other, drawn by k-means++: each with the square of its distance to those before it.
+
+    Source: Arthur, Vassilvitskii (SODA 2007, section 2.2). Of equal rows alone, any is drawn.
+
+    Args:
+        rows: (n, d).
+        number: how many, 1 to n.
+        generator: draws, on the CPU.
+
+    Returns:
+        Row numbers (number,).
+
+    Example:
+        >>> spread_rows(torch.tensor([[0.0], [9.0], [9.0]]), 2, torch.Generator().manual_seed(0)).sort().values[0]
+        tensor(0)
+    """
+    chosen = [int(torch.randint(len(rows), (), generator=generator))]
+    nearest = torch.full((len(rows),), torch.inf)
+    while len(chosen) < number:
+        nearest = torch.minimum(nearest, squared_distances(rows, rows[chosen[-1:]])[:, 0].cpu().clamp(min=0))
+        nearest[chosen[-1]] = 0
+        shares = nearest if nearest.any() else torch.ones_like(nearest)
+        chosen.append(int(torch.multinomial(shares, 1, generator=generator)))
+    return torch.tensor(chosen)
+
+
+@torch.no_grad()
 def kmeans_from(features: Tensor, start: Tensor, passes: int, present: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """k-means by squared distances from given centres, with a fixed number of assignments (SRDC, Tang et al., 2020).
 

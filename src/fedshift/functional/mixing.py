@@ -110,6 +110,52 @@ def partners_in_the_other_half(number: int, generator: torch.Generator) -> Tenso
     return torch.cat([second[:half], first, first[: number - 2 * half]])
 
 
+def next_of_class(labels: Tensor) -> Tensor:
+    """The next sample of each sample's class, after the last the first; a class's only sample is its own.
+
+    Args:
+        labels: (n,).
+
+    Returns:
+        Row numbers (n,).
+
+    Example:
+        >>> next_of_class(torch.tensor([0, 1, 0, 2, 0]))
+        tensor([2, 1, 4, 3, 0])
+    """
+    after = torch.arange(len(labels), device=labels.device)
+    gaps = (after[None] - after[:, None] - 1).remainder(len(labels))  # 0 for the next row, n − 1 for the row itself
+    return gaps.masked_fill(labels[None] != labels[:, None], len(labels)).argmin(1)
+
+
+def levelling_rows(labels: Tensor, number: int, generator: torch.Generator) -> Tensor:
+    """Rows to repeat, so that the classes of a batch become equally frequent: each time one of a rarest class.
+
+    Source: StableFDG (Park et al., NeurIPS 2023), the authors' code: dassl/modeling/ops/oma.py, OMA.
+
+    Args:
+        labels: (n,).
+        number: how many rows.
+        generator: draws among rarest classes, and a row of the class, on the CPU.
+
+    Returns:
+        Row numbers (number,); a row may come more than once.
+
+    Example:
+        >>> levelling_rows(torch.tensor([0, 0, 0, 1]), 2, torch.Generator().manual_seed(0))
+        tensor([3, 3])
+    """
+    _, classes, counts = torch.unique(labels.cpu(), return_inverse=True, return_counts=True)
+    frequent, rows = counts.clone(), []
+    for _ in range(number):
+        rarest = (frequent == frequent.min()).nonzero()[:, 0]
+        chosen = rarest[torch.randint(len(rarest), (), generator=generator)]
+        frequent[chosen] += 1
+        members = (classes == chosen).nonzero()[:, 0]
+        rows.append(members[torch.randint(len(members), (), generator=generator)])
+    return torch.stack(rows) if rows else torch.empty(0, dtype=torch.int64)
+
+
 def gradient_perturbed(inputs: Tensor, gradients: Tensor, size: float, bound: float = 0.1) -> Tensor:
     """``x + ε·clip(∇_x L, ±bound)``, a constant for back-propagation.
 

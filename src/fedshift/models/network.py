@@ -295,6 +295,16 @@ def _stage_layers(network: Network) -> dict[str, list[str]]:
     return layers
 
 
+def map_channels(network: Network) -> dict[str, int]:
+    """The channels of each stage with a convolution of its own: those of its last."""
+    channels: dict[str, int] = {}
+    for stage, paths in _stage_layers(network).items():
+        for module in map(network.get_submodule, paths):
+            if isinstance(module, nn.Conv2d):
+                channels[stage] = module.out_channels
+    return channels
+
+
 def _lies_in(path: str, outer: str) -> bool:
     return f"{path}.".startswith(f"{outer}.")
 
