@@ -73,7 +73,7 @@ def cross_layer_attention(
         return torch.stack(scores).div_(n).softmax(2).mean(0)
 
 
-def common_positions(queries: Tensor, keys: Tensor, partners: Tensor) -> Tensor:
+def common_positions(queries: Tensor, keys: Tensor, partners: Tensor | None = None) -> Tensor:
     """How much of an image lies at each position, by what it has in common with an image of its class.
 
     ``a = softmax_j  k̂_j · mean_i ½(q̂_i + q̂'_i)``, q̂ and k̂ queries and keys of length 1, q̂' those of the partner. One
@@ -85,18 +85,18 @@ def common_positions(queries: Tensor, keys: Tensor, partners: Tensor) -> Tensor:
     Args:
         queries: q, (n, c, h, w).
         keys: k, (n, c, h, w).
-        partners: row number of each image's partner, (n,); its own where it has none.
+        partners: row number of each image's partner, (n,), its own where it has none; None: no image has any.
 
     Returns:
         (n, h, w), which sum to 1 in each image.
 
     Example:
         >>> maps = torch.tensor([[[[2.0, -1.0]]]])
-        >>> common_positions(maps, maps, torch.tensor([0]))
+        >>> common_positions(maps, maps)
         tensor([[[0.5000, 0.5000]]])
     """
     mean = _directions(queries).mean((2, 3))
-    both = (mean + mean[partners]) / 2
+    both = mean if partners is None else (mean + mean[partners]) / 2
     scores = torch.einsum("nc,nchw->nhw", both, _directions(keys))
     return scores.flatten(1).softmax(1).view_as(scores)
 

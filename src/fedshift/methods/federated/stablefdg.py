@@ -106,7 +106,7 @@ class Highlighted(nn.Module):
             handle.remove()
         return features, maps[0]
 
-    def joined(self, features: Tensor, maps: Tensor, partners: Tensor) -> Tensor:
+    def joined(self, features: Tensor, maps: Tensor, partners: Tensor | None = None) -> Tensor:
         """What the classifier reads, (n, d + C)."""
         queries, keys = self.project(maps).chunk(2, dim=1)
         shares = common_positions(queries, keys, partners)
@@ -114,7 +114,7 @@ class Highlighted(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         features, maps = self.parts(inputs)
-        return self.joined(features, maps, torch.arange(len(maps), device=maps.device))
+        return self.joined(features, maps)
 
 
 class StableFDG(FedAvg):
