@@ -49,7 +49,7 @@ def test_check_foretells_the_run(cli: Cli, finished: tuple[Path, dict[str, Any]]
         assert max(run.mini_batches for run in of) == method.mini_batches_per_site
         assert sum(sum(run.bytes_up.values()) for run in of) == method.bytes_up, method.label
         assert sum(sum(run.bytes_down.values()) for run in of) == method.bytes_down, method.label
-        assert set(method.calls.shares) >= set(of[0].bytes_up)
+        assert set(method.shares) >= set(of[0].bytes_up)
 
 
 def test_run_and_table(cli: Cli, finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:

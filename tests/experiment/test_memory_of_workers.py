@@ -11,6 +11,7 @@ from small import experiment, sites, write
 
 from fedshift.data.builders.arrays import Arrays
 from fedshift.errors import OUT_OF_MEMORY
+from fedshift.federation.local.commands import Failed
 from fedshift.federation.local.worker import _failure
 
 GREEDY = """
@@ -58,5 +59,5 @@ def test_reading_data_says_so_in_one_line(cli: Cli, tmp_path: Path, monkeypatch:
 
 
 def test_a_bug_in_a_worker_keeps_its_traceback() -> None:
-    assert _failure(MemoryError()) == {"error": "UserError", "message": OUT_OF_MEMORY}
-    assert "ZeroDivisionError" in _failure(ZeroDivisionError())["message"]
+    assert _failure(MemoryError()) == Failed(error="UserError", message=OUT_OF_MEMORY)
+    assert "ZeroDivisionError" in _failure(ZeroDivisionError()).message

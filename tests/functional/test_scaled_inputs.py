@@ -24,6 +24,7 @@ import fedshift.functional
 from fedshift.data.tasks.objective import CLASSES, MultiLabel, Objective, Regression, TimeToEvent
 from fedshift.functional import (
     adversarial,
+    attention,
     batchnorm,
     clustering,
     contrastive,
@@ -98,6 +99,14 @@ CASES = [
     ),
     case(segmentation.dice_loss, (2, 2, 9, 9), call=lambda x: segmentation.dice_loss(x.sigmoid(), like(MASKS, x))),
     # Regularisers
+    case(
+        attention.common_positions,
+        (4, 2, 3, 3),
+        (4, 2, 3, 3),
+        call=lambda q, k: attention.common_positions(q, k, ORDER),
+    ),
+    case(contrastive.supervised_contrast, ND, call=lambda x: contrastive.supervised_contrast(x, LABELS, 0.5)),
+    case(distillation.spread_of_predictions, NC, NC, call=lambda x, y: distillation.spread_of_predictions([x, y])),
     case(losses.entropy, NC, call=lambda x: losses.entropy(shares(x))),
     case(losses.entropy_of_logits, NC),
     case(losses.proximal_penalty, ND, ND, call=lambda x, y: losses.proximal_penalty([("w", x)], {"w": y}, 0.1)),
@@ -268,6 +277,7 @@ CASES = [
 BY_WAY_OF_ONE = {
     *(losses.entropy, losses.entropy_of_logits, information.information_maximisation, information.mutual_information),
     *(moments.classifier_discrepancy, metric_learning.confusion_divergence, distillation.softened_divergence),
+    distillation.spread_of_predictions,
     *(knowledge_vote.distillation_loss, experts.consensus_regularisation, clustering.soft_cross_entropy),
     *(
         clustering.auxiliary_distribution,
@@ -282,7 +292,7 @@ OTHERS = {
     "attention": {"cross_layer_attention"},
     "averaging": {"float64_chunks", "float64_pieces"},
     "batchnorm": {"mixed_statistics"},
-    "clustering": {"kmeans_from", "nearest_mean_classifier"},
+    "clustering": {"kmeans_from", "nearest_mean_classifier", "spread_rows"},
     "colour": {
         "rgb_to_lab",
         "lab_to_rgb",
@@ -310,7 +320,16 @@ OTHERS = {
     "membership": {"scaled_confidence", "likelihood_ratios"},
     "meta_learning": {"hessian_product", "with_gradient", "answer_at"},
     "metric_learning": {"semi_hard", "drawn_with_repetition"},
-    "mixing": {"mixed_inputs", "pasted", "partners_in_the_other_half", "gradient_perturbed"},
+    "mixing": {
+        *(
+            "mixed_inputs",
+            "pasted",
+            "partners_in_the_other_half",
+            "gradient_perturbed",
+            "next_of_class",
+            "levelling_rows",
+        )
+    },
     "pairwise_masks": {"masked"},
     "reference_distribution": {"scaled_one_hot", "random_projection"},
     "robust_aggregation": {"squared_distances"},

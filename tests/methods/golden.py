@@ -77,7 +77,7 @@ RATES: dict[str, tuple[float, float]] = {
     "metareg": (0.0025, 0.003), "feature_critic": (0.005, 0.003),
     "mmd": (0.01, 0.005), "fediir": (0.015, 0.02), "fedomg": (0.01, 0.02), "fedbabu": (0.03, 0.2),
     "selfreg": (0.005, 0.005), "pfedme": (0.04, 0.05), "per_fedavg": (0.02, 0.05), "fedclip": (0.02, 0.03),
-    "sagnet": (0.01, 0.02), "fedala": (0.01, 0.02),
+    "sagnet": (0.01, 0.02), "fedala": (0.01, 0.02), "arm": (0.005, 0.02), "fedccrl": (0.01, 0.02),
 }  # fmt: skip
 """Learning rates on images and on vectors with which a run learns something and is not done with it; else LR."""
 NORMED_ALONE = ("fedbn", "silobn")

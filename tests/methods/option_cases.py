@@ -237,7 +237,7 @@ FEDERATED_METHODS: dict[str, dict[str, tuple[Try, ...]]] = {
         "keep": of("last", where="held out", adversarial_epochs=3),
         "weighting": of("samples"),
     },
-    "ccst": {**_STYLES, **_TRAINED, "weighting": of("samples"), "proximal_weight": of(3.0)},
+    "ccst": {**_STYLES, **_FEDERATED, "weighting": of("samples"), "proximal_weight": of(3.0)},
     "styles": {**_STYLES, **_FEDERATED},
     "copa": {
         **_TRAINED,

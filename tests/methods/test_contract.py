@@ -62,10 +62,10 @@ def played(name: str, normed: bool = False) -> Played:
     network = normed_for(method) if normed else CNN
     drawn, batch = 0, SiteData.batch
 
-    def counted(self: SiteData, rows: torch.Tensor, generator: torch.Generator | None = None) -> Any:
+    def counted(self: SiteData, rows: torch.Tensor, *generator: torch.Generator | None) -> Any:
         nonlocal drawn
-        drawn += 0 if generator is None else len(rows)  # without one: not for training
-        return batch(self, rows, generator)
+        drawn += len(rows) if generator else 0  # where none is named, it is not for training
+        return batch(self, rows, *generator)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SiteData, "batch", counted)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedshift.deploy.remote.transport import opened
+from fedshift.deploy.remote.transport import Done, opened
 from fedshift.deploy.remote.wire import (
     BLOCK,
     LARGEST_CARD,
@@ -277,7 +277,7 @@ def test_what_takes_long_to_read_is_not_read(message: Message, monkeypatch: pyte
     """An answer of a site, as the coordinator opens it."""
     begun = time.process_time()
     with pytest.raises(FedshiftError):
-        opened(message, "k")
+        opened(Done, message, "k")
     assert time.process_time() - begun < 0.3
 
 
@@ -285,11 +285,11 @@ def test_what_takes_long_to_read_is_not_read(message: Message, monkeypatch: pyte
 def test_headers_that_honest_sites_need_are_read() -> None:
     header = {"answers": "k", "a": ""}
     header["a"] = "x" * (LARGEST_HEADER - len(json.dumps(header)))
-    assert opened(seal(header, body_of({})), "k")[0] == header
+    assert opened(Done, seal(header, body_of({})), "k").answer == Done()
     card = {"answers": "k", "card": {"numeric": [f"ENSG{n:011}" for n in range(60_000)], "total": [1 / 3] * 60_000}}
-    assert opened(seal(card, body_of({})), "k", largest_header=LARGEST_CARD)[0] == card
+    assert opened(Done, seal(card, body_of({})), "k", largest_header=LARGEST_CARD).answer == Done()
     with pytest.raises(FedshiftError, match="characters"):
-        opened(seal(card, body_of({})), "k")
+        opened(Done, seal(card, body_of({})), "k")
 
 
 @pytest.mark.case("large headers", "a request whose body describes no tensor in 40 MB, at a site")

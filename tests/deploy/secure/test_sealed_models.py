@@ -258,7 +258,7 @@ def forged_card(name: str, header: dict[str, Any]) -> dict[str, Any] | None:
         ("another site", "the key of 'south' is not signed"),
         ("itself", "asked to seal a model for itself"),
         ("a second reader", "does not say for whom"),
-        ("nobody", "does not say for whom"),
+        ("nobody", r"seal\.for: this field is missing"),
         ("in clear", "'north' refuses to send weights"),
     ],
 )

@@ -58,7 +58,7 @@ def test_the_check_before_a_run_counts_features() -> None:
     }
     fada, kd3a = check(parse(options)).methods
     assert fada.rounds == 2
-    assert "features" in fada.calls.shares
+    assert "features" in fada.shares
     features = 4 * 16 * (6 * 2 * 8 * 10)  # bytes of a float, width, then sites, rounds, steps and samples
     variant_one = check(parse({**options, "methods": [{"name": "fada", "steps_per_round": 8, "variant": "I"}]}))
     size = 4 * (64 * 16 + 16 + 16 * 10 + 10)

@@ -105,7 +105,13 @@ class GivenSite(_Part):
 
 
 def plain_sums(sums: SiteSums) -> dict[str, Any]:
-    """Sums as a message holds them."""
+    """Sums as a message holds them.
+
+    Example:
+        >>> from fedshift.evaluation.estimate.sums import sums_of
+        >>> plain_sums(sums_of([[0.9, 0.1], [0.4, 0.6]], [0, 1]))["samples"]
+        2
+    """
     return {
         "samples": sums.samples,
         "by_confidence": sums.by_confidence.tolist(),
@@ -118,7 +124,12 @@ def plain_sums(sums: SiteSums) -> dict[str, Any]:
 
 
 def plain_reading(reading: Reading) -> dict[str, Any]:
-    """A reading as a message holds it; shares that rounding put beyond 0 or 1 are put back."""
+    """A reading as a message holds it; shares that rounding put beyond 0 or 1 are put back.
+
+    Example:
+        >>> plain_reading(Reading({}, 1.0000001, 0.0, 0.5, 0.5, 0.9))["unexplained"]
+        1.0
+    """
     shares = {name: _within(getattr(reading, name)) for name in ("unexplained", "far", "predicted", "frequencies")}
     parts = {name: _within(value) for name, value in reading.parts.items()}
     return {"parts": parts, **shares, "peak": max(-1.0, min(1.0, reading.peak))}
@@ -129,7 +140,12 @@ def _within(share: float) -> float:
 
 
 def check_classes(sums: GivenSums, classes: int) -> None:
-    """Raise FedshiftError if sums are of another number of classes."""
+    """Raise FedshiftError if sums are of another number of classes.
+
+    Example:
+        >>> from fedshift.evaluation.estimate.sums import sums_of
+        >>> check_classes(GivenSums.model_validate(plain_sums(sums_of([[0.9, 0.1]], [0]))), 2)
+    """
     if len(sums.answers) != classes:
         raise FedshiftError(f"its sums of confidences are of {len(sums.answers)} classes, not {classes}")
 
@@ -139,6 +155,10 @@ def known_sites(given: Mapping[str, GivenSite], classes: int) -> dict[str, Known
 
     Raises:
         FedshiftError: they are of other classes.
+
+    Example:
+        >>> known_sites({}, 2)
+        {}
     """
     if any(len(site.sums.answers) != classes for site in given.values()):
         raise FedshiftError(f"sums of confidences are not of {classes} classes")
