@@ -171,6 +171,22 @@ SETTING: dict[str, Any] = {
     "refuse": [],
     "on_refusal": "stop",
 }
+CARD: dict[str, Any] = {
+    "versions": {"torch": "2"},
+    "shape": [2],
+    "type": "float32",
+    "preprocessing": {"kind": "features"},
+    "classes": ["a", "b"],
+    "samples": 4,
+    "rows": {"0": [3, 1]},
+    "given": None,
+    "grouped": False,
+    "fingerprint": "f",
+    "send": ["weights"],
+    "device": "cpu",
+    "threads": 1,
+}
+"""What a site says of itself."""
 
 
 def answered(

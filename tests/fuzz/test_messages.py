@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loopback import CARD
+from loopback import SETTING as TINY
 from pydantic import BaseModel
 
 from fedshift.deploy.crypto.keys import KeyAnswer
@@ -34,32 +36,8 @@ from fedshift.federation.local.commands import CallCommand
 from fedshift.federation.plain_values import parsed
 from fedshift.federation.setting_json import SettingRecipe
 
-CARD: dict[str, Any] = {
-    "versions": {"torch": "2"},
-    "shape": [2],
-    "type": "float32",
-    "preprocessing": {"kind": "features"},
-    "classes": ["a", "b"],
-    "samples": 4,
-    "rows": {"0": [3, 1]},
-    "given": None,
-    "grouped": False,
-    "fingerprint": "f",
-    "send": ["weights"],
-    "device": "cpu",
-    "threads": 1,
-}
 SETTING: dict[str, Any] = {
-    "method": {"name": "fedavg", "options": {}},
-    "training": {},
-    "network": {"name": "linear"},
-    "preprocessing": {"kind": "features"},
-    "input_shape": [5],
-    "classes": 3,
-    "sources": 3,
-    "seed": 0,
-    "refuse": [],
-    "on_refusal": "stop",
+    **TINY,
     "draws": {"north": {"noise_multiplier": 1.5, "stream": ""}},
 }
 SPLIT = {"test_fraction": 0.3, "split": "auto"}

@@ -55,9 +55,9 @@ def trusted_bundle(what: str, folder: Path) -> Bundle:
     folder = folder.absolute()
     if not (folder / "configs").is_dir():
         raise UserError(f"{what}: {folder} is no bundle of MONAI, which is a folder with configs/train.json in it")
-    found = Bundle(folder, checksum(folder), what)
-    trust.allow(trust.Code(what, folder, found.sha256))
-    return found
+    bundle = Bundle(folder, checksum(folder), what)
+    trust.allow(trust.Code(what, folder, bundle.sha256))
+    return bundle
 
 
 def checksum(folder: Path) -> str:
@@ -127,13 +127,13 @@ def transforms_of(bundle: Bundle) -> list[Any]:
         with parser_of(
             bundle, ("train", "inference"), ("validate::preprocessing", "train::preprocessing", "preprocessing")
         ) as (parser, entry):
-            made = parser.get_parsed_content(entry, instantiate=True)
+            chain = parser.get_parsed_content(entry, instantiate=True)
             transforms = needed("monai.transforms", extra="volumes", what=bundle.what)
     except UserError:
         raise
     except Exception as error:  # of any kind: a config is code
         raise UserError(f"{bundle.what}: its transforms cannot be made: {one_line(error)}") from error
-    listed = made.flatten().transforms if isinstance(made, transforms.Compose) else [made]
+    listed = chain.flatten().transforms if isinstance(chain, transforms.Compose) else [chain]
     return [
         one
         for one in listed
@@ -171,15 +171,15 @@ def transformed(
     try:
         for transform in transforms:
             item = transform(item)
-        found = [
+        arrays = [
             np.asarray(one).transpose(2, 1, 0) for kind in ("image", "label") if kind in item for one in item[kind]
         ]
     except Exception as error:  # of any kind: a config is code
         raise UserError(f"{bundle.what}: its transforms fail on {name}: {one_line(error)}") from error
-    if len(found) != 1 + len(masks) or len({one.shape for one in found}) > 1:
-        shapes = ", ".join("×".join(map(str, one.shape)) for one in found)
+    if len(arrays) != 1 + len(masks) or len({one.shape for one in arrays}) > 1:
+        shapes = ", ".join("×".join(map(str, one.shape)) for one in arrays)
         raise UserError(f"{bundle.what}: its transforms leave of {name} and {len(masks)} masks: {shapes}")
-    return found
+    return arrays
 
 
 def one_line(error: BaseException) -> str:

@@ -233,7 +233,7 @@ def _carry_out(
 def _check_measured(plan: DeployedPlan) -> None:
     """Raise UserError where the coordinator's own samples would have to be measured by a sealed model."""
     for run in plan.runs if plan.experiment.engine.routing == "sealed" else ():
-        if run.run.target in plan.own and any(way.in_model for way in run.run.method.traits.routed.values()):
+        if run.run.target in plan.unseen and any(way.in_model for way in run.run.method.traits.routed.values()):
             raise UserError(
                 f"engine.routing: sealed hides parts of the trained model of {run.run.method.display} from the "
                 f"coordinator, which would have to measure it on its own '{run.run.target}': let a site be the target, "
@@ -380,7 +380,7 @@ class _AtSites:
         self, plan: DeployedPlan, planned: PlannedRun, federation: RemoteFederation, device: torch.device, place: Path
     ) -> None:
         """``place``: the file for sums of confidences, if the target gives some."""
-        data, own = planned.data, planned.run.target in plan.own
+        data, own = planned.data, planned.run.target in plan.unseen
         split = measured_parts(planned.run.method, plan.experiment.engine.routing, planned.split)
         self._resamples, model = plan.experiment.evaluation.resamples, plan.experiment.model
         here = Split({}, {}, split.measured)

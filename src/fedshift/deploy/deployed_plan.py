@@ -29,7 +29,7 @@ class DeployedPlan(Plan):
     def __init__(self, experiment: Experiment, agreed: Agreed) -> None:
         super().__init__(experiment, agreed.data)
         self.agreed = agreed
-        self.own = tuple(agreed.own.domains) if agreed.own else ()
+        self.unseen = tuple(agreed.unseen.domains) if agreed.unseen else ()
 
     @cached_property
     def targets(self) -> tuple[str, ...]:
@@ -42,13 +42,15 @@ class DeployedPlan(Plan):
         if named := next((target for target in self.experiment.protocol.named_targets if target in only_sources), None):
             raise UserError(f"protocol.targets: '{named}' holds the labels that train: name the site itself")
         sites = tuple(site for site in self.agreed.sites if site not in only_sources)
-        return self.experiment.protocol.deployed().targets_among(sites, self.own)
+        return self.experiment.protocol.deployed().targets_among(sites, self.unseen)
 
     @cached_property
     def fingerprint(self) -> str:
         """The sites' checksums, then that of the coordinator's own set."""
-        own = data_fingerprint(self.agreed.own) if self.agreed.own else ""
-        return "+".join([*(self.agreed.fingerprints[site] for site in self.agreed.sites), *([own] if own else [])])
+        unseen = data_fingerprint(self.agreed.unseen) if self.agreed.unseen else ""
+        return "+".join(
+            [*(self.agreed.fingerprints[site] for site in self.agreed.sites), *([unseen] if unseen else [])]
+        )
 
     @cached_property
     def site_differences(self) -> tuple[str, ...]:
@@ -100,8 +102,8 @@ class DeployedPlan(Plan):
                 )
         if target == EVERY_SITE:
             return protocol.of_counts(train, held_out)
-        if agreed.own is not None and target in self.own:
-            domain = agreed.own.domains[target]
+        if agreed.unseen is not None and target in self.unseen:
+            domain = agreed.unseen.domains[target]
             own_held_out = protocol.domain_rows(domain, seed)[1]
             return Split(train, held_out, {target: protocol.measured_rows(domain, own_held_out)})
         unlabelled, measured = rows[target]

@@ -23,30 +23,30 @@ from fedshift.models.networks.frozen import Frozen
 from fedshift.models.options import NetworkOptions
 
 
-class Features(NamedTuple):
+class FeatureInputs(NamedTuple):
     """What methods train on in place of images.
 
     Attributes:
         preprocessing: names the backbone, its weights by checksum, and how images are stored.
         shape: of one sample.
-        own: the coordinator's own set; None without one.
+        unseen: the set that the coordinator has; None without one.
     """
 
     preprocessing: Preprocessing
     shape: tuple[int, ...]
-    own: DataSet | None
+    unseen: DataSet | None
 
 
 def features_for(
-    options: Frozen, shape: tuple[int, ...], preprocessing: Preprocessing, own: DataSet | None, device: str
-) -> Features:
-    """What the sites' images become, and the features of the coordinator's own.
+    options: Frozen, shape: tuple[int, ...], preprocessing: Preprocessing, unseen: DataSet | None, device: str
+) -> FeatureInputs:
+    """What the sites' images become, and the features of the coordinator's images.
 
     Args:
         options: the experiment's network.
         shape: of a stored image, on which the sites agree.
         preprocessing: theirs.
-        own: the coordinator's own images; None without.
+        unseen: the images that the coordinator has; None without.
         device: where the backbone runs here.
 
     Raises:
@@ -55,15 +55,15 @@ def features_for(
     extractor = extractor_for(options, preprocessing, "data at sites").to(device)
     width = extractor(torch.zeros(1, *shape, dtype=torch.uint8, device=device)).shape[1]
     preprocessed = described(options, extractor, preprocessing)
-    if own is not None:
+    if unseen is not None:
         domains = {
             name: replace(
                 domain, inputs=_of(domain, options, extractor, str((preprocessed.backbone or {})["weights"]), device)
             )
-            for name, domain in own.domains.items()
+            for name, domain in unseen.domains.items()
         }
-        own = replace(own, domains=domains, preprocessing=preprocessed)
-    return Features(preprocessed, (width,), own)
+        unseen = replace(unseen, domains=domains, preprocessing=preprocessed)
+    return FeatureInputs(preprocessed, (width,), unseen)
 
 
 def features_here(holding: Holding, setting: Setting, device: str) -> Domain:

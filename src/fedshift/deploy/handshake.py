@@ -40,7 +40,7 @@ class Agreed:
 
     Attributes:
         data: one domain per site, without samples, then the coordinator's own.
-        own: the coordinator's own unseen set; None without one.
+        unseen: the set that the coordinator has (data.unseen); None without one.
         rows: site → seed → numbers of training and held-out samples.
         grouped: whether a site keeps samples of one person together when it splits them.
         fixed_split: the sites whose data fix the test samples.
@@ -55,7 +55,7 @@ class Agreed:
     """
 
     data: DataSet
-    own: DataSet | None
+    unseen: DataSet | None
     rows: Mapping[str, Mapping[str, Sequence[int]]]
     grouped: Mapping[str, bool]
     fixed_split: frozenset[str]
@@ -209,20 +209,20 @@ def _agreed(experiment: Experiment, cards: Mapping[str, Card]) -> Agreed:
     if given:
         preprocessing = _encoding(given, preprocessing)
         shape = preprocessing.shape or shape
-    own = _own_set(experiment, shape, classes, preprocessing)
-    for name in own.domains if own else ():
+    unseen = _unseen_set(experiment, shape, classes, preprocessing)
+    for name in unseen.domains if unseen else ():
         if name in cards:
             raise UserError(f"data.unseen: '{name}' is also the name of a site; rename one of them")
     if isinstance(experiment.model, Frozen):
         device = resolve_device(experiment.device)
-        preprocessing, shape, own = features_for(experiment.model, shape, preprocessing, own, device)
+        preprocessing, shape, unseen = features_for(experiment.model, shape, preprocessing, unseen, device)
     domains = {
         site: _without_samples(site, card.samples, shape, unlabelled=card.unlabelled, tokens=card.type == "int64")
         for site, card in cards.items()
     }
     data = DataSet(
         name="sites",
-        domains={**domains, **(own.domains if own else {})},
+        domains={**domains, **(unseen.domains if unseen else {})},
         classes=classes,
         preprocessing=preprocessing,
         manifest=Manifest("Data at sites", "the sites", "the sites'", "", ""),
@@ -230,7 +230,7 @@ def _agreed(experiment: Experiment, cards: Mapping[str, Card]) -> Agreed:
     )
     return Agreed(
         data=data,
-        own=own,
+        unseen=unseen,
         rows={site: card.rows for site, card in cards.items()},
         grouped={site: card.grouped for site, card in cards.items()},
         fixed_split=frozenset(site for site, card in cards.items() if card.fixed_split),
@@ -340,7 +340,7 @@ def encoded_for(experiment: Experiment, agreed: Agreed, target: str) -> DataSet:
     unseen = experiment.protocol.unseen
     preprocessing = _encoding_without(agreed, {target} if unseen else set(), target)
     shape = preprocessing.shape or agreed.data.input_shape
-    own = _own_set(experiment, shape, agreed.data.classes, preprocessing)
+    held_here = _unseen_set(experiment, shape, agreed.data.classes, preprocessing)
     domains = {
         site: _without_samples(
             site, len(one), shape, unlabelled=one.unlabelled, tokens=agreed.data.preprocessing.kind == "tokens"
@@ -348,7 +348,7 @@ def encoded_for(experiment: Experiment, agreed: Agreed, target: str) -> DataSet:
         for site, one in agreed.data.domains.items()
         if site in agreed.rows
     }
-    whole = {**domains, **(own.domains if own else {})}
+    whole = {**domains, **(held_here.domains if held_here else {})}
     return replace(agreed.data, domains=whole, preprocessing=preprocessing)
 
 
@@ -365,7 +365,7 @@ def _encoding_without(agreed: Agreed, left_out: Collection[str], target: str) ->
     return _encoding(given, agreed.data.preprocessing, labelled)
 
 
-def _own_set(
+def _unseen_set(
     experiment: Experiment, shape: tuple[int, ...], classes: tuple[str, ...], preprocessing: Preprocessing
 ) -> DataSet | None:
     """The coordinator's own unseen set.

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from calling import Cli
+from loopback import CARD
 from test_roles import site_file
 
 pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install -e '.[deploy]'")
@@ -17,24 +18,6 @@ from fedshift.deploy.flare.deployment_folder import Deployment
 from fedshift.deploy.flare.service_lock import only_service
 from fedshift.deploy.remote.policy import AuditLog
 from fedshift.digests import write_object
-
-CARD = {
-    "versions": {},
-    "shape": [2],
-    "type": "float32",
-    "preprocessing": {"kind": "features"},
-    "classes": ["a", "b"],
-    "samples": 4,
-    "rows": {"0": [3, 1]},
-    "given": None,
-    "grouped": False,
-    "fingerprint": "f",
-    "send": [],
-    "device": "cpu",
-    "threads": 1,
-    "privacy": None,
-}
-"""What a site said of itself."""
 
 
 @pytest.fixture

@@ -260,8 +260,8 @@ def _mask(volume: Volume, item: _Item, structure: str) -> Voxels:
     mask = read_volume(series)
     if mask.values.shape != volume.values.shape or not np.allclose(mask.affine, volume.affine, atol=1e-2):
         raise UserError(f"mask {series.name} has another size or place than its volume {item.series.name}")
-    found: Voxels = (np.nan_to_num(mask.values) != 0).astype(np.uint8)
-    return found
+    inside: Voxels = (np.nan_to_num(mask.values) != 0).astype(np.uint8)
+    return inside
 
 
 def _groups(items: Mapping[str, Sequence[_Item]]) -> dict[str, npt.NDArray[np.int64]]:
