@@ -18,7 +18,7 @@ from fedshift.errors import UserError
 
 @pytest.fixture
 def server() -> Iterator[int]:
-    """The port of a server that says hello."""
+    """The port of a server that answers what it is sent, as one of TLS does: whoever connects speaks first."""
     door = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
@@ -28,7 +28,7 @@ def server() -> Iterator[int]:
             except OSError:
                 return
             with client:
-                client.sendall(b"hello")
+                client.sendall(client.recv(5))
 
     threading.Thread(target=serve, daemon=True).start()
     yield door.getsockname()[1]
@@ -40,6 +40,7 @@ def test_a_connection_goes_through_the_proxy(user: str, server: int) -> None:
     proxy = ConnectProxy(user.replace("%40", "@"))
     url = f"http://{user + '@' if user else ''}127.0.0.1:{proxy.port}"
     with connected("localhost", server, url, 10) as way:
+        way.sendall(b"hello")
         assert way.recv(5) == b"hello"
     assert proxy.asked == [f"localhost:{server}"]
     proxy.close()

@@ -49,10 +49,10 @@ class Declares(FedAvg):
         )
 
 
-def checks(method: Any = None) -> ReplyCheck:
+def checks(method: Any = None, model: dict[str, object] = MLP) -> ReplyCheck:
     method = method or Declares()
-    found = domains(MLP)
-    whole, sites = setting(method, found, MLP), plans(method, found)
+    found = domains(model)
+    whole, sites = setting(method, found, model), plans(method, found)
     return ReplyCheck(method, about_sites(sites, whole, whole.build_network()))
 
 
@@ -265,8 +265,7 @@ def test_what_a_method_declares_are_fields_of_its_replies(name: str) -> None:
     from fedshift.methods.base import calls_of
 
     method = registry.parse({"name": name})
-    check = checks(registry.parse({"name": "fedavg"}))
-    about = replace(check._about["large"], input_shape=(1, 12, 12))
+    about = checks(registry.parse({"name": "fedavg"}), CNN)._about["large"]
     declared = {call: method.calls.owner(call).bounds(call, about) for call in calls_of(type(method)) if name != "copa"}
     for call, bounds in declared.items():
         assert set(bounds) <= set(calls_of(type(method.calls.owner(call)))[call].__dataclass_fields__)

@@ -57,7 +57,9 @@ def proxy_for(host: str, setting: str | None) -> str | None:
 
 
 def connected(host: str, port: int, proxy: str | None, seconds: float | None = None) -> socket.socket:
-    """A TCP connection to a host, through a proxy if there is one.
+    """A TCP connection to a host, through a proxy if there is one, for a protocol in which this end speaks first.
+
+    What the host says before would be lost with the proxy's answer, which is read ahead. In TLS it says nothing.
 
     Raises:
         OSError: it cannot be made; the message of a proxy that refuses has its answer.

@@ -101,7 +101,6 @@ class Hello(Request):
     """Asks for a site's card, and whether it takes part.
 
     Attributes:
-        texts: checksums of the encoders of texts in the network, by folder.
         texts: checksums of the encoders of texts that the network needs and nobody sends, by folder.
         unseen: whether the target's samples are used for measuring alone.
         sums: the sites that may be in one sum.

@@ -23,7 +23,7 @@ The style of a map is s = (μ, σ), its mean and deviation per channel. A map ta
     z the network's own features, which are the mean of x in a ResNet.
 
 Where paper and code differ, and what was chosen
- 1. The paper could be read in part only. The equations are those of its code (savertm/StableFDG_github: ops/
+ 1. The paper could be read in part only. The equations are those of its code (``savertm/StableFDG_github``: ops/
     style_insert.py, oma.py and cross_attn.py in dassl/modeling, engine/trainer.py), with whose numbers a step agrees.
  2. p = ½, α = 3, B maps are added (32 of 32 in the code), and q and k have 30 numbers, as in the code.
  3. "Behind a stage" is behind one with a convolution. In a ResNet they are the four blocks.
