@@ -1,6 +1,8 @@
 """The tables of a result page: few words, since README.md says once what all of them have in common.
 
-A table's notes become columns and rows where they are numbers. What is left of them is one line below it.
+A page has the numbers and what each adds to the baseline. Intervals, settings, accuracies by kind of site and every
+difference stand in a file of their own. Notes become columns and rows where they are numbers. What is left of them is
+one line below the table.
 """
 
 from __future__ import annotations
@@ -41,29 +43,44 @@ _NUMBERED = {
 """Notes of pairs of sites with a number for each method, and the columns that they become."""
 _BELOW = re.compile(r"^Warning: (\S+) (?:is less accurate than always saying .*?|orders worse than chance) at (.+)\.$")
 _COLUMN = re.compile(r"^Warning: column (\d+) (is coded otherwise|never changes) at some sites: .*$")
+Column = tuple[str, Callable[[str], str]]
+"""A head, and the entry of each method."""
 _CHECKS = {"is coded otherwise": "Coded otherwise", "never changes": "Constant"}
 
 
-def page_table(found: Collected, select: Selection, warned: set[str]) -> str:
-    """The table of an experiment, with its further tables and one line of what only it has.
+def page_table(found: Collected, select: Selection, warned: set[str], gains: Sequence[Column], link: str) -> str:
+    """The table of an experiment, what each row adds, and one line of what only it has.
 
     Args:
         found: the runs.
         select: the selection rule whose round is shown.
         warned: the warnings that the page has so far, for it has each once; those of this table are added.
+        gains: what each method adds to the baseline.
+        link: to the file of what the page leaves out; "" for none.
     """
     whole = table_of(found, select)
     used = conditions(found.results) if select == "last" else {}
-    more = [*_worst(whole), *_numbered(whole), *_costs(whole, used)]
-    grids = [_grid(whole, ", ".join(_corner(whole, found)), more, _last_row(whole, found.results))]
-    grids += [_grid(one, escape_markdown(one.measure.title)) for one in whole.more if WORST not in one.columns]
-    settings = list(_settings(found.results, whole.methods)) if select == "last" else []
-    if settings:
-        grids.append(_pipes(["method", "setting"], settings, rule="---"))
+    more = [*gains, *_worst(whole), *_numbered(whole), *_costs(whole, used)]
+    corner = ", ".join([*_corner(whole, found), *([link] if link else [])])
+    grids = [_grid(whole, corner, more, _last_row(whole, found.results))]
+    grids += [_grid(one, escape_markdown(one.measure.title)) for one in whole.more if _on_page(one)]
     notes = [note for note in _notes(whole, used, found.results[0].metric) if note not in warned]
     warned.update(note for note in notes if note.startswith("Warning"))
     notes += [f"**{found.unfinished} of {found.planned} runs are still to come.**"] if found.unfinished else []
     return "\n\n".join([*grids, " ".join(notes)]).rstrip()
+
+
+def details(found: Collected, select: Selection) -> list[str]:
+    """The tables of an experiment that its page leaves out: intervals, further accuracies, settings."""
+    whole = table_of(found, select)
+    further = [one for one in whole.more if WORST not in one.columns and not _on_page(one)]
+    grids = [_grid(one, escape_markdown(one.measure.title)) for one in further]
+    settings = list(_settings(found.results, whole.methods)) if select == "last" else []
+    return [*grids, *([_pipes(["method", "setting"], settings, rule="---")] if settings else [])]
+
+
+def _on_page(table: Table) -> bool:
+    return table.measure.title.startswith("Win-win gain")
 
 
 def _corner(whole: Table, found: Collected) -> Iterator[str]:
@@ -82,10 +99,6 @@ def _corner(whole: Table, found: Collected) -> Iterator[str]:
     yield from versions if set(versions) - set(_VERSIONS) else ()
     threads = {str(result.threads) for result in results}
     yield from [f"{'/'.join(sorted(threads))} threads"] if threads != {"1"} else ()
-
-
-Column = tuple[str, Callable[[str], str]]
-"""A head, and the entry of each method."""
 
 
 def _grid(table: Table, corner: str, more: Sequence[Column] = (), last: Sequence[str] = ()) -> str:

@@ -1,9 +1,10 @@
 """Writes the tables of benchmarks/*.md and README.md from the committed results: ``python benchmarks/summarise.py``.
 
 A marker ``<!-- table NAME [SELECT] -->`` … ``<!-- end -->`` is filled with the table of ``benchmarks/results/NAME``,
-its facts (runs, seconds, versions, threads), on benchmarks/*.md the tests of its differences, and the published rows
-where ``published.json`` has them. SELECT is a selection rule, ``cost`` for bytes and seconds a round, ``weights``
-for what a source with wrong labels counts, or ``protocols`` for averages under three ways to choose the round.
+its facts (runs, seconds, versions, threads), and the published rows where ``published.json`` has them. What more is
+known of it, with the tests of all its differences, is written to ``benchmarks/tables/NAME.md``. SELECT is a selection
+rule, ``cost`` for bytes and seconds a round, ``weights`` for what a source with wrong labels counts, or ``protocols``
+for averages under three ways to choose the round.
 ``<!-- attacks METHOD SITES -->`` … ``<!-- end -->`` is filled with what bad sites do under each rule.
 """
 
@@ -11,11 +12,11 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import cast
 
 import robust_aggregation
 from fedshift.evaluation.records import RunResult, Selection
@@ -25,11 +26,13 @@ from fedshift.evaluation.summary import AVERAGE, Value, rows
 from fedshift.report import differences
 from fedshift.report.averages import mean_weights
 from fedshift.report.collect import Collected, collect, read_rounds
+from fedshift.report.measures import MISSING
 from fedshift.report.table import headline, table_of
-from fedshift.report.table_formats import markdown
-from result_tables import page_table
+from fedshift.report.table_formats import escape_markdown, markdown
+from result_tables import Column, details, page_table
 
 HERE = Path(__file__).parent
+TABLES = HERE / "tables"
 PUBLISHED = {
     "rotated_mnist_paper": "rotated_mnist",
     "rotated_mnist_family": "rotated_mnist",
@@ -102,11 +105,27 @@ def lines_of(name: str, found: Collected, select: Selection) -> list[differences
 
 def compared(name: str, found: Collected, select: Selection) -> str:
     """The table of `lines_of`; "" for one seed."""
+    lines = tested(name, found, select)
+    return differences.markdown(lines, found.order.targets, headline(found.results)) if lines else ""
+
+
+def tested(name: str, found: Collected, select: Selection) -> list[differences.Difference]:
+    """`lines_of`; none for one seed."""
     lines = lines_of(name, found, select)
-    if not any(line.comparison.seeds and line.comparison.seeds.n > 1 for line in lines):
-        return ""
-    measure = headline(found.results)
-    return differences.markdown(lines, found.order.targets, measure)
+    return lines if any(line.comparison.seeds and line.comparison.seeds.n > 1 for line in lines) else []
+
+
+def gains(name: str, found: Collected, select: Selection) -> list[Column]:
+    """What each method adds to the table's baseline, and its p: a column, or none for one seed."""
+    baseline = BASELINES.get(name, "fedavg")
+    by_name = {line.name: line for line in tested(name, found, select)}
+    cells = {
+        method: f"{differences.signed(line.comparison.test.mean)} ({differences.p_value(p)})".replace("<", "\\<")
+        for method in found.order.methods
+        if (line := by_name.get(f"{method} − {baseline}")) is not None and line.comparison.test is not None
+        if (p := line.corrected if line.comparison.clustered else line.here) is not None
+    }
+    return [(f"− {escape_markdown(baseline)} (p)", lambda method: cells.get(method, MISSING))] if cells else []
 
 
 def published(name: str) -> str:
@@ -218,20 +237,35 @@ def section(match: re.Match[str], tests: bool, warned: set[str]) -> str:
         return match.group(0)
     found = collect(folder)
     head = match.group(0).split("-->")[0] + "-->"
-    others = {"cost": costs, "weights": bad_weights, "protocols": by_protocol}
+    others = dict(zip(OTHERS, (costs, bad_weights, by_protocol), strict=True))
     if select in others:
         return "\n".join([head, others[select](found), "<!-- end -->"])
-    rule: Selection = select  # type: ignore[assignment]
-    table = page_table(found, rule, warned) if tests else markdown(table_of(found, rule)).strip()
-    parts = [head, table if tests else f"Measured:\n\n{table}", ""]
+    rule = cast(Selection, select)
+    if not tests:
+        return "\n".join(
+            [head, f"Measured:\n\n{markdown(table_of(found, rule)).strip()}", "", facts(found), "<!-- end -->"]
+        )
+    link = f"[more](tables/{file_of(name, rule)})" if more(name, rule) else ""
+    parts = [head, page_table(found, rule, warned, gains(name, found, rule), link), ""]
     if name in PUBLISHED and select == "last":
         parts += [published(name), ""]
-    grid = compared(name, found, rule) if tests else ""
-    parts += [grid] if grid else []
-    parts += [] if tests else [facts(found)]
     return "\n".join([*parts, "<!-- end -->"])
 
 
+def file_of(name: str, select: Selection) -> str:
+    """The name of the file with what a page leaves out of a table."""
+    return f"{name}.md" if select == "last" else f"{name}_{select}.md"
+
+
+def more(name: str, select: Selection) -> str:
+    """What a page leaves out of a table: intervals, further accuracies, settings, and every difference."""
+    found = collect(HERE / "results" / name)
+    parts = [*details(found, select), *filter(None, [compared(name, found, select)])]
+    title = f"# {escape_markdown(name)}" + ("" if select == "last" else f", {select}")
+    return "\n\n".join([title, "[How to read it](../README.md#how-to-read-a-table)", *parts, ""]) if parts else ""
+
+
+OTHERS = ("cost", "weights", "protocols")
 PAGES = [*sorted(HERE.glob("*.md")), HERE.parent / "README.md"]
 
 
@@ -242,6 +276,17 @@ def filled(page: Path) -> str:
     return ATTACKS.sub(attacks, text)
 
 
+def written() -> dict[Path, str]:
+    """The text of each page and of each file of `TABLES`."""
+    texts = {page: filled(page) for page in PAGES}
+    shown = [pair for page in PAGES if page.parent == HERE for pair in MARKER.findall(texts[page])]
+    for name, select in shown:
+        rule = cast(Selection, select or "last")
+        if rule not in OTHERS and (text := more(name, rule)):
+            texts[TABLES / file_of(name, rule)] = text
+    return texts
+
+
 def attacks(match: re.Match[str]) -> str:
     """One marker's content: accuracy and the backdoor's success under each rule."""
     head, method, sites = match.groups()
@@ -249,9 +294,10 @@ def attacks(match: re.Match[str]) -> str:
 
 
 def main() -> None:
-    """Fill the markers of the pages named on the command line (default: all)."""
-    for page in [Path(argument) for argument in sys.argv[1:]] or PAGES:
-        page.write_text(filled(page), encoding="utf-8")
+    """Fill the markers of all pages, and write the files of their tables."""
+    TABLES.mkdir(exist_ok=True)
+    for path, text in written().items():
+        path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
