@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -284,6 +285,15 @@ def test_predict_gone_wrong(cli: Cli, finished: tuple[Path, dict[str, Any]], tmp
     (tmp_path / "folder").mkdir()
     for name in ("words.doc", "rows.csv", "bad.png", "folder"):
         assert cli("predict", part, tmp_path / name).error(), name
+
+
+def test_demo_runs_its_own_file(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ran = Mock()
+    monkeypatch.setattr("fedshift.cli.run.run_file", ran)
+    assert "48 small runs" in cli("demo", "--runs", tmp_path).err
+    ((file, *_), kept) = ran.call_args
+    assert (file.name, kept) == ("demo.yaml", {"samples": True})
+    assert "72 small runs" in cli("demo", "--explained").err
 
 
 def test_the_demo_needs_no_download(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,10 @@ def test_export_writes_the_model_and_its_card(cli: Cli, trained: tuple[Path, Pat
     assert "torchscript" in cli("export", run, "--to", "torch").error()
 
 
+def test_what_was_not_exported_is_not_served(cli: Cli, trained: tuple[Path, Path]) -> None:
+    assert "onnx" in cli("serve", trained[1]).error()
+
+
 def test_export_pushes_what_it_wrote(
     cli: Cli, trained: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

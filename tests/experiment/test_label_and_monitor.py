@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-import typer
+from calling import Cli
 
 import fedshift
 from fedshift.cli.label import label_samples
@@ -22,7 +22,6 @@ from fedshift.experiment.monitor import read_log
 from fedshift.experiment.predict import load_model
 
 LABEL = {"number": None, "labels": None, "width": 10.0, "seed": 0, "at_random": False, "format": "terminal"}
-MONITOR = {"month": None, "alarms": 0.01, "baseline": 3, "format": "terminal"}
 
 
 def patients(seed: int, n: int = 150, older: float = 0.0) -> pd.DataFrame:
@@ -72,14 +71,12 @@ def filled(path: Path, truth: pd.DataFrame, most: int = 10**6) -> int:
     return min(most, len(lines))
 
 
-def test_labels_of_a_list_give_an_interval(run: Path, new: Path, tmp_path: Path, capsys: Any) -> None:
+def test_labels_of_a_list_give_an_interval(run: Path, new: Path, tmp_path: Path, cli: Cli) -> None:
     out = tmp_path / "labels.csv"
-    label_samples(run, new, **{**LABEL, "number": 60}, out=out)
-    assert "60 of 150 samples" in capsys.readouterr().out
+    assert "60 of 150 samples" in cli("label", run, new, "--number", 60, "--out", out).out
     assert "ill" not in out.read_text()  # it does not say what the model thinks
     assert filled(out, patients(50)) == 60
-    label_samples(run, new, **{**LABEL, "labels": out, "format": "json"}, out=out)
-    told = json.loads(capsys.readouterr().out)
+    told = json.loads(cli("label", run, new, "--labels", out, "--format", "json").out)
     model, truth = fedshift.Model.load(run), patients(50)
     right = 100 * float((model.predict(truth[["name", "age", "pressure"]]) == truth["outcome"]).mean())
     assert told["labels"] == 60
@@ -164,21 +161,23 @@ def test_labels_from_python(run: Path) -> None:
         found.measure({next(row for row in range(150) if row not in found.rows): "ill"})
 
 
-def test_months_that_are_alike_raise_no_alarm_and_another_one_does(run: Path, tmp_path: Path, capsys: Any) -> None:
+def test_months_that_are_alike_raise_no_alarm_and_another_one_does(run: Path, tmp_path: Path, cli: Cli) -> None:
     model, log = fedshift.Model.load(run), tmp_path / "log.jsonl"
     quiet = [model.monitor(patients(100 + month), log) for month in range(6)]
     assert [one.reference for one in quiet] == [True] * 3 + [False] * 3
     assert not any(one.alarm for one in quiet)
     patients(200, older=9).to_csv(tmp_path / "old.csv", index=False)
-    with pytest.raises(typer.Exit) as stopped:
-        print_month(run, tmp_path / "old.csv", log, **{**MONITOR, "format": "json", "month": "2026-07"})
-    assert stopped.value.exit_code == 1
-    told = json.loads(capsys.readouterr().out)
+    looked_at = cli("monitor", run, tmp_path / "old.csv", "--log", log, "--format", "json", "--month", "2026-07")
+    assert looked_at.code == 1
+    told = json.loads(looked_at.out)
     assert told["alarm"]
     assert "column age" in told["drift"]
     assert [one.month for one in read_log(log)] == ["1", "2", "3", "4", "5", "6", "2026-07"]
-    print_month(run, tmp_path / "old.csv", tmp_path / "fresh.jsonl", **MONITOR)  # exit code 0: nothing to compare with
-    assert "with which later ones are compared" in capsys.readouterr().out
+    first = cli("monitor", run, tmp_path / "old.csv", "--log", tmp_path / "fresh.jsonl")
+    assert (first.code, "with which later ones are compared" in first.out) == (
+        0,
+        True,
+    )  # there is nothing to compare with
 
 
 def test_the_log_has_sums_and_no_sample(run: Path, tmp_path: Path) -> None:

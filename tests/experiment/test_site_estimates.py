@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from calling import Cli
 from sklearn.metrics import roc_auc_score
 
 import fedshift
@@ -65,7 +66,7 @@ def run_of(results: fedshift.api.Results, site: str) -> Path:
 
 
 def test_a_new_site_is_estimated_from_the_sites_left_out(
-    results: fedshift.api.Results, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    results: fedshift.api.Results, tmp_path: Path, cli: Cli
 ) -> None:
     new = hospital(9, 200)
     data = written(tmp_path / "new.csv", new, ("age", "pressure"))
@@ -78,13 +79,12 @@ def test_a_new_site_is_estimated_from_the_sites_left_out(
     assert found.low is not None
     assert found.high is not None
     assert found.low <= truth <= found.high
-    print_estimate(run_of(results, "north"), data, "json", None)
-    said = json.loads(capsys.readouterr().out)
+    said = json.loads(cli("estimate", run_of(results, "north"), data, "--format", "json").out)
     assert {"estimate", "low", "high", "abstain", "reasons"} <= set(said)
     found = model.estimate(data)
     assert said["estimate"] == pytest.approx(found.estimate)
-    print_estimate(run_of(results, "north") / "model.safetensors", data, "terminal", None)
-    assert f"{found.estimate:.1f} %" in capsys.readouterr().out
+    of_file = cli("estimate", run_of(results, "north") / "model.safetensors", data)
+    assert f"{found.estimate:.1f} %" in of_file.out
 
 
 def test_the_sites_samples_are_looked_at_again(results: fedshift.api.Results, tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_mistakes_are_one_line(results: fedshift.api.Results, tmp_path: Path) ->
 
 
 def test_auroc_and_the_rates_at_the_threshold_are_estimated(
-    results: fedshift.api.Results, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    results: fedshift.api.Results, tmp_path: Path, cli: Cli
 ) -> None:
     new = hospital(9, 200)
     data = written(tmp_path / "new.csv", new, ("age", "pressure"))
@@ -190,8 +190,7 @@ def test_auroc_and_the_rates_at_the_threshold_are_estimated(
     if positive == 1:
         auroc = found.measures["auroc"]
         assert auroc.estimate == pytest.approx(100 * roc_auc_score(labels, scores), abs=10)
-    print_estimate(run_of(results, "north"), data, "terminal", None)
-    assert f"Sensitivity at threshold {used:.2f}" in capsys.readouterr().out
+    assert f"Sensitivity at threshold {used:.2f}" in cli("estimate", run_of(results, "north"), data).out
 
 
 def width(found: Any) -> float:

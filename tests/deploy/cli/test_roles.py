@@ -338,6 +338,26 @@ def test_a_deployed_experiment_is_not_run_here(fedshift: Cli, tmp_path: Path) ->
     assert (code, "fedshift deploy" in err) == (2, True)
 
 
+def test_a_role_is_started_with_its_own_kit(fedshift: Cli, kits: Path) -> None:
+    code, _, err = fedshift("coordinator", "start", "--kit", str(kits / "sites" / "north"))
+    assert (code, "coordinator" in err, err.count("\n")) == (2, True, 1)
+
+
+def test_a_whole_site_has_nothing_to_recover(fedshift: Cli, kits: Path) -> None:
+    before = {file: file.read_bytes() for file in (kits / "sites" / "north").rglob("*") if file.is_file()}
+    code, out, _ = fedshift("site", "recover", str(kits / "sites" / "north" / "SITE.yaml"), "--yes")
+    assert (code, "are whole" in out) == (0, True)
+    assert {file: file.read_bytes() for file in before} == before
+
+
+@pytest.mark.parametrize("content", [b"", b"no model", b"\x80\x04\x95"])
+def test_what_is_no_sealed_model_is_not_opened(content: bytes, fedshift: Cli, kits: Path, tmp_path: Path) -> None:
+    (tmp_path / "model.sealed").write_bytes(content)
+    out = tmp_path / "model.safetensors"
+    code, _, err = fedshift("site", "open", str(tmp_path), str(site_file(kits)), "--out", str(out))
+    assert (code, "model.sealed" in err, err.count("\n"), out.exists()) == (2, True, 1, False)
+
+
 def test_status_and_logs_of_a_deployment(fedshift: Cli, kits: Path) -> None:
     deployment = Deployment(kits / "coordinator", "study")
     deployment.want("run")
