@@ -277,6 +277,13 @@ def test_data_that_are_no_images(tmp_path: Path, weights: dict[str, Path]) -> No
         fedshift.check(experiment(where, weights["one"]))
 
 
+def test_features_have_no_scale_of_their_site(tmp_path: Path, weights: dict[str, Path]) -> None:
+    where = pictures(tmp_path / "data")
+    data = {"name": "arrays", "sites": where, "standardise": "per_site"}
+    with pytest.raises(UserError, match="model frozen reads images in the scale of its backbone"):
+        fedshift.check(experiment(where, weights["one"], data=data))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -123,7 +123,7 @@ def agreed(
             for one in given.values()
         ]
         encoding = agreed_encoding(statistics, first["numeric"], first["categorical"])
-        shaped = {"shape": (encoding.width,), "objective": objective}
+        shaped = {"shape": (encoding.width,), "objective": objective, "standardise": preprocessing.standardise}
         return encoding.preprocessing().model_copy(update=shaped)
     preprocessing = preprocessing.model_copy(update={"objective": objective})
     if not first["total"]:  # there are no inputs to standardise

@@ -65,6 +65,8 @@ class SparseRows:
 Labels = npt.NDArray[np.int64] | npt.NDArray[np.float32]
 Dense = npt.NDArray[np.uint8] | npt.NDArray[np.float32] | npt.NDArray[np.int64]
 Inputs = Dense | SparseRows
+Scale = tuple[tuple[float, ...], tuple[float, ...]]
+"""Mean and standard deviation, of each channel (of values / 255) or column."""
 NO_TOKEN = -1
 """What stands in a row of tokens where the text has ended, or a mask says that there is none."""
 
@@ -92,6 +94,7 @@ class Domain:
             are for people who read predictions; no method sees them, and they need not differ.
         unlabelled: whether some or all samples have no label, which is written as `UNKNOWN`. It is then no source.
         only_source: whether it is a source alone, and no target.
+        scale: of its own training rows, where data are standardised per site (see `fedshift.data.site_scale`).
     """
 
     name: str
@@ -105,6 +108,7 @@ class Domain:
     fixed_split: bool = False
     unlabelled: bool = False
     only_source: bool = False
+    scale: Scale | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -146,10 +150,11 @@ def part_of(domain: Domain, rows: Rows, name: str) -> Domain:
         fixed_split=domain.fixed_split,
         unlabelled=domain.unlabelled,
         only_source=domain.only_source,
+        scale=domain.scale,
     )
 
 
-_LATER = ("window", "objective", "text", "patch")
+_LATER = ("window", "objective", "text", "patch", "standardise")
 """Fields of a preprocessing that are written only if they are set."""
 
 
@@ -174,6 +179,7 @@ class Preprocessing(BaseModel):
         patch: depth, height and width of the parts of volumes that a network reads: drawn at random to train, side by
             side to predict; None: whole samples.
         objective: what is learned, if labels are no classes (see `fedshift.data.tasks.objective`).
+        standardise: per_site: each site's inputs are in its own scale, which `at` gives mean and std.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -190,6 +196,11 @@ class Preprocessing(BaseModel):
     window: tuple[float, float] | None = None
     text: dict[str, object] | None = None
     patch: tuple[int, int, int] | None = None
+    standardise: Literal["per_site"] | None = None
+
+    def at(self, scale: Scale) -> Preprocessing:
+        """As it is at a site with this scale."""
+        return self.model_copy(update={"mean": scale[0], "std": scale[1], "standardise": None})
 
     @model_serializer(mode="wrap")
     def _without_absent(self, plain: SerializerFunctionWrapHandler) -> dict[str, object]:

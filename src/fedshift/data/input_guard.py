@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -176,8 +176,10 @@ def overlap(mean: float, std: float, other: float, deviation: float) -> float:
     return math.sqrt(2 * ratio / (1 + ratio**2)) * math.exp(-(apart**2) / 4)
 
 
-def table_shift(table: Columns, encoding: TableEncoding) -> InputShift:
+def table_shift(table: Columns, encoding: TableEncoding, own_scale: bool = False) -> InputShift:
     """How the rows of a table differ from those that an encoding was made of.
+
+    ``own_scale``: whether each site's numbers are in its own scale, so that only how many are missing can differ.
 
     Raises:
         UserError: the table lacks a column, or a numeric cell is not a number.
@@ -192,6 +194,8 @@ def table_shift(table: Columns, encoding: TableEncoding) -> InputShift:
         )
         for one in encoding.numeric
     ]
+    if own_scale:
+        numeric = [replace(one, outside=0.0, overlap=None) for one in numeric]
     return InputShift(
         (*numeric, *(_of_categories(column, table.column(column.name)) for column in encoding.categorical))
     )

@@ -23,12 +23,13 @@ from fedshift.data.transforms import (
     to_network,
     to_unit,
 )
-from fedshift.errors import UserError
+from fedshift.errors import FedshiftError, UserError
 from fedshift.functional.differential_privacy import sample_rate
 from fedshift.functional.secret_noise import Source, uniform
 
 Batch = tuple[Tensor, Tensor, Tensor]
 """Inputs, labels (class numbers or masks) and domain numbers."""
+_Scale = tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]
 Restyle = Callable[[Tensor, Tensor, torch.Generator], Tensor]
 """Changes samples: takes them as stored (images in [0, 1]), their rows and a generator; returns the changed ones."""
 
@@ -60,7 +61,7 @@ class SiteData:
         kept = [(domain, np.asarray(rows, dtype=np.int64), number) for domain, rows, number in parts if len(rows)]
         if not kept:
             raise UserError(f"no samples in {', '.join(domain.name for domain, _, _ in parts) or 'any domain'}")
-        self.preprocessing = preprocessing
+        self.preprocessing, self._scales = _scales_of([domain for domain, _, _ in kept], preprocessing)
         self.augmentation = augmentation or Augmentation()
         self.device = torch.device(device)
         self._inputs: list[Inputs] = [domain.inputs for domain, _, _ in kept]
@@ -152,7 +153,7 @@ class SiteData:
         with ThreadPoolExecutor(threads) as pool:
             try:
                 for rows in orders:
-                    waiting.append((rows, pool.submit(self._gather, rows.numpy(), self._inputs)))
+                    waiting.append((rows, pool.submit(self._gather, rows.numpy(), self._inputs, self._scales)))
                     if len(waiting) > threads:
                         yield self._await(*waiting.popleft())
                 while waiting:
@@ -169,7 +170,7 @@ class SiteData:
         """The given rows as stored, on the CPU."""
         if self._ahead is not None and self._ahead[0] is rows:
             return self._ahead[1]
-        return self._gather(rows.cpu().numpy(), self._inputs)
+        return self._gather(rows.cpu().numpy(), self._inputs, self._scales)
 
     def stored(self, rows: Tensor) -> Tensor:
         """The given rows before normalisation, on the device: images have values in [0, 1]."""
@@ -215,11 +216,11 @@ class SiteData:
         out = torch.empty((self.samples, *shape), dtype=kind, device=self.device)
         for begin in range(0, self.samples, 1024):
             rows = np.arange(begin, min(begin + 1024, self.samples))
-            values = to_network(self._gather(rows, self._inputs), self.preprocessing, self.device)
+            values = to_network(self._gather(rows, self._inputs, self._scales), self.preprocessing, self.device)
             out[begin : begin + len(rows)] = values.permute(0, 2, 3, 1) if channels_last else values
         return out
 
-    def _gather(self, rows: npt.NDArray[np.int64], stored: Sequence[Inputs]) -> Tensor:
+    def _gather(self, rows: npt.NDArray[np.int64], stored: Sequence[Inputs], scales: Sequence[_Scale] = ()) -> Tensor:
         """The given rows of the stored inputs or masks, as one tensor on the CPU."""
         if len(stored) == 1:
             return torch.from_numpy(_take(stored[0], self._rows[rows]))
@@ -230,7 +231,38 @@ class SiteData:
         for part in np.unique(parts):
             chosen = parts == part
             out[chosen] = _take(stored[part], self._rows[rows[chosen]])
+            if scales:
+                mean, std = scales[part]
+                out[chosen] = (out[chosen] - mean) / std
         return torch.from_numpy(out)
+
+
+def _scales_of(domains: Sequence[Domain], preprocessing: Preprocessing) -> tuple[Preprocessing, list[_Scale]]:
+    """The preprocessing of these domains' samples, and the scale of each where a pool has several scales.
+
+    Raises:
+        UserError: images of several scales are pooled.
+        FedshiftError: a domain has no scale that it should have.
+    """
+    if preprocessing.standardise is None:
+        return preprocessing, []
+    scales = [domain.scale for domain in domains if domain.scale is not None]
+    if len(scales) < len(domains):
+        raise FedshiftError("data that are standardised per site have no scale")
+    if len(domains) == 1:
+        return preprocessing.at(scales[0]), []
+    check_pooled_scales(preprocessing)
+    numbers = [(np.array(mean, dtype=np.float32), np.array(std, dtype=np.float32)) for mean, std in scales]
+    return preprocessing.model_copy(update={"standardise": None}), numbers
+
+
+def check_pooled_scales(preprocessing: Preprocessing) -> None:
+    """Raise UserError where a pool holds samples, other than vectors, in scales of their sites."""
+    if preprocessing.standardise is not None and len(preprocessing.shape or ()) != 1:
+        raise UserError(
+            "data.standardise: per_site scales images where they are, and this method pools them: leave it out of "
+            "methods, or write true"
+        )
 
 
 def _take(inputs: Inputs, rows: npt.NDArray[np.int64]) -> Dense:

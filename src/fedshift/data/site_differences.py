@@ -67,7 +67,7 @@ def site_differences(data: DataSet, parts: Parts | None = None) -> tuple[str, ..
         *_fewer_pairs(_shared(data, prints)),
         *_repeated(data, prints, parts),
         *_shared_ids(data),
-        *_scales(numbers, codes),
+        *(_scales(numbers, codes) if data.preprocessing.standardise is None else ()),
         *_codings(data, numbers, codes),
     )
 

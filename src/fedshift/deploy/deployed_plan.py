@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -120,6 +121,10 @@ class DeployedPlan(Plan):
         """Training and held-out rows of a site; only their numbers are known."""
         train, held_out = self.agreed.rows[site][str(seed)]
         return np.arange(train, dtype=np.int64), np.arange(held_out, dtype=np.int64)
+
+    def samples_of(self, data: DataSet) -> Sequence[str]:
+        """As in `Plan`: those of the coordinator's own set."""
+        return self.unseen
 
     def _data_for(self, target: str) -> DataSet:
         return encoded_for(self.experiment, self.agreed, target)

@@ -268,6 +268,10 @@ def _check_alike(cards: Mapping[str, Card], given: Mapping[str, Mapping[str, Any
                 f"sites differ in what is learned: '{first_name}' has {_learned(first)}, '{site}' has "
                 f"{_learned(card)}; agree on data.task and data.loss in each SITE.yaml"
             )
+        if card.preprocessing.standardise != first.preprocessing.standardise:
+            raise UserError(
+                f"sites differ in data.standardise, which '{first_name}' or '{site}' has as per_site: write the same"
+            )
         if _prepared(card.preprocessing) != _prepared(first.preprocessing) and not given:
             raise UserError(
                 f"sites differ in how inputs are prepared: '{first_name}' has {_short(first.preprocessing)}, '{site}' "

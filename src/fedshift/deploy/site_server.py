@@ -22,8 +22,9 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
-from fedshift.data.domain import Rows
+from fedshift.data.domain import Domain, Rows
 from fedshift.data.site_data import SiteData
+from fedshift.data.site_scale import scaled
 from fedshift.data.tasks.objective import objective_of
 from fedshift.deploy.agreed_terms import AgreedTerms, asked_bounds, split_terms
 from fedshift.deploy.features_at_sites import check_text_towers, features_here
@@ -42,6 +43,7 @@ from fedshift.deploy.remote.requests import (
     PredictRequest,
     RunRequest,
     SeedSplit,
+    SitePart,
     asked_in,
 )
 from fedshift.deploy.remote.transport import Done, answer_of
@@ -478,7 +480,7 @@ class SiteProgram:
             return self._runner[1]
         train, _ = self._rows(part.split)
         setting = self._setting(request.setting, method)
-        domain = features_here(self.holding, setting, self.device)
+        domain = self._domain(setting, part)
         plan = SitePlan(self.name, part.role, [(domain, train, part.number)])
         runner = SiteRunner(plan, setting, memory=(RESIDUALS,))
         self._runner = (request.digest, runner, {})
@@ -560,14 +562,23 @@ class SiteProgram:
         if self._measurer is None or self._measurer[0] != digest:
             network = method.evaluated_network(setting.build_network(), setting.sources).to(self.device)
             self.rules.check_measured(method, network, setting.input_shape)
-            self._measurer = (digest, network, self._view(setting, rows))
+            self._measurer = (digest, network, self._view(setting, request.part, rows))
         _, network, view = self._measurer
         network.eval().load_state_dict(dict(weights))
         return network, view
 
-    def _view(self, setting: Setting, rows: Rows) -> SiteData:
-        domain = features_here(self.holding, setting, self.device)
-        return SiteData([(domain, rows, 0)], setting.preprocessing, None, self.device)
+    def _view(self, setting: Setting, part: SitePart, rows: Rows) -> SiteData:
+        return SiteData([(self._domain(setting, part), rows, 0)], setting.preprocessing, None, self.device)
+
+    def _domain(self, setting: Setting, part: SitePart) -> Domain:
+        """The site's samples as a request's network reads them, in the site's own scale where its data say so."""
+        domain, own = features_here(self.holding, setting, self.device), self.holding.data.preprocessing.standardise
+        if setting.preprocessing.standardise != own:
+            raise Refused(f"site '{self.name}' refuses another data.standardise than its own: all sites write the same")
+        if own is None:
+            return domain
+        rows = domain.described if part.role == "unseen" else self._rows(part.split)[0]
+        return scaled(domain, rows, setting.preprocessing)
 
     # At a site without labels -----------------------------------------------------------------------------------------
 
@@ -588,7 +599,7 @@ class SiteProgram:
         network, view = self._network_of(asked, method, rest)
         parts = [(UNLABELLED, rest, view)]
         if len(known):
-            parts.append(("target", known, self._view(self._setting(request.setting, method), known)))
+            parts.append(("target", known, self._view(self._setting(request.setting, method), request.part, known)))
         new_site = method.at_sites(view.input_shape).new_site if request.part.role == "unseen" else None
         answers = [self._answers(network, new_site, *part) for part in parts]
         weights = Weights({name: tensor.cpu() for name, tensor in network.state_dict().items()})

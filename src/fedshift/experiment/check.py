@@ -15,7 +15,7 @@ import torch
 
 from fedshift.data.checks import absent_classes
 from fedshift.data.codings import missing_cells
-from fedshift.data.domain import DataSet
+from fedshift.data.domain import DataSet, Preprocessing
 from fedshift.data.site_data import SiteData, batches_per_epoch, epoch_batches
 from fedshift.data.tasks.objective import objective_of
 from fedshift.errors import UserError
@@ -423,6 +423,11 @@ def _learned(data: DataSet) -> str:
     return f"{data.task} of {', '.join(data.classes)}"
 
 
+def _in_any_scale(data: DataSet) -> Preprocessing:
+    """How samples are prepared to take the time of a network, which does not depend on the scale of a site."""
+    return data.preprocessing.model_copy(update={"standardise": None})
+
+
 @torch.no_grad()
 def _seconds_to_measure(experiment: Experiment, data: DataSet, device: str) -> tuple[float, float]:
     """Seconds of a forward pass of one sample, and of each further one: the fastest of three."""
@@ -430,7 +435,7 @@ def _seconds_to_measure(experiment: Experiment, data: DataSet, device: str) -> t
     network = experiment.training.network(experiment.model, data.input_shape, len(data.classes), 0).to(device).eval()
     found = []
     for number in (1, min(len(domain), _MEASURED)):
-        view = SiteData([(domain, np.arange(number), 0)], data.preprocessing, None, device)
+        view = SiteData([(domain, np.arange(number), 0)], _in_any_scale(data), None, device)
         seconds = []
         for _ in range(3):
             began = time.perf_counter()
@@ -457,7 +462,7 @@ def _seconds_per_batch(experiment: Experiment, data: DataSet, device: str, threa
     try:
         domain = max(data.domains.values(), key=len)
         rows = torch.arange(min(len(domain), experiment.training.batch_size * _TIMED_BATCHES)).numpy()
-        view = SiteData([(domain, rows, 0)], data.preprocessing, experiment.training.augmentation, device)
+        view = SiteData([(domain, rows, 0)], _in_any_scale(data), experiment.training.augmentation, device)
         training = experiment.training
         network = training.network(experiment.model, data.input_shape, len(data.classes), 0).to(device)
         freeze_backbone(network, frozen)

@@ -28,6 +28,7 @@ from fedshift.experiment.fits import (
     secure_sums,
     server_momentum,
     side_by_side,
+    site_scale,
     target_labels,
     tasks,
     tokens,
@@ -39,6 +40,7 @@ from fedshift.methods.base import Method
 OF_EXPERIMENT: tuple[OfExperiment, ...] = (
     refusals.data_fit,
     private.task_fits,
+    site_scale.fits,
     comparison.protocol_fits,
     tasks.network_fits,
     tasks.class_weights_fit,
@@ -59,6 +61,7 @@ OF_METHOD_ALONE: tuple[OfMethod, ...] = (
     precision.method_fits,
     target_labels.fits,
     personal.fits,
+    site_scale.method_fits,
 )
 OF_NETWORK: tuple[OfNetwork, ...] = (
     networks.method_fits,

@@ -87,6 +87,11 @@ def export(trained: TrainedModel, to: str, folder: Path) -> Exported:
     """
     if to not in _WRITERS:
         raise UserError(f"--to: there is no format '{to}'; {nearest(to, _WRITERS)}")
+    if trained.preprocessing.standardise is not None:
+        raise UserError(
+            "this model reads each site's samples in their own scale (data.standardise: per_site), which a file that "
+            "answers sample by sample cannot: use fedshift predict, or train with standardise: true"
+        )
     name, write = _WRITERS[to]
     whole = _Whole(trained).eval().requires_grad_(False)
     try:

@@ -17,6 +17,7 @@ import numpy as np
 from fedshift.data.domain import DataSet, Preprocessing, Rows, SparseRows
 from fedshift.data.input_guard import LOOKED_AT, image_statistics
 from fedshift.data.site_differences import shared_groups, site_differences
+from fedshift.data.site_scale import all_scaled
 from fedshift.data.tasks.objective import objective_of
 from fedshift.evaluation.metric_entries import Metric
 from fedshift.evaluation.records import SitePrivacy, WithoutLabels
@@ -66,6 +67,7 @@ class Plan:
         self._roles: dict[str, Roles] = {}
         self._splits: dict[tuple[str, int], Split] = {}
         self._encoded: dict[str, DataSet] = {}
+        self._scaled: dict[tuple[str, int], DataSet] = {}
 
     @cached_property
     def targets(self) -> tuple[str, ...]:
@@ -199,6 +201,22 @@ class Plan:
             self._encoded[target] = self._data_for(target)
         return self._encoded[target]
 
+    def data_of(self, target: str, seed: int) -> DataSet:
+        """As `data_for`, with each site in its own scale where data are standardised per site."""
+        if self.data.preprocessing.standardise is None:
+            return self.data_for(target)
+        if (target, seed) not in self._scaled:
+            self._scaled.clear()  # as in `data_for`
+            data, split = self.data_for(target), self.split(target, seed)
+            here = replace(data, domains={name: data.domains[name] for name in self.samples_of(data)})
+            found = all_scaled(here, {**split.unlabelled, **split.train})
+            self._scaled[target, seed] = replace(data, domains={**data.domains, **found.domains})
+        return self._scaled[target, seed]
+
+    def samples_of(self, data: DataSet) -> Sequence[str]:
+        """The domains of ``data`` whose samples are here."""
+        return tuple(data.domains)
+
     def _split(self, target: str, seed: int) -> Split:
         return self.experiment.protocol.split_of(self.data, target, seed)
 
@@ -240,7 +258,7 @@ class PlannedRun:
     @property
     def data(self) -> DataSet:
         """The data in the run's encoding, with true labels. Models are measured on these."""
-        return self.plan.data_for(self.run.target)
+        return self.plan.data_of(self.run.target, self.run.seed)
 
     @property
     def shown_data(self) -> DataSet:
@@ -329,7 +347,7 @@ class PlannedRun:
         whole = experiment.dump()
         return {
             **settings,
-            "data": {**settings["data"], "fingerprint": self.plan.fingerprint},
+            "data": {**settings["data"], **self._scaling, "fingerprint": self.plan.fingerprint},
             "target": self.run.target,
             "seed": self.run.seed,
             "training": {**settings["training"], "mini_batches": self.budget},
@@ -338,6 +356,12 @@ class PlannedRun:
             "versions": versions(),
             **experiment.engine.identity,
         }
+
+    @property
+    def _scaling(self) -> dict[str, Any]:
+        """What only the sites of a deployment say of how inputs are scaled."""
+        own = self.plan.data.preprocessing.standardise
+        return {} if own is None else {"standardise": own}
 
 
 def common_settings(experiment: Experiment, method: Method) -> dict[str, Any]:

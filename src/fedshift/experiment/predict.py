@@ -34,7 +34,8 @@ from fedshift.data.inference import (
     table_to_predict,
 )
 from fedshift.data.input_guard import ImageStatistics, InputShift, feature_shift, image_shift, table_shift
-from fedshift.data.table_files import SiteFormat
+from fedshift.data.site_scale import check_several, of_these
+from fedshift.data.table_files import Columns, SiteFormat
 from fedshift.data.tables import encoding_of
 from fedshift.data.tasks.objective import Objective, objective_of
 from fedshift.data.transforms import to_network
@@ -101,6 +102,7 @@ class ToPredict:
         shift: how they differ from the training data.
         source: the table, or what they were read from.
         left_out: a warning of pages and frames that are not among them; None: there are none.
+        scale: says that they are read in a scale of their own; None: they are not.
     """
 
     names: Sequence[str]
@@ -108,6 +110,7 @@ class ToPredict:
     shift: InputShift
     source: Any
     left_out: str | None = None
+    scale: str | None = None
 
     def check(self, accept_shift: bool, warn: Warn = warn_in_python) -> None:
         """Refuse samples that are too unlike the training data, unless they are accepted; warn of unusual ones.
@@ -116,7 +119,7 @@ class ToPredict:
             UserError: they are refused.
         """
         self.shift.check(accept=accept_shift)
-        for warning in (self.shift.warning, self.left_out):
+        for warning in (self.shift.warning, self.left_out, self.scale):
             if warning is not None:
                 warn(warning)
 
@@ -146,11 +149,20 @@ class TrainedModel:
         table = table_to_predict(data, self.stored, written)
         if table is not None:
             named, rows = rows_to_predict(self.stored, table)
-            shift = InputShift() if self.stored.table is None else table_shift(table, encoding_of(self.stored))
-            return ToPredict(named, rows, shift, table)
+            shift = InputShift() if self.stored.table is None else self._table_shift(table)
+            return ToPredict(named, rows, shift, table, scale=self._scale(len(rows)))
         names, inputs = (load_for_prediction if isinstance(data, Path) else samples_in_memory)(data, self.stored)
         left_out = further_pages(data) if isinstance(data, Path) and self.stored.kind == "image" else None
-        return ToPredict(names, inputs, self._shift(inputs, data), data, left_out)
+        return ToPredict(names, inputs, self._shift(inputs, data), data, left_out, self._scale(len(inputs)))
+
+    def _table_shift(self, table: Columns) -> InputShift:
+        return table_shift(table, encoding_of(self.stored), own_scale=self.stored.standardise is not None)
+
+    def _scale(self, samples: int) -> str | None:
+        if self.preprocessing.standardise is None or not samples:
+            return None
+        check_several(samples)
+        return f"the {samples} samples are scaled by their own mean and deviation: give all of one site, of no other"
 
     def _shift(self, inputs: Stored, data: Path | Any) -> InputShift:
         if self.stored.kind != "image":
@@ -254,14 +266,14 @@ class TrainedModel:
         """
         if self.segments:
             raise UserError("this model predicts masks: name a folder for them with --masks FOLDER")
-        extractor = self.extractor
+        extractor, preprocessing = self.extractor, self._at(inputs)
 
         def batches(order: Tensor | None = None) -> Iterator[Tensor]:
             for part in (slice(begin, begin + _BATCH) for begin in range(0, len(inputs), _BATCH)):
                 rows = torch.from_numpy(inputs[part if order is None else order[part].numpy()])
                 if extractor is not None:
                     rows = extractor(rows).half()  # float16, as in the cache
-                yield to_network(rows, self.preprocessing, "cpu")
+                yield to_network(rows, preprocessing, "cpu")
 
         network = self.network
         none = np.zeros((0, len(self.classes)), dtype=np.float32)
@@ -272,6 +284,10 @@ class TrainedModel:
             outputs = [network(batch).double() for batch in batches()]  # as a run computes what it notes of a sample
         return np.concatenate([none, *(self.objective.scores(batch).float().numpy() for batch in outputs)])
 
+    def _at(self, inputs: Stored) -> Preprocessing:
+        """The preprocessing of these samples, as those of one site."""
+        return of_these(inputs, self.preprocessing) if len(inputs) else self.preprocessing
+
     @torch.no_grad()
     def masks(self, inputs: Stored) -> Iterator[npt.NDArray[np.bool_]]:
         """The predicted masks of each sample, (structures, height, width).
@@ -281,9 +297,9 @@ class TrainedModel:
         """
         if not self.segments:
             raise UserError("this model predicts classes, not masks: leave out --masks")
-        together = _MASKS if inputs.ndim == 4 else 1
+        together, preprocessing = _MASKS if inputs.ndim == 4 else 1, self._at(inputs)
         for begin in range(0, len(inputs), together):
-            batch = to_network(torch.from_numpy(inputs[begin : begin + together]), self.preprocessing, "cpu")
+            batch = to_network(torch.from_numpy(inputs[begin : begin + together]), preprocessing, "cpu")
             yield from self.options.masks(scores_of(self.network, batch, self.preprocessing.patch))
 
     def write_masks(

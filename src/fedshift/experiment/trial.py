@@ -83,7 +83,7 @@ def _made_up(domain: Domain, classes: int) -> Domain:
     labels: Labels = np.arange(_SAMPLES) % classes if masks is None else np.zeros(_SAMPLES, dtype=np.int64)
     if domain.labels.dtype.kind == "f":  # 0 and 1 by turns are labels of every task
         labels = np.resize(np.array([0, 1], dtype=np.float32), (*domain.labels.shape[1:], _SAMPLES)).T.copy()
-    return Domain(domain.name, inputs, labels, masks=masks)
+    return Domain(domain.name, inputs, labels, masks=masks, scale=domain.scale)
 
 
 def try_training(network: Network, options: NetworkOptions, training: Training, input_shape: tuple[int, ...]) -> None:

@@ -35,7 +35,8 @@ def _shift(data: DataSet, split: Split, site: str, rows: Rows) -> InputShift:
         for name, chosen in split.train.items()
         if not isinstance(inputs := data.domains[name].inputs, SparseRows)
     ]
-    if isinstance(own, SparseRows) or not sources:
+    own_scale = data.preprocessing.standardise is not None and data.preprocessing.kind != "image"
+    if isinstance(own, SparseRows) or not sources or own_scale:
         return InputShift()
     if data.preprocessing.kind == "image":
         return image_shift(np.asarray(own)[rows].astype(np.uint8), image_statistics(sources))

@@ -153,6 +153,8 @@ def _reads_target(result: RunResult) -> bool:
         return "without labels" in scenario or "unlabelled" in scenario
     if method.get("unseen") == "target":
         return True
+    if _scaled_per_site(result) and not (protocol is not None and protocol.by_site):
+        return True
     if method.get("batch_norm_at_new_site") is not None:
         return True
     if result.metric != "accuracy":  # only a classifier of one class among several is turned
@@ -160,6 +162,10 @@ def _reads_target(result: RunResult) -> bool:
     if method.get("classifier_at_new_site") is not None:
         return True
     return name == "recipe" and method.get("templates") is not None and _channels(result) != 1
+
+
+def _scaled_per_site(result: RunResult) -> bool:
+    return _section(result, "data").get("standardise") == "per_site"
 
 
 def _channels(result: RunResult) -> int | None:
@@ -186,6 +192,15 @@ def _momentum(result: RunResult) -> bool:
 def _section(result: RunResult, name: str) -> Mapping[str, Any]:
     found = result.options.get(name)
     return found if isinstance(found, Mapping) else {}
+
+
+def scale_note(results: Sequence[RunResult], methods: Sequence[str]) -> Iterator[str]:
+    """Where each site's samples are in its own scale, whose samples that scale is made of."""
+    if any(_scaled_per_site(result) for result in results if result.method in methods):
+        yield (
+            "Each site's samples are scaled by its own training samples (data.standardise: per_site); where no one "
+            "trains, by all of that site, without labels."
+        )
 
 
 def used_note(results: Sequence[RunResult], methods: Sequence[str]) -> Iterator[str]:

@@ -18,7 +18,7 @@ from fedshift.report import pairs
 from fedshift.report.by_site import at_common_tests, measures_each
 from fedshift.report.choice import choices, choices_in_words
 from fedshift.report.collect import Collected
-from fedshift.report.conditions import badges_of, used_note
+from fedshift.report.conditions import badges_of, scale_note, used_note
 from fedshift.report.differences import LEVEL, Difference, differences
 from fedshift.report.estimates import notes_on
 from fedshift.report.like_for_like import comparable, unlike_seeds
@@ -199,7 +199,8 @@ def table_of(collected: Collected, select: Selection = "last", metric: str = "")
     measure = _measure(collected, select, metric)
     arrange = partial(table, select=select, targets=order.targets)
     whole = arrange(results, methods=order.methods, progress=collected.progress, measure=measure)
-    said = (note(results, order.methods) for note in (used_note, trained_note, settings_note, privacy_note, work_note))
+    notes = (used_note, scale_note, trained_note, settings_note, privacy_note, work_note)
+    said = (note(results, order.methods) for note in notes)
     whole = replace(whole, notes=(*whole.notes, *chain.from_iterable(said)))
     whole = replace(whole, badges=badges_of(results))
     both = whole.measure in pairs.HARMONIC_MEANS.values()

@@ -35,6 +35,7 @@ from fedshift.data.identifiers import check_classes
 from fedshift.data.images import as_channels_first
 from fedshift.data.locate import load_arrays
 from fedshift.data.site_labels import unknown_labels, unread
+from fedshift.data.site_scale import check_scale, sums_of
 from fedshift.data.splits import fixed_split
 from fedshift.data.tables import moments
 from fedshift.data.tasks.fields import TaskFields, flags, label_sums, quantities, times
@@ -61,8 +62,10 @@ class Arrays(TaskFields):
         min_length=1, description="site name: its .npz or HDF5 file; in Python also (inputs, labels) or a data set"
     )
     classes: tuple[str, ...] | None = Field(None, description="names of the classes, in the order of their numbers")
-    standardise: bool = Field(
-        False, description="scale every channel or column by mean and deviation, computed from sums of all sites"
+    standardise: bool | Literal["per_site"] = Field(
+        False,
+        description="scale every channel or column by mean and deviation: true: from sums of all sites; per_site: of "
+        "each site's own training samples, of a target's own unlabelled ones",
     )
     mean: tuple[float, ...] | None = Field(
         None,
@@ -97,10 +100,15 @@ class Arrays(TaskFields):
 
     @property
     def shares(self) -> tuple[str, ...]:
-        return ("statistics",) if self.standardise or self.scales_labels else ()
+        return ("statistics",) if self._over_sites or self.scales_labels else ()
+
+    @property
+    def _over_sites(self) -> bool:
+        """Whether sites agree on a scale."""
+        return self.standardise is True
 
     def without(self, unseen: str) -> DataSource:
-        if not self.standardise:
+        if not self._over_sites:
             return self.without_labels(unseen)
         chosen = self.statistics_from or tuple(self.sites)
         fewer = self.model_copy(update={"statistics_from": tuple(site for site in chosen if site != unseen)})
@@ -119,8 +127,8 @@ class Arrays(TaskFields):
         arrays = _arrays(site, held, self.site_labels.get(site))
         known = np.arange(len(arrays["y"])) if (rows := _split(str(held), arrays)) is None else rows[0]
         count, total, squares = len(known), np.zeros(0), np.zeros(0)
-        if self.standardise:
-            count, total, squares = _sums(readable_inputs(str(held), arrays["x"])[known])
+        if self._over_sites:
+            count, total, squares = sums_of(readable_inputs(str(held), arrays["x"])[known])
         given = {"kind": MOMENTS, "count": count, "total": total.tolist(), "squares": squares.tolist()}
         if self.scales_labels:
             given["label"] = label_sums(quantities(str(held), arrays["y"])[known])
@@ -128,6 +136,7 @@ class Arrays(TaskFields):
 
     def encoded(self, preprocessing: Preprocessing, classes: tuple[str, ...]) -> DataSet:
         self.check_objective(preprocessing)
+        check_scale(preprocessing, self.standardise)
         return super().encoded(preprocessing, classes)
 
     def build(self) -> DataSet:
@@ -158,10 +167,11 @@ class Arrays(TaskFields):
         scaling = sites_for_statistics(self.label_statistics_from or self.statistics_from, domains)
         scales = [domains[site] for site in scaling] if self.scales_labels else []
         objective = self.objective([label_sums(domain.labels[domain.described]) for domain in scales])
-        preprocessing = preprocessing.model_copy(update={"objective": objective})
+        own = "per_site" if self.standardise == "per_site" else None
+        preprocessing = preprocessing.model_copy(update={"objective": objective, "standardise": own})
         told = DataSet(self.name, self.by_labels(domains), classes, preprocessing, self.manifest())
         dataset = checked(replace(told, warnings=tuple(self._unread_labels())))
-        if not self.standardise:
+        if not self._over_sites:
             return replace(dataset, warnings=(*dataset.warnings, *_unscaled(dataset)))
         chosen = sites_for_statistics(self.statistics_from, domains)
         mean, std = _moments([described_inputs(domains[site]) for site in chosen])
@@ -233,7 +243,9 @@ def _split(where: str, arrays: Mapping[str, Array]) -> tuple[Rows, Rows] | None:
 
 def _unscaled(dataset: DataSet) -> tuple[str, ...]:
     """A warning if a column of features is too large for a network to train well."""
-    if len(dataset.input_shape) != 1 or dataset.preprocessing.mean is not None or _are_tokens(_any_inputs(dataset)):
+    preprocessing = dataset.preprocessing
+    is_scaled = preprocessing.mean is not None or preprocessing.standardise is not None
+    if len(dataset.input_shape) != 1 or is_scaled or _are_tokens(_any_inputs(dataset)):
         return ()
     features = [domain.inputs for domain in dataset.domains.values() if not isinstance(domain.inputs, SparseRows)]
     # ``einsum`` adds up in float64 without copying the features, which may fill half of the memory.
@@ -427,18 +439,6 @@ def _numbered(domains: dict[str, Domain]) -> tuple[str, ...]:
 
 def _moments(inputs: list[Inputs]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """Mean and deviation per channel (of values / 255) or column, from sums of each site."""
-    sums = [_sums(values) for values in inputs if not isinstance(values, SparseRows)]
+    sums = [sums_of(values) for values in inputs if not isinstance(values, SparseRows)]
     count, total, squares = (sum(parts) for parts in zip(*sums, strict=True))
     return moments(int(count), np.asarray(total), np.asarray(squares))
-
-
-def _sums(
-    values: Dense,
-) -> tuple[int, npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """A site's count, and its sum and sum of squares per channel or column."""
-    if values.dtype == np.float32:  # features, or volumes, whose every position counts
-        columns = values.astype(np.float64).swapaxes(0, 1).reshape(values.shape[1], -1)
-        return columns.shape[1], columns.sum(axis=1), (columns**2).sum(axis=1)
-    level = np.arange(256) / 255
-    counts = np.stack([np.bincount(values[:, channel].ravel(), minlength=256) for channel in range(values.shape[1])])
-    return int(counts[0].sum()), counts @ level, counts @ level**2

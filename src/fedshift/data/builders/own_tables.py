@@ -33,6 +33,7 @@ from fedshift.data.domain import DataSet, DataSource, Domain, Inputs, Labels, Ma
 from fedshift.data.identifiers import check_categories
 from fedshift.data.input_guard import InputShift, table_shift
 from fedshift.data.site_labels import unknown_labels, unread
+from fedshift.data.site_scale import check_scale
 from fedshift.data.splits import fixed_split
 from fedshift.data.table_files import (
     PLAIN,
@@ -96,6 +97,11 @@ class Table(TableFormat, TaskFields):
         None, description="with label: value in the file: its class, such as {0: healthy, 1: ill, 2: ill}"
     )
     numeric: tuple[str, ...] = Field((), description="columns of numbers, standardised over the sites")
+    standardise: Literal[True, "per_site"] = Field(
+        True,
+        description="true: numbers are scaled by mean and deviation over the sites; per_site: then by those of each "
+        "site's own training rows, of a target's own unlabelled ones",
+    )
     categorical: tuple[str, ...] = Field((), description="columns of categories, one 0/1 column per category")
     text: str | None = Field(None, description="instead of numeric and categorical: the column of text, read as tokens")
     tokenizer: Path | None = Field(
@@ -134,7 +140,7 @@ class Table(TableFormat, TaskFields):
         None, description="the sites whose sums and category sets define the encoding; unset: all"
     )
 
-    later: ClassVar[tuple[str, ...]] = (*TaskFields.later, "text", "tokenizer", "length")
+    later: ClassVar[tuple[str, ...]] = (*TaskFields.later, "text", "tokenizer", "length", "standardise")
     _further: bool = PrivateAttr(False)
 
     @model_validator(mode="after")
@@ -182,6 +188,8 @@ class Table(TableFormat, TaskFields):
             raise ValueError("text and tokenizer go together: the column, and the tokenizer that reads it")
         if self.text is None and self.length != type(self).model_fields["length"].default:
             raise ValueError("length is for text: name its column, or leave it out")
+        if self.text is not None and self.standardise == "per_site":
+            raise ValueError("standardise: text becomes tokens, which are not scaled: leave it out")
         if self.text is not None and (self.numeric or self.categorical):
             raise ValueError("text: a network reads tokens or numbers, so leave out numeric and categorical")
         if self.text is not None and self.text in (*self.label_columns, self.site_column, self.id, self.split):
@@ -342,7 +350,9 @@ class Table(TableFormat, TaskFields):
         encoding = self._encoding(tables)
         self._check_fills(encoding)
         encoding = encoding.with_choices(self._codes(""), self._fills, form, self.id)
-        return {site: encode(table, encoding) for site, table in tables.items()}, encoding.preprocessing()
+        own = None if self.standardise is True else self.standardise
+        preprocessing = encoding.preprocessing().model_copy(update={"standardise": own})
+        return {site: encode(table, encoding) for site, table in tables.items()}, preprocessing
 
     @cached_property
     def _text(self) -> TextEncoding | None:
@@ -447,7 +457,8 @@ class Table(TableFormat, TaskFields):
             return InputShift()
         tables = self._tables()
         encoding = self._encoding(tables) if preprocessing is None else encoding_of(preprocessing)
-        return table_shift(next(iter(tables.values())) if site is None else tables[site], encoding)
+        table = next(iter(tables.values())) if site is None else tables[site]
+        return table_shift(table, encoding, own_scale=self.standardise == "per_site")
 
     def _encoding(self, tables: Mapping[str, Columns]) -> TableEncoding:
         """The encoding of the sites that give statistics."""
@@ -469,6 +480,7 @@ class Table(TableFormat, TaskFields):
             return super().encoded(preprocessing, classes)
         encoding = self._own_encoding(preprocessing)
         self.check_objective(preprocessing)
+        check_scale(preprocessing, self.standardise)
         try:
             return self._encoded(encoding, preprocessing, classes)
         except UserError as error:

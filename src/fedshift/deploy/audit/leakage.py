@@ -137,7 +137,7 @@ def audit_leakage(
         )
     target, name = target_and_site(plan, site)
     seed = experiment.protocol.seeds[0]
-    data, split = plan.data_for(target), plan.split(target, seed)
+    data, split = plan.data_of(target, seed), plan.split(target, seed)
     shown = experiment.protocol.with_wrong_labels(data, split, seed)
     device, threads = resolve_device(experiment.device), experiment.engine.thread_count()
     sources = [name, *(other for other in plan.roles(target)[0] if other != name)]

@@ -87,6 +87,11 @@ class SiteRules:
         """Raise Refused unless the site can take part in an experiment that trains privately, or that does not."""
         if not private:
             self._refuse_without_noise()
+        if self.budget is not None and holding.data.preprocessing.standardise is not None:
+            raise Refused(
+                f"site '{self.site}' has a budget of privacy (rule privacy.epsilon), and no noise covers the scale of "
+                "data.standardise: per_site: give fixed numbers (data.mean and data.std)"
+            )
         if self.budget is None or holding.given is None:
             return
         if (reason := lacking(holding.given, self.budget)) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from fedshift.data.domain import Scale
 from fedshift.federation.plain_values import Frozen
 from fedshift.federation.setting_json import SettingRecipe
 from fedshift.federation.site import Envelope, Role
@@ -32,6 +33,7 @@ class SharedRows(Frozen):
     name: str
     folder: str
     number: int
+    scale: Scale | None = None
 
 
 class SiteCommand(Command):

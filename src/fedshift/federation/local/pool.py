@@ -61,11 +61,12 @@ class SharedFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._shared: dict[int, tuple[Domain, str]] = {}
+        self._shared: dict[tuple[int, int], tuple[Domain, str]] = {}
 
     def share(self, domain: Domain) -> str:
         """Write the domain's arrays once, as files that every worker maps into memory; return their folder."""
-        if id(domain) not in self._shared:
+        key = id(domain.inputs), id(domain.labels)  # a domain in the scale of another seed has the same arrays
+        if key not in self._shared:
             folder = Path(tempfile.mkdtemp(prefix="domain-", dir=self.folder))
             inputs = domain.inputs
             if isinstance(inputs, SparseRows):
@@ -79,8 +80,8 @@ class SharedFiles:
                 np.save(folder / "masks.npy", domain.masks)
             if domain.groups is not None:
                 np.save(folder / "groups.npy", domain.groups)
-            self._shared[id(domain)] = (domain, str(folder))  # keep the domain, so that its id stays unique
-        return self._shared[id(domain)][1]
+            self._shared[key] = (domain, str(folder))  # keep the arrays, so that their ids stay unique
+        return self._shared[key][1]
 
     def forget(self) -> None:
         """Remove the shared files. Workers keep what they have mapped."""
@@ -252,7 +253,7 @@ class PoolFederation(Federation):
             rows: dict[str, Statistics] = {}
             for group, parts in (("parts", plan.parts), ("unlabelled", plan.unlabelled), ("held_out", plan.held_out)):
                 shared[group] = tuple(
-                    SharedRows(folder=pool.share(domain), name=domain.name, number=number)
+                    SharedRows(folder=pool.share(domain), name=domain.name, number=number, scale=domain.scale)
                     for domain, _, number in parts
                 )
                 rows[group] = Statistics({str(i): torch.from_numpy(chosen) for i, (_, chosen, _) in enumerate(parts)})

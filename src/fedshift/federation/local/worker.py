@@ -10,6 +10,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,11 @@ class Worker:
         assert self._setting is not None
         parts, unlabelled, held_out = (
             [
-                (read_domain(part.name, Path(part.folder)), content[group][str(number)].numpy(), part.number)
+                (
+                    replace(read_domain(part.name, Path(part.folder)), scale=part.scale),
+                    content[group][str(number)].numpy(),
+                    part.number,
+                )
                 for number, part in enumerate(getattr(command, group))
             ]
             for group in ("parts", "unlabelled", "held_out")
