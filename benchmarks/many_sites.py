@@ -6,8 +6,9 @@
 ``rounds``: 100 drawn sites of 100, 1,000 and 10,000 against their arithmetic, FedAvg by PyTorch alone at 100 sites of
 the same size, and the memory of further rounds. Measuring, logs and checkpoints are not in it. ``together``: whole
 rounds side by side (``engine.sites``) against one site after the other, by network, sites and mini-batch. ``cores``:
-two worker processes against one, for networks whose step takes more than 5 ms; on a machine that does something else,
-too, the share of the cores that the workers got says how far to believe it.
+two worker processes against one, for networks whose step takes more than 5 ms, and two processes of PyTorch alone
+against one; on a machine that does something else, too, the share of the cores that the workers got says how far to
+believe it.
 
 What is compared takes turns, so other work of the machine meets both. ``rounds`` and ``together`` compare processor
 seconds, ``cores`` wall-clock seconds. Each part writes its rows into ``results/many_sites.json``.
@@ -23,8 +24,10 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -225,7 +228,7 @@ def together() -> Iterator[dict[str, Any]]:
 
 # Cores ---------------------------------------------------------------------------------------------------------------
 
-WORKERS = 2
+WORKERS, SITES_OF_CORES = 2, 8
 HEAVY: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "mnist_cnn 32, 64 / 512": ((1, 28, 28), {"name": "mnist_cnn", "channels": [32, 64], "hidden": 512}),
     "resnet18, 32 px": ((3, 32, 32), {"name": "resnet18"}),
@@ -240,29 +243,90 @@ def children() -> float:
     return float(sum(sum(process.cpu_times()[:2]) for process in (own, *own.children(recursive=True))))
 
 
+def heavy(name: str, sites: int) -> Work:
+    """FedAvg of one epoch, four mini-batches, at so many sites."""
+    shape, model = HEAVY[name]
+    return Work({"name": "fedavg"}, Synthetic(shape=shape, samples=256, sites=sites), model, {"batch_size": 64})
+
+
+def plain(connection: Connection, name: str, sites: int) -> None:
+    """A process of PyTorch alone: a round for each message, until the other end is closed."""
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    loop = BareFedAvg(heavy(name, sites), torch.contiguous_format)
+    with suppress(EOFError):
+        while True:
+            connection.send(None)
+            connection.recv()
+            loop(1)
+
+
+class Plain:
+    """Processes of PyTorch alone that share the sites and exchange nothing: what this machine gives so many."""
+
+    def __init__(self, name: str, processes: int) -> None:
+        start = get_context("spawn")
+        self._ends = []
+        for _ in range(processes):
+            here, there = start.Pipe()
+            start.Process(target=plain, args=(there, name, SITES_OF_CORES // processes), daemon=True).start()
+            there.close()
+            self._ends.append(here)
+        self._wait()
+
+    def _wait(self) -> None:
+        for end in self._ends:
+            end.recv()
+
+    def __call__(self, rounds: int) -> None:
+        for _ in range(rounds):
+            for end in self._ends:
+                end.send(None)
+            self._wait()
+
+    def close(self) -> None:
+        for end in self._ends:
+            end.close()
+
+
 def cores() -> Iterator[dict[str, Any]]:
-    """Eight equal sites; a round in this process, and over two workers."""
-    for name, (shape, model) in HEAVY.items():
-        data = Synthetic(shape=shape, samples=256, sites=8)
-        work = Work({"name": "fedavg"}, data, model, {"batch_size": 64, "lr": 0.01})
-        with closing(WorkerPool(WORKERS, 1)) as pool:
-            alone, shared = Rounds(work), Rounds(work, pool)
-            alone(1)
-            shared(1)
-            pairs, got = [], []
-            for _ in range(5):
-                one = seconds(partial(alone, 1), time.perf_counter)
-                before = children()
-                pairs.append((one, seconds(partial(shared, 1), time.perf_counter)))
-                got.append((children() - before) / pairs[-1][1])
-        steps = 8 * 4
+    """Eight equal sites; a round in this process, and over two workers; the same by PyTorch alone."""
+    for name in HEAVY:
+        work = heavy(name, SITES_OF_CORES)
+        with (
+            closing(WorkerPool(WORKERS, 1)) as pool,
+            closing(Plain(name, 1)) as lone,
+            closing(Plain(name, WORKERS)) as both,
+        ):
+            blocks: dict[str, Callable[[int], None]] = {
+                "alone": Rounds(work),
+                "shared": Rounds(work, pool),
+                "lone": lone,
+                "both": both,
+            }
+            for block in blocks.values():
+                block(1)
+            walls, processor = [], []
+            for _ in range(TURNS):
+                wall, took = {}, {}
+                for key, block in blocks.items():
+                    before = children()
+                    wall[key] = seconds(partial(block, 1), time.perf_counter)
+                    took[key] = children() - before
+                walls.append(wall)
+                processor.append(took)
+        gains = [wall["alone"] / wall["shared"] / WORKERS for wall in walls]
         yield {
             "network": name,
-            "milliseconds_of_a_step": 1000 * statistics.median(one for one, _ in pairs) / steps,
+            "milliseconds_of_a_step": 1000 * statistics.median(wall["alone"] for wall in walls) / (SITES_OF_CORES * 4),
             "workers": WORKERS,
-            "speed_up_per_core": statistics.median(one / other for one, other in pairs) / WORKERS,
-            "best": max(one / other for one, other in pairs) / WORKERS,
-            "cores_that_the_workers_got": statistics.median(got),
+            "speed_up_per_core": statistics.median(gains),
+            "best": max(gains),
+            "speed_up_per_core_of_pytorch_alone": statistics.median(w["lone"] / w["both"] / WORKERS for w in walls),
+            "processor_seconds_beside_one_process": statistics.median(p["shared"] / p["alone"] for p in processor),
+            "cores_that_the_workers_got": statistics.median(
+                took["shared"] / wall["shared"] for took, wall in zip(processor, walls, strict=True)
+            ),
         }
 
 

@@ -19,6 +19,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
+from safetensors.torch import save_file
 from torch import Tensor
 
 from fedshift.errors import FedshiftError
@@ -235,16 +236,33 @@ def _promised(reply: type[Reply]) -> dict[str, str]:
 
 def encode(content: Mapping[str, Content], header: Mapping[str, object] | None = None) -> bytes:
     """Write ``content`` as safetensors bytes, with an optional JSON ``header``. `decode` is the exact inverse."""
+    return save_tensors(*_parts(content, header))
+
+
+def encode_file(path: Path, content: Mapping[str, Content]) -> None:
+    """Write ``content`` to a file, without a copy in memory. `decode_file` is the exact inverse.
+
+    Raises:
+        OSError, SafetensorError: the file cannot be written.
+    """
+    tensors, metadata = _parts(content)
+    save_file(tensors, path, metadata)
+
+
+def _parts(
+    content: Mapping[str, Content], header: Mapping[str, object] | None = None
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors and the metadata of a message."""
     tensors: dict[str, Tensor] = {}
     layout: dict[str, object] = {}
     for name, value in content.items():
         layout[name] = _laid_out(name, value, tensors)
     # One metadata entry: safetensors writes several in any order, and equal messages must have equal bytes.
     metadata = {"message": json.dumps({"content": layout, "header": dict(header or {})})}
-    return save_tensors(unshared(tensors), metadata)
+    return unshared(tensors), metadata
 
 
-# This is not a closure inside `encode`: a closure that calls itself is a reference cycle, which would keep every
+# This is not a closure inside `_parts`: a closure that calls itself is a reference cycle, which would keep every
 # message's tensors in memory until the garbage collector runs.
 
 

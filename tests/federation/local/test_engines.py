@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from tiny import CNN, NORMED, domains, federation, run, start_of, step_on, vectors
 
 from fedshift.data.domain import Domain, SparseRows
 from fedshift.errors import FedshiftError, UserError
 from fedshift.federation.federation import Federation
+from fedshift.federation.local import content_files
+from fedshift.federation.local.content_files import LARGE, ContentFiles, taken
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.local.pool import BUFFERED_ANSWERS, WorkerPool
 from fedshift.federation.local.worker import read_domain
-from fedshift.federation.messages import PerSite
+from fedshift.federation.messages import PerSite, encode_file
 from fedshift.methods import registry
 from fedshift.methods.base import Method, State
 from fedshift.methods.rounds import start_run
+from fedshift.weights import Weights
 
 METHODS: dict[str, dict[str, Any]] = {
     "fedavg": {"local_epochs": 1},
@@ -61,6 +66,9 @@ class Own(Method):
         time.sleep(0.002 * (site.samples % 7))
         site.memory["count"] = int(site.memory.get("count", 0)) + 1
         return Note(f"{site.name} {site.memory['count']}", number)
+
+    def when(self, site):
+        return Note(site.name, time.monotonic())
 
     def mistake(self, site):
         raise UserError(f"a mistake at {site.name}")
@@ -183,6 +191,55 @@ def test_replies_come_in_the_order_asked(own: Any, pools: dict[int, WorkerPool])
         assert [(reply.text, reply.number) for reply in replies] == [
             (f"{site} {count}", index) for index, site in enumerate(order)
         ]
+
+
+@pytest.mark.slow
+def test_workers_do_not_wait_for_a_slow_server(own: Any, pools: dict[int, WorkerPool]) -> None:
+    """While the server is at the first reply, a worker answers two requests more; the machine has one clock."""
+    where = federation(own, many(4), pool=pools[1])
+    replies = iter(where.ask(own.when, to=where.sources))
+    next(replies)
+    time.sleep(1)
+    late = time.monotonic()
+    assert [reply.number < late for reply in replies] == [True, True, False]
+
+
+@pytest.mark.slow
+def test_large_models_cross_in_files(pools: dict[int, WorkerPool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is written once, removed, and has the same bits; where there is no room, it crosses in a message."""
+    method, written = method_of("fedavg"), list[str]()
+    options: dict[str, Any] = {"found": [vectors("a", 20, 200), vectors("b", 20, 200), vectors("c", 20, 200)]}
+    options["network"] = {"name": "mlp", "hidden": [200]}
+    here, _ = run(method, **options)
+    assert here.weights.nbytes > 2 * LARGE
+
+    def write(path: Path, content: Any) -> None:
+        written.append(path.name)
+        encode_file(path, content)
+
+    monkeypatch.setattr(content_files, "encode_file", write)
+    there, where = run(method, pool=pools[2], **options)
+    assert there.weights == here.weights
+    assert len(written) == where.progress.exchange, "one for all three sites of an exchange"
+    left = [file.name for file in pools[2].folder.glob("content-*")]
+    assert left == written[-1:], "answers are removed as they are read, a request when the next exchange begins"
+
+    def full(path: Path, content: Any) -> None:
+        path.write_bytes(b"half")
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(content_files, "encode_file", full)
+    assert run(method, pool=pools[2], **options)[0].weights == here.weights
+    assert not [*pools[2].folder.glob("content-*")]
+
+
+def test_nothing_is_in_clear_where_files_are_encrypted(tmp_path: Path) -> None:
+    large = {"weights": Weights({"w": torch.zeros(LARGE)})}
+    assert ContentFiles(None).write(large) is None
+    file = ContentFiles(tmp_path).write(large)
+    assert file is not None
+    assert taken(file) == large
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.slow

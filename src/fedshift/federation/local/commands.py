@@ -14,6 +14,8 @@ class Command(Frozen):
     """A command of any kind."""
 
     do: str
+    pieces: tuple[str, ...] = ()
+    """Files with further content."""
 
     def plain(self) -> dict[str, Any]:
         """The command as the header of a message."""
@@ -94,17 +96,19 @@ KINDS: dict[str, type[Command]] = {
 
 
 class Done(Frozen):
-    """The command was obeyed."""
+    """The command was obeyed. ``file`` has the content of the answer, where that is large."""
+
+    file: str = ""
 
 
-class CallDone(Frozen):
+class CallDone(Done):
     """A call ran: the class of its reply, and the mini-batches that it trained on."""
 
     reply: str
     mini_batches: int
 
 
-class Saved(Frozen):
+class Saved(Done):
     """The files of a site's memory, by entry."""
 
     files: dict[str, str]

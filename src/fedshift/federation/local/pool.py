@@ -14,16 +14,18 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
 
 from fedshift import errors, trust
 from fedshift.data.domain import Domain, SparseRows
+from fedshift.encryption import present_key
 from fedshift.errors import FedshiftError, KindRefused, TrainingDiverged, UserError
 from fedshift.federation.exchange import Answer, Missing, Request
 from fedshift.federation.federation import Federation
@@ -42,15 +44,18 @@ from fedshift.federation.local.commands import (
     SharedRows,
     SiteCommand,
 )
+from fedshift.federation.local.content_files import ContentFiles, remove, taken
 from fedshift.federation.local.in_process import names_of
-from fedshift.federation.messages import Statistics, decode, encode
-from fedshift.federation.plain_values import Frozen
+from fedshift.federation.messages import Content, Statistics, decode, encode
 from fedshift.federation.setting_json import reply_from, setting_recipe
 from fedshift.federation.site_runner import Setting, SitePlan, about_sites
 from fedshift.weights import Weights
 
 BUFFERED_ANSWERS = 4
 """Answers that may wait for an earlier site's answer before workers pause. This bounds the server's memory."""
+_AHEAD = 4096
+"""Bytes of a message that may wait at a worker which is at work. The socket holds as many; to send a larger one could
+wait for the worker while it waits for its answer to be read."""
 _START_SECONDS = 120
 _SOCKET_PATH = 100
 """Characters of a socket's path that every system accepts."""
@@ -90,7 +95,7 @@ class SharedFiles:
         self._shared.clear()
 
 
-A = TypeVar("A", bound=Frozen)
+A = TypeVar("A", bound=Done)
 
 
 def answer_of(kind: type[A], message: bytes) -> tuple[dict[str, Any], A]:
@@ -103,7 +108,42 @@ def answer_of(kind: type[A], message: bytes) -> tuple[dict[str, Any], A]:
     if "error" in header:
         failed = Failed.model_validate(header)
         raise getattr(errors, failed.error, FedshiftError)(failed.message)
-    return content, kind.model_validate(header)
+    said = kind.model_validate(header)
+    return taken(said.file) if said.file else content, said
+
+
+P = TypeVar("P")
+
+
+class Once(Generic[P]):
+    """What is put somewhere once for all sites of an exchange that get the same object.
+
+    Args:
+        put: puts a piece of content there; None: it does not go there.
+        drop: removes it, when the next exchange begins.
+    """
+
+    def __init__(self, put: Callable[[str, Content], P | None], drop: Callable[[P], None] = lambda there: None) -> None:
+        self._put, self._drop, self._exchange = put, drop, -1
+        self._kept: dict[tuple[str, int], tuple[Content, P]] = {}
+
+    def of(self, command: Command, name: str, value: Content) -> P | None:
+        """Where a piece of a command's content is."""
+        exchange = command.envelope.exchange if isinstance(command, CallCommand) else -1
+        if exchange != self._exchange:
+            self._exchange = exchange
+            self.clear()
+        if (name, id(value)) not in self._kept:
+            if (there := self._put(name, value)) is None:
+                return None
+            self._kept[name, id(value)] = value, there  # with the object, so that its id stays its own
+        return self._kept[name, id(value)][1]
+
+    def clear(self) -> None:
+        """Remove all of it."""
+        for _, there in self._kept.values():
+            self._drop(there)
+        self._kept.clear()
 
 
 class Pool(Protocol):
@@ -118,7 +158,11 @@ class Pool(Protocol):
 
     def forget(self) -> None: ...
 
-    def send(self, worker: int, command: Command, **content: Any) -> None: ...
+    def pack(self, command: Command, **content: Any) -> Any: ...
+
+    def may_wait(self, message: Any) -> bool: ...
+
+    def send(self, worker: int, message: Any) -> None: ...
 
     def ready(self, workers: Sequence[int]) -> list[int]: ...
 
@@ -136,6 +180,8 @@ class WorkerPool(SharedFiles):
         """What each worker calls its card; None: the device is that of the setting."""
         self._folder = tempfile.TemporaryDirectory(prefix="fedshift-pool-", ignore_cleanup_errors=True)
         super().__init__(Path(self._folder.name))
+        files = ContentFiles(self.folder if present_key() is None else None)
+        self._once = Once(lambda name, value: files.write({name: value}), remove)
         key = secrets.token_bytes(32)
         self._processes: list[subprocess.Popen[bytes]] = []
         self.connections: list[Connection] = []
@@ -180,10 +226,20 @@ class WorkerPool(SharedFiles):
         there = wait([self.connections[worker] for worker in workers])
         return [self.connections.index(connection) for connection in there]  # type: ignore[arg-type]
 
-    def send(self, worker: int, command: Command, **content: Any) -> None:
-        """Send a command to one worker. `receive` waits for the answer."""
+    def pack(self, command: Command, **content: Any) -> bytes:
+        """A command as a message, with its content or the files that have it."""
+        files = {name: self._once.of(command, name, value) for name, value in content.items()}
+        small = {name: value for name, value in content.items() if files[name] is None}
+        return encode(small, command.model_copy(update={"pieces": tuple(filter(None, files.values()))}).plain())
+
+    def may_wait(self, message: bytes) -> bool:
+        """Whether a message may be sent to a worker that is at work."""
+        return len(message) <= _AHEAD
+
+    def send(self, worker: int, message: bytes) -> None:
+        """Send a packed command to one worker. `receive` waits for the answer."""
         try:
-            self.connections[worker].send_bytes(encode(content, command.plain()))
+            self.connections[worker].send_bytes(message)
         except OSError as error:
             raise self._lost(worker) from error
 
@@ -223,6 +279,21 @@ class WorkerPool(SharedFiles):
                 process.wait()
         self.connections, self._processes = [], []
         self._folder.cleanup()
+
+
+@dataclass
+class _Turns:
+    """The requests of an exchange that one worker answers, one after the other.
+
+    Attributes:
+        left: those that are not sent.
+        packed: the message of the first of these, if it is made.
+        sent: the sites of those that are sent and not answered.
+    """
+
+    left: deque[Request] = field(default_factory=deque)
+    packed: Any = None
+    sent: deque[str] = field(default_factory=deque)
 
 
 class PoolFederation(Federation):
@@ -269,36 +340,48 @@ class PoolFederation(Federation):
 
     def _call(self, kind: type[A], worker: int, command: Command, **content: Any) -> tuple[dict[str, Any], A]:
         """Send a command to one worker and wait for its answer, of this kind."""
-        self._pool.send(worker, command, **content)
+        self._pool.send(worker, self._pool.pack(command, **content))
         return self._pool.receive(kind, worker)
 
     def deliver(self, call: str, requests: Iterator[Request]) -> Generator[Answer[Any] | Missing, None, None]:
-        """Give each free worker its next request; yield answers in the order asked, with only a few waiting."""
-        queues: dict[int, deque[Request]] = {}
+        """Keep the workers at work, each with its sites; yield answers in the order asked, with only a few waiting."""
+        turns: dict[int, _Turns] = {}
         order: list[str] = []
         for request in requests:
             order.append(request.site)
-            queues.setdefault(self._worker_of[request.site], deque()).append(request)
-        busy: dict[int, str] = {}
+            turns.setdefault(self._worker_of[request.site], _Turns()).left.append(request)
         waiting: dict[str, Answer[Any] | Missing] = {}
         for site in order:
+            self._hand_out(call, turns, waiting, site)
             while site not in waiting:
-                for worker, queue in queues.items():
-                    may_run = len(waiting) < BUFFERED_ANSWERS or (queue and queue[0].site == site)
-                    if worker not in busy and queue and may_run:
-                        request = queue.popleft()
-                        command = CallCommand(site=request.site, call=call, envelope=request.envelope)
-                        self._pool.send(worker, command, **request.content)
-                        busy[worker] = request.site
-                for worker in self._pool.ready(list(busy)):
-                    name = busy.pop(worker)
-                    try:
-                        content, done = self._pool.receive(CallDone, worker)
-                    except (TrainingDiverged, KindRefused) as error:
-                        waiting[name] = Missing(name, error)
-                        continue
-                    waiting[name] = Answer(name, reply_from(done.reply, content), done.mini_batches)
+                for worker in self._pool.ready([worker for worker, turn in turns.items() if turn.sent]):
+                    name = turns[worker].sent.popleft()
+                    waiting[name] = self._answer(name, worker)
+                self._hand_out(call, turns, waiting, site)
             yield waiting.pop(site)
+
+    def _hand_out(self, call: str, turns: Mapping[int, _Turns], waiting: Mapping[str, Any], awaited: str) -> None:
+        """Send each free worker its next request, and one more if that can wait there: so it never waits for this
+        process, which may be busy with a reply."""
+        for worker, turn in turns.items():
+            while turn.left and (len(waiting) < BUFFERED_ANSWERS or turn.left[0].site == awaited):
+                request = turn.left[0]
+                if turn.packed is None:
+                    command = CallCommand(site=request.site, call=call, envelope=request.envelope)
+                    turn.packed = self._pool.pack(command, **request.content)
+                if len(turn.sent) > 1 or (turn.sent and not self._pool.may_wait(turn.packed)):
+                    break
+                self._pool.send(worker, turn.packed)
+                turn.sent.append(turn.left.popleft().site)
+                turn.packed = None
+
+    def _answer(self, site: str, worker: int) -> Answer[Any] | Missing:
+        """What a worker answers for a site."""
+        try:
+            content, done = self._pool.receive(CallDone, worker)
+        except (TrainingDiverged, KindRefused) as error:
+            return Missing(site, error)
+        return Answer(site, reply_from(done.reply, content), done.mini_batches)
 
     def own_weights(self, site: str, weights: Weights) -> Weights:
         if site not in self._worker_of or not self.method.calls.keep_own_weights:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from fedshift.errors import SitesLost
-from fedshift.federation.local.commands import CallCommand, Command
-from fedshift.federation.local.pool import A, SharedFiles, answer_of
+from fedshift.federation.local.commands import Command
+from fedshift.federation.local.pool import A, Once, SharedFiles, answer_of
 from fedshift.federation.local.ray_cluster import check_room, joined, settle_in, waited, where
 from fedshift.federation.local.worker import Worker
 from fedshift.federation.messages import Content, encode
@@ -62,8 +62,8 @@ class RayPool(SharedFiles):
         self.device = device
         folder.mkdir(parents=True, exist_ok=True)
         self._open = ExitStack()
-        self._wait, self._exchange = wait, -1
-        self._kept: dict[tuple[str, int], tuple[Content, Any]] = {}
+        self._wait = wait
+        self._once: Once[Any] = Once(lambda name, value: self._ray.put(encode({name: value})))
         try:
             self._ray = self._open.enter_context(joined(address))
             check_room(self._ray, actors, threads, cards)
@@ -83,21 +83,18 @@ class RayPool(SharedFiles):
         """The number of actors."""
         return len(self._actors)
 
-    def send(self, worker: int, command: Command, **content: Content) -> None:
-        """Send a command to one actor. `receive` waits for the answer."""
-        exchange = command.envelope.exchange if isinstance(command, CallCommand) else -1
-        if exchange != self._exchange:
-            self._exchange = exchange
-            self._kept.clear()
-        pieces = [self._put(name, value) for name, value in content.items()]
-        self._asked[worker] = self._actors[worker].answer.remote(encode({}, command.plain()), *pieces)
+    def pack(self, command: Command, **content: Content) -> tuple[Any, ...]:
+        """A command as a message, and its content in the cluster."""
+        pieces = [self._once.of(command, name, value) for name, value in content.items()]
+        return encode({}, command.plain()), *pieces
 
-    def _put(self, name: str, value: Content) -> Any:
-        """A piece of content in the cluster, put there once for all sites of an exchange that get the same object."""
-        kept = self._kept.setdefault((name, id(value)), (value, None))
-        if kept[1] is None:
-            kept = self._kept[name, id(value)] = value, self._ray.put(encode({name: value}))
-        return kept[1]
+    def may_wait(self, message: tuple[Any, ...]) -> bool:
+        """Whether a message may be sent to an actor that is at work: never."""
+        return False
+
+    def send(self, worker: int, message: tuple[Any, ...]) -> None:
+        """Send a packed command to one actor. `receive` waits for the answer."""
+        self._asked[worker] = self._actors[worker].answer.remote(*message)
 
     def ready(self, workers: Sequence[int]) -> list[int]:
         """Those of these actors whose answers are there, at least one."""
@@ -121,5 +118,5 @@ class RayPool(SharedFiles):
         for actor in getattr(self, "_actors", ()):
             self._ray.kill(actor)
         self._actors, self._asked = [], {}
-        self._kept.clear()
+        self._once.clear()
         self._open.close()

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from fedshift.data.domain import Domain, SparseRows
+from fedshift.encryption import present_key
 from fedshift.errors import OUT_OF_MEMORY, FedshiftError, is_out_of_memory
 from fedshift.extras import runs_program
 from fedshift.federation.local.allocator import keep_freed_memory
@@ -35,22 +36,24 @@ from fedshift.federation.local.commands import (
     SettingCommand,
     SiteCommand,
 )
-from fedshift.federation.messages import decode, encode, reply_content
-from fedshift.federation.plain_values import Frozen
+from fedshift.federation.local.content_files import ContentFiles
+from fedshift.federation.messages import decode, decode_file, encode, reply_content
 from fedshift.federation.setting_json import setting_from
 from fedshift.federation.site_runner import Setting, SitePlan, SiteRunner
 from fedshift.import_paths import CHILD, place_of
 from fedshift.models.network import Network
 from fedshift.models.registry import any_code
 
-Answer = tuple[dict[str, Any], Frozen]
+Answer = tuple[dict[str, Any], Done]
 """The content of an answer, and what it says."""
 
 
 class Worker:
     """Answers the pool's commands. It holds the sites of one setting at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path | None = None) -> None:
+        """``folder``: where large content of answers may be left for the pool; None: nowhere."""
+        self._files = ContentFiles(folder)
         self._setting: Setting | None = None
         self._network: Network | None = None
         self._runners: dict[str, SiteRunner] = {}
@@ -109,8 +112,13 @@ class Worker:
             for piece in more:
                 whole.update(decode(piece)[0])
             do = str(header.get("do"))
-            # Between processes of one machine JSON's lists may stand for tuples.
-            answer, said = works[do](KINDS[do].model_validate(header, strict=False), whole)
+            asked = KINDS[do].model_validate(header, strict=False)  # JSON's lists may stand for tuples
+            for file in asked.pieces:
+                whole.update(decode_file(Path(file)))
+            answer, said = works[do](asked, whole)
+            written = self._files.write(answer)
+            if written is not None:
+                answer, said = {}, said.model_copy(update={"file": written})
             return encode(answer, said.model_dump())
         except FedshiftError as error:
             return encode({}, Failed(error=type(error).__name__, message=str(error)).model_dump())
@@ -170,7 +178,7 @@ def main() -> None:
     try:
         with Client(address, "AF_UNIX", authkey=key) as connection:
             connection.send_bytes(number.encode())
-            Worker().serve(connection)
+            Worker(folder if present_key() is None else None).serve(connection)
     finally:
         # The folder holds every site's samples. The server removes it, or this worker if the server was killed.
         shutil.rmtree(folder, ignore_errors=True)
