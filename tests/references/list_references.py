@@ -28,9 +28,10 @@ inputs by formula, what the named function of the named commit gave on them, and
 is the largest gap between any two numbers that the test allows. A number that differs is named with the reason, and the
 test fails if it agrees after all.
 
-MDFNet and MetaReg have no public code. Each is compared with a derivation from its paper alone: MDFNet's two kinds of
-epochs, clusters and mean of the server without automatic differentiation (`tests/references/mdfnet_by_hand.py`, written
-before the method was looked at), MetaReg's gradient of φ likewise (`tests/methods/pooled/test_pooled_episodes.py`).
+MDFNet, CMSS and MetaReg have no public code. Each is compared with a derivation from its paper alone, without
+automatic differentiation: MDFNet's two kinds of epochs, clusters and mean of the server
+(`tests/references/mdfnet_by_hand.py`), CMSS's weights, losses and step (`tests/references/cmss_by_hand.py`), both
+written before the method was looked at; MetaReg's gradient of φ (`tests/methods/pooled/test_pooled_episodes.py`).
 
 `make references` compares all of them again and writes this page. The numbers are in `tests/references`.
 """

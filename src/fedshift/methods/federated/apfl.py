@@ -17,7 +17,8 @@ Where paper and code differ, and what was chosen
  3. PFLlib (TsingZ0/PFLlib, system/flcore/clients/clientapfl.py, `clientAPFL.train`) trains v_i alone, mixes it with
     w_i at the end of a round for good, and begins at α = 1.
  4. α begins at 0.5, as in FedTorch; ``adaptive: false`` leaves it there, which is its default.
- 5. The code takes the step of w_i first; here both are taken at once, as in the paper.
+ 5. The code takes the step of w_i first; here both are taken at once, as in the paper
+    (fedtorch/comms/trainings/federated/apfl.py).
  6. A site predicts with v̄_i of the last common model. Its buffers (BatchNorm) are those of v_i.
 
 Should reproduce: no number of this rule on our data is known to us; PFLlib's other one has 91.2 and 91.4 on ten clients

@@ -17,13 +17,16 @@ Adaptation, at the target, from the mean of the sources' F with all classifiers 
     min over F of −log of the mean softmax's ŷ on a strong view
     F ← Σ_k α_k F_k + α_T F_T,  α_T = N_T/(ΣN + N_T)
 
-Where the paper and a re-implementation differ (no code of the authors is known to us). The defaults are the paper's.
-``setting: batch_norm`` keeps the network's BatchNorm as the re-implementation does, which suits pre-trained weights.
+Where the paper and a re-implementation differ (no code of the authors is known to us; WenkeHuang/MarsFL,
+Local/COPALocal.py, `COPALocal.train_net`, and Sever/COPADGSever.py, `COPADGSever.sever_update`). The defaults are the
+paper's. ``setting: batch_norm`` keeps the network's BatchNorm as the re-implementation does, which suits pre-trained
+weights.
  1. The paper's F has a hybrid of batch and instance normalisation, whose statistics are shared with the weights. Here
     it replaces every BatchNorm2d. Its gate is learned per channel and starts at batch normalisation. A network without
     BatchNorm2d does not change (``hybrid_normalisation``).
 No setting changes these:
- 2. A benchmark's server for adaptation computes the ensemble and never uses it. Here: the paper.
+ 2. Its server for adaptation (Sever/COPADASever.py, `COPADASever.sever_update`) computes the ensemble and never uses
+    it. Here: the paper.
  3. Shares are by samples. The re-implementation also has equal shares: ``weighting: uniform``.
  4. The loss is a sum over classifiers. With equal classifiers it is K·CE, so updates grow with K: lower
     ``training.lr`` if many sites take part. (Rotated digits, K = 5: as good as FedAvg with 0.02, failed with 0.1.)

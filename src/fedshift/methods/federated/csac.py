@@ -15,26 +15,34 @@ Then in every round
     α = ½ softmax_m(mean A_lᵀB_m) + ½ softmax_m(mean A_l B_mᵀ), constant for back-propagation                  (7–9)
 where ' is a projection to a common shape, one convolution per layer and side.
 
-Where the paper and its code differ (and what is done here)
- 1. The code parses label smoothing and never uses it. Here it is used; ``label_smoothing: 0`` is the code.
- 2. "Layer" means each state-dict entry in the code; ``granularity: module`` measures a module's parameters together.
+Where the paper and its code differ (and what is done here). Code: junkunyuan/CSAC, mains/exam_align.py, `FLDG`, unless
+another file is named
+ 1. The code parses label smoothing and never uses it. Here it is used; ``label_smoothing: 0`` is the code
+    (utils/parse_params.py, `args_parser`).
+ 2. "Layer" means each state-dict entry in the code; ``granularity: module`` measures a module's parameters together
+    (`FLDG._weightavg_`).
  3. L^h is the acquired model, frozen for all rounds; ``frozen: fused`` is the code's mirrored switch (M frozen, the
-    site's own model trains).
- 4. If all distances are zero, shares are equal. A single zero distance has share 0 (the code overwrites its sum there).
+    site's own model trains) (`FLDG.train`).
+ 4. If all distances are zero, shares are equal. A single zero distance has share 0 (the code overwrites its sum there:
+    `FLDG._weightavg_`).
  5. ``logit_mmd`` adds the code's MMD between logits, which is not in the paper; off. In the code the cross-layer loss
-    never runs, because its list of stages is empty. So the released code is acquisition without smoothing, L2 fusion,
-    cross-entropy and λ times the MMD of logits: ``setting: released``.
+    never runs, because its list of stages is empty (models/script/attention.py, `DAAttention.forward`). So the released
+    code is acquisition without smoothing, L2 fusion, cross-entropy and λ times the MMD of logits: ``setting: released``
+    (utils/script/trainer.py, `AlignPrivateTrainer.cal_loss`).
  6. ``query_key`` adds the code's 1×1 convolutions before the position map (models/script/attention.py, `PAM_Module`;
     `CAM_Module` has none). They never get a gradient and stay random. Off.
- 7. The code makes new random projections in every round (``reset_projection_each_round``); here they persist.
- 8. Common shape: 32 channels at the last stage's size (code); ``projection_size: smallest`` as in the early version.
-    The paper's one convolution may be cheaper than the code's: ``projection: strided`` or ``pooled``, fewer
-    ``projection_channels``.
+ 7. The code makes new random projections in every round (`FLDG.clienttrainer`; ``reset_projection_each_round``); here
+    they persist.
+ 8. Common shape: 32 channels at the last stage's size (code: models/script/attention.py, `Fit`); ``projection_size:
+    smallest`` as in the early version. The paper's one convolution may be cheaper than the code's: ``projection:
+    strided`` or ``pooled``, fewer ``projection_channels``.
  9. ``scale`` divides the affinities by √c and √d: raw means can saturate the softmax. Not in the paper; off.
-10. An epoch of the code is 60 or 20 mini-batches: see ``acquisition_steps`` and ``calibration_steps``.
+10. An epoch of the code is 60 or 20 mini-batches: see ``acquisition_steps`` and ``calibration_steps``
+    (utils/script/trainer.py, `Trainer._epoch_train`).
 11. The code reports the best *target* accuracy over rounds (our ``oracle`` column) and never fuses the last round's
-    models; here they are fused, and the headline is the last fused model.
-12. MMD is the code's U-type estimator without its constant; ``mmd_estimator: biased`` is a true distance.
+    models; here they are fused, and the headline is the last fused model (`FLDG.train`).
+12. MMD is the code's U-type estimator without its constant; ``mmd_estimator: biased`` is a true distance
+    (models/script/multikernel.py, `MultipleKernelMaximumMeanDiscrepancy.forward`).
 
 ``setting: practical`` has w_l^h ∝ (d_l^h)² and no alignment, at FedAvg's cost. It was chosen on the targets of Rotated
 MNIST (Ghifary's images), where it is 0.62 above the paper's setting. On PACS features, where nothing was chosen, it is

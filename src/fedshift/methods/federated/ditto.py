@@ -13,9 +13,10 @@ Where paper and code differ, and what was chosen
     flearn/trainers_MTL/ditto.py, `Server.train`); no site chooses here. PFLlib
     (TsingZ0/PFLlib, system/main.py) has ``--mu 0``, with which v_i is training alone: its published rows of Ditto have
     it unless set.
- 2. The authors' code averages sites equally, which is ``weighting: uniform``; here by samples, as PFLlib does.
- 3. The authors' code takes a step of v_i and of w_i in turn on the same mini-batches, PFLlib and fedshift train one
-    after the other.
+ 2. The authors' code averages sites equally, which is ``weighting: uniform``; here by samples, as PFLlib does
+    (`Server.train` again).
+ 3. The authors' code (`Server.train`) takes a step of v_i and of w_i in turn on the same mini-batches, PFLlib and
+    fedshift train one after the other.
  4. v_i begins at the common start, and at a site's first round where it joins later.
 
 Should reproduce: PFLlib's code on ten clients of MNIST with skewed labels, λ = 0.1: 92.6 and 92.9 (two seeds); with

@@ -18,18 +18,21 @@ around frequency zero, b = ⌊L·min(H, W)⌋, and λ drawn for every image:
 L is cross-entropy, or the Dice loss for segmentation. Only segmentation has the boundary term, which contrasts contours
 with their surroundings in the last feature map.
 
-Where the paper and its code differ. The defaults are the paper's; ``setting: released`` is the authors' code,
-``ccst_port`` the port in CCST's code, ``light`` the paper with the code's cheaper episode (1 and 2).
+Where the paper and its code differ. The defaults are the paper's; ``setting: released`` is the authors' code
+(liuquande/FedDG-ELCFS, train_ELCFS.py, main loop, unless another file is named), ``ccst_port`` the port in CCST's code
+(JeremyCJM/CCST, federated/fed_run.py, `train_meta`), ``light`` the paper with the code's cheaper episode (1 and 2).
  1. The paper has K − 1 transformed copies of an image, the code one; ``light`` draws the other site for each image.
     The loss of all copies is one mean (``copies``).
  2. The paper's objective depends on θ through θ̂ as well, which is a gradient through the inner step. The code takes no
     second derivatives and clips the inner gradient's entries at ±100, which the paper does not mention. The gradient of
     L(x; θ) is then used for both steps, and a mini-batch is two passes forward and backward. The port clips at ±1 and
     evaluates L(t; θ̂) on a copy of the model, so that it changes nothing (``meta_gradient``, ``clip``).
- 3. L = 0.01 in the paper; 0 in the code's training loader and in the port, which exchanges the mean intensity alone
-    (``window``). Where the paper's L is less than one frequency, b = 1 is taken, with a warning.
- 4. λ ~ U(0, 1) in the paper; the code replaces the own amplitude by the foreign one (λ = 1); the port draws from
-    {0.1, …, 0.9}; the code's demonstration from {0.2, 0.4, …, 1} (``rates``).
+ 3. L = 0.01 in the paper; 0 in the code's training loader (dataloaders/fundus_dataloader.py, `Dataset.__getitem__`) and
+    in the port, which exchanges the mean intensity alone (``window``). Where the paper's L is less than one frequency,
+    b = 1 is taken, with a warning.
+ 4. λ ~ U(0, 1) in the paper; the code replaces the own amplitude by the foreign one (λ = 1:
+    dataloaders/fundus_dataloader.py, `low_freq_mutate_np`); the port draws from {0.1, …, 0.9}; the code's demonstration
+    (freq_space_interpolation_demo.py) from {0.2, 0.4, …, 1} (``rates``).
  5. The code rounds shares to two decimals; the port has equal shares (``weighting``). The code shares the spectra of an
     eighth of a site's images (``bank_share``).
     It adds the boundary terms of the structures, here their mean is taken; and it takes the features of the own images

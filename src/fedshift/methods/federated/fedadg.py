@@ -15,23 +15,25 @@ In every round a site first trains F and Cl on L_err alone for E₀ epochs. Then
 turn on every mini-batch, with the same z for D and G. It keeps the epoch that is best on its held-out samples. The
 server averages F, Cl and G.
 
-Where the paper and its code differ. The defaults are the paper's; ``setting: released`` is the authors' code for PACS,
-``released_vlcs`` their code for VLCS, ``least_squares`` the paper with the code's loss of D.
+Where the paper and its code differ. The defaults are the paper's; ``setting: released`` is the authors' code for PACS
+(a copy of it: Haoxiang-Wang/FedADG, pacs-ours/localTrain.py, `localTrain.train_step`, unless another is named),
+``released_vlcs`` their code for VLCS (src/localTrain.py, as before), ``least_squares`` the paper with the code's loss
+of D.
  1. D's loss is −(D(h')² + (1 − D(h))²) in the paper and the VLCS code, (1 − D(h'))² + D(h)² in the PACS code. The
     optimum is the same (``discriminator_loss``).
  2. In the PACS code G minimises D(h')², which moves it towards the features. The VLCS code detaches h' before G's
     loss, so G is never trained (``generator``).
  3. In the paper the projection is random and fixed; in the code D's optimiser trains it (``trainable_projection``).
- 4. The code's learning rate grows from 1e-7 over 100 epochs (PACS) or 500 (VLCS), which is more than a run has
-    (``warm_up``, in local epochs over all rounds).
+ 4. The code's learning rate grows from 1e-7 over 100 epochs (PACS) or 500 (VLCS; `localTrain.__init__`), which is more
+    than a run has (``warm_up``, in local epochs over all rounds).
  5. Where the paper leaves it open, the default is the PACS code: y has 0.7 instead of 1 and is appended to the
     projected h, and ε = 0.01. The VLCS code projects h and y together, with 0.6 and ε = 0.2 (``condition``,
     ``condition_value``, ``label_smoothing``). Both give all sites the same weight (``weighting: uniform``).
 No setting changes these:
- 6. The code keeps D and its optimiser over rounds. Here D is kept; ``training.reset_optimizer_each_round: false`` keeps
-    momentum.
- 7. The code's classifier is two linear layers with nothing between; here it is the network's own. Its learning rate
-    falls when the held-out loss does not; here it has the experiment's schedule.
+ 6. The code keeps D and its optimiser over rounds (`localTrain.__init__`). Here D is kept;
+    ``training.reset_optimizer_each_round: false`` keeps momentum.
+ 7. The code's classifier is two linear layers with nothing between (pacs-ours/Nets.py, `task_classifier`); here it is
+    the network's own. Its learning rate falls when the held-out loss does not; here it has the experiment's schedule.
  8. The best epoch is chosen by the accuracy on the samples that the protocol holds out at a site. So results of the
     selection rule ``source`` are slightly too good. A site without held-out samples keeps the last epoch, as does
     ``keep: last``.

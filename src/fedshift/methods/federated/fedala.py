@@ -16,10 +16,11 @@ W_i begins at 1. The first time it learns until the losses of ten passes deviate
 Where paper and code differ, and what was chosen
  1. p counts layers in the paper; in the code (TsingZ0/FedALA and TsingZ0/PFLlib, system/utils/ALA.py, `ALA`) tensors:
     ``layer_idx`` 2 is a last layer's weight and bias. Here, too.
- 2. η = 1 and s = 80, as in both. The code takes one stretch of samples for all passes, in their order; here each pass
-    draws anew. It does not count as training.
- 3. The first time ends after 100 passes at the latest; the code has no end.
- 4. A site predicts with Θ̂_i of the last common model, as the code measures it.
+ 2. η = 1 and s = 80, as in both. The code (`ALA.adaptive_local_aggregation`) takes one stretch of samples for all
+    passes, in their order; here each pass draws anew. It does not count as training.
+ 3. The first time ends after 100 passes at the latest; the code has no end (`ALA.adaptive_local_aggregation`).
+ 4. A site predicts with Θ̂_i of the last common model, as the code measures it (system/flcore/clients/clientala.py,
+    `clientALA`).
  5. W is learned in evaluation mode; buffers are those of the common model.
 
 Should reproduce: PFLlib's code on ten clients of MNIST with skewed labels: 93.4 and 92.8 (two seeds), its best row.

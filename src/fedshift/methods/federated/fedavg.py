@@ -9,8 +9,8 @@ Wire: one model up and one down per site and round, 2·K·S(θ), and the sample 
     θ ← Σ_k (N_k / ΣN) θ_k        after E local epochs of cross-entropy at every site      (Algorithm 1)
 
 Where papers and code differ
-* CSAC's released code rounds the shares N_k/ΣN to four decimals and takes integer buffers from the last site.
-  Here: exact shares; integer buffers are the maximum.
+* CSAC's released code (junkunyuan/CSAC, mains/exam_align.py, `FLDG._fedavg_`) rounds the shares N_k/ΣN to four decimals
+  and takes integer buffers from the last site. Here: exact shares; integer buffers are the maximum.
 * CCST, FedSR and FedADG give all sites the same weight: ``weighting: uniform``.
 * FedBN and others leave BatchNorm statistics at the sites. Here they are averaged like weights.
 * Equal work: CSAC trains its sites before the first round (30 epochs). FedAvg has as many in further rounds.

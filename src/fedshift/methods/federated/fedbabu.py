@@ -12,7 +12,8 @@ Wire: FedAvg's without the classifier, 2·K·S(body), and the body down once mor
 Where paper and code differ, and what was chosen
  1. The paper fine-tunes for 5 epochs; PFLlib (TsingZ0/PFLlib, system/flcore/clients/clientbabu.py,
     `clientBABU.fine_tune`) for 10: ``fine_tune: {epochs: 10}``. Both tune the whole model, as here.
- 2. The classifier has no gradient in the rounds, as in PFLlib, so momentum and weight decay do not reach it either.
+ 2. The classifier has no gradient in the rounds, as in PFLlib (`clientBABU.train`), so momentum and weight decay do not
+    reach it either.
 
 Should reproduce: PFLlib's code on ten clients of MNIST with skewed labels, 92.6 and 92.0 (two seeds, 10 epochs of
 fine-tuning); 82.2 and 81.1 before it.

@@ -11,7 +11,8 @@ Wire: FedAvg's, or less: see 2.
     SiloBN  running mean and variance stay at the site; scale and shift are averaged like all else
 
 Where papers and code differ, and what was chosen
- 1. The released FedBN skips every tensor whose name holds "bn". Here: every BatchNorm layer, whatever its name.
+ 1. The released FedBN (med-air/FedBN, federated/fed_digits.py, `communication`) skips every tensor whose name holds
+    "bn". Here: every BatchNorm layer, whatever its name.
  2. A site that nobody trained on has no normalisation of its own. ``unseen: mean`` gives it the mean of the sites' (the
     appendix of FedBN's paper), for which each site sends a copy of its own. ``unseen: target`` measures statistics on
     all samples of the new site that are predicted together (SiloBN's paper): then nothing of a site's normalisation

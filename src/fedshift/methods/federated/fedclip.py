@@ -10,7 +10,8 @@ Wire: FedAvg's of the adapter alone, 2·K·S(a): 4·2·(d² + d) bytes for featu
     ½·( CE(S, diagonal) + CE(Sᵀ, diagonal) ),      S_ij = s · x̂'_i · t̂_{y_j}, i and j in a mini-batch
     a ← Σ_k (N_k / ΣN) a_k
 
-Where paper and code differ (microsoft/PersonalizedFL @ 441670ed, fedclip), and what was chosen
+Where paper and code differ (microsoft/PersonalizedFL @ 441670ed, fedclip/methods/fed_at_clip.py, `train` and main
+script), and what was chosen
  1. The code's loss is that of pairs, in which another image of the same class counts as wrong, so it is blunt where
     classes are few. ``loss: classes`` is the cross-entropy over classes, as promptfl has it.
  2. The code gives all sites the same weight: ``weighting: uniform``, which is its ``setting: released``.

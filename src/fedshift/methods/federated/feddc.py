@@ -15,10 +15,10 @@ Where papers and code differ, and what was chosen
     utils_methods_FedDC.py, `train_FedDC`), whose ``state_gadient_diffs`` are control variates.
  2. mean_i h_i is over all sites, θ_i over those that answered. The server adds up the mean drift of each round, so
     that no h_i is sent.
- 3. The code divides α and c at a site by N_i over the sites' mean, and multiplies the change of c_i by it. Here all
-    sites have one α; with sites of one size that is the same.
+ 3. The code (`train_FedDC`) divides α and c at a site by N_i over the sites' mean, and multiplies the change of c_i by
+    it. Here all sites have one α; with sites of one size that is the same.
  4. The code clips the gradient at norm 10 (utils_general.py, `train_model_FedDC`): ``training.clip_norm: 10``.
- 5. α = 0.01, as in the code's examples. With α = 0 a site's steps are SCAFFOLD's.
+ 5. α = 0.01, as in the code's examples (example_code_cifar10.py). With α = 0 a site's steps are SCAFFOLD's.
  6. BatchNorm statistics are averaged and have no drift.
 
 Should reproduce: no published table of this setting is known to us. In its first round a site's steps with α = 0 are

@@ -17,9 +17,11 @@ Where papers and code differ, and what was chosen (code: MediaBrain-SJTU/FedDG-G
  2. The code measures the gap on held-out data of each site, by accuracy, its default, or by loss
     (utils/weight_adjust.py, `refine_weight_dict_by_GA`). Here: losses on the training samples, without augmentation, as
     the paper's equation reads. They do not count as training. There is no setting for this difference.
- 3. The code divides the gap by the largest one without subtracting the mean, and the step by three, whatever the number
-    of sites is; ``setting: released`` divides by the number of sites, which is three where the code ran.
- 4. d = 0.2 (code); a_k begin at 1/K. Where all gaps are equal nothing changes (the code divides by zero).
+ 3. The code (`refine_weight_dict_by_GA`) divides the gap by the largest one without subtracting the mean, and the step
+    by three, whatever the number of sites is; ``setting: released`` divides by the number of sites, which is three
+    where the code ran.
+ 4. d = 0.2 (code); a_k begin at 1/K. Where all gaps are equal nothing changes (the code divides by zero:
+    `refine_weight_dict_by_GA`).
  5. A site that is missing in a round keeps its weight, and the others share what is left (``engine.quorum``).
 
 Should reproduce: no table of this setting with our splits is known to us; with d = 0 it is FedAvg with equal shares.

@@ -18,7 +18,8 @@ Where papers and code differ, and what was chosen
     gradient of all but α/2·‖θ‖² at norm 10 in every step (utils_general.py, `train_feddyn_mdl`): ``clip_norm: 10``.
     ``setting: released`` has both.
  4. BatchNorm statistics are averaged and have no h.
- 5. The published model is θ_{t+1}, which sites start from, as in the algorithm; the code also reports the mean.
+ 5. The published model is θ_{t+1}, which sites start from, as in the algorithm; the code also reports the mean
+    (`train_FedDyn`).
  6. The losses in ``rounds.jsonl`` are what sites minimise, the penalty included.
 
 Should reproduce: no published table of this setting is known to us. As α becomes small, its first round is FedAvg's

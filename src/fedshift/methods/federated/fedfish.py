@@ -15,7 +15,7 @@ samples of a site a round is a step of pooled `fish`.
 Where papers and code differ, and what was chosen
  1. In the paper all domains lie in one place, and each has one step. ``inouye-lab/FedDG_Benchmark`` (src/client.py,
     Fish) has it over the domains *within* a client.
- 2. ε = 0.5, as in DomainBed. With ε = 1 this is cyclic training.
+ 2. ε = 0.5, as in DomainBed (domainbed/hparams_registry.py). With ε = 1 this is cyclic training.
  3. ``order: fixed`` visits the sites in the order of their names.
  4. A missing site is passed over where ``engine.quorum`` allows it; the next is sent what it was sent.
  5. BatchNorm's running statistics move by ε, too. A site's momentum is its own.

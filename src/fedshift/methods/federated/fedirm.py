@@ -14,8 +14,9 @@ pooled `irm`.
 Where papers and code differ, and what was chosen
  1. The paper has no federated form. `inouye-lab/FedDG_Benchmark` (src/client.py, IRM) has the penalty
     over the domains *within* a client, and sets its weight to zero just before use.
- 2. λ is 1; pooled training has 10,000 and 100 in the two codes. Above 1 the site's loss is divided by it with
-    ``rescaled``, as in the authors' code. The penalty begins at a round.
+ 2. λ is 1; pooled training has 10,000 and 100 in the two codes (facebookresearch/InvariantRiskMinimization,
+    code/colored_mnist/main.py; facebookresearch/DomainBed, domainbed/hparams_registry.py). Above 1 the site's loss is
+    divided by it with ``rescaled``, as in the authors' code. The penalty begins at a round.
  3. The squared gradient of a mini-batch is larger on average than that of all samples. ``estimate: halves`` multiplies
     the gradients of two halves (appendix D), which is not.
 

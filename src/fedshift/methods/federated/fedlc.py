@@ -13,7 +13,8 @@ Where papers and code differ, and what was chosen
  1. No code of the authors is known to us. The re-implementations sum over all classes, as cross-entropy does
     (KarhouTam/FL-bench, src/client/fedlc.py, `logit_calibrated_loss`; TsingZ0/PFLlib, clientlc.py, `train`). A sum over
     c ≠ y alone, which PFLlib has in comments, is not bounded below.
- 2. FL-bench counts 1e-8 samples of an absent class, so its score is 100·τ lower; here it is −∞.
+ 2. FL-bench (`logit_calibrated_loss`) counts 1e-8 samples of an absent class, so its score is 100·τ lower; here it is
+    −∞.
  3. PFLlib takes the counts of all sites together (serverlc.py, `FedLC.__init__`). Then all sites have the same margins.
  4. τ = 1, as in both.
  5. A model predicts with its plain scores.

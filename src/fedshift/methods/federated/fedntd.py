@@ -14,7 +14,8 @@ Where papers and code differ, and what was chosen
  1. The code (Lee-Gihun/FedNTD, algorithms/fedntd/criterion.py, `NTD_Loss._ntd_loss`) multiplies L_NTD by τ², as usual
     in distillation. So does this file; at τ = 1 it is the same.
  2. β = 1, τ = 1 (config/fedntd.json). PFLlib's β is 0 unless it is given, which is FedAvg.
- 3. The common model answers in evaluation mode, as in PFLlib; the authors' networks have no BatchNorm or dropout.
+ 3. The common model answers in evaluation mode, as in PFLlib (system/flcore/clients/clientntd.py, `clientNTD.train`);
+    the authors' networks have no BatchNorm or dropout.
 
 Should reproduce: no published table of this setting is known to us. With β = 0, and with two classes, of which one is
 not true, it is FedAvg.

@@ -13,8 +13,10 @@ Wire: FedAvg's without the classifier, both ways, 2·K·S(body). The classifier 
 Where papers and code differ, and what was chosen
  1. The paper tries heads of one to four blocks; here it is the network's classifier, as in PFLlib (TsingZ0/PFLlib,
     system/flcore/clients/clientper.py, `clientPer`).
- 2. All sites begin with the same classifier, as in PFLlib; the paper leaves it open.
- 3. A site predicts with the body of the last mean and the classifier of its last training, as PFLlib measures it.
+ 2. All sites begin with the same classifier, as in PFLlib (system/flcore/servers/serverper.py, `FedPer`); the paper
+    leaves it open.
+ 3. A site predicts with the body of the last mean and the classifier of its last training, as PFLlib measures it
+    (`clientPer.set_parameters`).
 
 Should reproduce: PFLlib's code on ten clients of MNIST with skewed labels, 91.6 and 92.0 (two seeds); FedAvg has 87.2
 and 87.1 there.

@@ -18,8 +18,10 @@ Where paper and code differ, and what was chosen
     norm in the paper. λ = 1, the code's.
  2. The code's C̄ has equal shares of the sites that have the class (lib/utils.py, `proto_aggregation`), as in PFLlib:
     ``weighting: uniform``.
- 3. The code gathers C_i^j while it trains; here they are of the trained model in evaluation mode, as in the paper.
- 4. The code and PFLlib send prototypes of single samples, ``smallest_class: 1``.
+ 3. The code gathers C_i^j while it trains (`update_weights_het`); here they are of the trained model in evaluation
+    mode, as in the paper.
+ 4. The code (`update_weights_het`) and PFLlib (system/flcore/clients/clientproto.py, `clientProto.train`) send
+    prototypes of single samples, ``smallest_class: 1``.
  5. ŷ is the class with the largest 2 f·C̄ − ‖C̄‖², a linear classifier, which a site's body predicts with.
  6. All sites have one architecture here, and begin with the same weights.
 

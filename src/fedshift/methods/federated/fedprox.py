@@ -8,8 +8,9 @@ Setting and wire: as FedAvg.
 
 Where papers and code differ
 * The paper lets slow sites do fewer epochs; here every site does the same work.
-* CCST's port applies the penalty from the second mini-batch on and only after round 0. The penalty of the first one is
-  zero anyway (w = w_global). Here the term is always on, as in the equation.
+* CCST's port (JeremyCJM/CCST, federated/fed_run.py, `train_fedprox`) applies the penalty from the second mini-batch on
+  and only after round 0. The penalty of the first one is zero anyway (w = w_global). Here the term is always on, as in
+  the equation.
 * μ = 0 is FedAvg, bit for bit.
 
 Should reproduce: no published table of this setting is known to us; with μ = 0 the rows of FedAvg.

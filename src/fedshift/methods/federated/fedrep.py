@@ -13,7 +13,8 @@ Wire: FedPer's: the body both ways. The classifier never leaves.
 Where paper and code differ, and what was chosen
  1. τ is 10, as in the paper's experiments; PFLlib (TsingZ0/PFLlib, system/flcore/clients/clientrep.py, `clientRep`) has
     one: ``head_epochs: 1``.
- 2. The paper's mean has equal shares, which is ``weighting: uniform``; PFLlib weights by samples, as here.
+ 2. The paper's mean has equal shares, which is ``weighting: uniform``; PFLlib (system/flcore/servers/serverbase.py,
+    `Server.receive_models`) weights by samples, as here.
  3. Classifier and body have an optimiser each. Their momentum begins anew in each round.
 
 Should reproduce: PFLlib's code on ten clients of MNIST with skewed labels, 92.0 and 91.0 (two seeds, one epoch each).

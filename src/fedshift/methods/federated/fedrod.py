@@ -14,7 +14,7 @@ Where papers and code differ, and what was chosen
  1. No code of the authors is known to us. γ = 1, as in the paper and in PFLlib (TsingZ0/PFLlib,
     system/flcore/clients/clientrod.py, `clientROD.train`).
  2. φ_i is a linear classifier; the paper's other one, which a network makes of the class sizes, is not written.
- 3. φ_i begins as a copy of ψ, as in PFLlib.
+ 3. φ_i begins as a copy of ψ, as in PFLlib (`clientROD.__init__`).
  4. The sum of two linear classifiers is one. With it a site predicts, and with it ``fine_tune`` begins.
  5. A class without a sample has n_c = 0 and leaves the sum.
 

@@ -14,17 +14,18 @@ A layer after the network's features outputs a Gaussian code; a linear classifie
 FedL2R: no sampling (z = μ) and α_CMI = 0. FedCMI: α_L2R = 0.
 
 Where the paper and its code differ. The defaults are the paper's. ``setting: released`` is the authors' code, as far as
-it concerns the method.
+it concerns the method (atuannguyen/FedSR, src/methods/FedSR.py, `Model.train_client`, unless another is named).
  1. The paper has E‖z‖², the code E‖z‖, for which the published coefficients were found (``norm``).
  2. The code multiplies μ and σ by a learned number inside the divergence, the paper does not (``learned_factor``).
- 3. In the code each site keeps its own r(z|y). In the paper a common reference of each class aligns the sites, so here
-    it is averaged like the model (``share_reference``).
+ 3. In the code (src/methods/base.py, `Base.communicate`) each site keeps its own r(z|y). In the paper a common
+    reference of each class aligns the sites, so here it is averaged like the model (``share_reference``).
  4. The code draws every mini-batch from a new shuffle, which the paper does not mention. By default a round's batches
     are one pass over the data, or a part of one (``independent_batches``).
 No setting changes these:
  5. 1e-6 is added inside the logarithms: a softplus can underflow.
- 6. BatchNorm statistics are averaged like weights; of counters the maximum is taken (code: their mean, truncated).
- 7. Weight decay acts on r(z|y) too, as in the code.
+ 6. BatchNorm statistics are averaged like weights; of counters the maximum is taken (code: their mean, truncated;
+    `Base.communicate`).
+ 7. Weight decay acts on r(z|y) too, as in the code (`Model.__init__`).
  8. One optimiser for the whole run: ``training.reset_optimizer_each_round: false``.
  9. At prediction, all inputs have the same ε, from a fixed seed. So a prediction does not depend on the other samples
     of its batch, nor on earlier predictions.

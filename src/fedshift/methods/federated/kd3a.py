@@ -15,32 +15,36 @@ In every round, with θ the last aggregate
             α_T = N_T/(ΣN + N_T),   α_k = (1 − α_T) · N_k CF_k / Σ_j N_j CF_j                                  (9)
             θ ← Σ_k α_k θ_k + α_T θ_T,  BatchNorm statistics of the mixture                     (10, appendix E)
 
-Where the paper and its code differ. In 1 to 8 setting ``paper``, the default, is the paper and ``released`` the code.
-There is no ``practical``: in our measurements ``released`` was better with BatchNorm in the network, and neither was
-without.
- 1. Labels: the mean row with weight n_p; code: the one-hot winner with weight 0 or 1 (``labels: hard``).
- 2. Vote: adds rows; code: adds top-1 probabilities (``vote: top1``).
- 3. Consensus focus: leave-one-out (8); code: the Shapley value (``focus: shapley``). Negative values count as 0; if all
-    are zero, shares are equal. The paper compares it with ``focus: samples``; ``h_divergence``, the distance of each
-    source's BatchNorm statistics to those of the target's data under the same model, per channel; and
-    ``information_gain``, how much tighter, relatively, the target's features cluster under each source's model as it
-    is aggregated. Sums of distances or gains would give one source all the weight: their exponentials are 0 or 1.
+Where the paper and its code differ. In 1 to 8 setting ``paper``, the default, is the paper and ``released`` the code
+(FengHZ/KD3A, train/train.py, `train`, unless another is named). There is no ``practical``: in our measurements
+``released`` was better with BatchNorm in the network, and neither was without.
+ 1. Labels: the mean row with weight n_p; code (lib/utils/federated_utils.py, `knowledge_vote`): the one-hot winner with
+    weight 0 or 1 (``labels: hard``).
+ 2. Vote: adds rows; code (`knowledge_vote`): adds top-1 probabilities (``vote: top1``).
+ 3. Consensus focus: leave-one-out (8); code (lib/utils/federated_utils.py, `calculate_consensus_focus`): the Shapley
+    value (``focus: shapley``). Negative values count as 0; if all are zero, shares are equal. The paper compares it
+    with ``focus: samples``; ``h_divergence``, the distance of each source's BatchNorm statistics to those of the
+    target's data under the same model, per channel; and ``information_gain``, how much tighter, relatively, the
+    target's features cluster under each source's model as it is aggregated. Sums of distances or gains would give one
+    source all the weight: their exponentials are 0 or 1.
  4. Shares: (9), new in every round; code: α_T is the share of confident images/(K+1) (``target_share: confident``), N_k
-    is not used, and shares are averaged over epochs (``share_momentum: 0.9``).
- 5. Classifiers are aggregated; code: they stay at their sites (``private_classifier``) and start from different
-    weights. Here they start from the common start.
+    is not used, and shares are averaged over epochs (`update_domain_weight`; ``share_momentum: 0.9``).
+ 5. Classifiers are aggregated; code (main.py, `main`): they stay at their sites (``private_classifier``) and start from
+    different weights. Here they start from the common start.
  6. Teachers in evaluation mode; code: in training mode on target batches, which also changes their statistics
     (``teacher_statistics: batch``).
  7. Mixup: Beta(0.2, 0.2), but none on Amazon Review (Table 5), which is ``mixup: 0``; code: Beta(2, 2) always.
- 8. BatchNorm statistics: the closed form of appendix E; code: variances averaged, without the variance of the means
-    (``batch_norm: linear``). ``off``: they stay at their sites. ``loss``: the aggregate h_T is trained on (12), instead
-    of Algorithm 1, line 16, with the statistics and shares of all K + 1 models. The paper does not say for how long
-    (here as many mini-batches as distillation has, with the experiment's optimiser; they count as work), nor what h_T's
-    own statistics are (here averaged, then updated by its batches). (12) keeps the diagonal of the second moments of
-    (⟨a, b⟩ + ½)². It grows with the fourth power of the weights: if it diverges, lower ``batch_norm_weight``.
- 9. Gate and learning rate: in the code they follow the epoch's number, with a lag. Here: the share of work done.
-10. Optimisers: the code keeps them for the whole run. Here momentum starts at zero in every round, at the target and at
-    the sources, unless ``training.reset_optimizer_each_round: false``, as in all our measurements.
+ 8. BatchNorm statistics: the closed form of appendix E; code (`federated_average`): variances averaged, without the
+    variance of the means (``batch_norm: linear``). ``off``: they stay at their sites. ``loss``: the aggregate h_T is
+    trained on (12), instead of Algorithm 1, line 16, with the statistics and shares of all K + 1 models. The paper does
+    not say for how long (here as many mini-batches as distillation has, with the experiment's optimiser; they count as
+    work), nor what h_T's own statistics are (here averaged, then updated by its batches). (12) keeps the diagonal of
+    the second moments of (⟨a, b⟩ + ½)². It grows with the fourth power of the weights: if it diverges, lower
+    ``batch_norm_weight``.
+ 9. Gate and learning rate: in the code (main.py, `main`) they follow the epoch's number, with a lag. Here: the share of
+    work done.
+10. Optimisers: the code (main.py, `main`) keeps them for the whole run. Here momentum starts at zero in every round, at
+    the target and at the sources, unless ``training.reset_optimizer_each_round: false``, as in all our measurements.
 11. r aggregations per epoch (``aggregations_per_epoch``): a round is 1/r of an epoch for r ≥ 1, at least a mini-batch
     (at a site with fewer than r mini-batches per epoch, r is that number); for r < 1 the sources pass 1/r times over
     their data and the target once. ``training.rounds`` counts rounds, whatever r.

@@ -10,8 +10,9 @@ z is what the projection head makes of a sample's features, under the model that
 model of the round before. In a site's first round both are the common model, and the term is the constant μ ln 2.
 
 Where papers and code differ, and what was chosen
- 1. The head has two layers, as wide as the features and 256; the classifier reads its output (paper and code).
-    ``projection: null`` leaves it out, as PFLlib does.
+ 1. The head has two layers, as wide as the features and 256; the classifier reads its output (paper and code: model.py,
+    `ModelFedCon`). ``projection: null`` leaves it out, as PFLlib does (system/flcore/clients/clientmoon.py,
+    `clientMOON.train`).
  2. μ = 1, τ = 0.5 (the paper tunes μ among 0.1, 1, 5, 10).
  3. The common and the last model answer in evaluation mode, as in the code (QinbinLi/MOON, main.py,
     `local_train_net_fedcon` and the main loop).

@@ -16,10 +16,11 @@ Where papers and code differ, and what was chosen
     (src/client/perfedavg.py, `PerFedAvgClient.fit`). Its δ for HF is 0.001, as here.
  2. An epoch passes over the samples once, so it has half as many steps of w (FO), or a third (HF), as FedAvg. A
     mini-batch that is left alone stands for the others. PFLlib (serverperavg.py, `PerAvg.train`) trains twice a round.
- 3. β is ``training.lr``. α is ``fine_tune.lr``, and without one ``training.lr``, as in PFLlib; the paper has α = 0.01
-    and β = 0.001.
- 4. The step at the end is on one mini-batch (``fine_tune: {steps: 1}``), as in PFLlib.
- 5. The mean over sites is by samples, as in PFLlib; the paper's has equal shares, ``weighting: uniform``.
+ 3. β is ``training.lr``. α is ``fine_tune.lr``, and without one ``training.lr``, as in PFLlib
+    (system/flcore/clients/clientperavg.py, `clientPerAvg`); the paper has α = 0.01 and β = 0.001.
+ 4. The step at the end is on one mini-batch (``fine_tune: {steps: 1}``), as in PFLlib (`clientPerAvg.train_one_step`).
+ 5. The mean over sites is by samples, as in PFLlib (system/flcore/servers/serverbase.py, `Server.receive_models`); the
+    paper's has equal shares, ``weighting: uniform``.
  6. BatchNorm statistics follow the mini-batches D at w.
 
 Should reproduce: PFLlib's code on ten clients of MNIST with skewed labels, 90.5 and 89.9 (two seeds, two passes a

@@ -14,7 +14,8 @@ Where paper and code differ, and what was chosen
     (CharlieDinh/pFedMe, FLAlgorithms/users/userpFedMe.py, `UserpFedMe.train`); the paper leaves it open.
  2. The code's steps have a weight decay of 0.001 (optimizers/fedoptimizer.py, `pFedMeOptimizer`), which is
     ``training.weight_decay: 0.001``.
- 3. λ = 15 and K = 5, the code's defaults. η is ``training.lr``; the K steps have their own rate, by default the same.
+ 3. λ = 15 and K = 5, the code's defaults (main.py). η is ``training.lr``; the K steps have their own rate, by default
+    the same.
  4. β = 1. For another one write ``server: {optimizer: momentum, beta: 0, rate: …}``.
  5. The mean has equal shares in the paper, which is ``weighting: uniform``; here by samples.
  6. A site predicts with θ_i of its last mini-batch. The code's list of θ_i is the network's own parameters, which hold

@@ -16,17 +16,19 @@ Model: backbone, bottleneck g = Linear → BatchNorm, classifier h linear with n
         (features, 1); centroids are weighted first by p, then by the classes that this gives                  (4–6)
     prediction: mean over k of the softmax outputs
 
-Where papers and code differ. The paper has different values for three kinds of experiment. The defaults are those for
-objects and a network without pre-trained weights. ``setting: digits`` has β = 0.1 instead of 0.3; ``pretrained`` is for
-a backbone with pre-trained weights, whose learning rate is 0.1 of the others', at sources and target. No setting
-changes the rest:
- 1. The code adds ε = 1e-5 inside the logarithm of H. Here, too.
- 2. A class that no sample is assigned to has an undefined centroid in the code, which then wins every sample. Here it
-    takes no part.
+Where papers and code differ. Code: tim-learn/SHOT. The paper has different values for three kinds of experiment. The
+defaults are those for objects and a network without pre-trained weights. ``setting: digits`` has β = 0.1 instead of
+0.3; ``pretrained`` is for a backbone with pre-trained weights, whose learning rate is 0.1 of the others', at sources
+and target. No setting changes the rest:
+ 1. The code (object/loss.py, `Entropy`) adds ε = 1e-5 inside the logarithm of H. Here, too.
+ 2. A class that no sample is assigned to takes no part, as in the code for objects (object/image_target.py,
+    `obtain_label`). In that for digits (digit/uda_digit.py, `obtain_label`) its centroid is undefined and wins every
+    sample.
  3. η·(1 + 10p)^−0.75, with p the share of a site's own work that is done, replaces ``training.lr_schedule``;
     ``decay: false`` keeps the experiment's schedule, over the same p. SGD momentum 0.9, Nesterov and weight decay 1e-3
     are set in ``training``.
- 4. The code keeps the source model that is best on 10 % of the source's data; here it is the last one.
+ 4. The code (object/image_source.py, `train_source`) keeps the source model that is best on 10 % of the source's data;
+    here it is the last one.
  5. The sources train for ``source_epochs`` · R epochs, all before the first of the R rounds, so that the work equals
     that of other methods. R = 30 with the defaults gives the 30 source epochs of digits.
  6. In a round the target's mini-batches are shared among the K models (``target_epochs: K`` is an epoch for each).

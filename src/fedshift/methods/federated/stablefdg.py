@@ -25,15 +25,18 @@ The style of a map is s = (μ, σ), its mean and deviation per channel. A map ta
 Where paper and code differ, and what was chosen
  1. The paper could be read in part only. The equations are those of its code (``savertm/StableFDG_github``: ops/
     style_insert.py, oma.py and cross_attn.py in dassl/modeling, engine/trainer.py), with whose numbers a step agrees.
- 2. p = ½, α = 3, B maps are added (32 of 32 in the code), and q and k have 30 numbers, as in the code.
+ 2. p = ½, α = 3, B maps are added (32 of 32 in the code), and q and k have 30 numbers, as in the code (oma.py, `OMA`;
+    cross_attn.py, `AFH`).
  3. "Behind a stage" is behind one with a convolution. In a ResNet they are the four blocks.
- 4. The code draws further samples of a class that is once in a mini-batch, for Office-Home, as it says. **Here it is
-    copied like others**, and is its own partner in the attention.
- 5. The code deals the styles to the sites, from the second round on. Here a site draws one of the others' in every
-    round. Of a single site, or where all others refuse, there is no sharing.
- 6. A negative σ of sharing is 0, one of exploration stays, as in the code. Where q or k is zero, the code divides by
-    zero. Here its share is that of no likeness.
- 7. All sites have the same weight in the code: ``weighting: uniform``. k-means++ draws one centre at a time.
+ 4. The code (engine/trainer.py, `TrainerX_fed`) draws further samples of a class that is once in a mini-batch, for
+    Office-Home, as it says. **Here it is copied like others**, and is its own partner in the attention.
+ 5. The code (engine/trainer.py, `TrainerX_fed.style_collect`) deals the styles to the sites, from the second round on.
+    Here a site draws one of the others' in every round. Of a single site, or where all others refuse, there is no
+    sharing.
+ 6. A negative σ of sharing is 0, one of exploration stays, as in the code (ops/style_insert.py, `style_insert`). Where
+    q or k is zero, the code divides by zero. Here its share is that of no likeness.
+ 7. All sites have the same weight in the code (engine/trainer.py, `TrainerX_fed`): ``weighting: uniform``. k-means++
+    draws one centre at a time.
 
 Should reproduce: no table of this setting with our splits is known to us.
 """

@@ -9,7 +9,8 @@ Wire: every training sample once (the ledger counts them as raw data); no exchan
     m_j = 1 where |1/K Σ_e sign ∂L_e/∂θ_j| ≥ τ, else 0
     θ ← θ − η m ⊙ 1/K Σ_e ∇L_e(θ), each tensor divided by the share of its weights that m keeps
 
-Where papers and code differ, and what was chosen
+Where papers and code differ, and what was chosen. DomainBed: `ANDMask` and its base in facebookresearch/DomainBed,
+domainbed/algorithms.py, options in domainbed/hparams_registry.py
  1. The paper's equation has no division by that share; DomainBed (facebookresearch/DomainBed, domainbed/algorithms.py,
     ANDMask.mask_grads) has: ``rescaled``, on by default, as in the tables with this name.
  2. τ = 1: all sources agree, as in DomainBed. An optimiser with moments moves weights that the mask stops, too.

@@ -11,7 +11,8 @@ the same channel beside their own:
     c_e = mean_(x in e) g(x),     L(θ) = 1/K Σ_e CE(h(f([x, c_e])), y)
 When it predicts, the channel is the mean of the samples that are predicted together.
 
-Where papers and code differ, and what was chosen
+Where papers and code differ, and what was chosen. DomainBed: `ARM` and its base in facebookresearch/DomainBed,
+domainbed/algorithms.py, options in domainbed/hparams_registry.py
  1. This is DomainBed's ARM (facebookresearch/DomainBed, domainbed/algorithms.py, ARM; domainbed/networks.py,
     ContextNet). The paper also has variants that adapt by BatchNorm or by gradients.
  2. The network's first layer must be a convolution: it gets one more input channel, drawn anew. In DomainBed's ResNets

@@ -8,7 +8,8 @@ Wire: every training sample once (the ledger counts them as raw data); no exchan
 Each domain's batch is cut at a place drawn anew; the first parts are S₁, the others S₂:
     L(θ) = 1/K Σ_e L_e(θ) + λ D(f(S₁), f(S₂))
 
-Where papers and code differ, and what was chosen
+Where papers and code differ, and what was chosen. DomainBed: `AbstractCausIRL` and its base in
+facebookresearch/DomainBed, domainbed/algorithms.py, options in domainbed/hparams_registry.py
  1. D (``distance``) is the distance of `coral` with means, or that of `mmd` with its seven kernels: `CausIRL_CORAL`
     and `CausIRL_MMD` of DomainBed (facebookresearch/DomainBed, domainbed/algorithms.py, AbstractCausIRL). λ = 1.
  2. The place is uniform on 0 … n − 1. Where a mixture has fewer than two samples, the penalty is 0 (DomainBed).

@@ -13,15 +13,17 @@ Features f, predictions p = softmax(h(f)), a domain classifier D on features con
     of the work that is done);
     features and h minimise CE on the sources
 
-Where papers and code differ. The defaults are the paper's; ``setting: released`` is the authors' code.
- 1. In the paper p is the training's progress from 0 to 1. In the code p is 1 after 10,000 of 100,000 iterations. Here p
-    is divided by ``ramp_share``.
+Where papers and code differ. The defaults are the paper's; ``setting: released`` is the authors' code (thuml/CDAN,
+pytorch/train_image.py, `train`, unless another is named).
+ 1. In the paper p is the training's progress from 0 to 1. In the code (pytorch/network.py, `calc_coeff`) p is 1 after
+    10,000 of 100,000 iterations. Here p is divided by ``ramp_share``.
 No setting changes these:
- 2. In the code the weights have a gradient, reversed like the features'. Here, too.
+ 2. In the code (pytorch/loss.py, `CDAN`) the weights have a gradient, reversed like the features'. Here, too.
  3. The paper projects at random if C·d > 4096 (``projection: auto``). In the code it is a flag.
  4. The paper has one source. Here the batches of all sources together are the source side.
  5. SGD with Nesterov momentum 0.9, weight decay 5e-4, new layers 10 times faster, a schedule in iterations; ten crops
-    in testing (code). Here: the experiment's optimiser, schedule and inputs, as for every method.
+    in testing (code; `image_classification_test`). Here: the experiment's optimiser, schedule and inputs, as for every
+    method.
  6. D is not in the saved model, which is the ordinary network.
 Equal work: an optimiser step counts K + 1 mini-batches, one of each source and one of the target. With
 ``domain_batches: split`` these are the parts of one.

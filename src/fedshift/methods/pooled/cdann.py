@@ -10,7 +10,8 @@ As `fedshift.methods.pooled.dann`, but D reads f(x) + v_y, v_y a trained vector 
 same weight in its loss:
     ℓ_D = Σ_i CE(D(f(x_i) + v_(y_i)), e_i) / (C n_(y_i)),   n_c the samples of class c in the step
 
-Where papers and code differ, and what was chosen
+Where papers and code differ, and what was chosen. DomainBed: `CDANN` and its base in facebookresearch/DomainBed,
+domainbed/algorithms.py, options in domainbed/hparams_registry.py
  1. The paper has a discriminator for each class, and one more for features weighted by class priors. DomainBed
     (facebookresearch/DomainBed, domainbed/algorithms.py, CDANN and AbstractDANN) has one with v_y, as here. It is what
     tables call CDANN.

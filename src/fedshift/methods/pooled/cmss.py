@@ -11,10 +11,12 @@ On a batch of N source samples (a mini-batch of every source together):
     L_wadv = −E_s w·log D(F(x^s)) − E_t log(1 − D(F(x^t)))
     D minimises L_wadv; F and CM maximise it (gradient reversal); F and the classifier minimise the plain CE
 
-Where papers and code differ: no code by the authors was at hand; this follows the equations. Our own choices:
+Where papers and code differ: no code by the authors was at hand; this follows the equations, and agrees with a second
+derivation from them. Our own choices:
 * CM reads the network's inputs: two strided convolutions (16, 32) and a mean over positions for images, one hidden
   layer of ``width`` units for vectors. D has one hidden layer of ``width`` units.
-* The strength of the reversal is constant; ``ramp: true`` lets it grow as DANN does, 2/(1 + e^(−10p)) − 1.
+* The strength of the reversal is constant; ``ramp: true`` lets it grow as DANN does, 2/(1 + e^(−10p)) − 1. D always
+  takes its whole step, as behind a layer that reverses gradients; in the paper's one objective λ scales it, too.
 * All sources pass through the network as one batch and the target as another, so BatchNorm sees their mixture.
 * D and CM are not in the saved model, which is the ordinary network. The experiment's optimiser trains all.
 * Equal work: an optimiser step counts K + 1 mini-batches, one of each source and one of the target. With

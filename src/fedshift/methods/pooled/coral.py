@@ -9,7 +9,8 @@ C_e is the covariance of a domain's features (n − 1 below), d their width:
     ℓ(e, e') = 1/(4d²) ‖C_e − C_e'‖_F²                                                              (1)
     L(θ) = 1/K Σ_e L_e(θ) + λ · mean of ℓ over the pairs of domains
 
-Where papers and code differ, and what was chosen
+Where papers and code differ, and what was chosen. DomainBed: `CORAL` and its base in facebookresearch/DomainBed,
+domainbed/algorithms.py, options in domainbed/hparams_registry.py
  1. The paper aligns one source with a target that has no labels. Here and in DomainBed the sources are aligned with
     each other, and the target is unseen.
  2. DomainBed (facebookresearch/DomainBed, domainbed/algorithms.py, CORAL and AbstractMMD.mmd) compares means too, and

@@ -13,14 +13,17 @@ Common features and one expert p_k (linear, softmax) per source. a(x) is a weak 
     min L_x + L_cr + w · L_u
 The prediction is the mean of the experts. With one source there is no other expert, and no L_cr.
 
-Where papers and code differ
+Where papers and code differ. Code: KaiyangZhou/Dassl.pytorch, dassl/engine/da/dael.py, `DAEL.forward_backward`, unless
+another is named
 * ``training.augmentation`` makes the weak view, and ``strong`` makes the strong view from it: a crop and changes of
-  colour. The paper and its code use RandAugment with two operations, on some data sets also cutout.
+  colour. The paper and its code (configs/trainers/da/dael/domainnet.yaml) use RandAugment with two operations,
+  on some data sets also cutout.
 * Vectors have no strong view: both views are equal except for the network's dropout. L_cr and L_u are then plain
   consistency and pseudo-labels, which the paper does not test.
 * ε = 1e-5 inside logarithms, and the pseudo-labels' forward pass in training mode, which also moves BatchNorm's running
   statistics: as in the code.
-* One optimiser for features and experts, the experiment's; the code has one of the same settings for each.
+* One optimiser for features and experts, the experiment's; the code has one of the same settings for each
+  (`DAEL.build_model`).
 * Equal work: an optimiser step counts K + 1 mini-batches, one of each source and one of the target, although each has
   two views. With ``domain_batches: split`` these are the parts of one.
 

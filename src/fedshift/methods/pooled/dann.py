@@ -13,7 +13,8 @@ Features f, classifier h, discriminator D of the K sources:
     alternate   by turns: n steps of D on ℓ_D + γ E‖∇ Σ ℓ_D‖², and one of f and h
 with p the share of the run that is done.
 
-Where papers and code differ, and what was chosen
+Where papers and code differ, and what was chosen. DomainBed: `AbstractDANN` and its base in facebookresearch/DomainBed,
+domainbed/algorithms.py, options in domainbed/hparams_registry.py
  1. The paper tells one source from a target without labels; here and in DomainBed D tells the sources from each other,
     and the target is unseen.
  2. ``setting: domainbed`` (facebookresearch/DomainBed, domainbed/algorithms.py, DANN and AbstractDANN) trains by turns;

@@ -10,7 +10,8 @@ The sources stand in a circle, in an order drawn anew in every step; e' is next 
     x̃ = λ_e x_e + (1 − λ_e) x_e',  λ_e ~ Beta(α, α)
     L(θ) = 1/K Σ_e λ_e CE(x̃, y_e) + (1 − λ_e) CE(x̃, y_e')
 
-Where papers and code differ, and what was chosen
+Where papers and code differ, and what was chosen. DomainBed: `Mixup` and its base in facebookresearch/DomainBed,
+domainbed/algorithms.py, options in domainbed/hparams_registry.py
  1. This is DomainBed's Mixup (facebookresearch/DomainBed, domainbed/algorithms.py, Mixup; lib/misc.py,
     random_pairs_of_minibatches), with its α = 0.2. The paper mixes a source with a target that has no labels; here and
     in DomainBed sources are mixed, and the target is unseen.

@@ -23,8 +23,10 @@ Where papers and code differ
     and classes unseen in either domain do not count. It does not change in batches without its class (code, too).
  4. ``first_stage`` divides the mini-batches; stage 2 starts with the first round at or after it. A run of a single
     round has only stage 1.
- 5. ``student: teacher`` continues from the model of stage 1 instead of a new network (paper and code).
- 6. Adam with 1e-5 and 5e-5 and a warm-up (code). Here: the experiment's optimiser and schedule for both stages.
+ 5. ``student: teacher`` continues from the model of stage 1 instead of a new network (paper and code:
+    finetune_multi.py, main).
+ 6. Adam with 1e-5 and 5e-5 and a warm-up (code: trainval_multi.py and finetune_multi.py, options). Here: the
+    experiment's optimiser and schedule for both stages.
  7. The teacher sees the same augmented view as the student.
  8. The saved model is an ordinary network whose BatchNorm is the target's branch, also when it is measured at a source.
     The sources' branches, D and the centroids are not in it: prediction does not use them.

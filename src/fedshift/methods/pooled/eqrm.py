@@ -11,7 +11,8 @@ estimates, with the bandwidth h = 1.06 · deviation of the L_e · K^(−1/5):
     F(q) = 1/K Σ_e Φ((q − L_e)/h),    min_θ F⁻¹(α)
 Before ``burn_in`` steps are done it is 1/K Σ_e L_e.
 
-Where papers and code differ, and what was chosen
+Where papers and code differ, and what was chosen. DomainBed: `EQRM` and its base in facebookresearch/DomainBed,
+domainbed/algorithms.py, options in domainbed/hparams_registry.py
  1. The gradient is that of the quantile, by the implicit function theorem. DomainBed (facebookresearch/DomainBed,
     domainbed/algorithms.py, EQRM; lib/misc.py, Nonparametric.icdf) has it as the authors: it goes through a bisection
     between L_min + h Φ⁻¹(α) and L_max + h Φ⁻¹(α), so that only the least and the largest loss and h pull, by where

@@ -10,12 +10,14 @@ On a mini-batch x with its amplitude-mixed view x̂ (partner: the batch in anoth
     L = L_cls(x) + L_cls(x̂) + β [KL(f̄(x)/τ ‖ f(x̂)/τ) + KL(f̄(x̂)/τ ‖ f(x)/τ)]                   (6–9)
     f̄ ← m f̄ + (1−m) f                                                                            after every step
 
-Where papers and code differ, and what was chosen
+Where papers and code differ, and what was chosen. Code: MediaBrain-SJTU/FACT, train.py, `_do_epoch`, unless another is
+named
  1. The paper adds both cross-entropies; the code takes their mean, which doubles the other terms beside them.
     ``cross_entropy_weight: 0.5`` and ``setting: released`` are the code.
- 2. β grows as 2·exp(−5(1 − e/5)²) over the first five epochs e, whole numbers from 0 (code; the paper says a sigmoid
-    ramp-up).
- 3. The teacher's momentum is min(1 − 1/(t+1), m), so that it follows the student at first (code).
+ 2. β grows as 2·exp(−5(1 − e/5)²) over the first five epochs e, whole numbers from 0 (code: utils/tools.py,
+    `get_current_consistency_weight`; the paper says a sigmoid ramp-up).
+ 3. The teacher's momentum is min(1 − 1/(t+1), m), so that it follows the student at first (code: utils/tools.py,
+    `warm_update_teacher`).
  4. Teacher and student see their batches in training mode, both views in one batch, so BatchNorm normalises these
     together (code).
  5. λ is drawn per image. Mixed images may leave the range of pixels and are cut to it, as images are stored.

@@ -13,7 +13,8 @@ g_i is the gradient of a sample's loss by the classifier's weights, v_e its vari
 
 The classifier is linear, so g_i = (softmax(h(z_i)) − y_i) z_iᵀ and needs no pass of its own.
 
-Where papers and code differ, and what was chosen
+Where papers and code differ, and what was chosen. DomainBed: `Fishr` and its base in facebookresearch/DomainBed,
+domainbed/algorithms.py, options in domainbed/hparams_registry.py
  1. ‖·‖² is the mean over the weights, and v̄_e is divided by 1 − γ, so that the newest variance has the weight 1; both
     as in DomainBed (facebookresearch/DomainBed, domainbed/algorithms.py, Fishr; lib/misc.py, MovingAverage). The
     authors' own repository was not run. v̄_e is 0 at first.

@@ -14,7 +14,7 @@ with q_e = 1/K at first and n_e the samples of a source. C = 0: no group adjustm
 Where papers and code differ, and what was chosen
  1. The paper draws one group in a step. Its code (kohpangwei/group_DRO, loss.py, LossComputer.compute_robust_loss) and
     DomainBed (facebookresearch/DomainBed, domainbed/algorithms.py, GroupDRO) use all groups of a step; so does this.
- 2. η_q = 0.01 in both codes.
+ 2. η_q = 0.01 in both codes (run_expt.py; domainbed/hparams_registry.py).
  3. A step counts K mini-batches, one of each source; with ``domain_batches: split`` these are the parts of one.
 
 Should reproduce (DomainBed's table, ResNet-50, training-domain validation): VLCS 76.7, PACS 84.4, OfficeHome 66.0,

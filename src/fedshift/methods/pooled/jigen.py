@@ -12,7 +12,7 @@ An image is cut into 3×3 tiles. With probability 1 − β they are shuffled by 
 Where papers and code differ, and what was chosen. Code: fmcarlucci/JigenDG.
  1. ``class_on: all`` classifies shuffled images, too (``train_jigsaw.py``, ``Trainer._do_epoch``, without
     ``--classify_only_sane``).
- 2. α is 0.7, β is 0.9 (the README's command; α's default in the code is 0.1).
+ 2. α is 0.7, β is 0.9 (the README's command; α's default in the code, train_jigsaw.py, `get_args`, is 0.1).
  3. The permutations are an exact set of the largest distance instead of a random search: see
     `fedshift.functional.jigsaw`.
  4. Every tile of every image turns grey with probability 0.1, shuffled or not (data/JigsawLoader.py,

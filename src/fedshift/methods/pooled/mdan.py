@@ -11,7 +11,7 @@ Common features F, one classifier, and a domain classifier D_k per source that t
     dynamic   min 1/γ · log Σ_k exp(γ(ℓ_k + μ d_k))                                   (soft version)
     hard      min max_k (ℓ_k + μ d_k)                                                 (hard version)
 
-Where papers and code differ
+Where papers and code differ. Code: hanzhaoml/MDAN, main_amazon.py and model.py, `MDANet.forward`
 * Paper and code have a soft and a hard version; the default is the soft one. The code's hard version (hanzhaoml/MDAN,
   main_amazon.py, "maxmin") is another: max_k ℓ_k + μ · min_k d_k, ``rule: maxmin``.
 * The code's domain classifier has two outputs and a log-softmax. Here: one logit, which gives the same probabilities.

@@ -9,7 +9,8 @@ Wire: every training sample once (the ledger counts them as raw data); no exchan
     MMD²(e, e') = mean k(f^e, f^e) + mean k(f^e', f^e') − 2 mean k(f^e, f^e')
     L(θ) = 1/K Σ_e L_e(θ) + λ · mean of MMD² over the pairs of domains
 
-Where papers and code differ, and what was chosen
+Where papers and code differ, and what was chosen. DomainBed: `MMD` and its base in facebookresearch/DomainBed,
+domainbed/algorithms.py, options in domainbed/hparams_registry.py
  1. The paper's network is an autoencoder whose codes are also matched to a prior by an adversary. DomainBed
     (facebookresearch/DomainBed, domainbed/algorithms.py, MMD and AbstractMMD) keeps the discrepancy alone, on the
     features that the classifier reads. That is what is here, and what tables call MMD.

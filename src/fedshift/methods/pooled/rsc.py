@@ -12,7 +12,8 @@ z are the features of a sample, h the classifier, y its label:
     muted are the ``batch_share`` of samples with the largest softmax(h(z))_y − softmax(s)_y       (section 3.3)
     θ ← θ − η ∇ CE(h(z ⊙ m) for those, h(z) for the others)                                        (5)
 
-Where papers and code differ, and what was chosen
+Where papers and code differ, and what was chosen. DomainBed: `RSC` and its base in facebookresearch/DomainBed,
+domainbed/algorithms.py, options in domainbed/hparams_registry.py
  1. The authors' code (DeLightCMU/RSC, Domain_Generalization/models/resnet.py, ResNet.forward) mutes whole channels or
     whole positions of feature maps, by chance. Here and in DomainBed (facebookresearch/DomainBed,
     domainbed/algorithms.py, RSC) it is entries of the pooled features that the classifier reads.

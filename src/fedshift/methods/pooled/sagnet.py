@@ -14,7 +14,8 @@ A step is three, each on other draws:
     f and h go down CE(h(z_c), y);   g goes down CE(g(z_s), y)
     f goes down −λ 1/C Σ_c log softmax_c(g(z_s))                                         as far from any class as it can
 
-Where papers and code differ, and what was chosen
+Where papers and code differ, and what was chosen. DomainBed: `SagNet` and its base in facebookresearch/DomainBed,
+domainbed/algorithms.py, options in domainbed/hparams_registry.py
  1. The authors (hyeonseobnam/sagnet, modules/randomizations.py, modules/sag_resnet.py) change the maps before the last
     block of a ResNet, and g is a copy of that block. DomainBed (facebookresearch/DomainBed, domainbed/algorithms.py,
     SagNet) changes the features that the classifier reads, and g is a second classifier, as here.

@@ -13,7 +13,8 @@ class in the step, of any domain, a bar for a mixture of two: ā = γ a' + (1 �
     L(θ) = CE + min(1, CE) (γ L_ind + (1 − γ) L_hdl)
 ‖·‖² are means over samples and entries.
 
-Where papers and code differ, and what was chosen
+Where papers and code differ, and what was chosen. DomainBed: `SelfReg` and its base in facebookresearch/DomainBed,
+domainbed/algorithms.py, options in domainbed/hparams_registry.py
  1. The formula is that of DomainBed (facebookresearch/DomainBed, domainbed/algorithms.py, SelfReg), by the authors.
     The factor min(1, CE) is held constant there, and here.
  2. g is linear–BatchNorm–ReLU twice and linear–BatchNorm, of twice the features' width (2,048 for 2,048). DomainBed's

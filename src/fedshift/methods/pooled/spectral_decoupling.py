@@ -8,7 +8,8 @@ Wire: every training sample once (the ledger counts them as raw data); no exchan
 
     L(θ) = mean CE + λ · mean over samples and classes of (ẑ − γ)²
 
-Where papers and code differ, and what was chosen
+Where papers and code differ, and what was chosen. DomainBed: `SD` and its base in facebookresearch/DomainBed,
+domainbed/algorithms.py, options in domainbed/hparams_registry.py
  1. The paper adds λ/2 ‖ŷ‖² for one logit and two classes. DomainBed (facebookresearch/DomainBed,
     domainbed/algorithms.py, SD) takes λ times the mean square over samples and classes, λ = 0.1; so does this.
  2. γ (``centre``) is 0; the paper has another one for CelebA.

@@ -8,11 +8,12 @@ Wire: every training sample once (the ledger counts them as raw data); no exchan
 
     L(θ) = 1/K Σ_e L_e(θ) + β Var_e(L_e(θ)),   Var_e(L_e) = 1/K Σ_e (L_e − L̄)²                  (8)
 
-Where papers and code differ, and what was chosen
+Where papers and code differ, and what was chosen. Codes: `capybaralet/REx_code_release`,
+InvariantRiskMinimization/colored_mnist/main.py; facebookresearch/DomainBed, domainbed/algorithms.py, `VREx`
  1. Defaults are those of the authors' code (`capybaralet/REx_code_release`, InvariantRiskMinimization/colored_mnist,
     main.py): β = 10,000 from step 100 on and 1 before, and the whole loss is divided by a weight above 1.
- 2. Paper and code add the losses; here and in DomainBed it is their mean. For its two domains the code's (L_1 − L_2)²
-    is four times the variance.
+ 2. Paper and code add the losses; here and in DomainBed (item 3) it is their mean. For its two domains the code's (L_1
+    − L_2)² is four times the variance.
  3. ``setting: domainbed`` (facebookresearch/DomainBed, domainbed/algorithms.py, VREx): 10 from step 500 on and 1
     before, not divided; Adam begins anew at step 500. **Before that step it is another method.**
  4. A step counts K mini-batches, one of each source; with ``domain_batches: split`` these are the parts of one.
