@@ -119,9 +119,7 @@ def step(net: Networks, at: Losses, rate: float, strength: float, of_domains: fl
         return [w - rate * (c + sign * d) for w, c, d in gradients]
 
     def rows(weights: Matrix, by_classification: Matrix, by_domain: Matrix) -> Matrix:
-        return [
-            descended(w, c, d, -strength) for w, c, d in zip(weights, by_classification, by_domain, strict=True)
-        ]
+        return [descended(w, c, d, -strength) for w, c, d in zip(weights, by_classification, by_domain, strict=True)]
 
     by, told = at.by_classification, at.by_domain
     return Networks(

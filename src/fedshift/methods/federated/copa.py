@@ -29,7 +29,7 @@ No setting changes these:
     it. Here: the paper.
  3. Shares are by samples. The re-implementation also has equal shares: ``weighting: uniform``.
  4. The loss is a sum over classifiers. With equal classifiers it is K·CE, so updates grow with K: lower
-    ``training.lr`` if many sites take part. (Rotated digits, K = 5: as good as FedAvg with 0.02, failed with 0.1.)
+    ``training.lr`` if many sites take part.
  5. ``training.augmentation`` makes the weak view, and ``strong`` makes the strong view from it. Vectors have no strong
     view.
  6. BatchNorm statistics of F are averaged like weights.

@@ -17,7 +17,8 @@ With z the features, p the predicted probabilities, x_0 = x and p̄ = ⅓ Σ_v p
 Where paper and code differ, and what was chosen
  1. The paper could be read in part only. The equations are those of its code (SanphouWang/FedCCRL,
     algorithm/client/fedccrl.py, `FedCCRLClient`; model/models.py, `MixStyle`), with whose numbers a step agrees.
- 2. r = λ₁ = λ₂ = τ = 0.1 and α = 0.1, as in the code (algorithm/server/fedccrl.py, options). At least one style is sent.
+ 2. r = λ₁ = λ₂ = τ = 0.1 and α = 0.1, as in the code (algorithm/server/fedccrl.py, options). At least one style is
+    sent.
  3. AugMix is torchvision's, as in the code (`FedCCRLClient.AugMixAugmentation`): a batch has one chain of operations,
     with shares for each image. The code makes bytes of images without clipping, so that what is too bright becomes
     dark. **Here they are clipped.**

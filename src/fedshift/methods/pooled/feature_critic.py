@@ -56,7 +56,7 @@ class FeatureCritic(DomainTraining):
         citation="Li et al., ICML 2019",
         group="pooled",
         advice="For fine-tuning a trained model: 54.71 on SURF, where deepall has 53.19 and with its "
-        "mini-batches 54.52; 94.45 on Rotated MNIST, below deepall (95.15).",
+        "mini-batches 54.52; below deepall at both ends of Rotated MNIST.",
         settings={"released": {"train_domains": 1}},
         tasks=WITHOUT_MASKS,
         memory_names=("optimizer", "parts", "critic"),
