@@ -134,34 +134,3 @@ def test_the_page_has_what_was_measured_beside_the_peers(name: str, steps: int) 
     rows = peers.table(name, steps)
     assert len(rows) > 10
     assert all(row in page for row in rows)
-
-
-ROW = re.compile(r"^\| ([\w+-]+)[^|]*\|(.*)$", re.MULTILINE)
-NUMBER = re.compile(r"(?<![\d.=])\b\d+\.\d\d\b(?!\d)")
-CONTROLS = {"pooled training": "deepall", "with its mini-batches": "equal-batches", "source-only": "source_only"}
-
-
-def measured() -> list[tuple[str, set[str]]]:
-    """Rows of all generated tables: the method's label, and its numbers."""
-    tables = [
-        block
-        for page in summarise.PAGES
-        for block in re.findall(r"<!-- table .*?<!-- end -->", page.read_text(encoding="utf-8"), re.DOTALL)
-    ]
-    rows = (row for table in tables for row in ROW.findall(table.replace("\\", "")))
-    return [(label, set(NUMBER.findall(cells))) for label, cells in rows]
-
-
-def test_numbers_of_an_advice_stand_in_a_committed_table() -> None:
-    """An accuracy of the method, or of one that the advice names; or the gain of a claim."""
-    methods = plain_yaml((ROOT / "src" / "fedshift" / "methods" / "index.json").read_bytes())["methods"]  # type: ignore[index]
-    rows, gains = measured(), {f"{abs(claim.gain):.2f}" for claim in CLAIMS}
-    assert len(rows) > 500
-    nowhere = []
-    for name, method in methods.items():
-        advice = method["advice"].lower()
-        spoken = {name, *(other for other in methods if re.search(rf"\b{other}\b", advice))}
-        spoken |= {label for words, label in CONTROLS.items() if words in advice}
-        known = gains.union(*(numbers for label, numbers in rows if any(label.startswith(one) for one in spoken)))
-        nowhere += [f"{name}: {number}" for number in NUMBER.findall(method["advice"]) if number not in known]
-    assert nowhere == []

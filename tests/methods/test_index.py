@@ -56,13 +56,16 @@ def test_a_class_variable_that_belongs_to_the_traits_is_refused() -> None:
         type("Mine", (FedAvg,), {"pooled": True, "__annotations__": {"pooled": "ClassVar[bool]"}})
 
 
+def tables() -> list[str]:
+    """Those that the results fill: on the pages, and whole in a folder of their own."""
+    pages = "".join(page.read_text(encoding="utf-8") for page in BENCHMARKS.glob("*.md"))
+    whole = [page.read_text(encoding="utf-8") for page in (BENCHMARKS / "tables").glob("*.md")]
+    return [*re.findall(r"<!-- table .*?<!-- end -->", pages, re.DOTALL), *whole]
+
+
 def test_the_numbers_of_the_advice_stand_in_tables_that_the_results_fill() -> None:
     """``benchmarks/test_results.py`` fills these tables again, and holds every p against claims.yaml."""
-    pages = "\n".join(
-        table
-        for page in BENCHMARKS.glob("*.md")
-        for table in re.findall(r"<!-- table .*?<!-- end -->", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    ).replace("-", "−")
+    pages = "\n".join(tables()).replace("-", "−")
     advice = " ".join(re.sub(r"\bp( here)? [=<] [\d.]+", "", entry.advice) for entry in ENTRIES.values())
     numbers = set(re.findall(r"\d+\.\d\d+", advice))
     assert len(numbers) > 30
@@ -71,8 +74,7 @@ def test_the_numbers_of_the_advice_stand_in_tables_that_the_results_fill() -> No
 
 def test_the_first_number_of_an_advice_stands_in_a_row_of_the_method() -> None:
     """A number can stand in some other method's row by chance, after the row that it came from is gone."""
-    tables = re.findall(r"<!-- table .*?<!-- end -->", "".join(map(Path.read_text, BENCHMARKS.glob("*.md"))), re.DOTALL)
-    rows = "\n".join(tables).replace("-", "−").replace("\\", "").splitlines()
+    rows = "\n".join(tables()).replace("-", "−").replace("\\", "").splitlines()
     absent = []
     for method, entry in ENTRIES.items():
         first = re.search(r"\d+\.\d\d+", re.sub(r"\bp( here)? [=<] [\d.]+", "", entry.advice))
