@@ -11,7 +11,7 @@ from fedshift.evaluation.summary import AVERAGE
 from fedshift.report import plots
 from fedshift.report.collect import collect
 from fedshift.report.pictures.of_table import standalone
-from fedshift.report.table import table_of
+from fedshift.report.report import report_of
 
 HERE = Path(__file__).parent
 PANELS: dict[str, dict[str, dict[str, str]]] = {
@@ -31,7 +31,7 @@ def averages(panel: str) -> dict[str, tuple[float, float]]:
     """Name → mean and standard error over seeds of the average over all targets, the most accurate first."""
     found = {}
     for experiment, names in PANELS[panel].items():
-        table = table_of(collect(HERE / "results" / experiment))
+        table = report_of(collect(HERE / "results" / experiment)).table
         for method in table.methods if experiment == "rotated_mnist_family" else names:
             cell = table.cells[method][AVERAGE]
             assert cell is not None

@@ -15,7 +15,8 @@ from pathlib import Path
 from fedshift.report import differences
 from fedshift.report.collect import collect
 from fedshift.report.plots import accuracy_per_target
-from fedshift.report.table import headline, table_of
+from fedshift.report.report import report_of
+from fedshift.report.table import headline
 
 HERE = Path(__file__).parent
 FIXED = "fixed"
@@ -24,7 +25,7 @@ FIXED = "fixed"
 def main(folder: Path, figure: Path) -> None:
     """Draw the figure and print the differences."""
     found = collect(folder)
-    accuracy_per_target(table_of(found, "last")).savefig(figure, bbox_inches="tight")
+    accuracy_per_target(report_of(found, "last").table).savefig(figure, bbox_inches="tight")
     print(f"{figure}: {len(found.results)} of {found.planned} runs")
     pairs = [(label, FIXED) for label in found.order.methods if label != FIXED]
     compared = differences.differences(found.results, pairs)

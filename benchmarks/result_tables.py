@@ -8,18 +8,22 @@ one line below the table.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
 
-from fedshift.evaluation.cautions import BASELINES, baselines, settings_note
+from fedshift.evaluation.cautions import baselines, settings_of
 from fedshift.evaluation.records import RunResult, Selection
+from fedshift.evaluation.summary import AVERAGE
 from fedshift.report.collect import Collected
-from fedshift.report.conditions import Conditions, conditions
+from fedshift.report.conditions import Conditions, common_badges
+from fedshift.report.markup import escape_markdown, pipes
 from fedshift.report.measures import ACCURACY, MISSING
-from fedshift.report.table import WORST, Cell, IntervalCell, Table, table_of
-from fedshift.report.table_formats import escape_markdown
+from fedshift.report.note import Kind, Note
+from fedshift.report.pairs import PairRow
+from fedshift.report.report import report_of
+from fedshift.report.table import WORST, IntervalCell, Table
+from fedshift.report.table_formats import markdown_entry
 from fedshift.text import listed
 
 WITHOUT_INPUTS = {
@@ -31,21 +35,24 @@ WITHOUT_INPUTS = {
 """What the last row of a table is, by metric."""
 _VERSIONS = ("torch 2.15.0", "numpy 2.4.6")
 """Those that README.md gives for all tables, with one thread."""
-_REPEATS = re.compile(r"^(.+?), (?:mean ± standard error over \w+ \(n−1\), )?n = (\d+ \w+)(.*)\.$")
 _USUAL = (ACCURACY.what, "Harmonic mean, per split")
-_IN_COLUMNS = ("Optimiser steps", "Exchanges, and MB", "Settings", "Used, beyond", *BASELINES.values())
-_SAID_ONCE = ("Selection: last round.", "* average over fewer", "Average: the mean over", "Points over the model")
-_ELSEWHERE = re.compile(r"^\d+ of \d+ runs unfinished\.$|^2\(1 − 2ε\)")
-_NUMBERED = {
-    "Harmonic mean of the average accuracies": "of the averages",
-    "Win-win gain of the unlabelled sites": "gain of unlabelled",
+_ELSEWHERE = frozenset[Kind](
+    ["average", "baseline", "below", "gain", "harmonic", "measure", "partial", "progress", "sent", "settings", "steps"]
+)
+"""Notes that are columns or rows here, or that README.md says once."""
+_SHORTER: Mapping[Kind, str] = {
+    "explained": "{}",
+    "privacy": "Each run: {}",
+    "repeats": "Fewer {}.",
+    "used": "{}",
+    "work": "Not equal work, in mini-batches per source: {}.",
 }
-"""Notes of pairs of sites with a number for each method, and the columns that they become."""
-_BELOW = re.compile(r"^Warning: (\S+) (?:is less accurate than always saying .*?|orders worse than chance) at (.+)\.$")
+"""Notes in fewer words, with one of their parts; none where that part is empty."""
 _COLUMN = re.compile(r"^Warning: column (\d+) (is coded otherwise|never changes) at some sites: .*$")
+"""A warning of a record."""
+_CHECKS = {"is coded otherwise": "Coded otherwise", "never changes": "Constant"}
 Column = tuple[str, Callable[[str], str]]
 """A head, and the entry of each method."""
-_CHECKS = {"is coded otherwise": "Coded otherwise", "never changes": "Constant"}
 
 
 def page_table(found: Collected, select: Selection, warned: set[str], gains: Sequence[Column], link: str) -> str:
@@ -58,8 +65,8 @@ def page_table(found: Collected, select: Selection, warned: set[str], gains: Seq
         gains: what each method adds to the baseline.
         link: to the file of what the page leaves out; "" for none.
     """
-    whole = table_of(found, select)
-    used = conditions(found.results) if select == "last" else {}
+    report = report_of(found, select)
+    whole, used = report.table, report.used if select == "last" else {}
     more = [*gains, *_worst(whole), *_numbered(whole), *_costs(whole, used)]
     corner = ", ".join([*_corner(whole, found), *([link] if link else [])])
     grids = [_grid(whole, corner, more, _last_row(whole, found.results))]
@@ -72,11 +79,11 @@ def page_table(found: Collected, select: Selection, warned: set[str], gains: Seq
 
 def details(found: Collected, select: Selection) -> list[str]:
     """The tables of an experiment that its page leaves out: intervals, further accuracies, settings."""
-    whole = table_of(found, select)
+    whole = report_of(found, select).table
     further = [one for one in whole.more if WORST not in one.columns and not _on_page(one)]
     grids = [_grid(one, escape_markdown(one.measure.title)) for one in further]
     settings = list(_settings(found.results, whole.methods)) if select == "last" else []
-    return [*grids, *([_pipes(["method", "setting"], settings, rule="---")] if settings else [])]
+    return [*grids, *([pipes(["method", "setting"], settings, "---")] if settings else [])]
 
 
 def _on_page(table: Table) -> bool:
@@ -89,10 +96,11 @@ def _corner(whole: Table, found: Collected) -> Iterator[str]:
     if whole.measure.title:
         yield escape_markdown(whole.measure.title)
     for note in whole.notes:
-        if match := _REPEATS.match(note):
-            if not note.startswith(_USUAL):
-                yield match[1]
-            yield f"up to {match[2]}" if match[3].startswith(", except") else match[2]
+        if note.kind == "repeats":
+            what, repeats, fewer = note.parts
+            if not what.startswith(_USUAL):
+                yield what
+            yield f"up to {repeats}" if fewer else repeats
     yield f"{len(results)} runs"
     yield f"{sum(result.seconds for result in results) / 3600:.1f} hours"
     versions = sorted({f"{name} {result.versions[name]}" for result in results for name in ("torch", "numpy")})
@@ -106,24 +114,13 @@ def _grid(table: Table, corner: str, more: Sequence[Column] = (), last: Sequence
     lines = [
         [
             escape_markdown(table.label(name)),
-            *map(_entry, table.cells[name].values()),
+            *map(markdown_entry, table.cells[name].values()),
             *(entry(name) for _, entry in more),
         ]
         for name in table.methods
     ]
     rest = [MISSING] * (len(head) + len(more) - len(last))
-    return _pipes([*head, *(name for name, _ in more)], [*lines, *([[*last, *rest]] if last else [])])
-
-
-def _pipes(head: Sequence[str], lines: Sequence[Sequence[str]], rule: str = "---:") -> str:
-    return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---", *(rule for _ in head[1:])], *lines])
-
-
-def _entry(cell: Cell | None) -> str:
-    if cell is None:
-        return MISSING
-    mean = cell.mean.replace("*", "\\*")
-    return (f"**{mean}**" if cell.best else mean) + (f" ± {cell.error}" if cell.error else "")
+    return pipes([*head, *(name for name, _ in more)], [*lines, *([[*last, *rest]] if last else [])])
 
 
 def _worst(whole: Table) -> Iterator[Column]:
@@ -135,30 +132,31 @@ def _worst(whole: Table) -> Iterator[Column]:
 
 
 def _of_cell(table: Table, column: str, name: str) -> str:
-    return _entry(table.cells[name][column])
+    return markdown_entry(table.cells[name][column])
 
 
 def _numbered(whole: Table) -> Iterator[Column]:
-    for note in whole.notes:
-        for start, head in _NUMBERED.items():
-            if note.startswith(start):
-                numbers = re.findall(r" ([+−]?\d+\.\d+)(?=[,.])", note)
-                by_name = dict(zip(whole.methods, numbers, strict=True))
-                yield head, by_name.__getitem__
+    """Numbers of pairs of sites that notes have elsewhere."""
+    averages = {row.method: row for row in whole.rows if isinstance(row, PairRow) and row.target == AVERAGE}
+    kinds = {note.kind for note in whole.notes}
+    if "harmonic" in kinds:
+        yield "of the averages", lambda name: f"{averages[name].harmonic_mean_of_averages:.2f}"
+    if "gain" in kinds:
+        yield "gain of unlabelled", lambda name: f"{averages[name].gain['unlabelled']:+.2f}".replace("-", "−")
 
 
-def _costs(whole: Table, used: dict[str, Conditions]) -> Iterator[Column]:
+def _costs(whole: Table, used: Mapping[str, Conditions]) -> Iterator[Column]:
     """Exchanges and bytes, and steps where rows could differ in them."""
     if any(row.sent for row in used.values()):
         yield "exchanges", lambda name: f"{used[name].exchanges:,.0f}" if name in used else MISSING
         yield "MB", lambda name: f"{used[name].sent / 1e6:,.2f}" if name in used else MISSING
-    if any(note.startswith("Optimiser steps") for note in whole.notes) and used:
+    if any(note.kind == "steps" for note in whole.notes) and used:
         yield "steps", lambda name: f"{steps:,.0f}" if name in used and (steps := used[name].steps) else MISSING
 
 
 def _last_row(whole: Table, results: Sequence[RunResult]) -> list[str]:
     metric = results[0].metric
-    if metric not in BASELINES or not any(note.startswith(BASELINES[metric]) for note in whole.notes):
+    if not any(note.kind == "baseline" for note in whole.notes):
         return []
     known = baselines(results)
     shown = next(cell for line in whole.cells.values() for cell in line.values() if cell).shown
@@ -167,40 +165,33 @@ def _last_row(whole: Table, results: Sequence[RunResult]) -> list[str]:
 
 
 def _settings(results: Sequence[RunResult], methods: Sequence[str]) -> Iterator[list[str]]:
-    for method in methods:
-        for note in settings_note([one for one in results if one.method == method], [method]):
-            yield [escape_markdown(method), escape_markdown(note.split(": ", 2)[2].removesuffix("."))]
+    for pair in settings_of(results, methods).items():
+        yield [*map(escape_markdown, pair)]
 
 
-def _notes(whole: Table, used: dict[str, Conditions], metric: str) -> Iterator[str]:
+def _notes(whole: Table, used: Mapping[str, Conditions], metric: str) -> Iterator[str]:
     """What only this table has to say, in short sentences."""
     tables = [one for one in whole.more if one.columns and not _intervals(one) and WORST not in one.columns]
     notes = list(dict.fromkeys([*whole.notes, *chain.from_iterable(one.notes for one in tables)]))
-    kept = [note for note in notes if not note.startswith((*_IN_COLUMNS, *_SAID_ONCE, *_NUMBERED))]
-    kept = [note for note in kept if not _ELSEWHERE.match(note)]
-    common = set.intersection(*(set(row.badges) for row in used.values())) if len(used) > 1 else set()
-    if common:
+    if common := common_badges(used):
         yield f"All rows: {', '.join(sorted(common))}."
-    if any("not all of these images" in note for note in notes):
-        yield "Not all images were augmented alike."
-    below = [match.groups() for note in kept if (match := _BELOW.match(note))]
     columns: dict[str, list[str]] = {}
-    for match in filter(None, map(_COLUMN.match, kept)):
-        columns.setdefault(_CHECKS[match[2]], []).append(match[1])
-    for note in kept:
-        if not (_BELOW.match(note) or _COLUMN.match(note)):
-            yield from map(escape_markdown, _shorter(note))
-    if below:
+    for note in sorted(notes, key=lambda one: one.kind != "used"):
+        if match := _COLUMN.match(note.text):
+            columns.setdefault(_CHECKS[match[2]], []).append(match[1])
+        elif note.kind not in _ELSEWHERE and not (note.kind == "selection" and whole.select == "last"):
+            yield from _shorter(note)
+    if below := [note.parts for note in notes if note.kind == "below"]:
         yield f"**Below {WITHOUT_INPUTS[metric]}**: {escape_markdown(_places(below, whole))}."
     for what, numbers in columns.items():
         yield f"{what} at some sites: columns {listed(numbers)}."
 
 
-def _places(below: Sequence[tuple[str | Any, ...]], whole: Table) -> str:
+def _places(below: Sequence[tuple[str, ...]], whole: Table) -> str:
     """Where rows are below what a model without inputs would reach."""
     rows: dict[str, list[str]] = {}
     for name, where in below:
-        rows.setdefault(re.sub(r" [(][^)]*[)]", "", where), []).append(name)
+        rows.setdefault(where, []).append(name)
     every = len(whole.methods)
     parts = (f"{'every row' if len(names) == every else ', '.join(names)} at {where}" for where, names in rows.items())
     return "; ".join(parts)
@@ -210,17 +201,12 @@ def _intervals(table: Table) -> bool:
     return any(isinstance(cell, IntervalCell) for line in table.cells.values() for cell in line.values())
 
 
-def _shorter(note: str) -> Iterator[str]:
+def _shorter(note: Note) -> Iterator[str]:
     """A note without what all tables share, which may be all of it."""
-    if match := _REPEATS.match(note):
-        if match[3].startswith(", except"):
-            yield f"Fewer {match[2].split()[1]}: {match[3].removeprefix(', except ')}."
-    elif note.startswith("Not equal work"):
-        yield re.sub(r"(\S+) at \S+ (\d+ [(]most \d+[)])(?:; \1 at \S+ \2)+", r"\1 \2", note)
-    elif note.startswith("Rows that explain"):
-        head, parts = note.removesuffix(".").split(": ", 1)
-        ran = [part for part in parts.split("; ") if not part.endswith("not run")]
-        if ran:
-            yield f"{head}: {'; '.join(ran)}; no others."
+    parts = note.parts
+    if note.kind == "repeats":
+        parts = (f"{parts[1].split()[1]}: {parts[2]}",) if parts[2] else ()
+    if note.kind in _SHORTER:
+        yield from [escape_markdown(_SHORTER[note.kind].format("; ".join(parts)))] if parts else []
     else:
-        yield note.replace("Differential privacy of each site's training samples, in each run: ", "Each run: ")
+        yield escape_markdown(note.text)

@@ -26,9 +26,11 @@ from fedshift.evaluation.summary import AVERAGE, Value, rows
 from fedshift.report import differences
 from fedshift.report.averages import mean_weights
 from fedshift.report.collect import Collected, collect, read_rounds
+from fedshift.report.markup import escape_markdown
 from fedshift.report.measures import MISSING
-from fedshift.report.table import headline, table_of
-from fedshift.report.table_formats import escape_markdown, markdown
+from fedshift.report.report import report_of
+from fedshift.report.table import headline
+from fedshift.report.table_formats import markdown
 from result_tables import Column, details, page_table
 
 HERE = Path(__file__).parent
@@ -243,7 +245,7 @@ def section(match: re.Match[str], tests: bool, warned: set[str]) -> str:
     rule = cast(Selection, select)
     if not tests:
         return "\n".join(
-            [head, f"Measured:\n\n{markdown(table_of(found, rule)).strip()}", "", facts(found), "<!-- end -->"]
+            [head, f"Measured:\n\n{markdown(report_of(found, rule).table).strip()}", "", facts(found), "<!-- end -->"]
         )
     link = f"[more](tables/{file_of(name, rule)})" if more(name, rule) else ""
     parts = [head, page_table(found, rule, warned, gains(name, found, rule), link), ""]

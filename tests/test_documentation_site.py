@@ -105,7 +105,7 @@ def test_results_stand_beside_the_published_row(assemble: ModuleType) -> None:
     lines = rows["csac"].splitlines()
     labels = [label for label in found.order.methods if label.startswith("csac")]
     assert [re.sub(r"\\", "", line.split(" | ")[0][2:]) for line in lines[2 : 2 + len(labels)]] == labels
-    table = assemble.measured.table_of(found)
+    table = assemble.measured.report_of(found).table
     assert f"| {table.cells[labels[0]]['average'].mean} ± " in lines[2]
     entry = {"source": "a paper", "rows": {"ELCFS (FedDG)": {"M0": [73.07, 0.67], "average": [88.6, None]}}}
     assert "| ELCFS (FedDG) | 73.07 ± 0.67 | 88.60 |" in assemble.measured.published_row("elcfs", entry)

@@ -31,13 +31,13 @@ def draw_results(block: Any, block_vars: dict[str, Any], gallery_conf: dict[str,
     from sphinx_gallery.scrapers import figure_rst
 
     from fedshift.report.plots import accuracy_per_target
-    from fedshift.report.table import table_of
+    from fedshift.report.report import report_of
 
     results = block_vars["example_globals"].get("results")
     if results is None:
         return ""
     path = next(iter(block_vars["image_path_iterator"]))
-    figure = accuracy_per_target(table_of(results.collected))
+    figure = accuracy_per_target(report_of(results.collected).table)
     figure.set_size_inches(6.0, 3.6)  # points and names stay visible in the gallery's small picture
     figure.savefig(path, dpi=100)
     return str(figure_rst([path], gallery_conf["src_dir"], "The measure of each method at each target"))

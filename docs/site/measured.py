@@ -6,13 +6,15 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fedshift.errors import FedshiftError
 from fedshift.report.collect import Collected, collect
-from fedshift.report.table import table_of
-from fedshift.report.table_formats import escape_markdown
+from fedshift.report.markup import escape_markdown, pipes
+from fedshift.report.report import report_of
+from fedshift.report.table_formats import markdown_entry
 from summarise import PUBLISHED
 
 
@@ -36,26 +38,16 @@ def read(benchmarks: Path) -> dict[str, str]:
 
 def rows_of(found: Collected) -> dict[str, str]:
     """Method → a table of its rows in one experiment; a method has several if it ran with several settings."""
-    table = table_of(found)
+    table = report_of(found).table
     names = {run.method: str(run.options["method"]["name"]) for run in found.results}
-    head = (
-        "| method | "
-        + " | ".join(map(escape_markdown, table.columns))
-        + " |\n|---"
-        + "|---:" * len(table.columns)
-        + "|\n"
-    )
-    rows: dict[str, str] = {}
-    for label in table.methods:
-        if label not in names:
-            continue
-        cells = [table.cells[label][column] for column in table.columns]
-        texts = ["–" if cell is None else cell.mean + (f" ± {cell.error}" if cell.error else "") for cell in cells]
-        line = f"| {escape_markdown(label)} | " + " | ".join(text.replace("*", "\\*") for text in texts) + " |\n"
-        rows[names[label]] = rows.get(names[label], head) + line
+    rows: dict[str, list[list[str]]] = {}
+    for label in filter(names.__contains__, table.methods):
+        cells = [markdown_entry(cell and replace(cell, best=False)) for cell in table.cells[label].values()]
+        rows.setdefault(names[label], []).append([escape_markdown(label), *cells])
+    head = ["method", *map(escape_markdown, table.columns)]
     seeds = max(len({run.seed for run in found.results if run.method == label}) for label in names)
     note = f"\n{table.measure.title or 'Accuracy in percent, last round'}; n = {seeds} seed(s)."
-    return {name: f"{text}{note}\n" for name, text in rows.items()}
+    return {name: f"{pipes(head, lines)}\n{note}\n" for name, lines in rows.items()}
 
 
 def published_row(method: str, entry: Mapping[str, Any]) -> str:

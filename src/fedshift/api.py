@@ -26,7 +26,6 @@ from fedshift.experiment.runs.lines import notebook_reporter
 from fedshift.extras import needed
 from fedshift.import_paths import CHILD
 from fedshift.model import Model, Samples
-from fedshift.report.advice.verdict import verdict
 from fedshift.report.advice.words import VerdictValues
 from fedshift.report.check_words import check_text
 from fedshift.report.choice import Choice, choice_at
@@ -34,8 +33,8 @@ from fedshift.report.collect import Collected, FinishedRun, collect, read_rounds
 from fedshift.report.estimates import estimates_of
 from fedshift.report.other_tools.trackers import tracker
 from fedshift.report.page import table_html, write_page
+from fedshift.report.report import report_of, verdict_of
 from fedshift.report.sections.samples import ShownSamples
-from fedshift.report.table import table_of
 from fedshift.report.table_formats import markdown
 from fedshift.trust import asks, own_words
 
@@ -111,15 +110,15 @@ class Results:
 
         ``metric`` is what they report, such as auroc; by default the experiment's headline.
         """
-        return table_of(self.collected, select, metric).plain_rows()
+        return report_of(self.collected, select, metric).table.plain_rows()
 
     def markdown(self, select: Selection = "last", metric: str = "") -> str:
         """The table in Markdown."""
-        return markdown(table_of(self.collected, select, metric))
+        return markdown(report_of(self.collected, select, metric).table)
 
     def verdict(self) -> VerdictValues:
         """Which method to take, what to expect at the next site, what is not known: by name; printed, in words."""
-        return VerdictValues(verdict(self.collected))
+        return VerdictValues(verdict_of(self.collected))
 
     def to_frame(self, select: Selection = "last") -> pandas.DataFrame:
         """One row per run: what ran, the scores of the selected round in percent, and what the run cost.
@@ -242,7 +241,8 @@ class Results:
         Raises:
             UserError: it cannot be written, or the data cannot be read.
         """
-        return write_page(self.folder, self.collected, None if samples is None else ShownSamples(_resolved(samples)))
+        shown = None if samples is None else ShownSamples(_resolved(samples))
+        return write_page(self.folder, self.collected, shown)
 
     def __str__(self) -> str:
         return self.markdown()
@@ -255,7 +255,7 @@ class Results:
         )
 
     def _repr_html_(self) -> str:
-        return table_html(table_of(self.collected))
+        return table_html(report_of(self.collected).table)
 
 
 Given = Experiment | Mapping[str, Any] | str | Path

@@ -101,6 +101,16 @@ def in_unit(value: float, like: float | None = None) -> str:
     return f"{value:.{decimals}f}"
 
 
+def decimals(number: float, unit: str) -> str:
+    """A number as tables have it: two decimals, or as `in_unit` where the unit is that of a label ("").
+
+    Example:
+        >>> decimals(70.126, "%"), decimals(0.0123456, "")
+        ('70.13', '0.0123')
+    """
+    return f"{number:.2f}" if unit else in_unit(number)
+
+
 def listed(names: Sequence[str], most: int = 20, sign: str = ", ") -> str:
     """Names with commas or another sign between them; if they are many the first, and how many more.
 

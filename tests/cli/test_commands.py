@@ -20,7 +20,7 @@ from small import experiment, images, outcome, sites, start, write
 import fedshift
 from fedshift.evaluation.records import RunResult
 from fedshift.experiment.plan import common_settings
-from fedshift.report.conditions import used_note
+from fedshift.report.conditions import conditions, used_notes
 
 METHODS = [
     {"name": "deepall"},
@@ -331,7 +331,9 @@ def test_the_explained_demo_is_the_demo_with_the_rows_that_explain_the_recipe() 
         )
         for method in whole.methods
     ]
-    said = next(note for note in used_note(rows, [row.method for row in rows]) if note.startswith("Rows that explain"))
+    said = next(
+        note.text for note in used_notes(conditions(rows), [row.method for row in rows]) if note.kind == "explained"
+    )
     assert "fedavg with the same images and momentum: fedavg-moved" in said
     assert "deepall with the same images and samples: deepall-moved" in said
     assert "not run" not in said

@@ -21,9 +21,9 @@ from fedshift.errors import UserError
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.model import Model
-from fedshift.report.advice.verdict import verdict
 from fedshift.report.advice.words import first_sentence
 from fedshift.report.collect import collect
+from fedshift.report.report import verdict_of
 
 TABLE = {"name": "table", "label": "outcome", "numeric": ["age", "pressure"], "categorical": ["sex"]}
 
@@ -101,7 +101,7 @@ def test_names_of_rows_are_kept_and_codings_compared(tmp_path: Path) -> None:
     assert Model.load(run).predictions(files["east"])["id"].tolist()[:2] == ["east-1", "east-2"]
     said = [event["message"] for event in events(tmp_path) if event["what"] == "warning"]
     assert [text for text in said if "'sex'" in text and "'M' at 'south' is 'm'" in text]
-    sentence = first_sentence(verdict(collect(place / "runs" / "tiny")))
+    sentence = first_sentence(verdict_of(collect(place / "runs" / "tiny")))
     assert "next site" not in sentence
     assert "at the sites that trained" in sentence or "Take none" in sentence
 

@@ -30,7 +30,7 @@ from fedshift.models import registry
 from fedshift.models.networks.unet import UNet
 from fedshift.report.collect import read_rounds
 from fedshift.report.page import page
-from fedshift.report.table import table_of
+from fedshift.report.report import report_of
 
 TINY: dict[str, Any] = {
     "name": "tiny",
@@ -94,7 +94,7 @@ def test_tables_and_page_name_the_metric(finished: Results) -> None:
 
 
 def test_distances_stand_below_the_coefficients_and_one_seed_shows_no_best(finished: Results) -> None:
-    dice = table_of(finished.collected)
+    dice = report_of(finished.collected).table
     (distance,) = dice.more
     assert (dice.measure.less_is_better, distance.measure.less_is_better) == (False, True)
     for table in (dice, distance):
@@ -165,7 +165,7 @@ def test_both_sides_of_a_pair_and_a_style_before_training(tmp_path: Path) -> Non
     protocol = {"kind": "source_target", "pairs": [[["north", "south"], "east"]], "splits": 1}
     methods = [{"name": "fedavg"}, {"name": "ccst", "style_space": "pixel", "style_mode": "overall"}]
     found = fedshift.run({**TINY, "protocol": protocol, "methods": methods}, tmp_path)
-    whole = table_of(found.collected)
+    whole = report_of(found.collected).table
     titles = [each.measure.title for each in (whole, *whole.more)]
     assert titles == [
         "Harmonic mean of both Dice coefficients",

@@ -15,8 +15,8 @@ from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.runs.run_folder import RunFolder
 from fedshift.methods.composition.options import training_of
 from fedshift.report.collect import collect
+from fedshift.report.report import report_of
 from fedshift.report.sections.about import experiment_file
-from fedshift.report.table import table_of
 
 CHANGES: tuple[dict[str, Any], ...] = (
     {"lr": 0.2},
@@ -61,7 +61,7 @@ def test_the_table_says_which_row_was_trained_how_and_the_page_gives_the_file_ba
     whole = one(sites(tmp_path), {}) | {"methods": methods}
     fedshift.run(whole, tmp_path / "runs")
     collected = collect(tmp_path / "runs" / "small")
-    notes = [note for note in table_of(collected).notes if "settings of their own" in note]
+    notes = [note for note in report_of(collected).table.sentences if "settings of their own" in note]
     assert notes == [
         "Rows were trained with settings of their own: lr 0.05 (fedavg, fedprox), 0.5 (fast); batch_size 8 (fedavg, "
         "fast), 16 (fedprox)."

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fedshift.evaluation.records import RunResult, SelectedRound
-from fedshift.report.advice.verdict import Verdict, verdict
+from fedshift.report.advice.verdict import Verdict
 from fedshift.report.advice.words import comparison, first_sentence, paragraphs, two_sentences
 from fedshift.report.collect import Collected, FinishedRun, Order
-from fedshift.report.conditions import conditions, used_note
+from fedshift.report.conditions import conditions, used_notes
+from fedshift.report.report import verdict_of
 
 AS_THEY_ARE = {"crop_ratio": [0.75, 1.33], "crop_scale": None, "shear": 0.0}
 MOVED = {**AS_THEY_ARE, "shear": 0.5}
@@ -108,20 +110,24 @@ def test_images_that_were_moved_otherwise_are_unlike() -> None:
     assert found["more"].unlike(found["recipe"]) == ()
 
 
+def notes_on(rows: Sequence[RunResult]) -> list[str]:
+    return [note.text for note in used_notes(conditions(rows), [row.method for row in rows])]
+
+
 def test_the_rows_that_explain_the_recipe_stand_beside_it() -> None:
     colour = (3, 28, 28)
     local, server = [{"name": "augment", "by": MOVED}], {"optimizer": "momentum", "beta": 0.9}
     moved = run("fedavg", shape=colour, local=local, server=server, classifier_at_new_site=16)
     without = recipe("inductive", colour, templates=None)
     rows = [recipe(shape=colour), moved, without, run("fedavg", shape=colour).model_copy(update={"method": "plain"})]
-    text = next(note for note in used_note(rows, [row.method for row in rows]) if note.startswith("Rows that explain"))
+    text = next(note for note in notes_on(rows) if note.startswith("Rows that explain"))
     assert "fedavg with the same images and momentum: fedavg;" in text
     assert "itself without the target's samples: inductive;" in text
     assert "deepall with the same images and samples: not run" in text
     still = run("fedavg", shape=colour, local=[{"name": "augment", "by": MOVED}], classifier_at_new_site=16)
-    text = " ".join(used_note([rows[0], still], ["recipe", "fedavg"]))
+    text = " ".join(notes_on([rows[0], still]))
     assert "fedavg with the same images and momentum: not run" in text
-    assert not any("explain" in note for note in used_note([run("fedavg"), run("csac")], ["fedavg", "csac"]))
+    assert not any("explain" in note for note in notes_on([run("fedavg"), run("csac")]))
 
 
 def pooled_row(name: str, label: str = "", **method: Any) -> RunResult:
@@ -132,7 +138,7 @@ def pooled_row(name: str, label: str = "", **method: Any) -> RunResult:
 
 
 def steps_said(*rows: RunResult) -> str | None:
-    return next((note for note in used_note(rows, [row.method for row in rows]) if note.startswith("Optim")), None)
+    return next((note for note in notes_on(rows) if note.startswith("Optim")), None)
 
 
 def test_a_table_says_the_steps_of_its_pooled_rows() -> None:
@@ -179,7 +185,7 @@ def judged(rows: dict[str, float], make: dict[str, dict[str, Any]]) -> Verdict:
         for seed in range(3)
     ]
     order = Order(methods=list(rows), targets=list("abcd"), seeds=[0, 1, 2])
-    return verdict(Collected("exp", tuple(FinishedRun(Path("x"), one) for one in results), order, 0, len(results)))
+    return verdict_of(Collected("exp", tuple(FinishedRun(Path("x"), one) for one in results), order, 0, len(results)))
 
 
 def test_a_verdict_ranks_within_a_class_and_names_what_differs() -> None:

@@ -23,7 +23,7 @@ from rich.console import Console
 from fedshift.cli.console import safe_console
 from fedshift.report.collect import collect
 from fedshift.report.folding import Folded
-from fedshift.report.table import table_of
+from fedshift.report.report import report_of
 from fedshift.report.table_formats import terminal
 
 Write = Callable[..., Path]
@@ -122,7 +122,7 @@ def long_ones(write_part: Write) -> Path:
 
 
 def test_few_methods_at_many_targets_stand_on_their_side(long_ones: Path) -> None:
-    table = table_of(collect(long_ones))
+    table = report_of(collect(long_ones)).table
     lines = printed(terminal(table), 80)
     first = next(number for number, line in enumerate(lines) if "average" in line)
     assert lines[first].split()[0] == "average", "a line for each target"
@@ -141,7 +141,7 @@ def test_elsewhere_a_row_is_a_line_and_nothing_is_cut(
     long_ones: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")
-    table = table_of(collect(long_ones))
+    table = report_of(collect(long_ones)).table
     safe_console().print(terminal(table))
     lines = capsys.readouterr().out.splitlines()
     for method in table.methods:

@@ -14,7 +14,7 @@ import pytest
 from fedshift.report.collect import collect
 from fedshift.report.many_targets import FEW, shown
 from fedshift.report.page import write_page
-from fedshift.report.table import table_of
+from fedshift.report.report import report_of
 from fedshift.report.table_formats import as_csv, markdown
 from fedshift.text import listed
 
@@ -31,7 +31,7 @@ def folder(write_part: Callable[..., Path], tmp_path: Path) -> Path:
 
 
 def test_the_worst_few_and_the_average_have_a_column(folder: Path) -> None:
-    lines = markdown(table_of(collect(folder))).splitlines()
+    lines = markdown(report_of(collect(folder)).table).splitlines()
     assert lines[0] == "| method | t00 | t01 | t02 | t03 | t04 | average |"
     assert lines[2].split("|")[-2].strip().strip("*") == f"{fmean(range(50, 90)):.2f}"
     assert "The 5 worst of 40 targets have a column; files in CSV and JSON have all." in lines
@@ -39,7 +39,7 @@ def test_the_worst_few_and_the_average_have_a_column(folder: Path) -> None:
 
 
 def test_files_keep_all(folder: Path) -> None:
-    rows = list(csv.DictReader(io.StringIO(as_csv(table_of(collect(folder))))))
+    rows = list(csv.DictReader(io.StringIO(as_csv(report_of(collect(folder)).table))))
     assert len({row["target"] for row in rows}) == TARGETS + 1
 
 
@@ -53,7 +53,7 @@ def test_the_page_has_no_column_each(folder: Path) -> None:
 def test_few_targets_are_as_they_were(write_part: Callable[..., Path], tmp_path: Path) -> None:
     for number in range(FEW):
         write_part("fedavg", f"t{number:02}", 0, 50.0 + number)
-    table = table_of(collect(tmp_path / "runs" / "exp"))
+    table = report_of(collect(tmp_path / "runs" / "exp")).table
     assert shown(table) is table
 
 

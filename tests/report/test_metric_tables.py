@@ -15,7 +15,7 @@ from fedshift.evaluation.records import SiteMetrics
 from fedshift.report.averages import pooled_reliability
 from fedshift.report.collect import collect
 from fedshift.report.page import page
-from fedshift.report.table import table_of
+from fedshift.report.report import report_of
 from fedshift.report.table_formats import as_json, markdown
 
 Write = Callable[..., Path]
@@ -50,9 +50,9 @@ def measured(tmp_path: Path, write_part: Write) -> Path:
 
 
 def test_another_measure_has_the_same_rows(measured: Path) -> None:
-    rows = json.loads(as_json(table_of(collect(measured), "last", "auroc")))
+    rows = json.loads(as_json(report_of(collect(measured), "last", "auroc").table))
     places = [(row["method"], row["target"]) for row in rows]
-    assert places == [(row["method"], row["target"]) for row in json.loads(as_json(table_of(collect(measured))))]
+    assert places == [(row["method"], row["target"]) for row in json.loads(as_json(report_of(collect(measured)).table))]
     first = rows[0]
     assert (first["mean"], first["seeds"], first["majority"]) == (75.0, [74.0, 76.0], 60.0)
     assert first["interval"] == [67.0, 79.0]
@@ -61,20 +61,20 @@ def test_another_measure_has_the_same_rows(measured: Path) -> None:
 
 def test_an_unknown_measure_is_named(measured: Path) -> None:
     with pytest.raises(UserError, match="auroc"):
-        table_of(collect(measured), "last", "aurco")
+        report_of(collect(measured), "last", "aurco")
     with pytest.raises(UserError, match="dice"):
-        table_of(collect(measured), "last", "dice")
+        report_of(collect(measured), "last", "dice")
 
 
 def test_old_results_have_dashes_and_say_why(experiment: Path) -> None:
-    found = table_of(collect(experiment), "last", "auroc")
+    found = report_of(collect(experiment), "last", "auroc").table
     assert {cell for line in found.cells.values() for cell in line.values()} == {None}
     assert "run the experiment again" in markdown(found)
     assert json.loads(as_json(found)) == []
 
 
 def test_the_worst_site_and_the_gap(measured: Path) -> None:
-    worst = next(one for one in table_of(collect(measured)).more if "worst site" in one.columns)
+    worst = next(one for one in report_of(collect(measured)).table.more if "worst site" in one.columns)
     cells = {(method, name): cell for method, line in worst.cells.items() for name, cell in line.items() if cell}
     assert cells["fedavg", "worst site"].row.seeds == [80.0, 82.0]
     assert cells["fedavg", "gap between sites"].row.seeds == [10.0, 10.0]
@@ -83,14 +83,14 @@ def test_the_worst_site_and_the_gap(measured: Path) -> None:
 
 
 def test_intervals_are_a_table_of_their_own(measured: Path) -> None:
-    text = markdown(next(one for one in table_of(collect(measured)).more if "interval" in one.measure.title))
+    text = markdown(next(one for one in report_of(collect(measured)).table.more if "interval" in one.measure.title))
     assert "| fedavg | 73.00 to 85.00 | 83.00 to 95.00 |" in text
 
 
 def test_the_headline_is_the_first_table_and_the_pages(measured: Path) -> None:
     write_object(measured / "order.json", {"headline": "auroc"})
     found = collect(measured)
-    assert table_of(found).measure.name == "AUROC"
+    assert report_of(found).table.measure.name == "AUROC"
     text = page(found)
     assert "AUROC in percent" in text
     assert "Accuracy over training" in text
@@ -102,7 +102,7 @@ def test_a_method_below_the_majority_class_is_a_warning(measured: Path) -> None:
     assert "south (91.00 < 95.00)" in said
     assert "csac" not in said
     assert "north" not in said
-    text = markdown(table_of(collect(measured)))
+    text = markdown(report_of(collect(measured)).table)
     assert "north 60.00, south 95.00" in text
     assert said.replace("<", "\\<") in text
     assert "something odd" in text
@@ -115,7 +115,7 @@ def test_one_class_and_rates_that_differ_are_warnings(write_part: Write, tmp_pat
     said = cautions(collect(tmp_path / "runs" / "exp").results)
     assert any("one class only" in text and "north (cat)" in text and "south" not in text for text in said)
     assert any("60.0 %" in text and "100.0 % at north" in text for text in said)
-    found = table_of(collect(tmp_path / "runs" / "exp"), "last", "auroc")
+    found = report_of(collect(tmp_path / "runs" / "exp"), "last", "auroc").table
     assert found.cells["fedavg"]["north"] is None
     assert found.cells["fedavg"]["average"] is not None
     assert found.cells["fedavg"]["average"].partial

@@ -23,19 +23,18 @@ from fedshift.experiment.budgets import budgets
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.plan import common_settings
 from fedshift.experiment.protocols.base import Split
-from fedshift.report.advice.verdict import verdict
 from fedshift.report.advice.words import short_kind
 from fedshift.report.averages import weights_by_layer
 from fedshift.report.collect import collect
 from fedshift.report.html import render
 from fedshift.report.page import DARK, LIGHT, page
 from fedshift.report.plots import accuracy_at_targets
+from fedshift.report.report import report_of, verdict_of
 from fedshift.report.roles import role_of
 from fedshift.report.sections.about import experiment_file
 from fedshift.report.sections.blocks import Figure, Grid, Text
 from fedshift.report.sections.predictions import predictions_section
 from fedshift.report.sections.results import grids, sites_grid
-from fedshift.report.table import table_of
 from fedshift.report.table_formats import as_json, markdown
 
 Write = Callable[..., Path]
@@ -49,7 +48,7 @@ def files(text: str) -> dict[str, list[list[str]]]:
 
 def test_page_table_and_json_have_the_same_numbers(experiment: Path) -> None:
     collected = collect(experiment)
-    text, table = page(collected), table_of(collected)
+    text, table = page(collected), report_of(collected).table
     head, *body = read(text).tables["Accuracy in percent"]
     names = [name for name, _ in head]
     assert names[:2] == ["method", "average"], "a small screen shows the average"
@@ -69,7 +68,7 @@ def test_page_table_and_json_have_the_same_numbers(experiment: Path) -> None:
     found = {(target, method, number): float(mean) for target, method, number, mean, _ in by_round}
     assert found["M15", "fedavg", "1"] == 82.5, "mean of 81.5 and 83.5"
     assert found["M5", "csac", "2"] == 75.0
-    expected = verdict(collected).plain()["expected"]
+    expected = verdict_of(collected).plain()["expected"]
     averages = {row["method"]: row["mean"] for row in rows if row["target"] == "average"}
     assert expected["mean"] in averages.values()
     assert f"{expected['mean']:.2f} %" in text[: text.index('id="result"')], "the verdict heads the page"
@@ -183,7 +182,7 @@ def test_who_sees_samples_is_said_at_every_method(write_part: Write) -> None:
     write_part("alone", "t", 0, 50.0, options={"method": {"name": "alone"}})
     collected = collect(write_part("deepall", "t", 0, 50.0, bytes_up={"raw_data": 9}).parents[2])
     roles = {result.method: role_of(result) for result in collected.results}
-    _, *body = shown(grids(table_of(collected), roles)[0])
+    _, *body = shown(grids(report_of(collected).table, roles)[0])
     assert [line[0] for line in body] == ["alone each site alone", "deepall not private", "fedavg samples stay"]
 
 

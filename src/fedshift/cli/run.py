@@ -30,13 +30,12 @@ from fedshift.experiment.runs.context import Reporter
 from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.experiment.runs.lines import Lines, at_work
 from fedshift.experiment.runs.stopping import heeded
-from fedshift.report.advice.verdict import verdict
 from fedshift.report.advice.words import two_sentences
 from fedshift.report.collect import collect
 from fedshift.report.other_tools.trackers import tracker
 from fedshift.report.page import write_page
+from fedshift.report.report import report_of
 from fedshift.report.sections.samples import ShownSamples
-from fedshift.report.table import table_of
 from fedshift.report.table_formats import terminal
 
 ELSEWHERE = 5
@@ -112,12 +111,13 @@ def show_results(folder: Path, errors: Console, samples: ShownSamples | None = N
 
     Without ``advise`` nothing is said: other processes are at work, and methods have unequal sets of runs.
     """
-    collected = collect(folder)
-    found, console = table_of(collected), safe_console()
-    console.print(terminal(found))
-    errors.print(f"page: {write_page(folder, collected, samples)}", markup=False, highlight=False, soft_wrap=True)
-    if advise:
-        console.print(two_sentences(verdict(collected, found)), markup=False, highlight=False)
+    collected, console = collect(folder), safe_console()
+    report = report_of(collected)
+    console.print(terminal(report.table))
+    path = write_page(folder, collected, samples, report)
+    errors.print(f"page: {path}", markup=False, highlight=False, soft_wrap=True)
+    if advise and report.verdict is not None:
+        console.print(two_sentences(report.verdict), markup=False, highlight=False)
 
 
 def reporter_at(errors: Console) -> tuple[Bars | Lines, Callable[[], None]]:

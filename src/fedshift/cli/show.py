@@ -10,11 +10,12 @@ import typer
 from fedshift.cli.console import safe_console
 from fedshift.errors import UserError, nearest
 from fedshift.evaluation.selection import selection_rule
-from fedshift.report.advice.verdict import Verdict, verdict
+from fedshift.report.advice.verdict import Verdict
 from fedshift.report.advice.words import paragraphs
 from fedshift.report.collect import collect
 from fedshift.report.pictures.of_table import picture
-from fedshift.report.table import Table, table_of
+from fedshift.report.report import report_of, verdict_of
+from fedshift.report.table import Table
 from fedshift.report.table_formats import FORMATS, terminal
 from fedshift.text import json_text
 
@@ -37,16 +38,17 @@ def show(folder: Path, format: str, select: str, metric: str = "", only: int = 0
     if format not in known:
         raise UserError(f"--format: there is no format '{format}'; {nearest(format, known)}")
     collected, rule = collect(folder), selection_rule(select).name
+    report = report_of(collected, rule, metric)
     if format == "svg":
-        typer.echo(picture(collected, rule, metric), nl=False)
+        typer.echo(picture(report), nl=False)
         return
-    table = part(table_of(collected, rule, metric), only)
+    table = part(report.table, only)
     if format in FORMATS:
         typer.echo(FORMATS[format](table), nl=format != "csv")
         return
     safe_console().print(terminal(table))
     if says:
-        print_paragraphs(verdict(collected))
+        print_paragraphs(report.verdict or verdict_of(collected))
 
 
 def part(table: Table, number: int) -> Table:
@@ -70,7 +72,7 @@ def print_verdict(folder: Path, format: str) -> None:
     """
     if format not in ("terminal", "json"):
         raise UserError(f"--format: a verdict has no format '{format}'; {nearest(format, ['terminal', 'json'])}")
-    answer = verdict(collect(folder))
+    answer = verdict_of(collect(folder))
     if format == "json":
         typer.echo(json_text(answer.plain(), indent=2))
     else:

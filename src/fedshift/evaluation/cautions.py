@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -44,7 +45,8 @@ def cautions(results: Sequence[RunResult]) -> list[str]:
         >>> print(*cautions([run]))
         measured on one class only, so nothing shows whether the model tells classes apart: a (cat)
     """
-    return [*_worse_than_baseline(results), *_one_class(results), *_few(results), *_rates(results)]
+    below = (text for *_, text in below_in_words(results))
+    return [*below, *_one_class(results), *_few(results), *_rates(results)]
 
 
 def warnings_of(results: Sequence[RunResult]) -> list[str]:
@@ -93,24 +95,30 @@ def _mean_at_targets(
     return {target: fmean(numbers) for target, numbers in found.items()}
 
 
-def _worse_than_baseline(results: Sequence[RunResult]) -> Iterator[str]:
+def below_in_words(results: Sequence[RunResult]) -> Iterator[tuple[str, list[str], str]]:
+    """Methods that are worse at some targets than a model without inputs: the method, the targets, and a warning.
+
+    Example:
+        >>> site = SiteMetrics(site="a", part="target", samples=10, support=[9, 1], values={})
+        >>> from fedshift.evaluation.records import SelectedRound
+        >>> chosen = {"last": SelectedRound(round=1, accuracy=80.0)}
+        >>> run = RunResult.model_construct(method="m", target="a", sites=[site], selected=chosen)
+        >>> next(below_in_words([run]))
+        ('m', ['a'], 'm is less accurate than always saying the most frequent class at a (80.00 < 90.00)')
+    """
     limits = baselines(results)
     metric: Metric = results[0].metric if results else "accuracy"
     at: dict[tuple[str, str], list[float]] = {}
     for run in results:
         if (value := run.accuracy()) is not None:
             at.setdefault((run.method, run.target), []).append(value)
-    errors = metric in ERRORS
+    sign, worse = (">", operator.gt) if metric in ERRORS else ("<", operator.lt)
     for method in dict.fromkeys(result.method for result in results):
-        below = []
-        for target, limit in limits.items():
-            found = at.get((method, target), [])
-            if found and (fmean(found) > limit if errors else fmean(found) < limit):
-                below.append(
-                    f"{target} ({shown(metric, fmean(found))} {'>' if errors else '<'} {shown(metric, limit)})"
-                )
+        means = {target: fmean(at[method, target]) for target in limits if (method, target) in at}
+        below = [target for target, mean in means.items() if worse(mean, limits[target])]
         if below:
-            yield f"{method} {_WORSE[metric]} at {listed(below)}"
+            named = [f"{one} ({shown(metric, means[one])} {sign} {shown(metric, limits[one])})" for one in below]
+            yield method, below, f"{method} {_WORSE[metric]} at {listed(named)}"
 
 
 def few_informative(results: Sequence[RunResult]) -> dict[str, int]:
@@ -187,14 +195,25 @@ def settings_note(results: Iterable[RunResult], methods: Sequence[str]) -> Itera
         >>> print(*settings_note(runs, list(settings)))
         Settings, the paper's where nothing is said: csac: released.
     """
-    results, named = list(results), dict[str, dict[str, None]]()
+    results = list(results)
+    if named := settings_of(results, methods):
+        rows = (f"{method}: {setting}" for method, setting in named.items())
+        rest = ", the paper's where nothing is said" if all(result.setting for result in results) else " on record"
+        yield f"Settings{rest}: {'; '.join(rows)}."
+
+
+def settings_of(results: Iterable[RunResult], methods: Sequence[str]) -> dict[str, str]:
+    """Method → its setting, for those that did not run with the paper's.
+
+    Example:
+        >>> settings_of([RunResult.model_construct(method="csac", setting="released")], ["csac"])
+        {'csac': 'released'}
+    """
+    named = dict[str, dict[str, None]]()
     for result in results:
         if result.setting not in ("", "paper"):
             named.setdefault(result.method, {})[result.setting] = None
-    if named:
-        rows = (f"{method}: {_brief(' / '.join(named[method]))}" for method in methods if method in named)
-        rest = ", the paper's where nothing is said" if all(result.setting for result in results) else " on record"
-        yield f"Settings{rest}: {'; '.join(rows)}."
+    return {method: _brief(" / ".join(named[method])) for method in methods if method in named}
 
 
 def _brief(setting: str) -> str:
@@ -216,6 +235,21 @@ def work_note(results: Sequence[RunResult], methods: Sequence[str]) -> Iterator[
         >>> print(*work_note(runs, list(work)))
         Not equal work, in mini-batches per source: fedavg at a 80 (most 120).
     """
+    if found := unequal_work(results, methods):
+        parts = [f"{method} at {target} {numbers}" for method, target, numbers in found]
+        yield f"Not equal work, in mini-batches per source: {listed(parts, sign='; ')}."
+
+
+def unequal_work(results: Sequence[RunResult], methods: Sequence[str]) -> list[tuple[str, str, str]]:
+    """(method, target, its numbers of mini-batches and that of most runs there) of runs that trained on another number.
+
+    Example:
+        >>> work = {"fedavg": 80, "csac": 120, "recipe": 120}
+        >>> made = RunResult.model_construct
+        >>> runs = [made(method=name, target="a", seed=0, mini_batches=each) for name, each in work.items()]
+        >>> unequal_work(runs, list(work))
+        [('fedavg', 'a', '80 (most 120)')]
+    """
     found = []
     by_target: dict[str, list[RunResult]] = {}
     for result in results:
@@ -227,9 +261,8 @@ def work_note(results: Sequence[RunResult], methods: Sequence[str]) -> Iterator[
         for method in methods:
             other = {run.mini_batches for run in runs if run.method == method and abs(run.mini_batches - usual) > slack}
             if other:
-                found.append(f"{method} at {target} {', '.join(map(str, sorted(other)))} (most {usual})")
-    if found:
-        yield f"Not equal work, in mini-batches per source: {listed(found, sign='; ')}."
+                found.append((method, target, f"{', '.join(map(str, sorted(other)))} (most {usual})"))
+    return found
 
 
 def privacy_note(results: Iterable[RunResult], methods: Sequence[str]) -> Iterator[str]:

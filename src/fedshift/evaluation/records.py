@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler
 from fedshift.evaluation.metric_entries import ENTRIES, OF_SITES, Metric
 from fedshift.evaluation.metrics import harmonic_mean
 from fedshift.evaluation.site_bytes import SiteBytes
-from fedshift.text import in_unit
+from fedshift.text import decimals
 
 Selection = Literal["last", "source", "oracle"]
 Part = Literal["target", "held_out", "common"]
@@ -41,7 +41,7 @@ def shown(metric: str, number: float) -> str:
         >>> shown("accuracy", 70.126), shown("rmse", 0.0123456)
         ('70.13', '0.0123')
     """
-    return f"{number:.2f}" if ENTRIES[metric].unit else in_unit(number)
+    return decimals(number, ENTRIES[metric].unit)
 
 
 def with_unit(metric: str, number: float) -> str:

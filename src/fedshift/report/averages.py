@@ -48,7 +48,7 @@ def mean_over_targets(
 
 def mean_by_kind(counts: Sequence[Mapping[str, int]]) -> dict[str, float]:
     """Kind → mean over runs. A run without the kind counts as 0."""
-    kinds = {kind for count in counts for kind in count}
+    kinds = dict.fromkeys(kind for count in counts for kind in count)
     return {kind: fmean(count.get(kind, 0) for count in counts) for kind in kinds}
 
 

@@ -12,7 +12,7 @@ from fedshift.errors import UserError, nearest
 from fedshift.evaluation.estimate.choice import FEWEST, HARM, choose, margin
 from fedshift.report.collect import Collected
 from fedshift.report.conditions import conditions
-from fedshift.report.estimates import estimates_of
+from fedshift.report.estimates import Estimates, estimates_of
 from fedshift.report.roles import role_of
 
 
@@ -40,8 +40,13 @@ class Choice:
         return {"target": self.target, "method": self.method, "common": self.common, "gains": gains, "why": self.why}
 
 
-def choice_at(collected: Collected, target: str) -> Choice:
+def choice_at(collected: Collected, target: str, estimates: Estimates | None = None) -> Choice:
     """Decide which model answers at a target, from what the others measured.
+
+    Args:
+        collected: the runs.
+        target: the target.
+        estimates: at targets without labels; None: they are made if the choice needs them.
 
     Raises:
         UserError: there is no such target, or no federated method left the target's samples alone.
@@ -62,7 +67,7 @@ def choice_at(collected: Collected, target: str) -> Choice:
         for name in used
         if name in here and name not in common
     }
-    unfit = _unfit(collected, target) if choose(gains) is not None else set()
+    unfit = set[str]() if choose(gains) is None else _unfit(estimates or estimates_of(collected), target)
     chosen = choose({name: one for name, one in gains.items() if name not in unfit})
     return Choice(target, chosen or first, first, gains, _why(chosen, gains, unfit))
 
@@ -77,10 +82,9 @@ def _scores(collected: Collected, target: str, methods: set[str]) -> dict[str, d
     return {name: {site: fmean(one) for site, one in sites.items()} for name, sites in found.items()}
 
 
-def _unfit(collected: Collected, target: str) -> set[str]:
+def _unfit(estimates: Estimates, target: str) -> set[str]:
     """The methods whose models find the target too unlike: none of them is handed out."""
-    estimates = estimates_of(collected).get(target, {})
-    return {name for name, of_seeds in estimates.items() if any(one.too_unlike for one in of_seeds)}
+    return {name for name, of_seeds in estimates.get(target, {}).items() if any(one.too_unlike for one in of_seeds)}
 
 
 def _why(chosen: str | None, gains: Mapping[str, Sequence[float]], unfit: set[str]) -> str:
@@ -98,12 +102,12 @@ def _why(chosen: str | None, gains: Mapping[str, Sequence[float]], unfit: set[st
     return "adapting does not gain at the other targets"
 
 
-def choices(collected: Collected) -> tuple[Choice, ...]:
+def choices(collected: Collected, estimates: Estimates) -> tuple[Choice, ...]:
     """The choice at each target without labels at which some method adapted and another one did not."""
     found = []
     for target in dict.fromkeys(run.result.target for run in collected.unmeasured):
         with contextlib.suppress(UserError):  # there is no common model
-            found.append(choice_at(collected, target))
+            found.append(choice_at(collected, target, estimates))
     return tuple(one for one in found if one.gains)
 
 

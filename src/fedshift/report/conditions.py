@@ -14,6 +14,7 @@ from typing import Any, Literal
 from fedshift.evaluation.records import RunResult
 from fedshift.experiment.protocols.index import protocol_of
 from fedshift.methods.index import ENTRIES
+from fedshift.report.note import Note
 from fedshift.report.roles import Role, method_name, role_of
 from fedshift.report.steps import steps_in_words, steps_of
 
@@ -38,6 +39,7 @@ class Conditions:
     """What a row used.
 
     Attributes:
+        name: the method's name, which several rows may share.
         role: whether samples stay at their sites.
         uses: what it used beyond the sources' samples as they are.
         images: how training images were changed, each way as JSON; empty: as they are.
@@ -48,6 +50,7 @@ class Conditions:
         private: whether all runs spent a budget of differential privacy.
     """
 
+    name: str
     role: Role
     uses: frozenset[Use]
     images: frozenset[str]
@@ -96,6 +99,7 @@ def conditions(results: Sequence[RunResult]) -> dict[str, Conditions]:
         by_method.setdefault(result.method, []).append(result)
     return {
         method: Conditions(
+            name=method_name(runs[0]),
             role=role_of(runs[0]),
             uses=_uses(runs[0]),
             images=_images(runs[0]),
@@ -109,10 +113,14 @@ def conditions(results: Sequence[RunResult]) -> dict[str, Conditions]:
     }
 
 
-def badges_of(results: Sequence[RunResult]) -> dict[str, tuple[str, ...]]:
+def common_badges(used: Mapping[str, Conditions]) -> frozenset[str]:
+    """The badges that all of several rows have."""
+    return frozenset.intersection(*(frozenset(row.badges) for row in used.values())) if len(used) > 1 else frozenset()
+
+
+def badges_of(used: Mapping[str, Conditions]) -> dict[str, tuple[str, ...]]:
     """Method → the badges of its row, without those that all rows have: "pooled", "augmented", "reads target", …"""
-    rows = {method: row.badges for method, row in conditions(results).items()}
-    common = set.intersection(*map(set, rows.values())) if len(rows) > 1 else set()
+    rows, common = {method: row.badges for method, row in used.items()}, common_badges(used)
     return {method: tuple(badge for badge in badges if badge not in common) for method, badges in rows.items()}
 
 
@@ -194,59 +202,64 @@ def _section(result: RunResult, name: str) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def scale_note(results: Sequence[RunResult], methods: Sequence[str]) -> Iterator[str]:
+def scale_note(results: Sequence[RunResult], methods: Sequence[str]) -> Iterator[Note]:
     """Where each site's samples are in its own scale, whose samples that scale is made of."""
     if any(_scaled_per_site(result) for result in results if result.method in methods):
-        yield (
+        yield Note(
+            "scale",
             "Each site's samples are scaled by its own training samples (data.standardise: per_site); where no one "
-            "trains, by all of that site, without labels."
+            "trains, by all of that site, without labels.",
         )
 
 
-def used_note(results: Sequence[RunResult], methods: Sequence[str]) -> Iterator[str]:
+def used_notes(used: Mapping[str, Conditions], methods: Sequence[str]) -> Iterator[Note]:
     """Notes on what rows used, what they exchanged, and which rows explain the recipe's."""
-    found = conditions(results)
-    rows = {name: found[name] for name in methods if name in found}
+    rows = {name: used[name] for name in methods if name in used}
     listed = {
         words: [name for name, row in rows.items() if words in row.words]
         for words in ("pooled samples", *USES.values())
     }
     if len(rows) > 1 and any(listed.values()):
         kinds = "; ".join(f"{words}: {', '.join(names)}" for words, names in listed.items() if names)
-        images = {row.images for row in rows.values() if row.images}
-        kinds += "; not all of these images were augmented alike" if len(images) > 1 else ""
-        yield f"Used, beyond the sources' samples as they are: {kinds}. Only rows that used the same are alike."
+        unlike = len({row.images for row in rows.values() if row.images}) > 1
+        kinds += "; not all of these images were augmented alike" if unlike else ""
+        text = f"Used, beyond the sources' samples as they are: {kinds}. Only rows that used the same are alike."
+        yield Note("used", text, ("Not all images were augmented alike.",) if unlike else ())
     steps = steps_in_words({name: row.steps for name, row in rows.items() if row.steps is not None})
     if steps is not None:
-        yield steps
+        yield Note("steps", steps)
     sent: dict[str, list[str]] = {}
     for name, row in rows.items():
         if row.sent:
             sent.setdefault(f"{row.exchanges:,.0f} and {row.sent / 1e6:,.2f}", []).append(name)
     if sent:
         listing = "; ".join(f"{', '.join(names)} {numbers}" for numbers, names in sent.items())
-        yield f"Exchanges, and MB that all sites sent and got in a run: {listing}."
-    recipe = next((result.method for result in results if method_name(result) == "recipe"), None)
+        yield Note("sent", f"Exchanges, and MB that all sites sent and got in a run: {listing}.")
+    recipe = next((name for name, row in used.items() if row.name == "recipe"), None)
     if recipe in rows and rows[recipe].uses:
-        yield _explained(recipe, rows, {result.method: method_name(result) for result in results})
+        parts = [f"{what}: {names or 'not run'}" for what, names in _explaining(recipe, rows).items()]
+        ran = [f"{what}: {names}" for what, names in _explaining(recipe, rows).items() if names]
+        head = f"Rows that explain {recipe}"
+        shorter = (f"{head}: {'; '.join(ran)}; no others.",) if ran else ()
+        yield Note("explained", f"{head}: {'; '.join(parts)}.", shorter)
 
 
-def _explained(recipe: str, rows: Mapping[str, Conditions], names: Mapping[str, str]) -> str:
+def _explaining(recipe: str, rows: Mapping[str, Conditions]) -> dict[str, str]:
     """The rows that say what the recipe is worth: of the same images and samples, and without the target's."""
     own = rows[recipe]
 
     def those(name: str, wanted: Callable[[Conditions], bool]) -> str:
-        found = [row for row, used in rows.items() if row != recipe and names[row] == name and wanted(used)]
-        return ", ".join(found) or "not run"
+        return ", ".join(row for row, used in rows.items() if row != recipe and used.name == name and wanted(used))
 
     def same(row: Conditions) -> bool:
         return (row.uses, row.images) == (own.uses, own.images)
 
-    parts = [f"deepall with the same images and samples: {those('deepall', same)}"]
+    found = {"deepall with the same images and samples": those("deepall", same)}
     if "target" in own.uses:
-        without = those("recipe", lambda row: row.images == own.images and row.uses == own.uses - {"target"})
-        parts.append(f"itself without the target's samples: {without}")
+        found["itself without the target's samples"] = those(
+            "recipe", lambda row: row.images == own.images and row.uses == own.uses - {"target"}
+        )
     if "augmented" in own.uses:
-        alike = those("fedavg", lambda row: same(row) and row.momentum == own.momentum)
-        parts.append(f"fedavg with the same images{' and momentum' if own.momentum else ''}: {alike}")
-    return f"Rows that explain {recipe}: {'; '.join(reversed(parts))}."
+        what = f"fedavg with the same images{' and momentum' if own.momentum else ''}"
+        found[what] = those("fedavg", lambda row: same(row) and row.momentum == own.momentum)
+    return dict(reversed(found.items()))

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from fedshift.evaluation.records import RunResult, Selection
 from fedshift.evaluation.significance import Comparison, TTest, compare, holm
 from fedshift.evaluation.summary import Value
+from fedshift.report.markup import escape_markdown, pipes
 from fedshift.report.measures import MISSING, Measure
-from fedshift.text import in_unit, printable
+from fedshift.text import in_unit
 
 LEVEL = 0.05
 """A target's difference is marked if its p is below this after Holm's correction."""
@@ -144,14 +145,6 @@ def signed(value: float) -> str:
 
 def markdown(found: Sequence[Difference], targets: Sequence[str], measure: Measure) -> str:
     """The table in Markdown."""
-    names = head(targets, measure)
-    lines = [
-        names,
-        ["---", *("---:" for _ in names[1:])],
-        *(line(difference, targets, measure.unit) for difference in found),
-    ]
-    return "\n".join("| " + " | ".join(_escaped(cell) for cell in cells) + " |" for cells in lines) + "\n"
-
-
-def _escaped(text: str) -> str:
-    return "".join(f"\\{letter}" if letter in "\\|*_`<[" else letter for letter in printable(text))
+    lines = [head(targets, measure), *(line(difference, targets, measure.unit) for difference in found)]
+    names, *rows = ([escape_markdown(cell) for cell in cells] for cells in lines)
+    return pipes(names, rows) + "\n"

@@ -26,13 +26,8 @@ def estimates_of(collected: Collected) -> Estimates:
     return found
 
 
-def notes_on(collected: Collected) -> Iterator[str]:
-    """A sentence for each target without labels, and warnings."""
-    return sentences(estimates_of(collected))
-
-
 def sentences(found: Estimates) -> Iterator[str]:
-    """The same of estimates that are known."""
+    """A sentence for each target without labels, and warnings."""
     for site, by_method in found.items():
         told = "; ".join(f"{method} {in_words(estimates)}" for method, estimates in by_method.items())
         yield f"{site} has no labels, so it is not measured. Accuracy there, estimated: {told}."

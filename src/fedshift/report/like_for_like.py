@@ -43,6 +43,10 @@ class Comparable:
         return len(set(self.seeds.values())) <= 1
 
 
+NOTHING = Comparable({}, {})
+"""Where no method has a result."""
+
+
 def comparable(
     results: Sequence[RunResult],
     targets: Sequence[str],

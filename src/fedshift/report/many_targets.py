@@ -6,6 +6,7 @@ from dataclasses import replace
 from statistics import fmean
 
 from fedshift.evaluation.summary import AVERAGE
+from fedshift.report.note import Note
 from fedshift.report.table import Table
 
 FEW = 30
@@ -43,6 +44,6 @@ def _with(table: Table, named: frozenset[str], *, noted: bool = False) -> Table:
     columns = tuple(column for column in table.columns if column in named or column == AVERAGE)
     cells = {method: {column: line[column] for column in columns} for method, line in table.cells.items()}
     number = len(_targets(table))
-    note = f"The {len(named)} worst of {number} targets have a column; files in CSV and JSON have all."
-    notes = (note, *table.notes) if noted else table.notes
+    text = f"The {len(named)} worst of {number} targets have a column; files in CSV and JSON have all."
+    notes = (Note("few", text), *table.notes) if noted else table.notes
     return replace(table, columns=columns, cells=cells, notes=notes, more=more)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from fedshift.evaluation.stored import ROUNDS
 from fedshift.extras import reports_installed
 from fedshift.files import write_bytes
 from fedshift.report import plots
-from fedshift.report.advice.verdict import Verdict, verdict
 from fedshift.report.collect import Collected, read_rounds
 from fedshift.report.html import render
-from fedshift.report.roles import Role, role_of
+from fedshift.report.report import Report, report_of
 from fedshift.report.sections.about import cost_section, facts, settings_section, warnings_section
 from fedshift.report.sections.blocks import Section, section
 from fedshift.report.sections.metrics import classes_section, metrics_section
@@ -30,7 +29,7 @@ from fedshift.report.sections.results import (
 )
 from fedshift.report.sections.samples import ShownSamples
 from fedshift.report.sections.without_labels import without_labels_section
-from fedshift.report.table import Table, table_of
+from fedshift.report.table import Table
 
 PAGE = "report.html"
 LIGHT = {
@@ -55,7 +54,9 @@ DARK = {
 """The same on dark screens."""
 
 
-def write_page(folder: Path, collected: Collected, samples: ShownSamples | None = None) -> Path:
+def write_page(
+    folder: Path, collected: Collected, samples: ShownSamples | None = None, report: Report | None = None
+) -> Path:
     """Write `report.html` in ``folder``, atomically. Only the user may read a page with ``samples``.
 
     Returns:
@@ -66,52 +67,55 @@ def write_page(folder: Path, collected: Collected, samples: ShownSamples | None 
     """
     reports_installed("the page")
     path = folder / PAGE
-    write_bytes(path, page(collected, samples).encode(), private=samples is not None)
+    write_bytes(path, page(collected, samples, report).encode(), private=samples is not None)
     return path
 
 
-def page(collected: Collected, samples: ShownSamples | None = None) -> str:
+def page(collected: Collected, samples: ShownSamples | None = None, report: Report | None = None) -> str:
     """The page as text. It depends only on the files of ``collected``, and on the data if ``samples`` are shown."""
-    alone = without_labels_section(collected)
+    report = report or report_of(collected)
+    alone = without_labels_section(collected, report)
     if not collected.runs and alone is not None:  # no target has labels, so nothing was measured
         sections = [alone, warnings_section([run.result for run in collected.unmeasured])]
         return render(
             "page.html", name=collected.name, question="", facts=(), sections=sections, light=LIGHT, dark=DARK
         )
-    table = table_of(collected, "last")
-    found = verdict(collected, table)
-    roles = {result.method: role_of(result) for result in collected.results}
+    assert report.verdict is not None
     return render(
         "page.html",
         name=collected.name,
-        question=found.question,
+        question=report.verdict.question,
         facts=facts(collected),
-        sections=[verdict_section(found, table, roles), *_sections(collected, table, found, roles, samples)],
+        sections=[
+            verdict_section(report.verdict, report.table, report.roles),
+            *_sections(collected, report, alone, samples),
+        ],
         light=LIGHT,
         dark=DARK,
     )
 
 
 def _sections(
-    collected: Collected, table: Table, found: Verdict, roles: Mapping[str, Role], samples: ShownSamples | None
+    collected: Collected, report: Report, estimated: Section | None, samples: ShownSamples | None
 ) -> Iterator[Section]:
-    results, runs = collected.results, collected.runs
+    results, runs, table, roles = collected.results, collected.runs, report.table, report.roles
+    assert report.verdict is not None
     records = {run.folder: read_rounds(run.folder / ROUNDS) for run in runs}
     gains = gains_grid(table)
-    if (estimated := without_labels_section(collected)) is not None:
+    if estimated is not None:
         yield estimated
-    yield result_section(collected, table, roles)
+    yield result_section(table, roles)
     if gains is not None:
         yield section("gains", "What each site gains", gains)
     further = [
         below_section(table, roles),
-        rows_section(collected, roles),
+        rows_section(collected, report.used),
         metrics_section(results, table.methods),
-        predictions_section(runs, found.method, samples),
+        predictions_section(runs, report.verdict.method, samples),
         None if samples is None else features_section(runs, table.methods, samples),
         curves_section(collected.seen, records, table),
-        other_section(collected, roles),
-        differences_section(found, table),
+        other_section(collected, report),
+        differences_section(report.verdict, table),
         weights_section(runs, records, table.methods),
         cost_section([run.result for run in runs], table.methods),
         classes_section(results, table),

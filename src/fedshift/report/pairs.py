@@ -13,6 +13,7 @@ from fedshift.evaluation.metrics import harmonic_mean
 from fedshift.evaluation.records import RunResult, Selection
 from fedshift.evaluation.summary import AVERAGE, Row, rows
 from fedshift.report.measures import DISTANCES, METRICS, Measure
+from fedshift.report.note import Note
 
 ALONE = "alone"
 """Name of the method in which every labelled site trains alone."""
@@ -101,19 +102,20 @@ def rows_of(results: Sequence[RunResult], found: Iterable[Row], select: Selectio
         )
 
 
-def notes(found: Sequence[PairRow], metric: Metric) -> Iterable[str]:
+def notes(found: Sequence[PairRow], metric: Metric) -> Iterable[Note]:
     """Notes with numbers that the averages do not show."""
     averages = [row for row in found if row.target == AVERAGE]
     if averages:
         listing = ", ".join(f"{row.method} {row.harmonic_mean_of_averages:.2f}" for row in averages)
         what = f"Harmonic mean of the average {_PLURALS[metric]}"
-        yield f"{what}, which is another number and not the headline: {listing}."
+        yield Note("harmonic", f"{what}, which is another number and not the headline: {listing}.")
     gains = [row for row in averages if "unlabelled" in row.gain]
     if gains:
         listing = ", ".join(f"{row.method} {row.gain['unlabelled']:+.2f}" for row in gains).replace("-", "−")
-        yield (
+        yield Note(
+            "gain",
             "Win-win gain of the unlabelled sites: alone they have no name for any class and can only guess, which is "
-            f"right once in as many times as there are classes; points above that: {listing}."
+            f"right once in as many times as there are classes; points above that: {listing}.",
         )
 
 

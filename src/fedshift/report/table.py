@@ -5,26 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
+from itertools import groupby
 from statistics import fmean, stdev
 from typing import Any
 
 from fedshift.errors import UserError
-from fedshift.evaluation.cautions import BASELINES, baselines, privacy_note, settings_note, warnings_of, work_note
+from fedshift.evaluation.cautions import (
+    BASELINES,
+    baselines,
+    below_in_words,
+    privacy_note,
+    settings_note,
+    unequal_work,
+    warnings_of,
+    work_note,
+)
 from fedshift.evaluation.records import RunResult, Selection
 from fedshift.evaluation.selection import RULES
 from fedshift.evaluation.summary import AVERAGE, Row, row_of, rows, with_samples
 from fedshift.report import pairs
 from fedshift.report.by_site import at_common_tests, measures_each
-from fedshift.report.choice import choices, choices_in_words
+from fedshift.report.choice import Choice, choices_in_words
 from fedshift.report.collect import Collected
-from fedshift.report.conditions import badges_of, scale_note, used_note
+from fedshift.report.conditions import Conditions, badges_of, scale_note, used_notes
 from fedshift.report.differences import LEVEL, Difference, differences
-from fedshift.report.estimates import notes_on
-from fedshift.report.like_for_like import comparable, unlike_seeds
+from fedshift.report.estimates import Estimates, sentences
+from fedshift.report.like_for_like import NOTHING, Comparable, comparable, unlike_seeds
 from fedshift.report.measures import ACCURACY, DISTANCES, MEASURES, METRICS, Measure, measure_of
+from fedshift.report.note import Note
 from fedshift.report.unlike_training import trained_note
-from fedshift.text import in_unit, listed
+from fedshift.text import decimals, in_unit, listed
 
 WORST, GAP, SPREAD = "worst site", "gap between sites", "spread over sites"
 _MOST_EXCEPTIONS = 6
@@ -59,7 +69,7 @@ class Cell:
 
     def shown(self, number: float) -> str:
         """A number of this entry as it is printed."""
-        return _shown(number, self.unit)
+        return decimals(number, self.unit)
 
 
 class IntervalCell(Cell):
@@ -89,6 +99,8 @@ class Table:
         notes: the sentences below the table.
         more: further tables that are shown below it, each with a title.
         badges: method → what its row used that not all rows did, such as "pooled".
+        tests: every two methods compared, which decides what is marked as best.
+        ranked: the averages over the seeds that all methods have.
     """
 
     select: Selection
@@ -97,9 +109,16 @@ class Table:
     columns: tuple[str, ...]
     cells: dict[str, dict[str, Cell | None]]
     rows: tuple[Row, ...]
-    notes: tuple[str, ...]
+    notes: tuple[Note, ...]
     more: tuple[Table, ...] = ()
     badges: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    tests: tuple[Difference, ...] = ()
+    ranked: Comparable = NOTHING
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """The notes in words."""
+        return tuple(note.text for note in self.notes)
 
     def label(self, method: str) -> str:
         """The name of a line with its badges: "recipe (augmented)"."""
@@ -153,19 +172,26 @@ def table(
     partial = {
         method for method in names if any((method, target) not in by_place for target in columns[:-1])
     }  # averages over different targets cannot be compared, so these are never the best
-    pairs_of = [(first, second) for index, first in enumerate(names) for second in names[:index]]
-    best = _best(found, partial, differences(results, pairs_of, select, measure.value), measure.less_is_better)
+    every_two = [(first, second) for index, first in enumerate(names) for second in names[:index]]
+    tests = tuple(differences(results, every_two, select, measure.value))
+    best = _best(found, partial, tests, measure.less_is_better)
     cells: dict[str, dict[str, Cell | None]] = {method: {} for method in names}
     for method in names:
         for column in columns:
             row = by_place.get((method, column))
             average_of_fewer = column == AVERAGE and method in partial
             cells[method][column] = Cell(row, (method, column) in best, average_of_fewer, measure.unit) if row else None
-    notes = tuple(_notes(select, cells, columns, progress, measure)) if measure.what else measure.notes
-    same = comparable(results, columns[:-1], measure.value, select, names)
-    if measure.what and same.unseen:
-        notes += (f"{unlike_seeds(same, measure.repeat)}: their averages are not of the same runs.",)
-    return Table(select, measure, names, columns, cells, tuple(found), notes)
+    ranked = comparable(results, columns[:-1], measure.value, select, names)
+    notes = tuple(_notes(select, cells, columns, progress, measure) if measure.what else measure_notes(measure))
+    if measure.what and ranked.unseen:
+        text = f"{unlike_seeds(ranked, measure.repeat)}: their averages are not of the same runs."
+        notes += (Note("seeds", text),)
+    return Table(select, measure, names, columns, cells, tuple(found), notes, tests=tests, ranked=ranked)
+
+
+def measure_notes(measure: Measure) -> Iterator[Note]:
+    """The notes that a measure has in place of the usual ones."""
+    return (Note("measure", text) for text in measure.notes)
 
 
 def headline(results: Sequence[RunResult]) -> Measure:
@@ -184,11 +210,21 @@ def headline(results: Sequence[RunResult]) -> Measure:
     return (pairs.HARMONIC_MEANS if all(result.labelled for result in results) else METRICS)[results[0].metric]
 
 
-def table_of(collected: Collected, select: Selection = "last", metric: str = "") -> Table:
+def table_of(
+    collected: Collected,
+    used: Mapping[str, Conditions],
+    estimates: Estimates,
+    chosen: Sequence[Choice],
+    select: Selection = "last",
+    metric: str = "",
+) -> Table:
     """The table of all collected runs, with further tables below it.
 
     Args:
         collected: the runs.
+        used: what each method used.
+        estimates: the accuracies to expect at targets without labels.
+        chosen: whose model answers at targets without labels.
         select: the selection rule whose round is taken.
         metric: what the table reports, such as auroc; "": the experiment's headline.
 
@@ -196,35 +232,59 @@ def table_of(collected: Collected, select: Selection = "last", metric: str = "")
         UserError: there is no such metric, or as in `table` and `headline`.
     """
     order, results = collected.order, collected.results
-    measure = _measure(collected, select, metric)
     arrange = partial(table, select=select, targets=order.targets)
+    measure = _measure(collected, select, metric)
     whole = arrange(results, methods=order.methods, progress=collected.progress, measure=measure)
-    notes = (used_note, scale_note, trained_note, settings_note, privacy_note, work_note)
-    said = (note(results, order.methods) for note in notes)
-    whole = replace(whole, notes=(*whole.notes, *chain.from_iterable(said)))
-    whole = replace(whole, badges=badges_of(results))
-    both = whole.measure in pairs.HARMONIC_MEANS.values()
-    said_there = (*notes_on(collected), *choices_in_words(choices(collected)))
-    whole = replace(whole, notes=(*whole.notes, *said_there))
-    more = []
-    for measure, chosen in pairs.beside(results) if both else [(one, results) for one in DISTANCES]:
-        if measure is not whole.measure and any(measure.value(result, select) is not None for result in chosen):
-            methods = [name for name in order.methods if any(result.method == name for result in chosen)]
-            more.append(arrange(chosen, methods=methods, measure=measure))
-    if select == "last" and any(result.sites for result in results):
-        whole = replace(whole, notes=(*whole.notes, *_site_notes(results, whole.measure)))
-        more += [] if both else [*_intervals(whole), *_worst(whole, results)]
+    both = measure in pairs.HARMONIC_MEANS.values()
+    at_sites = select == "last" and any(result.sites for result in results)
+    more = list(_other_measures(results, whole, both, arrange))
+    if at_sites and not both:
+        more += [*_intervals(whole), *_worst(whole, results)]
     more += _common_tests(collected, whole, arrange)
-    whole = replace(whole, more=tuple(replace(below, badges=whole.badges) for below in more))
+    notes = [*whole.notes, *_notes_on_rows(results, order.methods, used)]
+    notes += [Note("estimate", text) for text in sentences(estimates)]
+    notes += [Note("choice", text) for text in choices_in_words(chosen)]
+    notes += _site_notes(results, measure) if at_sites else []
+    rows = whole.rows
     if any(map(measures_each, results)):
-        sites = set(whole.columns)
-        rest = tuple(row for one in more for row in one.rows if row.target not in sites)
-        average = "Average: the mean over the sites, each counts alike."
-        return replace(whole, rows=(*whole.rows, *rest), notes=(*whole.notes, average))
-    if not both:
-        return whole
-    found = tuple(pairs.rows_of(results, whole.rows, select))
-    return replace(whole, rows=found, notes=(*whole.notes, *pairs.notes(found, results[0].metric)))
+        rows += tuple(row for one in more for row in one.rows if row.target not in whole.columns)
+        notes.append(Note("average", "Average: the mean over the sites, each counts alike."))
+    elif both:
+        pair_rows = tuple(pairs.rows_of(results, rows, select))
+        rows = pair_rows
+        notes += pairs.notes(pair_rows, results[0].metric)
+    badges = badges_of(used)
+    below = tuple(replace(one, badges=badges) for one in more)
+    return replace(whole, rows=rows, notes=tuple(notes), badges=badges, more=below)
+
+
+def _notes_on_rows(
+    results: Sequence[RunResult], methods: Sequence[str], used: Mapping[str, Conditions]
+) -> Iterator[Note]:
+    """What rows used and were trained with, so that readers see which are alike."""
+    yield from used_notes(used, methods)
+    yield from scale_note(results, methods)
+    yield from trained_note(results, methods)
+    yield from (Note("settings", text) for text in settings_note(results, methods))
+    yield from (Note("privacy", text, (text.partition(": ")[2],)) for text in privacy_note(results, methods))
+    alike = groupby(unequal_work(results, methods), key=lambda one: (one[0], one[2]))
+    parts = [
+        f"{method} {numbers}"
+        if len(where := [target for _, target, _ in found]) > 1
+        else f"{method} at {where[0]} {numbers}"
+        for (method, numbers), found in alike
+    ]
+    yield from (Note("work", text, tuple(parts)) for text in work_note(results, methods))
+
+
+def _other_measures(
+    results: Sequence[RunResult], whole: Table, both: bool, arrange: Callable[..., Table]
+) -> Iterator[Table]:
+    """The tables of further measures: distances, and where both sides are measured those of either side."""
+    for measure, chosen in pairs.beside(results) if both else [(one, results) for one in DISTANCES]:
+        if measure is not whole.measure and any(measure.value(result, whole.select) is not None for result in chosen):
+            methods = [name for name in whole.methods if any(result.method == name for result in chosen)]
+            yield arrange(chosen, methods=methods, measure=measure)
 
 
 def _common_tests(collected: Collected, whole: Table, arrange: Callable[..., Table]) -> Iterator[Table]:
@@ -246,13 +306,15 @@ def _measure(collected: Collected, select: Selection, metric: str) -> Measure:
     return MEASURES[named] if named != "accuracy" and select == "last" and usual is not METRICS["dice"] else usual
 
 
-def _site_notes(results: Sequence[RunResult], measure: Measure) -> Iterator[str]:
+def _site_notes(results: Sequence[RunResult], measure: Measure) -> Iterator[Note]:
     """What a model without inputs would reach at every target, and warnings."""
     found = baselines(results)
     if found and measure.metric == results[0].metric:
-        listing = listed([f"{target} {_shown(number, measure.unit)}" for target, number in found.items()])
-        yield f"{BASELINES[results[0].metric]}: {listing}."
-    yield from (f"Warning: {text}." for text in warnings_of(results))
+        listing = listed([f"{target} {decimals(number, measure.unit)}" for target, number in found.items()])
+        yield Note("baseline", f"{BASELINES[results[0].metric]}: {listing}.")
+    below = {text: (method, listed(targets)) for method, targets, text in below_in_words(results)}
+    for text in warnings_of(results):
+        yield Note("below" if text in below else "warning", f"Warning: {text}.", below.get(text, ()))
 
 
 def _intervals(whole: Table) -> Iterator[Table]:
@@ -276,7 +338,7 @@ def _intervals(whole: Table) -> Iterator[Table]:
         title = f"{whole.measure.name}: 95 % intervals over samples"
         measure = replace(whole.measure, title=title, what="", notes=(note,))
         methods = tuple(method for method in whole.methods if method in known)
-        yield Table(whole.select, measure, methods, columns, known, (), measure.notes)
+        yield Table(whole.select, measure, methods, columns, known, (), tuple(measure_notes(measure)))
 
 
 def _worst(whole: Table, results: Sequence[RunResult]) -> Iterator[Table]:
@@ -315,13 +377,8 @@ def _worst(whole: Table, results: Sequence[RunResult]) -> Iterator[Table]:
         )
         note += " Spread: the standard deviation over the sites (n−1)." if SPREAD in columns else ""
         shown = replace(measure, title=f"{measure.name}: {', '.join(columns)}", what="", notes=(note,))
-        yield Table(
-            whole.select, shown, whole.methods, columns, cells, tuple(found) if SPREAD in columns else (), shown.notes
-        )
-
-
-def _shown(number: float, unit: str) -> str:
-    return f"{number:.2f}" if unit else in_unit(number)
+        rows_shown = tuple(found) if SPREAD in columns else ()
+        yield Table(whole.select, shown, whole.methods, columns, cells, rows_shown, tuple(measure_notes(shown)))
 
 
 def _best(
@@ -369,27 +426,31 @@ def _notes(
     columns: Sequence[str],
     progress: str | None,
     measure: Measure,
-) -> Iterable[str]:
+) -> Iterable[Note]:
     said = RULES[select].description
-    yield f"Selection: {said if measure.unit else said.replace('accuracy', measure.name)}."
+    yield Note("selection", f"Selection: {said if measure.unit else said.replace('accuracy', measure.name)}.")
     present = [cell for line in cells.values() for cell in line.values() if cell is not None]
     if not present and cells:
-        yield (
+        yield Note(
+            "none",
             f"None of these runs has {measure.name}: they were made before it was measured, or cannot have it (one "
-            "class at a target, no threshold). To have it, run the experiment again under another name."
+            "class at a target, no threshold). To have it, run the experiment again under another name.",
         )
     if not present:
         return
     most = max(cell.row.n for cell in present)
     if most == 1:
-        yield f"{measure.what}, n = 1 {measure.repeat}, so there is no standard error."
+        text = f"{measure.what}, n = 1 {measure.repeat}, so there is no standard error."
+        yield Note("repeats", text, (measure.what, f"1 {measure.repeat}", ""))
     else:
         fewer = list(_fewer(cells, most))
         more = f" and {len(fewer) - _MOST_EXCEPTIONS} more" if len(fewer) > _MOST_EXCEPTIONS else ""
-        exceptions = f", except {', '.join(fewer[:_MOST_EXCEPTIONS])}{more}" if fewer else ""
+        exceptions = f"{', '.join(fewer[:_MOST_EXCEPTIONS])}{more}"
         over = f"{measure.repeat}s"
-        yield f"{measure.what}, mean ± standard error over {over} (n−1), n = {most} {over}{exceptions}."
+        text = f"{measure.what}, mean ± standard error over {over} (n−1), n = {most} {over}"
+        text += f", except {exceptions}." if fewer else "."
+        yield Note("repeats", text, (measure.what, f"{most} {over}", exceptions))
     if any(cell.partial for cell in present):
-        yield f"* average over fewer than the table's {len(columns) - 1} targets: not comparable."
+        yield Note("partial", f"* average over fewer than the table's {len(columns) - 1} targets: not comparable.")
     if progress:
-        yield f"{progress[0].upper()}{progress[1:]}."
+        yield Note("progress", f"{progress[0].upper()}{progress[1:]}.")

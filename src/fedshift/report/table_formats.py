@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from fedshift.evaluation.summary import AVERAGE
 from fedshift.report.folding import Folded
 from fedshift.report.many_targets import shown
+from fedshift.report.markup import escape_latex, escape_markdown, pipes
 from fedshift.report.measures import MISSING
 from fedshift.report.table import Cell, Table
 from fedshift.text import csv_text, json_text, printable
@@ -41,7 +42,7 @@ def _titled(table: Table) -> Iterable[RenderableType]:
     if table.measure.title:
         yield Text(table.measure.title, style="bold")
     yield _Fitting(table)
-    yield from (Text(printable(note), style="dim") for note in table.notes)
+    yield from (Text(printable(note), style="dim") for note in table.sentences)
 
 
 @dataclass(frozen=True)
@@ -78,35 +79,24 @@ def _rich_entry(cell: Cell | None) -> Text:
 
 def markdown(table: Table) -> str:
     """The table in Markdown with its notes below, then further tables with their titles."""
-    return "\n".join(_pipes(one) for one in _parts(table))
+    return "\n".join(map(_part, _parts(table)))
 
 
-def escape_markdown(text: str) -> str:
-    """``text`` with Markdown's special characters escaped.
-
-    Example:
-        >>> escape_markdown("csac_v1 | <b>")
-        'csac\\\\_v1 \\\\| \\\\<b>'
-    """
-    return "".join(f"\\{letter}" if letter in "\\|*_`<[" else letter for letter in printable(text))
+def markdown_entry(cell: Cell | None) -> str:
+    """An entry in Markdown: the best is bold."""
+    if cell is None:
+        return MISSING
+    mean = cell.mean.replace("*", "\\*")
+    return (f"**{mean}**" if cell.best else mean) + (f" ± {cell.error}" if cell.error else "")
 
 
-def _pipes(table: Table) -> str:
-
-    def entry(cell: Cell | None) -> str:
-        if cell is None:
-            return MISSING
-        mean = cell.mean.replace("*", "\\*")
-        return (f"**{mean}**" if cell.best else mean) + (f" ± {cell.error}" if cell.error else "")
-
-    lines = [
-        ["method", *map(escape_markdown, table.columns)],
-        ["---", *("---:" for _ in table.columns)],
-        *([escape_markdown(table.label(name)), *map(entry, table.cells[name].values())] for name in table.methods),
-    ]
-    grid = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+def _part(table: Table) -> str:
+    head = ["method", *map(escape_markdown, table.columns)]
+    rows = (
+        [escape_markdown(table.label(name)), *map(markdown_entry, table.cells[name].values())] for name in table.methods
+    )
     title = [f"**{escape_markdown(table.measure.title)}**"] if table.measure.title else []
-    return "\n\n".join([*title, grid, *map(escape_markdown, table.notes)]) + "\n"
+    return "\n\n".join([*title, pipes(head, rows), *map(escape_markdown, table.sentences)]) + "\n"
 
 
 def latex(table: Table) -> str:
@@ -125,7 +115,7 @@ def _environment(table: Table) -> str:
 
     columns = sorted(table.columns, key=lambda column: column != AVERAGE)  # stable: the targets keep their order
     title = table.measure.title or table.measure.name
-    first, *rest = (*table.notes, "")
+    first, *rest = (*table.sentences, "")
     lines = [
         r"\begin{table}",
         r"\centering",
@@ -146,29 +136,6 @@ def _environment(table: Table) -> str:
         r"\end{table}",
     ]
     return "\n".join(lines) + "\n"
-
-
-_LATEX = {
-    "\\": r"\textbackslash{}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    "±": r"$\pm$",
-    "−": "$-$",
-    "–": "--",
-    **{letter: "\\" + letter for letter in "&%$#_{}"},
-}
-
-
-def escape_latex(text: str) -> str:
-    """``text`` with LaTeX's special characters escaped.
-
-    Example:
-        >>> escape_latex("csac_v1 & 50%")
-        'csac\\\\_v1 \\\\& 50\\\\%'
-    """
-    return "".join(_LATEX.get(letter, letter) for letter in printable(text))
 
 
 def as_json(table: Table) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from fedshift.evaluation.records import RunResult
 from fedshift.federation.training import SAME_BITS
+from fedshift.report.note import Note
 
 _OF_THE_RUN = "mini_batches"
 """A record has the budget of every site in the place of this field."""
@@ -39,7 +40,7 @@ def _differ(value: object, other: object) -> bool:
     return value != other
 
 
-def trained_note(results: Sequence[RunResult], methods: Sequence[str]) -> Iterator[str]:
+def trained_note(results: Sequence[RunResult], methods: Sequence[str]) -> Iterator[Note]:
     """Which rows were trained with which values, for the fields in which rows differ."""
     first = {result.method: result for result in reversed(results) if result.method in methods}
     rows = [first[name] for name in methods if name in first]
@@ -50,7 +51,7 @@ def trained_note(results: Sequence[RunResult], methods: Sequence[str]) -> Iterat
             values.setdefault(_written(_training(row).get(name)), []).append(row.method)
         parts.append(f"{name} " + ", ".join(f"{value} ({', '.join(those)})" for value, those in values.items()))
     if parts:
-        yield f"Rows were trained with settings of their own: {'; '.join(parts)}."
+        yield Note("trained", f"Rows were trained with settings of their own: {'; '.join(parts)}.")
 
 
 def _training(result: RunResult) -> Mapping[str, Any]:

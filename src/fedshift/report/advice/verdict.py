@@ -20,16 +20,16 @@ from fedshift.experiment.protocols.base import ProtocolSection
 from fedshift.experiment.protocols.index import protocol_of
 from fedshift.report.advice.expected import Expected, next_site
 from fedshift.report.averages import mean_by_kind
-from fedshift.report.choice import Choice, choices
+from fedshift.report.choice import Choice
 from fedshift.report.collect import Collected
-from fedshift.report.conditions import conditions
+from fedshift.report.conditions import Conditions
 from fedshift.report.differences import LEVEL, Difference, differences
-from fedshift.report.estimates import Estimates, estimates_of
-from fedshift.report.like_for_like import Comparable, comparable, unlike_seeds
+from fedshift.report.estimates import Estimates
+from fedshift.report.like_for_like import Comparable, unlike_seeds
 from fedshift.report.measures import Measure
-from fedshift.report.roles import Role, method_name, role_of
-from fedshift.report.table import Table, table_of
-from fedshift.text import in_unit, listed
+from fedshift.report.roles import Role, method_name
+from fedshift.report.table import Table
+from fedshift.text import decimals, listed
 
 MAJORITY = "most frequent class"
 """Name of the row that always names a target's most frequent class."""
@@ -85,7 +85,7 @@ class Against:
     @property
     def level(self) -> bool:
         """Whether the difference is 0 as it is printed."""
-        return float(f"{self.gain:.2f}" if self.unit else in_unit(abs(self.gain))) == 0
+        return float(decimals(abs(self.gain), self.unit)) == 0
 
     @property
     def told(self) -> bool:
@@ -226,29 +226,35 @@ class Verdict:
         }
 
 
-def verdict(collected: Collected, table: Table | None = None) -> Verdict:
+def verdict(
+    collected: Collected,
+    table: Table,
+    used: Mapping[str, Conditions],
+    estimates: Estimates,
+    chosen_at: Sequence[Choice],
+) -> Verdict:
     """What the finished runs of an experiment say.
 
     Args:
         collected: the runs.
-        table: the table of their last rounds, if it was made already.
+        table: the table of their last rounds.
+        used: what each method used.
+        estimates: the accuracies to expect at targets without labels.
+        chosen_at: whose model answers at targets without labels.
     """
     results = collected.results
-    table = table or table_of(collected)
-    roles = {name: role_of(next(one for one in results if one.method == name)) for name in table.methods}
-    found = compared(results, table)
-    ranked = comparable(results, table.columns[:-1], table.measure.value, table.select, table.methods)
-    means = ranked.means
+    roles = {name: used[name].role for name in table.methods}
+    found = [*table.tests, *against_guessing(results, table)]
+    means = table.ranked.means
     role: Role = "federated" if "federated" in roles.values() else "pooled"
     able = {name: row for name, row in means.items() if roles[name] == role}
     tests = {one.name: one for one in found}
     chosen = _choice(able, tests, roles, table.measure)
-    used = conditions(results)
     against = _against(chosen, tests, roles, table.measure, means) if chosen is not None else ()
     runs = [result for result in results if result.method == chosen]
     private = [run for run in runs if run.privacy]
     return Verdict(
-        question=question_of(results),
+        question=question_of(results, used),
         measure=table.measure,
         method=chosen,
         role=role,
@@ -262,24 +268,24 @@ def verdict(collected: Collected, table: Table | None = None) -> Verdict:
         ),
         left=mean_by_kind([run.bytes_up for run in runs]),
         guarantee=max(private, key=_epsilon).guarantee if runs and len(private) == len(runs) else None,
-        unknown=tuple(_unknown(collected, table, ranked, set(roles.values()))),
+        unknown=tuple(_unknown(collected, table, set(roles.values()))),
         differences=tuple(found),
         measured_new=not measured_where_trained(results),
-        without_labels=estimates_of(collected),
-        choices=choices(collected),
+        without_labels=estimates,
+        choices=tuple(chosen_at),
         pays=tuple(_pays(chosen, tests, roles, results, table.measure)),
         next_target="site" if (protocol := common_protocol(results)) is None else protocol.next_target,
     )
 
 
-def question_of(results: Sequence[RunResult]) -> str:
+def question_of(results: Sequence[RunResult], used: Mapping[str, Conditions]) -> str:
     """The question that these runs ask; "" if they ask several, or none that is known."""
     protocol = common_protocol(results)
     if measured_where_trained(results) and not (protocol is not None and protocol.by_site):
         return HELD_OUT
     if protocol is None:
         return ""
-    reading = [name for name, row in conditions(results).items() if "target" in row.uses]
+    reading = [name for name, row in used.items() if "target" in row.uses]
     more = READS_TARGET.format(", ".join(reading)) if reading and protocol.unseen else ""
     return protocol.question + more
 
@@ -305,25 +311,23 @@ def _epsilon(result: RunResult) -> float:
     return max(one.epsilon for one in result.privacy.values())
 
 
-def compared(results: Sequence[RunResult], table: Table) -> list[Difference]:
-    """Every two methods of the table, then each with the most frequent class where records have it.
+def against_guessing(results: Sequence[RunResult], table: Table) -> list[Difference]:
+    """Each method compared with the most frequent class, where records have it.
 
-    Both questions have a correction of their own: with many methods to compare, the first would hide that all of them
-    are better than no model.
+    This question has a correction of its own: with many methods to compare, that of every two of them would hide that
+    all are better than no model.
     """
-    methods, usual = table.methods, table.measure.value
-    pairs = [(first, second) for index, first in enumerate(methods) for second in methods[:index]]
+    usual = table.measure.value
     shares = majorities(results) if table.measure.metric == "accuracy" else {}
     if set(shares) != set(table.columns[:-1]):
-        return differences(results, pairs, value=usual)
+        return []
 
     def value(result: RunResult, select: Selection) -> float | None:
         return shares[result.target] if result.method == MAJORITY else usual(result, select)
 
     places = {(result.target, result.seed): result for result in results}
     guesses = [result.model_copy(update={"method": MAJORITY}) for result in places.values()]
-    guessing = differences([*results, *guesses], [(method, MAJORITY) for method in methods], value=value)
-    return [*differences(results, pairs, value=usual), *guessing]
+    return differences([*results, *guesses], [(method, MAJORITY) for method in table.methods], value=value)
 
 
 Tests = Mapping[str, Difference]
@@ -391,9 +395,9 @@ def _pays(
         yield SiteGain(site, sign * test.mean, p)
 
 
-def _unknown(collected: Collected, table: Table, ranked: Comparable, there: Set[Role]) -> Iterator[Unknown]:
+def _unknown(collected: Collected, table: Table, there: Set[Role]) -> Iterator[Unknown]:
     """What the runs leave open. ``there``: the roles of the table's methods."""
-    repeat = table.measure.repeat
+    repeat, ranked = table.measure.repeat, table.ranked
     most = max((row.n for row in table.rows), default=0)
     if most == 1:
         yield Unknown(f"one {repeat}", f"One {repeat}: nothing here shows whether a difference is more than chance.")

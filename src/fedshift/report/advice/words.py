@@ -9,7 +9,7 @@ from fedshift.report.advice.verdict import MAJORITY, Against, Verdict
 from fedshift.report.choice import choices_in_words
 from fedshift.report.estimates import sentences
 from fedshift.report.measures import Measure
-from fedshift.text import in_unit, listed
+from fedshift.text import decimals, in_unit, listed
 
 KINDS: Mapping[str, str] = {
     "weights": "models",
@@ -187,11 +187,11 @@ def _measured(measure: Measure, number: float) -> str:
 
 
 def _value(measure: Measure, number: float) -> str:
-    return f"{number:.2f} {measure.unit}" if measure.unit else in_unit(number)
+    return f"{decimals(number, measure.unit)} {measure.unit}".rstrip()
 
 
 def _points(points: float, unit: str) -> str:
-    return f"{points:.2f} points" if unit else f"{in_unit(points)} (in the label's unit)"
+    return f"{decimals(points, unit)} points" if unit else f"{in_unit(points)} (in the label's unit)"
 
 
 def left_sites(verdict: Verdict) -> str:
@@ -284,7 +284,7 @@ def _pays(verdict: Verdict) -> Iterator[str]:
 
 
 def _signed(gain: float, unit: str) -> str:
-    return ("−" if gain < 0 else "+") + (f"{abs(gain):.2f}" if unit else in_unit(abs(gain)))
+    return ("−" if gain < 0 else "+") + decimals(abs(gain), unit)
 
 
 def _correction(verdict: Verdict) -> Iterator[str]:

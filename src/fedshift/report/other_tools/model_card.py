@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import yaml
@@ -14,8 +14,9 @@ from fedshift.evaluation.selection import RULES
 from fedshift.experiment.predict import TrainedModel
 from fedshift.experiment.protocols.base import EVERY_SITE
 from fedshift.extras import needed
+from fedshift.report.markup import escape_markdown as text
+from fedshift.report.markup import pipes
 from fedshift.report.measures import METRICS
-from fedshift.report.table_formats import escape_markdown as text
 from fedshift.text import in_unit
 
 _TASKS = {
@@ -173,9 +174,10 @@ def _data(trained: TrainedModel, result: RunResult | None) -> Iterator[str]:
     yield ""
     known = {name: result.data.get(name, {}) for name in _ROWS}
     sites = dict.fromkeys(site for counts in known.values() for site in counts)
-    yield from _pipes(
+    yield pipes(
         ["site", *_ROWS.values()],
         [[text(site), *(str(known[name].get(site, 0)) for name in _ROWS)] for site in sites],
+        "---",
     )
 
 
@@ -207,7 +209,7 @@ def _measures(trained: TrainedModel, result: RunResult) -> Iterator[str]:
         return
     yield f"{METRICS[result.metric].what}, of one run with one seed."
     yield ""
-    yield from _pipes(
+    yield pipes(
         ["round", "number", "target", "held-out samples of the sources"],
         [
             [
@@ -219,15 +221,17 @@ def _measures(trained: TrainedModel, result: RunResult) -> Iterator[str]:
             for select, rule in RULES.items()
             if (chosen := result.selected.get(select)) is not None
         ],
+        "---",
     )
     last = result.selected["last"]
     if last is not None and last.per_class:
         yield ""
         yield f"At the target, last round, by {'structure' if trained.segments else 'class'}:"
         yield ""
-        yield from _pipes(
+        yield pipes(
             ["name", "percent"],
             [[text(n), _number("accuracy", v)] for n, v in zip(result.classes, last.per_class, strict=True)],
+            "---",
         )
     for site in result.sites:
         if site.part == "target" and site.values:
@@ -240,7 +244,7 @@ def _measures(trained: TrainedModel, result: RunResult) -> Iterator[str]:
             yield ""
             yield f"At {text(site.site)}, {site.samples} samples{majority}, {unit} with 95 % intervals over samples:"
             yield ""
-            yield from _pipes(
+            yield pipes(
                 ["metric", "value", "from", "to"],
                 [
                     [
@@ -250,6 +254,7 @@ def _measures(trained: TrainedModel, result: RunResult) -> Iterator[str]:
                     ]
                     for name, value in site.values.items()
                 ],
+                "---",
             )
 
 
@@ -260,12 +265,13 @@ def _number(metric: str, value: float | None) -> str:
 def _traffic(result: RunResult) -> Iterator[str]:
     yield "## What left the sites"
     yield ""
-    yield from _pipes(
+    yield pipes(
         ["kind", "left the sites", "reached the sites"],
         [
             [kind, _size(result.bytes_up.get(kind, 0)), _size(result.bytes_down.get(kind, 0))]
             for kind in dict.fromkeys([*result.bytes_up, *result.bytes_down])
         ],
+        "---",
     )
     yield ""
     yield "All sites and rounds together."
@@ -302,8 +308,3 @@ def _limits(trained: TrainedModel, result: RunResult | None) -> Iterator[str]:
     yield "* It was not examined as a medical device or for any other regulated use."
     for warning in result.warnings if result is not None else ():
         yield f"* Warning of the run: {text(warning)}."
-
-
-def _pipes(head: Sequence[str], lines: Sequence[Sequence[str]]) -> Iterator[str]:
-    for line in (head, ["---"] * len(head), *lines):
-        yield "| " + " | ".join(line) + " |"

@@ -4,34 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fedshift.evaluation.records import Selection
 from fedshift.report import plots
-from fedshift.report.collect import Collected
 from fedshift.report.html import render, trusted
 from fedshift.report.page import DARK, LIGHT
-from fedshift.report.roles import ROLES, Role, role_of
-from fedshift.report.table import Table, table_of
+from fedshift.report.report import Report
+from fedshift.report.roles import ROLES, Role
+from fedshift.report.table import Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def picture(collected: Collected, select: Selection = "last", metric: str = "") -> str:
+def picture(report: Report) -> str:
     """Every method at every target, with standard errors, as SVG that follows light and dark screens.
 
     Methods that are no federation say so in the legend.
-
-    Args:
-        collected: finished runs.
-        select: the selection rule whose round is shown.
-        metric: the measure; "" is the experiment's headline.
-
-    Raises:
-        UserError: no run has this measure or selection.
     """
-    table = table_of(collected, select, metric)
-    roles = {result.method: role_of(result) for result in collected.results}
-    names = {name: legend(table, name, role) for name, role in roles.items()}
+    table = report.table
+    names = {name: legend(table, name, role) for name, role in report.roles.items()}
     figure = plots.accuracy_per_target(table, names)
     return standalone(figure, f"{table.measure.name} of every method at every target")
 

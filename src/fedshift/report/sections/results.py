@@ -13,11 +13,12 @@ from fedshift.report import differences, plots
 from fedshift.report.advice.verdict import MAJORITY, Verdict
 from fedshift.report.advice.words import KINDS, first_sentence, paragraphs
 from fedshift.report.collect import Collected, natural
-from fedshift.report.conditions import conditions
+from fedshift.report.conditions import Conditions
 from fedshift.report.many_targets import FEW, shown
 from fedshift.report.measures import MISSING
 from fedshift.report.pairs import PairRow
-from fedshift.report.roles import ROLES, Role, method_name
+from fedshift.report.report import Report
+from fedshift.report.roles import ROLES, Role
 from fedshift.report.sections.blocks import (
     Block,
     Cells,
@@ -77,7 +78,7 @@ def _shared(role: Role | None) -> str:
     return "" if role in (None, "federated") else f" ({_MARKS.get(role, ROLES[role])})"
 
 
-def result_section(collected: Collected, table: Table, roles: Mapping[str, Role]) -> Section:
+def result_section(table: Table, roles: Mapping[str, Role]) -> Section:
     """The table of the last round."""
     measure = table.measure
     points = (
@@ -100,9 +101,9 @@ def below_section(table: Table, roles: Mapping[str, Role]) -> Section | None:
     return section("below", "Intervals, worst site", *below) if below else None
 
 
-def rows_section(collected: Collected, roles: Mapping[str, Role]) -> Section:
+def rows_section(collected: Collected, used: Mapping[str, Conditions]) -> Section:
     """What each method is and what the sites have."""
-    return section("rows", "Methods and sites", methods_grid(collected, roles), sites_grid(collected.results))
+    return section("rows", "Methods and sites", methods_grid(collected, used), sites_grid(collected.results))
 
 
 def grids(table: Table, roles: Mapping[str, Role] | None = None) -> list[Grid]:
@@ -116,24 +117,29 @@ def grids(table: Table, roles: Mapping[str, Role] | None = None) -> list[Grid]:
         [_method(table, name, roles or {}), *(entry(table.cells[name][column]) for column in columns)]
         for name in table.methods
     ]
-    first = grid(named, ["method", *columns], body, table.notes, "accuracies" if AVERAGE in columns else "")
+    first = grid(
+        named,
+        ["method", *columns],
+        body,
+        table.sentences,
+        "accuracies" if AVERAGE in columns else "",
+    )
     return [first, *(below for more in table.more for below in grids(more, roles))]
 
 
-def methods_grid(collected: Collected, roles: Mapping[str, Role]) -> Grid:
+def methods_grid(collected: Collected, used: Mapping[str, Conditions]) -> Grid:
     """What each method is, where it was published, what its row used, and what it lets leave a site."""
     rows: list[Cells] = []
-    used = conditions(collected.results)
     for name in collected.order.methods:
         runs = [result for result in collected.results if result.method == name]
-        known = ENTRIES.get(method_name(runs[0]))
+        row = used[name]
+        known = ENTRIES.get(row.name)
         title = f"{known.place.split(':')[1]} ({known.citation})" if known else "a method of your own"
         kinds = dict.fromkeys(kind for run in runs for kind, size in run.bytes_up.items() if size)
-        row = used[name]
         more = "; ".join(row.words) or "the sources' samples as they are"
         left = "; ".join(KINDS.get(kind, kind) for kind in kinds) or MISSING
         numbers = number(row.exchanges, 0), number(row.sent / 1e6, 2)
-        rows.append([name, title, ROLES[roles[name]], more, *numbers, left])
+        rows.append([name, title, ROLES[row.role], more, *numbers, left])
     head = ["method", "title", "samples", "used", "exchanges", "MB sent and got", "what left the sites"]
     note = "Only rows that used the same are alike; a difference between others is also one of what they used."
     return grid("Methods", head, rows, [note], css="facts words")
@@ -218,7 +224,7 @@ def _shares(results: Sequence[RunResult]) -> dict[str, list[float]]:
     return {site: shares for site, (_, shares) in best.items()}
 
 
-def other_section(collected: Collected, roles: Mapping[str, Role]) -> Section:
+def other_section(collected: Collected, report: Report) -> Section:
     """The tables of the other selection rules."""
     blocks: list[Block] = []
     rules: tuple[Selection, ...] = ("source", "oracle")
@@ -227,7 +233,8 @@ def other_section(collected: Collected, roles: Mapping[str, Role]) -> Section:
             text = f"Not available: {RULES[rule].description}; no source kept a held-out part."
             blocks.append(Text(text, "note"))
         else:
-            blocks += grids(table_of(collected, rule), roles)
+            table = table_of(collected, report.used, report.estimates, report.choices, rule)
+            blocks += grids(table, report.roles)
     return section("others", "Other selection rules", *blocks)
 
 

@@ -6,25 +6,26 @@ from collections.abc import Iterator, Sequence
 
 from fedshift.evaluation.metric_entries import ENTRIES
 from fedshift.report import plots
-from fedshift.report.choice import choices, choices_in_words
+from fedshift.report.choice import choices_in_words
 from fedshift.report.collect import Collected
-from fedshift.report.estimates import Estimates, estimates_of, for_a_board, mean_of, notes_on
+from fedshift.report.estimates import Estimates, for_a_board, mean_of, sentences
+from fedshift.report.report import Report
 from fedshift.report.sections.blocks import Block, Cells, Entry, Listing, Section, Text, figure, grid, number, section
 
 _TITLE = "Targets without labels"
 
 
-def without_labels_section(collected: Collected) -> Section | None:
+def without_labels_section(collected: Collected, report: Report) -> Section | None:
     """What is estimated where nothing could be measured; None where all targets have labels."""
-    if not collected.unmeasured:
+    if not report.estimates:
         return None
-    found = estimates_of(collected)
-    return section("estimates", _TITLE, *_blocks(collected, found), folds=False)
+    return section("estimates", _TITLE, *_blocks(collected, report), folds=False)
 
 
-def _blocks(collected: Collected, found: Estimates) -> Iterator[Block]:
+def _blocks(collected: Collected, report: Report) -> Iterator[Block]:
+    found = report.estimates
     yield from (Text(paragraph, "verdict") for paragraph in for_a_board(found))
-    yield Text(" ".join(_in_short(collected)))
+    yield Text(" ".join(_in_short(report)))
     rows, drawn = list[Cells](), {}
     for site, by_method in found.items():
         for method, estimates in by_method.items():
@@ -62,10 +63,10 @@ def _further(found: Estimates) -> Iterator[Cells]:
                     yield [site, method, f"{ENTRIES[name].title}{at}", *ends]
 
 
-def _in_short(collected: Collected) -> Iterator[str]:
+def _in_short(report: Report) -> Iterator[str]:
     """The same in numbers, and what they rest on."""
-    yield from notes_on(collected)
-    yield from choices_in_words(choices(collected))
+    yield from sentences(report.estimates)
+    yield from choices_in_words(report.choices)
     yield (
         "An estimate is no measurement: it compares the models' answers there with those at targets that have labels. "
         "Here, in tables and in the verdict it rests on the scores that runs noted. fedshift estimate also looks at "
