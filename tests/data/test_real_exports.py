@@ -519,9 +519,49 @@ def test_frames_are_written_in_their_own_way(tmp_path: Path) -> None:
         assert np.array_equal(from_frames.domains[name].inputs, files.domains[name].inputs)
 
 
+@pytest.mark.case("exports per site", "other words for categories, classes and missing cells, of one site")
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_words_of_one_site_become_those_of_all(tmp_path: Path, suffix: str) -> None:
+    other = SOUTH.replace("9,99", "UNKNOWN").replace(";f;", ";Frau;").replace(";m;", ";1;").replace(";yes", ";ja")
+    (tmp_path / "words.csv").write_bytes(other.replace("61,5", "-").encode("cp1252"))
+    (tmp_path / "again.csv").write_bytes(SOUTH.replace("61,5", "").encode("cp1252"))
+    south = two_sites(tmp_path).per_site["south"].model_dump(exclude_unset=True)
+    words = {"spellings": {"sex": {"Frau": "f", 1: "m"}, "outcome": {"ja": "yes"}}, "missing_words": ["unknown", "-"]}
+    if suffix == "parquet":
+        frame = pandas.read_csv(tmp_path / "words.csv", sep=";", encoding="cp1252", dtype=str)
+        frame.to_parquet(tmp_path / "words.parquet")
+    files = {"north": tmp_path / "north.csv", "south": tmp_path / f"words.{suffix}"}
+    data = two_sites(tmp_path, sites=files, per_site={"south": {**south, **words}}).build()
+    plain = two_sites(tmp_path, sites={**files, "south": tmp_path / "again.csv"}).build()
+    assert data.classes == plain.classes
+    for name, domain in data.domains.items():
+        assert np.array_equal(domain.inputs, plain.domains[name].inputs)
+        assert domain.labels.tolist() == plain.domains[name].labels.tolist()
+
+
+@pytest.mark.case("exports per site", "new rows in the words of the training files")
+def test_words_of_all_sites_are_kept_for_predictions(tmp_path: Path) -> None:
+    words: dict[str, Any] = {"spellings": {"sex": {"f": "woman", "m": "man"}}, "missing_words": ["none"]}
+    data = two_sites(tmp_path, per_site={}, sites={"north": tmp_path / "north.csv"}, **words).build()
+    (tmp_path / "new.csv").write_text("age,chol,sex\n40,200,f\n50,None,woman\n")
+    (tmp_path / "same.csv").write_text("age,chol,sex\n40,200,woman\n50,,f\n")
+    new, same = (encode_rows(data.preprocessing, tmp_path / f"{name}.csv")[1] for name in ("new", "same"))
+    assert np.array_equal(new, same)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        pytest.param(
+            {"spellings": {"age": {"old": "90"}}},
+            "'age' is listed under numeric",
+            marks=pytest.mark.case("exports per site", "a spelling of a number"),
+        ),
+        pytest.param(
+            {"spellings": {"sex": {True: "m"}}},
+            "in quotes",
+            marks=pytest.mark.case("exports per site", "a word that YAML reads as true"),
+        ),
         pytest.param(
             {"per_site": {"suoth": {"decimal": ","}}},
             "no site 'suoth'; did you mean 'south'",

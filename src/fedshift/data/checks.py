@@ -294,7 +294,8 @@ def agreed_classes(found: Mapping[str, Collection[str]], *, what: str, allow_mis
                 raise UserError(
                     f"{what} differ between sites: '{one}' has {_listing(first)}; '{other}' has {_listing(second)}. "
                     f"{_spelt_otherwise(one, first - second, second - first)}"
-                    "Make the names equal, or set data.missing_classes=allow if each truly lacks a class of the other"
+                    "Make the names equal (of tables: data.labels), or set data.missing_classes=allow if each truly "
+                    "lacks a class of the other"
                 )
     return natural_order({name for names in found.values() for name in names})
 

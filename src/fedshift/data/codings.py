@@ -39,6 +39,7 @@ _SITE = 30
 """Values of a site from which its sums are compared in scale with those of others."""
 _MOST_CATEGORIES = 10_000
 """A column of more categories at all sites together is not compared: it takes long, and is no column of categories."""
+_ONE_SPELLING = "use one spelling, or map the others to it by data.spellings"
 _MOST_NAMED = 3
 _MOST_SITES = 10
 """Sites of one warning that are named with their numbers."""
@@ -243,7 +244,7 @@ def category_warnings(column: str, sites: Mapping[str, Mapping[str, int | None]]
         return
     respelt = list(_respelt(sites))
     if respelt:
-        yield f"column '{column}' spells a category in more than one way: {_listed(respelt)}; use one spelling"
+        yield f"column '{column}' spells a category in more than one way: {_listed(respelt)}; {_ONE_SPELLING}"
         return
     foreign = {site: _foreign(site, sites) for site in sites}
     unlike = [text for site, names in foreign.items() if names and (text := _unlike(site, names, sites))]
@@ -322,7 +323,7 @@ def _slips(column: str, sites: Mapping[str, Mapping[str, int]]) -> Iterator[str]
                 usual = max(same, key=lambda category: named[category])
                 found.append(f"{quoted(rare)} ({named[rare]} rows) and {quoted(usual)} at '{site}'")
     if found:
-        yield f"column '{column}' spells a category in more than one way: {_listed(found)}; use one spelling"
+        yield f"column '{column}' spells a category in more than one way: {_listed(found)}; {_ONE_SPELLING}"
 
 
 def quoted(category: str) -> str:

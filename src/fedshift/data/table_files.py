@@ -51,6 +51,22 @@ Codes = Annotated[dict[str, tuple[float, ...]], BeforeValidator(as_numbers)]
 """Column → numbers that mean missing."""
 
 
+def as_written(mapping: object) -> object:
+    """A mapping of labels with the keys and values that a text file would hold: the number 1.0 becomes "1".
+
+    Raises:
+        ValueError: YAML read a word such as yes as true.
+    """
+    if not isinstance(mapping, Mapping):
+        return mapping
+    if any(isinstance(part, bool) for pair in mapping.items() for part in pair):
+        raise ValueError("YAML reads yes, no, on and off as true or false: write such words in quotes")
+    return {canonical(str(key)): canonical(str(value)) for key, value in mapping.items()}
+
+
+Spellings = Annotated[dict[str, str], BeforeValidator(as_written)]
+
+
 class TableFormat(BaseModel):
     """How files are written: what makes their cells those of the common table."""
 
@@ -69,8 +85,14 @@ class TableFormat(BaseModel):
         None, description="between the cells of CSV files, one sign or tab; unset: comma, semicolon or tab, as found"
     )
     sheet: str | None = Field(None, description="the sheet of Excel files; unset: the only one")
+    missing_words: tuple[str, ...] = Field(
+        (), description="words that mean missing in any column, capitals or not, beside empty, ?, NA, N/A, NaN and null"
+    )
     rename: dict[str, str] = Field(
         default_factory=dict, description="name of a column in the file: the name that this section uses for it"
+    )
+    spellings: dict[str, Spellings] = Field(
+        default_factory=dict, description="column: a cell of the file: the category or class that this section reads"
     )
     units: dict[str, Annotated[FiniteFloat, Field(gt=0)]] = Field(
         default_factory=dict, description="column of numbers: the factor that brings it to the common unit"
@@ -133,7 +155,7 @@ def changed(form: TableFormat, other: TableFormat) -> TableFormat:
     """
     fields = {name: getattr(form, name) for name in TableFormat.model_fields}
     chosen = {name: getattr(other, name) for name in other.model_fields_set if name in fields}
-    for name in ("rename", "units"):
+    for name in ("rename", "spellings", "units"):
         chosen[name] = {**fields[name], **getattr(other, name)}
     return TableFormat.model_validate({**fields, **chosen})
 
@@ -209,6 +231,22 @@ class Columns:
                 public=f"{self.path}: a column appears more than once among the names of columns",
             )
         return replace(self, cells=cells)
+
+    def respelt(self, spellings: Mapping[str, Mapping[str, str]]) -> Columns:
+        """The table with other words in some columns.
+
+        Args:
+            spellings: column → a cell as `canonical` gives it: its new word. Cells that are not named stay.
+
+        Raises:
+            UserError: there is no such column.
+        """
+        if not spellings:
+            return self
+        cells = {
+            name: [words.get(canonical(cell), cell) for cell in self.column(name)] for name, words in spellings.items()
+        }
+        return replace(self, cells={**self.cells, **cells})
 
     def in_units(self, factors: Mapping[str, float]) -> Columns:
         """The table with the numbers of some columns multiplied by a factor. Cells that are no number stay.
@@ -289,7 +327,15 @@ def _read_csv(path: Path, form: TableFormat, numeric: Collection[str]) -> Column
         if len(row) != len(names):
             raise UserError(f"{path}, line {line}: {len(row)} cells, but {counted}")
     cells = {name: [row[place].strip() for _, row in rows] for place, name in enumerate(names)}
-    return _with_points(Columns(str(path), cells, [line for line, _ in rows]), form, numeric)
+    return _with_points(Columns(str(path), _without_words(cells, form), [line for line, _ in rows]), form, numeric)
+
+
+def _without_words(cells: dict[str, list[str]], form: TableFormat) -> dict[str, list[str]]:
+    """Cells, empty where a word means missing."""
+    if not form.missing_words:
+        return cells
+    words = {word.strip().lower() for word in form.missing_words}
+    return {name: ["" if cell.lower() in words else cell for cell in column] for name, column in cells.items()}
 
 
 def _read_excel(path: Path, form: TableFormat, numeric: Collection[str]) -> Columns:
@@ -475,7 +521,7 @@ def _text(path: Path, form: TableFormat) -> str:
         named = "UTF-8" if form.encoding is None else f"data.encoding: {form.encoding}"
         raise UserError(
             f"data file {path} cannot be read as text in {named} (line {line}): set the data.encoding that it was "
-            "saved in, such as cp1252, or save it as a CSV file in UTF-8"
+            "saved in, such as cp1252 (of one file: data.per_site), or save it as a CSV file in UTF-8"
         ) from error
 
 
@@ -555,7 +601,11 @@ def advice_on(cell: str, otherwise: str) -> str:
     if _GROUPED_SPACE.fullmatch(cell):
         sign = "'" if any(letter in _SIGNS["'"] for letter in cell) else " "
         return f'if signs group thousands, set data.thousands: "{sign}"'
-    return "for decimal commas, set data.decimal: ','" if has_decimal_comma(cell) else otherwise
+    if has_decimal_comma(cell):
+        return "for decimal commas, set data.decimal: ','"
+    return (
+        otherwise if re.search(r"\d", cell) else f"if it means missing, set data.missing_words: ['{cell}']; {otherwise}"
+    )
 
 
 def is_date(cell: str) -> bool:
@@ -653,6 +703,7 @@ def from_columns(
     length = lengths.pop() if lengths else 0
     if length == 0:
         raise UserError(f"{where} is empty: it needs at least one row")
+    cells = _without_words(cells, form)
     table = Columns(where, cells, range(1, length + 1), "row")
     if form.decimal == "." and form.thousands is None:
         return table

@@ -362,6 +362,7 @@ def rows_of(
     table = read_table(source, form, numeric) if isinstance(source, Path) else source(form)
     # New rows often lack columns that are no features, such as the label.
     table = table.renamed({old: new for old, new in form.rename.items() if old in table.cells})
+    table = table.respelt({name: words for name, words in form.spellings.items() if name in table.cells})
     table = table.in_units({name: factor for name, factor in form.units.items() if name in table.cells})
     if own is None:
         return table

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
-from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from fedshift.data.agreement import MOMENTS, table_given
 from fedshift.data.builders.arrays import sites_for_statistics
@@ -21,7 +21,6 @@ from fedshift.data.builders.in_memory import Held, InMemory, SiteSamples
 from fedshift.data.builders.table_labels import (
     CLASSES,
     Condition,
-    as_written,
     classes_of,
     labels_of,
     quantities_of,
@@ -40,6 +39,7 @@ from fedshift.data.table_files import (
     Codes,
     Columns,
     SiteFormat,
+    Spellings,
     TableFormat,
     canonical,
     changed,
@@ -93,7 +93,7 @@ class Table(TableFormat, TaskFields):
         description="instead of label: a condition on a column, such as num > 0, that makes the classes negative and "
         "positive (>, >=, <, <=, = or !=)",
     )
-    labels: Annotated[dict[str, str], BeforeValidator(as_written)] | None = Field(
+    labels: Spellings | None = Field(
         None, description="with label: value in the file: its class, such as {0: healthy, 1: ill, 2: ill}"
     )
     numeric: tuple[str, ...] = Field((), description="columns of numbers, standardised over the sites")
@@ -214,7 +214,10 @@ class Table(TableFormat, TaskFields):
         scalable = {*self.numeric, *(() if self.task in ("classification", "multi_label") else self.label_columns[:1])}
         numeric = set(self.numeric)
         for site in ("", *self.per_site):
-            codes, factors = self._codes(site), self._form_of(site).units
+            form = self._form_of(site)
+            codes, factors = self._codes(site), form.units
+            if (name := next((name for name in form.spellings if name in numeric), None)) is not None:
+                raise ValueError(f"spellings: '{name}' is listed under numeric")
             if (name := next((name for name in codes if name not in numeric), None)) is not None:
                 raise ValueError(f"missing_values: '{name}' is not listed under numeric")
             if (name := next((name for name in factors if name not in scalable), None)) is not None:
@@ -560,7 +563,9 @@ class Table(TableFormat, TaskFields):
         self.check_site_labels(tables, classes=self.has_classes)
         for site, table in tables.items():
             self._check_columns(site, table)
-            tables[site] = table.in_units(self._form_of(site).units).without_codes(self._codes(site))
+            form = self._form_of(site)
+            table = table.respelt(form.spellings).in_units(form.units)
+            tables[site] = table.without_codes(self._codes(site))
         return tables
 
     def _check_columns(self, site: str, table: Columns) -> None:

@@ -232,16 +232,3 @@ def labels_of(table: Columns, task: str, columns: Sequence[str]) -> npt.NDArray[
     if task == "time_to_event":
         return times_of(table, *columns)
     return flags_of(table, columns) if task == "multi_label" else quantities_of(table, columns[0])
-
-
-def as_written(mapping: object) -> object:
-    """A mapping of labels with the keys and values that a text file would hold: the number 1.0 becomes "1".
-
-    Raises:
-        ValueError: YAML read a word such as yes as true.
-    """
-    if not isinstance(mapping, Mapping):
-        return mapping
-    if any(isinstance(part, bool) for pair in mapping.items() for part in pair):
-        raise ValueError("YAML reads yes, no, on and off as true or false: write such words in quotes")
-    return {canonical(str(key)): canonical(str(value)) for key, value in mapping.items()}
