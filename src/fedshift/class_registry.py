@@ -79,8 +79,8 @@ class ClassRegistry(Generic[T]):
         """
         if permit is not None:
             permit(name)
-        place = self.places.get(name, name if self.own else "")
-        module_name, colon, attribute = place.rpartition(":")
+        origin = self.places.get(name, name if self.own else "")
+        module_name, colon, attribute = origin.rpartition(":")
         if not colon:
             hint = "; your own: file.py:Class" if self.own else ""
             raise UserError(f"unknown {self.what} '{name}'; {self.elsewhere(name)}{nearest(name, self.places)}{hint}")
@@ -118,10 +118,10 @@ def own_module(what: str, name: str, folder: Path | None) -> ModuleType:
         if not name.endswith(".py"):
             return _own_package(what, name)
         beside = (folder or Path()) / name
-        found = next((file for file in (beside, Path(name)) if file.exists()), None)
-        if found is None:
+        result = next((file for file in (beside, Path(name)) if file.exists()), None)
+        if result is None:
             raise UserError(f"{what}: there is no file {beside}")
-        source = read_source(str(found))
+        source = read_source(str(result))
         trust.allow(trust.Code(what, source.path, source.sha256))
         return import_source(source)
     except SystemExit:

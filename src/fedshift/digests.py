@@ -147,8 +147,8 @@ def filled(data: bytes) -> bytes:
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     whole = bytearray(b"".join((len(text).to_bytes(8, "little"), text, data[begin:])))
-    place = whole.index(f'"{ENTRY}":"{BLANK}"'.encode()) + len(f'"{ENTRY}":"')
-    whole[place : place + len(BLANK)] = hashlib.sha256(whole).hexdigest().encode()
+    index = whole.index(f'"{ENTRY}":"{BLANK}"'.encode()) + len(f'"{ENTRY}":"')
+    whole[index : index + len(BLANK)] = hashlib.sha256(whole).hexdigest().encode()
     return bytes(whole)
 
 
@@ -172,11 +172,11 @@ def check_filled(path: Path, remedy: str = REMEDY) -> None:
         with open(path, "rb") as file:
             head = bytearray(file.read(8))
             head += file.read(min(int.from_bytes(head, "little"), _LARGEST_HEADER))
-            found = _IN_HEADER.search(head)
-            if found is None:
+            match = _IN_HEADER.search(head)
+            if match is None:
                 return
-            written = bytes(found[1])
-            head[found.start(1) : found.end(1)] = BLANK.encode()
+            written = bytes(match[1])
+            head[match.start(1) : match.end(1)] = BLANK.encode()
             digest = hashlib.sha256(head)
             while piece := file.read(_PIECE):
                 digest.update(piece)

@@ -102,9 +102,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
         "did you mean 'fedavg'? known: csac, fedavg"
     """
     names = sorted(known)
-    close = [one for one in names if one.lower() == name.lower()]
+    close = [match for match in names if match.lower() == name.lower()]
     close = close or difflib.get_close_matches(name, names, n=1, cutoff=0.8)
-    close = close or [one for one in difflib.get_close_matches(name, names, n=3, cutoff=0.5) if _is_slip(name, one)]
+    close = close or [
+        match for match in difflib.get_close_matches(name, names, n=3, cutoff=0.5) if _is_slip(name, match)
+    ]
     listing = "known: " + (", ".join(names) if names else "none")
     return f"did you mean '{close[0]}'? {listing}" if close else listing
 
@@ -128,10 +130,10 @@ def edits(name: str, other: str) -> int:
     row = list(range(len(other) + 1))
     for number, letter in enumerate(name, 1):
         above, before, row = before, row, [number]
-        for place, one in enumerate(other, 1):
-            costs = [row[-1] + 1, before[place] + 1, before[place - 1] + (letter != one)]
-            if number > 1 and place > 1 and (letter, name[number - 2]) == (other[place - 2], one):
-                costs.append(above[place - 2] + 1)
+        for index, item in enumerate(other, 1):
+            costs = [row[-1] + 1, before[index] + 1, before[index - 1] + (letter != item)]
+            if number > 1 and index > 1 and (letter, name[number - 2]) == (other[index - 2], item):
+                costs.append(above[index - 2] + 1)
             row.append(min(costs))
     return row[-1]
 

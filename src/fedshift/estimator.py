@@ -159,8 +159,8 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
     def predict(self, X: Any) -> npt.NDArray[Any]:
         """The class of each sample (n,)."""
         chosen = self.predict_proba(X).argmax(axis=1)
-        found: npt.NDArray[Any] = self.classes_[chosen]
-        return found
+        result: npt.NDArray[Any] = self.classes_[chosen]
+        return result
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -283,10 +283,10 @@ class FederatedSurvival(_Federated):
         Raises:
             ValueError: no two samples can be compared.
         """
-        found = concordance(self.predict(X), _times_and_events(y))
-        if found is None:
+        result = concordance(self.predict(X), _times_and_events(y))
+        if result is None:
             raise ValueError("y: no two samples can be compared, since no event was seen before another time")
-        return found / 100
+        return result / 100
 
     def _task(self) -> dict[str, Any]:
         return {"task": "time_to_event"}
@@ -295,8 +295,8 @@ class FederatedSurvival(_Federated):
 def _new_samples(estimator: Any, X: Any) -> npt.NDArray[Any]:
     """Samples to predict, checked as those of training."""
     _check_no_text(X)
-    found: npt.NDArray[Any] = validate_data(estimator, X, reset=False)
-    return found
+    new_samples: npt.NDArray[Any] = validate_data(estimator, X, reset=False)
+    return new_samples
 
 
 def _check_numbers(name: str, values: Any) -> None:
@@ -322,7 +322,7 @@ def _check_no_text(X: Any) -> None:
     if hasattr(X, "columns"):
         columns = {f"column '{name}'": X[name] for name in X.columns}
     elif isinstance(X, np.ndarray) and X.ndim == 2 and X.dtype.kind in "OU":
-        columns = {f"column {place}": column for place, column in enumerate(X.T)}
+        columns = {f"column {index}": column for index, column in enumerate(X.T)}
     for name, column in columns.items():
         values = listed(column) if np.asarray(column).dtype.kind in "OUST" else []
         words = [value for value in values if isinstance(value, str | bytes) and not is_number(str(value))]

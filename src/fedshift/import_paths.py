@@ -28,10 +28,10 @@ def find(place: str) -> Any:
     """
     module_name, _, attribute = place.rpartition(":")
     module = importlib.import_module(module_name) if not module_name.endswith(".py") else import_file(module_name)
-    found = module
+    result = module
     for part in attribute.split("."):
-        found = getattr(found, part)
-    return found
+        result = getattr(result, part)
+    return result
 
 
 class Source(NamedTuple):
@@ -148,16 +148,16 @@ def imported_beside(path: Path) -> dict[str, bytes]:
         ...     [(Path(file).name, content) for file, content in imported_beside(files["own"]).items()]
         [('losses.py', b'WEIGHT = 2')]
     """
-    found: dict[str, bytes] = {}
+    result: dict[str, bytes] = {}
     waiting = [path]
     while waiting:
         for top in _imported_names(waiting.pop()):
             module, package = path.parent / f"{top}.py", path.parent / top
             for file in [module] if module.is_file() else sorted(package.rglob("*.py")):
-                if file != path and str(file) not in found:
-                    found[str(file)] = file.read_bytes()
+                if file != path and str(file) not in result:
+                    result[str(file)] = file.read_bytes()
                     waiting.append(file)
-    return dict(sorted(found.items()))
+    return dict(sorted(result.items()))
 
 
 def _imported_names(path: Path) -> set[str]:

@@ -233,13 +233,13 @@ class Model:
         frames = needed("pandas", extra="tables", what="predictions")
         path = Path(X) if isinstance(X, str) else X
         check_adapted(self.trained, self.folder, accept=accept_shift)
-        found = self.trained.predict(path, accept_shift=accept_shift, written=how_written(written or {}))
-        columns: dict[str, Any] = {"id": [one.name for one in found]}
-        if any(one.label is not None for one in found):
-            columns["label"] = [one.label for one in found]
-        columns["predicted"] = [one.predicted for one in found]
+        result = self.trained.predict(path, accept_shift=accept_shift, written=how_written(written or {}))
+        columns: dict[str, Any] = {"id": [item.name for item in result]}
+        if any(item.label is not None for item in result):
+            columns["label"] = [item.label for item in result]
+        columns["predicted"] = [item.predicted for item in result]
         for number, name in enumerate(self.classes_):
-            columns[f"score_{name}"] = [one.probabilities[number] for one in found]
+            columns[f"score_{name}"] = [item.probabilities[number] for item in result]
         return frames.DataFrame(columns)
 
     def _stored(self, X: Samples, accept_shift: bool, written: Written) -> Any:
@@ -249,13 +249,13 @@ class Model:
         return samples.inputs
 
     def __repr__(self) -> str:
-        said = self.metadata
-        target = said.get("unseen") or said.get("adapted_to")
+        text = self.metadata
+        target = text.get("unseen") or text.get("adapted_to")
         parts = [
-            said["method"]["name"],
-            f"sources {', '.join(said['sources'])}",
+            text["method"]["name"],
+            f"sources {', '.join(text['sources'])}",
             *([f"target {target}"] if target else []),
-            f"seed {said['seed']}",
+            f"seed {text['seed']}",
             f"classes {', '.join(self.classes_)}",
         ]
         return f"Model({'; '.join(parts)})"

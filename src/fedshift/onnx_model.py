@@ -133,7 +133,7 @@ class OnnxModel:
         if shift.refusal is not None and not accept_shift:
             raise TooUnlike(f"{shift.refusal}. Mend the data, or predict all the same: accept_shift")
         told = [self._told(scores) for scores in self._scores(inputs)]
-        predictions = [{"id": name, **one} for name, one in zip(names, told, strict=True)]
+        predictions = [{"id": name, **item} for name, item in zip(names, told, strict=True)]
         return {"predictions": predictions, "warning": shift.warning}
 
     def estimate(self, rows: Sequence[Any]) -> Estimate:
@@ -180,25 +180,25 @@ class OnnxModel:
         samples = inputs if inputs.dtype == np.int64 else inputs.astype(np.float32)
         parts = [samples[begin : begin + _BATCH] for begin in range(0, len(samples), _BATCH)]
         try:
-            found = [self.session.run(None, {"samples": part})[0] for part in parts]
+            result = [self.session.run(None, {"samples": part})[0] for part in parts]
         except Exception as error:
             raise UserError(f"rows: ONNX Runtime cannot run the model on them ({type(error).__name__})") from None
-        return np.concatenate(found).astype(np.float64)
+        return np.concatenate(result).astype(np.float64)
 
     def _told(self, scores: npt.NDArray[np.float64]) -> dict[str, Any]:
         if self.task in ("regression", "time_to_event"):
             return {"predicted": float(scores[0])}
         shares = dict(zip(self.classes, scores.tolist(), strict=True))
         if self.task == "multi_label":
-            said = ", ".join(name for name, share in shares.items() if share > _CALLED)
+            text = ", ".join(name for name, share in shares.items() if share > _CALLED)
         else:
-            said = self.classes[int(scores.argmax())]
-        return {"predicted": said, "probabilities": shares}
+            text = self.classes[int(scores.argmax())]
+        return {"predicted": text, "probabilities": shares}
 
 
 def _notes(session: Any) -> dict[str, str]:
-    found: dict[str, str] = session.get_modelmeta().custom_metadata_map
-    return found
+    notes: dict[str, str] = session.get_modelmeta().custom_metadata_map
+    return notes
 
 
 class _LeftOut(BaseModel):
@@ -256,7 +256,7 @@ def _array(rows: Sequence[Any], preprocessing: Preprocessing, input_shape: tuple
         return values.astype(np.uint8)
     if kind == "tokens":
         return values.astype(np.int64)
-    found = values.astype(np.float32)
-    if not np.isfinite(found).all():
+    array = values.astype(np.float32)
+    if not np.isfinite(array).all():
         raise UserError("rows hold values that are not finite numbers: leave these rows out")
-    return found
+    return array

@@ -86,8 +86,8 @@ def for_children() -> dict[str, str]:
 
 def inherited() -> Mapping[str, list[str]]:
     """What a worker's parent let pass: path → checksums."""
-    found: Mapping[str, list[str]] = json.loads(os.environ.get(INHERITED, "{}"))
-    return found
+    result: Mapping[str, list[str]] = json.loads(os.environ.get(INHERITED, "{}"))
+    return result
 
 
 @contextmanager
@@ -154,15 +154,15 @@ def _known() -> dict[str, list[str]]:
     """
     file = place()
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        result = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError):
-        found = None
-    if isinstance(found, dict) and all(
-        isinstance(some, list) and all(isinstance(one, str) for one in some) for some in found.values()
+        result = None
+    if isinstance(result, dict) and all(
+        isinstance(some, list) and all(isinstance(item, str) for item in some) for some in result.values()
     ):
-        return found
+        return result
     raise UserError(f"{file}, the list of code that you trust, cannot be read: remove it, and trust the code again")
 
 

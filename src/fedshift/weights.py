@@ -97,16 +97,16 @@ class NamedTensors(Mapping[str, Tensor]):
             UserError: they differ.
         """
         for name, expected in reference.items():
-            found = self._tensors.get(name)
-            if found is None:
+            result = self._tensors.get(name)
+            if result is None:
                 raise UserError(f"{who}: tensor '{name}' is missing; do all sites use the same model?")
-            if found.shape != expected.shape:
+            if result.shape != expected.shape:
                 raise UserError(
-                    f"{who}: tensor '{name}' has shape {tuple(found.shape)}, expected {tuple(expected.shape)}; "
+                    f"{who}: tensor '{name}' has shape {tuple(result.shape)}, expected {tuple(expected.shape)}; "
                     "do all sites use the same model and classes?"
                 )
-            if found.dtype != expected.dtype:
-                raise UserError(f"{who}: tensor '{name}' is {found.dtype}, expected {expected.dtype}")
+            if result.dtype != expected.dtype:
+                raise UserError(f"{who}: tensor '{name}' is {result.dtype}, expected {expected.dtype}")
         if len(self) > len(reference):
             extra = next(name for name in self._tensors if name not in reference)
             raise UserError(f"{who}: tensor '{extra}' is not expected; do all sites use the same model?")

@@ -198,9 +198,9 @@ def test_ledger_of_a_model_with_batch_norm() -> None:
     assert ledger.total["down"]["weights"] == 2 * size
     assert ledger.by_site["a"]["down"] == {"weights": 2 * size}
     saved, later = json.loads(json.dumps(ledger.saved())), Ledger()
-    later.restore(saved)
+    later.restore(saved["bytes"], saved["bytes_by_site"])
     assert (later.total, later.by_site) == (ledger.total, ledger.by_site), "a run goes on from its checkpoint"
-    later.restore({"bytes": saved["bytes"]})
+    later.restore(saved["bytes"])
     later.record(3, "fit", "a", "down", {"weights": update.weights})
     assert later.total["down"]["weights"] == 3 * size
     assert later.by_site is None, "a checkpoint of before does not say what sites sent until then"

@@ -215,16 +215,16 @@ def test_memory_is_declared_and_state_survives_a_file(name: str, tmp_path: Path)
     state = start_run(method, where, start_of(method))
     for _ in range(2):
         where.settle()
-        header = {"exchange": where.progress.exchange, "used": where.progress.used}
-        folder.save_checkpoint(state, where.save_memory(folder.memory), header)
+        now = {"exchange": where.progress.exchange, "used": where.progress.used}
+        folder.save_checkpoint(state, where.save_memory(folder.memory), now)
         found = folder.load_checkpoint()
         assert found is not None
         loaded, header = found
         assert (loaded.weights, loaded.round, dict(loaded.numbers)) == (state.weights, state.round, dict(state.numbers))
         assert dict(loaded.parts) == dict(state.parts)
         where = federation(method, **KEPT)
-        where.progress.exchange, where.progress.used = header["exchange"], header["used"]
-        where.load_memory(folder.memory, header["memory"])
+        where.progress.exchange, where.progress.used = header.exchange, header.used
+        where.load_memory(folder.memory, header.memory)
         state = step_on(method, where, loaded)
     assert state.weights == play.states[-1].weights
     assert state.report == play.states[-1].report

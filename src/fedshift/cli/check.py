@@ -17,12 +17,12 @@ def check_file(path: Path, overrides: Sequence[str], runs: Path = Path("runs"), 
     ``noise_cost``: also train with and without noise, and print the accuracies.
     """
     experiment = load(path, overrides)
-    found = check(experiment, runs)
+    result = check(experiment, runs)
     console = safe_console()
-    print_blocks(console, of_plan(experiment, found))
+    print_blocks(console, of_plan(experiment, result))
     if noise_cost:
         print_blocks(console, _of_noise(experiment))
-    print_blocks(console, of_runs(experiment, found, runs / experiment.name))
+    print_blocks(console, of_runs(experiment, result, runs / experiment.name))
 
 
 def _of_noise(experiment: Experiment) -> Iterator[Block]:

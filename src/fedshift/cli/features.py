@@ -30,17 +30,17 @@ def features_file(path: Path, overrides: Sequence[str]) -> None:
     """Compute the features of an experiment's images, with a progress bar, then print a line for each site."""
     errors = safe_console(stderr=True)
     try:
-        found = _watched(load(path, overrides), errors)
+        result = _watched(load(path, overrides), errors)
     except KeyboardInterrupt:
         errors.print("interrupted: run the same command again to continue after the last images", highlight=False)
         sys.exit(130)
     table = Table(box=None, pad_edge=False)
     for column in ("site", "images", "features", "computed now", "images/s", "file"):
         table.add_column(column, justify="left" if column in ("site", "file") else "right", overflow="fold")
-    for name, one in found.items():
-        number, width = one.features.shape
-        speed = f"{one.computed / one.seconds:.1f}" if one.seconds else "–"
-        table.add_row(escape(name), str(number), str(width), str(one.computed), speed, escape(str(one.path)))
+    for name, item in result.items():
+        number, width = item.features.shape
+        speed = f"{item.computed / item.seconds:.1f}" if item.seconds else "–"
+        table.add_row(escape(name), str(number), str(width), str(item.computed), speed, escape(str(item.path)))
     safe_console().print(table)
 
 

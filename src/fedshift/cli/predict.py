@@ -103,6 +103,6 @@ def print_predictions(
         rows = []
         for p in predictions:
             label = [p.label or ""] if labelled else []
-            said = f"{p.predicted:.6g}" if isinstance(p.predicted, float) else p.predicted
-            rows.append([p.name, *label, said, *([f"{max(p.probabilities):.3f}"] if p.probabilities else [])])
+            text = f"{p.predicted:.6g}" if isinstance(p.predicted, float) else p.predicted
+            rows.append([p.name, *label, text, *([f"{max(p.probabilities):.3f}"] if p.probabilities else [])])
         safe_console().print(Folded(head, rows, words=range(1, len(head))))

@@ -174,8 +174,8 @@ def _show_budget(experiment: Experiment, ladder: Sequence[Rung], out: Sequence[s
         batches = f"{round(rung.share * budget):,}"
         rows.append([str(rung.number), str(rung.methods), str(runs * rung.methods), batches, f"{cost:.2f}"])
     console.print(Folded(["rung", "methods", "runs", "mini-batches per site", "hours"], rows))
-    said = f"not read: {', '.join(out)}; " if out else "all sites take part; "
-    console.print(f"{said}training of all runs: about {total:.2f} h", markup=False, highlight=False, soft_wrap=True)
+    text = f"not read: {', '.join(out)}; " if out else "all sites take part; "
+    console.print(f"{text}training of all runs: about {total:.2f} h", markup=False, highlight=False, soft_wrap=True)
 
 
 def _climb(

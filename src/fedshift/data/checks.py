@@ -211,15 +211,15 @@ def check_finite(where: str, features: npt.NDArray[np.generic]) -> None:
 
 
 def _warnings(dataset: DataSet) -> list[str]:
-    found = []
+    result = []
     known: dict[str, str] = {}
     for name in dataset.classes:
         like = known.setdefault("".join(name.split()).casefold(), name)
         if like != name:
-            found.append(
+            result.append(
                 f"classes '{like}' and '{name}' differ only in spaces or capitals: use one spelling for one class"
             )
-    return [*found, *_absent(dataset), *_tiny(dataset)]
+    return [*result, *_absent(dataset), *_tiny(dataset)]
 
 
 def _absent(dataset: DataSet) -> Iterator[str]:
@@ -289,11 +289,11 @@ def agreed_classes(found: Mapping[str, Collection[str]], *, what: str, allow_mis
         unlike: dict[frozenset[str], str] = {}  # of thousands of sites, few differ in their classes
         for site, names in found.items():
             unlike.setdefault(frozenset(names), site)
-        for (first, one), (second, other) in combinations(unlike.items(), 2):
+        for (first, item), (second, other) in combinations(unlike.items(), 2):
             if not first <= second and not second <= first:
                 raise UserError(
-                    f"{what} differ between sites: '{one}' has {_listing(first)}; '{other}' has {_listing(second)}. "
-                    f"{_spelt_otherwise(one, first - second, second - first)}"
+                    f"{what} differ between sites: '{item}' has {_listing(first)}; '{other}' has {_listing(second)}. "
+                    f"{_spelt_otherwise(item, first - second, second - first)}"
                     "Make the names equal (of tables: data.labels), or set data.missing_classes=allow if each truly "
                     "lacks a class of the other"
                 )

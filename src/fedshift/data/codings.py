@@ -75,7 +75,7 @@ class Column:
             with contextlib.suppress(ValueError):
                 by_value[float(cell)] += count
         order = sorted(by_value)
-        rows = np.array([by_value[one] for one in order], dtype=np.int64)
+        rows = np.array([by_value[item] for item in order], dtype=np.int64)
         return cls(np.array(order, dtype=np.float64), rows, missing)
 
     @cached_property
@@ -89,8 +89,8 @@ class Column:
 
     def repeated(self) -> list[float]:
         """The values that a considerable share of the rows has."""
-        found: list[float] = self.values[self.rows / self.count >= _REPEATED].tolist() if self.count else []
-        return found
+        result: list[float] = self.values[self.rows / self.count >= _REPEATED].tolist() if self.count else []
+        return result
 
     def without(self, values: Sequence[float]) -> Column:
         """The other values."""
@@ -143,21 +143,21 @@ def counted(table: Columns, numeric: Sequence[str], categorical: Sequence[str]) 
 
 def missing_cells(columns: Counted) -> dict[str, dict[str, tuple[int, int]]]:
     """Column → site → its missing cells and its rows, for each column that misses a value anywhere."""
-    found: dict[str, dict[str, tuple[int, int]]] = {}
+    result: dict[str, dict[str, tuple[int, int]]] = {}
     for site, of_site in columns.items():
         for name, column in of_site.items():
-            found.setdefault(name, {})[site] = column.missing, column.missing + column.count
-    return {name: sites for name, sites in found.items() if any(missing for missing, _ in sites.values())}
+            result.setdefault(name, {})[site] = column.missing, column.missing + column.count
+    return {name: sites for name, sites in result.items() if any(missing for missing, _ in sites.values())}
 
 
 def numbers_of(columns: Counted) -> Numbers:
     """The numeric columns."""
-    found: dict[str, dict[str, Column]] = {}
+    numbers: dict[str, dict[str, Column]] = {}
     for site, of_site in columns.items():
         for name, column in of_site.items():
             if isinstance(column, Column):
-                found.setdefault(in_quotes(name), {})[site] = column
-    return found
+                numbers.setdefault(in_quotes(name), {})[site] = column
+    return numbers
 
 
 def in_quotes(column: str) -> str:
@@ -184,10 +184,10 @@ def number_warnings(numbers: Numbers, codes: Mapping[str, Sequence[float]]) -> I
     """
     for name, sites in numbers.items():
         differences = list(_codes(name, sites, codes[name])) or list(_other_digits(name, sites))
-        if not differences and any(len(one.values) == 1 for one in sites.values()):
+        if not differences and any(len(item.values) == 1 for item in sites.values()):
             named = {
-                site: {f"{value:g}": int(rows) for value, rows in zip(one.values, one.rows, strict=True)}
-                for site, one in sites.items()
+                site: {f"{value:g}": int(rows) for value, rows in zip(item.values, item.rows, strict=True)}
+                for site, item in sites.items()
             }
             differences = list(_constant(name, named))
         yield from differences
@@ -195,15 +195,15 @@ def number_warnings(numbers: Numbers, codes: Mapping[str, Sequence[float]]) -> I
 
 def named_warnings(columns: Counted) -> Iterator[str]:
     """Categories that other sites spell otherwise or do not have, and columns with a single one at some site."""
-    found: dict[str, dict[str, Mapping[str, int]]] = {}
+    result: dict[str, dict[str, Mapping[str, int]]] = {}
     for site, of_site in columns.items():
         for name, column in of_site.items():
             if isinstance(column, Categories):
-                found.setdefault(name, {})[site] = column.names
-    for name, sites in found.items():
+                result.setdefault(name, {})[site] = column.names
+    for name, sites in result.items():
         if any(map(names_rows, (*sites.values(), _together(sites)))):
             continue  # a warning shows no number of a patient, whatever may leave the site
-        shown = {site: {quoted(what): count for what, count in one.items()} for site, one in sites.items()}
+        shown = {site: {quoted(what): count for what, count in item.items()} for site, item in sites.items()}
         yield from (
             list(category_warnings(name, sites)) or list(_slips(name, sites)) or list(_constant(in_quotes(name), shown))
         )
@@ -312,7 +312,7 @@ def _unconnected(sites: Mapping[str, Mapping[str, int | None]]) -> list[tuple[li
 
 def _slips(column: str, sites: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
     """A site that spells a category otherwise in a few of its rows, where it has both spellings."""
-    found = []
+    result = []
     for site, named in sites.items():
         by_spelling: dict[str, list[str]] = {}
         for category in named:
@@ -321,9 +321,9 @@ def _slips(column: str, sites: Mapping[str, Mapping[str, int]]) -> Iterator[str]
             rare = min(same, key=lambda category: named[category])
             if len(same) > 1 and named[rare] < _RARE * sum(named.values()):
                 usual = max(same, key=lambda category: named[category])
-                found.append(f"{quoted(rare)} ({named[rare]} rows) and {quoted(usual)} at '{site}'")
-    if found:
-        yield f"column '{column}' spells a category in more than one way: {_listed(found)}; {_ONE_SPELLING}"
+                result.append(f"{quoted(rare)} ({named[rare]} rows) and {quoted(usual)} at '{site}'")
+    if result:
+        yield f"column '{column}' spells a category in more than one way: {_listed(result)}; {_ONE_SPELLING}"
 
 
 def quoted(category: str) -> str:
@@ -361,8 +361,8 @@ def _has(sites: Sequence[str]) -> str:
 
 def codes_of(sites: Mapping[str, Column]) -> list[float]:
     """The numbers at the ends of a column's range that look like codes for "missing"."""
-    ends = {float(value) for one in sites.values() if one.count for value in (one.values[0], one.values[-1])}
-    repeated = {value for one in sites.values() for value in one.repeated()}
+    ends = {float(value) for site in sites.values() if site.count for value in (site.values[0], site.values[-1])}
+    repeated = {value for site in sites.values() for value in site.repeated()}
     suspects = sorted(ends & repeated)
     if not suspects:
         return []
@@ -377,10 +377,10 @@ def _codes(column: str, sites: Mapping[str, Column], found: Sequence[float]) -> 
         return
     mean, deviation = moments_of(pooled(list(sites.values())).without(found))
     where = [
-        f"{value:g} in {_share(one.share(value))} of the rows of '{site}'"
+        f"{value:g} in {_share(item.share(value))} of the rows of '{site}'"
         for value in found
-        for site, one in sites.items()
-        if one.share(value) > 0
+        for site, item in sites.items()
+        if item.share(value) > 0
     ]
     means = "it means" if len(found) == 1 else "they mean"
     yield (
@@ -391,9 +391,9 @@ def _codes(column: str, sites: Mapping[str, Column], found: Sequence[float]) -> 
 
 def pooled(columns: Sequence[Column]) -> Column:
     """The values of several sites together."""
-    values, place = np.unique(np.concatenate([one.values for one in columns]), return_inverse=True)
-    weights = np.concatenate([one.rows for one in columns])
-    return Column(values, np.bincount(place.reshape(-1), weights, len(values)).astype(np.int64))
+    values, position = np.unique(np.concatenate([column.values for column in columns]), return_inverse=True)
+    weights = np.concatenate([column.rows for column in columns])
+    return Column(values, np.bincount(position.reshape(-1), weights, len(values)).astype(np.int64))
 
 
 def _is_code(value: float, rest: Column, sites: Mapping[str, Column]) -> bool:
@@ -404,7 +404,7 @@ def _is_code(value: float, rest: Column, sites: Mapping[str, Column]) -> bool:
     """
     if len(rest.values) < _FEW or rest.values[0] < value < rest.values[-1]:
         return False
-    if not any(one.share(value) >= _REPEATED and one.share(value) * one.count >= _FEW for one in sites.values()):
+    if not any(site.share(value) >= _REPEATED and site.share(value) * site.count >= _FEW for site in sites.values()):
         return False
     _, deviation = moments_of(rest)
     gap = float(np.abs(rest.values - value).min())
@@ -415,7 +415,7 @@ def _is_code(value: float, rest: Column, sites: Mapping[str, Column]) -> bool:
         return True
     if value < 0 <= rest.values[0]:
         return True
-    return value != 0 and len(rest.values) >= _MANY and any(_is_frequent(value, one) for one in sites.values())
+    return value != 0 and len(rest.values) >= _MANY and any(_is_frequent(value, site) for site in sites.values())
 
 
 def _is_frequent(value: float, column: Column) -> bool:
@@ -434,7 +434,7 @@ def moments_of(column: Column) -> Moments:
 
 def _other_digits(column: str, sites: Mapping[str, Column]) -> Iterator[str]:
     """A column of two values, such as 0 and 1, that is written with other two at some sites, such as 1 and 2."""
-    pairs = {site: tuple(one.values.tolist()) for site, one in sites.items() if one.count >= _ENOUGH}
+    pairs = {site: tuple(item.values.tolist()) for site, item in sites.items() if item.count >= _ENOUGH}
     known = {site: pair for site, pair in pairs.items() if len(pair) == 2}
     if len(set(known.values())) > 1 and all(len(pair) <= 2 for pair in pairs.values()):
         listed = [f"{low:g} and {high:g} at '{site}'" for site, (low, high) in known.items()]
@@ -447,7 +447,7 @@ def _share(share: float) -> str:
 
 def _constant(column: str, sites: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
     """A column with one value in all rows of a site, where chance would not have it so."""
-    found = []
+    result = []
     for site, named in sites.items():
         if len(named) != 1 or (rows := sum(named.values())) < _ENOUGH:
             continue
@@ -456,17 +456,17 @@ def _constant(column: str, sites: Mapping[str, Mapping[str, int]]) -> Iterator[s
         elsewhere = sum(sum(other.values()) for other in others)
         share = sum(other.get(value, 0) for other in others) / elsewhere if elsewhere else 1.0
         if share**rows < _CHANCE:
-            found.append(f"{value} in all {rows} rows with a value at '{site}' and in {100 * share:.3g} % elsewhere")
-    if found:
-        yield f"{column} never changes at some sites: {_listed(found)}"
+            result.append(f"{value} in all {rows} rows with a value at '{site}' and in {100 * share:.3g} % elsewhere")
+    if result:
+        yield f"{column} never changes at some sites: {_listed(result)}"
 
 
 def fewer(warnings: Iterable[str], most: int = 10) -> Iterator[str]:
     """The first warnings, and how many more there are."""
-    found = list(warnings)
-    yield from found[:most]
-    if len(found) > most:
-        yield f"{len(found) - most} more columns look wrong in one of these ways"
+    result = list(warnings)
+    yield from result[:most]
+    if len(result) > most:
+        yield f"{len(result) - most} more columns look wrong in one of these ways"
 
 
 # Sums -----------------------------------------------------------------------------------------------------------------
@@ -477,10 +477,10 @@ Moments = tuple[float, float]
 
 def scale_warnings(columns: Mapping[str, Mapping[str, Moments]]) -> Iterator[str]:
     """A warning about numeric columns whose scale differs between sites; ``columns``: column → site → its moments."""
-    found = [text for column, sites in columns.items() if (text := _differs(column, sites))]
-    if found:
-        more = f"; and {len(found) - _MOST_NAMED} more columns" if len(found) > _MOST_NAMED else ""
-        yield f"columns differ in scale between sites, as in other units: {'; '.join(found[:_MOST_NAMED])}{more}"
+    result = [text for column, sites in columns.items() if (text := _differs(column, sites))]
+    if result:
+        more = f"; and {len(result) - _MOST_NAMED} more columns" if len(result) > _MOST_NAMED else ""
+        yield f"columns differ in scale between sites, as in other units: {'; '.join(result[:_MOST_NAMED])}{more}"
 
 
 def _differs(column: str, sites: Mapping[str, Moments]) -> str:
@@ -506,7 +506,7 @@ def sums_warnings(columns: Mapping[str, Mapping[str, tuple[int, float, float]]])
     """
     scaled = {}
     for column, sums in columns.items():
-        known = {site: of_sums(*one) for site, one in sums.items() if one[0] >= _ENOUGH}
+        known = {site: of_sums(*item) for site, item in sums.items() if item[0] >= _ENOUGH}
         constant = {site: mean for site, (mean, deviation) in known.items() if deviation == 0}
         zero_or_one = all(abs(total - squares) <= 1e-9 * (1 + abs(squares)) for _, total, squares in sums.values())
         if zero_or_one:
@@ -516,7 +516,7 @@ def sums_warnings(columns: Mapping[str, Mapping[str, tuple[int, float, float]]])
                 f"{mean:g} in all {sums[site][0]} rows with a value at '{site}'" for site, mean in constant.items()
             ]
             yield f"{column} never changes at some sites: {_listed(listed)}"
-        scaled[column] = {site: one for site, one in known.items() if sums[site][0] >= _SITE}
+        scaled[column] = {site: item for site, item in known.items() if sums[site][0] >= _SITE}
     yield from scale_warnings({column: sites for column, sites in scaled.items() if _in_proportion(sites)})
 
 

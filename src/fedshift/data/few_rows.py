@@ -39,7 +39,7 @@ def few_rows(statistics: TableStatistics, given: Mapping[str, Any], samples: int
     for name, rows in zip(given["categorical"], statistics.rows, strict=True):
         parts.append((name, "categories", sorted(rows.values())))
     few = (Few(name, part, tuple(n for n in rows if 0 < n < least)) for name, part, rows in parts)
-    return tuple(one for one in few if one.rows)
+    return tuple(item for item in few if item.rows)
 
 
 def without_few(
@@ -58,12 +58,12 @@ def without_few(
         samples: rows of the table.
     """
     told = {**given, **{name: list(given[name]) for name in ("count", "total", "squares", "any_missing")}}
-    missing = {one.column for one in few if one.part == "missing cells"}
-    for place, name in enumerate(given["numeric"]):
-        if name in missing and given["count"][place]:
+    missing = {item.column for item in few if item.part == "missing cells"}
+    for index, name in enumerate(given["numeric"]):
+        if name in missing and given["count"][index]:
             for sums in ("total", "squares"):
-                told[sums][place] = given[sums][place] * (samples / given["count"][place])
-            told["count"][place], told["any_missing"][place] = samples, False
+                told[sums][index] = given[sums][index] * (samples / given["count"][index])
+            told["count"][index], told["any_missing"][index] = samples, False
     told["categories"] = [
         sorted(category for category, count in rows.items() if count >= least) for rows in statistics.rows
     ]

@@ -47,8 +47,8 @@ def load_hdf5(
                 raise UserError(f"data file {path} has no array '{lacking[0]}'; it holds: {held}")
             wanted += [name for name in optional if name in names and name not in wanted]
             chosen = {name: _inside(h5py, path, file, name) for name in wanted}
-            sizes.check_size(path, sum(math.prod(one.shape) * one.dtype.itemsize for one in chosen.values()))
-            return {name: _values(h5py, path, name, one) for name, one in chosen.items()}
+            sizes.check_size(path, sum(math.prod(item.shape) * item.dtype.itemsize for item in chosen.values()))
+            return {name: _values(h5py, path, name, item) for name, item in chosen.items()}
     except UserError:
         raise
     except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
@@ -71,8 +71,8 @@ def _inside(h5py: Any, path: Path, file: Any, name: str) -> Any:
 
 def _values(h5py: Any, path: Path, name: str, stored: Any) -> npt.NDArray[np.generic]:
     if h5py.check_string_dtype(stored.dtype) is not None:
-        found: npt.NDArray[np.generic] = np.asarray(stored.asstr()[()], dtype=np.str_)
-        return found
+        result: npt.NDArray[np.generic] = np.asarray(stored.asstr()[()], dtype=np.str_)
+        return result
     if stored.dtype.kind not in "biuf":
         raise UserError(f"data file {path}: '{name}' holds values of type {stored.dtype}: save numbers or texts")
     plain: npt.NDArray[np.generic] = stored[()]

@@ -129,8 +129,8 @@ def is_image(name: str) -> bool:
 
 def on_disk(path: Path) -> ImageFile:
     """An image file in a folder; its stamp is its size and time of change."""
-    found = path.stat()
-    return ImageFile(str(path), f"{found.st_size} {found.st_mtime_ns}", lambda: path.open("rb"))
+    result = path.stat()
+    return ImageFile(str(path), f"{result.st_size} {result.st_mtime_ns}", lambda: path.open("rb"))
 
 
 def in_zip(archive: zipfile.ZipFile, name: str) -> ImageFile:
@@ -410,12 +410,12 @@ def unreadable(files: Sequence[ImageFile], window: Window | None = None) -> list
         return False
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        found = [file.name for file, failed in zip(files, pool.map(fails, files), strict=True) if failed]
+        result = [file.name for file, failed in zip(files, pool.map(fails, files), strict=True) if failed]
     if closed:
-        write_private(target, json.dumps({"unreadable": found}).encode())
+        write_private(target, json.dumps({"unreadable": result}).encode())
     else:
-        write_object(target, {"unreadable": found})
-    return found
+        write_object(target, {"unreadable": result})
+    return result
 
 
 def decoded(
@@ -566,12 +566,12 @@ def _cached(path: Path, shape: tuple[int, ...]) -> Decoded | None:
     try:
         if not _is_whole(path):
             return None
-        found = np.load(path, mmap_mode="r", allow_pickle=False)
-        if found.shape != shape or found.dtype != np.uint8:
+        result = np.load(path, mmap_mode="r", allow_pickle=False)
+        if result.shape != shape or result.dtype != np.uint8:
             return None
         with path.open("rb") as stream:
-            stream.seek(found.offset + found.nbytes)
-            return _with_what_is_beside(found, stream.read())
+            stream.seek(result.offset + result.nbytes)
+            return _with_what_is_beside(result, stream.read())
     except _NOT_WHOLE:
         return None
 

@@ -90,7 +90,7 @@ def samples_in_memory(samples: Any, preprocessing: Preprocessing) -> tuple[list[
 
 def _texts(samples: Any, text: TextEncoding) -> Columns:
     """The table of texts in memory."""
-    if isinstance(samples, str) or not all(isinstance(one, str) for one in samples):
+    if isinstance(samples, str) or not all(isinstance(sample, str) for sample in samples):
         raise UserError("X: the model reads text: give a list of texts, a data frame, or the path of a .csv")
     return from_columns("X", {text.column: list(samples)})
 
@@ -189,11 +189,13 @@ def _images(path: Path, preprocessing: Preprocessing) -> tuple[list[str], Stored
     names, entries = [], list[ImageFile]()
     for file in files:
         name = path.name if path.is_file() else file.relative_to(path).as_posix()
-        found = (
-            [one.image for one in slices_of(file, window=preprocessing.window)] if is_medical(file) else [on_disk(file)]
+        result = (
+            [item.image for item in slices_of(file, window=preprocessing.window)]
+            if is_medical(file)
+            else [on_disk(file)]
         )
-        names += [name if len(found) == 1 else f"{name}[{number}]" for number in range(len(found))]
-        entries += found
+        names += [name if len(result) == 1 else f"{name}[{number}]" for number in range(len(result))]
+        entries += result
     if not entries:
         raise UserError(f"{path} holds DICOM without an image: give an image or a folder of images")
     return names, np.stack([decode(entry, channels, height, width, window=preprocessing.window) for entry in entries])
@@ -203,11 +205,11 @@ def _image_files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     return sorted(
-        found
-        for found in path.rglob("*")
-        if not any(part.startswith(".") for part in found.relative_to(path).parts)
-        and found.is_file()
-        and (is_image(found.name) or is_medical(found))
+        result
+        for result in path.rglob("*")
+        if not any(part.startswith(".") for part in result.relative_to(path).parts)
+        and result.is_file()
+        and (is_image(result.name) or is_medical(result))
     )
 
 

@@ -73,8 +73,8 @@ def find(candidates: Sequence[str]) -> Path | None:
 def not_found(what: str, candidates: Sequence[str], how_to_get: str) -> UserError:
     """The error for a data set that was not found: what was searched, where, and how to get it."""
     root = data_root()
-    place = f"not below {DATA_VARIABLE} ({root})" if root else f"{DATA_VARIABLE} is not set"
-    return UserError(f"{what} not found: {place}; looked for {', '.join(candidates)}. {how_to_get}")
+    text = f"not below {DATA_VARIABLE} ({root})" if root else f"{DATA_VARIABLE} is not set"
+    return UserError(f"{what} not found: {text}; looked for {', '.join(candidates)}. {how_to_get}")
 
 
 def require(what: str, candidates: Sequence[str], how_to_get: str) -> Path:
@@ -88,10 +88,10 @@ def require(what: str, candidates: Sequence[str], how_to_get: str) -> Path:
     Raises:
         UserError: none of the paths exists.
     """
-    found = find(candidates)
-    if found is None:
+    result = find(candidates)
+    if result is None:
         raise not_found(what, candidates, how_to_get)
-    return found
+    return result
 
 
 def load_arrays(
@@ -185,8 +185,8 @@ def _download(address: str) -> bytes:
         with urlopen(address, timeout=60) as answer:
             data: bytes = answer.read(_LARGEST_DOWNLOAD + 1)
     except (URLError, OSError, ValueError) as error:
-        said = getattr(error, "reason", None) or error
-        raise UserError(f"{address} cannot be fetched ({said}): try again later, or get it by hand") from error
+        text = getattr(error, "reason", None) or error
+        raise UserError(f"{address} cannot be fetched ({text}): try again later, or get it by hand") from error
     if len(data) > _LARGEST_DOWNLOAD:
         raise UserError(f"{address} is larger than {_LARGEST_DOWNLOAD >> 20} MiB: get it by hand")
     return data
@@ -198,10 +198,10 @@ def _member(content: bytes, name: str, address: str) -> bytes:
         return content
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            found = next(info for info in archive.infolist() if Path(info.filename).name == name)
-            if found.file_size > _LARGEST_DOWNLOAD:
+            result = next(info for info in archive.infolist() if Path(info.filename).name == name)
+            if result.file_size > _LARGEST_DOWNLOAD:
                 raise UserError(f"{name} at {address} is too large: get it by hand")
-            return archive.read(found)
+            return archive.read(result)
     except (StopIteration, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError) as error:
         raise UserError(f"the archive at {address} is damaged or holds no {name}: get it by hand") from error
 

@@ -135,10 +135,10 @@ def transforms_of(bundle: Bundle) -> list[Any]:
         raise UserError(f"{bundle.what}: its transforms cannot be made: {one_line(error)}") from error
     listed = chain.flatten().transforms if isinstance(chain, transforms.Compose) else [chain]
     return [
-        one
-        for one in listed
-        if not isinstance(one, transforms.RandomizableTrait | transforms.Randomizable)
-        and not type(one).__name__.startswith(_LOADING)
+        item
+        for item in listed
+        if not isinstance(item, transforms.RandomizableTrait | transforms.Randomizable)
+        and not type(item).__name__.startswith(_LOADING)
     ]
 
 
@@ -164,7 +164,7 @@ def transformed(
     meta_tensor = needed("monai.data", extra="volumes", what=bundle.what).MetaTensor
     there = np.diag([-1.0, -1.0, 1.0, 1.0]) @ affine[:, [2, 1, 0, 3]]  # NIfTI's coordinates, indices x, y, z
     item = {
-        kind: meta_tensor(np.stack([one.transpose(2, 1, 0) for one in some]).astype(np.float32), affine=there)
+        kind: meta_tensor(np.stack([array.transpose(2, 1, 0) for array in some]).astype(np.float32), affine=there)
         for kind, some in (("image", [values]), ("label", masks))
         if len(some)
     }
@@ -172,12 +172,12 @@ def transformed(
         for transform in transforms:
             item = transform(item)
         arrays = [
-            np.asarray(one).transpose(2, 1, 0) for kind in ("image", "label") if kind in item for one in item[kind]
+            np.asarray(array).transpose(2, 1, 0) for kind in ("image", "label") if kind in item for array in item[kind]
         ]
     except Exception as error:  # of any kind: a config is code
         raise UserError(f"{bundle.what}: its transforms fail on {name}: {one_line(error)}") from error
-    if len(arrays) != 1 + len(masks) or len({one.shape for one in arrays}) > 1:
-        shapes = ", ".join("×".join(map(str, one.shape)) for one in arrays)
+    if len(arrays) != 1 + len(masks) or len({array.shape for array in arrays}) > 1:
+        shapes = ", ".join("×".join(map(str, array.shape)) for array in arrays)
         raise UserError(f"{bundle.what}: its transforms leave of {name} and {len(masks)} masks: {shapes}")
     return arrays
 

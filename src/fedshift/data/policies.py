@@ -33,9 +33,9 @@ def with_policy(images: Tensor, policy: AugmentationPolicy, generator: torch.Gen
 def _policy(name: AugmentationPolicy) -> nn.Module:
     from torchvision import transforms
 
-    found: nn.Module = {
+    policy: nn.Module = {
         "rand_augment": transforms.RandAugment,
         "trivial_augment": transforms.TrivialAugmentWide,
         "augmix": transforms.AugMix,
     }[name]()
-    return found
+    return policy

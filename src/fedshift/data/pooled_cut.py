@@ -212,9 +212,9 @@ def site_domains(cut: PooledCut, domains: Mapping[str, Domain], whole: Sequence[
     rest = [domain for name, domain in domains.items() if name not in whole]
     if not rest:
         raise UserError("protocol.pool: no samples are left to pool")
-    found = {name: domains[name] for name in domains if name in whole}
+    result = {name: domains[name] for name in domains if name in whole}
     for site in cut.sites_of(rest):
-        if site.name in found:
+        if site.name in result:
             raise UserError(f"protocol.pool: a site would be called '{site.name}', as a domain is: rename it")
-        found[site.name] = site
-    return found
+        result[site.name] = site
+    return result

@@ -35,8 +35,10 @@ def fixed_split(cells: Sequence[str], place: Callable[[int], str]) -> tuple[Rows
         if side not in (TRAIN, TEST):
             what = "is neither train nor test" if side else "is empty"
             raise UserError(f"{place(row)}: the cell of data.split {what}: write {TRAIN} or {TEST} in every row")
-    found = [np.array([row for row, side in enumerate(sides) if side == one], dtype=np.int64) for one in (TRAIN, TEST)]
-    return found[0], found[1]
+    result = [
+        np.array([row for row, side in enumerate(sides) if side == item], dtype=np.int64) for item in (TRAIN, TEST)
+    ]
+    return result[0], result[1]
 
 
 def check_fixed_split(where: str, domain: Domain) -> None:
@@ -61,7 +63,7 @@ def check_fixed_split(where: str, domain: Domain) -> None:
 
 def check_some_train(where: str, domains: Iterable[Domain]) -> None:
     """Raise UserError where fixed splits leave no training row at any site."""
-    if all(one.fixed_split and one.train_rows is not None and len(one.train_rows) == 0 for one in domains):
+    if all(domain.fixed_split and domain.train_rows is not None and len(domain.train_rows) == 0 for domain in domains):
         raise UserError(f"{where}: data.split has no row of {TRAIN} at any site: give some sites rows of {TRAIN}")
 
 
@@ -137,13 +139,13 @@ def _groups_held_out(groups: npt.NDArray[np.int64], fraction: float, seed: int) 
     if len(unique) and unique[0] < 0:
         raise UserError(f"group numbers must not be negative, found {int(unique[0])}: number them from 0")
     block, within = np.divmod(unique, _BLOCK)
-    place = np.empty(len(unique), dtype=np.float64)
+    position = np.empty(len(unique), dtype=np.float64)
     for number in np.unique(block):
         order = np.random.default_rng([seed, 7, int(number)]).permutation(_BLOCK)
         chosen = block == number
-        place[chosen] = number * _BLOCK + order[within[chosen]]
+        position[chosen] = number * _BLOCK + order[within[chosen]]
     start = np.random.default_rng([seed, 11]).uniform(0.1, 0.9)
-    held: npt.NDArray[np.bool_] = np.floor((place + 1) * fraction + start) > np.floor(place * fraction + start)
+    held: npt.NDArray[np.bool_] = np.floor((position + 1) * fraction + start) > np.floor(position * fraction + start)
     return held[row_to_group]
 
 

@@ -115,10 +115,10 @@ class TableFormat(BaseModel):
     @field_validator("separator")
     @classmethod
     def _is_one_sign(cls, separator: str | None) -> str | None:
-        found = "\t" if separator in ("tab", "\\t") else separator
-        if found is not None and (len(found) != 1 or found.isalnum() or found in '"\r\n'):
+        text = "\t" if separator in ("tab", "\\t") else separator
+        if text is not None and (len(text) != 1 or text.isalnum() or text in '"\r\n'):
             raise ValueError(f"'{separator}' cannot separate cells: write one sign such as ';', or tab")
-        return found
+        return text
 
     @model_validator(mode="after")
     def _signs_differ(self) -> Self:
@@ -326,7 +326,7 @@ def _read_csv(path: Path, form: TableFormat, numeric: Collection[str]) -> Column
     for line, row in rows:
         if len(row) != len(names):
             raise UserError(f"{path}, line {line}: {len(row)} cells, but {counted}")
-    cells = {name: [row[place].strip() for _, row in rows] for place, name in enumerate(names)}
+    cells = {name: [row[index].strip() for _, row in rows] for index, name in enumerate(names)}
     return _with_points(Columns(str(path), _without_words(cells, form), [line for line, _ in rows]), form, numeric)
 
 
@@ -537,10 +537,10 @@ def _with_points(table: Columns, form: TableFormat, numeric: Collection[str]) ->
     cells = dict[str, list[str]]()
     for name, column in table.cells.items():
         convert = _plain(form) if name in wanted else _decimal(form)
-        found = [convert(cell) for cell in column]
-        cells[name] = [cell for cell in found if cell is not None]
-        if len(cells[name]) < len(found):
-            wrong = found.index(None)
+        result = [convert(cell) for cell in column]
+        cells[name] = [cell for cell in result if cell is not None]
+        if len(cells[name]) < len(result):
+            wrong = result.index(None)
             where = f"{table.place(wrong)}, column '{form.rename.get(name, name)}'"
             raise UserError(
                 f"{where}: '{column[wrong]}' is not a number with data.decimal: '{form.decimal}' and data.thousands: "
@@ -673,11 +673,11 @@ def _values(column: Any) -> list[Any]:
     if not hasattr(column.type, "index_type"):
         values: list[Any] = column.to_pylist()
         return values
-    found: list[Any] = []
+    result: list[Any] = []
     for chunk in column.chunks:
         known = [*chunk.dictionary.to_pylist(), None]
-        found += [known[-1 if place is None else place] for place in chunk.indices.to_pylist()]
-    return found
+        result += [known[-1 if index is None else index] for index in chunk.indices.to_pylist()]
+    return result
 
 
 def from_columns(

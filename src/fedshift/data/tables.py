@@ -238,18 +238,18 @@ def agreed_encoding(
     total = np.sum([site.total for site in statistics], axis=0)
     squares = np.sum([site.squares for site in statistics], axis=0)
     columns = []
-    for place, name in enumerate(numeric):
-        if count[place] == 0:
+    for index, name in enumerate(numeric):
+        if count[index] == 0:
             raise UserError(f"column '{name}' has no value at any site: leave it out of data.numeric")
         with np.errstate(over="ignore", invalid="ignore"):
-            mean, std = moments(int(count[place]), total[place], squares[place])
+            mean, std = moments(int(count[index]), total[index], squares[index])
         if not (math.isfinite(mean) and math.isfinite(std)):
             raise UserError(f"column '{name}' has values that are too large to standardise: give it another unit")
-        missing = any(bool(site.any_missing[place]) for site in statistics)
+        missing = any(bool(site.any_missing[index]) for site in statistics)
         columns.append(NumericColumn(name=name, mean=float(mean), std=float(std), can_be_missing=missing))
     kinds = []
-    for place, name in enumerate(categorical):
-        categories = natural_order(frozenset().union(*(site.categories[place] for site in statistics)))
+    for index, name in enumerate(categorical):
+        categories = natural_order(frozenset().union(*(site.categories[index] for site in statistics)))
         if not categories:
             raise UserError(f"column '{name}' has no value at any site: leave it out of data.categorical")
         kinds.append(CategoricalColumn(name=name, categories=categories))

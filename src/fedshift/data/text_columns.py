@@ -141,11 +141,11 @@ def _described(place: Path) -> str:
     if file.is_file():
         library = needed("tokenizers", extra="networks", what="data.tokenizer")
         try:
-            found: str = library.Tokenizer.from_file(str(file)).to_str()
+            result: str = library.Tokenizer.from_file(str(file)).to_str()
         except Exception as error:  # the library raises no narrower class
             reason = str(error).partition("\n")[0]
             raise UserError(f"data.tokenizer: {file} cannot be read as a tokenizer ({reason})") from None
-        return found
+        return result
     if not place.is_dir():
         raise UserError(f"data.tokenizer: {place} does not exist: give a tokenizer.json, or a folder that holds one")
     transformers = needed("transformers", extra="networks", what="data.tokenizer")

@@ -226,7 +226,7 @@ def random_parts(
     places = [tuple(slice(int(at), int(at) + side) for at, side in zip(row, size, strict=True)) for row in first]
 
     def cut(whole: Tensor) -> Tensor:
-        return torch.stack([sample[(slice(None), *place)] for sample, place in zip(whole, places, strict=True)])
+        return torch.stack([sample[(slice(None), *index)] for sample, index in zip(whole, places, strict=True)])
 
     return cut(volumes), None if masks is None else cut(masks)
 

@@ -70,10 +70,10 @@ class Terms(_Model):
     def without(self, other: Terms) -> Terms:
         """These terms but for those of another."""
         return Terms(
-            models=tuple(one for one in self.models if one not in other.models),
-            splits=tuple(one for one in self.splits if one not in other.splits),
-            training=tuple(one for one in self.training if one not in other.training),
-            peers=tuple(one for one in self.peers if one not in other.peers),
+            models=tuple(model for model in self.models if model not in other.models),
+            splits=tuple(model for model in self.splits if model not in other.splits),
+            training=tuple(model for model in self.training if model not in other.training),
+            peers=tuple(model for model in self.peers if model not in other.peers),
         )
 
     def with_terms(self, other: Terms) -> Terms:
@@ -134,7 +134,7 @@ class _OlderFile(_Model):
     def renewed(self) -> _File:
         """The same as the file of today. Each request becomes one of its own, of which nobody knows who asked."""
         kinds = {"models": self.models, "splits": self.splits, "peers": self.peers}
-        asked = [Terms.model_validate({kind: [one]}) for kind, lists in kinds.items() for one in lists.asked]
+        asked = [Terms.model_validate({kind: [item]}) for kind, lists in kinds.items() for item in lists.asked]
         agreed = Terms.model_validate({kind: lists.agreed for kind, lists in kinds.items()})
         requests = [AskedTerms(number=number, lacks=lacks) for number, lacks in enumerate(asked, 1)]
         return _File(agreed=agreed, asked=tuple(reversed(requests)), numbers=len(requests))
@@ -188,7 +188,7 @@ class AgreedTerms:
                 self._note(terms, lacks)
                 raise Refused(self._reason(terms, lacks))
             first = first if agree else Terms(splits=first.splits)
-            if first.training and announced is not None and not any(one.beyond(announced) for one in first.training):
+            if first.training and announced is not None and not any(item.beyond(announced) for item in first.training):
                 first = first.model_copy(update={"training": (announced,)})
             if first:
                 self._write(terms.model_copy(update={"agreed": terms.agreed.with_terms(first)}))
@@ -201,13 +201,13 @@ class AgreedTerms:
         """
         policy, missing = self._policy, asked.without(agreed)
         models = missing.models if policy.models == "first" else ()
-        if not isinstance(policy.models, str) and any(one not in policy.models for one in asked.models):
+        if not isinstance(policy.models, str) and any(model not in policy.models for model in asked.models):
             raise Refused(
                 f"site '{self._site}' refuses this network (rule policy.models lists others); a person there may add "
                 "it in SITE.yaml"
             )
         splits = missing.splits if policy.splits != "all" else ()
-        training = tuple(one for one in missing.training if self._beyond(one, agreed))
+        training = tuple(model for model in missing.training if self._beyond(model, agreed))
         if policy.approvals > 1:
             return Terms(), Terms(models=models, splits=splits, training=training)
         new = bool(splits) and not agreed.splits and policy.splits != "all" and len(splits) <= policy.splits
@@ -291,7 +291,7 @@ class AgreedTerms:
         lacks = lacks.without(_refused(terms))
         if not lacks:
             return
-        before = next((one for one in terms.asked if not one.refused and one.lacks == lacks), None)
+        before = next((item for item in terms.asked if not item.refused and item.lacks == lacks), None)
         number, times = (terms.numbers + 1, 1) if before is None else (before.number, before.times + 1)
         new = AskedTerms(
             number=number,
@@ -302,18 +302,18 @@ class AgreedTerms:
             times=times,
             approvals=before.approvals if before is not None else (),
         )
-        waiting = [new, *(one for one in terms.asked if not one.refused and one != before)]
-        refused = [one for one in terms.asked if one.refused]
+        waiting = [new, *(item for item in terms.asked if not item.refused and item != before)]
+        refused = [item for item in terms.asked if item.refused]
         asked = (*waiting[:_MOST_ASKED], *refused)
         self._write(terms.model_copy(update={"asked": asked, "numbers": max(terms.numbers, number)}))
 
     def asked(self) -> tuple[AskedTerms, ...]:
         """Requests that wait for a person, the newest first."""
-        return tuple(one for one in self._read().asked if not one.refused)
+        return tuple(item for item in self._read().asked if not item.refused)
 
     def refused(self) -> tuple[AskedTerms, ...]:
         """Requests that a person refused, the newest first."""
-        return tuple(one for one in self._read().asked if one.refused)
+        return tuple(item for item in self._read().asked if item.refused)
 
     def agreed(self) -> Terms:
         """What the site has agreed to."""
@@ -336,22 +336,27 @@ class AgreedTerms:
             terms = self._read()
             agreed, noted = terms.agreed, dict[int, tuple[Approval, ...]]()
             approvals: dict[str, Approval] = {}
-            for one in reversed(shown):  # of two certificates of a site the newer one
-                approvals = self._approvals(one, terms, by)
+            for approval in reversed(shown):  # of two certificates of a site the newer one
+                approvals = self._approvals(approval, terms, by)
                 if len(approvals) < self._policy.approvals and self._counts_people:
-                    noted[one.number] = tuple(approvals.values())
+                    noted[approval.number] = tuple(approvals.values())
                 else:
-                    agreed = agreed.with_terms(one.lacks)
+                    agreed = agreed.with_terms(approval.lacks)
             remaining = (
-                one.model_copy(
-                    update={"lacks": one.lacks.without(agreed), "approvals": noted.get(one.number, one.approvals)}
+                approval.model_copy(
+                    update={
+                        "lacks": approval.lacks.without(agreed),
+                        "approvals": noted.get(approval.number, approval.approvals),
+                    }
                 )
-                for one in terms.asked
+                for approval in terms.asked
             )
             self._write(
-                terms.model_copy(update={"agreed": agreed, "asked": tuple(one for one in remaining if one.lacks)})
+                terms.model_copy(
+                    update={"agreed": agreed, "asked": tuple(approval for approval in remaining if approval.lacks)}
+                )
             )
-        return tuple(one.person for one in approvals.values())
+        return tuple(approval.person for approval in approvals.values())
 
     @property
     def _counts_people(self) -> bool:
@@ -360,12 +365,12 @@ class AgreedTerms:
     def approvals(self, request: AskedTerms) -> tuple[str, ...]:
         """Who has approved a request, by approvals that count."""
         approvals = valid_approvals(request.approvals, self._digest(request), self._policy.approvers)
-        return tuple(one.person for one in approvals.values())
+        return tuple(approval.person for approval in approvals.values())
 
     def _approvals(self, request: AskedTerms, terms: _File, by: Approver | None) -> dict[str, Approval]:
         if by is None and self._counts_people:
             raise Refused(f"site '{self._site}': {self._people} must agree, by name (rule policy.approvals)")
-        noted = [approval for one in terms.asked if one.number == request.number for approval in one.approvals]
+        noted = [approval for item in terms.asked if item.number == request.number for approval in item.approvals]
         new = [] if by is None else [by.approve(self._digest(request))]
         return valid_approvals([*noted, *new], self._digest(request), self._policy.approvers)
 
@@ -376,10 +381,10 @@ class AgreedTerms:
         """Refuse requests for good: they are noted no more. A person may still agree to them, by number."""
         with locked(self._lock):
             terms = self._read()
-            numbers = {one.number for one in shown}
-            waiting = [one for one in terms.asked if not one.refused and one.number not in numbers]
-            new = [one.model_copy(update={"refused": True, "approvals": ()}) for one in shown if not one.refused]
-            refused = [*new, *(one for one in terms.asked if one.refused)]
+            numbers = {item.number for item in shown}
+            waiting = [item for item in terms.asked if not item.refused and item.number not in numbers]
+            new = [item.model_copy(update={"refused": True, "approvals": ()}) for item in shown if not item.refused]
+            refused = [*new, *(item for item in terms.asked if item.refused)]
             self._write(terms.model_copy(update={"asked": (*waiting, *refused[:_MOST_REFUSED])}))
 
     def _read(self) -> _File:
@@ -403,8 +408,8 @@ class AgreedTerms:
 def _refused(terms: _File) -> Terms:
     """All terms that a person refused."""
     whole = Terms()
-    for one in terms.asked:
-        whole = whole.with_terms(one.lacks) if one.refused else whole
+    for item in terms.asked:
+        whole = whole.with_terms(item.lacks) if item.refused else whole
     return whole
 
 
@@ -426,11 +431,11 @@ def asked_bounds(
     """
     epochs = [number for method in methods for number in _epochs(method.model_dump(mode="json"))]
     each = [training_of(method, training) for method in methods] or [training]
-    known = [number for one in each for number in (mini_batches, one.mini_batches, one.steps) if number is not None]
+    known = [number for item in each for number in (mini_batches, item.mini_batches, item.steps) if number is not None]
     return TrainingBounds(
-        lr=max(one.lr * max([1.0, *one.layer_rates.values()]) for one in each),
-        batch_size=min(one.batch_size for one in each),
-        rounds=max(round_number, *(one.rounds for one in each)),
+        lr=max(item.lr * max([1.0, *item.layer_rates.values()]) for item in each),
+        batch_size=min(item.batch_size for item in each),
+        rounds=max(round_number, *(item.rounds for item in each)),
         mini_batches=max(known, default=None),
         local_epochs=max(epochs, default=None),
     )

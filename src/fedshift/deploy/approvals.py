@@ -104,7 +104,7 @@ def approver(
         return None
     if not approvers:
         return Approver(" ".join(name.split()))
-    listed = {same_person(one): one for one in approvers}
+    listed = {same_person(item): item for item in approvers}
     if same_person(name) not in listed:
         raise UserError(f"--as: policy.approvers has no '{name}'; {nearest(name, approvers)}")
     person = listed[same_person(name)]
@@ -119,9 +119,9 @@ def approver(
 def valid_approvals(approvals: Iterable[Approval], digest: str, approvers: Mapping[str, str]) -> dict[str, Approval]:
     """By person, the approvals that count: of this digest and, where people have keys, signed with a listed one."""
     return {
-        same_person(one.person): one
-        for one in approvals
-        if one.of == digest and (not approvers or _is_signed(one, approvers.get(one.person)))
+        same_person(approval.person): approval
+        for approval in approvals
+        if approval.of == digest and (not approvers or _is_signed(approval, approvers.get(approval.person)))
     }
 
 

@@ -16,7 +16,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from pydantic import ValidationError
+
 from fedshift.errors import FedshiftError
+from fedshift.federation.plain_values import Frozen
 
 START = "0" * 64
 """What the first line carries as the digest of the line before it."""
@@ -26,6 +29,12 @@ _OLDER = re.compile(r', "previous": "[0-9a-f]{64}"\}$')
 """How a line of an earlier version ends, which no damage to a line with a digest of its own brings about."""
 _TAIL = 1 << 16
 _REMEDY = "keep it, and start a new one"
+
+
+class _Link(Frozen):
+    """What chains a line to the one before it."""
+
+    previous: str
 
 
 def append_line(
@@ -78,8 +87,8 @@ def checked_lines(path: Path, remedy: str = f"{_REMEDY} in its place") -> list[s
     (lines, rest), last = _split(path), START
     for number, line in enumerate(lines, 1):
         try:
-            chained = json.loads(line)["previous"] == last
-        except (ValueError, KeyError, TypeError):
+            chained = _Link.model_validate_json(line).previous == last
+        except ValidationError:
             chained = False
         if not (chained and is_undamaged(line)):
             raise FedshiftError(f"{path}, line {number}: the log was changed here; {remedy}")
@@ -108,8 +117,8 @@ def is_undamaged(line: str) -> bool:
     """Whether a line is the one that was written, by its own digest alone. Lines of earlier versions have none."""
     if _OLDER.search(line):
         return True
-    text, found, own = line.rpartition(_OWN)
-    return bool(found) and own == f'{digest_of(text + "}")}"}}'
+    text, result, own = line.rpartition(_OWN)
+    return bool(result) and own == f'{digest_of(text + "}")}"}}'
 
 
 def _split(path: Path) -> tuple[list[str], bytes]:
@@ -133,9 +142,9 @@ def _last_line(file: BinaryIO) -> tuple[str, int, bytes]:
         begin = max(0, begin - _TAIL)
         file.seek(begin)
         tail = file.read(end - begin)
-    whole, found, rest = tail.rpartition(b"\n")
+    whole, result, rest = tail.rpartition(b"\n")
     line = whole.rpartition(b"\n")[2]
-    return line.decode(errors="replace"), end - len(rest) if found else 0, rest
+    return line.decode(errors="replace"), end - len(rest) if result else 0, rest
 
 
 def _private(path: str, flags: int) -> int:

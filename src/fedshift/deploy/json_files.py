@@ -19,10 +19,10 @@ DEPLOY_AGAIN = "deploy the experiment again"
 def plain_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file of FLARE's or of a person; empty if the file is missing or holds something else."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        result = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return result if isinstance(result, dict) else {}
 
 
 def append_event(path: Path, event: Mapping[str, Any]) -> None:

@@ -12,11 +12,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Base64Bytes
 
 from fedshift.deploy.chained_log import checked_lines, digest_of, lines_of
 from fedshift.deploy.secure.identity import signing
 from fedshift.errors import FedshiftError, UserError
+from fedshift.federation.plain_values import Frozen
 from fedshift.files import write_bytes
 from fedshift.text import one_line
 
@@ -38,6 +41,27 @@ class Export:
     made: str
     digests: Sequence[str]
     lines: Sequence[str]
+
+
+class _Head(Frozen):
+    """The first line of an export, all but its signature being what was signed."""
+
+    fedshift_log: Literal[1]
+    role: str
+    name: str
+    log: str
+    made: str
+    digests: tuple[str, ...]
+    certificate: str
+    signature: Base64Bytes
+
+    @property
+    def moment(self) -> datetime.datetime:
+        """When it was made."""
+        moment = datetime.datetime.fromisoformat(self.made)
+        if moment.tzinfo is None:
+            raise ValueError("a time without its zone")
+        return moment
 
 
 def export_log(log: Path, kit: Kit, what: str, out: Path) -> int:
@@ -102,31 +126,28 @@ def read_export(file: Path, authority: Path) -> Export:
         raise UserError(f"{authority} is no readable certificate: name rootCA.pem of a kit of the project") from None
     try:
         first, *lines = file.read_bytes().decode(errors="replace").split("\n")
-        head = json.loads(first)
-        certificate = x509.load_pem_x509_certificate(head["certificate"].encode())
-        signature = base64.b64decode(head["signature"])
-        role, name, log, made = (one_line(str(head[field])) for field in ("role", "name", "log", "made"))
-        digests, moment = [str(digest) for digest in head["digests"]], datetime.datetime.fromisoformat(made)
-        whole = head["fedshift_log"] == _FORMAT and moment.tzinfo is not None
+        head, signed = _Head.model_validate_json(first), json.loads(first)
+        moment, certificate = head.moment, x509.load_pem_x509_certificate(head.certificate.encode())
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        whole = False
-    if not whole:
-        raise FedshiftError(f"{file}: its first line is not that of an export: it was changed, or is something else")
+    except ValueError:
+        raise FedshiftError(
+            f"{file}: its first line is not that of an export: it was changed, or is something else"
+        ) from None
     try:
         certificate.verify_directly_issued_by(root)
         public: Any = certificate.public_key()
-        public.verify(signature, _signed(head), *signing())
+        public.verify(head.signature, _signed(signed), *signing())
     except (ValueError, TypeError, AttributeError, InvalidSignature):
         raise FedshiftError(
             f"{file}: the signature of its first line does not fit: it was changed, or is not by a kit of this project"
         ) from None
+    role, name, log, made = map(one_line, (head.role, head.name, head.log, head.made))
     if _owner(certificate) != name:
         raise FedshiftError(f"{file}: says that it is by '{name}', and is signed by '{_owner(certificate)}'")
     if not certificate.not_valid_before_utc <= moment <= certificate.not_valid_after_utc:
         raise FedshiftError(f"{file}: says that it was made at {made}, when its certificate was not valid")
-    return Export(role, name, log, made, digests, lines[:-1] if lines and not lines[-1] else lines)
+    return Export(role, name, log, made, head.digests, lines[:-1] if lines and not lines[-1] else lines)
 
 
 def first_difference(digests: Sequence[str], lines: Sequence[str], *, longer: bool = False) -> str | None:

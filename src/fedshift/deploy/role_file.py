@@ -54,14 +54,14 @@ def role_file(file: Path) -> RoleFile:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"cannot read {file}: {error}".splitlines()[0]) from None
     try:
-        found = RoleFile.model_validate(options if isinstance(options, Mapping) else {})
+        result = RoleFile.model_validate(options if isinstance(options, Mapping) else {})
     except ValidationError as error:
         fault = error.errors()[0]
         raise UserError(f"{file}: {fault['loc'][0]}: {in_words(fault)}") from None
-    if isinstance(found.sink, FileSink):
-        whole = file.parent.resolve() / found.sink.path
-        return found.model_copy(update={"sink": found.sink.model_copy(update={"path": whole})})
-    return found
+    if isinstance(result.sink, FileSink):
+        whole = file.parent.resolve() / result.sink.path
+        return result.model_copy(update={"sink": result.sink.model_copy(update={"path": whole})})
+    return result
 
 
 def audit_log_of(file: Path) -> Path:

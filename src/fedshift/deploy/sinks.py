@@ -66,8 +66,8 @@ class SyslogSink(_Sink):
 
     def send(self, line: str) -> None:
         host, _, port = self.address.rpartition(":")
-        place = self.address if self.address.startswith("/") else (host, int(port))
-        handler = logging.handlers.SysLogHandler(place, logging.handlers.SysLogHandler.LOG_AUTH)
+        address = self.address if self.address.startswith("/") else (host, int(port))
+        handler = logging.handlers.SysLogHandler(address, logging.handlers.SysLogHandler.LOG_AUTH)
         handler.ident = "fedshift: "
         failures: list[bool] = []
         handler.handleError = lambda record: failures.append(True)  # type: ignore[method-assign]

@@ -217,16 +217,16 @@ def _copied_lines(text: str) -> Iterator[str]:
     """
     last = 0
     for line in text.splitlines():
-        found = json.loads(line)
-        if "fedshift_log" in found:
+        result = json.loads(line)
+        if "fedshift_log" in result:
             continue
-        if "from" not in found or "log" not in found:
+        if "from" not in result or "log" not in result:
             yield line
-        elif found["log"] == "audit" and found["number"] > last:  # one that arrived twice is passed over
+        elif result["log"] == "audit" and result["number"] > last:  # one that arrived twice is passed over
             last += 1
-            if found["number"] != last:
+            if result["number"] != last:
                 raise ValueError
-            yield str(found["line"])
+            yield str(result["line"])
 
 
 def _counted(config: SiteConfig, *, complete: bool) -> str:

@@ -47,16 +47,16 @@ def measured(
     labels = view.labels.cpu().numpy()
     metrics = None
     if asked is None or METRICS not in policy.send:
-        found = predictions(network, view, objective)
+        result = predictions(network, view, objective)
     else:
         scores = scored(network, view, objective, groups)
-        found = scores.predicted
+        result = scores.predicted
         limits = asked.resamples if asked.part == "target" else 0
         options = MetricOptions(asked.threshold, limits, policy.smallest_group)
         metrics = measuring.at_site("", asked.part, scores, options)
         sent["metrics"] = {"kind": METRICS}
-    pairs = counts_by_class(found, labels, classes, policy.smallest_group) if measuring.counts_classes else []
-    value = measuring.value(found, labels)
+    pairs = counts_by_class(result, labels, classes, policy.smallest_group) if measuring.counts_classes else []
+    value = measuring.value(result, labels)
     if value is None or measuring.shows_few(labels, policy.smallest_group):
         # Of tasks without classes there is no part that could be kept back alone.
         raise Refused("too few of the measured samples can be compared (rule policy.smallest_group)")

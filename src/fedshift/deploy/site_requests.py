@@ -155,10 +155,10 @@ def kept_answer(folder: Path, exchange: int, key: str) -> tuple[Message, Mapping
         kept = _Kept.model_validate(read_object(file))
         answer = Message(kept.header, read_private(file.with_suffix(".safetensors")), kept.digest)
         _, held, _ = unseal(answer)
-        said = parsed(CallAnswer, kept.header, "a kept answer")
+        text = parsed(CallAnswer, kept.header, "a kept answer")
     except (OSError, ValueError, FedshiftError):
         return None
-    return (answer, held) if said.answers == key else None
+    return (answer, held) if text.answers == key else None
 
 
 def drop_covered(folder: Path, request: CallRequest) -> None:

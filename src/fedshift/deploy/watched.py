@@ -52,26 +52,26 @@ def deployments_in(root: Path) -> list[Path]:
 def deployed(folder: Path) -> Deployed | None:
     """What is known of the deployment in ``folder``; None if there is none."""
     try:
-        wanted, said = read_object(folder / "wanted.json"), read_object(folder / "state.json")
+        wanted, answer = read_object(folder / "wanted.json"), read_object(folder / "state.json")
     except Damaged as error:
-        wanted, said = {}, {"message": str(error)}
-    if not wanted and not said:
+        wanted, answer = {}, {"message": str(error)}
+    if not wanted and not answer:
         return None
-    if said.get("state", "waiting") in ("waiting", *ENDS) and wanted.get("request", 0) != said.get("request", 0):
-        said = {"message": "for the coordinator to take it up"}  # what is said answers an earlier request
-    state = str(said.get("state", "waiting"))
+    if answer.get("state", "waiting") in ("waiting", *ENDS) and wanted.get("request", 0) != answer.get("request", 0):
+        answer = {"message": "for the coordinator to take it up"}  # what is said answers an earlier request
+    state = str(answer.get("state", "waiting"))
     events = list(_events(folder / "progress.jsonl"))
     stopped, sites = "", tuple[SeenSite, ...]()
     with suppress(UserError):  # a deployment that was copied elsewhere has no kit
-        found = load_kit(folder.parents[1], "coordinator")
+        kit = load_kit(folder.parents[1], "coordinator")
         if state not in ENDS:
-            service = status(found)
+            service = status(kit)
             stopped = "" if service.pid is not None else one_line(service.message or service.state)
-            sites = tuple(_seen(site, events) for site in found.project.sites)
+            sites = tuple(_seen(site, events) for site in kit.project.sites)
     begun = [event.get("runs") for event in events if event.get("what") == "experiment"]
     return Deployed(
         state,
-        one_line(str(said.get("message", ""))),
+        one_line(str(answer.get("message", ""))),
         stopped,
         sites,
         tuple(dict.fromkeys(reversed([text for event in events if (text := _warning(event))]))),
@@ -113,22 +113,22 @@ def _troubles(events: list[Mapping[str, Any]]) -> list[_Trouble]:
     A reply may be refused after it arrived, so it counts only once the site is asked again. One that counts ends every
     loss, and refusals of the same call: a site may refuse one call for ever and answer the others.
     """
-    found: dict[str, _Trouble] = {}
+    result: dict[str, _Trouble] = {}
     answered = ""
     for event in (*events, {"is": "asked"}):
         state, call = event["is"], str(event.get("what"))
         if state == "asked" and answered:
-            found = {name: one for name, one in found.items() if one.kind == "refused" and name != answered}
+            result = {name: item for name, item in result.items() if item.kind == "refused" and name != answered}
         if state in ("lost", "refused"):
-            before, since = found.pop(call, None), float(event.get("time", 0))
-            place, reason = _call(event), one_line(str(event.get("reason", "")))
+            before, since = result.pop(call, None), float(event.get("time", 0))
+            where, reason = _call(event), one_line(str(event.get("reason", "")))
             if before is not None and before.kind == state:
-                place, since = before.call, before.since
-            found[call] = _Trouble(state, place, since, reason)
+                where, since = before.call, before.since
+            result[call] = _Trouble(state, where, since, reason)
         elif state == "back":
-            found = {}
+            result = {}
         answered = call if state == "answered" else ""
-    return list(found.values())
+    return list(result.values())
 
 
 def _call(event: Mapping[str, Any]) -> str:

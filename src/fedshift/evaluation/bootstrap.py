@@ -62,12 +62,12 @@ def limits_of(drawn: Mapping[str, Numbers]) -> dict[str, tuple[float, float]]:
         >>> limits_of({"accuracy": np.arange(101.0), "auroc": np.array([])})
         {'accuracy': (2.5, 97.5)}
     """
-    found: dict[str, tuple[float, float]] = {}
+    limits: dict[str, tuple[float, float]] = {}
     for metric, values in drawn.items():
         if len(values):
             low, high = np.percentile(values, LIMITS)
-            found[metric] = ENTRIES[metric].within(low), ENTRIES[metric].within(high)
-    return found
+            limits[metric] = ENTRIES[metric].within(low), ENTRIES[metric].within(high)
+    return limits
 
 
 def resampled(

@@ -89,9 +89,9 @@ def _matthews(samples: Classified) -> Numbers:
     Source: Matthews, Biochimica et Biophysica Acta 1975; several classes: Gorodkin, Computational Biology and Chemistry
     2004.
     """
-    true, said, total = samples.support, samples.predicted, samples.total
-    covariance = total * samples.right - (true * said).sum(axis=1)
-    spreads = (total**2 - (said**2).sum(axis=1)) * (total**2 - (true**2).sum(axis=1))
+    true, predicted, total = samples.support, samples.predicted, samples.total
+    covariance = total * samples.right - (true * predicted).sum(axis=1)
+    spreads = (total**2 - (predicted**2).sum(axis=1)) * (total**2 - (true**2).sum(axis=1))
     correlation: NDArray[np.float64] = covariance / (spreads + (spreads == 0)) ** 0.5
     return correlation
 
@@ -354,10 +354,10 @@ def values_of(metric: Metric, samples: Any, names: Mapping[str, Any] | tuple[str
         >>> values_of("rmse", samples, ("mae",))["mae"].tolist()
         [1.5]
     """
-    found: dict[str, Numbers] = {}
+    result: dict[str, Numbers] = {}
     for name in names:
         value = ENTRIES[name].tasks.get(metric)
         numbers = value(samples) if value is not None else None
         if numbers is not None:
-            found[name] = ENTRIES[name].in_percent(numbers)
-    return found
+            result[name] = ENTRIES[name].in_percent(numbers)
+    return result

@@ -65,13 +65,13 @@ def experiments_below(folder: Path) -> list[Path]:
     """
     if not folder.is_dir():
         raise UserError(f"no folder '{folder}': give the folder of an experiment's runs, or one that holds several")
-    found = sorted({run.parents[2] for run in run_folders(folder)})
-    if not found:
+    result = sorted({run.parents[2] for run in run_folders(folder)})
+    if not result:
         raise UserError(f"'{folder}' holds no run: give a folder that 'fedshift run' made, such as runs/<experiment>")
-    for experiment in found:
+    for experiment in result:
         if not experiment.is_relative_to(folder.absolute()):
             raise UserError(f"'{folder}' is only a part of the experiment {experiment}: give that folder")
-    return found
+    return result
 
 
 def pack(experiment: Path) -> Change:
@@ -202,12 +202,12 @@ def _mapping(file: Stored) -> dict[str, Any]:
     """The mapping in a JSON or YAML file."""
     try:
         text, as_json = file.data, file.file.suffix == ".json"
-        found = json.loads(text) if as_json else plain_yaml(text)
+        mapping = json.loads(text) if as_json else plain_yaml(text)
     except (ValueError, yaml.YAMLError):
-        found = None
-    if not isinstance(found, dict):
+        mapping = None
+    if not isinstance(mapping, dict):
         raise UserError(f"{file.place()} is corrupt or was not written by fedshift: remove its folder and run again")
-    return found
+    return mapping
 
 
 def _content(run: PackedRun) -> tuple[str, str, str]:

@@ -129,14 +129,14 @@ def decode(data: bytes, place: str = "") -> tuple[dict[str, PackedRun], dict[str
     """
     file = f"{place}{RUNS}"
     table, about = _read(data, file)
-    found: dict[str, PackedRun] = {}
+    result: dict[str, PackedRun] = {}
     try:
         for number, row in enumerate(_rows(table), 1):
             run = _run(row)
-            if run.name in found:
+            if run.name in result:
                 raise ValueError(f"{run.name} stands in it twice, the second time in row {number}")
-            found[run.name] = run
-        return found, dict(about["order"])
+            result[run.name] = run
+        return result, dict(about["order"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise malformed(file, str(error)) from None
 
@@ -217,7 +217,7 @@ def kept(result: Mapping[str, Any]) -> dict[str, Any]:
     changed = {"sites": shortened(result["sites"])} if "sites" in result else {}
     selected = result.get("selected")
     if isinstance(selected, Mapping):
-        changed["selected"] = {name: shortened(one, ("per_class",)) for name, one in selected.items()}
+        changed["selected"] = {name: shortened(item, ("per_class",)) for name, item in selected.items()}
     return {**result, **changed}
 
 
@@ -229,9 +229,9 @@ def shortened(value: Any, names: Sequence[str] = _FIVE_DIGITS) -> Any:
         {'target_accuracy': {'D0': 66.666666666}, 'losses': {'D15': 0.66667}}
     """
     if isinstance(value, list):
-        return [shortened(one, names) for one in value]
+        return [shortened(item, names) for item in value]
     if isinstance(value, Mapping):
-        return {name: rounded(one) if name in names else one for name, one in value.items()}
+        return {name: rounded(item) if name in names else item for name, item in value.items()}
     return value
 
 
@@ -245,9 +245,9 @@ def rounded(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, list):
-        return [rounded(one) for one in value]
+        return [rounded(item) for item in value]
     if isinstance(value, Mapping):
-        return {name: rounded(one) for name, one in value.items()}
+        return {name: rounded(item) for name, item in value.items()}
     return value
 
 
@@ -374,13 +374,13 @@ def _kind(values: Sequence[Any], *, exact: bool) -> Any:
     }
     kinds = {type(value) for value in values}
     lists = kinds == {list}
-    inside = [one for value in values for one in value] if lists else list(values)
-    kinds = {type(one) for one in inside} if lists else kinds
+    inside = [item for value in values for item in value] if lists else list(values)
+    kinds = {type(item) for item in inside} if lists else kinds
     if len(kinds) != 1 or (kind := plain.get(next(iter(kinds)))) is None:
         return None
-    if kinds == {int} and not all(-(2**63) <= one < 2**63 for one in inside):
+    if kinds == {int} and not all(-(2**63) <= item < 2**63 for item in inside):
         return None
-    if kinds == {float} and not exact and not all(one == 0 or _LEAST < abs(one) < _MOST for one in inside):
+    if kinds == {float} and not exact and not all(item == 0 or _LEAST < abs(item) < _MOST for item in inside):
         kind = arrow.float64()
     return arrow.list_(kind) if lists else kind
 
@@ -400,7 +400,7 @@ def _read(data: bytes, file: str) -> tuple[Any, dict[str, Any]]:
         about = json.loads((opened.schema_arrow.metadata or {})[b"fedshift"])
         if about["format"] != FORMAT:
             raise ValueError(f"it is of format {about['format']}, and this version reads {FORMAT}")
-        texts = [one.name for one in opened.schema_arrow if arrow.types.is_string(one.type)]
+        texts = [item.name for item in opened.schema_arrow if arrow.types.is_string(item.type)]
         table = parquet.ParquetFile(arrow.BufferReader(data), read_dictionary=texts).read()
         if len(set(table.column_names)) < table.num_columns:
             raise ValueError("two columns have one name")
@@ -427,8 +427,8 @@ def _values(column: Any, cells: Any) -> list[Any]:
     inner = column.type.value_type if arrow.types.is_list(column.type) else column.type
     short = arrow.types.is_float32(inner)
     return [
-        _ABSENT if one is None else json.loads(one) if of_json else rounded(one) if short else one
-        for one in cells.to_pylist()
+        _ABSENT if item is None else json.loads(item) if of_json else rounded(item) if short else item
+        for item in cells.to_pylist()
     ]
 
 

@@ -75,7 +75,7 @@ def as_parquet(sites: Sequence[SitePredictions], classes: Sequence[str], about: 
 
     scored = [site.scored for site in sites]
     repeats = [len(site.rows) for site in sites]
-    labels, predicted = joined([one.labels for one in scored]), joined([one.predicted for one in scored])
+    labels, predicted = joined([item.labels for item in scored]), joined([item.predicted for item in scored])
     columns: dict[str, Any] = {
         "site": pa.array([name for site, n in zip(sites, repeats, strict=True) for name in [site.site] * n]),
         "part": pa.array([name for site, n in zip(sites, repeats, strict=True) for name in [site.part] * n]),
@@ -83,7 +83,7 @@ def as_parquet(sites: Sequence[SitePredictions], classes: Sequence[str], about: 
         "id": pa.array([name for site in sites for name in _names(site)], pa.string()),
         **_named(labels, predicted, classes, names),
     }
-    scores = joined([one.scores for one in scored])
+    scores = joined([item.scores for item in scored])
     if labels.dtype.kind != "f" or predicted.ndim == 2:
         columns |= {f"score_{name}": scores[:, number] for number, name in enumerate(classes)}
     table = pa.table(columns).replace_schema_metadata({"fedshift": json.dumps(about)})

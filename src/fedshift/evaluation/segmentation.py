@@ -83,8 +83,8 @@ def hd95(predictions: Masks, masks: Masks) -> NDArray[np.float64]:
         pairs = (torch.from_numpy(chosen[both][:, np.newaxis]).float() for chosen in (a, b))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # MONAI warns of its own call of a function of its own
-            found = metrics("HD95").compute_hausdorff_distance(*pairs, include_background=True, percentile=95)
-        distances[both] = found[:, 0].double().numpy()
+            result = metrics("HD95").compute_hausdorff_distance(*pairs, include_background=True, percentile=95)
+        distances[both] = result[:, 0].double().numpy()
     return distances
 
 

@@ -167,12 +167,12 @@ def compare(
         (None, 4.0, 0.0742)
     """
     first = list(first)
-    one, other = _by_target(first, select, value), _by_target(second, select, value)
+    by_target, other = _by_target(first, select, value), _by_target(second, select, value)
     differences: dict[str, dict[int, float]] = {}
-    for target in [target for target in one if target in other]:
-        seeds = sorted(one[target].keys() & other[target].keys())
+    for target in [target for target in by_target if target in other]:
+        seeds = sorted(by_target[target].keys() & other[target].keys())
         if seeds:
-            differences[target] = {seed: one[target][seed] - other[target][seed] for seed in seeds}
+            differences[target] = {seed: by_target[target][seed] - other[target][seed] for seed in seeds}
     if not differences:
         return None
     complete = sorted(set[int].intersection(*map(set, differences.values())))
@@ -187,12 +187,12 @@ def compare(
 
 
 def _by_target(results: Iterable[RunResult], select: Selection, value: Value) -> dict[str, dict[int, float]]:
-    found: dict[str, dict[int, float]] = {}
+    by_target: dict[str, dict[int, float]] = {}
     for result in results:
         number = value(result, select)
         if number is not None:
-            found.setdefault(result.target, {})[result.seed] = number
-    return found
+            by_target.setdefault(result.target, {})[result.seed] = number
+    return by_target
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
@@ -205,10 +205,10 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
         >>> holm([0.01, 0.04, None, 0.03])
         [0.03, 0.06, None, 0.06]
     """
-    order = sorted((p, place) for place, p in enumerate(p_values) if p is not None)
+    order = sorted((p, index) for index, p in enumerate(p_values) if p is not None)
     corrected: list[float | None] = [None] * len(p_values)
     highest = 0.0
-    for rank, (p, place) in enumerate(order):
+    for rank, (p, index) in enumerate(order):
         highest = max(highest, min(1.0, (len(order) - rank) * p))
-        corrected[place] = highest
+        corrected[index] = highest
     return corrected

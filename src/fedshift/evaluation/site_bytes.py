@@ -70,7 +70,7 @@ def site_bytes(by_site: BySite | None) -> SiteBytes | None:
         kinds = sorted({kind for both in by_site.values() for kind in both[way]})
         sizes = {kind: [both[way].get(kind, 0) for both in by_site.values()] for kind in kinds}
         spread[way] = {
-            kind: Spread(least=min(found), median=median_low(found), most=max(found)) for kind, found in sizes.items()
+            kind: Spread(least=min(size), median=median_low(size), most=max(size)) for kind, size in sizes.items()
         }
     return SiteBytes.model_validate({"number": len(by_site), "spread": spread})
 
@@ -88,9 +88,9 @@ def write_site_bytes(folder: Path, by_site: BySite | None) -> None:
         >>> [file.name for file in folder.iterdir()]
         ['bytes.json']
     """
-    found = site_bytes(by_site)
-    if found is not None:
-        write_object(folder / FILE, found.model_dump(mode="json"), flush=False)
+    result = site_bytes(by_site)
+    if result is not None:
+        write_object(folder / FILE, result.model_dump(mode="json"), flush=False)
 
 
 def read_site_bytes(folder: Path) -> SiteBytes | None:
@@ -104,7 +104,7 @@ def read_site_bytes(folder: Path) -> SiteBytes | None:
         ({'weights': 8}, None)
     """
     try:
-        found = read_object(folder / FILE)
+        result = read_object(folder / FILE)
     except Damaged:
         return None
-    return SiteBytes.model_validate(found) if found else None
+    return SiteBytes.model_validate(result) if result else None

@@ -143,8 +143,8 @@ def _unweighted(outcomes: Outcomes) -> dict[SiteMetric, float]:
         for name in metrics_of("accuracy")
         if name != "accuracy" and not (alone and "several classes present" in ENTRIES[name].needs)
     ]
-    found = weighted(outcomes, names, np.ones((1, len(outcomes.labels))))
-    return {name: ENTRIES[name].within(value) for name, (value,) in found.items() if np.isfinite(value)}
+    result = weighted(outcomes, names, np.ones((1, len(outcomes.labels))))
+    return {name: ENTRIES[name].within(value) for name, (value,) in result.items() if np.isfinite(value)}
 
 
 def _calibration(outcomes: Outcomes) -> tuple[list[tuple[float, float, int]], float]:

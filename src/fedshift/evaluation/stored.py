@@ -193,10 +193,10 @@ def read_failure(folder: Path) -> str | None:
         True
     """
     try:
-        found = read_object(folder / FAILURE, "delete it")
+        result = read_object(folder / FAILURE, "delete it")
     except Damaged as error:
         return str(error)
-    return (str(found["reason"]) or "it failed") if found else None
+    return (str(result["reason"]) or "it failed") if result else None
 
 
 def _sums_of(folder: Path) -> dict[str, str]:
@@ -229,17 +229,17 @@ def run_folders(root: Path) -> list[Path]:
         ['demo/fedavg/D0/seed-0']
     """
     root = root.absolute()
-    found: set[Path] = set()
-    for place, below, files in os.walk(root):
-        folder = Path(place)
+    result: set[Path] = set()
+    for index, below, files in os.walk(root):
+        folder = Path(index)
         if _SEED.fullmatch(folder.name) or RESULT in files:
             below.clear()
-            found.add(folder)
+            result.add(folder)
         elif packs.RUNS in files:
-            found.update(_packed_folders(folder))
+            result.update(_packed_folders(folder))
     for experiment in root.parents[:_DEPTH]:
-        found.update(folder for folder in _packed_folders(experiment) if folder.is_relative_to(root))
-    return sorted(found)
+        result.update(folder for folder in _packed_folders(experiment) if folder.is_relative_to(root))
+    return sorted(result)
 
 
 def is_finished(folder: Path) -> bool:

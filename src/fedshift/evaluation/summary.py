@@ -113,16 +113,16 @@ def rows(
             raise ValueError(f"two results of {result.method} at {result.target} with seed {result.seed}")
         by_seed[result.seed] = found_value
 
-    found = []
+    values = []
     for method, by_target in table.items():
         for target in order:
             if target in by_target:
-                found.append(row_of(method, target, select, _in_order(by_target[target])))
+                values.append(row_of(method, target, select, _in_order(by_target[target])))
         complete = set[int].intersection(*map(set, by_target.values())) if by_target else set()
         if complete:
             means = {seed: fmean(by_seed[seed] for by_seed in by_target.values()) for seed in complete}
-            found.append(row_of(method, AVERAGE, select, _in_order(means)))
-    return found
+            values.append(row_of(method, AVERAGE, select, _in_order(means)))
+    return values
 
 
 def _in_order(by_seed: Mapping[int, float]) -> list[float]:

@@ -206,8 +206,8 @@ class Tagged(_Weighted):
     def f1(self) -> Numbers:
         """The harmonic mean of precision and sensitivity, mean over labels; 0 for a label never said and never true."""
         hits = self.weights @ (self._labels * self._predicted)
-        said, true = self.weights @ self._predicted, self.weights @ self._labels
-        mean: Numbers = np.nan_to_num(2 * hits / (said + true)).mean(axis=1)
+        predicted, true = self.weights @ self._predicted, self.weights @ self._labels
+        mean: Numbers = np.nan_to_num(2 * hits / (predicted + true)).mean(axis=1)
         return mean
 
     @cached_property
@@ -220,7 +220,7 @@ class Tagged(_Weighted):
             parts.append(Classified(outcomes, self.weights).ranked)
         if not parts:
             return None
-        areas, precisions = (np.nanmean([part[place] for part in parts], axis=0) for place in (0, 1))
+        areas, precisions = (np.nanmean([part[index] for part in parts], axis=0) for index in (0, 1))
         return areas, precisions
 
 

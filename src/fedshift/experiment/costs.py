@@ -119,25 +119,25 @@ def _of_many(sites: Sequence[SitePlan], of: Callable[[Sequence[SitePlan]], DryRu
         few = [_numbers(of(sites[: drawn + number])) for number in _FEW_SITES]
     except Exception:  # a method of one's own that needs all of them says so with all of them
         return None
-    found = []
+    result = []
     for values in zip(*few, strict=True):
         if _parabola(values[:3], _FEW_SITES[3]) != values[3]:
             return None
-        found.append(int(_parabola(values[:3], len(sites) - drawn)))
-    return DryRun(*(Traffic(*found[place : place + 2]) for place in (0, 2, 4, 6)))
+        result.append(int(_parabola(values[:3], len(sites) - drawn)))
+    return DryRun(*(Traffic(*result[index : index + 2]) for index in (0, 2, 4, 6)))
 
 
 def _numbers(dry: DryRun) -> tuple[int, ...]:
-    return tuple(number for one in (dry.start, dry.first, dry.later, dry.finish) for number in (one.up, one.down))
+    return tuple(number for item in (dry.start, dry.first, dry.later, dry.finish) for number in (item.up, item.down))
 
 
 def _parabola(values: Sequence[int], at: int) -> Fraction:
     """The value at a number of sites of the parabola through the first three of `_FEW_SITES`."""
     total = Fraction(0)
-    for place, value in zip(_FEW_SITES, values, strict=False):
-        others = [other for other in _FEW_SITES[:3] if other != place]
+    for node, value in zip(_FEW_SITES, values, strict=False):
+        others = [other for other in _FEW_SITES[:3] if other != node]
         total += value * Fraction(
-            math.prod(at - other for other in others), math.prod(place - other for other in others)
+            math.prod(at - other for other in others), math.prod(node - other for other in others)
         )
     return total
 
@@ -212,13 +212,13 @@ def spent_by_experiment(plan: Plan) -> dict[str, Spent]:
         return {}
     runs: dict[str, list[SitePrivacy]] = {}
     for planned in plan.runs:
-        for site, one in planned.privacy.items():
-            runs.setdefault(site, []).append(one)
+        for site, run in planned.privacy.items():
+            runs.setdefault(site, []).append(run)
     delta = privacy.delta
     return {
         site: Spent(
-            max(one.epsilon for one in all_runs),
-            epsilon([NoisySteps(one.noise_multiplier, one.sample_rate, one.steps) for one in all_runs], delta),
+            max(run.epsilon for run in all_runs),
+            epsilon([NoisySteps(run.noise_multiplier, run.sample_rate, run.steps) for run in all_runs], delta),
             delta,
         )
         for site, all_runs in sorted(runs.items())

@@ -81,7 +81,7 @@ class SiteClassifier(Method):
         plane = {name: tensor.to(site.device).requires_grad_() for name, tensor in weights.items()}
         loss = -F.logsigmoid(_side(site) * _scores(site, 0, plane)).mean()
         gradients = torch.autograd.grad(loss, list(plane.values()))
-        return Slope(Weights(dict(zip(plane, (found.cpu() for found in gradients), strict=True))), loss.item())
+        return Slope(Weights(dict(zip(plane, (gradient.cpu() for gradient in gradients), strict=True))), loss.item())
 
     def wrong(self, site: Site, weights: Weights) -> Wrong:
         """The error on the second half of a site's samples. A score of 0 counts as half an error."""
@@ -130,7 +130,7 @@ def proxy_distances(data: DataSet, split: Split, setting: Setting, engine: Engin
         on_refusal="stop",
     )
     start = State(Weights({"weight": torch.zeros(width), "bias": torch.zeros(())}))
-    found = {}
+    result = {}
     for source, rows in split.train.items():
         for target, others in split.unlabelled.items():
             refuse = {*engine.refuse, *engine.refuse_at.get(source, ()), *engine.refuse_at.get(target, ())}
@@ -144,5 +144,5 @@ def proxy_distances(data: DataSet, split: Split, setting: Setting, engine: Engin
             where = LocalFederation(plans, setting, budget={}, rounds=1)
             plane = method.round(where, start).weights
             errors = [reply.share for reply in where.ask(method.wrong, to=(source, target), weights=plane)]
-            found[f"{source}-{target}"] = proxy_distance(sum(errors) / 2)
-    return found
+            result[f"{source}-{target}"] = proxy_distance(sum(errors) / 2)
+    return result

@@ -84,7 +84,7 @@ def spaces_of(search: Search, method: Method) -> dict[str, tuple[str, Space]]:
 
 def _draws_of(search: Search, method: Method) -> list[Drawn]:
     label, spaces = method.display, spaces_of(search, method)
-    found = []
+    draws = []
     for number in range(search.draws if spaces else 1):
         plain = not spaces or (number == 0 and search.defaults_first)
         values = {
@@ -92,8 +92,8 @@ def _draws_of(search: Search, method: Method) -> list[Drawn]:
             for field, (path, space) in spaces.items()
             if not plain
         }
-        found.append(with_values(method, number, values, spaces))
-    return found
+        draws.append(with_values(method, number, values, spaces))
+    return draws
 
 
 def with_values(

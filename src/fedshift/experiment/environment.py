@@ -55,13 +55,13 @@ def versions() -> dict[str, str]:
 def _versions() -> Mapping[str, str]:
     # Cached: every round needs them, and each look-up parses the packages' files.
     names = ("fedshift", "torch", "torchvision", "numpy")
-    found = {"python": sys.version.split()[0]}
+    result = {"python": sys.version.split()[0]}
     for name in names:
         try:
-            found[name] = version(name)
+            result[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            result[name] = "not installed"
+    return result
 
 
 def resolve_device(name: Device) -> str:

@@ -134,11 +134,11 @@ def _cases(
     known = {row.tobytes() for row in scores.round(_DIGITS)}
     cases, trained_on = {}, []
     for run in _siblings(folder):
-        for one in measured(run, trained.classes):
-            if run == this_run and _same(one.known.scores, known):
-                trained_on += [] if one.unseen else [one.site]
-            elif one.unseen:
-                cases[one.site] = one.known if read is None else _looked_at(run, one, read)
+        for item in measured(run, trained.classes):
+            if run == this_run and _same(item.known.scores, known):
+                trained_on += [] if item.unseen else [item.site]
+            elif item.unseen:
+                cases[item.site] = item.known if read is None else _looked_at(run, item, read)
     return cases, trained_on
 
 
@@ -235,23 +235,23 @@ def estimate_at_run(run: Path, result: RunResult) -> Estimate:
         UserError: predictions are damaged.
     """
     classes = tuple(result.classes)
-    answers = [one for one in noted(run, classes) if one.part == UNLABELLED]
-    if any(one.at_site for one in result.without_labels.values()):
+    answers = [label for label in noted(run, classes) if label.part == UNLABELLED]
+    if any(label.at_site for label in result.without_labels.values()):
         return Estimate(None, None, None, abstain=True, reasons=(AT_SITE,))
     if result.metric != "accuracy" or not answers:
         why = "no predictions were kept" if result.metric == "accuracy" else "estimates are of accuracies only"
         return Estimate(None, None, None, abstain=True, reasons=(why,))
     (answered,) = answers
-    scores, said = answered.known.scores.astype(np.float64), result.without_labels[answered.site]
+    scores, text = answered.known.scores.astype(np.float64), result.without_labels[answered.site]
     left_out = {
-        one.site: one.known
+        label.site: label.known
         for other in _siblings(run)
         if other != run.absolute()
-        for one in measured(other, classes)
-        if one.unseen
+        for label in measured(other, classes)
+        if label.unseen
     }
     estimate = estimate_accuracy(
-        left_out, scores, unlike=said.unlike, unusual=said.unusual, threshold=answered.known.threshold
+        left_out, scores, unlike=text.unlike, unusual=text.unusual, threshold=answered.known.threshold
     )
     return replace(estimate, reasons=(*estimate.reasons, NOT_LOOKED_AT)) if left_out else estimate
 
@@ -273,12 +273,12 @@ def left_out_sums(trained: TrainedModel, folder: Path | None) -> dict[str, Any] 
     several = trained.segments or trained.objective.task != "classification" or len(trained.classes) > MOST_CLASSES
     if folder is None or several:
         return None
-    every = [one for run in _siblings(folder) for one in measured(run, trained.classes) if one.unseen]
-    known = {one.site: one.known for one in every}
+    every = [item for run in _siblings(folder) for item in measured(run, trained.classes) if item.unseen]
+    known = {item.site: item.known for item in every}
     if len(known) < 2:
         return None
-    sums = {name: sums_of(one.scores, one.labels, one.threshold) for name, one in known.items()}
-    others = {name: reduce(add, (one for other, one in sums.items() if other != name)) for name in sums}
+    sums = {name: sums_of(item.scores, item.labels, item.threshold) for name, item in known.items()}
+    others = {name: reduce(add, (item for other, item in sums.items() if other != name)) for name in sums}
     sites = {
         name: {"sums": plain_sums(sums[name]), "reading": plain_reading(read(others[name], known[name].scores))}
         for name in sums
@@ -288,7 +288,7 @@ def left_out_sums(trained: TrainedModel, folder: Path | None) -> dict[str, Any] 
 
 def measured(run: Path, classes: tuple[str, ...]) -> Iterator[Measured]:
     """What a run noted of each site that it was measured at: see `noted`."""
-    return (one for one in noted(run, classes) if one.part != UNLABELLED)
+    return (item for item in noted(run, classes) if item.part != UNLABELLED)
 
 
 def noted(run: Path, classes: tuple[str, ...]) -> Iterator[Measured]:

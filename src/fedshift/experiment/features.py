@@ -94,8 +94,8 @@ def built(experiment: Experiment, source: DataSource | None = None, watcher: Wat
     if not isinstance(options, Frozen):
         return data
     domains = {
-        name: replace(data.domains[name], inputs=found.features.astype(np.float32))
-        for name, found in all_features(experiment, data, watcher or Watcher())
+        name: replace(data.domains[name], inputs=result.features.astype(np.float32))
+        for name, result in all_features(experiment, data, watcher or Watcher())
     }
     extractor = extractor_for(options, data.preprocessing, data.name)
     preprocessing = described(options, extractor, data.preprocessing)
@@ -234,18 +234,18 @@ def _extracted(domain: Domain, extractor: Extractor, device: str, stream: Any, w
 
 def _batches_before(stream: Any, width: int, watcher: Watcher) -> list[Half]:
     """The whole batches that an earlier call wrote, up to the first damaged one, behind which the file is cut off."""
-    found: list[Half] = []
+    result: list[Half] = []
     size = 2 * width * _BATCH
     stream.seek(0)
     while len(piece := stream.read(size + _CRC)) == size + _CRC:
-        if piece != _with_checksum(piece[:size], len(found)):
+        if piece != _with_checksum(piece[:size], len(result)):
             watcher.warn(
-                f"{stream.name} is damaged: its features are computed again from image {_BATCH * len(found)} on"
+                f"{stream.name} is damaged: its features are computed again from image {_BATCH * len(result)} on"
             )
             break
-        found.append(np.frombuffer(piece, dtype=np.float16, count=width * _BATCH).reshape(_BATCH, width))
-    stream.truncate((size + _CRC) * len(found))
-    return found
+        result.append(np.frombuffer(piece, dtype=np.float16, count=width * _BATCH).reshape(_BATCH, width))
+    stream.truncate((size + _CRC) * len(result))
+    return result
 
 
 def _with_checksum(batch: bytes, number: int) -> bytes:
@@ -294,16 +294,16 @@ def _read(path: Path, header: Mapping[str, str], watcher: Watcher) -> Half | Non
     if not path.exists():
         return None
     try:
-        found, features = _unpacked(path)
-        written = found.pop("sha256")
+        result, features = _unpacked(path)
+        written = result.pop("sha256")
         # Files of an earlier fedshift have the second.
-        if written != _digest_of(features, found) and written != _sha256(features.tobytes()):
+        if written != _digest_of(features, result) and written != _sha256(features.tobytes()):
             raise ValueError
     except (SafetensorError, KeyError, ValueError, TypeError, AttributeError, OSError, UserError):
         damaged = "incomplete or damaged" if present_key() is None else "damaged, or written with another key"
         watcher.warn(f"{path} is {damaged}: its features are computed again")
         return None
-    differs = [name for name, value in header.items() if found.get(name) != value]
+    differs = [name for name, value in header.items() if result.get(name) != value]
     if differs:
         raise UserError(
             f"{path} holds features of another backbone than the experiment's (other {' and '.join(differs)}): "

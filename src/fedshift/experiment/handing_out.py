@@ -46,8 +46,8 @@ def too_unlike(folder: Path) -> str | None:
     file = folder / ESTIMATE
     if file.is_file():
         try:
-            said = json.loads(file.read_text(encoding="utf-8"))
-            return str(said["reasons"][0]) if said["too_unlike"] is True else None
+            answer = json.loads(file.read_text(encoding="utf-8"))
+            return str(answer["reasons"][0]) if answer["too_unlike"] is True else None
         except (OSError, ValueError, KeyError, TypeError, IndexError):
             raise UserError(f"{file} is damaged: deploy again, and the site estimates anew") from None
     if (text := stored(folder / RESULT)) is None:

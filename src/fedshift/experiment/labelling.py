@@ -128,19 +128,19 @@ class ToLabel:
         Raises:
             UserError: there is no label, one is no class, or is of a sample that was not drawn.
         """
-        place = {name: number for number, name in enumerate(self.classes)}
+        index = {name: number for number, name in enumerate(self.classes)}
         order = {row: at for at, row in enumerate(self.rows)}
         for row, label in labels.items():
             if row not in order:
                 raise UserError(f"labels: row {row} is not among those that were drawn")
-            if label not in place:
+            if label not in index:
                 raise UserError(
                     f"labels: '{label}' (row {row}) is none of the model's classes; {nearest(label, self.classes)}"
                 )
         rows = sorted(labels, key=order.__getitem__)
         kept = np.array([order[row] for row in rows], dtype=np.int64)
         some = Drawn(self.drawn.rows[kept], self.drawn.strata[kept], self.drawn.sizes)
-        truth = np.array([place[labels[row]] for row in rows], dtype=np.int64)
+        truth = np.array([index[labels[row]] for row in rows], dtype=np.int64)
         accuracy = accuracy_of(self.scores[some.rows].argmax(axis=1) == truth, some)
         auroc = auroc_of(truth, self.scores[some.rows, 1], some) if len(self.classes) == 2 else None
         needed = labels_needed(accuracy, len(rows), len(self.names), width)

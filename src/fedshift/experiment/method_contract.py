@@ -139,7 +139,7 @@ def _order(tried: _Tried) -> str:
     if tried.method.traits.pooled or tried.method.traits.target == "labelled":
         return ""
     turned = _Tried(tried.method, tried.network, {name: _SIZES[name] for name in ("single", "large", "small")})
-    first, second = (one.run(1)[1].weights for one in (tried, turned))
+    first, second = (item.run(1)[1].weights for item in (tried, turned))
     far = [name for name in first if not torch.allclose(first[name], second[name], atol=1e-6, rtol=1e-5)]
     return f"the order in which sites are asked changes '{far[0]}'; take sites by name" if far else ""
 

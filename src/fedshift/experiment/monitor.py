@@ -109,15 +109,15 @@ def monitor(
         before = read_log(log)
         named = str(len(before) + 1) if month is None else month
         _check(before, log, digest, named)
-        found = _looked_at(trained, folder, samples, Month(month=named, model=digest, samples=len(samples.names)))
-        first = [one for one in before if one.reference]
-        if found.answers and len(first) < baseline:
-            found = found.model_copy(update={"reference": not found.unlike})
-        if found.answers and first:
-            found = found.model_copy(update={"drift": dict(_drift(first, found, alarms))})
-        lines = [one.model_dump_json() for one in (*before, found)]
+        result = _looked_at(trained, folder, samples, Month(month=named, model=digest, samples=len(samples.names)))
+        first = [item for item in before if item.reference]
+        if result.answers and len(first) < baseline:
+            result = result.model_copy(update={"reference": not result.unlike})
+        if result.answers and first:
+            result = result.model_copy(update={"drift": dict(_drift(first, result, alarms))})
+        lines = [item.model_dump_json() for item in (*before, result)]
         write_bytes(log, ("\n".join(lines) + "\n").encode(), private=True)
-    return found
+    return result
 
 
 def read_log(path: Path) -> list[Month]:
@@ -136,19 +136,19 @@ def read_log(path: Path) -> list[Month]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is no UTF-8 text'}") from None
-    found = []
+    log = []
     for number, line in enumerate(lines, 1):
         try:
-            found.append(Month.model_validate_json(line))
+            log.append(Month.model_validate_json(line))
         except ValidationError:
             raise UserError(f"{path}, line {number}: this is no line of 'fedshift monitor': restore the file") from None
-    return found
+    return log
 
 
 def _check(before: Sequence[Month], log: Path, digest: str, named: str) -> None:
-    if any(one.model != digest for one in before):
+    if any(item.model != digest for item in before):
         raise UserError(f"{log} is the log of another model: name another file for this one")
-    if any(one.month == named for one in before):
+    if any(item.month == named for item in before):
         raise UserError(f"{log} has month '{named}' already: give another name")
 
 
@@ -185,7 +185,7 @@ def _estimate(trained: TrainedModel, folder: Path | None, samples: ToPredict) ->
 
 def _names(shift: InputShift, *, refused: bool) -> tuple[str, ...]:
     """What is unlike, by names alone: the words for it may have values of samples."""
-    columns = [one.name for one in shift.columns if (one.is_refused if refused else one.reasons)]
+    columns = [column.name for column in shift.columns if (column.is_refused if refused else column.reasons)]
     images = shift.refused_images if refused else shift.images
     return (*(["images"] if images else []), *columns)
 
@@ -195,7 +195,7 @@ def _columns(samples: ToPredict, preprocessing: Preprocessing) -> dict[str, tupl
     if preprocessing.kind == "image" or samples.inputs.ndim != 2:
         return {}
     names = (
-        [one.name for one in encoding_of(preprocessing).numeric]
+        [item.name for item in encoding_of(preprocessing).numeric]
         if preprocessing.kind == "table"
         else [str(number) for number in range(samples.inputs.shape[1])]
     )
@@ -207,12 +207,12 @@ def _columns(samples: ToPredict, preprocessing: Preprocessing) -> dict[str, tupl
 
 def _drift(first: Sequence[Month], now: Month, alarms: float) -> Iterator[tuple[str, float]]:
     """What differs from the first months, and its p."""
-    before = np.sum([one.answers for one in first], axis=0)
+    before = np.sum([item.answers for item in first], axis=0)
     p = answers_differ(before, now.answers)
     if p <= alarms / 2:
         yield "answers", p
-    sums = [{name: ColumnSums(*three) for name, three in one.columns.items()} for one in (*first, now)]
-    shared = [name for name in sums[-1] if all(name in one for one in sums)]
-    together = {name: reduce(add, (one[name] for one in sums[:-1])) for name in shared}
-    found = columns_differ(together, {name: sums[-1][name] for name in shared})
-    yield from ((f"column {name}", p) for name, p in found.items() if p <= alarms / 2 / max(1, len(found)))
+    sums = [{name: ColumnSums(*three) for name, three in item.columns.items()} for item in (*first, now)]
+    shared = [name for name in sums[-1] if all(name in item for item in sums)]
+    together = {name: reduce(add, (item[name] for item in sums[:-1])) for name in shared}
+    result = columns_differ(together, {name: sums[-1][name] for name in shared})
+    yield from ((f"column {name}", p) for name, p in result.items() if p <= alarms / 2 / max(1, len(result)))

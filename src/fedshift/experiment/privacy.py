@@ -65,4 +65,4 @@ def draws_of(privacy: Mapping[str, SitePrivacy], identity: Mapping[str, Any]) ->
     of["data"] = {key: value for key, value in of["data"].items() if key not in ("root", "sites")}  # paths
     of["training"] = {key: value for key, value in of["training"].items() if key not in SAME_BITS}
     run = hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()
-    return {site: Draws(one.noise_multiplier, f"{run} {site}") for site, one in privacy.items()}
+    return {site: Draws(item.noise_multiplier, f"{run} {site}") for site, item in privacy.items()}

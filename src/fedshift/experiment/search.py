@@ -104,7 +104,7 @@ def on_rung(
 
 def ranked(methods: Sequence[Method], results: Iterable[RunResult]) -> list[tuple[Method, float | None]]:
     """The methods with their mean over sources and seeds, the best first; those that diverged come last, with None."""
-    found: dict[str, list[float]] = {}
+    values: dict[str, list[float]] = {}
     runs: dict[str, int] = {}
     errors = False
     for result in results:
@@ -112,9 +112,9 @@ def ranked(methods: Sequence[Method], results: Iterable[RunResult]) -> list[tupl
         score = result.score()
         runs[result.method] = runs.get(result.method, 0) + 1
         if score is not None:
-            found.setdefault(result.method, []).append(score)
+            values.setdefault(result.method, []).append(score)
     whole = max(runs.values(), default=0)
-    means: Mapping[str, float] = {name: fmean(scores) for name, scores in found.items() if len(scores) == whole}
+    means: Mapping[str, float] = {name: fmean(scores) for name, scores in values.items() if len(scores) == whole}
     listed = [(method, means.get(method.display)) for method in methods]
     sign = -1.0 if errors else 1.0
     return sorted(listed, key=lambda entry: -math.inf if entry[1] is None else sign * entry[1], reverse=True)

@@ -122,15 +122,15 @@ def choices(
         targets: of the table.
     """
     seeds = sorted({seed for _, _, seed in runs})
-    found = []
+    result = []
     for method in dict.fromkeys(drawn.of for drawn in draws):
         own = [drawn for drawn in draws if drawn.of == method]
         for target in targets:
             for seed in seeds:
                 best = _best(rule, own, runs, inner.get(target, {}), target, seed)
                 if best is not None:
-                    found.append(Chosen(rule, method, target, seed, *best))
-    return found
+                    result.append(Chosen(rule, method, target, seed, *best))
+    return result
 
 
 def _best(
@@ -191,7 +191,9 @@ def with_choices(experiment: Experiment, chosen: Sequence[Chosen], target: str, 
     rule = next((rule for rule in search.rules if rule != "oracle"), None) if search is not None else None
     methods = []
     for method in experiment.methods:
-        draws = [one.draw for one in chosen if (one.rule, one.method, one.target) == (rule, method.display, target)]
+        draws = [
+            item.draw for item in chosen if (item.rule, item.method, item.target) == (rule, method.display, target)
+        ]
         if not draws:
             return None
         number = Counter(draw.number for draw in draws).most_common(1)[0][0]
@@ -222,12 +224,12 @@ def value_of(rule: Choosing, drawn: Drawn, runs: Results, inner: Results, target
 def rule_rows(chosen: Sequence[Chosen], targets: Sequence[str]) -> list[RuleRow]:
     """The table: means and standard errors over seeds, of each target and of the average over targets."""
     rows = []
-    for rule, method in dict.fromkeys((one.rule, one.method) for one in chosen):
-        own = [one for one in chosen if (one.rule, one.method) == (rule, method)]
-        at = {target: [one.accuracy for one in own if one.target == target] for target in targets}
+    for rule, method in dict.fromkeys((item.rule, item.method) for item in chosen):
+        own = [item for item in chosen if (item.rule, item.method) == (rule, method)]
+        at = {target: [item.accuracy for item in own if item.target == target] for target in targets}
         by_seed: dict[int, list[float]] = {}
-        for one in own:
-            by_seed.setdefault(one.seed, []).append(one.accuracy)
+        for item in own:
+            by_seed.setdefault(item.seed, []).append(item.accuracy)
         whole = [fmean(values) for values in by_seed.values() if len(values) == len(targets)]
         rows.append(
             RuleRow(

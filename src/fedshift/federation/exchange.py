@@ -70,8 +70,8 @@ class Missing:
 
     def ending(self, *more: str) -> FedshiftError:
         """The error that ends the run: the site's own error, ``more``, then the advice."""
-        said = [text for text in (*more, self.advice) if text]
-        return type(self.error)("; ".join([str(self.error), *said])) if said else self.error
+        answer = [text for text in (*more, self.advice) if text]
+        return type(self.error)("; ".join([str(self.error), *answer])) if answer else self.error
 
 
 @dataclass(frozen=True)

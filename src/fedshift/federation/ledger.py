@@ -54,9 +54,9 @@ class Ledger:
         """What a checkpoint has of it."""
         return {"bytes": self.total, "bytes_by_site": self.by_site}
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
+    def restore(self, total: Totals, by_site: dict[str, Totals] | None = None) -> None:
         """Go on from a checkpoint that holds what `saved` returned."""
-        self.total, self.by_site = saved["bytes"], saved.get("bytes_by_site")
+        self.total, self.by_site = total, by_site
 
     def settle(self) -> tuple[list[Entry], Totals]:
         """The entries since the last call, with their bytes by direction and kind; then start a new page."""

@@ -172,25 +172,25 @@ def gradients_of(parameters: list[nn.Parameter], samples: int, *, compared: bool
     Raises:
         FedshiftError: together they are not the gradient of the batch.
     """
-    found = []
+    gradients = []
     for value in parameters:
         each = getattr(value, "grad_sample", None)
         if each is None and value.grad is None:
             each = value.new_zeros((samples, *value.shape))  # the loss does not depend on it
         if not isinstance(each, Tensor) or len(each) != samples:
             raise FedshiftError("a layer gives no gradient for each sample")
-        found.append(each.detach())
+        gradients.append(each.detach())
     if not compared:
-        return found
-    apart = [mean.sub(value.grad) for mean, value in zip((g.mean(0) for g in found), parameters, strict=True)
+        return gradients
+    apart = [mean.sub(value.grad) for mean, value in zip((g.mean(0) for g in gradients), parameters, strict=True)
              if value.grad is not None]  # fmt: skip
-    most = math.sqrt(sum(float(each.flatten(1).norm(dim=1).mean()) ** 2 for each in found))
-    if math.sqrt(sum(float(one.norm()) ** 2 for one in apart)) > _AGREES * most + 1e-6:
+    most = math.sqrt(sum(float(each.flatten(1).norm(dim=1).mean()) ** 2 for each in gradients))
+    if math.sqrt(sum(float(item.norm()) ** 2 for item in apart)) > _AGREES * most + 1e-6:
         raise FedshiftError(
             "the gradients of the samples do not add up to that of the loss: a part that depends on no sample is the "
             "argument regulariser of Site.minimise"
         )
-    return found
+    return gradients
 
 
 def check_network(network: Network, input_shape: tuple[int, ...]) -> None:

@@ -27,7 +27,7 @@ def generator(*parts: object) -> torch.Generator:
 def sources_of_round(sources: Sequence[str], number: int, seed: int, round_: int) -> tuple[str, ...]:
     """The ``number`` sources that are drawn for a round, in their order. It depends on the seed and the round alone."""
     chosen = torch.randperm(len(sources), generator=generator(seed, "sources of a round", round_))[:number]
-    return tuple(sources[place] for place in chosen.sort().values.tolist())
+    return tuple(sources[index] for index in chosen.sort().values.tolist())
 
 
 @contextmanager

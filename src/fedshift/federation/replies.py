@@ -151,8 +151,8 @@ def _check_types(kind: type[Reply], content: Mapping[str, Any]) -> None:
     for name, expected in field_types(kind).items():
         if not fits(content[name], expected):
             value = content[name]
-            said = f"{value:g}" if isinstance(value, float) else f"a {type(value).__name__}"
-            raise FedshiftError(f"'{name}' of a {kind.__name__} cannot be {said}")
+            text = f"{value:g}" if isinstance(value, float) else f"a {type(value).__name__}"
+            raise FedshiftError(f"'{name}' of a {kind.__name__} cannot be {text}")
 
 
 def fits(value: Any, kind: Any) -> bool:
@@ -424,14 +424,14 @@ class TensorCheck:
                 continue
             if isinstance(value, NamedTensors) and not isinstance(value, Weights):
                 continue
-            found, expected = _models(name, value), _models(name, sent.get(name))
+            models, expected = _models(name, value), _models(name, sent.get(name))
             if not expected:
                 any_open = True
-                for path, described in found.items():
+                for path, described in models.items():
                     self._check_open(path, described)
-                unknown |= found
-            elif found != expected:
-                raise FedshiftError(f"'{_odd(found, expected)}' holds other tensors than the site was sent")
+                unknown |= models
+            elif models != expected:
+                raise FedshiftError(f"'{_odd(models, expected)}' holds other tensors than the site was sent")
         if not any_open:
             return None
         layout, agreed = frozenset(unknown.items()), self._agreed.get(call)
@@ -441,14 +441,14 @@ class TensorCheck:
 
     def _check_open(self, path: str, tensors: Described) -> None:
         """Raise FedshiftError if tensors share names with the network's, but are not exactly the network's."""
-        found, own = dict(tensors), dict(self._like)
-        for name in sorted(found.keys() & own.keys()):
-            if found[name] != own[name]:
-                (shape, dtype), (right, right_dtype) = found[name], own[name]
+        result, own = dict(tensors), dict(self._like)
+        for name in sorted(result.keys() & own.keys()):
+            if result[name] != own[name]:
+                (shape, dtype), (right, right_dtype) = result[name], own[name]
                 raise FedshiftError(
                     f"'{path}': tensor '{name}' is {shape} {dtype}, the network's is {right} {right_dtype}"
                 )
-        if found.keys() & own.keys() and tensors != self._like:
+        if result.keys() & own.keys() and tensors != self._like:
             raise FedshiftError(f"'{path}' holds a part of the network's tensors, or others beside them")
 
     def odd_ones(self, call: str, layouts: Mapping[str, Layout], asked: int) -> dict[str, str]:
@@ -505,7 +505,7 @@ def _described(tensors: Mapping[str, Tensor]) -> Described:
 
 
 def _models(name: str, value: Any) -> dict[str, Described]:
-    return {path: _described(found) for path, found in leaves({name: value}) if isinstance(found, Weights)}
+    return {path: _described(result) for path, result in leaves({name: value}) if isinstance(result, Weights)}
 
 
 def _odd(found: Mapping[str, Described], expected: Mapping[str, Described]) -> str:

@@ -320,10 +320,10 @@ class SiteBase:
             return
         rate = self.learning_rate
         self._rates.append(rate)
-        for place, (optimizer, before) in enumerate(self._scheduled):
+        for index, (optimizer, before) in enumerate(self._scheduled):
             for group in optimizer.param_groups:
                 group["lr"] *= rate / before  # a method may have set a multiple of the rate
-            self._scheduled[place] = optimizer, rate
+            self._scheduled[index] = optimizer, rate
 
     def _endless(self, data: SiteData, rows: Tensor | None, purpose: str, size: int | None = None) -> Iterator[Batch]:
         """Mini-batches of ``rows``, or of all rows, pass after pass. Unlabelled data give no labels."""

@@ -41,7 +41,7 @@ class Steps:
 
     def step(self, parameters: Sequence[Tensor]) -> None:
         """Clip the gradients of ``parameters`` together if the settings say so, and step."""
-        moved = self._optimizers if self._scaler is None else [one for one in self._optimizers if _has_gradient(one)]
+        moved = self._optimizers if self._scaler is None else [item for item in self._optimizers if _has_gradient(item)]
         if self._scaler is not None:
             for optimizer in moved:
                 self._scaler.unscale_(optimizer)

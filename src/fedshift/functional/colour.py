@@ -136,5 +136,5 @@ def adjust_hue(images: Tensor, turn: Tensor) -> Tensor:
         torch.where(green == value, 2 + (blue - red) / safe, 4 + (red - green) / safe),
     )
     offsets = torch.tensor([5.0, 3.0, 1.0], device=images.device, dtype=images.dtype).view(1, 3, 1, 1)
-    place = (offsets + (sixths + 6 * turn)).remainder_(6)
-    return (value - chroma * torch.minimum(place, 4 - place).clamp_(0, 1)).clamp_(0, 1)
+    position = (offsets + (sixths + 6 * turn)).remainder_(6)
+    return (value - chroma * torch.minimum(position, 4 - position).clamp_(0, 1)).clamp_(0, 1)

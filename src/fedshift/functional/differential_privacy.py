@@ -78,8 +78,8 @@ def clipped_sum(gradients: Sequence[Tensor], clip_norm: float, groups: Tensor | 
     """
     rows = [gradient.flatten(1) for gradient in gradients]
     if groups is not None:
-        _, place, sizes = torch.unique(groups.to(rows[0].device), return_inverse=True, return_counts=True)
-        rows = [row.new_zeros(len(sizes), row.shape[1]).index_add_(0, place, row) / sizes[:, None] for row in rows]
+        _, position, sizes = torch.unique(groups.to(rows[0].device), return_inverse=True, return_counts=True)
+        rows = [row.new_zeros(len(sizes), row.shape[1]).index_add_(0, position, row) / sizes[:, None] for row in rows]
     norm = torch.stack([row.norm(dim=1) for row in rows]).norm(dim=0)
     finite = norm.isfinite()
     if not bool(finite.all()):
@@ -173,9 +173,9 @@ def _at_order(spent: _Spent, delta: float, order: int) -> float:
 
 def _by_kind(spent: Iterable[NoisySteps]) -> _Spent:
     kinds: dict[tuple[float, float], int] = {}
-    for one in spent:
-        kind = one.noise_multiplier, one.sample_rate
-        kinds[kind] = kinds.get(kind, 0) + one.steps
+    for item in spent:
+        kind = item.noise_multiplier, item.sample_rate
+        kinds[kind] = kinds.get(kind, 0) + item.steps
     return tuple(sorted((*kind, steps) for kind, steps in kinds.items() if steps))
 
 
@@ -241,9 +241,9 @@ def _epsilon_by(
             from opacus.accountants import create_accountant
         except ImportError:
             raise UserError("training.privacy needs opacus: pip install 'fedshift[privacy]'") from None
-        found = create_accountant(accountant)
-        found.history = list(spent)
-        if not found.history:
+        result = create_accountant(accountant)
+        result.history = list(spent)
+        if not result.history:
             return 0.0
-        bound = float(found.get_epsilon(delta, **({"alphas": list(orders)} if accountant == "rdp" else options)))
+        bound = float(result.get_epsilon(delta, **({"alphas": list(orders)} if accountant == "rdp" else options)))
         return max(0.0, bound)  # a bound below 0 says that δ alone is enough

@@ -215,12 +215,14 @@ def distance_weighted(
         >>> weighted["w"], found["w"].item()
         (tensor([4.]), 2.0)
     """
-    found = {name: value**power for name, value in distances(weights, mean, kind, granularity).items()}
+    result = {name: value**power for name, value in distances(weights, mean, kind, granularity).items()}
     weighted = {
         name: ((weights[name].double() - mean[name].double()) * value).to(weights[name].dtype)
-        for name, value in found.items()
+        for name, value in result.items()
     }
-    return Weights(weighted), Weights({name: torch.tensor(value, dtype=torch.float64) for name, value in found.items()})
+    return Weights(weighted), Weights(
+        {name: torch.tensor(value, dtype=torch.float64) for name, value in result.items()}
+    )
 
 
 def fused_from_sums(mean: Weights, weighted: Mapping[str, Tensor], total: Mapping[str, Tensor]) -> Weights:

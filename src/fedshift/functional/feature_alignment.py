@@ -24,7 +24,7 @@ def mean_over_pairs(features: Sequence[Tensor], distance: Callable[[Tensor, Tens
         >>> mean_over_pairs(batches, lambda one, other: (one - other).abs().mean())
         tensor(2.)
     """
-    distances = [distance(one, other) for one, other in itertools.combinations(features, 2)]
+    distances = [distance(item, other) for item, other in itertools.combinations(features, 2)]
     return torch.stack(distances).mean() if distances else features[0].sum() * 0.0
 
 

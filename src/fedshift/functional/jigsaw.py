@@ -36,8 +36,8 @@ def tile_permutations(number: int) -> Tensor:
     """
     if not 0 <= number <= MOST:
         raise UserError(f"there are {MOST} permutations of nine tiles that differ enough, not {number}")
-    found = [[_sum(_product(a, i), b) for i in range(9)] for b in range(9) for a in range(1, 9)]
-    return torch.tensor(found[: number + 1])
+    result = [[_sum(_product(a, i), b) for i in range(9)] for b in range(9) for a in range(1, 9)]
+    return torch.tensor(result[: number + 1])
 
 
 def _sum(left: int, right: int) -> int:

@@ -99,14 +99,14 @@ def spread(probabilities: Tensor, near: Tensor, cosines: Tensor, share: float = 
     degrees = weights.sum(1).index_add(0, near.flatten(), weights.flatten())
     roots = degrees.clamp(min=torch.finfo(degrees.dtype).tiny).rsqrt()
     scaled = weights * roots[:, None] * roots[near]
-    found = probabilities
+    result = probabilities
     for _ in range(steps):
-        taken = torch.zeros_like(found)
+        taken = torch.zeros_like(result)
         for others, part in zip(near.T, scaled.T.unsqueeze(2), strict=True):
-            taken += part * found[others]
-            taken.index_add_(0, others, part * found)
-        found = share * taken + (1 - share) * probabilities
-    return found / found.sum(1, keepdim=True)
+            taken += part * result[others]
+            taken.index_add_(0, others, part * result)
+        result = share * taken + (1 - share) * probabilities
+    return result / result.sum(1, keepdim=True)
 
 
 def equally_frequent(probabilities: Tensor, steps: int = 20) -> Tensor:
@@ -124,8 +124,8 @@ def equally_frequent(probabilities: Tensor, steps: int = 20) -> Tensor:
         tensor([[0.6000, 0.4000],
                 [0.4000, 0.6000]])
     """
-    found, tiny = probabilities, torch.finfo(probabilities.dtype).tiny
+    result, tiny = probabilities, torch.finfo(probabilities.dtype).tiny
     for _ in range(steps):
-        found = found / found.sum(0).clamp(min=tiny)
-        found = found / found.sum(1, keepdim=True)
-    return found
+        result = result / result.sum(0).clamp(min=tiny)
+        result = result / result.sum(1, keepdim=True)
+    return result

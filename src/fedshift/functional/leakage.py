@@ -324,6 +324,6 @@ def correlation(first: Tensor, second: Tensor) -> Tensor:
 
 
 def _check_alike(gradient: Sequence[Tensor], observed: Sequence[Tensor]) -> None:
-    found, wanted = ([tuple(part.shape) for part in parts] for parts in (gradient, observed))
-    if found != wanted or not found:
-        raise UserError(f"two gradients of one network are compared, found shapes {found} and {wanted}")
+    result, wanted = ([tuple(part.shape) for part in parts] for parts in (gradient, observed))
+    if result != wanted or not result:
+        raise UserError(f"two gradients of one network are compared, found shapes {result} and {wanted}")

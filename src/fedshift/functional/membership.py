@@ -30,8 +30,8 @@ def scaled_confidence(logits: Tensor, labels: Tensor) -> Tensor:
         >>> scaled_confidence(torch.tensor([[2.0, 0.5], [100.0, 0.0]]), torch.tensor([0, 1]))
         tensor([   1.5000, -100.0000], dtype=torch.float64)
     """
-    scores, place = logits.double(), labels[:, None]
-    return scores.gather(1, place)[:, 0] - scores.scatter(1, place, -torch.inf).logsumexp(1)
+    scores, columns = logits.double(), labels[:, None]
+    return scores.gather(1, columns)[:, 0] - scores.scatter(1, columns, -torch.inf).logsumexp(1)
 
 
 def likelihood_ratios(confidence: Tensor, shadows: Tensor, members: Tensor) -> Tensor:

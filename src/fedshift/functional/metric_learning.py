@@ -78,9 +78,9 @@ def momentum_triplet_loss(
     own = squared_distances(queries, keys)[i, j][:, None]
     other = squared_distances(queries, queue)[i]
     with torch.no_grad():
-        found = semi_hard(own, other, margin) & (labels[i][:, None] != queue_labels[None])
+        result = semi_hard(own, other, margin) & (labels[i][:, None] != queue_labels[None])
         times = (
-            found.to(other.dtype) if generator is None else drawn_with_repetition(found, number, generator).to(other)
+            result.to(other.dtype) if generator is None else drawn_with_repetition(result, number, generator).to(other)
         )
     losses = (own - other + margin).clamp_min(0)
     return (losses * times).sum() / times.sum().clamp_min(1)

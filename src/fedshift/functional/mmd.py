@@ -47,8 +47,8 @@ def multi_kernel_mmd(
     if source.dim() != 2 or target.dim() != 2:
         raise UserError(f"MMD needs two batches (n, f), found {tuple(source.shape)} and {tuple(target.shape)}")
     width = None if bandwidth is None else bandwidth.reshape(1, 1)
-    one = source.new_ones((1, 1), dtype=torch.float32)
-    return weighted_multi_kernel_mmd(source[None], target[None], one, multipliers, estimator, constant, width)
+    item = source.new_ones((1, 1), dtype=torch.float32)
+    return weighted_multi_kernel_mmd(source[None], target[None], item, multipliers, estimator, constant, width)
 
 
 def weighted_multi_kernel_mmd(
@@ -206,11 +206,11 @@ def _kernels(own: Tensor, across: Tensor, inverse: Tensor, multipliers: tuple[fl
     torch.mul(own[sources:], scale, out=relative[1])
     torch.mul(across, scale.transpose(1, 2), out=relative[2].view_as(across))
     each[0].exp_()
-    for place in range(1, len(widths)):
-        ratio = widths[place - 1] / widths[place]
-        torch.pow(each[place - 1], 3 if abs(ratio - 3) < 1e-12 else ratio, out=each[place])
-    found = (_factors(widths, own.dtype, own.device) @ kernels).view(2, 3, -1)
-    return found[0], found[1]
+    for index in range(1, len(widths)):
+        ratio = widths[index - 1] / widths[index]
+        torch.pow(each[index - 1], 3 if abs(ratio - 3) < 1e-12 else ratio, out=each[index])
+    result = (_factors(widths, own.dtype, own.device) @ kernels).view(2, 3, -1)
+    return result[0], result[1]
 
 
 @functools.lru_cache(maxsize=8)

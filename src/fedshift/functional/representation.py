@@ -75,8 +75,8 @@ def gaussian_divergence(
     shape = means.shape
     others = (scales.shape, reference_means.shape, reference_scales.shape)
     if means.dim() != 2 or not means.numel() or any(other != shape for other in others):
-        found = ", ".join(str(tuple(other)) for other in (shape, *others))
-        raise UserError(f"the divergence needs four tensors (n, Z), found {found}")
+        text = ", ".join(str(tuple(other)) for other in (shape, *others))
+        raise UserError(f"the divergence needs four tensors (n, Z), found {text}")
     means, scales = factor * means, factor * scales
     ratio = (scales.square() + (means - reference_means).square()) / (2 * reference_scales.square())
     return ((reference_scales + epsilon).log() - (scales + epsilon).log() + ratio - 0.5).sum(1)

@@ -34,7 +34,7 @@ def split_secret(secret: bytes, holders: int, threshold: int) -> list[bytes]:
     if len(secret) != SECRET_BYTES or not 1 <= threshold <= holders:
         raise FedshiftError("a secret has 32 bytes, and a threshold is at least 1 and at most the number of holders")
     coefficients = [int.from_bytes(secret), *(secrets.randbelow(PRIME) for _ in range(threshold - 1))]
-    return [_value_at(coefficients, place).to_bytes(SHARE_BYTES) for place in range(1, holders + 1)]
+    return [_value_at(coefficients, index).to_bytes(SHARE_BYTES) for index in range(1, holders + 1)]
 
 
 def join_shares(shares: Mapping[int, bytes], threshold: int) -> bytes:
@@ -55,16 +55,16 @@ def join_shares(shares: Mapping[int, bytes], threshold: int) -> bytes:
     places = sorted(shares)
     if len(places) < threshold:
         raise FedshiftError(f"a secret needs {threshold} shares, {len(places)} were given")
-    values = {place: int.from_bytes(shares[place]) for place in places}
-    if any(len(shares[place]) != SHARE_BYTES or values[place] >= PRIME for place in places):
+    values = {index: int.from_bytes(shares[index]) for index in places}
+    if any(len(shares[index]) != SHARE_BYTES or values[index] >= PRIME for index in places):
         raise FedshiftError("a share is no number below the prime")
     used = places[:threshold]
-    for place in (0, *places[threshold:]):
-        factors = _lagrange(tuple(used), place)
-        found = sum(factor * values[at] for factor, at in zip(factors, used, strict=True)) % PRIME
-        if place == 0:
-            secret = found
-        elif found != values[place]:
+    for index in (0, *places[threshold:]):
+        factors = _lagrange(tuple(used), index)
+        result = sum(factor * values[at] for factor, at in zip(factors, used, strict=True)) % PRIME
+        if index == 0:
+            secret = result
+        elif result != values[index]:
             raise FedshiftError("the shares of a secret do not fit together")
     if secret >= 2 ** (8 * SECRET_BYTES):
         raise FedshiftError("the shares of a secret do not fit together")
@@ -82,11 +82,11 @@ def _value_at(coefficients: Sequence[int], place: int) -> int:
 def _lagrange(places: tuple[int, ...], at: int) -> tuple[int, ...]:
     """The factors of the values at ``places`` in the value ``at`` another place."""
     factors = []
-    for place in places:
+    for position in places:
         above = below = 1
         for other in places:
-            if other != place:
+            if other != position:
                 above = above * (at - other) % PRIME
-                below = below * (place - other) % PRIME
+                below = below * (position - other) % PRIME
         factors.append(above * pow(below, -1, PRIME) % PRIME)
     return tuple(factors)

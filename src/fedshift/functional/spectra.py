@@ -122,13 +122,13 @@ def interpolated(images: Tensor, donors: Tensor, rate: Tensor, half: int | None,
 
 
 def _spectrum(images: Tensor, axes: int) -> Tensor:
-    found: Tensor = torch.fft.rfftn(images, dim=tuple(range(-axes, 0)))
-    return found
+    spectrum: Tensor = torch.fft.rfftn(images, dim=tuple(range(-axes, 0)))
+    return spectrum
 
 
 def _image(spectrum: Tensor, sides: Sequence[int]) -> Tensor:
-    found: Tensor = torch.fft.irfftn(spectrum, s=tuple(sides), dim=tuple(range(-len(sides), 0)))
-    return found
+    image: Tensor = torch.fft.irfftn(spectrum, s=tuple(sides), dim=tuple(range(-len(sides), 0)))
+    return image
 
 
 def _window(spectrum: Tensor, sides: Sequence[int], half: int) -> Tensor:

@@ -41,12 +41,12 @@ def turned_templates(templates: Tensor, logits: Tensor, features: Tensor, prior:
                 [0., 1.]])
     """
     rows, size = functional.normalize(templates), templates.norm(dim=1).mean()
-    unit, doubt, said = functional.normalize(features), entropy_of_logits(logits), logits.argmax(1)
+    unit, doubt, predicted = functional.normalize(features), entropy_of_logits(logits), logits.argmax(1)
     share = len(features) / (len(features) + prior * len(rows)) if len(features) else 0.0
     turned = rows.clone()
-    for number in sorted(set(said.tolist())):
-        members = (said == number).nonzero()[:, 0]
+    for number in sorted(set(predicted.tolist())):
+        members = (predicted == number).nonzero()[:, 0]
         surest = members[doubt[members].argsort(stable=True)[: math.ceil(len(members) / 2)]]
         turned[number] = (1 - share) * rows[number] + share * unit[surest].mean(0)
-    found: Tensor = size * functional.normalize(turned)
-    return found
+    result: Tensor = size * functional.normalize(turned)
+    return result

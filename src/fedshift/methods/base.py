@@ -366,13 +366,13 @@ def _epochs_to_divide(method: Method) -> None:
 @functools.cache
 def calls_of(kind: type) -> Mapping[str, type[Reply]]:
     """What sites run of a method or of its preparation, and what it returns: public functions ``(self, site, …)``."""
-    found: dict[str, type[Reply]] = {}
+    calls: dict[str, type[Reply]] = {}
     for name, function in inspect.getmembers(kind, inspect.isfunction):
         if not name.startswith("_") and list(inspect.signature(function).parameters)[1:2] == ["site"]:
             reply = returned(function)
             if reply is not None:
-                found[name] = reply
-    return found
+                calls[name] = reply
+    return calls
 
 
 def in_order(kinds: Collection[str]) -> tuple[str, ...]:

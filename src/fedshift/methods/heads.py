@@ -83,9 +83,9 @@ def with_experts(network: Network, number: int) -> Network:
     Returns:
         The network with `Experts` as its classifier.
     """
-    own = network.classifier
-    others = (redrawn(own, derive_seed(network.seed, "expert", head)) for head in range(1, number))
-    return network.with_parts(network.features, Experts([own, *others], network.objective))
+    classifier = network.classifier
+    others = (redrawn(classifier, derive_seed(network.seed, "expert", head)) for head in range(1, number))
+    return network.with_parts(network.features, Experts([classifier, *others], network.objective))
 
 
 class Dropout(nn.Dropout):

@@ -147,8 +147,8 @@ class _OneModel(Rule):
 
     def judge(self, sites: Sequence[str], models: Iterable[Weights], centre: Weights) -> Verdict:
         self.check(len(sites))
-        one, report = self.combined(sites, models, centre)
-        return Verdict(lambda site, model: one, report)
+        item, report = self.combined(sites, models, centre)
+        return Verdict(lambda site, model: item, report)
 
     @abstractmethod
     def combined(

@@ -72,8 +72,8 @@ class Momentum(_Optimizer):
 
     def step(self, before: Weights, change: Weights, kept: Moments) -> tuple[Weights, Moments]:
         old = kept.get("first") or _filled(change, 0.0)
-        found = {name: momentum_step(before[name], change[name], old[name], self.beta, self.rate) for name in change}
-        return _part(found, 0), {"first": _part(found, 1)}
+        result = {name: momentum_step(before[name], change[name], old[name], self.beta, self.rate) for name in change}
+        return _part(result, 0), {"first": _part(result, 1)}
 
 
 class Adaptive(_Optimizer):
@@ -98,13 +98,13 @@ class Adaptive(_Optimizer):
     def step(self, before: Weights, change: Weights, kept: Moments) -> tuple[Weights, Moments]:
         first, second = kept.get("first") or _filled(change, 0.0), kept.get("second") or _filled(change, self.tau**2)
         betas = (self.beta, self.beta2)
-        found = {
+        result = {
             name: adaptive_step(
                 before[name], change[name], first[name], second[name], self.optimizer, betas, self.rate, self.tau
             )
             for name in change
         }
-        return _part(found, 0), {"first": _part(found, 1), "second": _part(found, 2)}
+        return _part(result, 0), {"first": _part(result, 1), "second": _part(result, 2)}
 
 
 OPTIMIZERS: Mapping[str, type[Momentum | Adaptive]] = {

@@ -27,11 +27,11 @@ def symbols_of(kind: type[BaseModel]) -> Mapping[str, str]:
         >>> symbols_of(FedProx)["mu"], symbols_of(FedProx)["μ"], symbols_of(FedProx)["E"]
         ('proximal_weight', 'proximal_weight', 'local_epochs')
     """
-    found: dict[str, list[str]] = {}
+    result: dict[str, list[str]] = {}
     for name, field in kind.model_fields.items():
         for symbol in _spellings(field.description or ""):
-            found.setdefault(symbol, []).append(name)
-    return {symbol: names[0] for symbol, names in found.items() if len(names) == 1 and symbol not in kind.model_fields}
+            result.setdefault(symbol, []).append(name)
+    return {symbol: names[0] for symbol, names in result.items() if len(names) == 1 and symbol not in kind.model_fields}
 
 
 def with_names(kind: type[BaseModel], options: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -57,10 +57,10 @@ def symbols_in_words(kind: type[BaseModel]) -> str:
 
 def _spellings(description: str) -> list[str]:
     """How a description's symbol may be written; none if it begins with no symbol."""
-    found = _SYMBOL.match(description)
-    if found is None:
+    match = _SYMBOL.match(description)
+    if match is None:
         return []
-    greek, below, latin = found.groups()
+    greek, below, latin = match.groups()
     if latin:
         return [str(latin)]
     name = unicodedata.name(greek).rpartition(" ")[2].lower().replace("lamda", "lambda")

@@ -181,13 +181,13 @@ def _targets(network: Network, adapters: Adapters, input_shape: tuple[int, ...])
         return fitting
     chosen: list[str] = []
     for target in adapters.targets:
-        found = [path for path in fitting if path == target or path.endswith(f".{target}")]
-        if not found:
+        result = [path for path in fitting if path == target or path.endswith(f".{target}")]
+        if not result:
             raise UserError(
                 f"training.adapters.targets: no linear or convolution layer before the head is called '{target}'; "
                 f"{nearest(target, [path.removeprefix('features.') for path in fitting])}"
             )
-        chosen += found
+        chosen += result
     return list(dict.fromkeys(chosen))
 
 

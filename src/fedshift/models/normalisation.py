@@ -82,8 +82,8 @@ def with_norms(network: Network, norm: Callable[[nn.BatchNorm2d], nn.Module]) ->
 
 def batch_norms(network: nn.Module) -> list[_BatchNorm]:
     """The BatchNorm layers that follow their data in training mode, thus not those that keep what they loaded."""
-    found = [module for module in network.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
-    following = [module for module in found if not has_method(module, "train")]
+    result = [module for module in network.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
+    following = [module for module in result if not has_method(module, "train")]
     return [module for module in following if copy.copy(module).train().training]
 
 

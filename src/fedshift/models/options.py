@@ -121,5 +121,5 @@ def image_shape(model: str, input_shape: tuple[int, ...]) -> tuple[int, int, int
     if len(input_shape) == 3:
         channels, height, width = input_shape
         return channels, height, width
-    found = f"vectors of {input_shape[0]} numbers" if len(input_shape) == 1 else f"arrays of shape {input_shape}"
-    raise UserError(f"model '{model}' reads images, but the data set has {found}; choose mlp or linear")
+    text = f"vectors of {input_shape[0]} numbers" if len(input_shape) == 1 else f"arrays of shape {input_shape}"
+    raise UserError(f"model '{model}' reads images, but the data set has {text}; choose mlp or linear")

@@ -57,8 +57,8 @@ def _convolution(layer: nn.Conv2d, inputs: Tensor) -> Tensor:
     """A convolution of one channel. Its gradient by the inputs is `gradient_by_images` on the CPU in full precision."""
     if not inputs.requires_grad or inputs.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
         return nn.Conv2d.forward(layer, inputs)
-    found: Tensor = _ByImages.apply(inputs, layer.weight, layer.bias, layer.padding)
-    return found
+    convolution: Tensor = _ByImages.apply(inputs, layer.weight, layer.bias, layer.padding)
+    return convolution
 
 
 class _ByImages(torch.autograd.Function):
@@ -76,8 +76,8 @@ class _ByImages(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight = ctx.saved_tensors
-        sizes, one, mask = [len(weight)], [1, 1], [False, *ctx.needs_input_grad[1:3]]
+        sizes, item, mask = [len(weight)], [1, 1], [False, *ctx.needs_input_grad[1:3]]
         _, by_weight, by_bias = torch.ops.aten.convolution_backward(
-            outer[0], inputs, weight, sizes, one, ctx.padding, one, False, [0, 0], 1, mask
+            outer[0], inputs, weight, sizes, item, ctx.padding, item, False, [0, 0], 1, mask
         )
         return gradient_by_images(outer[0], weight, ctx.padding), by_weight, by_bias, None

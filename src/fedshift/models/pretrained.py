@@ -81,11 +81,11 @@ def load_pretrained(backbone: nn.Module, source: bool | Path, *, model: str, hea
     known = torchvision.models.get_model_weights(model).__members__
     if source is True or str(source) in known:
         weights = "DEFAULT" if source is True else str(source)
-        found, origin = _download(model, weights), f"torchvision's {model} {weights}"
+        result, origin = _download(model, weights), f"torchvision's {model} {weights}"
     else:
         path = find_file(source)
-        found, origin = read_weights(path), f"weights file {path}"
-    copy_weights(backbone, found, origin=origin, model=model, head=head)
+        result, origin = read_weights(path), f"weights file {path}"
+    copy_weights(backbone, result, origin=origin, model=model, head=head)
 
 
 def must_be_downloaded(source: bool | Path, model: str) -> bool:
@@ -112,10 +112,10 @@ def find_file(path: Path, field: str = "model.pretrained") -> Path:
     path = path.expanduser()
     folder = os.environ.get("FEDSHIFT_WEIGHTS")
     places = [Path(folder) / path, path] if folder and not path.is_absolute() else [path]
-    for place in places:
-        if place.is_file():
-            return place
-    looked = " and ".join(str(place.absolute()) for place in places)
+    for file in places:
+        if file.is_file():
+            return file
+    looked = " and ".join(str(file.absolute()) for file in places)
     unset = not folder and not path.is_absolute()
     advice = "; relative paths are also looked up in FEDSHIFT_WEIGHTS, which is not set" if unset else ""
     raise UserError(f"{field}: no weights file at {looked}{advice}")

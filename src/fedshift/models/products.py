@@ -114,8 +114,8 @@ def _in_halves(plain: Callable[..., Tensor], half: torch.dtype) -> Callable[...,
 
     def forward(module: nn.Module, inputs: Tensor, *others: Any) -> Tensor:
         with torch.autocast(inputs.device.type, dtype=half):
-            found = plain(module, inputs, *others)
-        return found.float()
+            result = plain(module, inputs, *others)
+        return result.float()
 
     return forward
 
@@ -130,8 +130,8 @@ def _compiled(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def forward(module: nn.Module, inputs: Tensor, *others: Any) -> Tensor:
         compiled = module.training and torch.is_grad_enabled()
-        found: Tensor = (fast if compiled else plain)(module, inputs, *others)
-        return found
+        result: Tensor = (fast if compiled else plain)(module, inputs, *others)
+        return result
 
     return forward
 
@@ -152,8 +152,8 @@ def has_bf16_units(device: str) -> bool:
     if device.startswith("cuda"):
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if device == "cpu":
-        found = torch.cpu.get_capabilities()
-        return any(found.get(unit) for unit in ("avx512_bf16", "amx_bf16", "bf16"))
+        capabilities = torch.cpu.get_capabilities()
+        return any(capabilities.get(unit) for unit in ("avx512_bf16", "amx_bf16", "bf16"))
     return False
 
 

@@ -28,7 +28,7 @@ def scores_of(network: Callable[[Tensor], Tensor], inputs: Tensor, patch: tuple[
     if patch is None:
         return network(inputs)
     inferers = needed("monai.inferers", extra="volumes", what="data.patch")
-    found: Tensor = inferers.sliding_window_inference(
+    scores: Tensor = inferers.sliding_window_inference(
         inputs, patch, sw_batch_size=4, predictor=network, overlap=OVERLAP, mode="gaussian"
     )
-    return found
+    return scores

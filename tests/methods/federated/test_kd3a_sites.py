@@ -66,8 +66,8 @@ def test_a_run_goes_on_from_its_files(case: str, tmp_path: Path) -> None:
     for _ in range(3):
         where = around(method, rounds=3, **options)
         if header is not None:
-            where.progress.exchange, where.progress.used = header["exchange"], header["used"]
-            where.load_memory(folder.memory, header["memory"])
+            where.progress.exchange, where.progress.used = header.exchange, header.used
+            where.load_memory(folder.memory, header.memory)
         state = step_on(method, where, state)
         now = {"exchange": where.progress.exchange, "used": where.progress.used}
         folder.save_checkpoint(state, where.save_memory(folder.memory), now)

@@ -180,9 +180,9 @@ def _samples(folders: list[Path]) -> tuple[list[Path], Labels]:
     labels: list[int] = []
     for folder in folders:
         for digit in range(10):
-            found = sorted(path for path in folder.glob(f"Sample{digit + 1:03d}/*") if is_image(path.name))
-            files += found
-            labels += [digit] * len(found)
+            result = sorted(path for path in folder.glob(f"Sample{digit + 1:03d}/*") if is_image(path.name))
+            files += result
+            labels += [digit] * len(result)
     if not files:
         raise UserError(f"no images in {folders[0]}/Sample001 to Sample010. {_HOW}")
     return files, np.array(labels, dtype=np.int64)

@@ -115,11 +115,11 @@ class HeartDisease(DataSource):
 
 
 def _from_csv(path: Path) -> Mapping[str, Columns]:
-    found = dict(parted(read_table(path), "hospital"))
-    lacking = [name for name in HOSPITALS if name not in found]
+    result = dict(parted(read_table(path), "hospital"))
+    lacking = [name for name in HOSPITALS if name not in result]
     if lacking:
         raise UserError(f"data file {path} has no patient of '{lacking[0]}': get it again. {_HOW}")
-    return {name: found[name] for name in HOSPITALS}
+    return {name: result[name] for name in HOSPITALS}
 
 
 def _from_data(folder: Path, name: str) -> Columns:
@@ -132,5 +132,5 @@ def _from_data(folder: Path, name: str) -> Columns:
     wrong = next((number for number, row in enumerate(rows, 1) if len(row) != len(COLUMNS)), None)
     if wrong is not None or not rows:
         raise UserError(f"data file {path}, line {wrong or 1}: expected {len(COLUMNS)} cells: get it again")
-    cells = {column: [row[place] for row in rows] for place, column in enumerate(COLUMNS)}
+    cells = {column: [row[index] for row in rows] for index, column in enumerate(COLUMNS)}
     return Columns(str(path), cells, range(1, len(rows) + 1))

@@ -102,12 +102,12 @@ class ImageFolder(SiteLabels):
             UserError: a folder or site is missing or empty, an image does not decode, or classes differ between sites.
         """
         left_out = LeftOut()
-        found = self._images(left_out)
-        tested = None if self.split is None else _listed(self.split, self.root, found)
+        result = self._images(left_out)
+        tested = None if self.split is None else _listed(self.split, self.root, result)
         warnings: tuple[str, ...] = ()
         if self.on_corrupt == "skip":
-            found, warnings = _without_corrupt(found, self.window)
-        held = {site: [label for label, files in classes.items() if files] for site, classes in found.items()}
+            result, warnings = _without_corrupt(result, self.window)
+        held = {site: [label for label, files in classes.items() if files] for site, classes in result.items()}
         empty = next((site for site, labels in held.items() if not labels), None)
         if empty is not None:
             others = "".join(f"; {text}" for text in left_out.warnings(self.root / empty))
@@ -123,10 +123,12 @@ class ImageFolder(SiteLabels):
         )
         self._check_known(held, classes)
         in_order = (*classes, _NO_CLASS)
-        files = {site: [(label, file) for label in in_order for file in found[site].get(label, [])] for site in found}
-        flat = [one for pairs in files.values() for _, one in pairs]
+        files = {site: [(label, file) for label in in_order for file in result[site].get(label, [])] for site in result}
+        flat = [image for pairs in files.values() for _, image in pairs]
         channels = 3 if (_any_colour(flat) if self.colour is None else self.colour) else 1
-        made = decoded([one.file for one in flat], channels, self.size, self.size, "image_folder", window=self.window)
+        made = decoded(
+            [image.file for image in flat], channels, self.size, self.size, "image_folder", window=self.window
+        )
         groups = _groups(flat)
         domains, begin = {}, 0
         for site, pairs in files.items():
@@ -134,17 +136,19 @@ class ImageFolder(SiteLabels):
             labels = np.array([number_of[label] for label, _ in pairs], dtype=np.int64)
             own = None if groups is None else groups[begin : begin + len(pairs)]
             domain = Domain(site, made.pixels[begin : begin + len(pairs)], labels, own)
-            domains[site] = domain if tested is None else _divided(domain, [one.path in tested for _, one in pairs])
+            domains[site] = domain if tested is None else _divided(domain, [image.path in tested for _, image in pairs])
             begin += len(pairs)
         half = (0.5,) * channels
         preprocessing = Preprocessing(
             kind="image", channels=channels, size=self.size, mean=half, std=half, window=self.window
         )
-        by_site = {site: [one.file for _, one in pairs] for site, pairs in files.items()}
-        patients = {site: [one.patient for _, one in pairs] for site, pairs in files.items()}
+        by_site = {site: [image.file for _, image in pairs] for site, pairs in files.items()}
+        patients = {site: [image.patient for _, image in pairs] for site, pairs in files.items()}
         warnings += (*left_out.warnings(self.root), *image_warnings(made, by_site), *_one_patient(patients))
         warnings += tuple(_patients_at_two_sites(patients)) if self.patient == "id" else ()
-        sides = {site: some_sides([one for one in images if is_image(one.name)]) for site, images in by_site.items()}
+        sides = {
+            site: some_sides([image for image in images if is_image(image.name)]) for site, images in by_site.items()
+        }
         domains = self.by_labels(domains)
         return checked(DataSet(self.name, domains, classes, preprocessing, self.manifest(), warnings, sides=sides))
 
@@ -170,37 +174,37 @@ class ImageFolder(SiteLabels):
     def _of_site(self, site: Path, left_out: LeftOut) -> dict[str, list[_Image]]:
         """A site's images by class folder. Where labels may be missing, those in no class folder have none."""
         by_class = {label.name: self._of_class(label, site, left_out) for label in folders(site)}
-        said = self.site_labels.get(site.name)
-        if said is None:
+        text = self.site_labels.get(site.name)
+        if text is None:
             return by_class
         unplaced = self._of_class(site, site, LeftOut())
-        if said == "none":  # folders do not name classes there
-            return {_NO_CLASS: [*unplaced, *(one for images in by_class.values() for one in images)]}
+        if text == "none":  # folders do not name classes there
+            return {_NO_CLASS: [*unplaced, *(image for images in by_class.values() for image in images)]}
         return {**by_class, _NO_CLASS: unplaced}
 
     def _of_class(self, label: Path, site: Path, left_out: LeftOut) -> list[_Image]:
-        found = []
+        result = []
         for path in sorted(label.iterdir()):
             if is_image(path.name) and path.is_file():
-                found.append(_Image(on_disk(path), path))
+                result.append(_Image(on_disk(path), path))
             elif path.is_file() and is_medical(path):
-                found += self._slices(path, site, left_out)
+                result += self._slices(path, site, left_out)
             else:
                 left_out.other(path)
-        return found
+        return result
 
     def _slices(self, path: Path, site: Path, left_out: LeftOut) -> list[_Image]:
         try:
-            found = slices_of(path, self.slices, self.window, self.patient)
+            slices = slices_of(path, self.slices, self.window, self.patient)
         except NotYetReadable:
             raise
         except UserError:
             if self.on_corrupt == "stop" or not can_read(path):
                 raise
             return [_Image(on_disk(path), path)]  # which does not decode, so it is left out and listed
-        if not found:
+        if not slices:
             left_out.without_pixels.append(path)
-        return [_Image(one.image, path, f"{site.name}/{one.patient}", one.colour) for one in found]
+        return [_Image(item.image, path, f"{site.name}/{item.patient}", item.colour) for item in slices]
 
 
 class _Image(NamedTuple):
@@ -227,17 +231,17 @@ def _listed(listing: Path, root: Path, images: Found) -> set[Path]:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
         raise UserError(f"data.split: {listing} cannot be read: {why}") from None
-    every = (one.path for classes in images.values() for of_class in classes.values() for one in of_class)
+    every = (item.path for classes in images.values() for of_class in classes.values() for item in of_class)
     known = {path.relative_to(root).as_posix(): path for path in every}
-    found = set()
+    result = set()
     for number, line in enumerate(lines, 1):
         name = line.strip().replace("\\", "/").removeprefix("./")
         if name and name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}?" if near else "write <domain>/<class>/<image>, as the files are called"
             raise UserError(f"data.split: line {number} of {listing} names no image below {root}: {hint}")
-        found.update([known[name]] if name else [])
-    return found
+        result.update([known[name]] if name else [])
+    return result
 
 
 def _divided(domain: Domain, tested: Sequence[bool]) -> Domain:
@@ -248,32 +252,34 @@ def _divided(domain: Domain, tested: Sequence[bool]) -> Domain:
 
 def _any_colour(images: Sequence[_Image]) -> bool:
     """Whether any image has colour. Medical ones say it in their header."""
-    plain = [one.file for one in images if one.colour is None]
-    return any(one.colour for one in images) or has_colour(plain)
+    plain = [image.file for image in images if image.colour is None]
+    return any(image.colour for image in images) or has_colour(plain)
 
 
 def _groups(images: Sequence[_Image]) -> npt.NDArray[np.int64] | None:
     """A number for each patient and for each other image; None if no image is of a known patient."""
-    if all(one.patient is None for one in images):
+    if all(image.patient is None for image in images):
         return None
     numbers: dict[str, int] = {}
-    names = [f"patient {one.patient}" if one.patient is not None else f"file {one.file.name}" for one in images]
+    names = [f"patient {image.patient}" if image.patient is not None else f"file {image.file.name}" for image in images]
     return np.array([numbers.setdefault(name, len(numbers)) for name in names], dtype=np.int64)
 
 
 def _without_corrupt(found: Found, window: Window | None) -> tuple[Found, tuple[str, ...]]:
     """The images that decode, and a warning that lists the others."""
     corrupt = unreadable(
-        [one.file for classes in found.values() for images in classes.values() for one in images], window
+        [image.file for classes in found.values() for images in classes.values() for image in images], window
     )
     if not corrupt:
         return found, ()
     kept = {
-        site: {label: [one for one in images if one.file.name not in corrupt] for label, images in classes.items()}
+        site: {
+            label: [image for image in images if image.file.name not in corrupt] for label, images in classes.items()
+        }
         for site, classes in found.items()
     }
-    said = "1 image does not decode and was" if len(corrupt) == 1 else f"{len(corrupt)} images do not decode and were"
-    return kept, (f"{said} left out: {', '.join(corrupt)}",)
+    text = "1 image does not decode and was" if len(corrupt) == 1 else f"{len(corrupt)} images do not decode and were"
+    return kept, (f"{text} left out: {', '.join(corrupt)}",)
 
 
 def _one_patient(patients: Mapping[str, Sequence[str | None]]) -> Iterator[str]:
@@ -293,8 +299,8 @@ def _patients_at_two_sites(patients: Mapping[str, Sequence[str | None]]) -> Iter
     ids = {
         site: {name.removeprefix(f"{site}/") for name in names if name is not None} for site, names in patients.items()
     }
-    pairs = [(one, other, len(ids[one] & ids[other])) for one, other in combinations(ids, 2)]
-    shared = [f"{count} of '{one}' and '{other}'" for one, other, count in pairs if count]
+    pairs = [(item, other, len(ids[item] & ids[other])) for item, other in combinations(ids, 2)]
+    shared = [f"{count} of '{item}' and '{other}'" for item, other, count in pairs if count]
     if shared:
         more = f" and {len(shared) - _MOST_NAMED} more" if len(shared) > _MOST_NAMED else ""
         listed = f"{', '.join(shared[:_MOST_NAMED])}{more}"
@@ -331,9 +337,9 @@ class LeftOut:
         if not path.is_dir():
             self.other_kinds.append(path)
             return
-        for place, inner, names in os.walk(path):
+        for index, inner, names in os.walk(path):
             inner[:] = sorted(name for name in inner if not _is_hidden(name))
-            self.deeper += [Path(place) / name for name in sorted(names) if not _is_hidden(name)]
+            self.deeper += [Path(index) / name for name in sorted(names) if not _is_hidden(name)]
 
     def warnings(self, root: Path) -> tuple[str, ...]:
         """One line that counts and names what is left out below ``root``; none if nothing is."""
@@ -369,16 +375,19 @@ def image_warnings(made: Decoded, files: Mapping[str, Sequence[ImageFile]]) -> I
     for site, of_site in files.items():
         deep = {row: made.deep[row] for row in range(begin, begin + len(of_site)) if row in made.deep}
         begin += len(of_site)
-        yield from _dark(site, {flat[row]: one for row, one in deep.items() if not one.colour}, colour=False)
-        yield from _dark(site, {flat[row]: one for row, one in deep.items() if one.colour}, colour=True)
+        yield from _dark(site, {flat[row]: item for row, item in deep.items() if not item.colour}, colour=False)
+        yield from _dark(site, {flat[row]: item for row, item in deep.items() if item.colour}, colour=True)
     if made.paged:
         yield pages_warning([flat[row] for row in made.paged])
 
 
 def _dark(site: str, deep: Mapping[str, Deep], *, colour: bool) -> Iterator[str]:
     """A warning if all values of a site's images of more than 8 bits fill less than half of their range."""
-    low, high = min((one.low for one in deep.values()), default=0), max((one.high for one in deep.values()), default=0)
-    white = max((one.white for one in deep.values()), default=0)
+    low, high = (
+        min((item.low for item in deep.values()), default=0),
+        max((item.high for item in deep.values()), default=0),
+    )
+    white = max((item.white for item in deep.values()), default=0)
     if 2 * (high - low) >= white:
         return
     top = 2 ** max(int(high), 1).bit_length() - 1
@@ -405,10 +414,10 @@ def site_folders(root: Path, layout: str) -> list[Path]:
     """
     if not root.is_dir():
         raise UserError(f"data.root: folder {root} does not exist; expected {layout}")
-    found = folders(root)
-    if not found:
+    result = folders(root)
+    if not result:
         raise UserError(f"data.root: {root} holds no folder of a site; expected {layout}")
-    return found
+    return result
 
 
 def root_hint(root: Path, is_site: Callable[[Path], bool]) -> str:
@@ -419,9 +428,9 @@ def root_hint(root: Path, is_site: Callable[[Path], bool]) -> str:
         is_site: whether a folder is laid out as a site's.
     """
     root = root.resolve()
-    for place in (*folders(root)[:_MOST_TRIED], *([root.parent] if is_site(root) else [])):
-        if sum(map(is_site, folders(place)[:_MOST_TRIED])) > 1:
-            return f"did you mean root: {place}? "
+    for candidate in (*folders(root)[:_MOST_TRIED], *([root.parent] if is_site(root) else [])):
+        if sum(map(is_site, folders(candidate)[:_MOST_TRIED])) > 1:
+            return f"did you mean root: {candidate}? "
     return ""
 
 

@@ -57,8 +57,8 @@ class InMemory:
                 "name: arrays"
             )
         names = self.samples.columns if self.is_frame else self.samples.column_names
-        found: dict[str, Sequence[Any]] = {str(name): listed(self.samples[name]) for name in names}
-        return found if self.labels is None else {**found, label: listed(self.labels)}
+        result: dict[str, Sequence[Any]] = {str(name): listed(self.samples[name]) for name in names}
+        return result if self.labels is None else {**result, label: listed(self.labels)}
 
     def arrays(self, where: str) -> tuple[Array, Array]:
         """Inputs and labels as arrays, with a row for each sample.
@@ -78,11 +78,11 @@ class InMemory:
         try:
             pairs = [self.samples[row] for row in range(len(self.samples))]
         except Exception as error:  # the user's own code
-            said = f"{type(error).__name__}: {error}".partition("\n")[0]
-            raise UserError(f"{where}: the data set cannot be read ({said}): mend its __getitem__") from error
+            text = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise UserError(f"{where}: the data set cannot be read ({text}): mend its __getitem__") from error
         if not all(isinstance(pair, Sequence) and len(pair) >= 2 for pair in pairs):
             raise UserError(f"{where}: each sample of a data set must be a pair of an input and a label")
-        inputs, labels = ([pair[place] for pair in pairs] for place in (0, 1))
+        inputs, labels = ([pair[index] for pair in pairs] for index in (0, 1))
         return _array(f"{where}: inputs", inputs), _array(f"{where}: labels", labels)
 
     @property
@@ -182,8 +182,8 @@ def listed(values: Any) -> list[Any]:
     """A column as a list of Python values."""
     for method in ("tolist", "to_list"):
         if hasattr(values, method):
-            found: list[Any] = getattr(values, method)()
-            return found
+            result: list[Any] = getattr(values, method)()
+            return result
     return list(values)
 
 
@@ -200,11 +200,11 @@ def _array(what: str, values: Any) -> Array:
             raise UserError(f"{what} has masked values: fill or drop such rows")
         if isinstance(values, list | tuple):
             values = np.stack([np.asarray(value) for value in values]) if len(values) else np.empty(0)
-        found: Array = np.asarray(values)
+        array: Array = np.asarray(values)
     except (ValueError, TypeError, RuntimeError) as error:
         raise UserError(f"{what} cannot be made one array ({error}): bring all samples to one shape") from error
-    if found.dtype == object and all(isinstance(value, str) for value in found.ravel()):
-        found = found.astype(str)
-    if found.dtype.kind not in "biufUS":
-        raise UserError(f"{what} are neither numbers nor text ({found.dtype}): convert them")
-    return found
+    if array.dtype == object and all(isinstance(value, str) for value in array.ravel()):
+        array = array.astype(str)
+    if array.dtype.kind not in "biufUS":
+        raise UserError(f"{what} are neither numbers nor text ({array.dtype}): convert them")
+    return array

@@ -57,21 +57,21 @@ class MaskFolder(DataSource):
         left_out = LeftOut()
         sites = site_folders(self.root, _LAYOUT)
         hint = root_hint(self.root, lambda place: (place / "images").is_dir())
-        found = {site.name: _of_site(site, left_out, hint) for site in sites}
+        result = {site.name: _of_site(site, left_out, hint) for site in sites}
         for folder in (self.root, *sites, *(site / "masks" for site in sites)):
             left_out.misplaced(folder)
         structures = agreed_classes(
-            {site: list(masks) for site, (_, masks) in found.items()}, what="folders of masks", allow_missing=False
+            {site: list(masks) for site, (_, masks) in result.items()}, what="folders of masks", allow_missing=False
         )
-        for site, (_, masks) in found.items():
+        for site, (_, masks) in result.items():
             missing = next((name for name in structures if name not in masks), None)
             if missing is not None:
                 raise UserError(
                     f"site '{site}' has no masks of '{missing}': expected {self.root / site}/masks/{missing}"
                 )
-        channels = 3 if self._in_colour({site: list(images.values()) for site, (images, _) in found.items()}) else 1
+        channels = 3 if self._in_colour({site: list(images.values()) for site, (images, _) in result.items()}) else 1
         domains, warnings = {}, list(left_out.warnings(self.root))
-        for site, (images, masks) in found.items():
+        for site, (images, masks) in result.items():
             files = list(images.values())
             made = decoded(files, channels, self.size, self.size, "mask_folder", window=self.window)
             warnings += image_warnings(made, {site: files})
@@ -147,15 +147,15 @@ def _images(folder: Path, left_out: LeftOut) -> Files:
     Raises:
         UserError: two files have the same name.
     """
-    found: Files = {}
+    images: Files = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if not is_image(path.name) or not path.is_file():
             left_out.other(path)
             continue
-        if path.stem in found:
-            raise UserError(f"{path} and {found[path.stem].name} have the same name: rename one of them")
-        found[path.stem] = on_disk(path)
-    return found
+        if path.stem in images:
+            raise UserError(f"{path} and {images[path.stem].name} have the same name: rename one of them")
+        images[path.stem] = on_disk(path)
+    return images
 
 
 def mask_file(folder: Path, structure: str, name: str) -> Path:

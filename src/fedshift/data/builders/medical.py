@@ -567,8 +567,8 @@ def _first_index(descriptor: Any, values: Values) -> int:
 
 def _looked_up(values: Values, table: Values, first: int) -> Values:
     """Entries of a table; values outside of it get the first or the last one."""
-    found: Values = table[(values.astype(np.int64) - first).clip(0, len(table) - 1)]
-    return found
+    result: Values = table[(values.astype(np.int64) - first).clip(0, len(table) - 1)]
+    return result
 
 
 def _number(value: Any) -> float | None:

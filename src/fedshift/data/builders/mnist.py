@@ -54,8 +54,8 @@ def images_and_labels(part: str) -> tuple[Pixels, Labels]:
         images = _idx(path, f"{_PREFIX[part]}-images-idx3-ubyte")
         labels = _idx(path, f"{_PREFIX[part]}-labels-idx1-ubyte")
     else:
-        found = load_npz(path, [f"x_{part}", f"y_{part}"])
-        images, labels = np.asarray(found[f"x_{part}"]), np.asarray(found[f"y_{part}"])
+        result = load_npz(path, [f"x_{part}", f"y_{part}"])
+        images, labels = np.asarray(result[f"x_{part}"]), np.asarray(result[f"y_{part}"])
     if images.dtype != np.uint8 or images.ndim != 3 or images.shape[1:] != (28, 28) or len(images) != len(labels):
         raise UserError(f"{path} does not hold MNIST: images have shape {images.shape} and type {images.dtype}")
     return images.astype(np.uint8, copy=False), labels.astype(np.int64)

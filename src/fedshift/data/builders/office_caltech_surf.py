@@ -76,8 +76,8 @@ def _from_mat(folder: Path, name: str) -> tuple[npt.NDArray[np.float64], npt.NDA
     if path is None:
         raise UserError(f"data file {folder / f'{name}_SURF_L10.mat'} does not exist. {_HOW}")
     try:
-        found = loadmat(str(path))
-        return found["fts"].astype(np.float64), found["labels"].ravel().astype(np.int64) - 1
+        result = loadmat(str(path))
+        return result["fts"].astype(np.float64), result["labels"].ravel().astype(np.int64) - 1
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"data file {path} cannot be read (truncated, or without fts and labels): get it again"

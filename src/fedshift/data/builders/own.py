@@ -97,8 +97,8 @@ class OwnData(DataSource):
             except UserError:
                 raise
             except Exception as error:  # the user's own code
-                said = f"{type(error).__name__}: {error}".partition("\n")[0]
-                raise UserError(f"data: {type(self).__name__}.read() fails: {said}") from error
+                text = f"{type(error).__name__}: {error}".partition("\n")[0]
+                raise UserError(f"data: {type(self).__name__}.read() fails: {text}") from error
             if not isinstance(self._samples, Mapping) or not self._samples:
                 raise UserError(f"data: {type(self).__name__}.read() must return a mapping {{site: samples}}")
         fields = described(self._samples, **self.options)
@@ -134,18 +134,18 @@ def described(sites: Mapping[str, Any], **options: Any) -> dict[str, Any]:
         raise UserError(f"data: {error}") from None
     if len(held) < len(sites):
         raise UserError("data: two sites have the same name, such as 1 and '1': rename one")
-    frames = [one for one in held.values() if isinstance(one, InMemory) and one.is_frame]
+    frames = [frame for frame in held.values() if isinstance(frame, InMemory) and frame.is_frame]
     if len(frames) < len(held) or not frames:
         return {"name": "arrays", "sites": held, **options}
     fields: dict[str, Any] = {"name": "table", "sites": held, **options}
     if condition is None and not fields.keys() & {"label", "time", "event"}:
-        if any(one.labels is None for one in frames):
+        if any(frame.labels is None for frame in frames):
             raise UserError("data: data frames without labels need label, the name of their label column")
         fields["label"] = "label" if "label" not in frames[0].samples.columns else "label of the sample"
     if not fields.keys() & {"numeric", "categorical", "text"}:
         taken = {condition.column if condition is not None else fields.get("label"), fields.get("id")}
         taken |= {fields.get("time"), fields.get("event")}
-        tables = {name: one.samples for name, one in held.items() if isinstance(one, InMemory)}
+        tables = {name: frame.samples for name, frame in held.items() if isinstance(frame, InMemory)}
         fields["numeric"], fields["categorical"] = _kinds_of_columns(tables, taken)
     return fields
 

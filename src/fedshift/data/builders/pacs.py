@@ -69,11 +69,11 @@ class Pacs(DataSource):
 
     def build(self) -> DataSet:
         """Four domains of images (n, 3, size, size), memory-mapped, with the official split if its lists are there."""
-        place = require("PACS", _CANDIDATES, _HOW)
-        files = _zipped(place) if place.is_file() else _in_folders(place.parent)
+        folder = require("PACS", _CANDIDATES, _HOW)
+        files = _zipped(folder) if folder.is_file() else _in_folders(folder.parent)
         names = [name for name in DOMAINS if name in files]
         if len(names) < len(DOMAINS):
-            raise UserError(f"{place}: no images of {', '.join(set(DOMAINS) - set(names))}. {_HOW}")
+            raise UserError(f"{folder}: no images of {', '.join(set(DOMAINS) - set(names))}. {_HOW}")
         rows = {name: self._chosen(number, len(files[name])) for number, name in enumerate(names)}
         chosen = [files[name][row][1] for name in names for row in rows[name]]
         images = decoded(chosen, 3, self.size, self.size, "pacs").pixels
@@ -149,7 +149,7 @@ def official_rows(name: str, paths: Sequence[str]) -> tuple[Rows | None, Rows | 
     Raises:
         UserError: a list names a missing file, or a label that does not fit the file's folder.
     """
-    folder = next((found for place in _SPLITS if (found := find([f"{place}/{name}_train_kfold.txt"]))), None)
+    folder = next((result for index in _SPLITS if (result := find([f"{index}/{name}_train_kfold.txt"]))), None)
     if folder is None:
         return None, None
     row_of = {_stem(path): row for row, path in enumerate(paths)}

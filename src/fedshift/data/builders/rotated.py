@@ -48,9 +48,9 @@ def turned_clockwise(images: Pixels, angle: float) -> Pixels:
     down = x * np.float32(-sine * np.float32(width / height)) + y * cosine
     left, to_right = _in_pixels(across, width)
     top, to_bottom = _in_pixels(down, height)
-    one = np.float32(1)
-    weights = [(one - to_right) * (one - to_bottom), to_right * (one - to_bottom)]
-    weights += [(one - to_right) * to_bottom, to_right * to_bottom]
+    item = np.float32(1)
+    weights = [(item - to_right) * (item - to_bottom), to_right * (item - to_bottom)]
+    weights += [(item - to_right) * to_bottom, to_right * to_bottom]
     padded = np.zeros((count, height + 2, width + 2), np.float32)
     padded[:, 1:-1, 1:-1] = images
     turned = np.zeros(images.shape, np.float32)

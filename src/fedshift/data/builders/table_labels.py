@@ -46,10 +46,10 @@ class Condition:
         Raises:
             ValueError: it is none.
         """
-        found = _CONDITION.fullmatch(text)
-        if found is None:
+        match = _CONDITION.fullmatch(text)
+        if match is None:
             raise ValueError(f"positive: '{text}' is no condition; write a column, a sign and a value: num > 0")
-        column, sign, value = found.groups()
+        column, sign, value = match.groups()
         if sign in _COMPARED and number_of(value) is None:
             raise ValueError(f"positive: '{value}' is not a number, which {sign} needs")
         return cls(column, sign, canonical(value))
@@ -214,10 +214,10 @@ def flags_of(table: Columns, columns: Sequence[str]) -> npt.NDArray[np.float32]:
         UserError: a cell is something else.
     """
     out = np.stack([quantities_of(table, column) for column in columns], axis=1)
-    for row, place in np.argwhere(~np.isin(out, (0, 1))):
+    for row, index in np.argwhere(~np.isin(out, (0, 1))):
         where = table.place(int(row))
         raise UserError(
-            f"{where}, column '{columns[place]}': task multi_label needs 0 or 1: mend the cell",
+            f"{where}, column '{columns[index]}': task multi_label needs 0 or 1: mend the cell",
             public=f"{where}: a label is not 0 or 1",
         )
     return out

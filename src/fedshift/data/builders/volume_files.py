@@ -64,7 +64,7 @@ def series_of(name: str, files: Sequence[Path], patient: Patient = "id") -> list
     Raises:
         UserError: a file is damaged or of a kind that is not read.
     """
-    found = [Series(str(path), (path,), str(path)) for path in files if _is_nifti(path)]
+    result = [Series(str(path), (path,), str(path)) for path in files if _is_nifti(path)]
     groups: dict[str, list[Path]] = {}
     patients: dict[str, str] = {}
     for path in (path for path in files if not _is_nifti(path)):
@@ -77,8 +77,8 @@ def series_of(name: str, files: Sequence[Path], patient: Patient = "id") -> list
     several = len(groups) > 1
     for series in sorted(groups):
         whole = f"{name} (series {series})" if several else name
-        found.append(Series(whole, tuple(groups[series]), patients[series]))
-    return found
+        result.append(Series(whole, tuple(groups[series]), patients[series]))
+    return result
 
 
 def _is_nifti(path: Path) -> bool:
@@ -190,7 +190,7 @@ def _step(series: Series, places: Sequence[_Place], normal: Vector) -> Vector:
     """
     if len(places) < 2:
         raise UserError(f"{series.name}: a series of one slice is no volume: remove it, or use data set image_folder")
-    heights = np.array([float(place.corner @ normal) for place in places])
+    heights = np.array([float(index.corner @ normal) for index in places])
     gaps = np.diff(heights)
     usual = float(np.median(gaps))
     if gaps.min() <= _SAME:

@@ -112,16 +112,16 @@ class VolumeFolder(DataSource):
             plain, other = (next(site for site in masked if masked[site] is kind) for kind in (False, True))
             raise UserError(f"site '{other}' has masks, site '{plain}' has none: expected {_LAYOUT}")
         segments = all(masked.values())
-        found = {
+        result = {
             site.name: self._with_masks(site, left_out) if segments else self._of_classes(site, left_out)
             for site in sites
         }
         what = "folders of masks" if segments else "class folders"
-        classes = agreed_classes({site: names for site, (names, _) in found.items()}, what=what, allow_missing=False)
-        groups = _groups({site: items for site, (_, items) in found.items()})
+        classes = agreed_classes({site: names for site, (names, _) in result.items()}, what=what, allow_missing=False)
+        groups = _groups({site: items for site, (_, items) in result.items()})
         domains = {
             site: replace(self._domain(site, items, classes, segments), groups=groups.get(site))
-            for site, (_, items) in found.items()
+            for site, (_, items) in result.items()
         }
         preprocessing = Preprocessing(kind="features", mean=(0.5,), std=(0.5,), window=self.window, patch=self.patch)
         warned = tuple(left_out.warnings(self.root))
@@ -133,8 +133,8 @@ class VolumeFolder(DataSource):
         items = [
             _Item(series, label.name)
             for label in folders(site)
-            for one in _volumes_in(label, left_out, self.patient).values()
-            for series in one
+            for volume in _volumes_in(label, left_out, self.patient).values()
+            for series in volume
         ]
         if not items:
             hint = root_hint(self.root, lambda place: any(_holds_volumes(folder) for folder in folders(place)))
@@ -225,7 +225,7 @@ class VolumeFolder(DataSource):
         low, high = finite_range(grey)
         whole = scaled(grey, 0, 1) if low >= 0 and high <= 1 else scaled(grey, low, high)
         return np.stack(
-            [centred(one, self.size) for one in (whole, *((mask > 0.5).astype(np.uint8) for mask in prepared))]
+            [centred(item, self.size) for item in (whole, *((mask > 0.5).astype(np.uint8) for mask in prepared))]
         )
 
     def _fitted(self, volume: Volume, voxels: Voxels, *, mask: bool) -> Voxels:
@@ -282,17 +282,17 @@ def _holds_volumes(folder: Path) -> bool:
 
 def _volumes_in(folder: Path, left_out: LeftOut, patient: Patient) -> dict[str, list[Series]]:
     """The series in a folder by the name of their file or folder, sorted. DICOM files beside folders are one entry."""
-    found: dict[str, list[Path]] = {}
+    result: dict[str, list[Path]] = {}
     for path in sorted(folder.iterdir()):
         if path.is_dir() and not path.name.startswith((".", "__")):
-            found[path.name] = sorted(file for file in path.rglob("*") if file.is_file() and is_medical(file))
+            result[path.name] = sorted(file for file in path.rglob("*") if file.is_file() and is_medical(file))
         elif path.is_file() and is_medical(path):
             nifti = path.name.lower().endswith((".nii", ".nii.gz"))
             name = path.name.removesuffix(".gz").removesuffix(".nii") if nifti else "."
-            found.setdefault(name, []).append(path)
+            result.setdefault(name, []).append(path)
         else:
             left_out.other(path)
-    series = {name: series_of(str(folder / name), files, patient) for name, files in found.items()}
+    series = {name: series_of(str(folder / name), files, patient) for name, files in result.items()}
     return {name: some for name, some in series.items() if some}
 
 

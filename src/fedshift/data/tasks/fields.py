@@ -81,8 +81,8 @@ class TaskFields(SiteLabels):
             return None
         if not self.scales_labels:
             return {"task": self.task} | ({} if self.mean_over == "events" else {"mean_over": self.mean_over})
-        said: dict[str, object] = {"task": self.task, "loss": self.loss, "huber_delta": self.huber_delta}
-        unscaled = {**said, "mean": 0.0, "std": 1.0}
+        predicted: dict[str, object] = {"task": self.task, "loss": self.loss, "huber_delta": self.huber_delta}
+        unscaled = {**predicted, "mean": 0.0, "std": 1.0}
         return scaled(unscaled, sums) if sums else unscaled
 
     def check_objective(self, preprocessing: Preprocessing) -> None:
@@ -108,7 +108,7 @@ def scaled(objective: Mapping[str, object], sums: Sequence[Sums]) -> dict[str, o
     Raises:
         UserError: the labels are too large to be squared.
     """
-    count, total, squares = (float(sum(one[name] for one in sums)) for name in ("count", "total", "squares"))
+    count, total, squares = (float(sum(item[name] for item in sums)) for name in ("count", "total", "squares"))
     mean = total / count
     variance = squares / count - mean**2
     if not np.isfinite(variance):

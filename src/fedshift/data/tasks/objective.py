@@ -72,8 +72,8 @@ class Objective(BaseModel, ABC):
 
     def in_words(self, said: Any, names: Sequence[str]) -> str | float:
         """One entry of `said` as a name or a number."""
-        found: str | float = said
-        return found
+        in_words: str | float = said
+        return in_words
 
     @abstractmethod
     def described(self, names: Sequence[str]) -> str:
@@ -131,12 +131,12 @@ class Regression(Objective):
     std: float = Field(1.0, gt=0, allow_inf_nan=False)
 
     def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        said, true = outputs[:, 0], ((labels - self.mean) / self.std).to(outputs.dtype)
+        predicted, true = outputs[:, 0], ((labels - self.mean) / self.std).to(outputs.dtype)
         if self.loss_name == "absolute":
-            return functional.l1_loss(said, true)
+            return functional.l1_loss(predicted, true)
         if self.loss_name == "huber":
-            return functional.huber_loss(said, true, delta=self.huber_delta)
-        return functional.mse_loss(said, true)
+            return functional.huber_loss(predicted, true, delta=self.huber_delta)
+        return functional.mse_loss(predicted, true)
 
     def described(self, names: Sequence[str]) -> str:
         return f"{names[0]}, in its own unit"

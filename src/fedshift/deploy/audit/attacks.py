@@ -90,8 +90,8 @@ class Attacker:
             began = time.perf_counter()
             of = f", sum of {number} sites" if number > 1 else ""
             self.watcher.case(f"{exchange}, {self.size}, {attack}{of}")
-            found = self._inverted(sent) if attack == "analytic" else self._searched(attack, sent)
-            yield self._measured(attack, sent, found, began)
+            result = self._inverted(sent) if attack == "analytic" else self._searched(attack, sent)
+            yield self._measured(attack, sent, result, began)
         self.attacked = whole
 
     def _batch(self) -> Sent:
@@ -225,8 +225,8 @@ class Attacker:
         """The most similar original of each of ``shown``, its label, and the number of originals compared."""
         if sent.batch is not None:
             originals, labels = self.attacked.space.shown(sent.batch[0]), sent.batch[1]
-            found = leakage.best_match(leakage.mean_squared_errors(shown, originals)).to(labels.device)
-            return originals[found], labels[found], len(labels)
+            result = leakage.best_match(leakage.mean_squared_errors(shown, originals)).to(labels.device)
+            return originals[result], labels[result], len(labels)
         errors = [
             leakage.mean_squared_errors(shown, self.attacked.space.shown(inputs)) for inputs in self._all_inputs()
         ]
@@ -265,8 +265,8 @@ def _gradient_sent(site: Site, inputs: Tensor, labels: Tensor) -> list[Tensor]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     privacy, draws = site.training.privacy, site.draws
     if privacy is None or draws is None:
-        found = torch.autograd.grad(F.cross_entropy(model(inputs), labels), trained, materialize_grads=True)
-        return [part.detach() for part in found]
+        result = torch.autograd.grad(F.cross_entropy(model(inputs), labels), trained, materialize_grads=True)
+        return [part.detach() for part in result]
     with per_sample_gradients(model):
         F.cross_entropy(model(inputs), labels).backward()  # type: ignore[no-untyped-call]
         sums = clipped_sum(gradients_of(trained, len(inputs)), privacy.clip_norm)

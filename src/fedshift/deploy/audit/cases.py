@@ -75,9 +75,9 @@ class Case:
     @property
     def likeness(self) -> tuple[float, ...]:
         """SSIM of images, correlation of vectors."""
-        found = self.correlation if self.ssim is None else self.ssim
-        assert found is not None
-        return found
+        likeness = self.correlation if self.ssim is None else self.ssim
+        assert likeness is not None
+        return likeness
 
     def record(self) -> dict[str, Any]:
         """Plain data without the samples. Infinite numbers, such as the PSNR of an exact copy, are None."""

@@ -203,12 +203,12 @@ def samples_read(candidates: Tensor, originals: Tensor) -> int:
     """How many of ``originals`` (n, d) some candidate shows, with less than `READ` of the mean sample's error."""
     flat = originals.flatten(1).double()
     limit = READ * (flat - flat.mean(0)).square().sum(1).mean()
-    found = torch.zeros(len(flat), dtype=torch.bool)
+    result = torch.zeros(len(flat), dtype=torch.bool)
     for some in torch.split(candidates.double(), 64) if len(candidates) else ():
         # The expanded square would lose the small errors that matter here.
         far = torch.cdist(some, flat, compute_mode="donot_use_mm_for_euclid_dist")
-        found |= far.amin(0).square() < limit
-    return int(found.sum())
+        result |= far.amin(0).square() < limit
+    return int(result.sum())
 
 
 def fully_connected(network: Network) -> list[nn.Linear | WideLinear]:
@@ -217,13 +217,13 @@ def fully_connected(network: Network) -> list[nn.Linear | WideLinear]:
     Raises:
         UserError: it has other layers, or only one.
     """
-    found: list[nn.Linear | WideLinear] = []
+    result: list[nn.Linear | WideLinear] = []
     for module in network.modules():
         if next(module.children(), None) is not None or isinstance(module, nn.Flatten | nn.ReLU | nn.Dropout):
             continue
         if not isinstance(module, nn.Linear | WideLinear) or module.bias is None:
             raise UserError(f"a network with {type(module).__name__} is not crafted")
-        found.append(module)
-    if len(found) < 2:
+        result.append(module)
+    if len(result) < 2:
         raise UserError("a network of a single layer has no units to craft")
-    return found
+    return result

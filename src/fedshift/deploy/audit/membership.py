@@ -163,10 +163,10 @@ def audit_membership(
     seen = []
     with threads_set(threads):
         for number, planned in enumerate(runs):
-            seen.append([plan.by_unit(one) for one in _seen(_model(planned, device), planned.data, plan, device)])
+            seen.append([plan.by_unit(run) for run in _seen(_model(planned, device), planned.data, plan, device)])
             trained(number)
     losses, confidence, hits = (np.stack(each) for each in zip(*seen, strict=True))
-    coins = np.stack([plan.coins(one.run.seed) for one in runs])
+    coins = np.stack([plan.coins(run.run.seed) for run in runs])
     rest = (losses.sum(0) - losses) / (trainings - 1)
     attacks = [attacked("loss", -losses, coins), attacked("calibrated", rest - losses, coins)]
     if (half := trainings // 2) >= FEWEST_SHADOWS:
@@ -184,7 +184,7 @@ def audit_membership(
         units=coins.shape[1],
         unit="group" if plan.in_groups(plan.site, plan.candidates) else "sample",
         trainings=trainings,
-        claimed=None if privacy is None else (max(one.privacy[plan.site].epsilon for one in runs), privacy.delta),
+        claimed=None if privacy is None else (max(run.privacy[plan.site].epsilon for run in runs), privacy.delta),
         accuracy_of_members=100 * float(hits[coins].mean()),
         accuracy_of_others=100 * float(hits[~coins].mean()),
         attacks=tuple(attacks),
@@ -205,7 +205,7 @@ def attacked(name: Guesses, scores: NDArray[np.float64], coins: NDArray[np.bool_
     both = binomtest(right, guesses).proportion_ci(_LEVEL, method="exact")
     least = float(binomtest(right, guesses, alternative="greater").proportion_ci(_LEVEL, method="exact").low)
     epsilon = max(0.0, math.log(least / (1 - least))) if 0 < least < 1 else 0.0
-    areas = [_auc(one, coin) for one, coin in zip(scores, coins, strict=True) if 0 < coin.sum() < len(coin)]
+    areas = [_auc(score, coin) for score, coin in zip(scores, coins, strict=True) if 0 < coin.sum() < len(coin)]
     rates = tuple(_at_rate(scores, coins, rate) for rate in _RATES) if len(scores) > 1 else ()
     return MembershipAttack(
         name, guesses, right, float(both.low), float(both.high), 100 * float(np.mean(areas)), epsilon, rates
@@ -213,10 +213,10 @@ def attacked(name: Guesses, scores: NDArray[np.float64], coins: NDArray[np.bool_
 
 
 def _at_rate(scores: NDArray[np.float64], coins: NDArray[np.bool_], rate: float) -> AtRate:
-    found, false = found_at(torch.from_numpy(scores), torch.from_numpy(coins), rate)
+    result, false = found_at(torch.from_numpy(scores), torch.from_numpy(coins), rate)
     members = int(coins.sum())
-    bounds = binomtest(found, members).proportion_ci(_LEVEL, method="exact")
-    return AtRate(rate, false, coins.size - members, found, members, float(bounds.low), float(bounds.high))
+    bounds = binomtest(result, members).proportion_ci(_LEVEL, method="exact")
+    return AtRate(rate, false, coins.size - members, result, members, float(bounds.low), float(bounds.high))
 
 
 def _auc(scores: NDArray[np.float64], coins: NDArray[np.bool_]) -> float:
@@ -258,8 +258,8 @@ class _Coins(Plan):
 
     def by_unit(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """The mean of each unit's samples."""
-        place = self._place
-        return np.asarray(np.bincount(place, values) / np.bincount(place))
+        position = self._place
+        return np.asarray(np.bincount(position, values) / np.bincount(position))
 
 
 def _model(planned: PlannedRun, device: str) -> Network:

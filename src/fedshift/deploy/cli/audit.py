@@ -54,19 +54,19 @@ def audit_file(
         experiment = load(path, overrides)
         folder = out or runs / experiment.name / "audit"
         _make(folder)  # fails before minutes of work, not after them
-        found = _watched(errors, experiment, options)
-        record = {"command": shlex.join(["fedshift", *sys.argv[1:]]), **found.record()}
+        result = _watched(errors, experiment, options)
+        record = {"command": shlex.join(["fedshift", *sys.argv[1:]]), **result.record()}
         write_object(folder / RECORD, record, indent=2)
         written = [RECORD]
-        if found.images:
+        if result.images:
             from fedshift.deploy.audit.picture import picture
 
-            write_bytes(folder / PICTURE, picture(found.cases))
+            write_bytes(folder / PICTURE, picture(result.cases))
             written.append(PICTURE)
     except KeyboardInterrupt:
         errors.print("interrupted: nothing was written", highlight=False)
         sys.exit(130)
-    _print(found)
+    _print(result)
     for name in written:
         errors.print(f"wrote {folder / name}", markup=False, highlight=False, soft_wrap=True)
 
@@ -184,13 +184,13 @@ def membership_file(
         errors.print(f"training {number + 1} of {trainings} is done", highlight=False)
 
     try:
-        found = audit_membership(experiment, site=site, trainings=trainings, trained=trained)
+        result = audit_membership(experiment, site=site, trainings=trainings, trained=trained)
     except KeyboardInterrupt:
         errors.print("interrupted: nothing was written", highlight=False)
         sys.exit(130)
-    record = {"command": shlex.join(["fedshift", *sys.argv[1:]]), **found.record()}
+    record = {"command": shlex.join(["fedshift", *sys.argv[1:]]), **result.record()}
     write_bytes(folder / MEMBERSHIP, (json.dumps(record, indent=2, ensure_ascii=False) + "\n").encode())
-    _print_membership(found)
+    _print_membership(result)
     errors.print(f"wrote {folder / MEMBERSHIP}", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -205,14 +205,21 @@ def _print_membership(found: MembershipAudit) -> None:
         **say,
     )
     rows, at_rates = list[list[str]](), list[list[str]]()
-    for one in found.attacks:
-        share = 100 * one.right / one.guesses
+    for attack in found.attacks:
+        share = 100 * attack.right / attack.guesses
         rows.append(
-            [one.name, str(one.guesses), f"{share:.1f} %", _bounds(one), f"{one.auc:.1f}", f"{one.epsilon:.2f}"]
+            [
+                attack.name,
+                str(attack.guesses),
+                f"{share:.1f} %",
+                _bounds(attack),
+                f"{attack.auc:.1f}",
+                f"{attack.epsilon:.2f}",
+            ]
         )
-        for at in one.at_rates:
+        for at in attack.at_rates:
             accused, caught = 100 * at.false / at.others, 100 * at.found / at.members
-            at_rates.append([one.name, f"{accused:.2f} %", f"{caught:.2f} %", _bounds(at, 2)])
+            at_rates.append([attack.name, f"{accused:.2f} %", f"{caught:.2f} %", _bounds(at, 2)])
     console.print(Folded(["attack", "guesses", "right", "95 % bounds", "AUC", "ε at least"], rows))
     console.print(
         "Of each training the fifth of the samples that looks most like members is guessed to be, and the fifth that "

@@ -32,16 +32,16 @@ def deploy(what: str, rest: Sequence[str], kit: Path, runs: Path, detach: bool) 
     if what not in _ACTIONS:
         follow(kit, load(Path(what), rest), runs, detach=detach)
         return
-    found = roles.load_kit(kit, "coordinator")
+    result = roles.load_kit(kit, "coordinator")
     name = rest[0] if rest else None
     if what == "status":
-        _status(found.folder, name)
+        _status(result.folder, name)
     elif what == "logs":
-        _logs(found.folder, name)
+        _logs(result.folder, name)
     elif what == "abort":
-        Deployment.named(found.folder, name).want("abort")
+        Deployment.named(result.folder, name).want("abort")
     else:
-        deployment = Deployment.named(found.folder, name)
+        deployment = Deployment.named(result.folder, name)
         _check_running(kit)
         before = len(list(deployment.events()))
         deployment.want("run")
@@ -57,10 +57,10 @@ def follow(kit: Path, experiment: Experiment, runs: Path, *, detach: bool = Fals
     """
     check_deployable(experiment)
     check_place(experiment, runs / experiment.name)
-    found = roles.load_kit(kit, "coordinator")
-    check_members(experiment, found.project.sites, roles.revoked_sites(found))
+    result = roles.load_kit(kit, "coordinator")
+    check_members(experiment, result.project.sites, roles.revoked_sites(result))
     _check_running(kit)
-    deployment = Deployment(found.folder, experiment.name)
+    deployment = Deployment(result.folder, experiment.name)
     whole, file = json.loads(json.dumps(experiment.dump())), deployment.folder / EXPERIMENT
     if deployment.state["state"] == "running" and _settings(file) != whole:
         raise UserError(
@@ -153,8 +153,8 @@ def _show(console: Console, event: dict[str, Any]) -> None:
     what, state = event.get("what"), event.get("is")
     where = f"round {event['round']}, {what}" if "round" in event and "exchange" in event else what
     if what == "round":
-        said = event.get("accuracy")
-        accuracy = "" if said is None else f": {with_unit(event.get('metric', 'accuracy'), said)}"
+        answer = event.get("accuracy")
+        accuracy = "" if answer is None else f": {with_unit(event.get('metric', 'accuracy'), answer)}"
         text = f"{event['method']} → {event['target']}, seed {event['seed']}, round {event['round']}{accuracy}"
     elif state in ("lost", "refused"):
         text = f"{where}: site {event['site']} {state}: {event.get('reason', '')}"

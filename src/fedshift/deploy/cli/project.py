@@ -139,15 +139,15 @@ def _asking(no_passphrase: bool) -> Ask:
     def ask(new: bool) -> str | None:
         if new and no_passphrase:
             return None
-        found = os.environ.get(PASSPHRASE, "")
-        if not found and sys.stdin.isatty():
-            found = str(typer.prompt("passphrase of the authority's key", hide_input=True, confirmation_prompt=new))
-        if not found:
+        asking = os.environ.get(PASSPHRASE, "")
+        if not asking and sys.stdin.isatty():
+            asking = str(typer.prompt("passphrase of the authority's key", hide_input=True, confirmation_prompt=new))
+        if not asking:
             without = ", or choose --no-passphrase" if new else ""
             raise UserError(
                 f"the authority's key needs a passphrase: set {PASSPHRASE}, or run this in a terminal{without}"
             )
-        return found
+        return asking
 
     return ask
 

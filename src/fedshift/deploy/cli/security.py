@@ -78,9 +78,9 @@ def verify(
     from fedshift.deploy.log_export import verify_export
     from fedshift.text import printable
 
-    found = verify_export(path, authority, log)
-    whose = f"of the log '{found.log}' of {found.role} '{found.name}'"
-    typer.echo(printable(f"{path}: {_lines(len(found.lines))} {whose}, unchanged since {found.made}"))
+    result = verify_export(path, authority, log)
+    whose = f"of the log '{result.log}' of {result.role} '{result.name}'"
+    typer.echo(printable(f"{path}: {_lines(len(result.lines))} {whose}, unchanged since {result.made}"))
 
 
 def _lines(number: int) -> str:
@@ -103,14 +103,14 @@ def selftest(
     roles.installed()
     from fedshift.deploy.playground.selftest import selftest as every
 
-    console, found = safe_console(), []
+    console, result = safe_console(), []
     with tempfile.TemporaryDirectory(prefix="fedshift-selftest-", ignore_cleanup_errors=True) as folder:
         for outcome in every(keep or Path(folder)):
             mark, promise = {True: "holds ", False: "BROKEN", None: "-     "}[outcome.held], outcome.promise
             line = f"{mark}  {promise.who} {promise.tries}: {outcome.what}"
             console.print(line, markup=False, highlight=False, soft_wrap=True)
-            found.append(outcome.held)
-    tried = [held for held in found if held is not None]
-    untried = f"; not tried: {len(found) - len(tried)}" if len(tried) < len(found) else ""
+            result.append(outcome.held)
+    tried = [held for held in result if held is not None]
+    untried = f"; not tried: {len(result) - len(tried)}" if len(tried) < len(result) else ""
     console.print(f"{sum(tried)} of {len(tried)} hold{untried}", highlight=False)
     raise typer.Exit(0 if all(tried) else 1)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import typer
+from pydantic import ValidationError
 
 from fedshift.cli.console import safe_console
 from fedshift.data.codings import Categories, missing_cells
@@ -46,6 +47,7 @@ from fedshift.errors import FedshiftError, Refused, UserError, nearest
 from fedshift.experiment.environment import resolve_device, versions
 from fedshift.experiment.runs.run_folder import SEALED_MODEL, model_file
 from fedshift.federation.messages import decode, known_kinds
+from fedshift.federation.plain_values import Frozen
 from fedshift.files import write_bytes
 from fedshift.methods import registry as methods
 from fedshift.methods.base import reads_of
@@ -152,7 +154,9 @@ def _values(data: DataSet) -> str:
         f"{name} {absent} of {rows}" for name, at in missing_cells(data.columns).items() for absent, rows in at.values()
     ]
     constant = [
-        name for name, one in columns.items() if len(one.names if isinstance(one, Categories) else one.values) == 1
+        name
+        for name, column in columns.items()
+        if len(column.names if isinstance(column, Categories) else column.values) == 1
     ]
     return f"missing in the file: {', '.join(missing) or 'none'}; never changes: {', '.join(constant) or 'no column'}"
 
@@ -247,7 +251,7 @@ def agree_site(
     by = None if refuse else approver(policy.approvals, policy.approvers, name, key, _asked_passphrase)
     terms = AgreedTerms(config.memory, config.file.site, policy)
     waiting, refused = terms.asked(), terms.refused()
-    known = {str(one.number): one for one in (*waiting, *refused)}
+    known = {str(item.number): item for item in (*waiting, *refused)}
     for number in only:
         if str(number) not in known:
             raise UserError(f"--only {number}: site '{config.file.site}' has no such request; {nearest('', known)}")
@@ -259,7 +263,7 @@ def agree_site(
         answer = "a" if yes else "r" if refuse else _asked_person()
         say(f"request {request.number}: {_answered(config, terms, request, answer, by)}")
     if refused and not only:
-        say(f"refused before: {', '.join(str(one.number) for one in refused)} (--only NUMBER shows one of them)")
+        say(f"refused before: {', '.join(str(item.number) for item in refused)} (--only NUMBER shows one of them)")
 
 
 _ANSWERS = {"a": "agreed to", "r": "refused", "l": "left for later"}
@@ -315,6 +319,12 @@ def _show_request(request: AskedTerms, approved: Sequence[str], say: Callable[[s
         say(f"  certificate of {peer.site}: {peer.certificate}; compare it with what site check shows there")
 
 
+class _SealedFile(Frozen):
+    """What stands beside a sealed model: the metadata of its model file."""
+
+    fedshift: dict[str, str]
+
+
 def open_model(model: Path, path: Path, out: Path) -> None:
     """Open a trained model that is sealed for a site, and write it as any other model of a run."""
     from fedshift.deploy.secure.site_seals import SiteSeals
@@ -324,18 +334,18 @@ def open_model(model: Path, path: Path, out: Path) -> None:
     seals = SiteSeals(config, terms, SiteSums(config, terms))
     try:
         content, header = decode(without_digest(file.read_bytes(), file))
-        weights, metadata = seals.opened_file(content), header["fedshift"]
+        weights, metadata = seals.opened_file(content), _SealedFile.model_validate(header).fedshift
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror or error}") from None
     except Refused as error:
         raise UserError(f"{file}: {error}") from None
     except Damaged:
         raise
-    except (FedshiftError, KeyError):
+    except (FedshiftError, ValidationError):
         raise UserError(f"{file} is damaged or is no sealed model: give the {SEALED_MODEL} of a run") from None
     write_bytes(out, model_file(weights, metadata))
-    said = f"site {config.file.site}: opened {file}, wrote {out}"
-    safe_console().print(said, highlight=False, markup=False, soft_wrap=True)
+    text = f"site {config.file.site}: opened {file}, wrote {out}"
+    safe_console().print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _say_kit(config: SiteConfig, say: Callable[[str], None]) -> None:

@@ -33,7 +33,9 @@ def show_coordinator(folder: Path) -> None:
     kit = roles.load_kit(folder, "coordinator")
     status, names = roles.status(kit), kit.project.sites
     deployments = Deployment.all(kit.folder)
-    current = next((one for one in deployments if not one.ended), deployments[-1] if deployments else None)
+    current = next(
+        (deployment for deployment in deployments if not deployment.ended), deployments[-1] if deployments else None
+    )
     events = list(current.events()) if current is not None else []
     revoked = [name for name in roles.revoked_sites(kit) if name in names]
     _say(_state("coordinator", status, "fedshift coordinator start"))
@@ -107,10 +109,10 @@ def _progress(deployment: Deployment, events: list[dict[str, Any]]) -> str:
 
 
 def _last_trouble(events: list[dict[str, Any]]) -> str:
-    found = [event for event in events if event.get("is") in ("refused", "lost")]
-    if not found:
+    result = [event for event in events if event.get("is") in ("refused", "lost")]
+    if not result:
         return "none"
-    last = found[-1]
+    last = result[-1]
     return f"{_moment(last.get('time'))} {last.get('what')}: site {last.get('site')} {last['is']}: {last.get('reason')}"
 
 

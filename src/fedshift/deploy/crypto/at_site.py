@@ -137,9 +137,9 @@ class SecureSite:
             masked(numbers, self.site, own, seeds),
             {
                 card.site: self._key.seal(
-                    order, self.site, card, b"".join(shares[name][place] for name in order.roster)
+                    order, self.site, card, b"".join(shares[name][index] for name in order.roster)
                 )
-                for place, card in enumerate(order.cards)
+                for index, card in enumerate(order.cards)
             },
             {name: commitment(order.binding, secret) for name, secret in {self.site: own, **seeds}.items()},
         )
@@ -234,8 +234,8 @@ class SecureSite:
             plain = self._key.open(order, self.site, card, sealed.get(card.site, b""))
             if len(plain) != SHARE_BYTES * len(order.roster):
                 raise Refused(f"site '{self.site}': '{card.site}' sealed shares of another roster")
-            for place, name in enumerate(order.roster):
-                share = plain[place * SHARE_BYTES : (place + 1) * SHARE_BYTES]
+            for index, name in enumerate(order.roster):
+                share = plain[index * SHARE_BYTES : (index + 1) * SHARE_BYTES]
                 if name == card.site:
                     own[name] = share
                 elif name not in survivors:  # of two that answered the pairwise masks cancel, and stay secret
@@ -289,9 +289,9 @@ class SecureSite:
                 raise Refused(f"site '{self.site}': the key of '{card.site}' is not signed by its certificate")
         pins = self._folder / "pins.json"
         known = read_object(pins, _REMEDY)
-        found = same_keys({**known, self.site: self._key.public.hex()}, order.cards)
-        if found != known:
-            write_object(pins, found, private=True)
+        result = same_keys({**known, self.site: self._key.public.hex()}, order.cards)
+        if result != known:
+            write_object(pins, result, private=True)
 
     def _masked_for(self, order: Order) -> str | None:
         """The binding of the order that this exchange was masked for; None if it was not masked."""
@@ -315,8 +315,8 @@ def _written(upload: Upload) -> bytes:
 
 def _read(data: bytes) -> Upload:
     head, _, body = data.partition(b"\n")
-    found = {
+    result = {
         part: {name: bytes.fromhex(value) for name, value in held.items()} for part, held in json.loads(head).items()
     }
     numbers = torch.frombuffer(bytearray(body), dtype=torch.int64)
-    return Upload(numbers, found["sealed"], found["commitments"])
+    return Upload(numbers, result["sealed"], result["commitments"])

@@ -190,10 +190,10 @@ def same_keys(known: Mapping[str, str], cards: Sequence[KeyCard]) -> dict[str, s
     Raises:
         Refused: a card has another key than before.
     """
-    found = dict(known)
+    result = dict(known)
     for card in cards:
-        if found.setdefault(card.site, card.public.hex()) != card.public.hex():
+        if result.setdefault(card.site, card.public.hex()) != card.public.hex():
             raise Refused(
                 f"site '{card.site}' has another key than before in this run; it counts as lost until the run ends"
             )
-    return found
+    return result

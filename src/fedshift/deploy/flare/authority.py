@@ -63,11 +63,11 @@ class Authority:
         state = plain_object(folder / project / "state" / "cert.json")
         if not state:
             return None
-        issued = {name: digest(one["cert"].encode()) for name, one in state.items() if isinstance(one, dict)}
-        found = cls(state["root_cert"].encode(), load_pem_private_key(state["root_pri_key"].encode(), None), issued)
-        found.save(folder, ask(True))
+        issued = {name: digest(item["cert"].encode()) for name, item in state.items() if isinstance(item, dict)}
+        result = cls(state["root_cert"].encode(), load_pem_private_key(state["root_pri_key"].encode(), None), issued)
+        result.save(folder, ask(True))
         shutil.rmtree(folder / project)
-        return found
+        return result
 
     def save(self, folder: Path, passphrase: str | None) -> None:
         """Write certificate and key; the key encrypted if there is a passphrase."""

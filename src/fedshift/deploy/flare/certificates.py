@@ -31,9 +31,9 @@ def write_issued(kit: Path, issued: Mapping[str, str]) -> None:
     """
     with locked(kit / _LOCK):
         before = _listed(kit)
-        revoked = {one["certificate"] for one in before.values() if one["revoked"]}
-        left = {name: {**one, "revoked": True} for name, one in before.items() if name not in issued}
-        _write(kit, {name: {"certificate": one, "revoked": one in revoked} for name, one in issued.items()} | left)
+        revoked = {item["certificate"] for item in before.values() if item["revoked"]}
+        left = {name: {**item, "revoked": True} for name, item in before.items() if name not in issued}
+        _write(kit, {name: {"certificate": item, "revoked": item in revoked} for name, item in issued.items()} | left)
 
 
 def revoked_sites(kit: Kit) -> frozenset[str]:
@@ -44,9 +44,9 @@ def revoked_sites(kit: Kit) -> frozenset[str]:
     Raises:
         Damaged: the list is.
     """
-    found = _listed(kit.folder)
-    unlisted = [site for site in kit.project.sites if found and site not in found]
-    return frozenset([*unlisted, *(name for name, one in found.items() if one.get("revoked", True))])
+    result = _listed(kit.folder)
+    unlisted = [site for site in kit.project.sites if result and site not in result]
+    return frozenset([*unlisted, *(name for name, item in result.items() if item.get("revoked", True))])
 
 
 def set_revoked(kit: Kit, site: str, revoked: bool) -> bool:
@@ -65,12 +65,12 @@ def set_revoked(kit: Kit, site: str, revoked: bool) -> bool:
     """
     check_list(kit)
     with locked(kit.folder / _LOCK):
-        found = _listed(kit.folder)
-        if site not in kit.project.sites or site not in found:
+        result = _listed(kit.folder)
+        if site not in kit.project.sites or site not in result:
             raise UserError(f"project '{kit.project.name}' has no site '{site}'; {nearest(site, kit.project.sites)}")
-        changed = bool(found[site]["revoked"] != revoked)
-        found[site]["revoked"] = revoked
-        _write(kit.folder, found)
+        changed = bool(result[site]["revoked"] != revoked)
+        result[site]["revoked"] = revoked
+        _write(kit.folder, result)
     return changed
 
 

@@ -77,8 +77,8 @@ class Deployment:
         return self._section("engine")
 
     def _section(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = read_object(self.folder / "experiment.json", DEPLOY_AGAIN, older=True).get(name, {})
-        return found
+        section: dict[str, Any] = read_object(self.folder / "experiment.json", DEPLOY_AGAIN, older=True).get(name, {})
+        return section
 
     # State ------------------------------------------------------------------------------------------------------------
 
@@ -99,8 +99,8 @@ class Deployment:
     @property
     def sites(self) -> list[str]:
         """The sites of the project, in its order."""
-        found: list[str] = plain_object(self.kit / "kit.json")["project"]["sites"]
-        return found
+        sites: list[str] = plain_object(self.kit / "kit.json")["project"]["sites"]
+        return sites
 
     def members(self, revoked: Collection[str]) -> list[str]:
         """The sites that take part; ``revoked`` do not, unless the experiment began with them."""
@@ -145,8 +145,8 @@ class Deployment:
 
     def outcome(self, job: str) -> dict[str, Any]:
         """A job's outcome; empty while there is none. A job that was left may still write its own."""
-        found = read_object(self.folder / "outcome.json", _GOES_ON, older=True)
-        return found if found.get("job") == job else {}
+        result = read_object(self.folder / "outcome.json", _GOES_ON, older=True)
+        return result if result.get("job") == job else {}
 
     def request_new_job(self, reason: str) -> None:
         """Ask the job to end, so that the deployment continues in a new one."""

@@ -68,18 +68,18 @@ class Attendance:
 
     def read_line(self, line: str) -> None:
         """Read one line of the server's log."""
-        found = _JOINED.search(line)
-        if found:
-            self.joined[found.group(1)] = time.monotonic()
-        found = _FAILED.search(line)
-        if found:
-            self.failed.add(found.group(1))
-        found = _REFUSED.search(line)
-        if found:
-            self.refused[found.group(1)] = time.time() + 60 * int(found.group(2))
-        found = _EVICTED.search(line)
-        if found:
-            times = self._evicted.setdefault(found.group(1) or found.group(2), [])
+        match = _JOINED.search(line)
+        if match:
+            self.joined[match.group(1)] = time.monotonic()
+        match = _FAILED.search(line)
+        if match:
+            self.failed.add(match.group(1))
+        match = _REFUSED.search(line)
+        if match:
+            self.refused[match.group(1)] = time.time() + 60 * int(match.group(2))
+        match = _EVICTED.search(line)
+        if match:
+            times = self._evicted.setdefault(match.group(1) or match.group(2), [])
             times[:] = [*times, time.monotonic()][-_EVICTIONS:]
 
     def kit_used_twice(self) -> str:
@@ -317,10 +317,10 @@ class RunningDeployment:
         self._died = 0 if rounds > self._rounds else self._died + 1
         self._rounds = rounds
         if self._died >= self.tries:
-            said = [str(event["reason"]) for event in deployment.events() if event.get("is") == "failed"]
+            text = [str(event["reason"]) for event in deployment.events() if event.get("is") == "failed"]
             message = (
                 f"{self._died} jobs ended one after the other without finishing a round "
-                f"({said[-1] if said else status}); see fedshift deploy logs, then fedshift deploy resume"
+                f"({text[-1] if text else status}); see fedshift deploy logs, then fedshift deploy resume"
             )
             self._end("failed", message=message, exit_code=1)
             return True

@@ -36,24 +36,24 @@ def check_certificates(kit: Kit, now: datetime.datetime | None = None) -> dateti
     now = now or datetime.datetime.now(datetime.UTC)
     startup = kit.flare / "startup"
     own = "server" if kit.role == "coordinator" else "client"
-    found: dict[str, x509.Certificate] = {}
+    result: dict[str, x509.Certificate] = {}
     for file in (f"{own}.crt", "rootCA.pem"):
         try:
-            found[file] = x509.load_pem_x509_certificate((startup / file).read_bytes())
+            result[file] = x509.load_pem_x509_certificate((startup / file).read_bytes())
         except (OSError, ValueError):
             raise UserError(f"the kit in {kit.folder} lacks a readable {file}: unpack it again, whole") from None
     if not (startup / f"{own}.key").exists():
         raise UserError(f"the kit in {kit.folder} lacks {own}.key: unpack it again, whole")
-    certificate, root = found[f"{own}.crt"], found["rootCA.pem"]
-    for what, one in (("certificate", certificate), ("authority", root)):
-        if now < one.not_valid_before_utc:
+    certificate, root = result[f"{own}.crt"], result["rootCA.pem"]
+    for what, item in (("certificate", certificate), ("authority", root)):
+        if now < item.not_valid_before_utc:
             raise UserError(
-                f"the kit's {what} is valid from {one.not_valid_before_utc:%Y-%m-%d %H:%M} UTC, and this machine's "
+                f"the kit's {what} is valid from {item.not_valid_before_utc:%Y-%m-%d %H:%M} UTC, and this machine's "
                 f"clock says {now:%Y-%m-%d %H:%M} UTC: set the clock, or ask for a new kit"
             )
-        if now > one.not_valid_after_utc:
+        if now > item.not_valid_after_utc:
             raise UserError(
-                f"the kit's {what} expired at {one.not_valid_after_utc:%Y-%m-%d %H:%M} UTC (this machine's clock says "
+                f"the kit's {what} expired at {item.not_valid_after_utc:%Y-%m-%d %H:%M} UTC (this machine's clock says "
                 f"{now:%Y-%m-%d %H:%M} UTC): ask {kit.project.contact} for a new kit"
             )
     names = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
@@ -83,10 +83,10 @@ def check_settings(kit: Kit) -> None:
     path = kit.flare / "local" / "privacy.json"
     if not path.exists():
         return
-    found = _filters(plain_object(path))
-    if found or not plain_object(path):
+    filters = _filters(plain_object(path))
+    if filters or not plain_object(path):
         raise UserError(
-            f"{path}: FLARE's filters ({', '.join(found) or 'this file'}) do nothing to fedshift's messages: remove "
+            f"{path}: FLARE's filters ({', '.join(filters) or 'this file'}) do nothing to fedshift's messages: remove "
             "the file; SITE.yaml says what leaves a site (policy.send, smallest_group, methods, rounds_per_day)"
         )
 
@@ -106,15 +106,15 @@ def check_launcher(kit: Kit) -> None:
 def _filters(found: object) -> list[str]:
     """The names of all filters in a privacy.json, at any depth."""
     if isinstance(found, list):
-        return [name for one in found for name in _filters(one)]
+        return [name for item in found for name in _filters(item)]
     if not isinstance(found, dict):
         return []
     own = [
-        str(one.get("path") or one.get("name")).rpartition(".")[2]
+        str(item.get("path") or item.get("name")).rpartition(".")[2]
         for key in ("task_data_filters", "task_result_filters")
         if isinstance(found.get(key), list)
-        for one in found[key]
-        if isinstance(one, dict)
+        for item in found[key]
+        if isinstance(item, dict)
     ]
     return own + [name for value in found.values() for name in _filters(value)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -15,6 +14,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator
 
 from fedshift.errors import UserError, in_words
+from fedshift.federation.plain_values import Frozen
 from fedshift.files import edited_yaml
 
 COORDINATOR_CLASS = "fedshift.deploy.flare.engine.FlareCoordinator"
@@ -89,6 +89,14 @@ def load_project(path: Path) -> Project:
         raise UserError(f"{path}: {field}: {in_words(fault)}") from None
 
 
+class _KitFile(Frozen):
+    """The file ``kit.json``."""
+
+    role: Literal["coordinator", "site"]
+    name: str
+    project: Project
+
+
 @dataclass(frozen=True)
 class Kit:
     """A start-up kit that was read."""
@@ -114,9 +122,9 @@ def load_kit(folder: Path, role: str | None = None) -> Kit:
         UserError: there is no kit, or it is for another role.
     """
     try:
-        found = json.loads((folder / "kit.json").read_text(encoding="utf-8"))
-        kit = Kit(folder.resolve(), found["role"], found["name"], Project.model_validate(found["project"]))
-    except (OSError, ValueError, KeyError, TypeError):
+        file = _KitFile.model_validate_json((folder / "kit.json").read_bytes())
+        kit = Kit(folder.resolve(), file.role, file.name, file.project)
+    except (OSError, ValidationError):
         raise UserError(
             f"{folder} holds no start-up kit (kit.json): unpack the one you were given there, or say where it is"
         ) from None

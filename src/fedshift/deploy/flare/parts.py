@@ -206,8 +206,8 @@ def parts_at_site(shareable: Shareable, fl_ctx: Any, stop: Signal) -> SiteParts 
     engine = fl_ctx.get_engine()
 
     def send(request: Shareable, seconds: float) -> Shareable | None:
-        found = engine.send_aux_request(None, TOPIC, request, seconds, fl_ctx, optional=True)
-        reply = next(iter((found or {}).values()), None)
+        result = engine.send_aux_request(None, TOPIC, request, seconds, fl_ctx, optional=True)
+        reply = next(iter((result or {}).values()), None)
         return reply if isinstance(reply, Shareable) and reply.get_return_code() == ReturnCode.OK else None
 
     return SiteParts(send, ticket, part_of(room), stop)

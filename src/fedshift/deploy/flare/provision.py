@@ -134,7 +134,7 @@ def provision(project: Project, out: Path, ask: Ask, *, renew: bool = False) -> 
         authority.save(authority_folder, passphrase)
     else:
         known = authority.issued
-        new = (*(() if certified else ("coordinator",)), *(one for one in project.sites if one not in known))
+        new = (*(() if certified else ("coordinator",)), *(item for item in project.sites if item not in known))
         _make(project, folder, new, authority)
         authority.save_issued(authority_folder)
     return finish(project, folder, authority.issued, new)
@@ -204,13 +204,13 @@ def _make(project: Project, folder: Path, names: Sequence[str], authority: Autho
         CertBuilder(root_valid_days=project.valid_days),
     ]
     # FLARE writes all keys down in clear. This folder is readable by its owner only, and is gone afterwards.
-    with tempfile.TemporaryDirectory(prefix="making-", dir=folder / "authority") as place:
-        said = io.StringIO()
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            context = Provisioner(place, builders).provision(flare)
+    with tempfile.TemporaryDirectory(prefix="making-", dir=folder / "authority") as temporary:
+        text = io.StringIO()
+        with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+            context = Provisioner(temporary, builders).provision(flare)
         made = context.get(CtxKey.CURRENT_PROD_DIR)
         if context.get(CtxKey.BUILD_ERROR) or not made:
-            raise FedshiftError(f"FLARE could not make the kits: {' '.join(said.getvalue().split()[-40:])}")
+            raise FedshiftError(f"FLARE could not make the kits: {' '.join(text.getvalue().split()[-40:])}")
         if authority is None:
             root = context[CtxKey.ROOT_CERT].public_bytes(Encoding.PEM)
             authority = Authority(root, context[CtxKey.ROOT_PRI_KEY], {})
@@ -270,8 +270,8 @@ _TOLD = ("server", "port", "scheme", "largest_message", "contact")
 
 def _changes(kit: Path, coordinator: Path, project: Project, fields: Sequence[str] = _TOLD) -> tuple[str, ...]:
     """In what a kit differs from the project. One that is not here any more has what the coordinator's kit has."""
-    found = plain_object(kit / "kit.json") or plain_object(coordinator / "kit.json")
-    before, now = found.get("project", {}), project.model_dump(mode="json")
+    result = plain_object(kit / "kit.json") or plain_object(coordinator / "kit.json")
+    before, now = result.get("project", {}), project.model_dump(mode="json")
     return tuple(f"{name} {before[name]} → {now[name]}" for name in fields if before.get(name, now[name]) != now[name])
 
 

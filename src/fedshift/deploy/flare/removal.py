@@ -39,7 +39,7 @@ def remove(path: Path, out: Path, site: str) -> Provisioned:
     if not issued or not (folder / "coordinator" / "kit.json").exists():
         raise UserError(f"{folder} does not hold the kits of the project: say with --out where they are")
     check_certified(project, folder / "coordinator")
-    rest = project.model_copy(update={"sites": tuple(one for one in project.sites if one != site)})
+    rest = project.model_copy(update={"sites": tuple(item for item in project.sites if item != site)})
     text = without_site(path, rest, site)
     issued.pop(site, None)
     write_object(folder / "authority" / ISSUED, issued, private=True)
@@ -73,12 +73,12 @@ def _cut(text: str, site: str) -> str:
     """Cut a site's line out of a list of lines, or its entry out of a list in brackets."""
     whole: Any = yaml.compose(text, Loader=yaml.SafeLoader)
     sites = next(value for key, value in whole.value if key.value == "sites").value
-    place = next(number for number, node in enumerate(sites) if node.value == site)
-    node = sites[place]
+    index = next(number for number, node in enumerate(sites) if node.value == site)
+    node = sites[index]
     begin, end = node.start_mark.index, node.end_mark.index
     line = text.rfind("\n", 0, begin) + 1
     if text[line:begin].strip() == "-":  # an entry on a line of its own, with the comment behind it
         return text[:line] + text[text.find("\n", end) + 1 or len(text) :]
-    if place + 1 < len(sites):
-        return text[:begin] + text[sites[place + 1].start_mark.index :]
-    return text[: sites[place - 1].end_mark.index] + text[end:]
+    if index + 1 < len(sites):
+        return text[:begin] + text[sites[index + 1].start_mark.index :]
+    return text[: sites[index - 1].end_mark.index] + text[end:]

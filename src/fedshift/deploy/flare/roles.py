@@ -161,19 +161,19 @@ def status(kit: Kit) -> Status:
     """The status of a kit's service."""
     pid = holder(kit)
     try:
-        found = read_object(kit.folder / "service.json", "restart the service", older=True)
+        result = read_object(kit.folder / "service.json", "restart the service", older=True)
     except Damaged as error:
         return Status("stopped" if pid is None else "starting", str(error), pid)
-    if pid is not None and found.get("pid") != pid:  # it has said nothing yet
+    if pid is not None and result.get("pid") != pid:  # it has said nothing yet
         return Status("starting", "", pid)
-    if not found:
+    if not result:
         return Status("stopped", "", None)
-    state, message = str(found["state"]), str(found.get("message", ""))
+    state, message = str(result["state"]), str(result.get("message", ""))
     if state in ("stopped", "failed"):
         return Status(state, message, None)
     if pid is None:
         return Status("stopped", "it ended without a message: it was killed, or the machine stopped", None)
-    begun, sites = found.get("begun"), found.get("sites")
+    begun, sites = result.get("begun"), result.get("sites")
     return Status(
         state,
         message,
@@ -224,8 +224,8 @@ def start(kit: Kit, site_file: Path | None = None, *, foreground: bool = False, 
         if now.state in ("connected", "retrying") and now.pid == process.pid:
             return now
         if process.poll() is not None:
-            said = (kit.folder / "service.err").read_text(errors="replace").strip().splitlines()
-            raise UserError((said[-1] if said else "the service ended without a message").removeprefix("error: "))
+            text = (kit.folder / "service.err").read_text(errors="replace").strip().splitlines()
+            raise UserError((text[-1] if text else "the service ended without a message").removeprefix("error: "))
         time.sleep(0.1)
     return status(kit)
 

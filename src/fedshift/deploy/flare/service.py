@@ -145,9 +145,9 @@ class Service:
         sink = role_file(self._file).sink
         if sink is None:
             return None
-        place = self.kit.folder / "sent.json"
+        sent = self.kit.folder / "sent.json"
         forwarder = Forwarder(
-            self.kit.name, sink, self._logs, place, lambda text: self._log.event(text, logging.WARNING)
+            self.kit.name, sink, self._logs, sent, lambda text: self._log.event(text, logging.WARNING)
         )
         thread = threading.Thread(target=forwarder.run, args=(self.stopping,), daemon=True)
         thread.start()
@@ -243,13 +243,13 @@ class Service:
         self._next_look = time.monotonic() + _LOOK_AT_LINE
         port = self.kit.project.port if self._proxy is None else proxy_address(self._proxy)[1]
         self._without = 0 if _has_connection(self.child, port) else self._without + 1
-        place = f"{self.kit.project.server} port {self.kit.project.port}"
+        address = f"{self.kit.project.server} port {self.kit.project.port}"
         if self._without < _BROKEN:
-            self.say("connected", f"to {place}")
+            self.say("connected", f"to {address}")
             return
         self.say(
             "retrying",
-            f"no connection to the coordinator at {place}; FLARE tries again by itself; {self._if_it_moved}",
+            f"no connection to the coordinator at {address}; FLARE tries again by itself; {self._if_it_moved}",
             logging.WARNING,
         )
 
@@ -321,10 +321,10 @@ def _has_connection(child: subprocess.Popen[str] | None, port: int) -> bool:
     import psutil
 
     try:
-        found = psutil.Process(child.pid).net_connections(kind="tcp") if child is not None else []
+        result = psutil.Process(child.pid).net_connections(kind="tcp") if child is not None else []
     except (psutil.Error, OSError):
         return True
-    return any(one.status == psutil.CONN_ESTABLISHED and one.raddr and one.raddr.port == port for one in found)
+    return any(item.status == psutil.CONN_ESTABLISHED and item.raddr and item.raddr.port == port for item in result)
 
 
 def _processes_of(kit: Kit) -> Iterator[Any]:

@@ -65,10 +65,10 @@ def _event_in(line: str) -> tuple[int, str]:
         return logging.ERROR, line.removeprefix("error: ")
     if line.startswith("warning: "):  # what a site's program refuses
         return logging.WARNING, line.removeprefix("warning: ")
-    found = _LINE.fullmatch(line)
-    if found is None:
+    match = _LINE.fullmatch(line)
+    if match is None:
         return logging.INFO, ""
-    name, level, text = found.groups()
+    name, level, text = match.groups()
     if name.rpartition(".")[2] in _OURS:
         return logging.getLevelNamesMapping()[level], text
     if level == "WARNING":  # FLARE warns of much that is as it should be

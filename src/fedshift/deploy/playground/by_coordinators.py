@@ -114,12 +114,12 @@ def _trains_until_spent(played: Played) -> str:
     for number in range(1, _MOST):
         answer = answer_to(program, forged(request, envelope={**envelope, "exchange": number, "round": number}))
         if "error" in answer:
-            said = str(answer["message"])
+            text = str(answer["message"])
             spent, paid = program.rules.ledger.epsilon(), _paid(program) - before
-            expect("privacy.epsilon" in said, f"the site answers {said}")
+            expect("privacy.epsilon" in text, f"the site answers {text}")
             expect(spent <= BUDGET["epsilon"] and paid == number - 1, f"ε = {spent} is spent in {paid} lines")
             expect("error" in answer_to(SiteProgram(program.config), forged(request, run="another")), "a new run goes")
-            return f"{number - 1} answers cost ε = {spent:.2f}; then {said}"
+            return f"{number - 1} answers cost ε = {spent:.2f}; then {text}"
     raise Broken(f"the site answers {_MOST} requests")
 
 

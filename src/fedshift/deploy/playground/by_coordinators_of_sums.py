@@ -67,11 +67,11 @@ class Sum:
     def refused(self, word: str, content: Mapping[str, Content] | None = None, **changes: Any) -> str:
         """What the first site says to a request that it must refuse; it answers the genuine one afterwards."""
         answer = self.asked(FIRST, content, **changes)
-        said = str(answer.get("message"))
-        expect("error" in answer and word in said, f"the site answers {said}")
+        text = str(answer.get("message"))
+        expect("error" in answer and word in text, f"the site answers {text}")
         genuine = self.asked(FIRST)
         expect("error" not in genuine, f"the site does not answer the genuine request either: {genuine}")
-        return said
+        return text
 
 
 def _honest(played: Played) -> str:
@@ -89,14 +89,14 @@ def _upload(played: Played) -> str:
     """The same update of the same site for two runs: masks are all that differs."""
     numbers = []
     for name in ("upload", "upload-again"):
-        one = Sum(played, name)
-        _, content, _ = unseal(one.programs[FIRST].handle(one.requests[FIRST], "an attacker"))
+        number = Sum(played, name)
+        _, content, _ = unseal(number.programs[FIRST].handle(number.requests[FIRST], "an attacker"))
         upload = content["sum"]
         assert isinstance(upload, Masked)
         numbers.append(upload["sum"].double())
     first, second = numbers
     # An update is far below 2^62; what is random fills all 64 bits.
-    expect(all(float(one.abs().median()) > 2**60 for one in numbers), "an upload has numbers of an update's size")
+    expect(all(float(number.abs().median()) > 2**60 for number in numbers), "an upload has numbers of an update's size")
     expect(float((first - second).abs().median()) > 2**60, "two masked uploads of one update are alike")
     return f"{len(first)} integers that fill all 64 bits, and two uploads of one update have nothing in common"
 
@@ -111,15 +111,15 @@ def _later(one: Sum, exchange: int, names: Sequence[str] = FOUR) -> dict[str, An
 
 def _difference(played: Played) -> str:
     """The same request, to all and then to all but one: the difference of the sums is the model of that one."""
-    one = Sum(played, "difference")
+    item = Sum(played, "difference")
     for site in FOUR:
-        expect("error" not in one.asked(site), "a site does not mask")
-    said = ""
+        expect("error" not in item.asked(site), "a site does not mask")
+    text = ""
     for number, names in enumerate([FOUR[:3], (*FOUR[:2], LIAR)], 2):
         for site in names:
-            said = str(one.asked(site, **_later(one, number, names)).get("message"))
-            expect("policy.roster" in said, f"the site answers {said}")
-    return said
+            text = str(item.asked(site, **_later(item, number, names)).get("message"))
+            expect("policy.roster" in text, f"the site answers {text}")
+    return text
 
 
 def _drawn(played: Played) -> str:
@@ -135,14 +135,14 @@ def _drawn(played: Played) -> str:
 
 def _unequal(played: Played) -> str:
     """All sites are told the same: that the others may train on one mini-batch, and the first on all."""
-    one = Sum(played, "unequal")
-    little = {**one.envelope, "mini_batches_left": 1}
-    envelopes = {site: one.envelope if site == FIRST else little for site in FOUR}
-    whole, said = one.sum, ""
+    item = Sum(played, "unequal")
+    little = {**item.envelope, "mini_batches_left": 1}
+    envelopes = {site: item.envelope if site == FIRST else little for site in FOUR}
+    whole, text = item.sum, ""
     for site in FOUR[1:]:
-        said = str(one.asked(site, envelope=little, sum={**whole, "envelopes": envelopes}).get("message"))
-        expect("twice that of the others" in said, f"the site answers {said}")
-    return said
+        text = str(item.asked(site, envelope=little, sum={**whole, "envelopes": envelopes}).get("message"))
+        expect("twice that of the others" in text, f"the site answers {text}")
+    return text
 
 
 def _weighed(played: Played) -> str:
@@ -151,22 +151,22 @@ def _weighed(played: Played) -> str:
     With as many answers as there are other sites the models are solved for. So this remains where sites allow `csac`:
     here it is shown that it does, and that a site which does not allow it is asked nothing of the kind.
     """
-    one, answered = Sum(played, "weighed", method="csac", call="calibrate", methods=["fedavg", "csac"]), 0
-    told, first = one.content(FIRST), one.order.exchange
+    item, answered = Sum(played, "weighed", method="csac", call="calibrate", methods=["fedavg", "csac"]), 0
+    told, first = item.content(FIRST), item.order.exchange
     weights = told["weights"]
     memory: dict[str, Any] = {}
     for number in range(len(FOUR) - 1):
         memory = _all_answer(
-            one, first + 2 * number, "calibrate", {**told, "weights": _moved(weights, 1e-3 * number)}, memory
+            item, first + 2 * number, "calibrate", {**told, "weights": _moved(weights, 1e-3 * number)}, memory
         )
         about = {"mean": _moved(weights, 0.1 * number)}
-        _all_answer(one, first + 2 * number + 1, "weigh", about, memory)
+        _all_answer(item, first + 2 * number + 1, "weigh", about, memory)
         answered += 1
-        again = _at(one, FIRST, first + 2 * number + 1, "weigh", memory)
-        said = str(one.asked(FIRST, {"mean": _moved(weights, 9.0)}, **again).get("message"))
-        expect("masks it only once" in said or "about this model" in said, f"the site answers {said}")
+        again = _at(item, FIRST, first + 2 * number + 1, "weigh", memory)
+        text = str(item.asked(FIRST, {"mean": _moved(weights, 9.0)}, **again).get("message"))
+        expect("masks it only once" in text or "about this model" in text, f"the site answers {text}")
     other = Sum(played, "weighed-not")
-    setting = {**other.request.setting.plain(), "method": one.request.setting.plain()["method"]}
+    setting = {**other.request.setting.plain(), "method": item.request.setting.plain()["method"]}
     refused = other.refused("policy.methods", setting=setting, call="acquire")
     return f"one question a model, so {answered} in {answered} rounds, which show all models; other sites: {refused}"
 
@@ -218,11 +218,11 @@ def _all_others(played: Played) -> str:
         .not_valid_after(now + datetime.timedelta(days=1))
         .sign(authority.key, hashes.SHA256())
     ).public_bytes(serialization.Encoding.DER)
-    one = Sum(played, "all-others")
-    assert one.request.sum is not None
-    public = one.request.sum.cards[FOUR[1]][0]
-    card = KeyCard(LIAR, public, key.sign(signed_text(one.order.run, LIAR, public), *signing()), made)
-    return one.refused("policy.peers lists", sum=_with_card(one, card))
+    item = Sum(played, "all-others")
+    assert item.request.sum is not None
+    public = item.request.sum.cards[FOUR[1]][0]
+    card = KeyCard(LIAR, public, key.sign(signed_text(item.order.run, LIAR, public), *signing()), made)
+    return item.refused("policy.peers lists", sum=_with_card(item, card))
 
 
 def _with_card(one: Sum, card: KeyCard) -> dict[str, Any]:

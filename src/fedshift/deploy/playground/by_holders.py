@@ -27,12 +27,12 @@ def _unlisted_certificate(played: Played) -> str:
 def _copied_authority(played: Played) -> str:
     from fedshift.deploy.flare.authority import KEY as AUTHORITY_KEY
 
-    place, project = played.folder / "with passphrase", roles.load_project(played.project)
-    made = roles.provision(project, place, lambda new: "a passphrase")
+    kits, project = played.folder / "with passphrase", roles.load_project(played.project)
+    made = roles.provision(project, kits, lambda new: "a passphrase")
     site = next(iter(made.sites))
     expect(b"ENCRYPTED" in (made.folder / "authority" / AUTHORITY_KEY).read_bytes(), "the key is not encrypted")
     try:
-        roles.reissue(project, place, site, lambda new: "another passphrase")
+        roles.reissue(project, kits, site, lambda new: "another passphrase")
     except UserError as error:
         return f"the key is encrypted: {str(error).rpartition('/')[2]}"
     raise Broken("a certificate is signed with a wrong passphrase")
@@ -41,17 +41,17 @@ def _copied_authority(played: Played) -> str:
 def _two_machines(played: Played) -> str:
     """The copy is started while the site itself is connected."""
     site = next(iter(played.sites))
-    twin, said = played.folder / "stolen", f"the kit of site '{site}' is in use on two machines"
+    twin, text = played.folder / "stolen", f"the kit of site '{site}' is in use on two machines"
     shutil.copytree(played.sites[site], twin, ignore=shutil.ignore_patterns("channel", "service.*"))
     coordinator, deadline = roles.load_kit(played.coordinator, "coordinator"), time.monotonic() + 120
     try:
         roles.start(roles.load_kit(twin, "site"), twin / "SITE.yaml", wait=0)
-        while said not in roles.status(coordinator).message:
+        while text not in roles.status(coordinator).message:
             expect(time.monotonic() < deadline, "the coordinator does not say that two machines use one kit")
             time.sleep(0.5)
     finally:
         roles.stop(roles.load_kit(twin, "site"))
-    return said
+    return text
 
 
 def _revoked_kit(played: Played) -> str:

@@ -110,7 +110,7 @@ def _phones_home(played: Played) -> str:
                 if held.raddr and held.laddr.port != played.port:
                     dialled.add((held.raddr.ip, held.raddr.port))
     expect(bool(dialled), "no site is connected to the coordinator")
-    others = {place for place in dialled if place not in (("127.0.0.1", played.port), ("::1", played.port))}
+    others = {address for address in dialled if address not in (("127.0.0.1", played.port), ("::1", played.port))}
     expect(not others, f"a process is connected to something else: {sorted(others)}")
     return f"the connections of {looked} processes all lead to the coordinator's port"
 
@@ -224,17 +224,17 @@ def _changed_log(played: Played) -> str:
     export_log(copy, kit, "audit", export)
     verify_export(export, authority, copy)
     changed = json.dumps({**json.loads(lines[1]), "coordinator": "somebody else"})
-    said = ""
+    text = ""
     added = [*lines[:2], lines[0], *lines[2:]]
     for spoiled in ([lines[0], changed, *lines[2:]], [lines[0], *lines[2:]], added, lines[:-1]):
         copy.write_text("".join(f"{line}\n" for line in spoiled), encoding="utf-8")
         try:
             verify_export(export, authority, copy)
         except FedshiftError as error:
-            said = said or str(error).partition(": ")[2]
+            text = text or str(error).partition(": ")[2]
         else:
             raise Broken("a changed, removed, added or cut line is not noticed")
-    return said
+    return text
 
 
 @contextlib.contextmanager
@@ -263,18 +263,18 @@ def _taken_disk(played: Played) -> str:
         os.environ[KEY] = new_key()
         with contextlib.suppress(Stopped):
             rehearse(played, "disk", stop)
-        found = list((played.folder / "in process" / "disk").rglob("*.safetensors"))
-        expect(any(path.name == "checkpoint.safetensors" for path in found), "there is no checkpoint")
-        for path in found:
+        result = list((played.folder / "in process" / "disk").rglob("*.safetensors"))
+        expect(any(path.name == "checkpoint.safetensors" for path in result), "there is no checkpoint")
+        for path in result:
             expect(path.read_bytes().startswith(MAGIC), f"{path.name} is not encrypted")
         os.environ[KEY] = new_key()
-        for path in found:
+        for path in result:
             try:
                 read_private(path)
             except UserError:
                 continue
             raise Broken(f"{path.name} opens with another key")
-    return f"checkpoint and kept answers ({len(found)} files) are encrypted, and another key opens none"
+    return f"checkpoint and kept answers ({len(result)} files) are encrypted, and another key opens none"
 
 
 PROMISES = (

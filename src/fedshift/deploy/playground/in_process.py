@@ -44,8 +44,8 @@ class Loopback:
             self.asked.append((site, header.get("call", header.get("do"))))
             answer = self.programs[site].handle(message, "coordinator")
             changed = self.change(site, header, answer)
-            for one in changed if isinstance(changed, list) else [changed]:
-                yield site, one
+            for item in changed if isinstance(changed, list) else [changed]:
+                yield site, item
 
 
 def unchanged(_: str, header: dict[str, Any], answer: Message | Lost) -> Message | Lost:
@@ -80,7 +80,7 @@ def rehearse(
     different = dict(experiment or {})
     engine = {"quorum": 1, **different.pop("engine", {})}
     _prepare(folder, played.experiment(name, {"name": method}, engine=engine, **different))
-    transport = Loopback({one: site_copy(played, one, folder, differs) for one in played.sites}, change)
+    transport = Loopback({item: site_copy(played, item, folder, differs) for item in played.sites}, change)
     coordinate(folder / "deployment", transport, [*played.sites])
     lines = (folder / "deployment" / "progress.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
@@ -101,10 +101,10 @@ def site_copy(played: Played, site: str, folder: Path, differs: Differs = lambda
     options, changes = yaml.safe_load(played.site_file(site).read_text(encoding="utf-8")), differs(site)
     policy = {**options["policy"], **changes.get("policy", {})}
     options |= {"kit": str(played.sites[site]), **changes, "policy": policy}
-    place = folder / site / "SITE.yaml"
-    place.parent.mkdir(parents=True, exist_ok=True)
-    place.write_text(yaml.safe_dump(options), encoding="utf-8")
-    return place
+    path = folder / site / "SITE.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(options), encoding="utf-8")
+    return path
 
 
 def caught_requests(

@@ -63,10 +63,10 @@ class ExposureWatch:
         """The exposure of the layer that shows most, 0 to 1; 0 if nothing was trained."""
         work = _WORK / max(1, len(self._found))
         scores = [0.0]
-        for module, found in self._found.items():
-            rows = found
+        for module, result in self._found.items():
+            rows = result
             if isinstance(module, _BatchNorm):
-                used = found[found.abs().amax(1) > 0]  # a sample that was not read moves no mean
+                used = result[result.abs().amax(1) > 0]  # a sample that was not read moves no mean
                 rows = used - used.median(0).values if len(used) else used
             # A filter's contribution is a size without sign, so several filters do not cancel each other.
             together = () if isinstance(module, _BatchNorm | _ConvNd) else GROUPS

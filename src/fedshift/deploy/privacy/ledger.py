@@ -212,7 +212,7 @@ class PrivacyLedger:
         """All costs that are known, by mark and kind, and how many exchanges there were beside them."""
         stored = lines_of(self._file)
         readable = [line for text in stored if is_undamaged(text) and (line := _line_of(text)) is not None]
-        told = [line for one in answers if (line := _line_of(json.dumps(one.get("ledger")))) is not None]
+        told = [line for answer in answers if (line := _line_of(json.dumps(answer.get("ledger")))) is not None]
         costs: dict[tuple[str, float, float], NoisySteps] = {}
         for line in readable:
             if line.steps:
@@ -227,7 +227,7 @@ class PrivacyLedger:
         counted = max([counted, len(stored), *(line.lines for line in told)])
         if not readable and not told and (self._memory / SECRET).exists():
             counted = known + 1  # it was begun, and nothing says what for
-        unsaid = set() if readable else {_exchange_of(one) for one in answers if _may_have_cost(one)}
+        unsaid = set() if readable else {_exchange_of(answer) for answer in answers if _may_have_cost(answer)}
         return costs, max(0, counted - known, len(unsaid))
 
     def _check_all(self, spent: list[NoisySteps], steps: NoisySteps) -> None:
@@ -260,8 +260,8 @@ class PrivacyLedger:
 
     def _read(self) -> list[LedgerLine]:
         """The lines in the file, which is read again only if it was written since."""
-        found = self._file.stat() if self._file.exists() else None
-        stamp = (found.st_ino, found.st_size, found.st_mtime_ns) if found is not None else ()
+        result = self._file.stat() if self._file.exists() else None
+        stamp = (result.st_ino, result.st_size, result.st_mtime_ns) if result is not None else ()
         if self._cached is None or self._cached[0] != stamp:
             try:
                 lines = [LedgerLine.model_validate_json(text) for text in checked_lines(self._file, RECOVER)]
@@ -352,5 +352,5 @@ def _exchange_of(answer: Mapping[str, Any]) -> tuple[str, ...]:
 def _unpaid(lines: Sequence[LedgerLine], mark: str, steps: NoisySteps) -> NoisySteps | None:
     """The steps of an exchange that no line with its mark counts; None if there are none."""
     kind = steps.noise_multiplier, steps.sample_rate
-    paid = sum(one.steps for one in lines if one.mark == mark and (one.noise_multiplier, one.sample_rate) == kind)
+    paid = sum(line.steps for line in lines if line.mark == mark and (line.noise_multiplier, line.sample_rate) == kind)
     return replace(steps, steps=steps.steps - paid) if steps.steps > paid else None

@@ -41,7 +41,7 @@ def recover_records(config: SiteConfig) -> list[str]:
     if paid := ledger.recover(answers, counted):
         done.append(f"ledger of privacy: {'; '.join(paid)}; ε = {ledger.epsilon():.3g} in all")
     if done:
-        rosters = max([log.rosters, *(whole_number(one.get("rosters")) for one in answers)])
+        rosters = max([log.rosters, *(whole_number(answer.get("rosters")) for answer in answers)])
         log.append(do=RECOVERED, done=done, rosters=rosters, ledger={"lines": ledger.lines()})
     return done
 

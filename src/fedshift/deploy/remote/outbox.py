@@ -11,9 +11,16 @@ from fedshift.deploy.remote.wire import Body, Residuals, Wire, body_of
 from fedshift.errors import FedshiftError
 from fedshift.federation.message_files import read_message, write_message
 from fedshift.federation.messages import Content, Statistics
+from fedshift.federation.plain_values import Frozen
 
 HERE = "coordinator"
 """The coordinator's own entry in a checkpoint; no site may have this name."""
+
+
+class _Receivers(Frozen):
+    """What stands beside residuals in a file: whose they are, each a site and a call."""
+
+    to: list[list[str]]
 
 
 @dataclass(frozen=True)
@@ -84,5 +91,5 @@ class Outbox:
             residuals = content.get("owed")
             if not isinstance(residuals, Statistics):
                 raise FedshiftError(f"{folder / name} does not hold rounding residuals")
-            for site, call in header["to"]:
+            for site, call in _Receivers.model_validate(header).to:
                 self._residuals[site, call] = dict(residuals)

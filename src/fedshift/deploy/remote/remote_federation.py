@@ -195,9 +195,9 @@ class RemoteFederation(Federation):
 
     def _takes_in(self, exchange: _Exchange, awaited: str) -> bool:
         """Take in what comes next; False when nothing more will come."""
-        if (found := next(exchange.arrivals, None)) is None:
+        if (result := next(exchange.arrivals, None)) is None:
             return False
-        site, message = found
+        site, message = result
         if message is Sign.QUIET:
             exchange.stop_if_over()
         elif isinstance(message, Sign):
@@ -237,19 +237,19 @@ class RemoteFederation(Federation):
             return message
         site = request.site
         try:
-            found = opened(CallAnswer, message, key, self.checks.most_tensors(request.content))
-            answer = found.answer
+            result = opened(CallAnswer, message, key, self.checks.most_tensors(request.content))
+            answer = result.answer
             if isinstance(answer, SiteError):
                 return self._site_error(site, answer)
             answer.check(max(0, request.envelope.mini_batches_left), self.method.calls.kept_at_sites)
-            reply, layout = self.reply_of(kind, call, request, answer, found.content)
+            reply, layout = self.reply_of(kind, call, request, answer, result.content)
         except Stop as stop:
             raise stop.reason from None
         except FedshiftError as error:
             return self._refused(call, site, str(error))
         except Exception as error:  # nothing that a site sends may end the run
             return self._refused(call, site, f"it cannot be read ({type(error).__name__})")
-        return Taken(Answer(site, reply, answer.mini_batches, found.crossed), answer.memory, layout)
+        return Taken(Answer(site, reply, answer.mini_batches, result.crossed), answer.memory, layout)
 
     def reply_of(
         self, kind: type[Reply], call: str, request: Request, answer: CallAnswer, content: Mapping[str, Any]
@@ -263,8 +263,8 @@ class RemoteFederation(Federation):
 
     def _compare(self, call: str, waiting: dict[str, Taken | Lost], asked: int) -> None:
         """Refuse replies whose open fields differ from those of most sites."""
-        taken = {site: one for site, one in waiting.items() if isinstance(one, Taken)}
-        layouts = {site: one.layout for site, one in taken.items() if one.layout is not None}
+        taken = {site: item for site, item in waiting.items() if isinstance(item, Taken)}
+        layouts = {site: item.layout for site, item in taken.items() if item.layout is not None}
         odd = self.checks.odd_ones(call, layouts, asked)
         for site in layouts:
             waiting[site] = self._refused(call, site, odd[site]) if site in odd else replace(taken[site], layout=None)
@@ -328,7 +328,7 @@ class RemoteFederation(Federation):
         """
         asks = partial(MeasureRequest, round=self.round, whole=Whole(**whole) if whole else None)
         outgoing, keys = self._with_model(asks, weights, sites)
-        found, grace = dict[str, Measures](), Grace(self.grace, self.quorum, len(sites), self._lost)
+        result, grace = dict[str, Measures](), Grace(self.grace, self.quorum, len(sites), self._lost)
         missing = dict.fromkeys(sites, grace.too_late)
         for site, message in self._arrivals("measure", outgoing):
             if message is Sign.FETCHED:
@@ -341,11 +341,11 @@ class RemoteFederation(Federation):
             else:
                 missing.pop(site, None)
                 grace.answered(usable=site in keys)
-                self._take_measures(site, message, keys.get(site, ""), found)
+                self._take_measures(site, message, keys.get(site, ""), result)
         for site, lost in missing.items():
             self._record("measure", site, "lost", lost.reason)
             self._lost.add(site)
-        return {site: found[site] for site in sites if site in found}
+        return {site: result[site] for site in sites if site in result}
 
     def hand_out(self, weights: Weights, sites: Sequence[str], metadata: Mapping[str, Any]) -> None:
         """Send a run's last model to sites without labels, which keep it and its predictions, and send nothing.

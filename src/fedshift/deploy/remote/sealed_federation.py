@@ -79,11 +79,11 @@ class SealedFederation(RemoteFederation):
         boxes = {tensor.origin[0] for tensor in weights.values() if isinstance(tensor, ClosedTensor)}
         able = [site for site in sites if all(site in box.passage.readers for box in boxes)]
         self._said.clear()
-        found = super().measure(weights, able, needed, **whole)
+        measure = super().measure(weights, able, needed, **whole)
         for site in needed:
-            if site not in found and site in self._said:
+            if site not in measure and site in self._said:
                 raise FedshiftError(self._said[site])
-        return found
+        return measure
 
     def _record(self, call: str, site: str, outcome: str, reason: str) -> None:
         if reason.startswith(f"site '{site}'"):

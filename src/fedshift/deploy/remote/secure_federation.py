@@ -270,11 +270,11 @@ class SecureFederation(RemoteFederation):
                 if isinstance(message, Lost):
                     self._lost.add(site)
                     raise FedshiftError(message.reason)
-                found = opened(Done, message, keys[site], tensors)
-                if isinstance(found.answer, SiteError):
-                    raise FedshiftError(found.answer.message[:2000])
-                told[site] = read[site](found.content)
-                self.ledger.record(order.exchange, do, site, "up", found.content)
+                result = opened(Done, message, keys[site], tensors)
+                if isinstance(result.answer, SiteError):
+                    raise FedshiftError(result.answer.message[:2000])
+                told[site] = read[site](result.content)
+                self.ledger.record(order.exchange, do, site, "up", result.content)
             except FedshiftError as error:
                 self._record(do, site, "lost" if isinstance(message, Lost) else "refused", str(error))
                 reasons.append(f"site '{site}': {error}")
@@ -322,9 +322,9 @@ class SecureFederation(RemoteFederation):
                 site, FedshiftError(f"site '{site}' did not answer before others were told whom the sum is of")
             )
         name, reason = self._without.get(site, ["", "it had no part in the run's first sum"])
-        kind = next((one for one in (KindRefused, Refused, UserError) if one.__name__ == name), FedshiftError)
-        said = reason if reason.startswith(f"site '{site}'") else f"site '{site}' gave no key in this run: {reason}"
-        return Missing(site, kind(said), "" if name else "when it is back, continue with fedshift deploy resume")
+        kind = next((item for item in (KindRefused, Refused, UserError) if item.__name__ == name), FedshiftError)
+        text = reason if reason.startswith(f"site '{site}'") else f"site '{site}' gave no key in this run: {reason}"
+        return Missing(site, kind(text), "" if name else "when it is back, continue with fedshift deploy resume")
 
     # The record -------------------------------------------------------------------------------------------------------
 

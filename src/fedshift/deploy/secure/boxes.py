@@ -75,9 +75,9 @@ class Boxes:
 
     def check_signed(self, site: str, certificate: bytes, text: bytes, signature: bytes, what: str = "the key") -> None:
         """Raise Refused unless a site signed a text with the certificate that this site has on record for it."""
-        found = self._sums.identity.check(site, certificate, text, signature, what)
+        result = self._sums.identity.check(site, certificate, text, signature, what)
         if site != self.name:
-            self._terms.check_peers({site: found})
+            self._terms.check_peers({site: result})
         elif certificate != self._sums.identity.certificate:
             raise Refused(f"site '{site}': {what} of '{site}' is signed with another certificate than its own")
 
@@ -118,13 +118,13 @@ class Boxes:
 
     def check_way(self, box: Box, run: str, sender: str, way: Way, exchange: int | None) -> None:
         """Raise Refused unless a box is what a site sealed in this run and call, and in an exchange if one is given."""
-        found, due = box.passage, box.passage.exchange if exchange is None else exchange
+        passage, due = box.passage, box.passage.exchange if exchange is None else exchange
         wanted = (run, sender, way.call, way.routed.field, due)
-        if (found.run, found.sender, found.call, found.field, found.exchange) != wanted:
+        if (passage.run, passage.sender, passage.call, passage.field, passage.exchange) != wanted:
             raise Refused(
                 f"site '{self.name}': this request should hold the model of '{sender}' from exchange {due}, call "
-                f"{way.call}, run '{run}', but holds that of '{found.sender}' from exchange {found.exchange}, call "
-                f"{found.call}, run '{found.run}'"
+                f"{way.call}, run '{run}', but holds that of '{passage.sender}' from exchange {passage.exchange}, call "
+                f"{passage.call}, run '{passage.run}'"
             )
 
     def check_newer(self, exchanges: Mapping[str, int], position: float) -> None:
@@ -189,15 +189,15 @@ class Boxes:
             inner, packed = decode(plain, *limits)
             value = widened(inner, packed.get("packed"), *limits).get(way.field)
             models = {"": value} if isinstance(value, Weights) else value
-            if not isinstance(models, Mapping) or not all(isinstance(one, Weights) for one in models.values()):
+            if not isinstance(models, Mapping) or not all(isinstance(model, Weights) for model in models.values()):
                 raise FedshiftError("it is no model")
-            found = {site: one for site, one in models.items() if isinstance(one, Weights)}
-            looks = {site: _looks(one) for site, one in found.items()}
-            if looks != {site: _looks(one) for site, one in box.stand_ins().items()}:
+            result = {site: model for site, model in models.items() if isinstance(model, Weights)}
+            looks = {site: _looks(model) for site, model in result.items()}
+            if looks != {site: _looks(model) for site, model in box.stand_ins().items()}:
                 raise FedshiftError("its tensors are not those that its box declares")
         except FedshiftError as error:
             raise self._wrong(way.sender, error) from None
-        return found
+        return result
 
     def models(self, box: Box, method: Method, check: ReplyCheck, sent: Mapping[str, Content]) -> dict[str, Weights]:
         """The models in a box by site, after all checks that the server makes of those that it can read.
@@ -208,13 +208,13 @@ class Boxes:
             check: of its replies.
             sent: content of the request. What was trained from a model of the same name begins there, too.
         """
-        found = self.plain(box, check.most_tensors({}) * max(1, len(box.models)))
-        way, value = box.passage, found.get("", found)
+        models = self.plain(box, check.most_tensors({}) * max(1, len(box.models)))
+        way, value = box.passage, models.get("", models)
         try:
             check.check_field(way.call, reply_type(method, way.call), way.field, value, sent)
         except FedshiftError as error:
             raise self._wrong(way.sender, error) from None
-        return found
+        return models
 
     def _wrong(self, sender: str, error: FedshiftError) -> Refused:
         return Refused(f"site '{self.name}': the model that '{sender}' sealed for it: {error}")

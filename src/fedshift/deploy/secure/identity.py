@@ -76,13 +76,13 @@ class Identity:
         from cryptography.x509.oid import NameOID
 
         try:
-            found = x509.load_der_x509_certificate(certificate)
-            found.verify_directly_issued_by(self._authority)
-            names = [name.value for name in found.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
+            issued = x509.load_der_x509_certificate(certificate)
+            issued.verify_directly_issued_by(self._authority)
+            names = [name.value for name in issued.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
             now = datetime.datetime.now(datetime.UTC)
-            if names != [site] or not found.not_valid_before_utc <= now <= found.not_valid_after_utc:
+            if names != [site] or not issued.not_valid_before_utc <= now <= issued.not_valid_after_utc:
                 raise ValueError
-            public: Any = found.public_key()
+            public: Any = issued.public_key()
             public.verify(signature, text, *signing())
         except (ValueError, TypeError, AttributeError, InvalidSignature, UnsupportedAlgorithm):
             raise Refused(

@@ -8,13 +8,15 @@ of sums has the same factor for all honest sites of a set: it is of all of these
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
+
+from pydantic import ValidationError
 
 from fedshift.deploy.chained_log import append_line, checked_lines
 from fedshift.deploy.remote.policy import AuditLog, Policy
 from fedshift.errors import FedshiftError, Refused
+from fedshift.federation.plain_values import Frozen
 from fedshift.files import flush_folder, locked
 
 ROSTERS, LOCK = "rosters.jsonl", "rosters.lock"
@@ -22,6 +24,12 @@ _LEFT = (
     "where one has left for good, a person at each site writes the new set into its SITE.yaml (policy.roster: [...]), "
     "and the next experiment begins from another start"
 )
+
+
+class _Line(Frozen):
+    """A line of the record. What chains it to the others is read by `checked_lines`."""
+
+    roster: tuple[str, ...]
 
 
 class Rosters:
@@ -51,8 +59,8 @@ class Rosters:
             Refused: the record was changed, or is shorter than the audit log says.
         """
         try:
-            known = [list(json.loads(line)["roster"]) for line in checked_lines(self._file)]
-        except (FedshiftError, KeyError, TypeError) as error:
+            known = [list(_Line.model_validate_json(line).roster) for line in checked_lines(self._file)]
+        except (FedshiftError, ValidationError) as error:
             raise Refused(f"site '{self._site}': {error}") from None
         counted = self._log.rosters if self._log is not None else 0
         if len(known) < counted:

@@ -149,9 +149,9 @@ class SiteSeals:
         ways = [Way(made, way) for made, way in method.traits.routed.items() if call in way.to]
         given = {way.routed.to[call]: way for way in ways}
         places = [path.split("/")[0] for path, value in leaves(content) if isinstance(value, Sealed)]
-        for place in places:
-            if place not in given or isinstance(content[place], Sealed):
-                raise Refused(f"site '{self.name}': call {call} is not given sealed models in '{place}'")
+        for index in places:
+            if index not in given or isinstance(content[index], Sealed):
+                raise Refused(f"site '{self.name}': call {call} is not given sealed models in '{index}'")
         if not places and request.routing != "sealed":
             return content
         exchange, check = request.envelope.exchange, _check_of(runner, request)
@@ -162,10 +162,10 @@ class SiteSeals:
             models = content.get(argument)
             if not isinstance(models, Mapping):
                 raise Refused(f"site '{self.name}': call {call} is not given models by site in '{argument}'")
-            found = {}
+            result = {}
             for sender, value in models.items():
                 if way.routed.in_model and isinstance(value, Weights) and _is_of(check.start, value, request.wire):
-                    found[sender] = value  # nobody has trained it yet
+                    result[sender] = value  # nobody has trained it yet
                     continue
                 box = boxes.only(value, sender, _most(check, request))
                 if way.routed.in_model:
@@ -174,9 +174,9 @@ class SiteSeals:
                     newest[sender] = box.passage.exchange
                 else:
                     boxes.check_way(box, request.run, sender, way, exchange - 1)
-                found[sender] = boxes.models(box, method, check, content)[""]
-            opened[argument] = found
-            asked.entry["opened"] = list(found)
+                result[sender] = boxes.models(box, method, check, content)[""]
+            opened[argument] = result
+            asked.entry["opened"] = list(result)
         if newest:
             boxes.note(newest, exchange)
         return opened
@@ -189,10 +189,10 @@ class SiteSeals:
             FedshiftError: there is no model.
         """
         request, content = asked.request, asked.content
-        found = content.get("weights")
-        if isinstance(found, Weights):
-            return found
-        if not isinstance(found, Sealed):
+        opened_model = content.get("weights")
+        if isinstance(opened_model, Weights):
+            return opened_model
+        if not isinstance(opened_model, Sealed):
             raise FedshiftError("a request to measure holds no weights")
         method = setting.method
         assert isinstance(method, Method)
@@ -201,7 +201,7 @@ class SiteSeals:
             self._check = request.digest, ReplyCheck(method, {self.name: about}, all_sites=False)
         check, boxes = self._check[1], self._boxes(request.run)
         try:
-            package = Package.read(found, _most(check, request))
+            package = Package.read(opened_model, _most(check, request))
         except FedshiftError as error:
             raise Refused(f"site '{self.name}': a request to measure: {error}") from None
         for box in package.boxes:
@@ -229,8 +229,8 @@ class SiteSeals:
         package = Package.read(content.get("weights"))
         keys = {box.keys[self.name][0] for box in package.boxes if self.name in box.keys}
         folders = [*self._memory.glob(f"{KEPT}/*"), *self._memory.glob(f"*/{FOLDER}")]
-        found = [Boxes(self.name, folder, self._terms, self._sums) for folder in folders if (folder / "key").exists()]
-        boxes = next((one for one in found if {one.key.public} == keys), None)
+        result = [Boxes(self.name, folder, self._terms, self._sums) for folder in folders if (folder / "key").exists()]
+        boxes = next((item for item in result if {item.key.public} == keys), None)
         if boxes is None:
             raise Refused(f"site '{self.name}' has no key that this model was sealed for")
         boxes.check_whole(package, float("inf"))
@@ -256,23 +256,23 @@ class Sealing:
         Raises:
             FedshiftError: the reply is not what the call promises.
         """
-        call, found = request.call, reply_content(reply)
+        call, result = request.call, reply_content(reply)
         try:
-            _check_of(runner, request).check(call, self._name, type(reply), found, sent)
+            _check_of(runner, request).check(call, self._name, type(reply), result, sent)
         except FedshiftError as error:
             raise type(error)(f"site '{self._name}': its reply to call {call}: {error}") from None
         exchange, field = request.envelope.exchange, self._way.field
         passage = Passage(request.run, exchange, call, field, self._name, tuple(sorted(self._cards)))
-        value: Any = found[field]
+        value: Any = result[field]
         models: dict[str, Weights] = {"": value} if isinstance(value, Weights) else dict(value)
         plain = narrowed(runner.site.memory, request, {field: value}).data
         keys = {reader: card.public for reader, card in self._cards.items()}
-        said, sealed = seal_for(keys, plain, passage, models)
+        text, sealed = seal_for(keys, plain, passage, models)
         identity = self._sums.identity
-        signature = identity.sign(Box.signed(passage, said, sealed))
+        signature = identity.sign(Box.signed(passage, text, sealed))
         if self._way.in_model and self._name in self._cards:
             self._boxes.note({"": exchange}, exchange)
-        return {**found, field: Box.of(said, sealed, signature, identity.certificate)}
+        return {**result, field: Box.of(text, sealed, signature, identity.certificate)}
 
 
 def _check_of(runner: SiteRunner, request: RunRequest) -> ReplyCheck:
@@ -297,9 +297,9 @@ def _is_of(start: Weights, model: Weights, wire: Wire) -> bool:
 
 
 def _is_like(model: Weights, other: Mapping[str, Tensor | None], wire: Wire) -> bool:
-    found = {name: tensor for name, tensor in other.items() if tensor is not None}
-    looks_alike = [one.shape for one in model.values()] == [found[name].shape for name in model if name in found]
+    result = {name: tensor for name, tensor in other.items() if tensor is not None}
+    looks_alike = [item.shape for item in model.values()] == [result[name].shape for name in model if name in result]
     if wire == "float32" or not looks_alike:
-        return model.equal(found)
-    largest = max(float(one.abs().max()) for one in found.values() if one.numel())
-    return all(bool((one - found[name]).abs().max() <= _ROUNDED * largest) for name, one in model.items())
+        return model.equal(result)
+    largest = max(float(item.abs().max()) for item in result.values() if item.numel())
+    return all(bool((item - result[name]).abs().max() <= _ROUNDED * largest) for name, item in model.items())

@@ -56,6 +56,6 @@ def choose(gains: Mapping[str, Sequence[float]]) -> str | None:
         >>> choose({"shot": [5.8, 3.0, 6.4], "recipe": [17.8, 15.6, 9.4]}), choose({"shot": [1.0, 29.5, -11.0]})
         ('recipe', None)
     """
-    margins = {name: found for name, one in gains.items() if (found := margin(one)) is not None}
-    able = [name for name, found in margins.items() if found > 0 and not harms(gains[name])]
+    margins = {name: result for name, gain in gains.items() if (result := margin(gain)) is not None}
+    able = [name for name, result in margins.items() if result > 0 and not harms(gains[name])]
     return max(able, key=margins.__getitem__, default=None)

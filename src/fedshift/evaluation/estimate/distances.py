@@ -105,8 +105,8 @@ def beyond(apart: Apart, left_out: Sequence[Apart]) -> tuple[float, float]:
     spread, nearest = (
         (value - np.mean(usual)) / (np.std(usual, ddof=1) * np.sqrt(1 + 1 / len(usual)) + FLOOR)
         for value, usual in (
-            (apart.spread, [one.spread for one in left_out]),
-            (apart.nearest, [one.nearest for one in left_out]),
+            (apart.spread, [item.spread for item in left_out]),
+            (apart.nearest, [item.nearest for item in left_out]),
         )
     )
     return min(MOST, abs(float(spread))), float(np.clip(nearest, -2.0, MOST))

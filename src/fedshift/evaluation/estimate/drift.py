@@ -89,17 +89,17 @@ def columns_differ(before: Mapping[str, ColumnSums], now: Mapping[str, ColumnSum
     """
     from scipy.stats import ttest_ind_from_stats  # takes a second to import
 
-    found = {}
-    for name, one in now.items():
+    result = {}
+    for name, item in now.items():
         known = before.get(name)
-        if known is None or min(one.count, known.count) < 2:
+        if known is None or min(item.count, known.count) < 2:
             continue
-        if one.std == known.std == 0:
-            found[name] = float(one.mean == known.mean)
+        if item.std == known.std == 0:
+            result[name] = float(item.mean == known.mean)
             continue
-        scale = [np.sqrt(each.count / (each.count - 1)) for each in (known, one)]
+        scale = [np.sqrt(each.count / (each.count - 1)) for each in (known, item)]
         test = ttest_ind_from_stats(
-            known.mean, known.std * scale[0], known.count, one.mean, one.std * scale[1], one.count, equal_var=False
+            known.mean, known.std * scale[0], known.count, item.mean, item.std * scale[1], item.count, equal_var=False
         )
-        found[name] = float(test.pvalue)
-    return found
+        result[name] = float(test.pvalue)
+    return result

@@ -249,11 +249,11 @@ def _variances(values: Numbers, stratum: Rows) -> Numbers:
 def _allotted(wanted: NDArray[Any], sizes: NDArray[Any], number: int) -> Rows:
     """How many labels each stratum gets: at least two where it has as many, no more than it has, ``number`` in all."""
     least = np.minimum(2, sizes)
-    found: Rows = least.astype(np.int64)
-    while found.sum() < number:
-        lacking = np.where(found < sizes, wanted / (found + 0.5), -1.0)
-        found[int(np.argmax(lacking))] += 1
-    return found
+    result: Rows = least.astype(np.int64)
+    while result.sum() < number:
+        lacking = np.where(result < sizes, wanted / (result + 0.5), -1.0)
+        result[int(np.argmax(lacking))] += 1
+    return result
 
 
 def _variance(sizes: Numbers | Rows, spread: Numbers, counts: Numbers | Rows) -> float:
@@ -264,20 +264,20 @@ def _variance(sizes: Numbers | Rows, spread: Numbers, counts: Numbers | Rows) ->
 
 def _counted(right: Numbers, drawn: Drawn) -> tuple[Numbers, Numbers, Numbers]:
     """The size, the labels and the right answers of each stratum; one without labels joins its neighbour."""
-    found: list[list[float]] = []
+    result: list[list[float]] = []
     carried = 0.0
     for which, size in enumerate(drawn.sizes):
         here = right[drawn.strata == which]
         if len(here):
-            found.append([size + carried, len(here), float(here.sum())])
+            result.append([size + carried, len(here), float(here.sum())])
             carried = 0.0
-        elif found:
-            found[-1][0] += size
+        elif result:
+            result[-1][0] += size
         else:
             carried += size
-    if not found:
+    if not result:
         raise UserError("label: no sample has a label yet")
-    sizes, counts, hits = np.array(found).T
+    sizes, counts, hits = np.array(result).T
     return sizes, counts, hits
 
 
@@ -321,10 +321,10 @@ def _of_finite(number: float, samples: int) -> float:
 
 
 def _doubling(number: int, most: int) -> Sequence[int]:
-    found = [min(max(1, number), most)]
-    while found[-1] < most:
-        found.append(min(2 * found[-1], most))
-    return found
+    doubling = [min(max(1, number), most)]
+    while doubling[-1] < most:
+        doubling.append(min(2 * doubling[-1], most))
+    return doubling
 
 
 def _first(enough: Callable[[int], bool], most: int) -> int:

@@ -89,11 +89,11 @@ class SiteSums:
     @property
     def temperature(self) -> float:
         """That of the least loss, by a parabola through the grid's least and its neighbours over log temperature."""
-        place = int(np.clip(np.argmin(self.losses), 1, len(TEMPERATURES) - 2))
-        below, middle, above = self.losses[place - 1 : place + 2]
+        index = int(np.clip(np.argmin(self.losses), 1, len(TEMPERATURES) - 2))
+        below, middle, above = self.losses[index - 1 : index + 2]
         bend = below - 2 * middle + above
         part = float(np.clip((below - above) / (2 * bend), -1, 1)) if bend > 0 else 0.0
-        return float(TEMPERATURES[place] * (TEMPERATURES[1] / TEMPERATURES[0]) ** part)
+        return float(TEMPERATURES[index] * (TEMPERATURES[1] / TEMPERATURES[0]) ** part)
 
     @property
     def confidence(self) -> float:

@@ -84,7 +84,7 @@ class OfClasses(Measuring):
         return accuracy(predicted, labels)
 
     def by_class(self, pairs: Mapping[str, Pair], classes: int) -> list[float | None]:
-        predicted, labels = (np.concatenate([pair[place] for pair in pairs.values()]) for place in (0, 1))
+        predicted, labels = (np.concatenate([pair[index] for pair in pairs.values()]) for index in (0, 1))
         return per_class_accuracy(predicted, labels, classes)
 
     def at_site(self, site: str, part: Part, scored: Scored, options: MetricOptions) -> SiteMetrics:
@@ -131,7 +131,7 @@ class OfLabels(Measuring):
         return multi_label.label_accuracy(predicted, labels)
 
     def by_class(self, pairs: Mapping[str, Pair], classes: int) -> list[float | None]:
-        predicted, labels = (np.concatenate([pair[place] for pair in pairs.values()]) for place in (0, 1))
+        predicted, labels = (np.concatenate([pair[index] for pair in pairs.values()]) for index in (0, 1))
         return [multi_label.label_accuracy(predicted[:, n], labels[:, n]) for n in range(classes)]
 
     def at_site(self, site: str, part: Part, scored: Scored, options: MetricOptions) -> SiteMetrics:

@@ -49,17 +49,17 @@ def regression_metrics(site: str, part: Part, scored: Scored, mean: float, resam
         ({'rmse': 0.58, 'mae': 0.33, 'r2': 50.0}, 0.82)
     """
     metrics = needed("sklearn.metrics", extra="report", what="measuring regression")
-    labels, said = scored.labels.astype(np.float64), scored.predicted.astype(np.float64)
-    mae = float(metrics.mean_absolute_error(labels, said))
-    values: dict[SiteMetric, float] = {"rmse": rmse(said, labels), "mae": mae}
+    labels, predicted = scored.labels.astype(np.float64), scored.predicted.astype(np.float64)
+    mae = float(metrics.mean_absolute_error(labels, predicted))
+    values: dict[SiteMetric, float] = {"rmse": rmse(predicted, labels), "mae": mae}
     if np.ptp(labels) > 0:
-        values["r2"] = 100.0 * float(metrics.r2_score(labels, said))
+        values["r2"] = 100.0 * float(metrics.r2_score(labels, predicted))
     limits: dict[SiteMetric, tuple[float, float]] = {}
     if resamples:
 
         def weighted(weights: Numbers) -> dict[str, Numbers]:
             with np.errstate(divide="ignore", invalid="ignore"):
-                return values_of("rmse", Quantities(labels, said, weights), values)
+                return values_of("rmse", Quantities(labels, predicted, weights), values)
 
         limits = limits_of(resampled(weighted, len(labels), scored.groups, resamples))
     return SiteMetrics(

@@ -49,8 +49,8 @@ def _pairs(risks: NDArray[Any], labels: NDArray[Any], rows: slice) -> tuple[Numb
     times, events = labels[:, 0], labels[:, 1] > 0
     later = (times[rows, None] < times) | ((times[rows, None] == times) & ~events)
     comparable = (events[rows, None] & later).astype(np.float64)
-    said = risks.astype(np.float64)
-    return comparable, comparable * (0.5 + 0.5 * np.sign(said[rows, None] - said))
+    predicted = risks.astype(np.float64)
+    return comparable, comparable * (0.5 + 0.5 * np.sign(predicted[rows, None] - predicted))
 
 
 def survival_metrics(site: str, part: Part, scored: Scored, resamples: int = 0) -> SiteMetrics:
@@ -68,9 +68,9 @@ def survival_metrics(site: str, part: Part, scored: Scored, resamples: int = 0) 
         66.66666666666667
     """
     risks, labels = scored.predicted, scored.labels
-    found, n = concordance(risks, labels), len(labels)
+    result, n = concordance(risks, labels), len(labels)
     limits: dict[SiteMetric, tuple[float, float]] = {}
-    if found is not None and resamples and n <= _MOST:
+    if result is not None and resamples and n <= _MOST:
         comparable, ordered = _pairs(risks, labels, slice(None))
 
         def weighted(weights: Numbers) -> dict[str, Numbers]:
@@ -83,7 +83,7 @@ def survival_metrics(site: str, part: Part, scored: Scored, resamples: int = 0) 
         part=part,
         samples=n,
         support=[],
-        values={} if found is None else {"concordance": found},
+        values={} if result is None else {"concordance": result},
         intervals=limits,
         baseline=CHANCE,
         events=int((labels[:, 1] > 0).sum()),

@@ -59,7 +59,7 @@ def check_booleans(fields: Mapping[str, Any], prefix: str, model: type[BaseModel
     """
     for name, value in fields.items():
         field, held = model.model_fields.get(str(name)), value if isinstance(value, list | tuple) else [value]
-        if field is not None and any(isinstance(one, bool) for one in held) and not _takes_boolean(field.annotation):
+        if field is not None and any(isinstance(item, bool) for item in held) and not _takes_boolean(field.annotation):
             raise UserError(
                 f"{prefix}.{name}: input should not be true or false, as YAML reads yes, no, on and off, got {value}"
             )

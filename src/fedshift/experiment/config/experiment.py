@@ -73,8 +73,8 @@ class Experiment(Section):
 def method_name(method: Method) -> str:
     """The name by which the registry finds the method's class on this machine."""
     known = method_registry.METHODS.get(method.name)
-    place: str = method.calls.recipe()["class"]
-    return method.name if known == place else place
+    class_path: str = method.calls.recipe()["class"]
+    return method.name if known == class_path else class_path
 
 
 def method_record(method: Method) -> dict[str, Any]:
@@ -261,9 +261,9 @@ def _method(value: Any, path: str, folder: Path) -> Method:
         return value
     fields = named(value, path)
     try:
-        found = method_registry.parse(fields, folder)
-        check_booleans(with_names(type(found), fields), f"{path} ({found.name})", type(found))
-        return found
+        method = method_registry.parse(fields, folder)
+        check_booleans(with_names(type(method), fields), f"{path} ({method.name})", type(method))
+        return method
     except ValidationError as error:
         kind = method_registry.method_class(str(fields["name"]), folder)
         raise UserError(describe(error, f"{path} ({kind.name})", kind)) from None

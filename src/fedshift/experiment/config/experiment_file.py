@@ -101,10 +101,10 @@ def override_field(options: dict[str, Any], override: str) -> None:
     keys = path.split(".")
     if keys[0] not in experiment_fields():
         raise UserError(f"override '{path}': there is no such field; {nearest(keys[0], experiment_fields())}")
-    place: Any = options
+    index: Any = options
     for number, key in enumerate(keys[:-1], 1):
-        place = _below(place, key, ".".join(keys[:number]), path)
-    place[_index(place, keys[-1], path) if isinstance(place, list) else keys[-1]] = value
+        index = _below(index, key, ".".join(keys[:number]), path)
+    index[_index(index, keys[-1], path) if isinstance(index, list) else keys[-1]] = value
 
 
 def _below(place: Any, key: str, where: str, path: str) -> Any:

@@ -48,16 +48,18 @@ def trusted_network(record: Mapping[str, Any], own_network: Any, file: Path) -> 
     if own_network is not None and not trained:
         raise UserError(f"{file} is the model of '{record['name']}', which comes with fedshift: leave out --network")
     with own_words():
-        found = given(options) if is_object(options) else models.parse(options, permit=permit)
+        result = given(options) if is_object(options) else models.parse(options, permit=permit)
     now = {
-        (one.display.rpartition(":")[2], str(one.record().get("sha256"))) for one in found.networks() if ":" in one.name
+        (network.display.rpartition(":")[2], str(network.record().get("sha256")))
+        for network in result.networks()
+        if ":" in network.name
     }
     if trained != now:
         warnings.warn(
-            f"{found.display} is not, or no longer, the code that {file} was trained with: predictions may differ",
+            f"{result.display} is not, or no longer, the code that {file} was trained with: predictions may differ",
             stacklevel=4,
         )
-    return found
+    return result
 
 
 def trusted_method(record: Mapping[str, Any], own_method: str | Method | None, file: Path) -> Method:

@@ -42,10 +42,10 @@ def trained_network(about: About, method: Method, sources: int) -> Network:
     try:
         adapted = method.adapt_network(network, sources)
         evaluated = method.evaluated_network(adapted, sources)
-        found = merged(evaluated, Weights(evaluated.state_dict()))
+        result = merged(evaluated, Weights(evaluated.state_dict()))
     except (RuntimeError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise fault from error
     wanted = method.evaluated_network(method.adapt_network(plain, sources), sources).state_dict()
-    if {name: tensor.shape for name, tensor in found.items()} != {name: wanted[name].shape for name in wanted}:
+    if {name: tensor.shape for name, tensor in result.items()} != {name: wanted[name].shape for name in wanted}:
         raise fault
     return adapted

@@ -30,14 +30,14 @@ def method_fits(about: About, method: Method, network: Network) -> Iterator[str]
 
 def samples_fit(about: About) -> Iterator[str]:
     """What methods say of their options on so many samples."""
-    splits = [one.split for one in about.plan.runs]
+    splits = [run.split for run in about.plan.runs]
     for method in about.experiment.methods:
         training = training_of(method, about.experiment.training)
         samples = Samples(
             about.data.input_shape,
             shortest_epochs(training, splits),
             tokens=about.data.preprocessing.kind == "tokens",
-            are_pixels=all(getattr(one.inputs, "dtype", None) == np.uint8 for one in about.data.domains.values()),
+            are_pixels=all(getattr(run.inputs, "dtype", None) == np.uint8 for run in about.data.domains.values()),
             parts=about.data.preprocessing.patch is not None,
         )
         yield from method.check_samples(samples)

@@ -36,8 +36,8 @@ def network_fits(about: About) -> Iterator[str]:
 
 def _check_vocabulary(about: About) -> None:
     """Raise UserError if the network fails on the largest token, or where there is none."""
-    inputs = [one.inputs for one in about.data.domains.values() if not isinstance(one.inputs, SparseRows)]
-    largest, least = max(int(one.max()) for one in inputs), min(int(one.min()) for one in inputs)
+    inputs = [domain.inputs for domain in about.data.domains.values() if not isinstance(domain.inputs, SparseRows)]
+    largest, least = max(int(domain.max()) for domain in inputs), min(int(domain.min()) for domain in inputs)
     whole = torch.full((SAMPLES, *about.data.input_shape), largest)
     ended = whole.clone()
     ended[:, 1:] = NO_TOKEN
@@ -57,7 +57,7 @@ def method_fits(about: About, method: Method) -> Iterator[str]:
     """Check, on made-up tokens, that a method does not calculate with them."""
     if about.data.preprocessing.kind == "tokens":
         method.check_samples(Samples(about.data.input_shape, tokens=True))
-        planned = next(one for one in about.plan.runs if one.run.method is method)
+        planned = next(run for run in about.plan.runs if run.run.method is method)
         try:
             try_method(planned, planned.network())
         except UserError as error:

@@ -155,7 +155,7 @@ class OneTarget(DeployedProtocol):
             return replace(data, domains=site_domains(self.pool, kept, self._whole(kept)), columns={})
         if self.cuts_sources:
             return replace(data, domains=self._cut(kept), columns={})
-        columns = {name: own for name, own in data.columns.items() if name in kept}
+        columns = {name: column for name, column in data.columns.items() if name in kept}
         return replace(data, domains=kept, columns=columns) if self.drop else data
 
     def _check_named(self, data: DataSet) -> None:
@@ -170,7 +170,7 @@ class OneTarget(DeployedProtocol):
         """
         if len(self.named_targets) != 1:
             raise UserError("protocol.pool: name one target, such as protocol.targets: [M0]; only sources are pooled")
-        return tuple(name for name, one in domains.items() if name in self.named_targets or one.unlabelled)
+        return tuple(name for name, domain in domains.items() if name in self.named_targets or domain.unlabelled)
 
     def _cut(self, domains: Mapping[str, Domain]) -> dict[str, Domain]:
         """The domains, the sources cut into sites; the target stays whole.
@@ -182,7 +182,7 @@ class OneTarget(DeployedProtocol):
             raise UserError(
                 "protocol.sites_each: name one target, such as protocol.targets: [M0]; only sources are cut"
             )
-        found: dict[str, Domain] = {}
+        result: dict[str, Domain] = {}
         for name, domain in domains.items():
             whole = name == self.named_targets[0]
             parts = [domain] if whole else cut(domain, self.sites_each, self.cut_by, self.label_skew)
@@ -191,12 +191,14 @@ class OneTarget(DeployedProtocol):
                 raise UserError(
                     f"protocol.sites_each: a part of '{name}' would be called '{twice}', as a site is: rename it"
                 )
-            found.update((part.name, part) for part in parts)
-        return found
+            result.update((part.name, part) for part in parts)
+        return result
 
     def roles_of(self, data: DataSet, target: str) -> Roles:
         """All other domains that have labels, and the target; of `EVERY_SITE` all these are sources."""
-        return tuple(name for name, one in data.domains.items() if name != target and not one.unlabelled), (target,)
+        return tuple(name for name, domain in data.domains.items() if name != target and not domain.unlabelled), (
+            target,
+        )
 
     def domain_rows(self, domain: Domain, seed: int) -> tuple[Rows, Rows]:
         """The training and the held-out rows of one domain. They do not depend on other domains."""

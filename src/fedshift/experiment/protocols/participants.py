@@ -114,28 +114,32 @@ class Participants(OneTarget):
     def _whole(self, domains: Mapping[str, Domain]) -> tuple[str, ...]:
         """Common test sets, and what lacks labels or only tests."""
         return tuple(
-            name for name, one in domains.items() if name in self.common_tests or one.unlabelled or _only_tests(one)
+            name
+            for name, domain in domains.items()
+            if name in self.common_tests or domain.unlabelled or _only_tests(domain)
         )
 
     def _cut(self, domains: Mapping[str, Domain]) -> dict[str, Domain]:
         """The domains, the sites cut; common test sets stay whole."""
-        found: dict[str, Domain] = {}
+        result: dict[str, Domain] = {}
         for name, domain in domains.items():
             parts = (
                 [domain] if name in self.common_tests else cut(domain, self.sites_each, self.cut_by, self.label_skew)
             )
             for part in parts:
-                if part.name in found or (part is not domain and part.name in domains):
+                if part.name in result or (part is not domain and part.name in domains):
                     raise UserError(
                         f"protocol.sites_each: a part of '{name}' would be called '{part.name}', as a site: rename it"
                     )
-                found[part.name] = part
-        return found
+                result[part.name] = part
+        return result
 
     def roles_of(self, data: DataSet, target: str) -> Roles:
         """All sites that have labels and training samples, and the name of all sites together."""
-        named = {name: one for name, one in data.domains.items() if name not in self.common_tests}
-        return tuple(name for name, one in named.items() if not one.unlabelled and not _only_tests(one)), (EVERY_SITE,)
+        named = {name: domain for name, domain in data.domains.items() if name not in self.common_tests}
+        return tuple(name for name, domain in named.items() if not domain.unlabelled and not _only_tests(domain)), (
+            EVERY_SITE,
+        )
 
     def split_of(self, data: DataSet, target: str, seed: int) -> Split:
         """What each site trains on, what it is measured on, and the common test sets.
@@ -186,22 +190,22 @@ class Participants(OneTarget):
 
     def _common(self, data: DataSet, train: Mapping[str, Rows]) -> dict[str, Rows]:
         """The rows of each set that only tests, without base samples that a site trains on."""
-        found = {
+        common = {
             name: self._tested(domain)
             for name, domain in data.domains.items()
             if name in self.common_tests or _only_tests(domain)
         }
         grouped = [groups[rows] for name, rows in train.items() if (groups := data.domains[name].groups) is not None]
-        for name, rows in found.items():
+        for name, rows in common.items():
             groups = data.domains[name].groups
             if groups is not None and grouped:
-                found[name] = rows[~np.isin(groups[rows], np.concatenate(grouped))]
-            if len(found[name]) == 0:
+                common[name] = rows[~np.isin(groups[rows], np.concatenate(grouped))]
+            if len(common[name]) == 0:
                 raise UserError(
                     f"protocol.common_tests: '{name}' has no labelled sample that no site trains on; raise "
                     "protocol.test_fraction or leave it out"
                 )
-        return found
+        return common
 
     def of_counts(self, train: Mapping[str, Rows], held_out: Mapping[str, Rows]) -> Split:
         """The parts of a deployment in which all sites train and are measured."""

@@ -136,8 +136,8 @@ class SourceTarget(ProtocolSection):
 
     def check_method(self, method: Method) -> None:
         """Check that a method that adapts to one target is given one."""
-        one = method.traits.target in ("one unlabelled", "labelled")
-        if one and self.pairs != "all" and any(len(unlabelled) > 1 for _, unlabelled in self.pairs):
+        item = method.traits.target in ("one unlabelled", "labelled")
+        if item and self.pairs != "all" and any(len(unlabelled) > 1 for _, unlabelled in self.pairs):
             raise UserError(
                 f"methods: {method.display} adapts to one target, but protocol.pairs has a pair with several "
                 "unlabelled sites; give pairs with one, or choose a method for several, such as mdfnet"

@@ -150,15 +150,15 @@ class Evaluator:
         ]
         at_site = self._measuring.at_site
         held_out = [
-            at_site(one.site, "held_out", one.scored, MetricOptions()) for one in kept if one.part == "held_out"
+            at_site(item.site, "held_out", item.scored, MetricOptions()) for item in kept if item.part == "held_out"
         ]
         options = MetricOptions(common_threshold(held_out) if held_out else threshold, self._resamples)
         measured, common = (
-            [at_site(one.site, part, one.scored, options) for one in kept if one.part == part] for part in MEASURED
+            [at_site(item.site, part, item.scored, options) for item in kept if item.part == part] for part in MEASURED
         )
         record = self._record(
             *(
-                {one.site: one.scored.predicted for one in kept if one.part == part}
+                {item.site: item.scored.predicted for item in kept if item.part == part}
                 for part in ("target", "held_out", "common")
             )
         )
@@ -193,16 +193,16 @@ class Evaluator:
     ) -> dict[str, Any]:
         """The fields of a `RoundRecord`, from the prediction for every sample."""
         pairs = {name: (targets[name], view.labels.cpu().numpy()) for name, view in self._targets.items()}
-        found = {
+        result = {
             "target_accuracy": self._values(targets, self._targets),
             "source_accuracy": self._values(sources, self._sources),
             "per_class": self._measuring.by_class(pairs, self._classes) if pairs else [],
         }
-        return found | ({"common_accuracy": self._values(common, self._common)} if common else {})
+        return result | ({"common_accuracy": self._values(common, self._common)} if common else {})
 
     def _values(self, said: Mapping[str, NDArray[Any]], views: Mapping[str, SiteData]) -> dict[str, float]:
         """Name → the task's metric, where it can be measured."""
-        values = {name: self._measuring.value(one, views[name].labels.cpu().numpy()) for name, one in said.items()}
+        values = {name: self._measuring.value(item, views[name].labels.cpu().numpy()) for name, item in said.items()}
         return {name: value for name, value in values.items() if value is not None}
 
     def _measure_masks(self, network: Network, weights: Weights) -> dict[str, Any]:
@@ -269,17 +269,17 @@ def _outputs(network: Network, inputs: Tensor) -> Tensor:
     Raises:
         UserError: a user's own network says nothing of some.
     """
-    found: Tensor = network(inputs)
-    if len(found) != len(inputs):
-        raise UserError(f"model: the network returns {len(found)} rows of scores for {len(inputs)} samples")
-    return found
+    outputs: Tensor = network(inputs)
+    if len(outputs) != len(inputs):
+        raise UserError(f"model: the network returns {len(outputs)} rows of scores for {len(inputs)} samples")
+    return outputs
 
 
 @torch.no_grad()
 def predictions(network: Network, view: SiteData, objective: Objective = CLASSES) -> NDArray[Any]:
     """The prediction for every sample of ``view``, in order (n,): class numbers, or values in the label's unit."""
-    said = [objective.predicted(_outputs(network, inputs)) for inputs, _, _ in view.all_batches(_BATCH)]
-    return torch.cat(said).cpu().numpy()
+    text = [objective.predicted(_outputs(network, inputs)) for inputs, _, _ in view.all_batches(_BATCH)]
+    return torch.cat(text).cpu().numpy()
 
 
 @torch.no_grad()

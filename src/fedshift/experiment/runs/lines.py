@@ -52,8 +52,8 @@ class Lines(Reporter):
         self._pass(run)
         if not resumed:
             score = result.score()
-            said = "no labels, so not measured" if score is None else with_unit(result.metric, score)
-            self._line(f"{_name(run)}: {said}")
+            text = "no labels, so not measured" if score is None else with_unit(result.metric, score)
+            self._line(f"{_name(run)}: {text}")
 
     def diverged(self, run: Run) -> None:
         self._pass(run)

@@ -126,10 +126,10 @@ def _raise_failure(further: _Further, diverged: list[TrainingDiverged]) -> None:
     if code == 0:
         return
     lines = further.output.read_text(errors="replace").strip().splitlines()
-    said = lines[-1] if lines else f"a parallel run ended with code {code}"
+    text = lines[-1] if lines else f"a parallel run ended with code {code}"
     if code != DIVERGED:
-        raise (UserError if code == UserError.exit_code else FedshiftError)(said)
-    diverged.append(TrainingDiverged(said))
+        raise (UserError if code == UserError.exit_code else FedshiftError)(text)
+    diverged.append(TrainingDiverged(text))
 
 
 def _give_time(processes: Sequence[_Further], seconds: float) -> None:

@@ -138,8 +138,8 @@ class _Tasks:
         try:
             return self._waited(ray, open_tasks)
         finally:
-            for one in open_tasks:
-                ray.cancel(one)  # what is done is not touched
+            for item in open_tasks:
+                ray.cancel(item)  # what is done is not touched
 
     def _waited(self, ray: Any, open_tasks: list[Any]) -> bool:
         lost, newest, heard = False, 0, time.monotonic()
@@ -153,10 +153,10 @@ class _Tasks:
                 raise FedshiftError(
                     f"no round ended in {self._engine.wait:g} seconds (engine.wait): a node may be gone, or too small"
                 )
-            for one in there:
-                open_tasks.remove(one)
+            for item in there:
+                open_tasks.remove(item)
                 try:
-                    self._take(ray.get(one))
+                    self._take(ray.get(item))
                 except ray.exceptions.RayError as error:
                     lost = True
                     self._reporter.warn(f"a process in the cluster is gone ({type(error).__name__})")

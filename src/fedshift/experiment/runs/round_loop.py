@@ -70,8 +70,8 @@ def carry_out(context: Context, workers: Workers, planned: PlannedRun, folder: R
         if pool
         else LocalFederation(sites, setting, side_by_side=together, **options)
     )
-    own = federation.own_weights if experiment.protocol.by_site else None
-    evaluator = Evaluator(data, measured, device, experiment.model, resamples, new_site, own)
+    own_weights = federation.own_weights if experiment.protocol.by_site else None
+    evaluator = Evaluator(data, measured, device, experiment.model, resamples, new_site, own_weights)
     return train_and_evaluate(context, planned, folder, federation, evaluator, network)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import yaml
-from pydantic import ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from fedshift.claims import Claim, network_file_system
@@ -39,8 +39,10 @@ from fedshift.evaluation.stored import (
 from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.plan import Plan, PlannedRun, common_settings
 from fedshift.experiment.runs.identity import comparable, first_difference
+from fedshift.federation.ledger import Totals
 from fedshift.federation.message_files import read_message, write_message
 from fedshift.federation.messages import Content, encode, unshared
+from fedshift.federation.plain_values import Frozen
 from fedshift.federation.secure.closed import in_one, in_two, is_closed
 from fedshift.files import plain_yaml, write_bytes, yaml_bytes
 from fedshift.methods.base import State
@@ -52,6 +54,37 @@ MODEL, SEALED_MODEL = "model.safetensors", "model.sealed"
 _CHECKPOINT = "checkpoint.safetensors"
 _CACHED = 2.0
 """Seconds for which FUSE may show a file's length of before."""
+
+
+class _Averaged(Frozen):
+    model_config = ConfigDict(allow_inf_nan=True)
+
+    count: int = 0
+    losses: list[float] = Field(default_factory=list)
+
+
+def _no_bytes() -> Totals:
+    return {"up": {}, "down": {}}
+
+
+class Checkpoint(Frozen):
+    """What stands beside the models in a checkpoint. Older versions lack the fields that have a default."""
+
+    model_config = ConfigDict(allow_inf_nan=True)
+
+    round: int
+    numbers: dict[str, Any]
+    exchange: int
+    used: dict[str, int]
+    memory: dict[str, dict[str, str]]
+    seconds: float = 0.0
+    undrawn: int = 0
+    averaged: _Averaged = _Averaged()
+    budget: dict[str, int] = Field(default_factory=dict)
+    bytes: Totals = Field(default_factory=_no_bytes)
+    bytes_by_site: dict[str, Totals] | None = None
+    environment: dict[str, Any] = Field(default_factory=dict)
+    rounds_sha256: str | None = None
 
 
 class RunFolder:
@@ -301,8 +334,8 @@ class RunFolder:
         write_site_bytes(self.path, header.get("bytes_by_site"))
         self._tidy(memory)
 
-    def load_checkpoint(self) -> tuple[State, dict[str, Any]] | None:
-        """The state and header of the last checkpoint; None if there is none.
+    def load_checkpoint(self) -> tuple[State, Checkpoint] | None:
+        """The state of the last checkpoint, and what stands beside it; None if there is none.
 
         Raises:
             UserError: the file is damaged, or belongs to another experiment or version.
@@ -320,15 +353,15 @@ class RunFolder:
         parts = {name.removeprefix("part:"): part for name, part in content.items() if name.startswith("part:")}
         recent = [content[name] for name in sorted(content) if name.startswith("recent:")]
         models, mean = tuple(model for model in recent if isinstance(model, Weights)), content.get("mean")
-        known = header.get("averaged", {"count": 0, "losses": ()})
-        averaged = Kept(models, mean if isinstance(mean, Weights) else None, known["count"], tuple(known["losses"]))
+        beside = Checkpoint.model_validate(header)
+        count, losses = beside.averaged.count, tuple(beside.averaged.losses)
+        averaged = Kept(models, mean if isinstance(mean, Weights) else None, count, losses)
         server = {
             name.removeprefix("server:"): moment
             for name, moment in content.items()
             if name.startswith("server:") and isinstance(moment, Weights)
         }
-        numbers = header["numbers"]
-        return State(weights, header["round"], parts, numbers, averaged=averaged, server=server), header
+        return State(weights, beside.round, parts, beside.numbers, averaged=averaged, server=server), beside
 
     def records(self, last_round: int, digest: str | None = None) -> list[RoundRecord]:
         """Read the rounds up to ``last_round``, and remove later ones from the file, because they will be run again.

@@ -56,29 +56,28 @@ class RunLog:
 
     def resume(self) -> State | None:
         """Restore the last checkpoint. None if there is none."""
-        found = self.folder.load_checkpoint()
-        if found is None:
+        checkpoint = self.folder.load_checkpoint()
+        if checkpoint is None:
             return None
-        state, header = found
+        state, beside = checkpoint
         self.usage = None
         progress, ledger = self.federation.progress, self.federation.ledger
-        progress.exchange, progress.used = header["exchange"], header["used"]
-        progress.undrawn = header.get("undrawn", 0)
-        self.federation.budget.update(header.get("budget", {}))
-        ledger.restore(header)
-        self.seconds = header["seconds"]
+        progress.exchange, progress.used, progress.undrawn = beside.exchange, beside.used, beside.undrawn
+        self.federation.budget.update(beside.budget)
+        ledger.restore(beside.bytes, beside.bytes_by_site)
+        self.seconds = beside.seconds
         now = self._environment()
-        for name, then in header.get("environment", {}).items():
+        for name, then in beside.environment.items():
             if now.get(name) != then:
                 self.context.reporter.warn(
                     f"{self.folder.path} was started with {name} {then} and resumes with {now.get(name)}: weights may "
                     "differ in their last bits from an uninterrupted run"
                 )
         try:
-            self.federation.load_memory(self.folder.memory, header["memory"])
+            self.federation.load_memory(self.folder.memory, beside.memory)
         except UserError as error:
             raise UserError(f"{error}; to start this run again, delete {self.folder.path}") from None
-        self.records = self.folder.records(state.round, header.get("rounds_sha256"))
+        self.records = self.folder.records(state.round, beside.rounds_sha256)
         return state
 
     def record_pooling(self) -> None:
@@ -234,7 +233,7 @@ class RunLog:
         """The data that the run was trained and measured on: name, fingerprint, shape and numbers of samples."""
         split, plan = self.planned.split, self.planned.plan
         deviations = ((name, plan.measurement_noise(name), len(rows)) for name, rows in split.measured.items())
-        noise = {name: 100.0 * one / samples for name, one, samples in deviations if one is not None and samples}
+        noise = {name: 100.0 * item / samples for name, item, samples in deviations if item is not None and samples}
         return ({"measurement_noise": noise} if noise else {}) | {
             "name": self.planned.data.name,
             "fingerprint": self.planned.plan.fingerprint,

@@ -116,17 +116,17 @@ def faster_side_by_side(network: Network, input_shape: Sequence[int], batch_size
 @torch.no_grad()
 def _products(network: Network, input_shape: Sequence[int]) -> float:
     """How often a network multiplies by a weight for one sample, products of activations not counted."""
-    made, found = copy_with(network), [0.0]
+    made, result = copy_with(network), [0.0]
 
     def count(layer: nn.Module, _: object, given: object) -> None:
         values = given if isinstance(given, Tensor) else next(iter(given))  # type: ignore[call-overload]
         weights = [value for value in layer.parameters(recurse=False) if value.dim() > 1]
-        found[0] += sum(weight.numel() * values.numel() / weight.shape[0] for weight in weights)
+        result[0] += sum(weight.numel() * values.numel() / weight.shape[0] for weight in weights)
 
     for layer in made.modules():
         layer.register_forward_hook(count)
     made(made_up(network, 1, tuple(input_shape)).to(next(network.parameters()).device))
-    return found[0]
+    return result[0]
 
 
 def _layers(network: nn.Module) -> list[nn.Linear] | None:
@@ -136,17 +136,17 @@ def _layers(network: nn.Module) -> list[nn.Linear] | None:
     parts = list(network.features) if type(network.features) is nn.Sequential else [network.features]
     if not parts or type(parts[0]) is not nn.Flatten:
         return None
-    found: list[nn.Module] = []
+    result: list[nn.Module] = []
     for part in parts[1:]:
         if type(part) is not nn.Sequential or len(part) != 2 or type(part[1]) is not nn.ReLU:
             return None
-        found.append(part[0])
-    found.append(network.classifier)
-    layers = [layer for layer in found if type(layer) is nn.Linear and layer.bias is not None]
+        result.append(part[0])
+    result.append(network.classifier)
+    layers = [layer for layer in result if type(layer) is nn.Linear and layer.bias is not None]
     if any(has_method(part, "forward") for part in network.modules()):
         return None  # it computes in another way, such as in 16 bits
     trained = all(parameter.requires_grad for parameter in network.parameters())
-    return layers if len(layers) == len(found) and trained else None
+    return layers if len(layers) == len(result) and trained else None
 
 
 def _tensors(network: nn.Module) -> dict[str, Tensor]:
@@ -185,13 +185,13 @@ def minimise_together(fits: Sequence[LocalFit]) -> list[tuple[float, float]]:
     kind = _Stack if _layers(fits[0].model) is None else _Layers
     stack = kind([fits[place] for place in order])
     passes = [fit.site.batches(fit.epochs, fit.steps) for fit in stack.fits]
-    while drawn := list(takewhile(lambda batch: batch is not None, (next(one, None) for one in passes))):
+    while drawn := list(takewhile(lambda batch: batch is not None, (next(pass_, None) for pass_ in passes))):
         stack.step(drawn)  # type: ignore[arg-type]
-    if any(next(one, None) is not None for one in passes):
+    if any(next(pass_, None) is not None for pass_ in passes):
         raise FedshiftError("a site drew more mini-batches than its epochs have")
     stack.optimizer.keep()
-    found = stack.losses()
-    return [found[order.index(place)] for place in range(len(fits))]
+    losses = stack.losses()
+    return [losses[order.index(place)] for place in range(len(fits))]
 
 
 def _steps(fit: LocalFit) -> int:
@@ -214,15 +214,15 @@ class _Stack:
         self.trained = [name for name, value in named[0].items() if value.requires_grad]
         alike = [_tensors(fit.model) for fit in fits]
         self.tensors = {name: torch.stack([values[name] for values in alike]) for name in alike[0]}
-        for place, by_name in enumerate(named):
+        for index, by_name in enumerate(named):
             for name, parameter in by_name.items():
-                parameter.data = self.tensors[name][place]
+                parameter.data = self.tensors[name][index]
         own = [[parameters[name] for name in self.trained] for parameters in named]
         self.optimizer = StackedOptimizer(fits, own, [self.tensors[name] for name in self.trained], self.by_layer)
         if self.optimizer.regularised:  # what autograd adds to a site's gradient is added to the stack
-            for place, parameters in enumerate(own):
+            for index, parameters in enumerate(own):
                 for parameter, slopes in zip(parameters, self.optimizer.slopes, strict=True):
-                    parameter.grad = slopes[place]
+                    parameter.grad = slopes[index]
         self._number = 0
         self._totals = torch.zeros(len(fits), dtype=torch.float64, device=fits[0].site.device)
         self._first: Tensor | None = None
@@ -267,27 +267,29 @@ class _Stack:
         """
         if self.fits[0].site.objective == CLASSES:
             labels = _padded([batch.targets for batch in drawn]).unsqueeze(2)
-            said = scores.log_softmax(2)
-            losses = said.gather(2, labels).squeeze(2).mul_(shares).sum(1).neg_()
-            slopes = said.exp_().scatter_add_(2, labels, said.new_full((1, 1, 1), -1.0).expand(labels.shape))
+            predicted = scores.log_softmax(2)
+            losses = predicted.gather(2, labels).squeeze(2).mul_(shares).sum(1).neg_()
+            slopes = predicted.exp_().scatter_add_(2, labels, predicted.new_full((1, 1, 1), -1.0).expand(labels.shape))
             return losses, slopes.mul_(shares.unsqueeze(2))
         with torch.enable_grad():
             scores.requires_grad_()
             pairs = zip(self.fits, scores, drawn, strict=False)
-            found = [fit.site.objective.loss(said[: len(batch.rows)], batch.targets) for fit, said, batch in pairs]
-            losses = torch.stack(found)
+            result = [
+                fit.site.objective.loss(predicted[: len(batch.rows)], batch.targets) for fit, predicted, batch in pairs
+            ]
+            losses = torch.stack(result)
             (slopes,) = torch.autograd.grad(losses.sum(), scores)
         return losses.detach(), slopes
 
     def _regularise(self, number: int) -> Tensor:
         """Add the gradients of the part of the loss that depends on no sample; return its values (sites,)."""
         values = torch.zeros(number, device=self._totals.device)
-        for place, fit in enumerate(self.fits[:number]):
+        for index, fit in enumerate(self.fits[:number]):
             if fit.regulariser is not None:
                 with torch.enable_grad():
                     value = fit.regulariser()
                     value.backward()  # type: ignore[no-untyped-call]
-                values[place] = value.detach()
+                values[index] = value.detach()
         return values
 
     def losses(self) -> list[tuple[float, float]]:

@@ -55,14 +55,14 @@ class StackedOptimizer:
         self.shrink(len(fits))
 
     def _load(self) -> None:
-        for place, (optimizer, parameters) in enumerate(zip(self.optimizers, self.own, strict=True)):
+        for index, (optimizer, parameters) in enumerate(zip(self.optimizers, self.own, strict=True)):
             for number, parameter in enumerate(parameters):
                 entry = optimizer.state.get(parameter, {})
                 for name, stacks in self.state.items():
                     if name in entry:
-                        stacks[number][place] = entry[name]
+                        stacks[number][index] = entry[name]
                 if "step" in entry:
-                    self.done[place] = float(entry["step"])
+                    self.done[index] = float(entry["step"])
 
     def shrink(self, number: int) -> None:
         """Go on with the first so many sites only."""
@@ -108,8 +108,8 @@ class StackedOptimizer:
         if self.training.clip_norm is not None:
             self._clip(self.training.clip_norm)
         self._done += 1
-        for place, (values, rate) in enumerate(zip(self._values, self._rates_now(), strict=True)):
-            way = self._now["momentum_buffer"][place] if self.direct else self._way(place)
+        for index, (values, rate) in enumerate(zip(self._values, self._rates_now(), strict=True)):
+            way = self._now["momentum_buffer"][index] if self.direct else self._way(index)
             if isinstance(rate, float):
                 values.add_(way, alpha=-rate)
             else:
@@ -154,12 +154,12 @@ class StackedOptimizer:
 
     def keep(self) -> None:
         """Leave every site's momentum in its own optimiser, and in its memory if the experiment keeps it."""
-        for place, (fit, optimizer) in enumerate(zip(self.fits, self.optimizers, strict=True)):
+        for index, (fit, optimizer) in enumerate(zip(self.fits, self.optimizers, strict=True)):
             if fit.site.mini_batches:
-                for number, parameter in enumerate(self.own[place]):
-                    entry = {name: stacks[number][place] for name, stacks in self.state.items()}
+                for number, parameter in enumerate(self.own[index]):
+                    entry = {name: stacks[number][index] for name, stacks in self.state.items()}
                     if self.adam:
-                        entry["step"] = self.done[place]
+                        entry["step"] = self.done[index]
                     optimizer.state[parameter] = entry
             if fit.remember is not None:
                 fit.site.remember_optimizer(optimizer, fit.remember)

@@ -12,13 +12,15 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import AfterValidator, ConfigDict, NonNegativeInt, TypeAdapter
 from torch import Tensor
 
 from fedshift.errors import FedshiftError
-from fedshift.federation.messages import DTYPES, Content, Sealed, json_of
+from fedshift.federation.messages import DTYPES, Content, Sealed
+from fedshift.federation.plain_values import Frozen
 from fedshift.weights import NamedTensors, Weights
 
 Shape = tuple[str, str, tuple[int, ...]]
@@ -48,6 +50,23 @@ class Passage:
         """What the models are sealed with, beside the key."""
         whole = [self.run, self.exchange, self.call, self.field, self.sender, sorted(self.readers)]
         return json.dumps(["fedshift sealed models 2", *whole]).encode()
+
+
+def _known(dtype: str) -> str:
+    if dtype not in _DTYPES:
+        raise ValueError("there is no such type of tensors")
+    return dtype
+
+
+class _Said(Frozen):
+    """What a box says of itself: its way, its keys as hexadecimal digits, and the tensors of each model."""
+
+    way: tuple[str, int, str, str, str]
+    keys: dict[str, tuple[str, str]]
+    models: dict[str, list[tuple[str, Annotated[str, AfterValidator(_known)], tuple[NonNegativeInt, ...]]]]
+
+
+_PLACES_OF_BOXES = TypeAdapter(list[tuple[NonNegativeInt, str, str]], config=ConfigDict(strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,25 +121,15 @@ class Box:
             if tensor.dtype != torch.uint8 or tensor.dim() != 1 or (most is not None and len(tensor) > most):
                 raise FedshiftError("its sealed model is too large, or not made of bytes")
         try:
-            whole = json_of(bytes_of(content["said"]).decode())
-            run, exchange, call, field, sender = whole["way"]
-            keys = {reader: (bytes.fromhex(one), bytes.fromhex(two)) for reader, (one, two) in whole["keys"].items()}
-            passage = Passage(str(run), int(exchange), str(call), str(field), str(sender), tuple(keys))
-            models = {
-                site: [(str(name), str(dtype), tuple(map(int, shape))) for name, dtype, shape in tensors]
-                for site, tensors in whole["models"].items()
-            }
-            box = Box(passage, keys, models, dict(content))
-            shapes = [(_DTYPES[dtype], shape) for model in models.values() for _, dtype, shape in model]
-            nbytes = sum(dtype.itemsize * math.prod(shape) for dtype, shape in shapes)
-            if (
-                any(size < 0 for _, shape in shapes for size in shape)
-                or not 0 < nbytes <= _SMALLEST * len(content["sealed"]) + _BYTES_MORE
-            ):
-                raise ValueError
-        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, RecursionError, OverflowError):
+            whole = _Said.model_validate_json(bytes_of(content["said"]))
+            keys = {reader: (bytes.fromhex(public), bytes.fromhex(key)) for reader, (public, key) in whole.keys.items()}
+        except ValueError:
             raise FedshiftError("a sealed model does not say what it is") from None
-        return box
+        shapes = [(_DTYPES[dtype], shape) for model in whole.models.values() for _, dtype, shape in model]
+        nbytes = sum(dtype.itemsize * math.prod(shape) for dtype, shape in shapes)
+        if not 0 < nbytes <= _SMALLEST * len(content["sealed"]) + _BYTES_MORE:
+            raise FedshiftError("a sealed model does not say what it is")
+        return Box(Passage(*whole.way, tuple(keys)), keys, whole.models, dict(content))
 
     @staticmethod
     def signed(passage: Passage, said: bytes, sealed: bytes) -> bytes:
@@ -142,8 +151,10 @@ class Box:
     def closed(self) -> dict[str, Weights]:
         """The models inside as server code has them, by site."""
         return {
-            site: Weights({name: ClosedTensor((self, site, name), _DTYPES[dtype], shape) for name, dtype, shape in one})
-            for site, one in self.models.items()
+            site: Weights(
+                {name: ClosedTensor((self, site, name), _DTYPES[dtype], shape) for name, dtype, shape in model}
+            )
+            for site, model in self.models.items()
         }
 
 
@@ -194,22 +205,22 @@ class Package:
             FedshiftError: it has a part of a sealed model, which nobody could open as such.
         """
         clear: dict[str, Tensor] = {}
-        found: dict[tuple[int, str], dict[str, str]] = {}
+        result: dict[tuple[int, str], dict[str, str]] = {}
         boxes: dict[int, Box] = {}
         for name, tensor in weights.items():
             if isinstance(tensor, ClosedTensor):
                 box, model, inner = tensor.origin
                 boxes[id(box)] = box
-                found.setdefault((id(box), model), {})[inner] = name
+                result.setdefault((id(box), model), {})[inner] = name
             else:
                 clear[name] = tensor
         places: list[tuple[int, str, str]] = []
         numbers = {key: number for number, key in enumerate(boxes)}
-        for (key, model), names in found.items():
+        for (key, model), names in result.items():
             inner, name = next(iter(names.items()))
             prefix = name.removesuffix(inner)
             whole = {name: f"{prefix}{name}" for name, _, _ in boxes[key].models[model]}
-            if names != whole or sum(len(one) for one in found.values()) + len(clear) != len(weights):
+            if names != whole or sum(len(item) for item in result.values()) + len(clear) != len(weights):
                 raise FedshiftError("this model is sealed: the server may only hand it on as a whole")
             places.append((numbers[key], model, prefix))
         return Package([*boxes.values()], places), Weights(clear)
@@ -236,14 +247,17 @@ class Package:
             if inner:
                 groups.setdefault(number, {})[inner] = part
         try:
-            boxes = [Box.read(Sealed(groups[str(number)]), most) for number in range(len(groups))]
-            whole = json_of(bytes_of(content[_PLACES]).decode())
-            places = [(int(number), str(model), str(prefix)) for number, model, prefix in whole]
-            if len({place[:2] for place in places}) != len(places):
+            if content[_PLACES].dtype != torch.uint8:
                 raise ValueError
-            _ = [boxes[number].models[model] for number, model, _ in places]
-        except (ValueError, KeyError, IndexError, TypeError, RuntimeError, RecursionError):
+            places = _PLACES_OF_BOXES.validate_json(bytes_of(content[_PLACES]))
+        except ValueError:
             raise FedshiftError("a sealed model does not say what it is") from None
+        numbers = [str(number) for number in range(len(groups))]
+        if set(groups) != set(numbers) or len({(number, model) for number, model, _ in places}) != len(places):
+            raise FedshiftError("a sealed model does not say what it is")
+        boxes = [Box.read(Sealed(groups[number]), most) for number in numbers]
+        if any(number >= len(boxes) or model not in boxes[number].models for number, model, _ in places):
+            raise FedshiftError("a sealed model does not say what it is")
         return Package(boxes, places)
 
     def whole(self, clear: Mapping[str, Tensor], models: Callable[[Box], Mapping[str, Weights]]) -> Weights:
@@ -258,10 +272,10 @@ class Package:
         """
         opened = [models(box) for box in self.boxes]
         parts = [(prefix, opened[number][model]) for number, model, prefix in self.places]
-        found = {f"{prefix}{name}": tensor for prefix, model in parts for name, tensor in model.items()}
-        if len(found) != sum(len(model) for _, model in parts) or not found.keys().isdisjoint(clear):
+        result = {f"{prefix}{name}": tensor for prefix, model in parts for name, tensor in model.items()}
+        if len(result) != sum(len(model) for _, model in parts) or not result.keys().isdisjoint(clear):
             raise FedshiftError("a sealed model has two tensors of one name")
-        return Weights({**clear, **found})
+        return Weights({**clear, **result})
 
     def sites_in_order(self) -> list[str]:
         """Whose the models are, in the order of their places in the whole model."""
@@ -302,7 +316,7 @@ def carried(value: Any) -> Any:
             raise FedshiftError("a model that is sealed in part can be measured and kept, but not sent to a call")
         return package.content
     if isinstance(value, Mapping) and not isinstance(value, NamedTensors):
-        return {name: carried(one) for name, one in value.items()}
+        return {name: carried(item) for name, item in value.items()}
     return value
 
 
@@ -320,7 +334,7 @@ def in_one(name: str, content: Mapping[str, Content]) -> Content | None:
     Raises:
         FedshiftError: its sealed parts cannot be read.
     """
-    found, clear = content.get(name), content.get(f"{name} in clear")
-    if not isinstance(found, Sealed):
-        return found
-    return Package.read(found).whole(clear if isinstance(clear, Weights) else {}, Box.closed)
+    result, clear = content.get(name), content.get(f"{name} in clear")
+    if not isinstance(result, Sealed):
+        return result
+    return Package.read(result).whole(clear if isinstance(clear, Weights) else {}, Box.closed)

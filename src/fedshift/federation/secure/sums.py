@@ -102,11 +102,13 @@ class Layout:
         Raises:
             FedshiftError: there is none, or one of tensors that no sum has.
         """
-        found = None if entry is None else Layout(*entry.root)
-        known = found is not None and all(kind in KINDS and dtype in _DTYPES for _, kind, _, dtype, _ in found.tensors)
-        if found is None or not known or found.length > _MOST:
+        result = None if entry is None else Layout(*entry.root)
+        known = result is not None and all(
+            kind in KINDS and dtype in _DTYPES for _, kind, _, dtype, _ in result.tensors
+        )
+        if result is None or not known or result.length > _MOST:
             raise FedshiftError("it does not describe what it contributes to the sum")
-        return found
+        return result
 
 
 @dataclass(frozen=True)
@@ -149,8 +151,8 @@ def contribution(reply: Reply, weighing: Weighing) -> Contribution:
             raise FedshiftError(f"field '{field}' is a {type(value).__name__}, which cannot be summed")
     head = torch.tensor([1], dtype=torch.int64)
     own = to_fixed(torch.tensor([weight], dtype=torch.float64), weighing.terms)
-    said = to_fixed(torch.tensor(values, dtype=torch.float64), weighing.terms, weight)
-    return Contribution(Masked({"sum": torch.cat([head, own, said, *flat])}), Layout(tuple(numbers), tuple(tensors)))
+    text = to_fixed(torch.tensor(values, dtype=torch.float64), weighing.terms, weight)
+    return Contribution(Masked({"sum": torch.cat([head, own, text, *flat])}), Layout(tuple(numbers), tuple(tensors)))
 
 
 class Total:
@@ -186,17 +188,17 @@ class Total:
             raise FedshiftError("no site answered")
         if self.numbers[0].item() != len(self.sites):
             raise FedshiftError("the masks of the sites did not cancel: the sites got different requests, or one lied")
-        found = from_fixed(self.numbers[1:])
-        weight = found[0].item()
+        result = from_fixed(self.numbers[1:])
+        weight = result[0].item()
         if not weight > 0:
             raise FedshiftError("the weights of the sites sum to zero")
-        found = found.div_(weight)
+        result = result.div_(weight)
         first = 1 + len(self.layout.numbers)
-        losses = dict(zip(self.layout.numbers, found[1:first].tolist(), strict=True))
+        losses = dict(zip(self.layout.numbers, result[1:first].tolist(), strict=True))
         parts: dict[str, dict[str, Tensor]] = {}
         kinds: dict[str, str] = {}
         for field, kind, name, dtype, shape in self.layout.tensors:
-            part = found[first : first + math.prod(shape)].reshape(shape)
+            part = result[first : first + math.prod(shape)].reshape(shape)
             first += math.prod(shape)
             kinds[field] = kind
             parts.setdefault(field, {})[name] = _as(part, _DTYPES[dtype])

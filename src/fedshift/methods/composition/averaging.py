@@ -147,8 +147,8 @@ class SWAD(Averaging):
         if start is None:
             return replace(kept, recent=kept.recent[max(0, number - self.settled + 1 - first) :])
         sure = number - self.patience + 1 if end is None else end
-        inside = [model for place, model in enumerate(kept.recent, first) if start <= place < sure]
-        later = [model for place, model in enumerate(kept.recent, first) if place >= max(start, sure)]
+        inside = [model for index, model in enumerate(kept.recent, first) if start <= index < sure]
+        later = [model for index, model in enumerate(kept.recent, first) if index >= max(start, sure)]
         return replace(kept.with_mean(*inside), recent=tuple(later) if end is None else ())
 
     def handed_out(self, kept: Kept, *, last: bool) -> Weights | None:

@@ -61,8 +61,8 @@ class _LabelSmoothing(PlugIn):
         self._scores = None
         plain = loss_of(batch)
         scores = self.model(batch.inputs) if self._scores is None else self._scores
-        found: Tensor = (1 - self._smoothing) * plain - self._smoothing * scores.log_softmax(1).mean()
-        return found
+        loss: Tensor = (1 - self._smoothing) * plain - self._smoothing * scores.log_softmax(1).mean()
+        return loss
 
 
 class _Mixed(PlugIn):

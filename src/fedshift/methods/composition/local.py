@@ -45,7 +45,7 @@ def _read(value: Any) -> Any:
         value = (value,)
     if not isinstance(value, list | tuple):
         raise ValueError("must be a list of plug-ins, such as [mixstyle]")
-    return tuple(read_choice(one, "name", PLUG_INS, "plug-in of local training") for one in value)
+    return tuple(read_choice(item, "name", PLUG_INS, "plug-in of local training") for item in value)
 
 
 LocalPlugIns = Annotated[

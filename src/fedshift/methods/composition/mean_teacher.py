@@ -37,5 +37,5 @@ class MeanTeacher(nn.Module):
     @torch.no_grad()
     def forward(self, inputs: Tensor) -> Tensor:
         """Its outputs for ``inputs``, without a gradient."""
-        said: Tensor = self.network(inputs)
-        return said
+        network: Tensor = self.network(inputs)
+        return network

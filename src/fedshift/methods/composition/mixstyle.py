@@ -123,9 +123,9 @@ def shuffled(number: int, generator: torch.Generator) -> Tensor:
 def beta(alpha: float, number: int, draws: torch.Generator) -> Tensor:
     """``number`` draws of Beta(α, α), (n,): the share of one of two Gamma(α) draws."""
     # Jöhnk: U^(1/α) and V^(1/α), accepted where their sum is at most one; in logarithms, since α is small.
-    found = torch.empty(0)
-    while len(found) < number:
+    result = torch.empty(0)
+    while len(result) < number:
         logs = torch.rand(2, 4 * number, generator=draws, dtype=torch.float64).log() / alpha
         total = torch.logaddexp(logs[0], logs[1])
-        found = torch.cat([found, (logs[0] - total).exp()[total <= 0]])
-    return found[:number]
+        result = torch.cat([result, (logs[0] - total).exp()[total <= 0]])
+    return result[:number]

@@ -60,9 +60,9 @@ def _turned(network: Network, batches: Iterable[Tensor], prior: int) -> Network:
     made = copy.deepcopy(network).eval()
     if not turns(made) or made.objective != CLASSES:
         return made
-    found = [made.features(inputs).float() for inputs in batches]
-    if found:
-        features, classifier = torch.cat(found), made.classifier
+    result = [made.features(inputs).float() for inputs in batches]
+    if result:
+        features, classifier = torch.cat(result), made.classifier
         assert isinstance(classifier, nn.Linear)
         classifier.weight.copy_(turned_templates(classifier.weight, classifier(features), features, prior))
         if classifier.bias is not None:

@@ -156,8 +156,8 @@ class Composed(BaseModel, ABC):
     @property
     def display(self) -> str:
         """The name in tables and folders: the label, or all that it is made of, as in ``csac-released+swa``."""
-        own = self.name if self.setting == PAPER else f"{self.name}-{self.setting}"
-        return self.label or "+".join((own, *composition_of(self)))
+        name = self.name if self.setting == PAPER else f"{self.name}-{self.setting}"
+        return self.label or "+".join((name, *composition_of(self)))
 
 
 # What follows from the options ----------------------------------------------------------------------------------------

@@ -72,5 +72,5 @@ def check_tiles(name: str, input_shape: tuple[int, ...]) -> tuple[str, ...]:
 def maps_of(network: Network, stages: tuple[str, ...], input_shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
     """The shape of each stage's output for one sample; the network stays in evaluation mode."""
     with torch.no_grad():
-        _, found = network.eval().with_stages(made_up(network, 1, input_shape), stages)
-    return {name: tuple(output.shape[1:]) for name, output in found.items()}
+        _, result = network.eval().with_stages(made_up(network, 1, input_shape), stages)
+    return {name: tuple(output.shape[1:]) for name, output in result.items()}

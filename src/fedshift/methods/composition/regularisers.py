@@ -78,10 +78,10 @@ class _Sharpness(PlugIn):
             eta=option.eta,
             biases=option.scaled_biases,
         )
-        found: Tensor = functional_call(
+        loss: Tensor = functional_call(
             _LossAt(self.model, loss_of), {f"model.{name}": value for name, value in there.items()}, (batch,)
         )
-        return found
+        return loss
 
 
 class DropoutOption(LocalOption):
@@ -175,10 +175,10 @@ def residual_branches(network: nn.Module) -> list[nn.Module]:
     They are known by torchvision's names: ``conv`` of an inverted residual block with ``use_res_connect``, the last
     BatchNorm of a ResNet's block.
     """
-    found: list[nn.Module] = []
+    result: list[nn.Module] = []
     for block in network.modules():
         if getattr(block, "use_res_connect", False):
-            found.append(block.get_submodule("conv"))
+            result.append(block.get_submodule("conv"))
         elif hasattr(block, "downsample") and hasattr(block, "bn2"):
-            found.append(block.get_submodule("bn3" if hasattr(block, "bn3") else "bn2"))
-    return found
+            result.append(block.get_submodule("bn3" if hasattr(block, "bn3") else "bn2"))
+    return result

@@ -99,8 +99,8 @@ class KeyQueue(nn.Module):
         self, features: Tensor, keys: Tensor, labels: Tensor, margin: float, number: int, draws: torch.Generator
     ) -> Tensor:
         """EISNet (4) of the model's features of a batch, whose keys are in the queue."""
-        found = F.normalize(self.embed(features))
-        return momentum_triplet_loss(found, keys, labels, self.keys, self.labels, margin, number, draws)
+        result = F.normalize(self.embed(features))
+        return momentum_triplet_loss(result, keys, labels, self.keys, self.labels, margin, number, draws)
 
     def follow(self, model: Network) -> None:
         """One step of the key encoder."""

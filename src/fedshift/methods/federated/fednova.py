@@ -87,7 +87,7 @@ class FedNova(LocalTraining):
         updates = federation.ask(self.train, to=federation.sources, weights=state.weights).keep()
         mean, shares, losses = trained_mean(updates)
         # The last step alone counts as 1: divided by less, the update of a site that lies would grow without bound.
-        factors = {site: max(1.0, said) if said else 0.0 for site, said in updates.numbers("factor").items()}
+        factors = {site: max(1.0, number) if number else 0.0 for site, number in updates.numbers("factor").items()}
         steps = updates.numbers("steps") if self.effective_steps == "steps" else factors
         drifted = normalised_average(
             parameters_of(state.weights),

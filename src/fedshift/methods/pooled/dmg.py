@@ -113,11 +113,11 @@ class MaskedClassifier(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """The mean under every source's mask (5), (n, C). For classes its softmax is the mean of the probabilities."""
-        said = torch.stack([self.classifier(features * mask) for mask in self.masks.sigmoid()])
-        return said.mean(0) if self.logits else self.objective.together(said)
+        predicted = torch.stack([self.classifier(features * mask) for mask in self.masks.sigmoid()])
+        return predicted.mean(0) if self.logits else self.objective.together(predicted)
 
 
 def overlap(masks: Tensor, smoothing: float = 1e-6) -> Tensor:
     """Mean sIoU over all pairs of masks (K, d); 0 for a single one."""
-    pairs = [soft_interaction(one, other, smoothing) for one, other in itertools.combinations(masks, 2)]
+    pairs = [soft_interaction(item, other, smoothing) for item, other in itertools.combinations(masks, 2)]
     return torch.stack(pairs).mean() if pairs else masks.sum() * 0.0

@@ -43,5 +43,5 @@ class IBERM(LaterPenalty):
     weight_before: NonNegativeFloat = Field(0.0, description="weight of the penalty until then")
 
     def penalty(self, step: Step) -> Tensor:
-        variances = [one.var(0, correction=min(1, len(one) - 1)).mean() for one in step.by_domain(step.features)]
+        variances = [item.var(0, correction=min(1, len(item) - 1)).mean() for item in step.by_domain(step.features)]
         return torch.stack(variances).mean()

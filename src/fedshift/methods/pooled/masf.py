@@ -109,8 +109,8 @@ class MASF(DomainTraining):
         ahead = inner_step(trained, clipped_by_norm(by_task, self.inner_clip), rate)
         meta = self.meta_loss(model, ahead, metric, train, test)
         # The inner step is a constant, so the gradient by θ' is that by θ.
-        found = torch.autograd.grad(meta, [*ahead.values(), *embedders], materialize_grads=True)
-        by_meta, by_metric = found[: len(parameters)], found[len(parameters) :]
+        result = torch.autograd.grad(meta, [*ahead.values(), *embedders], materialize_grads=True)
+        by_meta, by_metric = result[: len(parameters)], result[len(parameters) :]
         bounded = by_meta if self.meta_clip is None else clipped_by_norm(by_meta, self.meta_clip)
         return with_gradient(task, parameters, by_task) + with_gradient(
             meta, [*parameters, *embedders], [*bounded, *by_metric]
@@ -128,7 +128,7 @@ class MASF(DomainTraining):
             )
             for feature, batch in zip(features, batches, strict=True)
         )
-        alike = torch.stack([confusion_divergence(one, held_out) for one in others]).mean()
+        alike = torch.stack([confusion_divergence(item, held_out) for item in others]).mean()
         first = [slice(max(1, len(feature) // self.triplet_part)) for feature in features]
         points = torch.cat([feature[rows] for feature, rows in zip(features, first, strict=True)])
         labels = torch.cat([batch.targets[rows] for batch, rows in zip(batches, first, strict=True)])

@@ -81,9 +81,9 @@ class MIRO(PooledTraining):
             group["lr"] *= self.rate_factor
 
         def loss_of(batch: Batch) -> Tensor:
-            logits, found = model.with_stages(batch.inputs, stages)
+            logits, result = model.with_stages(batch.inputs, stages)
             return site.objective.loss(logits, batch.targets) + self.penalty_weight * parts.distance(
-                batch.inputs, found
+                batch.inputs, result
             )
 
         optimizers = {"optimizer": site.optimizer(model, memory="optimizer"), "deviations": deviations}
@@ -105,10 +105,10 @@ class Oracle(nn.Module):
         self.network = copy.deepcopy(network).requires_grad_(False).eval()
         self.stages = stages
         with torch.no_grad():
-            _, found = self.network.with_stages(inputs, stages)
+            _, result = self.network.with_stages(inputs, stages)
         start = math.log(math.expm1(variance - EPSILON))
         self.deviations = nn.ParameterList(
-            torch.full((1, value.shape[1], *[1] * (value.dim() - 2)), start) for value in found.values()
+            torch.full((1, value.shape[1], *[1] * (value.dim() - 2)), start) for value in result.values()
         )
 
     def train(self, mode: bool = True) -> Oracle:

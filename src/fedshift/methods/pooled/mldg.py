@@ -79,7 +79,7 @@ class MLDG(DomainLoss):
             return step.losses.mean()
         if self.episodes == "together":
             return self.episode(step, train, test)
-        pairs = [self.episode(step, [one], [test[place % len(test)]]) for place, one in enumerate(train)]
+        pairs = [self.episode(step, [item], [test[index % len(test)]]) for index, item in enumerate(train)]
         return torch.stack(pairs).sum() / len(order)
 
     def episode(self, step: Step, train: Sequence[Batch], test: Sequence[Batch]) -> Tensor:

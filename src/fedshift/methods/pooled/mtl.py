@@ -74,7 +74,7 @@ class MTL(DomainLoss):
         whole.embeddings.copy_(embeddings.detach())
         logits = [whole.beside(part, embedding) for part, embedding in zip(features, embeddings, strict=True)]
         pairs = zip(logits, step.batches, strict=True)
-        return torch.stack([step.site.objective.loss(said, batch.targets) for said, batch in pairs]).mean()
+        return torch.stack([step.site.objective.loss(predicted, batch.targets) for predicted, batch in pairs]).mean()
 
 
 class Contextual(nn.Module):

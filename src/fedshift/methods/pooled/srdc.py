@@ -100,16 +100,16 @@ class SRDC(PooledAdaptation):
         """Cluster the target's samples, then train on this round's mini-batches in the pool."""
         model = site.model(weights)
         first = site.envelope.progress == 0
-        found = self.clustered(site, model, first)
-        centres = nn.ParameterList([nn.Parameter(found.centres.clone())])
+        result = self.clustered(site, model, first)
+        centres = nn.ParameterList([nn.Parameter(result.centres.clone())])
         optimizer = site.optimizer(model, memory="optimizer")
         slow = site.training.build_optimizer(centres, self.centre_rate * site.learning_rate)
 
         def loss_of(batches: DomainBatches) -> Tensor:
             sources, target = batches
             rows = target.rows.to(site.device)
-            at_target, at_source, truth, weight = self._passed(model, sources, target, found)
-            own = F.one_hot(found.clusters[rows], model.classes).to(at_target)
+            at_target, at_source, truth, weight = self._passed(model, sources, target, result)
+            own = F.one_hot(result.clusters[rows], model.classes).to(at_target)
 
             def to_target(log_probabilities: Tensor, fixed: Tensor) -> Tensor:
                 """L_t or L_t^emb."""
@@ -117,10 +117,10 @@ class SRDC(PooledAdaptation):
                 return soft_cross_entropy(labels, log_probabilities)
 
             rate = ramp(self.progress(site))
-            loss = rate * to_target(model.classifier(at_target).log_softmax(1), found.auxiliary[0])
+            loss = rate * to_target(model.classifier(at_target).log_softmax(1), result.auxiliary[0])
             loss = loss + (weight * F.cross_entropy(model.classifier(at_source), truth, reduction="none")).mean()
             if self.embedding_weight:
-                embedded = to_target(student_assignment(at_target, centres[0]), found.auxiliary[1])
+                embedded = to_target(student_assignment(at_target, centres[0]), result.auxiliary[1])
                 of_source = F.nll_loss(student_assignment(at_source, centres[0]), truth, reduction="none")
                 loss = loss + rate * self.embedding_weight * (embedded + (weight * of_source).mean())
             return loss
@@ -164,7 +164,7 @@ class SRDC(PooledAdaptation):
         weights = torch.ones_like(features[:, 0])
         if self.source_selection and not first:
             weights = affinity(features, centres[labels])
-        return Clustered(clusters, centres, torch.stack([auxiliary_distribution(one) for one in pair]), weights)
+        return Clustered(clusters, centres, torch.stack([auxiliary_distribution(item) for item in pair]), weights)
 
 
 @dataclass(frozen=True)

@@ -30,12 +30,12 @@ class SegmentationOptions(NetworkOptions):
     )
 
     def masks(self, scores: Tensor) -> npt.NDArray[np.bool_]:
-        found = (scores.sigmoid() > self.threshold).cpu().numpy()
+        masks = (scores.sigmoid() > self.threshold).cpu().numpy()
         if self.largest_component:
-            for image in found:
+            for image in masks:
                 for number in range(len(image)):
                     image[number] = _largest(image[number])
-        return found
+        return masks
 
 
 def _largest(mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:

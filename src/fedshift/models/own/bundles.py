@@ -29,9 +29,9 @@ def bundle_network(name: str, attribute: str, folder: Path | None) -> tuple[Bund
     Raises:
         UserError: it is no bundle, or nobody trusts it.
     """
-    place = Path(attribute).expanduser()
-    beside = (folder or Path()) / place
-    bundle = trusted_bundle(f"model '{name}'", beside if beside.is_dir() else place)
+    path = Path(attribute).expanduser()
+    beside = (folder or Path()) / path
+    bundle = trusted_bundle(f"model '{name}'", beside if beside.is_dir() else path)
 
     def make(shape: tuple[int, ...], classes: int, *, pretrained: bool = False, **options: Any) -> nn.Module:
         with parser_of(bundle, ("train", "inference"), (_NETWORK,)) as (parser, entry):
@@ -57,8 +57,8 @@ def _load(module: nn.Module, bundle: Bundle) -> None:
     """
     path = bundle.folder / _WEIGHTS
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-        given = found.get("model", found)
+        result = torch.load(path, map_location="cpu", weights_only=True)
+        given = result.get("model", result)
         own = module.state_dict()
         fitting = {name: tensor for name, tensor in given.items() if name in own and own[name].shape == tensor.shape}
     except Exception as error:  # of many kinds: of files, of archives, of what is no tensor

@@ -107,8 +107,8 @@ def _torchvision(name: str) -> Callable[..., nn.Module]:
                     f"import torchvision; torchvision.models.get_model('{name}', weights='DEFAULT')",
                 )
             weights = torchvision.models.get_model_weights(name)["DEFAULT"]
-            found = weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
-            copy_weights(made, found, origin=f"torchvision's {name}", model=name, head=_head(made, classes, name))
+            result = weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
+            copy_weights(made, result, origin=f"torchvision's {name}", model=name, head=_head(made, classes, name))
         elif pretrained is not False:
             _load(made, classes, f"torchvision:{name}", pretrained, None)
         return made
@@ -201,10 +201,10 @@ def _cached(repository: str, model: str) -> Path:
     if (folder / "model.safetensors").is_file():
         return folder / "model.safetensors"
     hub = importlib.import_module("huggingface_hub")
-    found = hub.try_to_load_from_cache(repository, "model.safetensors")
-    if not isinstance(found, str):
+    result = hub.try_to_load_from_cache(repository, "model.safetensors")
+    if not isinstance(result, str):
         raise _missing(model, f"import huggingface_hub as h; h.hf_hub_download('{repository}', 'model.safetensors')")
-    return Path(found)
+    return Path(result)
 
 
 def _missing(model: str, code: str) -> UserError:

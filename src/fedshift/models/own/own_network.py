@@ -57,10 +57,10 @@ class OwnNetwork(NetworkOptions):
 
     @property
     def display(self) -> str:
-        place, colon, attribute = self.name.rpartition(":")
-        if place == bundles.PREFIX:
-            return f"{place}:{Path(attribute).name}"
-        return f"{Path(place).name}{colon}{attribute}" if place.endswith(".py") else self.name
+        origin, colon, attribute = self.name.rpartition(":")
+        if origin == bundles.PREFIX:
+            return f"{origin}:{Path(attribute).name}"
+        return f"{Path(origin).name}{colon}{attribute}" if origin.endswith(".py") else self.name
 
     @property
     def options(self) -> dict[str, Any]:
@@ -96,8 +96,8 @@ class OwnNetwork(NetworkOptions):
         return structure.sentences if structure is not None else ()
 
     def structure(self, input_shape: tuple[int, ...], classes: int) -> dict[str, Any] | None:
-        found = self._structures.get((tuple(input_shape), classes))
-        return None if found is None else found.model_dump(mode="json")
+        result = self._structures.get((tuple(input_shape), classes))
+        return None if result is None else result.model_dump(mode="json")
 
     def take_structure(self, input_shape: tuple[int, ...], classes: int, known: Any) -> None:
         self._structures[tuple(input_shape), classes] = Structure.model_validate(known)
@@ -151,30 +151,30 @@ def parse(fields: Mapping[str, Any], folder: Path | None) -> OwnNetwork:
     """
     name = str(fields["name"])
     what = f"model '{name}'"
-    place, _, attribute = name.rpartition(":")
+    origin, _, attribute = name.rpartition(":")
     if name.startswith(GIVEN):
         raise UserError(f"{what} was given as an object in Python, and only that process has it; write file.py:Class")
-    if place in libraries.NAMES:
-        return _options(fields, name, libraries.maker(place, attribute), None)
-    if place == bundles.PREFIX:
+    if origin in libraries.NAMES:
+        return _options(fields, name, libraries.maker(origin, attribute), None)
+    if origin == bundles.PREFIX:
         bundle, maker = bundles.bundle_network(name, attribute, folder)
-        return _options(fields, f"{place}:{bundle.folder}", maker, bundle.sha256)
+        return _options(fields, f"{origin}:{bundle.folder}", maker, bundle.sha256)
     try:
-        module = own_module(what, place, folder)
+        module = own_module(what, origin, folder)
     except UserError:
         raise
     except Exception as error:
         raise UserError(f"{what} cannot be imported: {one_line(error)}") from error
     make: Any = getattr(module, attribute, None)
     # Of fedshift itself no function makes networks, and files would call any of them by its name.
-    makes = _is_network if place.partition(".")[0] == "fedshift" else _makes_networks
+    makes = _is_network if origin.partition(".")[0] == "fedshift" else _makes_networks
     if not makes(make) or not made_in(module, make):
         own = [key for key, value in vars(module).items() if makes(value) and made_in(module, value)]
         raise UserError(
-            f"{place} has no network '{attribute}' of its own (a class derived from torch.nn.Module, or a function); "
+            f"{origin} has no network '{attribute}' of its own (a class derived from torch.nn.Module, or a function); "
             f"{nearest(attribute, own)}"
         )
-    whole = f"{module.__file__}:{attribute}" if place.endswith(".py") else name
+    whole = f"{module.__file__}:{attribute}" if origin.endswith(".py") else name
     return _options(fields, whole, make, getattr(module, "__sha256__", None))
 
 
@@ -221,9 +221,9 @@ def _given(thing: Any, fields: Mapping[str, Any]) -> OwnNetwork:
     file = getattr(module, "__file__", None)
     importable = getattr(module, path, None) is thing
     if importable and path.isidentifier() and file is not None:
-        place = place_of(thing)
-        code = Path(file).read_bytes() if place.startswith(f"{file}:") else None
-        return _options(fields, place, thing, None if code is None else hashlib.sha256(code).hexdigest())
+        origin = place_of(thing)
+        code = Path(file).read_bytes() if origin.startswith(f"{file}:") else None
+        return _options(fields, origin, thing, None if code is None else hashlib.sha256(code).hexdigest())
     try:
         code = inspect.getsource(thing).encode()
     except (OSError, TypeError):
@@ -249,27 +249,27 @@ class _Copies:
 
 
 def _options(fields: Mapping[str, Any], name: str, make: Maker, sha256: str | None) -> OwnNetwork:
-    own = OwnNetwork.model_validate({**fields, "name": name})
+    options = OwnNetwork.model_validate({**fields, "name": name})
     try:
         # As another process reads them, so that a tuple is a list everywhere.
-        plain = to_jsonable_python(own.options)
+        plain = to_jsonable_python(options.options)
     except PydanticSerializationError as error:
-        raise UserError(f"model: an option of '{own.display}' is not a plain value: {one_line(error)}") from None
-    own = OwnNetwork.model_validate({"name": name, "parts": own.parts, **plain})
-    own._make, own._sha256 = make, sha256
+        raise UserError(f"model: an option of '{options.display}' is not a plain value: {one_line(error)}") from None
+    options = OwnNetwork.model_validate({"name": name, "parts": options.parts, **plain})
+    options._make, options._sha256 = make, sha256
     try:
         signature = inspect.signature(make)
     except (TypeError, ValueError):  # some callables in C have none
-        return own
+        return options
     try:
         signature.bind((), 2, **plain)
     except TypeError as error:
         known = [key for key, value in signature.parameters.items() if value.kind is not value.VAR_KEYWORD][2:]
         hint = f"; its options: {', '.join(known)}" if known else ""
         raise UserError(
-            f"model: {own.display} is called as Net(input_shape, classes, **options): {error}{hint}"
+            f"model: {options.display} is called as Net(input_shape, classes, **options): {error}{hint}"
         ) from None
-    return own
+    return options
 
 
 def _checksum(module: nn.Module) -> str:

@@ -56,14 +56,14 @@ def _inseparable(events: Sequence[Event]) -> dict[str, tuple[int, ...]]:
     row of steps, whatever it gives.
     """
     steps = {math.prod(event.gave.shape[2:]) for event in events if event.gave.dim() > 2}
-    found: dict[str, tuple[int, ...]] = {}
+    result: dict[str, tuple[int, ...]] = {}
     for event in events:
         read, gave = _map_size(event.read), _map_size(event.gave)
         if read and event.gave.dim() > 2 and type(event.module) is not nn.Sequential:
             low, high = sorted((math.prod(read), math.prod(gave)))
             if sum(low <= step <= high for step in steps | {high}) <= 2:
-                found[event.path] = gave
-    return found
+                result[event.path] = gave
+    return result
 
 
 def _map_size(tensor: Tensor | None) -> tuple[int, ...]:
@@ -84,7 +84,7 @@ def _blocks(events: Sequence[Event]) -> list[str]:
     if len(longest) < ALIGNED:
         return []
     count = min(_BLOCKS, len(longest))
-    return [longest[len(longest) * (place + 1) // count - 1].path for place in range(count)]
+    return [longest[len(longest) * (index + 1) // count - 1].path for index in range(count)]
 
 
 def within(path: str, outer: str) -> bool:

@@ -62,8 +62,8 @@ class Structure(BaseModel):
         else:
             head = f"classifier: {self.classifier}, which reads {self.embedding_size} features"
         stages = [f"{name}*" if name in self.aligned else name for name in self.stages]
-        said = f"stages: {', '.join(stages)} (* aligned by default)" if stages else "stages: none found"
-        return (head, said)
+        text = f"stages: {', '.join(stages)} (* aligned by default)" if stages else "stages: none found"
+        return (head, text)
 
 
 class WholeNetwork(Network):
@@ -211,16 +211,16 @@ def _classifier(module: nn.Module, trial: Trial, parts: Parts, name: str) -> tup
     """Path of the classifier, width of what it reads, and why there is none."""
     events = [event for event in trial.events if event.path]
     if parts.classifier is not None:
-        found = [event for event in events if event.path == parts.classifier]
-        if not found:
+        result = [event for event in events if event.path == parts.classifier]
+        if not result:
             raise UserError(
                 f"model.parts.classifier: '{name}' calls no module '{parts.classifier}'; "
                 f"{nearest(parts.classifier, [event.path for event in events])}"
             )
-        fault = _unfit(module, found[-1], trial)
+        fault = _unfit(module, result[-1], trial)
         if fault:
             raise UserError(f"model.parts.classifier: '{parts.classifier}' of '{name}' {fault}")
-        return parts.classifier, _width(found[-1]), ""
+        return parts.classifier, _width(result[-1]), ""
     # The last layer that computes something. An identity or a flattening passes on what was computed before.
     layers = [
         event

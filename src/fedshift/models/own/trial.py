@@ -128,8 +128,8 @@ def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
 
 def one_line(error: BaseException) -> str:
     """What an error of a user's own code says, in one line."""
-    said = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {said}"[:300] if said else type(error).__name__
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text}"[:300] if text else type(error).__name__
 
 
 @contextmanager

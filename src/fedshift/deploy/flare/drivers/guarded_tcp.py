@@ -334,8 +334,8 @@ class _Listener:
                 self._drop(connection)
             with self._lock:
                 admitted = list(self._admitted)
-            for one in admitted:  # from here on nothing checks whether a certificate is revoked
-                one.close()
+            for item in admitted:  # from here on nothing checks whether a certificate is revoked
+                item.close()
             for peer in self._peers.values():
                 peer.forget()
             self._selector.close()
@@ -355,7 +355,7 @@ class _Listener:
         except (OSError, ValueError):  # it was reset meanwhile
             plain.close()
             return
-        mine = [one for one, (other, _) in self._greeted.items() if other == address]
+        mine = [key for key, (other, _) in self._greeted.items() if other == address]
         if len(mine) >= HANDSHAKES_PER_ADDRESS:
             self._drop(mine[0])
         elif len(self._greeted) >= HANDSHAKES:
@@ -410,10 +410,10 @@ class _Listener:
             secure.close()
             return
         with self._lock:
-            mine = [one for one, other in self._admitted.items() if other == digest]
+            mine = [key for key, other in self._admitted.items() if other == digest]
             self._admitted[connection] = digest
-        for one in mine[: max(0, len(mine) + 1 - CONNECTIONS_PER_CERTIFICATE)]:
-            one.close()
+        for key in mine[: max(0, len(mine) + 1 - CONNECTIONS_PER_CERTIFICATE)]:
+            key.close()
         try:
             threading.Thread(target=self._carry, args=(connection,), daemon=True).start()
         except RuntimeError:  # the system allows no further thread
