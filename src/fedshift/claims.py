@@ -163,8 +163,11 @@ class Claim:
             self._file(last + 1).unlink(missing_ok=True)
             os.close(handle)
             raise
-        if self._last() != last + 1:  # two processes took over from different files
-            self._file(last + 1).unlink(missing_ok=True)
+        mine = self._read(last + 1)
+        if mine is None or mine.token != self._token or self._last() != last + 1:
+            # This process was stopped, and others took over; or two took over from different files.
+            if mine is not None and mine.token == self._token:
+                self._file(last + 1).unlink(missing_ok=True)
             os.close(handle)
             return False
         for number in range(1, last + 1):

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,13 +117,16 @@ SUMS = "SHA256SUMS"
 """The digests of a finished run's files, or of an experiment's packed ones, as ``sha256sum --check`` reads them."""
 
 
-def write_sums(folder: Path, data: Mapping[str, bytes], names: Iterable[str]) -> None:
+def write_sums(
+    folder: Path, data: Mapping[str, bytes], names: Iterable[str], before: Callable[[], None] | None = None
+) -> None:
     """Write the digests of a finished run's files.
 
     Args:
         folder: the run's.
         data: name → content of files that are about to be written.
         names: of files that may be there.
+        before: as in `write_bytes`.
 
     Example:
         >>> import tempfile
@@ -136,7 +139,7 @@ def write_sums(folder: Path, data: Mapping[str, bytes], names: Iterable[str]) ->
     for name in names:
         if name not in data and (folder / name).exists():
             digests[name] = _digest(folder / name)
-    _write_sums(folder, digests)
+    _write_sums(folder, digests, before)
 
 
 def check_sum(path: Path, data: bytes | None = None) -> None:
@@ -206,8 +209,9 @@ def _sums_of(folder: Path) -> dict[str, str]:
     return {name: digest for digest, _, name in (line.rpartition("  ") for line in text.split("\n")) if name}
 
 
-def _write_sums(folder: Path, digests: Mapping[str, str]) -> None:
-    write_bytes(folder / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items())).encode())
+def _write_sums(folder: Path, digests: Mapping[str, str], before: Callable[[], None] | None = None) -> None:
+    text = "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
+    write_bytes(folder / SUMS, text.encode(), before=before)
 
 
 def _digest(path: Path) -> str:

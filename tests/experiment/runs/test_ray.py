@@ -6,6 +6,7 @@ One process is the evidence: every model has its bits. What Ray itself says of i
 from __future__ import annotations
 
 import json
+import re
 import socket
 import sys
 import time
@@ -30,6 +31,11 @@ from fedshift.federation.local import ray_cluster
 pytestmark = pytest.mark.slow
 LONG: dict[str, Any] = {"rounds": 15, "batch_size": 8, "lr": 0.05}
 CARDS = 2
+MANY: dict[str, Any] = {
+    "protocol": {"kind": "leave_one_out", "seeds": [*range(8)]},
+    "methods": [{"name": "fedavg"}, {"name": "fedprox"}],
+}
+"""Forty-eight runs."""
 
 
 def ports() -> dict[str, int]:
@@ -98,9 +104,11 @@ class Removes(Reporter):
 
 
 def test_runs_and_sites_in_a_cluster(cluster: Any, tmp_path: Path) -> None:
-    """Sites as actors, more cards than there are, silence, and last of all runs of which one node is lost."""
-    alone = small(tmp_path, {"name": "local", "threads": 1})
-    expected = models(run_experiment(alone, tmp_path / "alone"))
+    """Sites as actors, more cards than there are, silence, and last of all 48 runs of which one node is lost."""
+    alone = small(tmp_path, {"name": "local", "threads": 1}, **MANY)
+    many = models(run_experiment(alone, tmp_path / "alone"))
+    assert len(many) == 48
+    expected = {name: model for name, model in many.items() if re.match(r"fedavg/\w+/seed-[01]/", name)}
     there = {"name": "ray", "address": cluster.address, "cards": 0.5, "wait": 120}
 
     with pytest.raises(UserError, match=r"9 process\(es\) .* have no room in the cluster of 3 cores and 6 cards"):
@@ -117,9 +125,9 @@ def test_runs_and_sites_in_a_cluster(cluster: Any, tmp_path: Path) -> None:
         assert time.monotonic() - began < 3
 
     seen = Removes(cluster)
-    spread = run_experiment(small(tmp_path, there), tmp_path / "runs", seen)
-    same(models(spread), expected)
-    assert len(seen.finished_runs) == len(set(map(str, seen.finished_runs))) == len(expected)
+    spread = run_experiment(small(tmp_path, there, **MANY), tmp_path / "runs", seen)
+    same(models(spread), many)
+    assert len(seen.finished_runs) == len(set(map(str, seen.finished_runs))) == len(many)
     for rounds in spread.rglob("rounds.jsonl"):
         numbers = [json.loads(line)["round"] for line in rounds.read_text().splitlines()]
         assert numbers == [*range(1, LONG["rounds"] + 1)]  # none twice

@@ -5,6 +5,7 @@ Every file is written atomically.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -111,6 +112,7 @@ class RunFolder:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            halves = [*self.path.glob(".*.part")]  # none of them of whoever takes over from this process
             handle = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise UserError(
@@ -135,7 +137,7 @@ class RunFolder:
             os.close(handle)
             return False
         self._lock = handle
-        for half in self.path.glob(".*.part"):  # left by a process that was killed while it wrote
+        for half in halves:  # left by a process that was killed while it wrote
             half.unlink(missing_ok=True)
         return True
 
@@ -226,7 +228,7 @@ class RunFolder:
         data = yaml_bytes(self.identity)
         file = self.path / SETTINGS
         if not file.exists() or file.read_bytes() != data:  # also what is not compared, such as a damaged path
-            write_bytes(file, data)
+            write_bytes(file, data, before=self._claim.check)
 
     def note_failure(self, error: Exception) -> None:
         """Write down why the run stopped, for tables and the page."""
@@ -263,7 +265,8 @@ class RunFolder:
         self._claim.check()
         self._mend()
         data = (result.model_dump_json(indent=2) + "\n").encode()
-        write_sums(self.path, {RESULT: data}, (SETTINGS, ROUNDS, MODEL, SEALED_MODEL, PREDICTIONS))
+        names = (SETTINGS, ROUNDS, MODEL, SEALED_MODEL, PREDICTIONS)
+        write_sums(self.path, {RESULT: data}, names, before=self._claim.check)
         write_bytes(self.path / RESULT, data, before=self._claim.check)
         self._forget_checkpoint()
 
@@ -330,7 +333,6 @@ class RunFolder:
             **header,
         }
         write_message(self.path / _CHECKPOINT, content, whole, before=self._claim.check)
-        self._claim.check()  # before what the other process's checkpoint may name is deleted
         write_site_bytes(self.path, header.get("bytes_by_site"))
         self._tidy(memory)
 
@@ -389,7 +391,7 @@ class RunFolder:
                 "run again"
             )
         whole = "".join(record.model_dump_json() + "\n" for record in records).encode()
-        write_bytes(file, whole)
+        write_bytes(file, whole, before=self._claim.check)
         self._rounds, self._sum = bytearray(whole), hashlib.sha256(whole)
         return records
 
@@ -408,25 +410,28 @@ class RunFolder:
         return records, lines
 
     def restart(self) -> None:
-        """Delete `rounds.jsonl`. Called if there is no checkpoint."""
+        """Empty `rounds.jsonl`. Called if there is no checkpoint."""
         self._claim.check()
-        (self.path / ROUNDS).unlink(missing_ok=True)
+        if (self.path / ROUNDS).exists():
+            write_bytes(self.path / ROUNDS, b"", before=self._claim.check)
         self._rounds, self._sum = bytearray(), hashlib.sha256()
 
     def _tidy(self, memory: Mapping[str, Mapping[str, str]]) -> None:
         wanted = {self.memory / site / file for site, files in memory.items() for file in files.values()}
-        for file in self.memory.glob("*/*"):
-            if file not in wanted:
-                file.unlink(missing_ok=True)
+        unwanted = [file for file in self.memory.glob("*/*") if file not in wanted]
+        self._claim.check()  # behind the look: what another process's checkpoint names came later
+        for file in unwanted:
+            file.unlink(missing_ok=True)
 
     def _forget_checkpoint(self) -> None:
         for name in (_CHECKPOINT, BYTES):
             (self.path / name).unlink(missing_ok=True)
         self._tidy({})
-        for folder in sorted(self.memory.glob("*")):
-            folder.rmdir()
-        if self.memory.exists():
-            self.memory.rmdir()
+        with contextlib.suppress(OSError):  # a process that had lost the folder wrote to it, late
+            for folder in sorted(self.memory.glob("*")):
+                folder.rmdir()
+            if self.memory.exists():
+                self.memory.rmdir()
 
 
 def model_file(weights: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> bytes:
