@@ -6,6 +6,7 @@ import copy
 import functools
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -322,23 +323,50 @@ def copy_with(network: Network, weights: Mapping[str, Tensor] | None = None) -> 
     weights.
     """
     memo: dict[int, Any] = {}
-    replaced = _replaced(network, weights)
+    looked = _Look()
+    looked.at(network, "")
+    replaced = _replaced(looked, weights)
     for value, tensor in replaced:
         new = torch.empty_like(value).copy_(tensor)
         memo[id(value)] = nn.Parameter(new, value.requires_grad) if isinstance(value, nn.Parameter) else new
     copied = copy.deepcopy(network, memo)
     if weights is not None and not replaced:
         copied.load_state_dict(dict(weights))
-    trains = all(module.training and not _has_its(module, ("train",)) for module in copied.modules())
-    return copied if trains else copied.train()
+    return copied if looked.trains else copied.train()
 
 
-@torch.no_grad()
-def _replaced(network: Network, weights: Mapping[str, Tensor] | None) -> list[tuple[Tensor, Tensor]]:
+@dataclass
+class _Look:
+    """What one pass over a network's modules shows. `modules` and `state_dict` take several times as long.
+
+    Attributes:
+        state: the tensors of its state by name, as `state_dict` has them if it is ``plain``.
+        plain: whether all modules leave it to torch how their state is named and loaded.
+        trains: whether all are in training mode, and leave it to torch to set that.
+    """
+
+    state: dict[str, Tensor] = field(default_factory=dict)
+    plain: bool = True
+    trains: bool = True
+
+    def at(self, module: nn.Module, prefix: str) -> None:
+        """Look at a module and those within it."""
+        self.plain = self.plain and _loads_plainly(module)
+        self.trains = self.trains and module.training and not _has_its(module, ("train",))
+        for values in (module._parameters, module._buffers):
+            for name, value in values.items():
+                if value is not None and name not in module._non_persistent_buffers_set:
+                    self.state[f"{prefix}{name}"] = value
+        for name, child in module._modules.items():
+            if child is not None:
+                self.at(child, f"{prefix}{name}.")
+
+
+def _replaced(looked: _Look, weights: Mapping[str, Tensor] | None) -> list[tuple[Tensor, Tensor]]:
     """Each tensor of a network's state beside that of the same name in ``weights``; none if torch has to load them."""
-    if weights is None or not all(_loads_plainly(module) for module in network.modules()):
+    if weights is None or not looked.plain:
         return []
-    state = network.state_dict(keep_vars=True)
+    state = looked.state
     fits = state.keys() == weights.keys() and len({id(value) for value in state.values()}) == len(state)
     fits = fits and all(value.shape == weights[name].shape for name, value in state.items())
     return [(value, weights[name]) for name, value in state.items()] if fits else []
