@@ -44,7 +44,7 @@ from fedshift.deploy.remote.wire import body_of
 from fedshift.deploy.secure.boxes import Boxes
 from fedshift.deploy.secure.rosters import ROSTERS, Rosters
 from fedshift.deploy.site_cards import GivenPrivacy
-from fedshift.deploy.site_estimates import asked_reading, keep_scores, kept_scores, note_reading
+from fedshift.deploy.site_estimates import KeptScores, asked_reading, keep_scores, kept_scores, note_reading
 from fedshift.deploy.site_requests import keep_answer, kept_answer
 from fedshift.deploy.spent_before import noted_spending
 from fedshift.digests import write_object
@@ -328,9 +328,9 @@ KINDS: dict[str, Kind] = {
         lambda f: {name: tensor.tolist() for name, tensor in read_weights(f / "m.safetensors").items()},
     ),
     "kept scores": Kind(
-        lambda f: keep_scores(f, "r", np.full((4, 2), 0.5, dtype=np.float32)),
+        lambda f: keep_scores(f, "r", KeptScores(np.full((4, 2), 0.5, dtype=np.float32), np.zeros(4, dtype=np.int64))),
         "r.scores",
-        lambda f: (lambda found: None if found is None else found.tolist())(kept_scores(f, "r")),
+        lambda f: (lambda found: None if found is None else found.scores.tolist())(kept_scores(f, "r")),
     ),
     "reading that was asked for": Kind(
         lambda f: note_reading(f, "r", "k" * 64), "r-reading.json", lambda f: asked_reading(f, "r")

@@ -138,9 +138,10 @@ def test_few_labels_measure_and_train_nothing(kind: str, tmp_path: Path) -> None
     assert "va" in fedshift.results(deployed).markdown()
 
 
+@pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("kind", ["leave_one_out", "adapt_to_one"])
-def test_few_labels_train_and_measure_nothing(kind: str, tmp_path: Path) -> None:
-    """One file, two kits: what has no label is a target, what has one is a source."""
+def test_few_labels_train_and_measure_nothing(kind: str, scaled: bool, tmp_path: Path) -> None:
+    """One file, two kits: what has no label is a target, what has one is a source. Each gives sums of its own rows."""
     method, labelled = "fedavg" if kind == "leave_one_out" else "kd3a", "va.labelled"
     protocol = {"kind": kind, "targets": "all", "seeds": [0], "test_fraction": 0.3}
     held = files(tmp_path / "data", few=30)
@@ -150,10 +151,16 @@ def test_few_labels_train_and_measure_nothing(kind: str, tmp_path: Path) -> None
     at[labelled] = site_file(tmp_path, labelled, held["va"], send=SEND)
     own = yaml.safe_load(at["va"].read_text())
     at[labelled].write_text(yaml.safe_dump({**yaml.safe_load(at[labelled].read_text()), "data": own["data"]}))
+    for place in at.values() if scaled else ():
+        written = yaml.safe_load(place.read_text())
+        written["data"]["standardise"] = True
+        written["policy"]["send"] = SEND
+        place.write_text(yaml.safe_dump(written))
     sites, transport = {**LABELLED, "va": 70, labelled: 30}, Loopback(at)
     (tmp_path / "data" / f"{labelled}.npz").touch()
     deployed, _ = deploy(tmp_path, options, sites=sites, unseen={}, transport=transport)
     data = {"name": "arrays", "sites": held, "classes": [*"012"], "site_labels": {"va": "few_train"}}
+    data |= {"standardise": True} if scaled else {}
     simulated = fedshift.run({**options, "data": data, "engine": {"threads": 1}}, tmp_path / "simulated")
     for site in (*LABELLED, "va"):
         assert same(model(deployed, method, site), model(simulated.folder, method, site))
@@ -241,6 +248,30 @@ def test_a_table_is_guarded_where_it_lies(va: pd.DataFrame, reason: str | None, 
     there = json.loads((run / "estimate.json").read_text())
     assert there["abstain"] is (reason is not None)
     assert reason is None or reason in there["reasons"][0]
+
+
+def test_few_labels_of_a_table_train(tmp_path: Path) -> None:
+    """Its two parts give sums and categories of their own rows, as in a simulation."""
+    frames = {site: patients(seed) for seed, site in enumerate((*LABELLED, "va"))}
+    frames["va"].loc[30:, "ill"] = ""
+    frames["va"].loc[40:45, "a"] = np.nan
+    found = {site: table_site(tmp_path, site, frames[site]) for site in LABELLED}
+    found["va"] = table_site(tmp_path, "va", frames["va"], site_labels={"va": "few_train"})
+    found["va.labelled"] = table_site(tmp_path, "va.labelled", frames["va"], site_labels={"va": "few_train"})
+    written = yaml.safe_load(found["va.labelled"].read_text())
+    written["data"]["sites"] = {"va": "t.csv"}
+    for place, own in ((found["va.labelled"], written), *((one, None) for one in found.values())):
+        options = own or yaml.safe_load(place.read_text())
+        place.write_text(yaml.safe_dump({**options, "policy": {"send": SEND, "smallest_group": 1}}))
+    options = options_of("fedavg", protocol=PROTOCOL, evaluation={"resamples": 0})  # type: ignore[arg-type]
+    sites = {**LABELLED, "va": 80, "va.labelled": 30}
+    deployed, _ = deploy(tmp_path, options, sites=sites, unseen={}, transport=Loopback(found))
+    held = {site: str(found[site].parent / "t.csv") for site in (*LABELLED, "va")}
+    data = {"name": "table", "sites": held, "label": "ill", "numeric": ["a", "b"], "categorical": ["sex"]}
+    whole = {**data, "site_labels": {"va": "few_train"}}
+    simulated = fedshift.run({**options, "data": whole, "engine": {"threads": 1}}, tmp_path / "simulated")
+    for site in (*LABELLED, "va"):
+        assert same(model(deployed, "fedavg", site), model(simulated.folder, "fedavg", site))
 
 
 @pytest.mark.threat("site_without_labels")
@@ -357,14 +388,14 @@ def test_what_a_site_says_of_its_labels_is_held_to(tmp_path: Path) -> None:
         read(classes=None)
     with pytest.raises(UserError, match="received: a folder outside that of memory"):
         read(received="memory/here")
-    options["data"]["standardise"] = True
-    with pytest.raises(UserError, match="few_train parts that of 'va' in two: write few or none"):
+    options["site"] = "elsewhere"
+    with pytest.raises(UserError, match="domain: say which part of the file this site holds: va or va"):
         read(site_labels={"va": "few_train"})
 
 
-def test_a_site_with_a_budget_of_privacy_sends_no_sums(tmp_path: Path) -> None:
+def test_a_site_with_a_budget_of_privacy_sends_no_sums_without_noise(tmp_path: Path) -> None:
     place = site_file(tmp_path, "north", files(tmp_path / "data")["north"], send=SEND)
     written = yaml.safe_load(place.read_text())
     place.write_text(yaml.safe_dump({**written, "privacy": {"epsilon": 5.0, "measurement_noise": 5.0}}))
-    with pytest.raises(Refused, match="sends no confidences, which have no noise"):
-        SiteEstimates(load_site(place)).check_gives()
+    with pytest.raises(Refused, match="sends no confidences without noise"):
+        SiteEstimates(load_site(place)).check_gives(masked=True)

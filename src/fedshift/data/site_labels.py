@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import numpy as np
 from pydantic import BeforeValidator, Field, PrivateAttr, SerializerFunctionWrapHandler, model_serializer
@@ -16,7 +16,17 @@ Labels = Annotated[
     Literal["none", "few", "few_train"], BeforeValidator(lambda value: "none" if value is None else value)
 ]
 """What a site has of labels."""
-_LABELLED = "labelled"
+T = TypeVar("T")
+
+
+def labelled_name(site: str) -> str:
+    """What the labelled samples of a site are called that train.
+
+    Example:
+        >>> labelled_name("va")
+        'va.labelled'
+    """
+    return f"{site}.labelled"
 
 
 class SiteLabels(DataSource):
@@ -31,12 +41,32 @@ class SiteLabels(DataSource):
     later: ClassVar[tuple[str, ...]] = ("site_labels",)
     """Fields that are written only if they are set: the settings of earlier runs stay theirs."""
     _elsewhere: tuple[str, ...] = PrivateAttr(())
+    _part: str | None = PrivateAttr(None)
 
-    def of_federation(self, classes: tuple[str, ...]) -> Self:
-        """The data of a site without labels, where the sites with labels are elsewhere; ``classes``: of all."""
+    def of_federation(self, classes: tuple[str, ...], part: str | None = None) -> Self:
+        """The data of a site without labels, where the sites with labels are elsewhere.
+
+        Args:
+            classes: of all.
+            part: of ``few_train``, which of its two parts gives its sums here; None: there is one.
+        """
         alone = self.model_copy()
-        alone._elsewhere = classes
+        alone._elsewhere, alone._part = classes, part
         return alone
+
+    @property
+    def held_part(self) -> str | None:
+        """Of ``few_train``, the part that a deployed site holds; None: all."""
+        return self._part
+
+    def part_names(self, sites: Iterable[str]) -> tuple[str, ...]:
+        """The names of sites, and after each of ``few_train`` that of its labelled samples."""
+        few = {site for site, labels in self.site_labels.items() if labels == "few_train"}
+        return tuple(name for site in sites for name in ((site, labelled_name(site)) if site in few else (site,)))
+
+    def giving(self, parts: Mapping[str, T]) -> dict[str, T]:
+        """Those of the parts whose sums are known here: at a deployed site its own alone."""
+        return dict(parts) if self._part is None else {self._part: parts[self._part]}
 
     @model_serializer(mode="wrap")
     def _as_before(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -77,7 +107,7 @@ class SiteLabels(DataSource):
             if labels != "few_train":
                 parts[site] = domain if labels is None else replace(domain, unlabelled=True)
                 continue
-            name = f"{site}.{_LABELLED}"
+            name = labelled_name(site)
             if name in domains:
                 raise UserError(f"data.site_labels: the labelled samples of '{site}' would be called '{name}': rename")
             rest = np.flatnonzero(domain.labels == UNKNOWN)

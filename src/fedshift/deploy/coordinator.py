@@ -18,8 +18,8 @@ import torch
 
 from fedshift.data.builders.at_sites import AtSites
 from fedshift.data.site_data import batches_per_epoch
-from fedshift.deploy.deployed_plan import DeployedPlan, check_budgets
-from fedshift.deploy.estimates import asks_sums, hand_over, keep_sums, run_at_sites, sums_file, threshold_file
+from fedshift.deploy.deployed_plan import DeployedPlan, asks_sums, check_budgets, run_at_sites
+from fedshift.deploy.estimates import hand_over, keep_sums, sums_file, threshold_file
 from fedshift.deploy.event_log import EventLog
 from fedshift.deploy.handshake import agree
 from fedshift.deploy.json_files import DEPLOY_AGAIN
@@ -391,6 +391,7 @@ class _AtSites:
         self._federation, self._classes = federation, len(data.classes)
         self._predicted, self._metadata = [*split.predicted], partial(model_metadata, planned)
         self._sums, self._place = asks_sums(plan, planned), place
+        self._kept = {"kept": True} if plan.experiment.engine.sums_only else {}
 
     def measure(self, network: Network, weights: Weights) -> dict[str, Any]:
         """As `Evaluator.measure`.
@@ -408,7 +409,8 @@ class _AtSites:
         found = self._ask(weights, sources, part="held_out")
         threshold = common_threshold(_metrics(found, sources, "held_out"))
         asked: dict[str, Any] = {"resamples": self._resamples, "threshold": threshold}
-        found |= self._ask(weights, self._targets, part="target", **asked, **({"sums": True} if self._sums else {}))
+        asked |= {"sums": True, **self._kept} if self._sums else {}
+        found |= self._ask(weights, self._targets, part="target", **asked)
         if self._sums:
             keep_sums(self._place, {site: found[site].sums for site in self._targets if site in found})
         if self._predicted:

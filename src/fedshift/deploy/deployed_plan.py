@@ -15,7 +15,7 @@ from fedshift.errors import UserError
 from fedshift.evaluation.records import WithoutLabels
 from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.environment import data_fingerprint
-from fedshift.experiment.plan import Plan, PlannedRun
+from fedshift.experiment.plan import Plan, PlannedRun, Run
 from fedshift.experiment.protocols.base import EVERY_SITE, Split
 from fedshift.functional.differential_privacy import NoisySteps, adaptive_epsilon
 from fedshift.text import one_line
@@ -157,6 +157,9 @@ def check_budgets(plan: DeployedPlan, *, begun: bool) -> None:
             continue
         before = [NoisySteps(*kind) for kind in budget.spent]
         asked = [steps for one in plan.runs for steps in _cost(one, site, budget.measurement_noise)]
+        estimates = sum(asks_sums(plan, one) for one in plan.runs if one.run.target == site)
+        if budget.confidences_noise is not None and estimates:
+            asked.append(NoisySteps(budget.confidences_noise, 1.0, estimates))
         epsilon, delta = budget.epsilon, budget.delta
         whole = adaptive_epsilon([*before, *asked], epsilon, delta)
         if whole > epsilon:
@@ -165,6 +168,19 @@ def check_budgets(plan: DeployedPlan, *, begun: bool) -> None:
                 f"{epsilon:g} at δ = {delta:g}; with this experiment it would be {whole:.3g}: ask for more noise, "
                 "fewer rounds, methods, targets or seeds, or measure less often (training.measure_every)"
             )
+
+
+def run_at_sites(experiment: str, run: Run) -> str:
+    """The name by which sites know a run."""
+    return f"{experiment}-{run.method.display}-{run.target}-seed-{run.seed}"
+
+
+def asks_sums(plan: DeployedPlan, planned: PlannedRun) -> bool:
+    """Whether the target of a run is asked for sums: where another site lacks labels, and it lets them out."""
+    target, agreed = planned.run.target, plan.agreed
+    gives = target in agreed.cards and agreed.cards[target].gives_confidences
+    asked = any(site != target for site in plan.data.unlabelled)
+    return asked and target in planned.split.measured and gives and planned.run.metric == "accuracy"
 
 
 def _measures(planned: PlannedRun, site: str) -> bool:

@@ -14,32 +14,27 @@ from pathlib import Path
 
 from pydantic import RootModel
 
-from fedshift.deploy.deployed_plan import DeployedPlan
+from fedshift.deploy.deployed_plan import DeployedPlan, run_at_sites
 from fedshift.deploy.documents import read_stored
+from fedshift.deploy.estimate_sums import EstimateSums
 from fedshift.deploy.event_log import EventLog
 from fedshift.deploy.handshake import sources_encoding
 from fedshift.deploy.remote.requests import EndRequest, EstimateRequest, ReadingAnswer, ReadingRequest
 from fedshift.deploy.remote.transport import Done, Lost, Transport, ask_plain
 from fedshift.digests import write_object
-from fedshift.evaluation.estimate.plain_sums import GivenReading, GivenSite, GivenSums, check_classes, plain_sums
+from fedshift.evaluation.estimate.plain_sums import (
+    GivenPooled,
+    GivenReading,
+    GivenSite,
+    GivenSums,
+    check_classes,
+    plain_sums,
+)
 from fedshift.experiment.plan import PlannedRun, Run
 from fedshift.federation.plain_values import Frozen
 
 OVER = "estimates.json"
 _REMEDY = "delete it, and sites estimate again"
-
-
-def run_at_sites(experiment: str, run: Run) -> str:
-    """The name by which sites know a run."""
-    return f"{experiment}-{run.method.display}-{run.target}-seed-{run.seed}"
-
-
-def asks_sums(plan: DeployedPlan, planned: PlannedRun) -> bool:
-    """Whether the target of a run is asked for sums: where another site lacks labels, and it lets them out."""
-    target, agreed = planned.run.target, plan.agreed
-    gives = target in agreed.cards and agreed.cards[target].gives_confidences
-    asked = any(site != target for site in plan.data.unlabelled)
-    return asked and target in planned.split.measured and gives and planned.run.metric == "accuracy"
 
 
 def sums_file(folder: Path, run: str) -> Path:
@@ -73,16 +68,20 @@ def hand_over(plan: DeployedPlan, transport: Transport, folder: Path, deadline: 
     names = [run_at_sites(plan.experiment.name, one.run) for one in plan.runs]
     waiting = [(one, name) for one, name in zip(plan.runs, names, strict=True) if one.split.predicted]
     waiting = [(one, name) for one, name in waiting if name not in over]
+    sums = EstimateSums(plan, transport, deadline, log) if plan.experiment.engine.sums_only else None
     for planned, name in waiting:
-        known = _known(plan, planned.run, transport, folder, deadline, log)
+        known = {} if sums is not None else _known(plan, planned.run, transport, folder, deadline, log)
+        pooled = None if sums is None else sums.of(planned.run)
         chosen = read_stored(Threshold, threshold_file(folder, name), _REMEDY, older=True)
         threshold = None if chosen is None else chosen.threshold
-        if _estimated(plan, planned, known, threshold, transport, deadline, log):
+        if _estimated(plan, planned, known, pooled, threshold, transport, deadline, log):
             over.add(name)
     if not waiting:
         return
     note_estimated(folder, over)
     if all(name in over for _, name in waiting):
+        if sums is not None:
+            sums.end()
         for planned, name in zip(plan.runs, names, strict=True):  # the sites may forget their scores
             sites = [site for site in planned.split.targets if site in plan.agreed.sites]
             ask_plain(transport, dict.fromkeys(sites, EndRequest(run=name)), deadline, Done)
@@ -165,6 +164,7 @@ def _estimated(
     plan: DeployedPlan,
     planned: PlannedRun,
     known: Mapping[str, GivenSite],
+    pooled: GivenPooled | None,
     threshold: float | None,
     transport: Transport,
     deadline: float,
@@ -173,10 +173,12 @@ def _estimated(
     """Tell the target of a run what is known; whether it has estimated."""
     site, run = planned.run.target, run_at_sites(plan.experiment.name, planned.run)
     preprocessing = sources_encoding(plan.agreed, site)
-    request = EstimateRequest(run=run, known=dict(known), preprocessing=preprocessing, threshold=threshold)
+    request = EstimateRequest(
+        run=run, known=dict(known), preprocessing=preprocessing, threshold=threshold, pooled=pooled
+    )
     answer = ask_plain(transport, {site: request}, deadline, Done).get(site, Lost("did not answer"))
-    lost = isinstance(answer, Lost)
-    reason = answer.reason if isinstance(answer, Lost) else f"from {len(known)} sites; it stays there"
+    lost, sites = isinstance(answer, Lost), len(known) if pooled is None else pooled.whole.sites
+    reason = answer.reason if isinstance(answer, Lost) else f"from {sites} sites; it stays there"
     log.event({"what": "estimate", "site": site, "run": run, "is": "lost" if lost else "made", "reason": reason[:500]})
     if lost:
         log.warn(f"site '{site}' has no estimate of run {run}: {reason}; fedshift deploy resume tries again")

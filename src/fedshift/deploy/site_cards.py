@@ -98,6 +98,7 @@ class GivenPrivacy(Closed):
     epsilon: PositiveFloat
     delta: Annotated[float, Field(gt=0, lt=1)]
     measurement_noise: PositiveFloat | None
+    confidences_noise: PositiveFloat | None = None
     spent: Spent
 
 
@@ -170,8 +171,9 @@ class Card(Closed):
 
     @property
     def gives_confidences(self) -> bool:
-        """Whether sums of confidences may leave the site: with a budget they may not, since they have no noise."""
-        return CONFIDENCES in self.send and self.privacy is None
+        """Whether sums of confidences may leave the site: with a budget they must have noise."""
+        noise = None if self.privacy is None else self.privacy.confidences_noise
+        return CONFIDENCES in self.send and (self.privacy is None or noise is not None)
 
     def _check_counts(self) -> None:
         """Raise ValueError unless what is given can be of this many samples of this shape."""

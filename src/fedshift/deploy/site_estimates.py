@@ -8,6 +8,7 @@ predictions on its own disk, and estimates by itself. It answers nothing but tha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,14 @@ from safetensors.torch import load, save
 
 from fedshift.data.domain import Preprocessing, SparseRows
 from fedshift.data.input_guard import InputShift, feature_shift, image_shift
-from fedshift.deploy.remote.policy import CONFIDENCES
+from fedshift.deploy.remote.policy import CONFIDENCES, MASKED
 from fedshift.deploy.remote.requests import SCORES, Asked, EstimateRequest, ReadingAnswer, ReadingRequest
 from fedshift.deploy.remote.transport import Done, answer_of
 from fedshift.deploy.remote.wire import Message
 from fedshift.deploy.site_file import Holding, SiteConfig
 from fedshift.digests import read_object, write_object
 from fedshift.encryption import read_private, write_private
-from fedshift.errors import FedshiftError, Refused, UserError
+from fedshift.errors import FedshiftError, KindRefused, Refused, UserError
 from fedshift.evaluation.estimate.combination import LEVEL, Estimate, estimate_from_sums, read
 from fedshift.evaluation.estimate.plain_sums import (
     MOST_CLASSES,
@@ -36,9 +37,9 @@ from fedshift.evaluation.estimate.plain_sums import (
     plain_reading,
     plain_sums,
 )
-from fedshift.evaluation.estimate.sums import sums_of
+from fedshift.evaluation.estimate.pooled import estimate_from_pooled
+from fedshift.evaluation.estimate.sums import SiteSums, sums_of
 from fedshift.evaluation.predictions import PREDICTIONS, UNLABELLED, SitePredictions, as_parquet
-from fedshift.evaluation.site_metrics import Scored
 from fedshift.experiment.estimate import noted
 from fedshift.experiment.handing_out import ESTIMATE
 from fedshift.experiment.runs.run_folder import MODEL, model_file
@@ -59,22 +60,44 @@ class SiteEstimates:
 
     def __init__(self, config: SiteConfig) -> None:
         self._site, self._policy = config.file.site, config.file.policy
-        self._private = config.file.privacy is not None
+        self._budget = config.file.privacy
         self._memory, self._received = config.memory, config.received
 
     # At a site with labels --------------------------------------------------------------------------------------------
 
-    def check_gives(self) -> None:
-        """Raise Refused unless sums of confidences may leave."""
-        if self._private:
-            raise Refused(
-                f"site '{self._site}' has a budget of privacy and sends no confidences, which have no noise (rule "
-                "privacy.epsilon)"
-            )
-        self._policy.check_kind(self._site, CONFIDENCES, "an estimate at a site without labels")
+    @property
+    def noisy(self) -> bool:
+        """Whether what leaves has noise of this site's own."""
+        return self._budget is not None
 
-    def sums(self, run: str, scored: Scored, classes: int, threshold: float, entry: dict[str, Any]) -> GivenSums | None:
+    def check_gives(self, *, masked: bool) -> None:
+        """Raise Refused unless sums of confidences may leave, ``masked`` or as they are."""
+        if self._budget is not None and self._budget.confidences_noise is None:
+            raise Refused(
+                f"site '{self._site}' has a budget of privacy and sends no confidences without noise (rule "
+                "privacy.confidences_noise)"
+            )
+        what = "an estimate at a site without labels"
+        self._policy.check_kind(self._site, CONFIDENCES, what)
+        if masked:
+            self._policy.check_kind(self._site, MASKED, what)
+        elif self._policy.secure == "required":
+            raise KindRefused(
+                f"site '{self._site}' sends confidences only masked, as a part of a sum (rule policy.secure: "
+                "required); write engine.aggregation: secure"
+            )
+
+    def sums(
+        self, run: str, kept: KeptScores, classes: int, entry: dict[str, Any], *, masked: bool = False
+    ) -> GivenSums | None:
         """The sums of what a model that never saw this site says of its samples; the scores stay here for `reading`.
+
+        Args:
+            run: its name.
+            kept: the scores; of a site with a budget those that noise allows.
+            classes: how many there are.
+            entry: of the audit log.
+            masked: whether a sum over sites is asked for later; then none leaves now.
 
         Returns:
             The sums; None where some class has fewer samples than `Policy.smallest_group`, or there are too many.
@@ -82,14 +105,39 @@ class SiteEstimates:
         Raises:
             Refused: they may not leave.
         """
-        self.check_gives()
-        self._policy.check_group(self._site, CONFIDENCES, len(scored.labels), "an estimate")
-        counts = np.bincount(scored.labels, minlength=classes)
-        if classes > MOST_CLASSES or any(0 < count < self._policy.smallest_group for count in counts):
+        self.check_gives(masked=masked)
+        self._policy.check_group(self._site, CONFIDENCES, len(kept.labels), "an estimate")
+        counts = np.bincount(kept.labels, minlength=classes)
+        few = not self.noisy and any(0 < count < self._policy.smallest_group for count in counts)
+        if classes > MOST_CLASSES or few:
             return None
-        keep_scores(self._memory, run, scored.scores)
+        keep_scores(self._memory, run, kept)
+        if masked:
+            return None
         entry["sent"]["sums"] = {"kind": CONFIDENCES}
-        return GivenSums.model_validate(plain_sums(sums_of(scored.scores, scored.labels, threshold)))
+        return GivenSums.model_validate(plain_sums(kept.sums))
+
+    def kept_for(self, run: str, by: str, keys: str | None) -> KeptScores:
+        """The kept scores of a run, for the one reading or sum that they are in.
+
+        Args:
+            run: its name.
+            by: which reading or sum.
+            keys: of the sites of the sum, as it begins; None: it has begun.
+
+        Raises:
+            Refused: they were in another one.
+            FedshiftError: there are none.
+        """
+        before = asked_reading(self._memory, run)
+        same = before is not None and (before == f"{by} {keys}" if keys is not None else before.startswith(f"{by} "))
+        if not same and (before is not None or keys is None):
+            raise Refused(f"site '{self._site}' gives one reading of its scores in a run, and gave it")
+        if (kept := kept_scores(self._memory, run)) is None:
+            raise FedshiftError(f"site '{self._site}' has no scores of run {run}")
+        if keys is not None:
+            note_reading(self._memory, run, f"{by} {keys}")
+        return kept
 
     def reading(self, asked: Asked[ReadingRequest]) -> Message:
         """What estimators say of the kept scores, from the sums of the other sites: once for each run.
@@ -97,16 +145,11 @@ class SiteEstimates:
         Raises:
             Refused: readings may not leave, or there was another one.
         """
-        self.check_gives()
-        run, before = asked.request.run, asked_reading(self._memory, asked.request.run)
-        if before not in (None, asked.key):
-            raise Refused(f"site '{self._site}' gives one reading of its scores in a run, and gave it")
-        if (scores := kept_scores(self._memory, run)) is None:
-            raise FedshiftError(f"site '{self._site}' has no scores of run {run}")
+        self.check_gives(masked=False)
+        scores = self.kept_for(asked.request.run, "reading", asked.key).scores
         others = asked.request.sums
         check_classes(others, scores.shape[1])
         reading = GivenReading.model_validate(plain_reading(read(others.sums, scores)))
-        note_reading(self._memory, run, asked.key)
         asked.entry["sent"] = {"reading": {"kind": CONFIDENCES}}
         return answer_of(asked.key, ReadingAnswer(reading=reading))
 
@@ -135,12 +178,18 @@ class SiteEstimates:
         answers = [one for one in noted(self._received / run, classes) if one.part == UNLABELLED]
         if not answers:
             raise FedshiftError(f"site '{self._site}' has no predictions of run {run}")
+        pooled = asked.request.pooled
         known = known_sites(asked.request.known, len(classes))
+        if pooled is not None:
+            check_classes(pooled.whole.sums, len(classes))
         shift = _shift(holding, answers[0].rows, asked.request.preprocessing)
         threshold = threshold_of(asked.request.threshold)
-        estimate = estimate_from_sums(
-            known, answers[0].known.scores, unlike=shift.refusal, unusual=shift.warning, threshold=threshold
-        )
+        given = {"unlike": shift.refusal, "unusual": shift.warning, "threshold": threshold}
+        scores = answers[0].known.scores
+        if pooled is None:
+            estimate = estimate_from_sums(known, scores, **given)
+        else:
+            estimate = estimate_from_pooled(pooled.pooled, scores, **given)
         write_bytes(
             self._received / run / ESTIMATE, f"{json_text(estimate.plain(), indent=2)}\n".encode(), private=True
         )
@@ -161,23 +210,44 @@ def threshold_of(threshold: float | None) -> float:
     return threshold
 
 
-def keep_scores(memory: Path, run: str, scores: NDArray[Any]) -> None:
+@dataclass(frozen=True)
+class KeptScores:
+    """What a run's last model says of a site's samples.
+
+    Attributes:
+        scores: probabilities (n, classes).
+        labels: class numbers (n,).
+        threshold: of two classes, the score from which the second one is called.
+    """
+
+    scores: NDArray[Any]
+    labels: NDArray[np.int64]
+    threshold: float = 0.5
+
+    @property
+    def sums(self) -> SiteSums:
+        """Their sums."""
+        return sums_of(self.scores, self.labels, self.threshold)
+
+
+def keep_scores(memory: Path, run: str, kept: KeptScores) -> None:
     """Keep the scores of a run's last model beside the memory of the run. No reading was made of them."""
-    write_private(memory / f"{run}{SCORES}", save({"scores": _tensor(scores)}))
+    parts = {"scores": kept.scores, "labels": kept.labels, "threshold": np.array([kept.threshold])}
+    write_private(memory / f"{run}{SCORES}", save({name: _tensor(part) for name, part in parts.items()}))
     (memory / f"{run}{READING}").unlink(missing_ok=True)
 
 
-def kept_scores(memory: Path, run: str) -> NDArray[np.float32] | None:
+def kept_scores(memory: Path, run: str) -> KeptScores | None:
     """The scores that were kept; None if there are none.
 
     Raises:
         UserError: the file is damaged.
     """
     try:
-        found: NDArray[np.float32] = load(read_private(memory / f"{run}{SCORES}", _REMEDY))["scores"].numpy()
+        found = load(read_private(memory / f"{run}{SCORES}", _REMEDY))
+        return KeptScores(found["scores"].numpy(), found["labels"].numpy(), float(found["threshold"][0]))
     except (OSError, KeyError, SafetensorError):
         return None
-    return found
 
 
 def note_reading(memory: Path, run: str, key: str) -> None:

@@ -124,7 +124,8 @@ class Holding:
     """A site's data: its data set, its own domain, and the statistics it gives for the common encoding.
 
     ``few`` are the parts of a table's columns that are in few rows, of which ``given`` tells nothing. ``listed`` says
-    whether a person here listed the classes of the federation.
+    whether a person here listed the classes of the federation. ``part`` is the one of a file's two parts that is held
+    here, where few labels train.
     """
 
     source: DataSource
@@ -134,6 +135,7 @@ class Holding:
     given: dict[str, Any] | None
     few: tuple[Few, ...] = ()
     listed: bool = False
+    part: str | None = None
 
     def encoded(self, preprocessing: Preprocessing, shape: Sequence[int]) -> Domain:
         """The domain in an encoding that all sites share, where there is one.
@@ -144,7 +146,8 @@ class Holding:
         domain = self.domain
         if self.given is not None:
             data = self.source.encoded(preprocessing, self.data.classes)
-            domain = replace(next(iter(data.domains.values())), name=domain.name)
+            held = next(iter(data.domains.values())) if self.part is None else data.domains[self.part]
+            domain = replace(held, name=domain.name)
         if tuple(shape) != tuple(domain.inputs.shape[1:]):
             raise UserError(f"site '{domain.name}': samples have the shape {tuple(domain.inputs.shape[1:])}")
         return domain
@@ -174,7 +177,8 @@ def read_holding(config: SiteConfig) -> Holding:
     lacks = name in data.unlabelled or data.domains[name].only_source
     if getattr(source, "site_labels", {}) and not lacks:
         raise UserError(f"{config.path}: data.site_labels: it names other sites than '{name}', whose data these are")
-    if source.shares and len(data.domains) > 1:
+    part = source.held_part if isinstance(source, SiteLabels) else None
+    if source.shares and len(data.domains) > (1 if part is None else 2):
         raise UserError(f"{config.path}: data.sites: name only this site's own file; the encoding is made of all of it")
     domain = replace(data.domains[name], name=config.file.site)
     if config.file.classes is not None and data.task != "classification":
@@ -184,27 +188,25 @@ def read_holding(config: SiteConfig) -> Holding:
     columns = {config.file.site: data.columns[name]} if name in data.columns else {}
     own = replace(data, domains={config.file.site: domain}, columns=columns)
     listed = config.file.classes is not None
-    return Holding(source, own, domain, data_fingerprint(own), source.gives(), listed=listed)
+    return Holding(source, own, domain, data_fingerprint(own), source.gives(), listed=listed, part=part)
 
 
 def _without_labels(config: SiteConfig, source: SiteLabels) -> SiteLabels:
     """The data of a site that has no labels, or few.
 
     Raises:
-        UserError: these are to train beside statistics that leave, or nobody says which classes there are.
+        UserError: nobody says which classes there are, or which part of the file this site holds.
     """
-    few = next((site for site, labels in source.site_labels.items() if labels == "few_train"), None)
-    if few is not None and source.shares:
-        raise UserError(
-            f"{config.path}: data.site_labels: an encoding is made of sums of whole files, and few_train parts that "
-            f"of '{few}' in two: write few or none; a simulation can train with them"
-        )
     if config.file.classes is None:
         raise UserError(
             f"{config.path}: classes: list all classes of the federation in order: a site without labels cannot know "
             "them"
         )
-    return source.of_federation(config.file.classes)
+    wanted = config.file.domain or config.file.site
+    few = source.part_names([site for site, labels in source.site_labels.items() if labels == "few_train"])
+    if few and wanted not in few:
+        raise UserError(f"{config.path}: domain: say which part of the file this site holds: {' or '.join(few)}")
+    return source.of_federation(config.file.classes, wanted if few else None)
 
 
 def _renumbered(config: SiteConfig, data: DataSet, domain: Domain) -> tuple[Domain, DataSet]:

@@ -48,10 +48,11 @@ from fedshift.deploy.remote.requests import (
 )
 from fedshift.deploy.remote.transport import Done, answer_of
 from fedshift.deploy.remote.wire import Message, body_of, error_answer, seal, unseal
+from fedshift.deploy.secure.site_estimate_sums import SiteEstimateSums
 from fedshift.deploy.secure.site_seals import Sealing, SiteSeals
 from fedshift.deploy.secure.site_sums import SiteSums, Summing, promised_masked, without_body
 from fedshift.deploy.site_cards import card_of
-from fedshift.deploy.site_estimates import SiteEstimates, threshold_of
+from fedshift.deploy.site_estimates import KeptScores, SiteEstimates, threshold_of
 from fedshift.deploy.site_file import SiteConfig, file_stamp, load_site, read_holding
 from fedshift.deploy.site_requests import (
     RESIDUALS,
@@ -162,6 +163,7 @@ class SiteProgram:
             "measure": self._measure,
             "predict": self._predict,
             "reading": self.estimates.reading,
+            "mask": SiteEstimateSums(self.sums, self.estimates).mask,
             "estimate": self._estimate,
             "end": self._end,
         }
@@ -528,9 +530,12 @@ class SiteProgram:
         groups, objective = None if groups is None else groups[held_out], objective_of(view.preprocessing)
         measures = self.rules.measured(asked, network, view, objective, groups, new_site)
         if request.whole is not None and request.whole.sums and objective.task == "classification":
+            self.estimates.check_gives(masked=request.whole.kept)
             scores = scored(answering(network, view, new_site), view, objective, groups)
-            threshold = threshold_of(request.whole.threshold)
-            sums = self.estimates.sums(request.run, scores, request.setting.classes, threshold, asked.entry)
+            kept = KeptScores(scores.scores, scores.labels, threshold_of(request.whole.threshold))
+            kept = self.rules.with_noise(asked, kept, groups, view.device)
+            classes = request.setting.classes
+            sums = self.estimates.sums(request.run, kept, classes, asked.entry, masked=request.whole.kept)
             measures = measures.model_copy(update={"sums": sums})
         return answer_of(asked.key, MeasureAnswer(measures=measures))
 

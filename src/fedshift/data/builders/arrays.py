@@ -110,7 +110,7 @@ class Arrays(TaskFields):
     def without(self, unseen: str) -> DataSource:
         if not self._over_sites:
             return self.without_labels(unseen)
-        chosen = self.statistics_from or tuple(self.sites)
+        chosen = self.statistics_from or self.part_names(self.sites)
         fewer = self.model_copy(update={"statistics_from": tuple(site for site in chosen if site != unseen)})
         return fewer if self.label_statistics_from is None else fewer.without_labels(unseen)
 
@@ -127,7 +127,11 @@ class Arrays(TaskFields):
         arrays = _arrays(site, held, self.site_labels.get(site))
         known = np.arange(len(arrays["y"])) if (rows := _split(str(held), arrays)) is None else rows[0]
         count, total, squares = len(known), np.zeros(0), np.zeros(0)
-        if self._over_sites:
+        if self._over_sites and self.held_part is not None:
+            inputs = described_inputs(self.build().domains[self.held_part])
+            assert not isinstance(inputs, SparseRows)  # files hold none
+            count, total, squares = sums_of(inputs)
+        elif self._over_sites:
             count, total, squares = sums_of(readable_inputs(str(held), arrays["x"])[known])
         given = {"kind": MOMENTS, "count": count, "total": total.tolist(), "squares": squares.tolist()}
         if self.scales_labels:
@@ -164,7 +168,8 @@ class Arrays(TaskFields):
             if len(self.mean) != shape[0]:
                 raise UserError(f"data.mean: {len(self.mean)} numbers for samples of {shape[0]} channels or columns")
             preprocessing = preprocessing.model_copy(update={"mean": self.mean, "std": self.std})
-        scaling = sites_for_statistics(self.label_statistics_from or self.statistics_from, domains)
+        names = dict.fromkeys(self.part_names(domains))
+        scaling = sites_for_statistics(self.label_statistics_from or self.statistics_from, names)
         scales = [domains[site] for site in scaling] if self.scales_labels else []
         objective = self.objective([label_sums(domain.labels[domain.described]) for domain in scales])
         own = "per_site" if self.standardise == "per_site" else None
@@ -173,8 +178,9 @@ class Arrays(TaskFields):
         dataset = checked(replace(told, warnings=tuple(self._unread_labels())))
         if not self._over_sites:
             return replace(dataset, warnings=(*dataset.warnings, *_unscaled(dataset)))
-        chosen = sites_for_statistics(self.statistics_from, domains)
-        mean, std = _moments([described_inputs(domains[site]) for site in chosen])
+        parts = self.giving(dataset.domains)
+        chosen = sites_for_statistics(self.statistics_from, parts)
+        mean, std = _moments([described_inputs(parts[site]) for site in chosen])
         scaled = dataset.preprocessing.model_copy(update={"mean": tuple(mean.tolist()), "std": tuple(std.tolist())})
         return replace(dataset, preprocessing=scaled)
 

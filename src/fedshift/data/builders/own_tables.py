@@ -31,7 +31,7 @@ from fedshift.data.databases import Database, read_query
 from fedshift.data.domain import DataSet, DataSource, Domain, Inputs, Labels, Manifest, Preprocessing, Rows
 from fedshift.data.identifiers import check_categories
 from fedshift.data.input_guard import InputShift, table_shift
-from fedshift.data.site_labels import unknown_labels, unread
+from fedshift.data.site_labels import labelled_name, unknown_labels, unread
 from fedshift.data.site_scale import check_scale
 from fedshift.data.splits import fixed_split
 from fedshift.data.table_files import (
@@ -321,7 +321,7 @@ class Table(TableFormat, TaskFields):
         return self.model_copy(update={"label_statistics_from": tuple(name for name in chosen if name != site)})
 
     def _giving(self, chosen: tuple[str, ...] | None) -> tuple[str, ...]:
-        return chosen or (tuple(self.sites) if self.sites is not None else tuple(self._tables()))
+        return chosen or self.part_names(self.sites if self.sites is not None else self._tables())
 
     def build(self) -> DataSet:
         """Domains of float32 features (n, d), or int64 tokens (n, length).
@@ -337,7 +337,8 @@ class Table(TableFormat, TaskFields):
         labels = {site: self._numbers_of(site, table, named.get(site, ()), classes) for site, table in tables.items()}
         read, encoding = self._inputs(tables)
         domains = {site: self._domain(site, table, read[site], labels[site]) for site, table in tables.items()}
-        scaling = sites_for_statistics(self.label_statistics_from or self.statistics_from, tables)
+        parts = dict.fromkeys(self.part_names(tables))
+        scaling = sites_for_statistics(self.label_statistics_from or self.statistics_from, parts)
         known = [label_sums(labels[site][domains[site].described]) for site in scaling] if self.scales_labels else []
         objective = self.objective(known)
         preprocessing = encoding.model_copy(update={"objective": objective})
@@ -452,7 +453,7 @@ class Table(TableFormat, TaskFields):
         return {"kind": MOMENTS, "count": int(label["count"]), "total": [], "squares": [], "label": label}
 
     def statistics(self, ranges: Ranges | None = None) -> TableStatistics:
-        (table,) = self._tables().values()
+        (table,) = self._parts(self._tables()).values()
         return site_statistics(self._trained(table), self.numeric, self.categorical, ranges)
 
     def table_shift(self, site: str | None = None, preprocessing: Preprocessing | None = None) -> InputShift:
@@ -460,13 +461,26 @@ class Table(TableFormat, TaskFields):
             return InputShift()
         tables = self._tables()
         encoding = self._encoding(tables) if preprocessing is None else encoding_of(preprocessing)
-        table = next(iter(tables.values())) if site is None else tables[site]
+        parts = self._parts(tables)
+        table = next(iter(parts.values())) if site is None else parts[site]
         return table_shift(table, encoding, own_scale=self.standardise == "per_site")
+
+    def _parts(self, tables: Mapping[str, Columns]) -> dict[str, Columns]:
+        """The tables that give statistics; of ``few_train`` the rows without a label and those with one apart."""
+        parts: dict[str, Columns] = {}
+        for site, table in tables.items():
+            parts[site] = table
+            if self.site_labels.get(site) == "few_train":
+                known = self._labelled(table)
+                rest = sorted({*range(len(table))} - {*known})
+                parts |= {site: table.rows(rest), labelled_name(site): table.rows(known)}
+        return self.giving(parts)
 
     def _encoding(self, tables: Mapping[str, Columns]) -> TableEncoding:
         """The encoding of the sites that give statistics."""
-        chosen = sites_for_statistics(self.statistics_from, tables)
-        statistics = [site_statistics(self._trained(tables[site]), self.numeric, self.categorical) for site in chosen]
+        parts = self._parts(tables)
+        chosen = sites_for_statistics(self.statistics_from, parts)
+        statistics = [site_statistics(self._trained(parts[site]), self.numeric, self.categorical) for site in chosen]
         return agreed_encoding(statistics, self.numeric, self.categorical)
 
     def encoded(self, preprocessing: Preprocessing, classes: tuple[str, ...]) -> DataSet:

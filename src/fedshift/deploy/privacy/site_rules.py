@@ -32,6 +32,7 @@ from fedshift.deploy.remote.policy import ACCURACY, AuditLog
 from fedshift.deploy.remote.replies import Measures
 from fedshift.deploy.remote.requests import Asked, CallRequest, MeasureRequest, Request, SeedSplit
 from fedshift.deploy.remote.wire import body_of
+from fedshift.deploy.site_estimates import KeptScores
 from fedshift.deploy.site_file import Holding, SiteConfig
 from fedshift.deploy.site_measures import measured
 from fedshift.errors import Refused, UserError
@@ -42,6 +43,7 @@ from fedshift.experiment.runs.evaluator import answering, predictions
 from fedshift.federation.randomness import SecretDraws
 from fedshift.federation.site import Site
 from fedshift.functional.differential_privacy import NoisySteps, gaussian, sample_rate
+from fedshift.functional.noisy_scores import cells, nearest_counts, samples_of
 from fedshift.functional.secret_noise import SecretStream
 from fedshift.methods.base import Method
 from fedshift.methods.composition.new_site import NewSite
@@ -140,7 +142,7 @@ class SiteRules:
         if self.budget.measurement_noise is None:
             rows = {seed: [train, 0] for seed, (train, _) in rows.items()}
         spent = [[one.noise_multiplier, one.sample_rate, one.steps] for one in self.ledger.spent()]
-        told = self.budget.model_dump(include={"epsilon", "delta", "measurement_noise"})
+        told = self.budget.model_dump(include={"epsilon", "delta", "measurement_noise", "confidences_noise"})
         return {"rows": dict(rows), "privacy": {**told, "spent": spent}}
 
     # Training ---------------------------------------------------------------------------------------------------------
@@ -274,6 +276,40 @@ class SiteRules:
         entry["sent"] = {"measures": {"kind": ACCURACY}}
         accuracy = 100.0 * min(1.0, max(0.0, share))
         return Measures(accuracy=accuracy, samples=view.samples, classes=(None,) * classes, metrics=None)
+
+    def with_noise(
+        self,
+        asked: Asked[MeasureRequest],
+        kept: KeptScores,
+        groups: NDArray[np.int64] | None,
+        device: torch.device,
+    ) -> KeptScores:
+        """What may be told of a model's scores: with a budget, samples that have noisy counts of them.
+
+        Args:
+            asked: the request. Its entry of the audit log says what it cost.
+            kept: the scores.
+            groups: which of the samples belong together and have one vote; None if all are apart.
+            device: on which they were computed.
+
+        Raises:
+            Refused: the budget is too small.
+        """
+        if self.budget is None:
+            return kept
+        deviation, request = float(self.budget.confidences_noise or 0), asked.request
+        where, number = cells(kept.scores, kept.labels, kept.threshold)
+        votes, weights = len(kept.labels), None
+        if groups is not None:
+            _, place, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+            votes, weights = len(sizes), 1 / sizes[place]
+        mark = self._mark(asked, device, of="confidences")
+        noise = gaussian((number,), SecretStream(self.ledger.secret(), f"{mark}\x1fconfidences")).double().numpy()
+        noisy = np.bincount(where, weights, minlength=number) + deviation * noise
+        cost = NoisySteps(deviation, 1.0, 1)
+        asked.entry["ledger"] = self.ledger.pay(mark, cost, run=request.run, round=request.round, call="confidences")
+        scores, labels = samples_of(nearest_counts(noisy, votes), kept.scores.shape[1], kept.threshold)
+        return KeptScores(scores, labels, kept.threshold)
 
 
 @functools.cache

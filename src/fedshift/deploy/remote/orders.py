@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedshift.deploy.crypto.at_site import Revealed, Upload
 from fedshift.deploy.crypto.keys import KeyCard, KeyEntry, Order
-from fedshift.deploy.remote.requests import CallRequest, OrderAsked, SumAsked, Work
+from fedshift.deploy.remote.requests import CallRequest, MaskRequest, OrderAsked, SumAsked, Work
 from fedshift.errors import FedshiftError, Refused
 from fedshift.federation.messages import Content, Masked
 from fedshift.federation.secure.sums import Weighing, threshold
@@ -70,6 +70,18 @@ def order_in(request: CallRequest, body_sha256: str) -> tuple[Order, Weighing]:
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     order = Order(request.run, request.envelope.exchange, request.call, digest, cards, whole.threshold)
     return order, Weighing(by, exponent, terms)
+
+
+def order_to_mask(request: MaskRequest) -> Order:
+    """The order in a request for a part of a sum over left-out sites.
+
+    Raises:
+        Refused: it has none that can be.
+    """
+    cards = tuple(KeyCard(site, *entry) for site, entry in sorted(request.cards.items()))
+    if not threshold(len(cards)) <= request.threshold <= len(cards) or set(request.scores) != set(request.cards):
+        raise Refused("a request to mask does not say what the sum is of")
+    return Order(request.run, request.step, request.do, request.content, cards, request.threshold)
 
 
 def order_asked(order: Order) -> OrderAsked:

@@ -298,6 +298,11 @@ class PrivacyBudget(BaseModel):
         description="deviation of the noise on the sums of a table's columns, in parts of what one row can change in "
         "them; they cost ε once; none = the site gives no statistics",
     )
+    confidences_noise: Annotated[float, Field(ge=1, le=1e6)] | None = Field(
+        None,
+        description="deviation of the noise on counts of a run's last model's scores by class, from which a site "
+        "without labels estimates its accuracy; each run that leaves this site out costs ε; none = the site gives none",
+    )
     ranges: dict[str, tuple[float, float]] = Field(
         default_factory=dict,
         description="with statistics_noise: numeric column: least and largest value, known without looking at the data",

@@ -21,7 +21,7 @@ from fedshift.data.domain import Preprocessing
 from fedshift.deploy.crypto.keys import Encoded, KeyEntry
 from fedshift.deploy.remote.wire import Message, Wire
 from fedshift.errors import FedshiftError, Refused, UserError
-from fedshift.evaluation.estimate.plain_sums import GivenReading, GivenSite, GivenSums
+from fedshift.evaluation.estimate.plain_sums import GivenPooled, GivenReading, GivenSite, GivenSums, GivenWhole
 from fedshift.evaluation.records import Part as Measured
 from fedshift.federation.federation import OnRefusal
 from fedshift.federation.messages import Content
@@ -38,6 +38,7 @@ SCORES = ".scores"
 _SUFFIXES = (".json", ".jsonl", ".lock", ".secret", SCORES)
 """Of files in a site's memory that belong to no run."""
 _MOST_SITES = 100_000
+_MOST_SUMMED = 1000
 
 
 def plain_name(name: str) -> str:
@@ -240,12 +241,14 @@ class Whole(Closed):
         resamples: bootstrap samples of the intervals.
         threshold: the score from which a sample of a target is positive; None if no source chose one.
         sums: whether sums of confidences are asked for, too.
+        kept: whether they are kept at the site, for a sum over sites.
     """
 
     part: Measured
     resamples: Annotated[int, Field(ge=0, le=100_000)] = 0
     threshold: Annotated[float, Field(ge=0, le=1)] | None = None
     sums: bool = False
+    kept: bool = False
 
 
 class MeasureRequest(RunRequest):
@@ -309,14 +312,44 @@ class ReadingAnswer(Frozen):
     reading: GivenReading
 
 
+class MaskRequest(Request):
+    """Asks for a site's part of a sum over left-out sites, masked.
+
+    Attributes:
+        run: the name of the sums, which is that of no run.
+        step: which of the three sums of `fedshift.evaluation.estimate.pooled`.
+        scores: of each site of the roster the run whose scores it keeps.
+        cards: their keys.
+        threshold: how many of them must tell shares.
+        whole: the first sum, once it is known.
+        unexplained: the mean of the second, once it is known.
+    """
+
+    do: Literal["mask"] = "mask"
+    run: RunName
+    step: Annotated[int, Field(ge=1, le=3)]
+    scores: dict[str, RunName]
+    cards: Annotated[dict[str, KeyEntry], Field(max_length=_MOST_SUMMED)]
+    threshold: int
+    whole: GivenWhole | None = None
+    unexplained: Annotated[float, Field(ge=0, le=1)] | None = None
+
+    @property
+    def content(self) -> str:
+        """A digest of all but the keys, which masks are bound to."""
+        own = self.model_dump(mode="json", exclude={"cards"})
+        return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
+
+
 class EstimateRequest(Request):
-    """Tells a site without labels what is known of others."""
+    """Tells a site without labels what is known of others: of each, or of all together."""
 
     do: Literal["estimate"] = "estimate"
     run: RunName
     known: Annotated[dict[str, GivenSite], Field(max_length=_MOST_SITES)]
     preprocessing: Preprocessing
     threshold: float | None = None
+    pooled: GivenPooled | None = None
 
 
 KINDS: dict[str, type[Request]] = {
@@ -330,6 +363,7 @@ KINDS: dict[str, type[Request]] = {
     "unmask": UnmaskRequest,
     "end": EndRequest,
     "reading": ReadingRequest,
+    "mask": MaskRequest,
     "estimate": EstimateRequest,
 }
 """Every request that a site knows."""

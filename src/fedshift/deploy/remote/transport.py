@@ -184,6 +184,42 @@ def ask_plain(
     return found
 
 
+def ask_for_content(
+    transport: Transport,
+    requests: Mapping[str, tuple[Request, Mapping[str, Content]]],
+    deadline: float,
+    most_tensors: int,
+) -> dict[str, dict[str, Content] | Lost]:
+    """As `ask_plain`, with content in requests and answers.
+
+    Args:
+        transport: carries the messages.
+        requests: what each site is asked, and the content that it gets, by site.
+        deadline: seconds to wait.
+        most_tensors: of an answer.
+    """
+    outgoing: list[tuple[str, Message]] = []
+    keys: dict[str, str] = {}
+    for site, (request, content) in requests.items():
+        keys[site], message = stamped(request, body_of(content))
+        outgoing.append((site, message))
+    found: dict[str, dict[str, Content] | Lost] = {}
+    for site, answer in transport.exchange(iter(outgoing), deadline, {}):
+        if isinstance(answer, Lost):
+            found[site] = answer
+        elif isinstance(answer, Message):
+            found[site] = _content(site, answer, keys.get(site, ""), most_tensors)
+    return found
+
+
+def _content(site: str, message: Message, key: str, most_tensors: int) -> dict[str, Content] | Lost:
+    try:
+        answer = opened(Done, message, key, most_tensors)
+    except FedshiftError as error:
+        return Lost(f"site '{site}': {error}")
+    return answer.answer.lost() if isinstance(answer.answer, SiteError) else answer.content
+
+
 def _heard(kind: type[A], site: str, message: Message, key: str, largest_header: int) -> Heard[A] | Lost:
     try:
         answer = opened(kind, message, key, largest_header=largest_header).answer

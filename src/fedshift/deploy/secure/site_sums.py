@@ -107,6 +107,23 @@ class SiteSums:
             raise Refused(f"site '{self.name}': {method.name} with these options is not made of sums alone")
         order, weighing = order_in(request, asked.body)
         self._check_work(request, order)
+        site = self.site_of(order, noise=noise)
+        site.forget_uploads(request.checkpoint)
+        whole = f"{asked.body} {json.dumps(request.setting.plain(), sort_keys=True)}"
+        question = hashlib.sha256(whole.encode()).hexdigest()
+        rosters = None if noise else self.rosters
+        return Summing(site, order, weighing, request.setting.input_shape, question, rosters)
+
+    def site_of(self, order: Order, *, noise: bool) -> SecureSite:
+        """The protocol at this site for a sum.
+
+        Args:
+            order: what the sum is of.
+            noise: whether what this site adds has noise of its own.
+
+        Raises:
+            Refused: the sites are not those of sums that this site takes part in, or one's key is not its own.
+        """
         if not noise:
             self.rosters.check(order.roster)
         found = {
@@ -117,12 +134,7 @@ class SiteSums:
             if card.site != self.name
         }
         self._terms.check_peers(found)
-        site = self.site(order.run, found)
-        site.forget_uploads(request.checkpoint)
-        whole = f"{asked.body} {json.dumps(request.setting.plain(), sort_keys=True)}"
-        question = hashlib.sha256(whole.encode()).hexdigest()
-        rosters = None if noise else self.rosters
-        return Summing(site, order, weighing, request.setting.input_shape, question, rosters)
+        return self.site(order.run, found)
 
     def _check_work(self, request: CallRequest, order: Order) -> None:
         """Check what the others of the roster are asked for, which is the same for all or the masks do not cancel.

@@ -38,7 +38,7 @@ from fedshift.evaluation.estimate.estimators import (
     unexplained,
 )
 from fedshift.evaluation.estimate.sums import Numbers, SiteSums, probabilities, sums_of
-from fedshift.evaluation.estimate.two_classes import MEASURES, SCORES, Range, estimates, in_bins
+from fedshift.evaluation.estimate.two_classes import MEASURES, SCORES, Range, Rates, estimates, estimates_of, in_bins
 from fedshift.evaluation.metric_entries import ENTRIES
 
 USED = ("sureness", "thresholded confidence", "transport", "difference of transport", "confusion")
@@ -290,8 +290,9 @@ def estimate_from_sums(
     """
     supports = {name: site.sums.confusion.sum(axis=1) for name, site in known.items()}
     usual = float(np.mean([site.sums.accuracy for site in known.values()])) if known else None
-    return _estimate(
-        supports,
+    return estimate_of_cases(
+        len(known),
+        _few_events(supports),
         usual,
         Cases.of_known(known) if len(known) >= FEWEST_SITES else None,
         np.asarray(scores, dtype=np.float64),
@@ -339,8 +340,9 @@ def estimate_accuracy(
     if cases is None and len(left_out) >= FEWEST_SITES and len(np.asarray(scores)):
         cases = Cases.of(left_out)
     shares = np.asarray(scores, dtype=np.float64)
-    return _estimate(
-        supports,
+    return estimate_of_cases(
+        len(left_out),
+        _few_events(supports),
         usual,
         cases,
         shares,
@@ -353,8 +355,9 @@ def estimate_accuracy(
     )
 
 
-def _estimate(
-    supports: Mapping[str, NDArray[Any]],
+def estimate_of_cases(
+    sites: int,
+    few: Sequence[str],
     usual: float | None,
     cases: Cases | None,
     shares: Numbers,
@@ -366,7 +369,16 @@ def _estimate(
     threshold: float = 0.5,
     apart: Apart | None = None,
 ) -> Estimate:
-    """``supports``: of each left-out site, samples of each class; ``usual``: their mean accuracy."""
+    """As `estimate_accuracy`, of left-out sites that were read.
+
+    Args:
+        sites: how many there are.
+        few: which of them say little, in words.
+        usual: their mean accuracy.
+        cases: what they say of estimates; None: too few to be read.
+        shares: what the model says of the samples without labels: probabilities (m, classes).
+        others, unlike, unusual, nearby, threshold, apart: as there.
+    """
     known = Estimate(
         None,
         None,
@@ -375,11 +387,11 @@ def _estimate(
         reasons=(),
         usual=None if usual is None else 100 * usual,
         samples=len(shares),
-        sites=len(supports),
+        sites=sites,
     )
-    stop = [*([unlike] if unlike else []), *_impossible(len(supports), shares)]
-    notes = [*([unusual] if unusual and not unlike else []), *_few_events(supports)]
-    if cases is None or len(supports) < FEWEST_SITES or len(shares) == 0:
+    stop = [*([unlike] if unlike else []), *_impossible(sites, shares)]
+    notes = [*([unusual] if unusual and not unlike else []), *few]
+    if cases is None or sites < FEWEST_SITES or len(shares) == 0:
         return replace(known, reasons=(*stop, *notes), harmful=bool(unlike), too_unlike=bool(unlike))
     found = read(cases.whole, shares)
     odd, far = found.unexplained - cases.unexplained, found.far - cases.far
@@ -397,7 +409,7 @@ def _estimate(
     known = replace(
         known, reasons=(*stop, *notes), harmful=harmful, parts=parts, unexplained=odd, far=far, abstain=bool(stop)
     )
-    if cases.by_score:
+    if cases.by_score or cases.rates is not None:
         known = replace(known, measures=_measures(cases, shares, threshold, stop), threshold=threshold)
     return known if stop else replace(known, estimate=100 * centre, low=100 * low, high=100 * high)
 
@@ -416,7 +428,7 @@ def _measures(cases: Cases, shares: Numbers, threshold: float, stop: Sequence[st
     if stop:
         return {name: Range(None, reason=stop[0]) for name in MEASURES}
     here = np.bincount(in_bins(probabilities(shares)[:, 1], threshold), minlength=SCORES).astype(np.float64)
-    return estimates(cases.by_score, here)
+    return estimates(cases.by_score, here) if cases.rates is None else estimates_of(cases.rates, here)
 
 
 @dataclass(frozen=True)
@@ -432,6 +444,7 @@ class Cases:
         corrected_factor: the same of the corrected median.
         by_score: of two classes, each site's samples of each in bins of score.
         apart: how far each site's samples are from the others'; empty if some could not be read.
+        rates: of two classes, the same of all sites together, where no site's are known.
     """
 
     whole: SiteSums
@@ -443,6 +456,7 @@ class Cases:
     corrected_factor: float = 1.0
     by_score: tuple[Numbers, ...] = ()
     apart: tuple[Apart, ...] = ()
+    rates: Rates | None = None
 
     @classmethod
     def of(cls, left_out: Mapping[str, LeftOut]) -> Cases:
@@ -466,15 +480,7 @@ class Cases:
         sums = {name: site.sums for name, site in known.items()}
         readings = {name: site.reading for name, site in known.items()}
         usual = float(np.mean([one.unexplained for one in readings.values()]))
-        squares = {
-            name: _square(
-                logit(one.centre(usual)) - _odds(sums[name].accuracy, sums[name].samples),
-                sums[name].accuracy,
-                sums[name].samples,
-                one.error,
-            )
-            for name, one in readings.items()
-        }
+        squares = {name: square_of(site, usual) for name, site in known.items()}
         far = float(np.mean([one.far for one in readings.values()]))
         scored = tuple(one.by_score for one in sums.values() if one.by_score is not None)
         whole = reduce(add, sums.values())
@@ -534,6 +540,18 @@ def _known(others: SiteSums, site: LeftOut, usual: float, seed: int) -> Iterator
         yield _Known(Case(reading.features(answers.nearby), off, weight), accuracy, samples, reading.error)
 
 
+def square_of(site: KnownSite, usual: float) -> float:
+    """How far the estimate for a left-out site is off, squared, in errors that it is given.
+
+    Args:
+        site: its sums, and its reading by the sums of the others.
+        usual: the share of unexplained samples at left-out sites.
+    """
+    sums, reading = site.sums, site.reading
+    off = logit(reading.centre(usual)) - _odds(sums.accuracy, sums.samples)
+    return _square(off, sums.accuracy, sums.samples, reading.error)
+
+
 def _odds(accuracy: float, samples: int) -> float:
     """The logit of an accuracy that was counted on so many samples."""
     return math.log((accuracy * samples + 0.5) / ((1 - accuracy) * samples + 0.5))
@@ -584,11 +602,22 @@ def _few_events(supports: Mapping[str, NDArray[Any]]) -> list[str]:
     """Which sites have so few samples of a kind that they say little."""
     reasons = []
     for name, counts in supports.items():
-        if (least := int(np.sort(counts)[-2])) < FEW_EVENTS:
+        if says_little(counts):
+            least = int(np.sort(counts)[-2])
             reasons.append(
                 f"site '{name}' says little: beside its most frequent class it has at most {least} of any other"
             )
     return reasons
+
+
+def says_little(counts: NDArray[Any]) -> bool:
+    """Whether a site with so many samples of each class (classes,) has few of all but one of them.
+
+    Example:
+        >>> says_little(np.array([40, 9, 0])), says_little(np.array([40, 12, 3]))
+        (True, False)
+    """
+    return int(np.sort(counts)[-2]) < FEW_EVENTS
 
 
 def _too_unlike(beyond: float, far: float) -> list[str]:

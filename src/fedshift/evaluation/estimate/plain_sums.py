@@ -9,14 +9,15 @@ counts of confidences among right and wrong answers, so they leave a site only i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from fedshift.errors import FedshiftError
+from fedshift.errors import FedshiftError, in_words
 from fedshift.evaluation.estimate.combination import KnownSite, Reading
 from fedshift.evaluation.estimate.estimators import ESTIMATORS
+from fedshift.evaluation.estimate.pooled import FEWEST, Pooled, Whole
 from fedshift.evaluation.estimate.sums import BANDS, BINS, TEMPERATURES, SiteSums
 from fedshift.evaluation.estimate.two_classes import SCORES
 
@@ -102,6 +103,90 @@ class GivenSite(_Part):
     def known(self) -> KnownSite:
         """The same as estimates read it."""
         return KnownSite(self.sums.sums, Reading(**self.reading.model_dump()))
+
+
+class GivenWhole(_Part):
+    """A `Whole`, checked."""
+
+    sites: Annotated[int, Field(ge=FEWEST, le=100_000)]
+    usual: _Share
+    little: _Count
+    rated: Annotated[int, Field(ge=0, le=100_000)]
+    sums: GivenSums
+    by_score: tuple[_Scores, _Scores] | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if max(self.rated, self.little) > self.sites:
+            raise ValueError("more sites are counted than there are")
+        if (self.by_score is not None) != (len(self.sums.answers) == 2):
+            raise ValueError("counts by score are of two classes")
+        return self
+
+    @property
+    def whole(self) -> Whole:
+        """The same as estimates read it."""
+        scores = None if self.by_score is None else np.array(self.by_score)
+        return Whole(self.sites, self.usual, round(self.little), self.rated, self.sums.sums, scores)
+
+
+class GivenPooled(_Part):
+    """A `Pooled`, checked."""
+
+    whole: GivenWhole
+    unexplained: _Share
+    far: _Share
+    squares: _Count
+    rate_squares: tuple[_Count, _Count, _Count]
+
+    @property
+    def pooled(self) -> Pooled:
+        """The same as estimates read it."""
+        return Pooled(self.whole.whole, self.unexplained, self.far, self.squares, np.array(self.rate_squares))
+
+
+def given_whole(whole: Whole) -> GivenWhole:
+    """The first sum as a message holds it.
+
+    Raises:
+        FedshiftError: its numbers do not fit each other, so masks were not those of one sum, or a site lied.
+    """
+    scores = None if whole.by_score is None else whole.by_score.tolist()
+    plain = {
+        "sites": whole.sites,
+        "usual": _within(whole.usual),
+        "little": whole.little,
+        "rated": whole.rated,
+        "sums": plain_sums(whole.sums),
+        "by_score": scores,
+    }
+    return _given(GivenWhole, plain)
+
+
+def given_pooled(pooled: Pooled) -> GivenPooled:
+    """All three sums as a message holds them.
+
+    Raises:
+        FedshiftError: as `given_whole`.
+    """
+    plain = {
+        "whole": given_whole(pooled.whole).model_dump(mode="json"),
+        "unexplained": _within(pooled.unexplained),
+        "far": _within(pooled.far),
+        "squares": max(0.0, pooled.squares),
+        "rate_squares": np.maximum(pooled.rate_squares, 0.0).tolist(),
+    }
+    return _given(GivenPooled, plain)
+
+
+_G = TypeVar("_G", bound=_Part)
+
+
+def _given(kind: type[_G], plain: dict[str, Any]) -> _G:
+    try:
+        return kind.model_validate(plain)
+    except ValidationError as error:
+        raise FedshiftError(f"sums of left-out sites do not fit each other: {in_words(error.errors()[0])}") from None
 
 
 def plain_sums(sums: SiteSums) -> dict[str, Any]:

@@ -184,17 +184,50 @@ def estimates(left_out: Sequence[Numbers], here: Numbers) -> dict[str, Range]:
         >>> found.low < 87.1 < found.high  # Φ(1.6 / √2)
         True
     """
-    usable = [counts for counts in left_out if counts.sum(axis=1).min() >= FEWEST]
-    if len(usable) < 2:
+    usable = [counts for counts in left_out if tells_rates(counts)]
+    whole = np.sum(usable, axis=0) if usable else np.zeros((2, SCORES))
+    squares = np.zeros(len(MEASURES))
+    if len(usable) > 1:
+        squares = np.sum([squares_of(whole - counts, counts) for counts in usable], axis=0)
+    return estimates_of(Rates(whole, squares, len(usable)), here)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What left-out sites that have enough samples of two classes say together.
+
+    Attributes:
+        by_score: their counts (2, SCORES).
+        squares: how far estimates were off at each, squared, in errors that they are given; the sum (3,).
+        sites: how many they are.
+    """
+
+    by_score: Numbers
+    squares: Numbers
+    sites: int
+
+
+def tells_rates(counts: Numbers) -> bool:
+    """Whether a site with these counts (2, SCORES) has enough samples of each class.
+
+    Example:
+        >>> tells_rates(by_score([0.1, 0.9], [0, 1]))
+        False
+    """
+    return bool(counts.sum(axis=1).min() >= FEWEST)
+
+
+def estimates_of(known: Rates, here: Numbers) -> dict[str, Range]:
+    """As `estimates`, of left-out sites of which only sums are known."""
+    if known.sites < 2:
         why = f"fewer than 2 left-out sites have {FEWEST} samples of each class"
         return {name: Range(None, reason=why) for name in MEASURES}
-    whole = np.sum(usable, axis=0)
-    odds, errors = _middle(whole, here)
-    factors = _factors(usable)
-    numbers = _expected(whole, here)
+    odds, errors = _middle(known.by_score, here)
+    factors = np.sqrt((PRIOR + known.squares) / (PRIOR + known.sites))
+    numbers = _expected(known.by_score, here)
     found = {}
     for place, name in enumerate(MEASURES):
-        found[name] = _range(float(odds[place]), float(factors[place] * errors[place]), name, numbers, len(usable))
+        found[name] = _range(float(odds[place]), float(factors[place] * errors[place]), name, numbers, known.sites)
     return found
 
 
@@ -204,17 +237,19 @@ def _middle(known: Numbers, here: Numbers) -> tuple[Numbers, Numbers]:
     return np.median(parts, axis=0), np.hypot(FLOOR, SPREAD * parts.std(axis=0))
 
 
-def _factors(left_out: Sequence[Numbers]) -> Numbers:
-    """How far estimates are off at the left-out sites, in errors that they are given (3,)."""
-    whole, squares = np.sum(left_out, axis=0), []
-    for counts in left_out:
-        odds, errors = _middle(whole - counts, counts.sum(axis=0))
-        truth = measures(counts)
-        noise = np.array(
-            [_noise(name, float(share), counts.sum(axis=1)) for name, share in zip(MEASURES, truth, strict=True)]
-        )
-        squares.append(np.minimum(np.maximum(0.0, (odds - _logits(truth)) ** 2 - noise) / errors**2, _MOST_SQUARE))
-    return np.asarray(np.sqrt((PRIOR + np.sum(squares, axis=0)) / (PRIOR + len(left_out))))
+def squares_of(others: Numbers, counts: Numbers) -> Numbers:
+    """How far estimates from other sites are off at a left-out site, squared, in errors that they are given (3,).
+
+    Args:
+        others: counts of the other left-out sites (2, SCORES).
+        counts: of this one.
+    """
+    odds, errors = _middle(others, counts.sum(axis=0))
+    truth = measures(counts)
+    noise = np.array(
+        [_noise(name, float(share), counts.sum(axis=1)) for name, share in zip(MEASURES, truth, strict=True)]
+    )
+    return np.asarray(np.minimum(np.maximum(0.0, (odds - _logits(truth)) ** 2 - noise) / errors**2, _MOST_SQUARE))
 
 
 def _expected(known: Numbers, here: Numbers) -> Numbers:

@@ -1,0 +1,200 @@
+"""Sums over all left-out sites, from which a site without labels estimates, where no site tells its own.
+
+Three sums do, one after the other, of what each site computes by itself:
+
+1. its `SiteSums`, its accuracy, and whether it says little;
+2. how unlike its answers are to those of the others, which are the first sum less its own;
+3. how far the estimate from the others is off there, in errors that it is given.
+
+The first sum calibrates temperatures and costs, the other two the interval. So the estimate is that of
+`fedshift.evaluation.estimate.combination.estimate_from_sums`, up to the rounding of the sums. Which sites say little
+is a number then, and no name. Of two classes counts by score are of those sites that have enough of each class.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from fedshift.evaluation.estimate.combination import (
+    PRIOR,
+    Cases,
+    Estimate,
+    KnownSite,
+    Reading,
+    estimate_of_cases,
+    says_little,
+    square_of,
+)
+from fedshift.evaluation.estimate.sums import BANDS, BINS, TEMPERATURES, Numbers, SiteSums
+from fedshift.evaluation.estimate.two_classes import MEASURES, SCORES, Rates, squares_of, tells_rates
+
+FEWEST = 3
+"""Sites of a sum: with two, each learns the other's part."""
+_HEAD = 4
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The first sum.
+
+    Attributes:
+        sites: how many there are.
+        usual: their mean accuracy, a share.
+        little: how many of them say little.
+        rated: how many have enough samples of two classes.
+        sums: of all; without counts by score.
+        by_score: of those that are `rated` (2, SCORES); None of more classes.
+    """
+
+    sites: int
+    usual: float
+    little: int
+    rated: int
+    sums: SiteSums
+    by_score: Numbers | None
+
+    def others(self, own: SiteSums) -> SiteSums:
+        """The sums of the others: all, less a site's own.
+
+        Example:
+            >>> from fedshift.evaluation.estimate.sums import sums_of
+            >>> first, second = sums_of([[0.9, 0.1]], [0]), sums_of([[0.2, 0.8], [0.4, 0.6]], [1, 1])
+            >>> Whole(2, 1.0, 0, 0, first + second, None).others(first).samples
+            2
+        """
+        less = {
+            name: np.maximum(getattr(self.sums, name) - getattr(own, name), 0.0)
+            for name in ("by_confidence", "losses", "confidences", "answers")
+        }
+        return SiteSums(self.sums.samples - own.samples, cost=max(0.0, self.sums.cost - own.cost), **less)
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """All three sums.
+
+    Attributes:
+        whole: the first.
+        unexplained, far: means over sites of how unlike their answers are.
+        squares: the sum of squared errors.
+        rate_squares: the same of AUROC, sensitivity and specificity (3,).
+    """
+
+    whole: Whole
+    unexplained: float
+    far: float
+    squares: float
+    rate_squares: Numbers
+
+    @property
+    def cases(self) -> Cases:
+        """What an estimate reads of left-out sites."""
+        whole, rates = self.whole, None
+        if whole.by_score is not None:
+            rates = Rates(whole.by_score, self.rate_squares, whole.rated)
+        factor = math.sqrt((PRIOR + self.squares) / (PRIOR + whole.sites))
+        return Cases(whole.sums, self.unexplained, self.far, factor, whole.sites, rates=rates)
+
+
+def first_part(own: SiteSums) -> Numbers:
+    """A site's part of the first sum (n,).
+
+    Example:
+        >>> from fedshift.evaluation.estimate.sums import sums_of
+        >>> first_part(sums_of([[0.9, 0.1], [0.4, 0.6]], [0, 0]))[:5].tolist()  # accuracy, little, rated, samples
+        [0.5, 1.0, 0.0, 2.0, 0.0]
+    """
+    rated = own.by_score is not None and tells_rates(own.by_score)
+    head = [own.accuracy, float(says_little(own.confusion.sum(axis=1))), float(rated), float(own.samples)]
+    parts = [own.by_confidence, own.losses, own.confidences, own.answers, np.array([own.cost])]
+    if own.by_score is not None:
+        parts.append(own.by_score * float(rated))
+    return np.concatenate([head, *(part.ravel() for part in parts)])
+
+
+def first_length(classes: int) -> int:
+    """How long a part of the first sum is.
+
+    Example:
+        >>> from fedshift.evaluation.estimate.sums import sums_of
+        >>> first_length(3) == len(first_part(sums_of([[0.9, 0.1, 0.0]], [0])))
+        True
+    """
+    scores = 2 * SCORES if classes == 2 else 0
+    return _HEAD + 2 * BINS + 2 * len(TEMPERATURES) + BANDS * classes**2 + 1 + scores
+
+
+def whole_of(total: Numbers, sites: int, classes: int) -> Whole:
+    """The first sum of so many sites, from its numbers (n,). Counts that rounding moved are put back.
+
+    Example:
+        >>> from fedshift.evaluation.estimate.sums import sums_of
+        >>> whole_of(first_part(sums_of([[0.9, 0.1], [0.4, 0.6]], [0, 0])), 1, 2).sums.accuracy
+        0.5
+    """
+    shapes = [(2, BINS), (len(TEMPERATURES),), (len(TEMPERATURES),), (classes, classes, BANDS), (1,)]
+    parts, begin = [], _HEAD
+    for shape in shapes:
+        parts.append(total[begin : begin + math.prod(shape)].reshape(shape))
+        begin += math.prod(shape)
+    by_confidence, losses, confidences, answers, cost = parts
+    samples = round(float(total[3]))
+    sums = SiteSums(
+        samples, by_confidence.round(), losses, np.minimum(confidences, samples), answers.round(), float(cost[0])
+    )
+    scores = total[begin:].round().reshape(2, SCORES) if classes == 2 else None
+    return Whole(sites, float(total[0]) / sites, round(float(total[1])), round(float(total[2])), sums, scores)
+
+
+def second_part(reading: Reading) -> Numbers:
+    """A site's part of the second sum (2,), from its reading by the sums of the others."""
+    return np.array([reading.unexplained, reading.far])
+
+
+def third_part(whole: Whole, unexplained: float, own: SiteSums, reading: Reading) -> Numbers:
+    """A site's part of the third sum (4,): squared errors of the accuracy and of the rates of two classes.
+
+    Args:
+        whole: the first sum.
+        unexplained: the mean of the second.
+        own: sums of the site.
+        reading: by the sums of the others.
+    """
+    rates = np.zeros(len(MEASURES))
+    mine = own.by_score
+    if whole.by_score is not None and mine is not None and tells_rates(mine) and whole.rated > 1:
+        rates = squares_of(np.maximum(whole.by_score - mine, 0.0), mine)
+    return np.concatenate([[square_of(KnownSite(own, reading), unexplained)], rates])
+
+
+def estimate_from_pooled(
+    pooled: Pooled, scores: ArrayLike, unlike: str | None = None, unusual: str | None = None, threshold: float = 0.5
+) -> Estimate:
+    """As `estimate_from_sums`, where only sums over all left-out sites are known.
+
+    Args:
+        pooled: the sums.
+        scores, unlike, unusual, threshold: as there.
+    """
+    whole = pooled.whole
+    notes = [f"{whole.little} of the {whole.sites} sites say little: they have few of all but one class"]
+    found: NDArray[Any] = np.asarray(scores, dtype=np.float64)
+    estimate = estimate_of_cases(
+        whole.sites,
+        notes if whole.little else [],
+        whole.usual,
+        pooled.cases,
+        found,
+        unlike=unlike,
+        unusual=unusual,
+        threshold=threshold,
+    )
+    return replace(estimate, reasons=(*estimate.reasons, SUMMED))
+
+
+SUMMED = "the left-out sites' numbers were added up under masks: no site's are known"

@@ -1,0 +1,188 @@
+"""Estimates at a site without labels, from masked sums and from counts with noise."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from federations import SECURE, write_kits
+from loopback import Loopback, deploy, events, options_of, site_file
+from test_fourth_site import PROTOCOL, SEND, samples
+from test_secure_deployments import fingerprints
+
+from fedshift.deploy.playground.in_process import forged
+from fedshift.deploy.privacy.ledger import LEDGER
+from fedshift.deploy.remote.policy import AuditLog
+from fedshift.deploy.remote.wire import body_of, seal, unseal
+from fedshift.deploy.secure.site_estimate_sums import SiteEstimateSums
+from fedshift.evaluation.estimate.pooled import first_part
+from fedshift.evaluation.estimate.sums import sums_of
+from fedshift.functional.fixed_point import to_fixed
+from fedshift.functional.noisy_scores import cells, nearest_counts, samples_of
+
+FOUR = {"north": 90, "south": 80, "east": 100, "west": 85}
+ESTIMATED = ("estimate", "low", "high", "unexplained", "far", "usual")
+
+
+def federation(
+    folder: Path,
+    classes: int = 2,
+    engine: Mapping[str, Any] | None = None,
+    change: Any = None,
+    site: Mapping[str, Any] | None = None,
+    training: Mapping[str, Any] | None = None,
+    **policy: Any,
+) -> tuple[dict[str, Any], Loopback]:
+    """What the fifth site, without labels, estimates beside four."""
+    (folder / "data").mkdir(parents=True)
+    places = {}
+    for seed, (name, n) in enumerate({**FOUR, "va": 70}.items()):
+        x, y = samples(seed, n)
+        labels = {} if name == "va" else {"y": np.minimum(y, classes - 1)}
+        np.savez(folder / "data" / f"{name}.npz", x=x, **labels)  # type: ignore[arg-type]
+        places[name] = site_file(folder, name, str(folder / "data" / f"{name}.npz"), send=SEND, roster="any", **policy)
+        written = yaml.safe_load(places[name].read_text()) | {"classes": [*"012"[:classes]]}
+        if name == "va":
+            written["data"]["site_labels"] = {"va": "none"}
+        else:
+            written |= dict(site or {})
+        places[name].write_text(yaml.safe_dump(written))
+    write_kits(folder, list(places))
+    options = options_of("fedavg", protocol=PROTOCOL, evaluation={"resamples": 0})  # type: ignore[arg-type]
+    options["training"] |= dict(training or {})
+    transport = Loopback(places, change)
+    sites = {**FOUR, "va": 70}
+    deploy(folder, options, sites=sites, unseen={}, transport=transport, engine=dict(engine or {}))
+    run = next((folder / "va" / "received").iterdir())
+    return json.loads((run / "estimate.json").read_text()), transport
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+@pytest.mark.threat("site_without_labels")
+def test_masked_sums_give_the_estimate_of_plain_ones(
+    classes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To 1e-5 points, since numbers are rounded to 2^-33; and of what one site adds no number is told."""
+    added: list[torch.Tensor] = []
+    numbers_of = SiteEstimateSums._numbers
+
+    def known(*args: Any) -> torch.Tensor:
+        added.append(numbers_of(*args))
+        return added[-1]
+
+    monkeypatch.setattr(SiteEstimateSums, "_numbers", known)
+    uploads: list[tuple[str, int, Any]] = []
+
+    def look(site: str, header: dict[str, Any], answer: Any) -> Any:
+        said, content, _ = unseal(answer)
+        if header["do"] == "measure":
+            assert said["measures"].get("sums") is None
+        if header["do"] == "mask":
+            uploads.append((site, header["step"], content["sum"]["sum"]))
+        return answer
+
+    strict = {"secure": "required", "peers": fingerprints(tmp_path / "masked", [*FOUR, "va"])}
+    masked, transport = federation(tmp_path / "masked", classes, SECURE, look, **strict)
+    plain, _ = federation(tmp_path / "plain", classes)
+    assert (masked["sites"], masked["samples"], masked["abstain"]) == (4, 70, plain["abstain"])
+    for name in ESTIMATED:
+        assert masked[name] == pytest.approx(plain[name], abs=1e-5)
+    for name, one in plain["measures"].items():
+        assert one["estimate"] is not None
+        for part in ("estimate", "low", "high"):
+            assert masked["measures"][name][part] == pytest.approx(one[part], abs=1e-5)
+    assert "no site's are known" in masked["reasons"][-1]
+    assert sorted((step, site) for site, step, _ in uploads) == [(s, site) for s in (1, 2, 3) for site in sorted(FOUR)]
+    for (*_, upload), part in zip(uploads, added, strict=True):
+        assert part[0] == 1
+        assert not (upload == part).any()
+    assert all(do != "reading" for _, do in transport.asked)
+    lines, _ = AuditLog.check(tmp_path / "masked" / "north" / "memory" / "audit.jsonl")
+    kinds = {kind["kind"] for line in lines for kind in line.get("sent", {}).values()}
+    assert "confidences" not in kinds
+    assert "masked" in kinds
+    scores = [line["step"] for line in lines if line["do"] == "mask"]
+    assert scores == [1, 2, 3]
+    assert [event["sites"] for event in events(tmp_path / "masked") if event.get("is") == "summed"] == [4]
+    assert not list((tmp_path / "masked" / "north" / "memory").glob("*sums*")), "keys are forgotten when all is over"
+
+
+def test_a_sum_that_lost_a_site_is_of_the_others(tmp_path: Path) -> None:
+    def lose(site: str, header: dict[str, Any], answer: Any) -> Any:
+        return [] if site == "west" and header["do"] == "mask" else answer
+
+    found, _ = federation(tmp_path, 3, SECURE, lose)
+    assert (found["sites"], found["abstain"]) == (3, False)
+    assert any("'west' gives nothing to a sum" in event.get("message", "") for event in events(tmp_path))
+
+
+def test_another_sum_of_the_same_scores_is_refused(tmp_path: Path) -> None:
+    """Two sums of the same numbers over sites that differ by a few would show these."""
+    said: list[str] = []
+
+    def ask_otherwise(site: str, header: dict[str, Any], answer: Any) -> Any:
+        if site == "north" and header["do"] == "mask" and header["step"] == 1:
+            fewer = {name: card for name, card in header["cards"].items() if name != "west"}
+            scores = {name: run for name, run in header["scores"].items() if name != "west"}
+            again = forged(seal(header, body_of({})), cards=fewer, scores=scores, threshold=2)
+            said.append(unseal(transports[0].programs[site].handle(again, "an attacker"))[0]["message"])
+        return answer
+
+    transports: list[Loopback] = []
+
+    class Known(Loopback):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            transports.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "Loopback", Known)
+        found, _ = federation(tmp_path, 3, SECURE, ask_otherwise)
+    assert not found["abstain"]
+    assert "masks it only once" in said[0]
+
+
+def test_a_budget_gives_noisy_counts_and_they_stand_in_the_ledger(tmp_path: Path) -> None:
+    budget = {"epsilon": 100.0, "delta": 1e-5, "measurement_noise": 3.0, "confidences_noise": 2.0}
+    private = {"privacy": {"epsilon": 20.0, "delta": 1e-5, "clip_norm": 1.0}}
+    found, _ = federation(tmp_path / "plain", 2, site={"privacy": budget}, training=private)
+    assert found["sites"] == 4
+    ledger = [json.loads(line) for line in (tmp_path / "plain" / "north" / "memory" / LEDGER).read_text().splitlines()]
+    paid = [line for line in ledger if line.get("call") == "confidences"]
+    assert [(line["noise_multiplier"], line["sample_rate"], line["steps"]) for line in paid] == [(2.0, 1.0, 1)]
+    masked, _ = federation(tmp_path / "masked", 2, SECURE, site={"privacy": budget}, training=private)
+    assert masked["sites"] == 4
+
+
+def test_noisy_counts_are_near_the_true_ones() -> None:
+    """Total variation falls with the number of samples; the projection keeps the number and no count is negative."""
+    draw, off = np.random.default_rng(0), []
+    for n in (200, 20000):
+        second = draw.beta(0.5, 0.5, n)
+        labels = (draw.random(n) < second).astype(int)
+        where, number = cells(np.stack([1 - second, second], 1), labels, 0.3)
+        true = np.bincount(where, minlength=number)
+        counts = nearest_counts(true + 2.0 * draw.normal(size=number), n)
+        assert counts.min() >= 0
+        assert counts.sum() == n
+        scores, again = samples_of(counts, 2, 0.3)
+        assert np.array_equal(np.bincount(cells(scores, again, 0.3)[0], minlength=number), counts)
+        made, truth = sums_of(scores, again, 0.3), sums_of(np.stack([1 - second, second], 1), labels, 0.3)
+        off.append(abs(made.accuracy - truth.accuracy))
+    assert off[1] < 0.002 < off[0] < 0.08
+
+
+def test_a_part_of_a_sum_is_exact_in_counts() -> None:
+    draw = np.random.default_rng(1)
+    own = sums_of(draw.dirichlet([1, 1, 1], 50), draw.integers(0, 3, 50))
+    part = first_part(own)
+    back = to_fixed(torch.from_numpy(part), 4).double().numpy() * 2.0**-32
+    assert np.abs(back - part).max() <= 2.0**-33
+    counts = part[3:404]
+    assert np.array_equal(back[3:404], counts)
