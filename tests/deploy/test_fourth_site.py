@@ -87,6 +87,7 @@ def test_it_ends_as_the_simulation_does(tmp_path: Path) -> None:
     assert (there["sites"], there["samples"]) == (3, 70)
     assert not there["abstain"]
     assert [there[name] for name in ("estimate", "low", "high")] == pytest.approx([here.estimate, here.low, here.high])
+    assert (there["harmful"], there["reasons"]) == (here.harmful, list(here.reasons))
     right = 100 * (told["predicted"].astype(int) == samples(3, 70)[1]).mean()
     assert there["low"] <= right <= there["high"]
     # What the model file says is enough to predict there.

@@ -52,6 +52,16 @@ def test_a_site_like_the_others_is_estimated_well_and_within_its_interval() -> N
     assert np.mean(inside) >= 0.88
 
 
+def test_a_class_that_is_as_frequent_as_the_model_is_right_is_told() -> None:
+    """Nobody is told a confident number of a model that is worth no more than the same answer for all."""
+    known = {name: site(300, at, 1.0, off=2.0) for at, name in enumerate("abcd")}
+    rare = estimate_accuracy(known, site(600, 9, 1.0, off=2.0, share=0.97).scores)
+    even = estimate_accuracy(known, site(600, 9, 1.0, off=2.0).scores)
+    said = "to say it of all may be right as often as the model"
+    assert any(said in one for one in rare.reasons)
+    assert not any(said in one for one in even.reasons)
+
+
 @pytest.mark.parametrize("share", [0.1, 0.9])
 def test_moved_class_frequencies_alone_do_not_mislead(share: float) -> None:
     target = site(600, 1, 1.5, share=share)

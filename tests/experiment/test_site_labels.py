@@ -281,3 +281,25 @@ def test_the_choice_of_a_model_looks_at_other_sites_alone(tmp_path: Path) -> Non
     assert done.verdict()["choices"][0]["method"] == found.method
     with pytest.raises(UserError, match="no finished run with target 'w'"):
         done.choice("w")
+
+
+def test_where_no_model_is_worth_more_than_the_most_frequent_class_none_answers(tmp_path: Path) -> None:
+    """A poor start and very unequal classes: it must not lose to saying the same of every sample."""
+
+    def unequal(seed: int) -> pd.DataFrame:
+        return patients(seed).assign(ill=[0] * 51 + [1] * 9)
+
+    data = table({**{name: unequal(seed) for seed, name in enumerate(LABELLED)}, "va": WITHOUT["va"]}, site_labels=NONE)
+    poor = {"rounds": 1, "batch_size": 60, "lr": 1e-6}
+    done = fedshift.run(study(data, protocol=ADAPT, methods=["fedavg", "shot"], training=poor), tmp_path)
+    found = done.choice("va")
+    runs = [run for run in done.runs if run.method == "fedavg"]
+    always = [100 * site.support[0] / site.samples for run in runs for site in run.sites if site.part == "target"]
+    gain = np.mean(always) - np.mean([run.accuracy() or 0.0 for run in runs])
+    assert gain > 20
+    assert (found.constant, found.method) == ("0", "fedavg")
+    assert f"gains {gain:.1f} points" in found.why
+    said = "At va no model should answer, but '0' for every sample"
+    assert said in done.markdown()
+    assert said.replace("'", "&#39;") in page(done.collected)
+    assert done.verdict()["choices"][0]["constant"] == "0"

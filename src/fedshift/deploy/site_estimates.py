@@ -8,7 +8,7 @@ predictions on its own disk, and estimates by itself. It answers nothing but tha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from fedshift.deploy.site_file import Holding, SiteConfig
 from fedshift.digests import read_object, write_object
 from fedshift.encryption import read_private, write_private
 from fedshift.errors import FedshiftError, KindRefused, Refused, UserError
-from fedshift.evaluation.estimate.combination import LEVEL, Estimate, estimate_from_sums, read
+from fedshift.evaluation.estimate.combination import LEVEL, NOT_LOOKED_AT, Estimate, estimate_from_sums, read
 from fedshift.evaluation.estimate.plain_sums import (
     MOST_CLASSES,
     GivenReading,
@@ -184,12 +184,14 @@ class SiteEstimates:
             check_classes(pooled.whole.sums, len(classes))
         shift = _shift(holding, answers[0].rows, asked.request.preprocessing)
         threshold = threshold_of(asked.request.threshold)
-        given = {"unlike": shift.refusal, "unusual": shift.warning, "threshold": threshold}
+        given: dict[str, Any] = {"unlike": shift.refusal, "unusual": shift.warning, "threshold": threshold}
         scores = answers[0].known.scores
         if pooled is None:
             estimate = estimate_from_sums(known, scores, **given)
         else:
             estimate = estimate_from_pooled(pooled.pooled, scores, **given)
+        if estimate.sites:
+            estimate = replace(estimate, reasons=(*estimate.reasons, NOT_LOOKED_AT))
         write_bytes(
             self._received / run / ESTIMATE, f"{json_text(estimate.plain(), indent=2)}\n".encode(), private=True
         )

@@ -8,12 +8,17 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from fedshift.errors import UserError, nearest
 from fedshift.evaluation.estimate.choice import FEWEST, HARM, choose, margin
+from fedshift.evaluation.records import RunResult
 from fedshift.report.collect import Collected
 from fedshift.report.conditions import conditions
 from fedshift.report.estimates import Estimates, estimates_of
 from fedshift.report.roles import role_of
+
+_CONSTANT = "the most frequent class"
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,7 @@ class Choice:
         common: the method of the common model, which used nothing of the target.
         gains: adapting method → its gains over the common model at the other targets, in points.
         why: in words.
+        constant: the class that should be answered for every sample, where no model is worth more; None: a model is.
     """
 
     target: str
@@ -33,11 +39,13 @@ class Choice:
     common: str
     gains: Mapping[str, Sequence[float]]
     why: str
+    constant: str | None = None
 
     def plain(self) -> dict[str, Any]:
         """The same as JSON has it."""
         gains = {name: list(one) for name, one in self.gains.items()}
-        return {"target": self.target, "method": self.method, "common": self.common, "gains": gains, "why": self.why}
+        plain = {"target": self.target, "method": self.method, "common": self.common, "gains": gains, "why": self.why}
+        return plain | ({} if self.constant is None else {"constant": self.constant})
 
 
 def choice_at(collected: Collected, target: str, estimates: Estimates | None = None) -> Choice:
@@ -68,8 +76,37 @@ def choice_at(collected: Collected, target: str, estimates: Estimates | None = N
         if name in here and name not in common
     }
     unfit = set[str]() if choose(gains) is None else _unfit(estimates or estimates_of(collected), target)
-    chosen = choose({name: one for name, one in gains.items() if name not in unfit})
+    frequent, always = _most_frequent(results, target, scores.get(first, {}))
+    fit = {name: one for name, one in gains.items() if name not in unfit}
+    chosen = choose({**fit, **({} if frequent is None else {_CONSTANT: always})})
+    if chosen == _CONSTANT:
+        return Choice(target, first, first, gains, f"{_gain(always)}, whatever the model", frequent)
     return Choice(target, chosen or first, first, gains, _why(chosen, gains, unfit))
+
+
+def _most_frequent(
+    results: Sequence[RunResult], target: str, common: Mapping[str, float]
+) -> tuple[str | None, list[float]]:
+    """The most frequent class at the other targets, and what saying it of every sample gains at each of them.
+
+    At each of them it is the class that is most frequent at those that are left, so that no label there is used. None
+    where sites do not tell how many samples of each class they have.
+    """
+    supports = {
+        site.site: np.array(site.support)
+        for result in results
+        for site in result.sites
+        if site.part == "target" and site.site in common and site.site != target and None not in site.support
+    }
+    lengths = {len(one) for one in supports.values()}
+    if len(supports) < FEWEST or lengths != {len(results[0].classes)}:
+        return None, []
+    whole = np.sum(list(supports.values()), axis=0)
+    found = []
+    for name, own in supports.items():
+        said = int(np.argmax(whole - own))
+        found.append(100.0 * float(own[said]) / float(own.sum()) - common[name])
+    return results[0].classes[int(np.argmax(whole))], found
 
 
 def _scores(collected: Collected, target: str, methods: set[str]) -> dict[str, dict[str, float]]:
@@ -87,9 +124,13 @@ def _unfit(estimates: Estimates, target: str) -> set[str]:
     return {name for name, of_seeds in estimates.get(target, {}).items() if any(one.too_unlike for one in of_seeds)}
 
 
+def _gain(gains: Sequence[float]) -> str:
+    return f"at {len(gains)} other targets it gains {fmean(gains):.1f} points on average"
+
+
 def _why(chosen: str | None, gains: Mapping[str, Sequence[float]], unfit: set[str]) -> str:
     if chosen is not None:
-        return f"at {len(gains[chosen])} other targets it gains {fmean(gains[chosen]):.1f} points on average"
+        return _gain(gains[chosen])
     if not gains:
         return "no method adapted to the target"
     if set(gains) <= unfit:
@@ -114,4 +155,7 @@ def choices(collected: Collected, estimates: Estimates) -> tuple[Choice, ...]:
 def choices_in_words(found: Sequence[Choice]) -> Iterator[str]:
     """A sentence for each choice."""
     for one in found:
-        yield f"At {one.target} the model of {one.method} should answer: {one.why}."
+        if one.constant is None:
+            yield f"At {one.target} the model of {one.method} should answer: {one.why}."
+        else:
+            yield f"At {one.target} no model should answer, but '{one.constant}' for every sample: {one.why}."

@@ -68,6 +68,7 @@ what it must reach. A logistic regression chose them; 9 % of unharmed targets re
 WIDEST = 70.0
 """An interval of more points than these says nothing, and no estimate is given."""
 LEVEL = 0.9
+_OF_TWO = "it is estimated of two classes only"
 NOT_LOOKED_AT = "it rests on scores alone: the left-out sites' samples were not looked at again"
 
 
@@ -123,7 +124,8 @@ class Estimate:
         too_unlike: whether it abstains because the samples, or the answers to them, are too unlike; then no model that
             was adapted to them is handed out either.
         looked_at: whether samples of the left-out sites were looked at again, and the estimate corrected by that.
-        measures: of two classes AUROC, sensitivity and specificity, each with its interval or why there is none.
+        measures: of two classes AUROC, sensitivity and specificity, each with its interval or why there is none; of
+            more classes why there is no AUROC.
         threshold: of these two.
     """
 
@@ -401,6 +403,7 @@ def estimate_of_cases(
     known = replace(known, looked_at=cases.correction is not None and nearby is not None)
     if not stop and 100 * (high - low) > WIDEST:
         stop.append(f"its interval would be {100 * (high - low):.0f} points wide")
+    notes += _as_frequent(cases.whole, shares, centre)
     lost = 100 * ((usual or 0.0) - centre)
     harmful = bool(unlike) or _is_harmful(cases, (lost / LOSS, odd / ODD, far / DISTANT), apart)
     parts = {name: 100 * value for name, value in found.parts.items()}
@@ -411,7 +414,20 @@ def estimate_of_cases(
     )
     if cases.by_score or cases.rates is not None:
         known = replace(known, measures=_measures(cases, shares, threshold, stop), threshold=threshold)
+    elif shares.shape[1] > 2:
+        known = replace(known, measures={"auroc": Range(None, reason=_OF_TWO)})
     return known if stop else replace(known, estimate=100 * centre, low=100 * low, high=100 * high)
+
+
+def _as_frequent(sums: SiteSums, shares: Numbers, centre: float) -> list[str]:
+    """A note where saying one class of every sample may be right as often as the model is."""
+    most = float(moved_frequencies(sums, shares).max())
+    if most < centre:
+        return []
+    return [
+        f"if only class frequencies moved, about {100 * most:.0f} % of the samples are of one class: to say it of all "
+        "may be right as often as the model"
+    ]
 
 
 def _is_harmful(cases: Cases, signs: tuple[float, float, float], apart: Apart | None) -> bool:
