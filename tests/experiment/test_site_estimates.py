@@ -95,6 +95,15 @@ def test_the_sites_samples_are_looked_at_again(results: fedshift.api.Results, tm
     assert results.estimate(data, target="north", seed=0).estimate == estimate.estimate
 
 
+def test_they_are_looked_at_as_a_model_reads_them_that_adapted(results: fedshift.api.Results, tmp_path: Path) -> None:
+    """Its encoding is made of its target's sums, too."""
+    where = Path(results.folder).parent.parent
+    study = {**STUDY, "protocol": {"kind": "adapt_to_one", "targets": "all", "seeds": [0]}, "training": {"rounds": 1}}
+    adapted = fedshift.run({**study, "data": table_of(where)}, tmp_path)
+    data = written(tmp_path / "new.csv", hospital(9, 200), ("age", "pressure"))
+    assert adapted.estimate(data, target="north", seed=0).looked_at
+
+
 def test_an_experiment_whose_samples_are_others_is_no_help(results: fedshift.api.Results, tmp_path: Path) -> None:
     for at, name in enumerate(SITES):
         written(tmp_path / f"{name}.csv", hospital(at + 20))

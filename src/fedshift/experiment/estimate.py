@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
@@ -169,13 +169,14 @@ class _Read:
         self._source = source
         self._read: list[tuple[DataSource, DataSet]] = []
 
-    def encoded_by(self, sources: Collection[str]) -> DataSet:
-        """The data as a model that trained at these sites reads them.
+    def encoded_for(self, trained: TrainedModel) -> DataSet:
+        """The data as a model reads them: by sums of its sources, and of the site that it was adapted to.
 
         Raises:
             UserError: they cannot be read.
         """
-        source = self._source
+        source, adapted = self._source, str(trained.metadata.get("adapted_to", "")).split("+")
+        sources = {*trained.metadata["sources"], *adapted}
         for name in self._of(source).domains:
             source = source if name in sources else source.without(name)
         return self._of(source)
@@ -194,7 +195,7 @@ def _looked_at_here(
     """What the model says near the samples, and how far these are; None if not all left-out sites were looked at so."""
     if read is None or not left_out or not all(site.looked_at for site in left_out.values()):
         return None, None
-    data = read.encoded_by(trained.metadata["sources"])
+    data = read.encoded_for(trained)
     usual = usual_values(data, list(left_out))
     if not len(inputs) or not changeable(inputs) or inputs.shape[1:] != usual.mean.shape:
         return None, None
@@ -209,7 +210,7 @@ def _looked_at(run: Path, one: Measured, read: _Read) -> LeftOut:
     """
     try:
         left_out = load_model(run / MODEL)
-        data = read.encoded_by(one.sources)
+        data = read.encoded_for(left_out)
     except UserError:
         return one.known
     return looked_at(left_out, data, one.site, one.rows, one.known)

@@ -156,6 +156,8 @@ class Estimate:
             ends = f"{self.low:.1f} to {self.high:.1f} in {LEVEL:.0%} of cases"
             yield f"accuracy here, estimated: {self.estimate:.1f} % ({ends})"
         for name, one in self.measures.items():
+            if self.abstain and one.reason == self.reasons[0]:
+                continue
             at = "" if name == "auroc" else f" at threshold {self.threshold:.2f}"
             title = f"{ENTRIES[name].title}{at}"
             if one.estimate is None:
@@ -167,7 +169,7 @@ class Estimate:
             yield f"accuracy where it was measured: {self.usual:.1f} % (mean of {sites}, each left out in turn)"
         if self.harmful:
             yield "warning: the data differ so much that the model may do much worse here: have some samples labelled"
-        if self.looked_at:
+        if self.looked_at and not self.abstain:
             yield (
                 "note: samples of the left-out sites were looked at again; page, tables and verdict rest on scores "
                 "alone and may say another number: take this one"
