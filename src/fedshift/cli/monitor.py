@@ -74,6 +74,6 @@ def _lines(month: Month) -> Iterator[str]:
     if month.harmful:
         yield "warning: the model may do much worse here than where it was measured; have some samples labelled"
     for what, p in month.drift.items():
-        yield f"warning: {what} differ from the first months (p = {p:.1g})"
+        yield f"warning: compared with the first months, other {what} (p = {p:.1g})"
     if not month.alarm:
         yield "no alarm"
