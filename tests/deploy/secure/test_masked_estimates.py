@@ -55,7 +55,7 @@ def federation(
         places[name].write_text(yaml.safe_dump(written))
     write_kits(folder, list(places))
     options = options_of("fedavg", protocol=PROTOCOL, evaluation={"resamples": 0})  # type: ignore[arg-type]
-    options["training"] |= dict(training or {})
+    options["training"] |= {"rounds": 1, **(training or {})}
     transport = Loopback(places, change)
     sites = {**FOUR, "va": 70}
     deploy(folder, options, sites=sites, unseen={}, transport=transport, engine=dict(engine or {}))

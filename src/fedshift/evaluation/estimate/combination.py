@@ -423,7 +423,7 @@ def estimate_of_cases(
 
 def _as_frequent(sums: SiteSums, shares: Numbers, centre: float) -> list[str]:
     """A note where saying one class of every sample may be right as often as the model is."""
-    most = float(moved_frequencies(sums, shares).max())
+    most = float(moved_frequencies(sums, probabilities(shares)).max())
     if most < centre:
         return []
     return [
