@@ -25,7 +25,7 @@ class Mutation:
     """One mistake: in ``module``, ``old`` (which occurs once) becomes ``new``, and one of ``tests`` should fail.
 
     ``tests`` are names of test files without their folder, ``test_`` and ``.py``, so that a file can move: ``copa``, or
-    ``kd3a*`` for all that begin so. ``contract*::test_it_trains`` is a single test.
+    ``kd3a*`` for all that begin so. ``contract*::test_it_keeps_what_every_method_promises`` is a single test.
     """
 
     name: str

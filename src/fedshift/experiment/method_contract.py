@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,13 @@ import torch
 
 from fedshift.data.domain import Domain, Preprocessing
 from fedshift.data.site_data import batches_per_epoch
-from fedshift.errors import UserError
+from fedshift.errors import TrainingDiverged, UserError
 from fedshift.experiment.costs import SAMPLES, dry_run
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.messages import known_kinds
 from fedshift.federation.site_runner import Setting, SitePlan
 from fedshift.federation.training import Training
-from fedshift.methods.base import Method, RunPlan, State
+from fedshift.methods.base import Method, RunPlan, Samples, State, work_of
 from fedshift.methods.rounds import play_round, start_run
 from fedshift.models import registry as models
 from fedshift.models.options import NetworkOptions
@@ -27,20 +28,25 @@ from fedshift.weights import Weights
 
 _SIZES = {"large": 41, "small": 5, "single": 1}
 """Samples of the sites; a mini-batch has 8, so one has a last batch of one and one has a single sample."""
-_CLASSES, _SIDE, _ROUNDS = 3, 12, 10
+_CLASSES, _SIDE, _WIDTH, _ROUNDS = 3, 12, 5, 6
 _NETWORK = {"name": "mnist_cnn", "channels": [3, 4], "hidden": 6}
-_LEARNED = 0.85
-"""The loss that a method must fall below, as a part of that of equal probabilities; the classes are easy to tell."""
+_NORMED = {"name": "mlp", "hidden": [8, 6], "batch_norm": True}
+_NORMED_ON_IMAGES = {"name": "digit_cnn", "variant": "paper"}
+_RATES, _LEARNED = (0.1, 0.02), 0.85
+"""The loss that a method must fall below at one of the rates, as a part of that of equal probabilities."""
+_REMEMBERED: Mapping[str, Any] = {"momentum": 0.9, "reset_optimizer_each_round": False}
+"""Momentum that sites keep, so that their memory matters."""
 
 
 def check_method(kind: type[Method], network: str | Mapping[str, Any] | None = None, **options: Any) -> None:
     """Hold a method of your own to what every method promises. It takes a few seconds.
 
-    It trains on three small sites of made-up images with three classes.
+    It trains on three small sites of made-up samples with three classes.
 
     Args:
         kind: the class.
-        network: name, or name and options, of a network for small grey images; by default a small CNN.
+        network: name, or name and options, of a network for small grey images; by default a small CNN, and a network
+            with batch normalisation where the method must learn.
         options: of the method, beside those of its trait ``small``.
 
     Raises:
@@ -50,36 +56,92 @@ def check_method(kind: type[Method], network: str | Mapping[str, Any] | None = N
         >>> from fedshift.methods import FedAvg
         >>> check_method(FedAvg)
     """
-    chosen = {"name": network} if isinstance(network, str) else network or _NETWORK
-    tried = _Tried(kind(**{**kind.traits.small, **options}), models.parse(chosen, permit=models.any_code))
-    broken = [f"{promise}: {why}" for promise, why in _broken(tried)]
+    method = kind(**{**kind.traits.small, **options})
+    if network is not None:
+        chosen = models.parse({"name": network} if isinstance(network, str) else network, permit=models.any_code)
+        first = learner = _Trial(method, chosen, _Images())
+    else:
+        first, learner = _Trial(method, models.parse(_NETWORK), _Images()), _learner(method)
+    broken = [f"{promise}: {why}" for promise, why in _broken(first, learner)]
     if broken:
         raise UserError("\n".join([f"{kind.__name__} breaks {len(broken)} of {len(_PROMISES)} promises", *broken]))
 
 
-def _broken(tried: _Tried) -> Iterator[tuple[str, str]]:
+def _learner(method: Method) -> _Trial:
+    try:
+        method.check_samples(Samples((_WIDTH,)))
+    except UserError:
+        return _Trial(method, models.parse(_NORMED_ON_IMAGES), _Images())
+    return _Trial(method, models.parse(_NORMED), _Vectors())
+
+
+def _broken(first: _Trial, learner: _Trial) -> Iterator[tuple[str, str]]:
     for promise, keeps in _PROMISES.items():
         try:
-            why = keeps(tried)
+            why = keeps(learner if keeps is _learns else first)
         except Exception as error:
             why = f"{type(error).__name__}{line_of(error)}: {error}".partition("\n")[0]
         if why:
             yield promise, why
 
 
-@dataclass(frozen=True)
-class _Tried:
-    """A method and the sites on which it is tried."""
+class _Images:
+    """Noisy pictures of one fixed pattern per class, a little brighter or darker at each site."""
+
+    kind = Preprocessing(kind="image", channels=1, size=_SIDE, mean=(0.5,), std=(0.25,))
+    shape: tuple[int, ...] = (1, _SIDE, _SIDE)
+
+    def domain(self, name: str, number: int) -> Domain:
+        patterns = np.random.default_rng(7).integers(40, 200, (_CLASSES, *self.shape))
+        draws, labels = np.random.default_rng(sum(name.encode())), np.arange(number, dtype=np.int64) % _CLASSES
+        noise = draws.integers(-40, 41, (number, *self.shape)) + draws.integers(-15, 16)
+        return Domain(name, np.clip(patterns[labels] + noise, 0, 255).astype(np.uint8), labels)
+
+    def tensor(self, domain: Domain) -> torch.Tensor:
+        return (torch.from_numpy(domain.inputs).float() / 255 - 0.5) / 0.25
+
+
+class _Vectors:
+    """Noisy vectors around one fixed centre per class, shifted at each site."""
+
+    kind = Preprocessing(kind="features")
+    shape: tuple[int, ...] = (_WIDTH,)
+
+    def domain(self, name: str, number: int) -> Domain:
+        centres = np.random.default_rng(8).normal(size=(_CLASSES, _WIDTH))
+        draws, labels = np.random.default_rng(sum(name.encode())), np.arange(number, dtype=np.int64) % _CLASSES
+        noise = draws.normal(size=(number, _WIDTH)) * 0.3 + draws.normal(size=_WIDTH) * 0.3
+        return Domain(name, (centres[labels] + noise).astype(np.float32), labels)
+
+    def tensor(self, domain: Domain) -> torch.Tensor:
+        return torch.from_numpy(domain.inputs)
+
+
+@dataclass(frozen=True, eq=False)
+class _Trial:
+    """A method, and the sites on which it is tried."""
 
     method: Method
     network: NetworkOptions
+    samples: _Images | _Vectors
     sizes: Mapping[str, int] = field(default_factory=lambda: _SIZES)
+    target: int = 14
+
+    @property
+    def is_one_site(self) -> bool:
+        return self.method.traits.pooled or self.method.traits.target == "labelled"
+
+    @property
+    def trains(self) -> bool:
+        return any(work(9, 3) for work in work_of(self.method))
 
     def plans(self) -> list[SitePlan]:
         """The sites in their order; a pool, and a target without labels, where the method needs them."""
-        traits, domains = self.method.traits, [_images(name, size) for name, size in self.sizes.items()]
+        traits, domains = self.method.traits, [self.samples.domain(*site) for site in self.sizes.items()]
         parts = [(domain, np.arange(len(domain)), number) for number, domain in enumerate(domains)]
-        target = [(_images("target", 14), np.arange(14), len(parts))] if traits.needs_target else []
+        target = []
+        if traits.needs_target:
+            target = [(self.samples.domain("target", self.target), np.arange(self.target), len(parts))]
         if traits.target == "labelled":
             return [SitePlan("target", "source", target)]
         if traits.pooled:
@@ -87,20 +149,20 @@ class _Tried:
         sources = [SitePlan(part[0].name, "source", [part]) for part in parts]
         return sources + [SitePlan("target", "target", [part]) for part in target]
 
-    def setting(self, seed: int = 3, refuse: Sequence[str] = (), **training: Any) -> Setting:
-        """What all sites of a run have in common."""
-        images = Preprocessing(kind="image", channels=1, size=_SIDE, mean=(0.5,), std=(0.25,))
-        asked = Training(**{"batch_size": 8, "lr": 0.05, "rounds": 2, **training})
-        shape, sources = (1, _SIDE, _SIDE), len(self.sizes)
+    def setting(self, seed: int = 3, **training: Any) -> Setting:
+        """What all sites of a run have in common. They refuse what the method does not declare."""
+        asked = Training(**{"batch_size": 8, "lr": 0.05, "rounds": 2, **_REMEMBERED, **training})
+        refused = frozenset(set(known_kinds()) - set(self.method.calls.shares))
+        samples, sources = self.samples, len(self.sizes)
         return Setting(
-            self.method, asked, self.network, images, shape, _CLASSES, sources, seed, "cpu", frozenset(refuse)
+            self.method, asked, self.network, samples.kind, samples.shape, _CLASSES, sources, seed, "cpu", refused
         )
 
-    def start(self, setting: Setting, rounds: int = 2) -> tuple[LocalFederation, State]:
+    def start(self, setting: Setting, rounds: int = 2, budget: int = 0) -> tuple[LocalFederation, State]:
         """The sites and the state before the first round."""
         plans = self.plans()
-        budget = 480 if self.method.traits.pooled else 120
-        where = LocalFederation(plans, setting, budget={plan.name: budget for plan in plans}, rounds=rounds)
+        each = budget or (24 if self.method.traits.pooled else 60)
+        where = LocalFederation(plans, setting, budget={plan.name: each for plan in plans}, rounds=rounds)
         built = setting.build_network().state_dict()
         state = start_run(self.method, where, Weights({name: tensor.contiguous() for name, tensor in built.items()}))
         where.settle()
@@ -114,50 +176,52 @@ class _Tried:
             where.settle()
         return where, state
 
+    @functools.cached_property
+    def first(self) -> Weights:
+        """The model after a round."""
+        return self.run(1)[1].weights
 
-def _images(name: str, number: int) -> Domain:
-    """Noisy pictures of one fixed pattern per class, a little brighter or darker at each site."""
-    patterns = np.random.default_rng(7).integers(40, 200, (_CLASSES, 1, _SIDE, _SIDE))
-    draws = np.random.default_rng(sum(name.encode()))
-    labels = np.arange(number, dtype=np.int64) % _CLASSES
-    noise = draws.integers(-40, 41, (number, 1, _SIDE, _SIDE)) + draws.integers(-15, 16)
-    return Domain(name, np.clip(patterns[labels] + noise, 0, 255).astype(np.uint8), labels)
+    @functools.cached_property
+    def sites(self) -> LocalFederation:
+        """The sites after two rounds."""
+        return self.run(2)[0]
 
 
 # The promises: what is wrong, or "" ---------------------------------------------------------------------------------
 
 
-def _same_seed(tried: _Tried) -> str:
-    first = tried.run(1)[1]
+def _same_seed(trial: _Trial) -> str:
+    first = trial.first
     torch.rand(3)  # what the caller drew before must not matter
-    if tried.run(1)[1].weights != first.weights:
+    if trial.run(1)[1].weights != first:
         return "two runs of one seed differ; draw with site.generator or federation.seed alone"
-    return "" if tried.run(1, seed=4)[1].weights != first.weights else "another seed gives the same weights"
+    same = trial.trains and trial.run(1, seed=4)[1].weights == first
+    return "another seed gives the same weights" if same else ""
 
 
-def _order(tried: _Tried) -> str:
-    if tried.method.traits.pooled or tried.method.traits.target == "labelled":
+def _order(trial: _Trial) -> str:
+    if trial.is_one_site:
         return ""
-    turned = _Tried(tried.method, tried.network, {name: _SIZES[name] for name in ("single", "large", "small")})
-    first, second = (item.run(1)[1].weights for item in (tried, turned))
+    first = trial.first
+    second = replace(trial, sizes={name: trial.sizes[name] for name in ("single", "large", "small")}).first
     far = [name for name in first if not torch.allclose(first[name], second[name], atol=1e-6, rtol=1e-5)]
     return f"the order in which sites are asked changes '{far[0]}'; take sites by name" if far else ""
 
 
-def _declared(tried: _Tried) -> str:
-    declared = tried.method.calls.shares
-    where, _ = tried.run(1, refuse=sorted(set(known_kinds()) - set(declared)))
-    sent = sorted(set(where.ledger.total["up"]) - set(declared))
+def _declared(trial: _Trial) -> str:
+    declared = trial.method.calls.shares
+    sent = sorted(set(trial.sites.ledger.total["up"]) - set(declared))
     return f"{', '.join(sent)} left a site, and its calls promise {', '.join(declared)}" if sent else ""
 
 
-def _bytes(tried: _Tried) -> str:
-    where, _ = tried.run(2)
-    setting, plans = tried.setting(), tried.plans()
+def _bytes(trial: _Trial) -> str:
+    # Whole mini-batches, so that their number says how many samples were drawn.
+    trial = replace(trial, sizes={"large": 40, "small": 8, "single": 8}, target=16)
+    where, setting, plans = trial.sites, trial.setting(), trial.plans()
     network = setting.build_network()
     samples = {plan.name: sum(len(rows) for _, rows, _ in plan.parts) for plan in plans if plan.name in where.sources}
     plan = RunPlan(
-        dry=dry_run(tried.method, plans, setting, network, rounds=2).of(2),
+        dry=dry_run(trial.method, plans, setting, network, rounds=2).of(2),
         dry_samples={site: min(SAMPLES, number) for site, number in samples.items()},
         network=network,
         input_shape=setting.input_shape,
@@ -166,64 +230,77 @@ def _bytes(tried: _Tried) -> str:
         rounds=2,
         trained=8 * sum(where.progress.used.values()),
     )
-    foretold = tried.method.traffic(plan)
+    foretold = trial.method.traffic(plan)
     up, down = (sum(where.ledger.total[way].values()) for way in ("up", "down"))
     if (up, down) == (foretold.up, foretold.down):
         return ""
     return f"two rounds sent {up} bytes up and {down} down, traffic() says {foretold.up} and {foretold.down}"
 
 
-def _kept(tried: _Tried) -> str:
-    setting = tried.setting(momentum=0.9, reset_optimizer_each_round=False)
-    where, state = tried.start(setting)
+def _kept(trial: _Trial) -> str:
+    where, state = trial.start(trial.setting())
     given = state.weights.clone()
-    if play_round(tried.method, where, state).weights == given:
+    if play_round(trial.method, where, state).weights == given and trial.trains:
         return "a round leaves the model as it was"
     return "" if state.weights == given else "a round changes the weights it was given in place; return new ones"
 
 
-def _work(tried: _Tried) -> str:
-    if tried.method.traits.pooled or tried.method.traits.target == "labelled":
+def _work(trial: _Trial) -> str:
+    if trial.is_one_site:
         return ""
-    where, _ = tried.run(2)
-    for site in where.sources:
-        announced = tried.method.mini_batches(batches_per_epoch(tried.sizes[site], 8), 2)
-        if where.progress.used[site] != announced:
-            return f"site '{site}' trained on {where.progress.used[site]} mini-batches, mini_batches() says {announced}"
+    for site in trial.sites.sources:
+        announced = trial.method.mini_batches(batches_per_epoch(trial.sizes[site], 8), 2)
+        used = trial.sites.progress.used[site]
+        if used != announced:
+            return f"site '{site}' trained on {used} mini-batches, mini_batches() says {announced}"
     return ""
 
 
-def _learns(tried: _Tried) -> str:
-    tried = _Tried(tried.method, tried.network, dict.fromkeys(_SIZES, 40))
-    setting = tried.setting(lr=0.1, momentum=0.9)
-    where, state = tried.start(setting, _ROUNDS)
+def _learns(trial: _Trial) -> str:
+    if not trial.trains:
+        return ""
+    shares = []
+    for rate in _RATES:
+        try:
+            shares.append(_least_loss(trial, rate))
+        except TrainingDiverged:
+            continue
+        if shares[-1] < _LEARNED:
+            return ""
+    if not shares:
+        return f"it diverges at learning rates {_RATES[0]} and {_RATES[1]}"
+    return (
+        f"after {_ROUNDS} rounds its loss on the sites is {min(shares):.2f} of that of guessing, not below {_LEARNED}"
+    )
+
+
+def _least_loss(trial: _Trial, rate: float) -> float:
+    """The loss on the sites' samples as a part of that of equal probabilities, after at most so many rounds."""
+    traits, setting = trial.method.traits, trial.setting(lr=rate)
+    # A step of a pool with a target takes a batch of every domain.
+    where, state = trial.start(setting, _ROUNDS, 240 if traits.pooled and traits.needs_target else 60)
     shares: list[float] = []
     while len(shares) < _ROUNDS and (not shares or shares[-1] >= _LEARNED):
-        state = play_round(tried.method, where, state)
+        state = play_round(trial.method, where, state)
         where.settle()
-        shares.append(_share_of_chance(tried, setting, where, state))
-    if shares[-1] < _LEARNED:
-        return ""
-    return f"after {_ROUNDS} rounds its loss on the sites is {shares[-1]:.2f} of that of guessing, not below {_LEARNED}"
+        shares.append(_share_of_chance(trial, setting, where, state))
+    return shares[-1]
 
 
-def _share_of_chance(tried: _Tried, setting: Setting, where: LocalFederation, state: State) -> float:
-    """The loss on the sites' samples, each with what predicts there; the sites have equally many."""
-    model = tried.method.evaluated_network(setting.build_network(), len(tried.sizes))
-    domains = [_images(name, size) for name, size in tried.sizes.items()]
-    if tried.method.traits.target == "labelled":
-        domains = [_images("target", 14)]
-    losses: list[float] = []
-    for domain in domains:
+def _share_of_chance(trial: _Trial, setting: Setting, where: LocalFederation, state: State) -> float:
+    """The loss on the sources' samples, each with what predicts there."""
+    model = trial.method.evaluated_network(setting.build_network(), len(trial.sizes)).eval()
+    sites = {"target": trial.target} if trial.method.traits.target == "labelled" else trial.sizes
+    total = 0.0
+    for domain in (trial.samples.domain(*site) for site in sites.items()):
         model.load_state_dict(dict(where.own_weights(domain.name, state.weights)))
-        inputs, labels = torch.from_numpy(domain.inputs).float() / 255, torch.from_numpy(domain.labels)
         with torch.no_grad():
-            loss = torch.nn.functional.cross_entropy(model.eval()((inputs - 0.5) / 0.25), labels)
-        losses.append(loss.item())
-    return sum(losses) / len(losses) / math.log(_CLASSES)
+            scores = model(trial.samples.tensor(domain))
+        total += torch.nn.functional.cross_entropy(scores, torch.from_numpy(domain.labels), reduction="sum").item()
+    return total / sum(sites.values()) / math.log(_CLASSES)
 
 
-_PROMISES: Mapping[str, Callable[[_Tried], str]] = {
+_PROMISES: Mapping[str, Callable[[_Trial], str]] = {
     "same seed, same weights": _same_seed,
     "the order of sites does not matter": _order,
     "only declared kinds leave a site": _declared,
