@@ -9,8 +9,9 @@ known truth are the other sites, as the runs that left these out measured them. 
 
 What is known of a target is compared with what `estimate_accuracy` says without its labels. The changes by which the
 other sites teach it (`fedshift.evaluation.estimate.changes`) are not these shifts, but some are alike: noise, a scale.
-It writes results/estimate_SEEDS.json and prints the tables of estimate.md. The constants in
-`fedshift.evaluation.estimate.combination` were chosen on these data sets, the same for all of them.
+What other federations taught (`fedshift.evaluation.estimate.prior`) is learned again for each data set, from the others
+alone. It writes results/estimate_SEEDS.json, with the tables learned from all, and prints the tables of estimate.md.
+The constants in `fedshift.evaluation.estimate.combination` were chosen on these data sets, the same for all of them.
 """
 
 from __future__ import annotations
@@ -33,17 +34,20 @@ from numpy.typing import NDArray
 from scipy.stats import rankdata
 
 import fedshift
+from estimate_lessons import Lesson, learn_prior, lessons
 from fedshift.data.domain import DataSet
 from fedshift.evaluation.estimate import combination
 from fedshift.evaluation.estimate.changes import nearby_answers
 from fedshift.evaluation.estimate.combination import LeftOut, estimate_accuracy
 from fedshift.evaluation.estimate.distances import Apart
+from fedshift.evaluation.estimate.prior import Prior
 from fedshift.evaluation.estimate.two_classes import FEWEST, MEASURES, by_score, estimates, measures
 from fedshift.evaluation.site_metrics import best_threshold
 from fedshift.experiment.changed_samples import looked_at, samples_at, samples_of, usual_values
 from fedshift.experiment.config.experiment import parse
-from fedshift.experiment.estimate import measured
+from fedshift.experiment.estimate import Measured, measured
 from fedshift.experiment.features import built
+from fedshift.experiment.predict import TrainedModel
 from fedshift.version import installed_version
 
 RESULTS = Path(__file__).parent / "results"
@@ -169,50 +173,67 @@ def moved(labels: NDArray[np.int64], classes: int, seed: int) -> Iterator[tuple[
         yield f"draw {number}", np.concatenate(rows)
 
 
-def outcomes(name: str, seed: int, runs: Path, trained_for: list[float]) -> Iterator[Outcome]:
-    """All targets of a data set. ``trained_for`` receives the seconds of its runs."""
-    chosen = SETS[name]
-    rounds, batch, rate = chosen["training"]
-    experiment = parse(
-        {
-            "name": name,
-            "data": {"name": name, **chosen["data"]},
-            "protocol": {"targets": "all", "seeds": [seed]},
-            "model": chosen["model"],
-            "training": {"rounds": rounds, "batch_size": batch, "lr": rate, "measure_every": rounds},
-            "methods": ["fedavg"],
-            "engine": {"threads": 1},
-            "evaluation": {"resamples": 0},
-            "device": "cpu",
+@dataclass(frozen=True)
+class Federation:
+    """A data set's runs: for each site the model that never saw it, and what it says there."""
+
+    name: str
+    seed: int
+    data: DataSet
+    models: Mapping[str, TrainedModel]
+    known: Mapping[str, Measured]
+    cases: Mapping[str, LeftOut]
+    seconds: float
+
+    @classmethod
+    def of(cls, name: str, seed: int, runs: Path) -> Federation:
+        """Train and look."""
+        chosen = SETS[name]
+        rounds, batch, rate = chosen["training"]
+        experiment = parse(
+            {
+                "name": name,
+                "data": {"name": name, **chosen["data"]},
+                "protocol": {"targets": "all", "seeds": [seed]},
+                "model": chosen["model"],
+                "training": {"rounds": rounds, "batch_size": batch, "lr": rate, "measure_every": rounds},
+                "methods": ["fedavg"],
+                "engine": {"threads": 1},
+                "evaluation": {"resamples": 0},
+                "device": "cpu",
+            }
+        )
+        data = built(experiment)
+        results = fedshift.run(experiment, runs)
+        folder = results.folder / "fedavg"
+        known = {
+            one.site: one
+            for site in data.domains
+            for one in measured(folder / site / f"seed-{seed}", tuple(data.classes))
+            if one.unseen
         }
-    )
-    data = built(experiment)
-    results = fedshift.run(experiment, runs)
-    trained_for.append(sum(run.seconds for run in results.runs))
-    folder = results.folder / "fedavg"
-    known = {
-        one.site: one
-        for site in data.domains
-        for one in measured(folder / site / f"seed-{seed}", tuple(data.classes))
-        if one.unseen
-    }
-    models = {site: fedshift.Model.load(folder / site / f"seed-{seed}").trained for site in known}
-    cases = {site: looked_at(models[site], data, site, one.rows, one.known) for site, one in known.items()}
-    for site, one in known.items():
-        others = {name: case for name, case in cases.items() if name != site}
-        trained = models[site]
-        some = np.sort(np.random.default_rng(seed).permutation(len(one.rows))[:MOST])
-        scores, labels, rows = one.known.scores[some], one.known.labels[some], one.rows[some]
-        outcome = partial(outcome_of, others, combination.Cases.of(others), name, seed, site, accuracy(scores, labels))
-        near = partial(nearby_answers, trained.scores, usual=usual_values(data, list(others)))
-        there, natural = samples_at(data, list(others)), samples_of(data, site, rows)
-        nearby = near(natural)
-        yield outcome("natural", "", scores, labels, nearby, there.apart(natural))
-        for shift, inputs in synthetic(data, site, rows, seed):
-            yield outcome("synthetic", shift, trained.scores(inputs), labels, near(inputs), there.apart(inputs))
-        for shift, chosen_rows in moved(labels, len(data.classes), seed):
-            apart = there.apart(natural[chosen_rows])
-            yield outcome("moved", shift, scores[chosen_rows], labels[chosen_rows], nearby[chosen_rows], apart)
+        models = {site: fedshift.Model.load(folder / site / f"seed-{seed}").trained for site in known}
+        cases = {site: looked_at(models[site], data, site, one.rows, one.known) for site, one in known.items()}
+        return cls(name, seed, data, models, known, cases, sum(run.seconds for run in results.runs))
+
+    def outcomes(self, prior: Prior) -> Iterator[Outcome]:
+        """All targets, by what other data sets taught."""
+        for site, one in self.known.items():
+            others = {name: case for name, case in self.cases.items() if name != site}
+            trained, data, seed = self.models[site], self.data, self.seed
+            some = np.sort(np.random.default_rng(seed).permutation(len(one.rows))[:MOST])
+            scores, labels, rows = one.known.scores[some], one.known.labels[some], one.rows[some]
+            cases = combination.Cases.of(others, prior)
+            outcome = partial(outcome_of, others, cases, self.name, seed, site, accuracy(scores, labels))
+            near = partial(nearby_answers, trained.scores, usual=usual_values(data, list(others)))
+            there, natural = samples_at(data, list(others)), samples_of(data, site, rows)
+            nearby = near(natural)
+            yield outcome("natural", "", scores, labels, nearby, there.apart(natural))
+            for shift, inputs in synthetic(data, site, rows, seed):
+                yield outcome("synthetic", shift, trained.scores(inputs), labels, near(inputs), there.apart(inputs))
+            for shift, chosen in moved(labels, len(data.classes), seed):
+                apart = there.apart(natural[chosen])
+                yield outcome("moved", shift, scores[chosen], labels[chosen], nearby[chosen], apart)
 
 
 def outcome_of(
@@ -231,10 +252,10 @@ def outcome_of(
 ) -> Outcome:
     """What is said of one target's scores, and what is known."""
     found = estimate_accuracy(others, scores, cases=cases, nearby=nearby, apart=apart)
-    by_scores = estimate_accuracy(others, scores, cases=replace(cases, correction=None, apart=()))
+    by_scores = estimate_accuracy(others, scores, cases=replace(cases, taught=None, apart=()))
     assert found.usual is not None
     scores_alone = in_any_case(cases, scores)[0]
-    estimate, low, high = in_any_case(cases, scores, nearby)
+    estimate, low, high = in_any_case(cases, scores, nearby, apart)
     return Outcome(
         data=data,
         seed=seed,
@@ -287,9 +308,11 @@ def auroc(positive: NDArray[np.bool_], scores: Inputs) -> float:
     return 100 * float((ranks.sum() - number * (number + 1) / 2) / (number * (len(scores) - number)))
 
 
-def in_any_case(cases: combination.Cases, scores: Inputs, nearby: Inputs | None = None) -> tuple[float, float, float]:
+def in_any_case(
+    cases: combination.Cases, scores: Inputs, nearby: Inputs | None = None, apart: Apart | None = None
+) -> tuple[float, float, float]:
     """Estimate and interval, also where none would be given: so abstention cannot make the errors smaller."""
-    centre, low, high = cases.interval(combination.read(cases.whole, scores), len(scores), nearby)
+    centre, low, high = cases.interval(combination.read(cases.whole, scores), scores, nearby, apart)
     return 100 * centre, 100 * low, 100 * high
 
 
@@ -365,21 +388,24 @@ def _share(found: list[Outcome], what: str) -> float:
 def main() -> None:
     """Measure all data sets with every seed."""
     seeds = [int(text) for text in sys.argv[1:]] or [0]
-    trained_for: list[float] = []
     found: list[Outcome] = []
     began = time.time()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as place:
         runs = Path(os.environ.get("ESTIMATE_RUNS", place))
-        for seed in seeds:
-            for name in SETS:
-                found += list(outcomes(name, seed, runs / f"seed-{seed}", trained_for))
-                print(f"{name}, seed {seed}: {time.time() - began:.0f} s", file=sys.stderr)
+        federations = [Federation.of(name, seed, runs / f"seed-{seed}") for seed in seeds for name in SETS]
+        taught: dict[str, list[Lesson]] = {name: [] for name in SETS}
+        for one in federations:
+            taught[one.name] += lessons(one.cases)
+        for one in federations:
+            found += one.outcomes(learn_prior({name: some for name, some in taught.items() if name != one.name}))
+            print(f"{one.name}, seed {one.seed}: {time.time() - began:.0f} s", file=sys.stderr)
     result = {
         "command": f"python benchmarks/estimate.py {' '.join(map(str, seeds))}",
         "seconds": round(time.time() - began),
-        "seconds of the runs": round(sum(trained_for)),
+        "seconds of the runs": round(sum(one.seconds for one in federations)),
         "versions": {"python": platform.python_version(), "fedshift": installed_version(), "torch": torch.__version__},
+        "prior": plain(learn_prior(taught)),
         "summary": summary(found),
         "tuned on": list(TUNED),
         "others": summary([one for one in found if one.data not in TUNED]),
@@ -393,6 +419,16 @@ def main() -> None:
     result_file.write_text(json.dumps(rounded(result), indent=1) + "\n", encoding="utf-8")
     for kind, numbers in result["summary"].items():  # type: ignore[attr-defined]
         print(kind, {name: round(value, 1) for name, value in numbers.items()})
+
+
+def plain(prior: Prior) -> dict[str, Any]:
+    """The tables as `fedshift.evaluation.estimate.prior` has them."""
+    moments = zip(prior.correction.mean, prior.correction.deviation, prior.correction.coefficients, strict=True)
+    return {
+        "moments": [[float(one) for one in some] for some in moments],
+        "weights": prior.weights.tolist(),
+        "alarm": prior.alarm,
+    }
 
 
 def rounded(value: Any) -> Any:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,7 +14,9 @@ from sklearn.linear_model import Ridge
 
 from fedshift.evaluation.estimate.changes import Usual, changes, drawn_again, nearby_answers
 from fedshift.evaluation.estimate.combination import Answers, Cases, LeftOut, read
-from fedshift.evaluation.estimate.correction import OFFSET, RIDGE, Case, learn
+from fedshift.evaluation.estimate.correction import OFFSET, RIDGE, Case, Correction, learn
+from fedshift.evaluation.estimate.distances import Samples
+from fedshift.evaluation.estimate.prior import PUBLIC, Taught
 
 
 def softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -41,18 +46,24 @@ def drawn(seed: int, n: int = 300) -> tuple[NDArray[np.float64], NDArray[np.int6
     return rows, labels
 
 
+THERE = Samples.of([drawn(seed)[0] for seed in range(5)])
+
+
 def looked_at(seed: int) -> LeftOut:
     model = TooSure()
     rows, labels = drawn(seed)
-    answers = [Answers(model.scores(rows), labels, nearby_answers(model.scores, rows, USUAL))]
-    for _, changed in changes(rows, USUAL, seed):
-        answers.append(Answers(model.scores(changed), labels, nearby_answers(model.scores, changed, USUAL)))
-    return LeftOut(model.scores(rows), labels, tuple(answers))
+    answers = [
+        Answers(model.scores(some), labels, nearby_answers(model.scores, some, USUAL), THERE.apart(some))
+        for some in (rows, *(changed for _, changed in changes(rows, USUAL, seed)))
+    ]
+    return LeftOut(model.scores(rows), labels, tuple(answers), apart=answers[0].apart)
 
 
 def test_changed_samples_teach_where_a_model_is_too_sure() -> None:
-    """With noise on its inputs a model that is too sure says nothing of what it lost; the cases with noise know."""
-    model, alone, taught = TooSure(), [], []
+    """With noise on its inputs a model that is too sure says nothing of what it lost; the cases with noise know, and so
+    do other federations, which never saw such a model.
+    """
+    model, alone, taught, by_both = TooSure(), [], [], []
     cases = Cases.of({f"s{seed}": looked_at(seed) for seed in range(5)})
     for seed in range(50, 62):
         rows, labels = drawn(seed)
@@ -60,11 +71,28 @@ def test_changed_samples_teach_where_a_model_is_too_sure() -> None:
         scores = model.scores(noisy)
         truth = 100 * float((scores.argmax(axis=1) == labels).mean())
         nearby = nearby_answers(model.scores, noisy, USUAL)
-        for errors, near in ((alone, None), (taught, nearby)):
-            centre, low, high = cases.interval(read(cases.whole, scores), len(scores), near)
+        for errors, near, apart in ((alone, None, None), (taught, nearby, None), (by_both, nearby, THERE.apart(noisy))):
+            centre, low, high = cases.interval(read(cases.whole, scores), scores, near, apart)
             assert low <= centre <= high
             errors.append(abs(100 * centre - truth))
     assert np.mean(taught) < 0.75 * np.mean(alone)
+    assert np.mean(by_both) < 0.85 * np.mean(alone)
+
+
+def test_the_tables_of_other_federations_are_those_of_the_benchmark() -> None:
+    results = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "estimate_0_1.json"
+    learned = json.loads(results.read_text(encoding="utf-8"))["prior"]
+    moments = np.stack([PUBLIC.correction.mean, PUBLIC.correction.deviation, PUBLIC.correction.coefficients], axis=1)
+    np.testing.assert_allclose(moments, learned["moments"], atol=1e-4)
+    np.testing.assert_allclose([*PUBLIC.weights, PUBLIC.alarm], [*learned["weights"], learned["alarm"]], atol=1e-3)
+
+
+def test_both_corrections_count_alike_and_the_prior_not_where_samples_cannot_be_compared() -> None:
+    here, prior = Correction(np.zeros(2), np.ones(2), np.ones(2)), Correction(np.zeros(4), np.ones(4), np.full(4, 3.0))
+    features, signs, usual = np.array([0.5, 0.5]), np.array([0.2, 1.0, 9.0]), np.array([0.1, 2.0, 8.0])
+    right = (1.0 + 3 * (0.1 - 1.0 + 1.0 + 4.0)) / 2  # features count for no more than 4 deviations
+    assert Taught(here, prior, usual).at(features, signs) == pytest.approx(right)
+    assert Taught(here, prior, usual).at(features, None) == Taught(here, prior, None).at(features, signs) == 1.0
 
 
 @pytest.mark.parametrize("seed", range(3))

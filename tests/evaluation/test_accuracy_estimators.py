@@ -115,6 +115,25 @@ def test_confusion_explains_samples_of_the_same_site_drawn_otherwise() -> None:
     assert estimators.by_confusion(sums_of(scores, labels), scores[again]) == pytest.approx(accuracy, abs=0.02)
 
 
+def test_calibration_by_class_and_band_knows_the_accuracy_of_unsure_samples() -> None:
+    """A model that is too sure, and a site whose samples are all unsure: what is right among the like is right here."""
+    known, labels = drawn(20000, 3, 5, sharp=3.0)
+    here, truth = drawn(6000, 3, 6, sharp=3.0)
+    unsure = here.max(axis=1) < 0.8
+    right = float((here.argmax(axis=1) == truth)[unsure].mean())
+    sums = sums_of(known, labels)
+    assert estimators.calibrated(sums, here[unsure]) == pytest.approx(right, abs=0.03)
+    assert here[unsure].max(axis=1).mean() > right + 0.05
+    assert estimators.calibrated(sums, known) == pytest.approx(sums.accuracy, abs=1e-3)
+
+
+def test_the_norm_is_that_of_the_matrix_of_probabilities() -> None:
+    shares, _ = drawn(50, 4, 7)
+    entries = shares.size
+    mano = (np.linalg.norm(shares.reshape(-1), 4) ** 4 / entries) ** 0.25  # the definition of MaNo
+    assert estimators.matrix_norm(shares) == pytest.approx(mano * 4**0.25)
+
+
 def test_agreement_is_the_share_of_equal_answers() -> None:
     said = np.array([[0, 1, 1, 0], [0, 1, 0, 0], [1, 1, 1, 0]])
     assert estimators.agreement(np.eye(2)[said]) == pytest.approx(np.mean([0.75, 0.75, 0.5]))

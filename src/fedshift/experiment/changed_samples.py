@@ -43,13 +43,12 @@ def looked_at(trained: TrainedModel, data: DataSet, site: str, rows: NDArray[np.
     if not changeable(inputs) or not np.allclose(trained.scores(inputs), scores, atol=_SAME):
         return known
     others = [name for name in data.domains if name != site]
-    usual = usual_values(data, others)
-    answers = [Answers(scores, labels, nearby_answers(trained.scores, inputs, usual))]
+    usual, there = usual_values(data, others), samples_at(data, others)
+    answers = [Answers(scores, labels, nearby_answers(trained.scores, inputs, usual), there.apart(inputs))]
     for number, (_, changed) in enumerate(changes(inputs, usual), 1):
         nearby = nearby_answers(trained.scores, changed, usual, number)
-        answers.append(Answers(trained.scores(changed).astype(np.float64), labels, nearby))
-    apart = samples_at(data, others).apart(inputs)
-    return replace(known, looked_at=tuple(answers), apart=apart)
+        answers.append(Answers(trained.scores(changed).astype(np.float64), labels, nearby, there.apart(changed)))
+    return replace(known, looked_at=tuple(answers), apart=answers[0].apart)
 
 
 def usual_values(data: DataSet, sites: Sequence[str]) -> Usual:

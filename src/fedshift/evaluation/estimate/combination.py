@@ -10,7 +10,8 @@ changed and not only frequencies: then confidence misleads most, and the median 
 takes its place.
 
 Where the left-out sites' samples can be read, too, each gives further cases, in which its samples are changed or drawn
-again; what they show of the median's errors corrects it (`fedshift.evaluation.estimate.correction`).
+again. What they show of the median's errors corrects it (`fedshift.evaluation.estimate.correction`), and so does, in
+equal parts, what such cases of public data sets showed (`fedshift.evaluation.estimate.prior`).
 
 These choices, and the constants below, are the same for all data; benchmarks/estimate.md says how they do.
 """
@@ -33,10 +34,12 @@ from fedshift.evaluation.estimate.distances import Apart, beyond
 from fedshift.evaluation.estimate.estimators import (
     ESTIMATORS,
     agreement,
+    calibrated,
     distance_of_confidence,
     moved_frequencies,
     unexplained,
 )
+from fedshift.evaluation.estimate.prior import PUBLIC, Prior, Taught, signs
 from fedshift.evaluation.estimate.sums import Numbers, SiteSums, probabilities, sums_of
 from fedshift.evaluation.estimate.two_classes import MEASURES, SCORES, Range, Rates, estimates, estimates_of, in_bins
 from fedshift.evaluation.metric_entries import ENTRIES
@@ -62,9 +65,6 @@ UNEXPLAINED, FAR = 0.45, 0.06
 LOSS, ODD, DISTANT, ALARM = 25.0, 0.3, 0.015, 1.7
 """A shift may be harmful from a sum of ALARM: points below the left-out sites' mean over LOSS, unexplained answers over
 ODD, and distance of confidence over DISTANT. About 6 % of unharmed targets reach it."""
-WEIGHTS, ALARM_APART = (1.5, 1.0, 0.35, 0.2, 0.25), 1.55
-"""Where samples can be compared, too: the sum so weighted of how far they are apart (`beyond`) and of these three, and
-what it must reach. A logistic regression chose them; 9 % of unharmed targets reach it (benchmarks/estimate.md)."""
 WIDEST = 70.0
 """An interval of more points than these says nothing, and no estimate is given."""
 LEVEL = 0.9
@@ -80,11 +80,13 @@ class Answers:
         scores: probabilities (n, classes).
         labels: class numbers (n,).
         nearby: see `fedshift.evaluation.estimate.changes.nearby_answers` (n, changes, 2).
+        apart: how far the samples are from those of the sites that trained; None if they were not compared.
     """
 
     scores: NDArray[Any]
     labels: NDArray[np.int64]
     nearby: NDArray[Any]
+    apart: Apart | None = None
 
 
 @dataclass(frozen=True)
@@ -401,13 +403,13 @@ def estimate_of_cases(
     odd, far = found.unexplained - cases.unexplained, found.far - cases.far
     unlike_answers = _too_unlike(odd, far)
     known, stop = replace(known, too_unlike=bool(unlike or unlike_answers)), [*stop, *unlike_answers]
-    centre, low, high = cases.interval(found, len(shares), nearby)
-    known = replace(known, looked_at=cases.correction is not None and nearby is not None)
+    centre, low, high = cases.interval(found, shares, nearby, apart)
+    known = replace(known, looked_at=cases.taught is not None and nearby is not None)
     if not stop and 100 * (high - low) > WIDEST:
         stop.append(f"its interval would be {100 * (high - low):.0f} points wide")
     notes += _as_frequent(cases.whole, shares, centre)
     lost = 100 * ((usual or 0.0) - centre)
-    harmful = bool(unlike) or _is_harmful(cases, (lost / LOSS, odd / ODD, far / DISTANT), apart)
+    harmful = bool(unlike) or _is_harmful(cases, lost / LOSS, odd / ODD + far / DISTANT, apart)
     parts = {name: 100 * value for name, value in found.parts.items()}
     if others:
         parts["agreement"] = 100 * agreement(np.stack([shares, *map(np.asarray, others)]))
@@ -432,13 +434,16 @@ def _as_frequent(sums: SiteSums, shares: Numbers, centre: float) -> list[str]:
     ]
 
 
-def _is_harmful(cases: Cases, signs: tuple[float, float, float], apart: Apart | None) -> bool:
-    """Whether a shift may be harmful, from three signs in scores and, where they are known, two in the samples."""
+def _is_harmful(cases: Cases, lost: float, odd: float, apart: Apart | None) -> bool:
+    """Whether a shift may be harmful: by what is lost, and by how far samples are or, without these, how odd scores."""
     if apart is None or len(cases.apart) < FEWEST_SITES:
-        return sum(signs) > ALARM
-    lost, odd, far = (min(3.0, max(low, sign)) for sign, low in zip(signs, (-2.0, -1.0, -1.0), strict=True))
-    every = (*beyond(apart, cases.apart), lost, odd, far)
-    return sum(weight * sign for weight, sign in zip(WEIGHTS, every, strict=True)) > ALARM_APART
+        return lost + odd > ALARM
+    return float(cases.prior.weights @ harm_signs(cases, lost, apart)) > cases.prior.alarm
+
+
+def harm_signs(cases: Cases, lost: float, apart: Apart) -> Numbers:
+    """What the alarm reads where samples can be compared (3,): how far they are (`beyond`), and what is lost."""
+    return np.array([*beyond(apart, cases.apart), min(3.0, max(-2.0, lost))])
 
 
 def _measures(cases: Cases, shares: Numbers, threshold: float, stop: Sequence[str]) -> dict[str, Range]:
@@ -458,7 +463,8 @@ class Cases:
         unexplained, far: how unlike they are each other.
         factor: how far the median is off there, in errors that it is given.
         sites: how many there are.
-        correction: of the median; None if their samples were not looked at.
+        prior: what other federations taught.
+        taught: what corrects the median; None if their samples were not looked at.
         corrected_factor: the same of the corrected median.
         by_score: of two classes, each site's samples of each in bins of score.
         apart: how far each site's samples are from the others'; empty if some could not be read.
@@ -470,26 +476,27 @@ class Cases:
     far: float
     factor: float
     sites: int
-    correction: Correction | None = None
+    prior: Prior = PUBLIC
+    taught: Taught | None = None
     corrected_factor: float = 1.0
     by_score: tuple[Numbers, ...] = ()
     apart: tuple[Apart, ...] = ()
     rates: Rates | None = None
 
     @classmethod
-    def of(cls, left_out: Mapping[str, LeftOut]) -> Cases:
+    def of(cls, left_out: Mapping[str, LeftOut], prior: Prior = PUBLIC) -> Cases:
         """Read at least two left-out sites, each from the sums of the others."""
         sums = {name: sums_of(site.scores, site.labels, site.threshold) for name, site in left_out.items()}
         others = {name: reduce(add, (one for other, one in sums.items() if other != name)) for name in sums}
         readings = {name: read(others[name], site.scores) for name, site in left_out.items()}
         cases = cls.of_known({name: KnownSite(sums[name], readings[name]) for name in sums})
         apart = tuple(site.apart for site in left_out.values() if site.apart is not None)
-        cases = replace(cases, apart=apart if len(apart) == len(left_out) else ())
+        cases = replace(cases, prior=prior, apart=apart if len(apart) == len(left_out) else ())
         if not all(site.looked_at for site in left_out.values()):
             return cases
         usual = cases.unexplained
         return cases._corrected(
-            {name: list(_known(others[name], left_out[name], usual, number)) for number, name in enumerate(sums)}
+            {name: list(known_cases(others[name], left_out[name], usual, at)) for at, name in enumerate(sums)}
         )
 
     @classmethod
@@ -504,58 +511,95 @@ class Cases:
         whole = reduce(add, sums.values())
         return cls(whole, usual, far, _factor(squares), len(sums), by_score=scored)
 
-    def _corrected(self, known: Mapping[str, Sequence[_Known]]) -> Cases:
+    def _corrected(self, known: Mapping[str, Sequence[KnownCase]]) -> Cases:
         """With what all sites' cases teach, and how well each site's are foretold by the others'."""
-        learnt = {name: [one.case for one in cases] for name, cases in known.items()}
-        squares = {}
-        for name, cases in known.items():
-            before = learn({other: one for other, one in learnt.items() if other != name})
-            squares[name] = float(
-                np.mean(
-                    [
-                        _square(before.at(one.case.features) - one.case.off, one.accuracy, one.samples, one.error)
-                        for one in cases
-                    ]
-                )
-            )
-        return replace(self, correction=learn(learnt), corrected_factor=_factor(squares))
+        squares = {
+            name: float(np.mean([case.square(taught) for case in known[name]]))
+            for name, taught in ((name, _taught(known, self.prior.correction, without=name)) for name in known)
+        }
+        return replace(self, taught=_taught(known, self.prior.correction), corrected_factor=_factor(squares))
 
     def interval(
-        self, reading: Reading, samples: int, nearby: NDArray[Any] | None = None
+        self, reading: Reading, scores: ArrayLike, nearby: NDArray[Any] | None = None, apart: Apart | None = None
     ) -> tuple[float, float, float]:
-        """The estimate and the ends of its interval, for the accuracy on so many samples."""
+        """The estimate and the ends of its interval, for the accuracy on these very samples."""
         from scipy.special import stdtrit  # takes a second to import
 
-        centre, factor = reading.centre(self.unexplained), self.factor
-        if self.correction is not None and nearby is not None:
-            centre = _share(logit(centre) + self.correction.at(reading.features(nearby)))
+        centre, factor, samples = reading.centre(self.unexplained), self.factor, len(np.asarray(scores))
+        if self.taught is not None and nearby is not None:
+            seen = None if apart is None else self.signs(reading, scores, nearby, apart)
+            centre = _share(logit(centre) + self.taught.at(reading.features(nearby), seen))
             factor = self.corrected_factor
         middle = logit(centre)
         noise = 1 / (samples * centre + 0.5) + 1 / (samples * (1 - centre) + 0.5)
         half = stdtrit(PRIOR + self.sites, (1 + LEVEL) / 2) * math.sqrt((factor * reading.error) ** 2 + noise)
         return centre, min(centre, _share(middle - half)), max(centre, _share(middle + half))
 
+    def signs(self, reading: Reading, scores: ArrayLike, nearby: NDArray[Any], apart: Apart) -> Numbers:
+        """What the prior reads of samples without labels: see `fedshift.evaluation.estimate.prior.signs`."""
+        middle = logit(reading.centre(self.unexplained))
+        return _signs(self.whole, reading, probabilities(scores), middle, nearby, apart)
+
 
 @dataclass(frozen=True)
-class _Known:
-    """A case of a left-out site, with what its error is compared with."""
+class KnownCase:
+    """A case of a left-out site, with what its error is compared with.
+
+    Attributes:
+        case: what the correction reads of it.
+        signs: what the prior reads of it; None if samples were not compared.
+        accuracy, samples: the truth, and on how many samples.
+        error: the standard error of the median on the logit scale.
+    """
 
     case: Case
+    signs: Numbers | None
     accuracy: float
     samples: int
     error: float
 
+    def square(self, taught: Taught) -> float:
+        """The square of how far it is off after its correction, in its errors."""
+        off = taught.at(self.case.features, self.signs) - self.case.off
+        return _square(off, self.accuracy, self.samples, self.error)
 
-def _known(others: SiteSums, site: LeftOut, usual: float, seed: int) -> Iterator[_Known]:
-    """The cases of a site: as it is, changed, and drawn again in other class frequencies, which ``seed`` decides."""
+
+def known_cases(others: SiteSums, site: LeftOut, usual: float, seed: int) -> Iterator[KnownCase]:
+    """The cases of a site: as it is, changed, and drawn again in other class frequencies.
+
+    Args:
+        others: the sums of the other left-out sites.
+        site: it was looked at.
+        usual: the share of unexplained samples at left-out sites.
+        seed: decides the frequencies.
+    """
     natural, *changed = site.looked_at
     again = drawn_again(natural.labels, natural.scores.shape[1], seed)
-    moved = [Answers(natural.scores[rows], natural.labels[rows], natural.nearby[rows]) for rows in again]
+    moved = [Answers(natural.scores[rows], natural.labels[rows], natural.nearby[rows], natural.apart) for rows in again]
     for answers, weight in [(natural, 1.0), *((one, 1.0) for one in changed), *((one, MOVED_COUNT) for one in moved)]:
         reading, samples = read(others, answers.scores), len(answers.labels)
         accuracy = float((answers.scores.argmax(axis=1) == answers.labels).mean())
-        off = logit(accuracy) - logit(reading.centre(usual))
-        yield _Known(Case(reading.features(answers.nearby), off, weight), accuracy, samples, reading.error)
+        middle, seen = logit(reading.centre(usual)), None
+        if answers.apart is not None:
+            seen = _signs(others, reading, probabilities(answers.scores), middle, answers.nearby, answers.apart)
+        case = Case(reading.features(answers.nearby), logit(accuracy) - middle, weight)
+        yield KnownCase(case, seen, accuracy, samples, reading.error)
+
+
+def _signs(
+    sums: SiteSums, reading: Reading, shares: Numbers, middle: float, nearby: NDArray[Any], apart: Apart
+) -> Numbers:
+    """``middle``: the logit of the median."""
+    more = logit(calibrated(sums, shares)) - middle
+    return signs(reading.frequencies, reading.peak, shares, nearby, apart.spread, more)
+
+
+def _taught(known: Mapping[str, Sequence[KnownCase]], prior: Correction, without: str = "") -> Taught:
+    """What the cases of all sites but one teach, and the prior. The first case of each is the site as it is."""
+    others = {name: cases for name, cases in known.items() if name != without}
+    natural = [seen for cases in others.values() if (seen := cases[0].signs) is not None]
+    usual = np.mean(natural, axis=0) if len(natural) == len(others) else None
+    return Taught(learn({name: [one.case for one in cases] for name, cases in others.items()}), prior, usual)
 
 
 def square_of(site: KnownSite, usual: float) -> float:

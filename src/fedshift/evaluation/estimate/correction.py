@@ -58,7 +58,7 @@ class Correction:
             >>> Correction(np.zeros(1), np.ones(1), np.array([0.5])).at(np.array([2.0]))
             1.0
         """
-        return float(_standard(features, self.mean, self.deviation) @ self.coefficients)
+        return float(standard(features, self.mean, self.deviation) @ self.coefficients)
 
 
 def learn(sites: Mapping[str, Sequence[Case]]) -> Correction:
@@ -73,7 +73,7 @@ def learn(sites: Mapping[str, Sequence[Case]]) -> Correction:
     mean, deviation = every.mean(axis=0), every.std(axis=0) + 1e-6
     square, product = RIDGE * np.eye(every.shape[1]), np.zeros(every.shape[1])
     for cases in sites.values():
-        rows = _standard(np.stack([case.features for case in cases]), mean, deviation)
+        rows = standard(np.stack([case.features for case in cases]), mean, deviation)
         off, weights = np.array([case.off for case in cases]), np.array([case.weight for case in cases])
         noise = np.linalg.inv(np.diag(1 / weights) + OFFSET)
         square += rows.T @ noise @ rows
@@ -81,5 +81,11 @@ def learn(sites: Mapping[str, Sequence[Case]]) -> Correction:
     return Correction(mean, deviation, np.asarray(np.linalg.solve(square, product), dtype=np.float64))
 
 
-def _standard(features: Numbers, mean: Numbers, deviation: Numbers) -> Numbers:
+def standard(features: Numbers, mean: Numbers, deviation: Numbers) -> Numbers:
+    """Features in deviations from the mean, at most 4.
+
+    Example:
+        >>> standard(np.array([3.0, 90.0]), np.zeros(2), np.array([2.0, 1.0])).tolist()
+        [1.5, 4.0]
+    """
     return np.clip((features - mean) / deviation, -_FAR, _FAR)

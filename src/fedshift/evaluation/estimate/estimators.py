@@ -27,6 +27,7 @@ _STEPS = 200
 _RIDGE = 0.01
 _SMOOTH = 0.5
 """Samples that each class is given of what all together are."""
+_FEW = 3.0
 
 
 def warmed(sums: SiteSums, shares: Numbers) -> Numbers:
@@ -200,6 +201,52 @@ def by_confusion(sums: SiteSums, shares: Numbers) -> float:
     ratio = np.maximum(1 + np.linalg.solve(gram, joint.T @ (mine - joint.sum(axis=1))), 0.0)
     own = base * ratio
     return _share(float(own @ sums.recalls / own.sum())) if own.sum() > 0 else sums.accuracy
+
+
+def calibrated(sums: SiteSums, shares: Numbers) -> float:
+    """The share that is right at the labelled sites among predictions of the same class and band of confidence.
+
+    Where few samples are known, `_FEW` more count that are as often right as all.
+
+    Source: histogram binning of Zadrozny, Elkan, Obtaining calibrated probability estimates from decision trees and
+    naive Bayesian classifiers, ICML 2001.
+
+    Example:
+        >>> from fedshift.evaluation.estimate.sums import sums_of
+        >>> sums = sums_of([[0.9, 0.1]] * 6 + [[0.2, 0.8]] * 4, [0] * 5 + [1] * 5)
+        >>> round(calibrated(sums, np.array([[0.9, 0.1]] * 6 + [[0.2, 0.8]] * 4)), 3)
+        0.896
+    """
+    predicted, bands = answers_of(shares)
+    right = np.stack([sums.answers[label, label] for label in range(len(sums.answers))])
+    known = (right + _FEW * sums.accuracy) / (sums.answers.sum(axis=0) + _FEW)
+    return float(known[predicted, bands].mean())
+
+
+def margin(shares: Numbers) -> float:
+    """The mean difference of the two largest probabilities.
+
+    Source: Scheffer, Decomain, Wrobel, Active hidden Markov models for information extraction, IDA 2001.
+
+    Example:
+        >>> round(margin(np.array([[0.7, 0.2, 0.1], [0.4, 0.1, 0.5]])), 3)
+        0.3
+    """
+    largest = np.sort(shares, axis=1)[:, -2:]
+    return float((largest[:, 1] - largest[:, 0]).mean())
+
+
+def matrix_norm(shares: Numbers) -> float:
+    """MaNo: the norm of order 4 of the matrix of probabilities, 1 where all are sure.
+
+    Source: Xie, Odonnat, Feofanov, Deng, Zhang, An, MaNo: exploiting matrix norm for unsupervised accuracy estimation
+    under distribution shifts, NeurIPS 2024 (with the softmax), without its division by the number of classes.
+
+    Example:
+        >>> round(matrix_norm(np.array([[1.0, 0.0], [0.0, 1.0]])), 3), round(matrix_norm(np.full((3, 2), 0.5)), 3)
+        (1.0, 0.595)
+    """
+    return float(np.mean(np.sum(shares**4, axis=1)) ** 0.25)
 
 
 def agreement(all_shares: Numbers) -> float:

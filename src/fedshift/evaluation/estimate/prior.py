@@ -1,0 +1,120 @@
+"""What public data sets taught about the median of estimators, and when a shift is harmful: frozen tables.
+
+A federation's own changed samples (`fedshift.evaluation.estimate.correction`) know its model well, but few sites, and
+no site that is unlike them by nature. Other federations know how such sites do. So a ridge regression over the sites
+of seven public data sets, each in turn without labels, as it is, changed and drawn again, is added in equal parts. It
+reads only what the site without labels has more or less of than the left-out sites have of each other.
+
+``python benchmarks/estimate.py`` learns both tables and judges them: each data set by tables of the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedshift.evaluation.estimate.correction import Correction
+from fedshift.evaluation.estimate.estimators import margin, matrix_norm
+from fedshift.evaluation.estimate.sums import Numbers
+
+_WIDEST = 1.5
+"""Spreads count for no more than this above or below the usual one."""
+
+
+def signs(
+    frequencies: float, peak: float, shares: Numbers, nearby: NDArray[Any], spread: float, calibrated: float
+) -> Numbers:
+    """What the prior reads of a site's samples, before the same of left-out sites is taken from it.
+
+    Args:
+        frequencies, peak: of its `Reading`.
+        shares: probabilities (m, classes).
+        nearby: answers nearby (m, changes, 2).
+        spread: of the samples, see `fedshift.evaluation.estimate.distances.Apart`.
+        calibrated: log-odds of the estimator `calibrated` less those of the median.
+
+    Example:
+        >>> signs(0.1, 0.2, np.array([[0.5, 0.5]]), np.ones((1, 4, 2)), 0.3, -0.4).shape
+        (14,)
+    """
+    sure = [margin(shares), matrix_norm(shares)]
+    return np.array([frequencies, peak, *sure, *nearby.mean(axis=0).ravel(), spread, calibrated])
+
+
+def beside(signs: Numbers, usual: Numbers) -> Numbers:
+    """The features: signs less the usual ones of left-out sites, the size of a spread, and the calibrated estimate.
+
+    Example:
+        >>> beside(np.array([0.5, 0.1, 2.0]), np.array([0.5, 0.6, 1.0])).tolist()
+        [0.0, -0.5, 0.5, 2.0]
+    """
+    gap = signs[:-1] - usual[:-1]
+    gap[-1] = np.clip(gap[-1], -_WIDEST, _WIDEST)
+    return np.array([*gap, abs(gap[-1]), signs[-1]])
+
+
+@dataclass(frozen=True)
+class Prior:
+    """What other federations taught.
+
+    Attributes:
+        correction: of the log-odds of the median, from `beside`.
+        weights: of how far samples are apart, in spread and to the nearest, and of what is lost (3,).
+        alarm: a shift may be harmful where their sum is larger.
+    """
+
+    correction: Correction
+    weights: Numbers
+    alarm: float
+
+
+@dataclass(frozen=True)
+class Taught:
+    """What to add to the log-odds of the median.
+
+    Attributes:
+        here: what this federation's own cases teach.
+        prior: the correction that other federations taught.
+        usual: the mean signs of left-out sites as they are; None if their samples were not compared.
+    """
+
+    here: Correction
+    prior: Correction
+    usual: Numbers | None
+
+    def at(self, features: Numbers, signs: Numbers | None) -> float:
+        """The mean of both corrections; the own one where samples cannot be compared.
+
+        Example:
+            >>> here, prior = (Correction(np.zeros(n), np.ones(n), np.full(n, 0.5)) for n in (1, 3))
+            >>> taught = Taught(here, prior, np.zeros(2))
+            >>> taught.at(np.array([1.0]), np.array([1.0, 1.0])), taught.at(np.array([1.0]), None)
+            (1.0, 0.5)
+        """
+        if signs is None or self.usual is None:
+            return self.here.at(features)
+        return (self.here.at(features) + self.prior.at(beside(signs, self.usual))) / 2
+
+
+_MOMENTS = {
+    "frequencies": (0.0734, 0.2025, 0.1999),
+    "peak": (0.0581, 0.1561, -0.2446),
+    "margin": (-0.0256, 0.1197, 0.5403),
+    "matrix norm": (-0.0206, 0.0940, 0.2130),
+    "nearby 1, kept": (-0.0176, 0.0854, -0.0927),
+    "nearby 1, probability": (-0.0204, 0.0954, 0.0958),
+    "nearby 2, kept": (-0.0059, 0.0744, 0.2015),
+    "nearby 2, probability": (-0.0138, 0.0795, -0.3284),
+    "nearby 3, kept": (-0.0118, 0.0909, 0.0425),
+    "nearby 3, probability": (-0.0141, 0.0824, 0.0357),
+    "nearby 4, kept": (-0.0006, 0.0716, 0.0441),
+    "nearby 4, probability": (-0.0091, 0.0726, -0.3912),
+    "spread": (-0.0167, 0.4744, -0.1715),
+    "size of the spread": (0.3593, 0.3101, -0.0624),
+    "calibrated": (0.2012, 0.3890, 0.1776),
+}
+"""Of each feature its mean and deviation over all cases, and its coefficient."""
+PUBLIC = Prior(Correction(*np.array(list(_MOMENTS.values())).T), np.array([1.862, 0.318, 1.087]), 1.721)
