@@ -59,7 +59,7 @@ def part(table: Table, number: int) -> Table:
     """
     tables = (table, *table.more)
     if not 0 <= number <= len(tables):
-        titles = "; ".join(f"{at} {one.measure.title or one.measure.name}" for at, one in enumerate(tables, 1))
+        titles = "; ".join(f"{at} {item.measure.title or item.measure.name}" for at, item in enumerate(tables, 1))
         raise UserError(f"--only: there is no table {number}; there are {titles}")
     return replace(tables[number - 1], more=()) if number else table
 

@@ -47,38 +47,39 @@ def differences(given: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     if len(given) < 2:
         return
     first = next(iter(given.values()))
-    if any(one.get("kind") != TABLE for one in given.values()):
+    if any(item.get("kind") != TABLE for item in given.values()):
         yield from _moments_differ(given)
         return
-    if any(one[what] != first[what] for one in given.values() for what in ("numeric", "categorical")):
+    if any(item[what] != first[what] for item in given.values() for what in ("numeric", "categorical")):
         return
     if len(first["numeric"]) + len(first["categorical"]) > _COMPARED:
         return
     numeric = {
         in_quotes(column): {
-            site: (one["count"][place], one["total"][place], one["squares"][place]) for site, one in given.items()
+            site: (item["count"][index], item["total"][index], item["squares"][index]) for site, item in given.items()
         }
-        for place, column in enumerate(first["numeric"])
+        for index, column in enumerate(first["numeric"])
     }
     yield from fewer(sums_warnings(numeric))
     categorical = (
-        category_warnings(column, {site: dict.fromkeys(one["categories"][place]) for site, one in given.items()})
-        for place, column in enumerate(first["categorical"])
+        category_warnings(column, {site: dict.fromkeys(item["categories"][index]) for site, item in given.items()})
+        for index, column in enumerate(first["categorical"])
     )
     yield from fewer(itertools.chain.from_iterable(categorical))
 
 
 def _moments_differ(given: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """The same of features without names, if they are few enough to be measurements; of images nothing."""
-    widths = {len(one["total"]) for one in given.values()}
+    widths = {len(item["total"]) for item in given.values()}
     if len(widths) == 1 and 1 <= (width := widths.pop()) <= _MEASURED:
         yield from fewer(
             sums_warnings(
                 {
-                    f"column {place}": {
-                        site: (one["count"], one["total"][place], one["squares"][place]) for site, one in given.items()
+                    f"column {index}": {
+                        site: (item["count"], item["total"][index], item["squares"][index])
+                        for site, item in given.items()
                     }
-                    for place in range(width)
+                    for index in range(width)
                 }
             )
         )
@@ -98,29 +99,29 @@ def agreed(
         UserError: sites describe different columns (the message names the site), or a column has no value anywhere.
     """
     first_name, first = next(iter(given.items()))
-    for site, one in given.items():
+    for site, item in given.items():
         for what in ("kind", "numeric", "categorical"):
-            if one.get(what) != first.get(what):
+            if item.get(what) != first.get(what):
                 raise UserError(
-                    f"sites differ in {what} columns: '{first_name}' has {first.get(what)}, '{site}' {one.get(what)}; "
+                    f"sites differ in {what} columns: '{first_name}' has {first.get(what)}, '{site}' {item.get(what)}; "
                     "list the same columns at every site"
                 )
     objective = preprocessing.objective
     if objective is not None:
-        sums = [one.get("label") for site, one in given.items() if labelled is None or site in labelled]
+        sums = [item.get("label") for site, item in given.items() if labelled is None or site in labelled]
         if None in sums:
             raise UserError("a site gives no sums of its labels: all sites must name the same data.task")
-        objective = scaled(objective, [one for one in sums if one is not None])
+        objective = scaled(objective, [item for item in sums if item is not None])
     if first["kind"] == TABLE:
         statistics = [
             TableStatistics(
-                count=np.array(one["count"], dtype=np.int64),
-                total=np.array(one["total"], dtype=np.float64),
-                squares=np.array(one["squares"], dtype=np.float64),
-                any_missing=np.array(one["any_missing"], dtype=np.bool_),
-                categories=tuple(frozenset(map(str, names)) for names in one["categories"]),
+                count=np.array(item["count"], dtype=np.int64),
+                total=np.array(item["total"], dtype=np.float64),
+                squares=np.array(item["squares"], dtype=np.float64),
+                any_missing=np.array(item["any_missing"], dtype=np.bool_),
+                categories=tuple(frozenset(map(str, names)) for names in item["categories"]),
             )
-            for one in given.values()
+            for item in given.values()
         ]
         encoding = agreed_encoding(statistics, first["numeric"], first["categorical"])
         shaped = {"shape": (encoding.width,), "objective": objective, "standardise": preprocessing.standardise}
@@ -128,9 +129,9 @@ def agreed(
     preprocessing = preprocessing.model_copy(update={"objective": objective})
     if not first["total"]:  # there are no inputs to standardise
         return preprocessing
-    count = sum(int(one["count"]) for one in given.values())
+    count = sum(int(item["count"]) for item in given.values())
     total, squares = (
-        sum(np.array(one[what], dtype=np.float64) for one in given.values()) for what in ("total", "squares")
+        sum(np.array(item[what], dtype=np.float64) for item in given.values()) for what in ("total", "squares")
     )
     mean, std = moments(count, np.asarray(total), np.asarray(squares))
     return preprocessing.model_copy(update={"mean": tuple(mean.tolist()), "std": tuple(std.tolist())})

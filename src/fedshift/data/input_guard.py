@@ -92,18 +92,18 @@ class ColumnShift:
     @property
     def reasons(self) -> list[str]:
         """What is unusual, in words; empty if nothing is."""
-        found = []
+        reasons = []
         if self.unknown > REPORTED:
-            found.append(f"{_percent(self.unknown)} of the rows have an unknown category ({self.details['unknown']})")
+            reasons.append(f"{_percent(self.unknown)} of the rows have an unknown category ({self.details['unknown']})")
         if self.outside > REPORTED:
-            found.append(f"{_percent(self.outside)} of the rows are outside {self.details['range']}")
+            reasons.append(f"{_percent(self.outside)} of the rows are outside {self.details['range']}")
         if self.overlap is not None and self.overlap < OVERLAP_REPORTED:
-            found.append(f"{self.details['moments']} (overlap {self.overlap:.2g})")
+            reasons.append(f"{self.details['moments']} (overlap {self.overlap:.2g})")
         if self.missing > REPORTED and not self.expected:
-            found.append(f"{_percent(self.missing)} of the rows have no value, in training all had one")
+            reasons.append(f"{_percent(self.missing)} of the rows have no value, in training all had one")
         elif self.missing == 1 and self.rows >= MANY:
-            found.append("no row has a value, in training some had")
-        return found
+            reasons.append("no row has a value, in training some had")
+        return reasons
 
     @property
     def is_refused(self) -> bool:
@@ -130,17 +130,17 @@ class InputShift:
     @property
     def warning(self) -> str | None:
         """What is unusual, in one line; None if nothing is."""
-        return self._described([one for one in self.columns if one.reasons], self.images)
+        return self._described([column for column in self.columns if column.reasons], self.images)
 
     @property
     def refusal(self) -> str | None:
         """What is too unusual to be predicted, in one line; None if nothing is."""
-        return self._described([one for one in self.columns if one.is_refused], self.refused_images)
+        return self._described([column for column in self.columns if column.is_refused], self.refused_images)
 
     def _described(self, columns: Sequence[ColumnShift], images: Sequence[str]) -> str | None:
         if not columns and not images:
             return None
-        named = (f"column '{one_line(one.name)}': {', '.join(one.reasons)}" for one in columns[:_MOST_COLUMNS])
+        named = (f"column '{one_line(column.name)}': {', '.join(column.reasons)}" for column in columns[:_MOST_COLUMNS])
         parts = [*images, *named]
         more = f"; and {len(columns) - _MOST_COLUMNS} more columns" if len(columns) > _MOST_COLUMNS else ""
         return f"the data look unlike those that the model was trained on: {'; '.join(parts)}{more}"
@@ -186,16 +186,16 @@ def table_shift(table: Columns, encoding: TableEncoding, own_scale: bool = False
     """
     numeric = [
         _of_numbers(
-            one.name,
-            one.mean,
-            one.std,
-            one.can_be_missing or one.fill is not None,
-            numbers(table, one.name, one.missing_values),
+            item.name,
+            item.mean,
+            item.std,
+            item.can_be_missing or item.fill is not None,
+            numbers(table, item.name, item.missing_values),
         )
-        for one in encoding.numeric
+        for item in encoding.numeric
     ]
     if own_scale:
-        numeric = [replace(one, outside=0.0, overlap=None) for one in numeric]
+        numeric = [replace(item, outside=0.0, overlap=None) for item in numeric]
     return InputShift(
         (*numeric, *(_of_categories(column, table.column(column.name)) for column in encoding.categorical))
     )
@@ -313,26 +313,26 @@ def image_shift(
         return InputShift(images=(dark,), refused_images=(dark,) if len(images) >= FEWEST else ())
     if trained is None:
         return InputShift()
-    some, found, refused = _some(images), [], []
+    some, result, refused = _some(images), [], []
     mean, std = _brightness(np.bincount(some.ravel(), minlength=256))
     common = overlap(trained.mean, trained.std, mean, std)
     if len(some) >= FEWEST and common < OVERLAP_REPORTED:
-        found.append(
+        result.append(
             f"pixels are {255 * mean:.0f} ± {255 * std:.0f}, in training {255 * trained.mean:.0f} ± "
             f"{255 * trained.std:.0f} (overlap {common:.2g})"
         )
     grey = float(_is_grey(some).mean())
     if images.shape[1] == 3 and grey - trained.grey > REPORTED:
         text = f"{_percent(grey)} of the images are grey, in training {_percent(trained.grey)}"
-        found.append(text)
+        result.append(text)
         refused += [text] if grey - trained.grey > REFUSED and len(some) >= FEWEST else []
     if trained.side is not None and sides:
         side = _geometric_mean(sides)
         if max(side / trained.side, trained.side / side) > _SIDES:
-            found.append(
+            result.append(
                 f"image files have about {side:.0f} pixels on their shorter side, in training {trained.side:.0f}"
             )
-    return InputShift(images=tuple(found), refused_images=tuple(refused))
+    return InputShift(images=tuple(result), refused_images=tuple(refused))
 
 
 def _some(images: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:

@@ -119,12 +119,12 @@ class SiteData:
             the labels are masks (b, structures, …) float32, augmented together with their images. Of volumes that are
             read in parts (`Preprocessing.patch`) a part is drawn of each.
         """
-        place = rows.to(self.device)
+        position = rows.to(self.device)
         self._note(rows)
-        labels, numbers = self.labels.index_select(0, place), self.domain_numbers.index_select(0, place)
+        labels, numbers = self.labels.index_select(0, position), self.domain_numbers.index_select(0, position)
         masks = self._gather(rows.cpu().numpy(), self._masks).to(self.device).float() if self._masks else None
         if generator is None or self.deterministic:
-            return self._plain(rows, place), labels if masks is None else masks, numbers
+            return self._plain(rows, position), labels if masks is None else masks, numbers
         images = self.stored(rows)
         if self._restyle is not None:
             images = self._restyle(images, rows, generator)

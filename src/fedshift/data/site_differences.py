@@ -84,15 +84,15 @@ def shared_groups(data: DataSet) -> dict[tuple[str, str], int]:
         for name, domain in data.domains.items()
         if domain.groups is not None
     }
-    return {(one, other): len(numbers[one] & numbers[other]) for one, other in _pairs_with_equal(numbers)}
+    return {(item, other): len(numbers[item] & numbers[other]) for item, other in _pairs_with_equal(numbers)}
 
 
 def _fewer_pairs(warnings: Iterable[str]) -> Iterator[str]:
     """The first ones, and how many more: many sites have very many pairs."""
-    found = [*warnings]
-    yield from found[:_MOST_PAIRS]
-    if len(found) > _MOST_PAIRS:
-        yield f"{len(found) - _MOST_PAIRS} more pairs of sites hold or share equal samples"
+    result = [*warnings]
+    yield from result[:_MOST_PAIRS]
+    if len(result) > _MOST_PAIRS:
+        yield f"{len(result) - _MOST_PAIRS} more pairs of sites hold or share equal samples"
 
 
 def _shared(data: DataSet, prints: Prints) -> Iterator[str]:
@@ -100,22 +100,22 @@ def _shared(data: DataSet, prints: Prints) -> Iterator[str]:
     domains = {name: domain for name, domain in data.domains.items() if not isinstance(domain.inputs, SparseRows)}
     small = bool(prints)
     rows = {name: set(kinds.tolist()) for name, kinds in prints.items()}
-    for one, other in _pairs_with_equal(
+    for item, other in _pairs_with_equal(
         _twice(prints) if small else {name: [_start(it)] for name, it in domains.items()}
     ):
-        first, second = domains[one], domains[other]
+        first, second = domains[item], domains[other]
         if first.groups is not None and second.groups is not None:
             continue  # these say which samples of different sites belong together
         if len(first) == len(second) and np.array_equal(np.asarray(first.inputs), np.asarray(second.inputs)):
-            yield f"sites '{one}' and '{other}' hold the same samples: is it the same file twice?"
+            yield f"sites '{item}' and '{other}' hold the same samples: is it the same file twice?"
         elif small:
-            both = len(rows[one] & rows[other])
-            fewest = min(len(rows[one]), len(rows[other]))
+            both = len(rows[item] & rows[other])
+            fewest = min(len(rows[item]), len(rows[other]))
             if data.preprocessing.kind != "image" and 2 * both >= fewest:
                 both = len({*_fingerprints(first, _rare(first, len(second)))} & rows[other])
             if 2 * both >= fewest or (both and data.preprocessing.kind == "image"):
                 yield (
-                    f"sites '{one}' and '{other}' share {both} equal samples: what trains at one is measured at the "
+                    f"sites '{item}' and '{other}' share {both} equal samples: what trains at one is measured at the "
                     "other"
                 )
 
@@ -124,7 +124,7 @@ def _twice(prints: Prints) -> dict[str, set[int]]:
     """What of each site occurs more than once at all sites together: of many samples, few do."""
     numbers, counts = np.unique(np.concatenate([*prints.values()]), return_counts=True)
     twice = {*numbers[counts > 1].tolist()}
-    return {name: twice.intersection(one.tolist()) for name, one in prints.items()}
+    return {name: twice.intersection(item.tolist()) for name, item in prints.items()}
 
 
 def _start(domain: Domain) -> int:
@@ -136,11 +136,11 @@ def _pairs_with_equal(of_sites: Mapping[str, Collection[Hashable]]) -> list[tupl
     """The pairs of sites with an entry in common, in the order of the sites: of many pairs, few have."""
     holders: dict[Hashable, list[int]] = {}
     for number, entries in enumerate(of_sites.values()):
-        for one in entries:
-            holders.setdefault(one, []).append(number)
+        for entry in entries:
+            holders.setdefault(entry, []).append(number)
     names = list(of_sites)
     pairs = {pair for sites in holders.values() if len(sites) > 1 for pair in combinations(sites[:_HOLDERS], 2)}
-    return [(names[one], names[other]) for one, other in sorted(pairs)]
+    return [(names[entry], names[other]) for entry, other in sorted(pairs)]
 
 
 def _prints(data: DataSet) -> dict[str, NDArray[np.int64]]:
@@ -160,7 +160,7 @@ def _repeated(data: DataSet, all_prints: Prints, parts: Parts | None) -> Iterato
     """Sites that hold samples more than once, and whether copies are on both sides of a split; of a user's own data."""
     if data.manifest.source != "yours":
         return
-    images, found = data.preprocessing.kind == "image", []
+    images, result = data.preprocessing.kind == "image", []
     for name, prints in all_prints.items():
         domain = data.domains[name]
         kinds, number = np.unique(prints, return_inverse=True)
@@ -174,10 +174,10 @@ def _repeated(data: DataSet, all_prints: Prints, parts: Parts | None) -> Iterato
             train, held_out = parts(name)
             both = int(np.isin(prints[held_out], prints[train]).sum())
             text += f", and {both} of its {len(held_out)} held-out samples also train" if both else ""
-        found.append(text)
-    if found:
-        more = f"; and {len(found) - _MOST_NAMED} more sites" if len(found) > _MOST_NAMED else ""
-        yield f"samples repeat within sites: {'; '.join(found[:_MOST_NAMED])}{more}; leave out the copies"
+        result.append(text)
+    if result:
+        more = f"; and {len(result) - _MOST_NAMED} more sites" if len(result) > _MOST_NAMED else ""
+        yield f"samples repeat within sites: {'; '.join(result[:_MOST_NAMED])}{more}; leave out the copies"
 
 
 def _copies(domain: Domain, number: NDArray[np.int64]) -> int:
@@ -199,8 +199,8 @@ def _rare(domain: Domain, others: int) -> Rows:
     inputs, labels = np.asarray(domain.inputs), domain.labels.reshape(len(domain), -1)
     expected = np.full(len(domain), np.log(max(1, others)))
     for column in (*inputs.reshape(len(domain), -1).T, *labels.T):
-        _, place, counts = np.unique(column, return_inverse=True, return_counts=True)
-        expected += np.log(counts[place.reshape(-1)] / len(domain))
+        _, index, counts = np.unique(column, return_inverse=True, return_counts=True)
+        expected += np.log(counts[index.reshape(-1)] / len(domain))
     return np.flatnonzero(expected < np.log(_BY_CHANCE))
 
 
@@ -219,8 +219,8 @@ def _shared_ids(data: DataSet) -> Iterator[str]:
             "patient, some train while others are measured"
         )
     both = [
-        f"{len(named[one].keys() & named[other].keys())} of '{one}' and '{other}'"
-        for one, other in _pairs_with_equal(named)
+        f"{len(named[item].keys() & named[other].keys())} of '{item}' and '{other}'"
+        for item, other in _pairs_with_equal(named)
     ]
     if both:
         yield (

@@ -195,7 +195,7 @@ def _carry_out(
         name = run_at_sites(experiment.name, run)
         numbers = {site.name: (site.role, site.parts[0][2]) for site in plans}
         plain = SealedFederation if engine.routing == "sealed" else RemoteFederation
-        colluders = max(plan.agreed.colluders.get(one.name, 0) for one in plans)
+        colluders = max(plan.agreed.colluders.get(item.name, 0) for item in plans)
         whole = bool(_strict(plan, plans))
         secure = partial(SecureFederation, memory=folder.memory, whole=whole, colluders=colluders)
         kind = secure if engine.sums_only else plain
@@ -222,8 +222,8 @@ def _carry_out(
             on_answer=log.trained,
         )
         folder.write_settings()
-        place = sums_file(runs.parents[1], name)
-        evaluator = _AtSites(plan, planned, federation, torch.device(context.device), place)
+        position = sums_file(runs.parents[1], name)
+        evaluator = _AtSites(plan, planned, federation, torch.device(context.device), position)
         result = train_and_evaluate(context, planned, folder, federation, evaluator, network)
         over = EndRequest(run=name, estimates_follow=bool(plan.data.unlabelled))
         ask_plain(transport, dict.fromkeys(sites, over), engine.patience, Done)
@@ -290,7 +290,7 @@ def _check_rosters(plan: DeployedPlan) -> None:
             for site in _strict(plan, group):
                 known, target = before.setdefault(site, (names, planned.run.target))
                 if known != names:
-                    differ = ", ".join(f"'{one}'" for one in sorted(known ^ names))
+                    differ = ", ".join(f"'{item}'" for item in sorted(known ^ names))
                     raise UserError(
                         f"site '{site}' would be in sums with and without {differ} (targets '{target}' and "
                         f"'{planned.run.target}'), whose difference shows single models, and refuses the second (rule "
@@ -399,28 +399,28 @@ class _AtSites:
         Raises:
             FedshiftError: the target's own site does not answer.
         """
-        found = self._ask(weights, list(dict.fromkeys([*self._sources, *self._targets])))
-        record = self._record(found)
+        result = self._ask(weights, list(dict.fromkeys([*self._sources, *self._targets])))
+        record = self._record(result)
         return record if self._here is None else {**self._here.measure(network, weights), **record}
 
     def final(self, network: Network, weights: Weights) -> Final:
         """As `Evaluator.final`. The sources are asked before the target, since they choose its threshold."""
         sources = [site for site in self._sources if site not in self._targets]
-        found = self._ask(weights, sources, part="held_out")
-        threshold = common_threshold(_metrics(found, sources, "held_out"))
+        result = self._ask(weights, sources, part="held_out")
+        threshold = common_threshold(_metrics(result, sources, "held_out"))
         asked: dict[str, Any] = {"resamples": self._resamples, "threshold": threshold}
         asked |= {"sums": True, **self._kept} if self._sums else {}
-        found |= self._ask(weights, self._targets, part="target", **asked)
+        result |= self._ask(weights, self._targets, part="target", **asked)
         if self._sums:
-            keep_sums(self._place, {site: found[site].sums for site in self._targets if site in found})
+            keep_sums(self._place, {site: result[site].sums for site in self._targets if site in result})
         if self._predicted:
             write_object(threshold_file(self._place.parents[1], self._place.stem), {"threshold": threshold})
             self._federation.hand_out(weights, self._predicted, self._metadata())
-        record, held_out = self._record(found), _metrics(found, sources, "held_out")
+        record, held_out = self._record(result), _metrics(result, sources, "held_out")
         if self._here is not None:
             here = self._here.final(network, weights, threshold)
             return Final({**here.record, **record}, (*here.sites, *held_out), here.predictions)
-        return Final(record, (*_metrics(found, self._targets, "target"), *held_out))
+        return Final(record, (*_metrics(result, self._targets, "target"), *held_out))
 
     def _ask(self, weights: Weights, sites: Sequence[str], **whole: Any) -> dict[str, Any]:
         """What sites report of a model.
@@ -429,13 +429,13 @@ class _AtSites:
             FedshiftError: no target that is asked answers.
         """
         targets = [site for site in self._targets if site in sites]
-        found = self._federation.measure(weights, sites, targets, **whole) if sites else {}
-        if targets and not any(site in found for site in targets):
+        measure = self._federation.measure(weights, sites, targets, **whole) if sites else {}
+        if targets and not any(site in measure for site in targets):
             raise FedshiftError(
                 f"round {self._federation.round}: target '{targets[0]}' did not measure the model; when it is back, go "
                 "on with fedshift deploy resume"
             )
-        return found
+        return measure
 
     def _record(self, found: Mapping[str, Measures]) -> dict[str, Any]:
         """The fields of a `RoundRecord` that sites report."""
@@ -455,7 +455,9 @@ class _AtSites:
 def _metrics(found: Mapping[str, Measures], sites: Sequence[str], part: Part) -> list[SiteMetrics]:
     """What sites said of the last round, under the names and parts that they have here."""
     metrics = {site: found[site].metrics for site in sites if site in found}
-    return [one.model_copy(update={"site": site, "part": part}) for site, one in metrics.items() if one is not None]
+    return [
+        metric.model_copy(update={"site": site, "part": part}) for site, metric in metrics.items() if metric is not None
+    ]
 
 
 def _recall(pairs: Sequence[tuple[int, int] | None]) -> float | None:

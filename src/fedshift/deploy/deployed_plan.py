@@ -141,13 +141,13 @@ def check_budgets(plan: DeployedPlan, *, begun: bool) -> None:
     Raises:
         UserError: the message names the site.
     """
-    if plan.agreed.privacy and not all(one.split.targets for one in plan.runs):
+    if plan.agreed.privacy and not all(run.split.targets for run in plan.runs):
         raise UserError(
             "protocol.targets: no site measures the model, since those with a budget of privacy hold no samples out "
             "for it: name data.unseen, or sites set privacy.measurement_noise"
         )
     for site, budget in plan.agreed.privacy.items():
-        target = next((one.run.target for one in plan.runs if _measures(one, site)), None)
+        target = next((run.run.target for run in plan.runs if _measures(run, site)), None)
         if target is not None and budget.measurement_noise is None:
             raise UserError(
                 f"protocol.targets: '{target}' is measured at site '{site}', which has a budget of privacy and "
@@ -156,8 +156,8 @@ def check_budgets(plan: DeployedPlan, *, begun: bool) -> None:
         if begun:
             continue
         before = [NoisySteps(*kind) for kind in budget.spent]
-        asked = [steps for one in plan.runs for steps in _cost(one, site, budget.measurement_noise)]
-        estimates = sum(asks_sums(plan, one) for one in plan.runs if one.run.target == site)
+        asked = [steps for run in plan.runs for steps in _cost(run, site, budget.measurement_noise)]
+        estimates = sum(asks_sums(plan, run) for run in plan.runs if run.run.target == site)
         if budget.confidences_noise is not None and estimates:
             asked.append(NoisySteps(budget.confidences_noise, 1.0, estimates))
         epsilon, delta = budget.epsilon, budget.delta
@@ -189,12 +189,12 @@ def _measures(planned: PlannedRun, site: str) -> bool:
 
 def _cost(planned: PlannedRun, site: str, deviation: float | None) -> list[NoisySteps]:
     """What a run costs a site: its training, and the measurements of the model on its samples."""
-    found = []
+    cost = []
     if site in planned.privacy:
-        one = planned.privacy[site]
-        found.append(NoisySteps(one.noise_multiplier, one.sample_rate, one.steps))
+        item = planned.privacy[site]
+        cost.append(NoisySteps(item.noise_multiplier, item.sample_rate, item.steps))
     held_out = len(planned.split.held_out.get(site, ()))
     if deviation is not None and (held_out or _measures(planned, site)):
         before_last = (max(1, planned.rounds) - 1) // planned.experiment.training.measure_every
-        found.append(NoisySteps(deviation, 1.0, before_last + 1))
-    return found
+        cost.append(NoisySteps(deviation, 1.0, before_last + 1))
+    return cost

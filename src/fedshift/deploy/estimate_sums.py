@@ -75,9 +75,9 @@ class EstimateSums:
 
     def _scores(self, run: Run) -> dict[str, str]:
         """By left-out site, the run of which it keeps scores."""
-        same = [one for one in self._plan.runs if (one.run.method, one.run.seed) == (run.method, run.seed)]
-        asked = [one.run for one in same if asks_sums(self._plan, one)]
-        return {one.target: run_at_sites(self._plan.experiment.name, one) for one in asked}
+        same = [item for item in self._plan.runs if (item.run.method, item.run.seed) == (run.method, run.seed)]
+        asked = [item.run for item in same if asks_sums(self._plan, item)]
+        return {item.target: run_at_sites(self._plan.experiment.name, item) for item in asked}
 
     def _pooled(self, name: str, scores: Mapping[str, str]) -> GivenPooled:
         if len(scores) < FEWEST:
@@ -121,17 +121,17 @@ class EstimateSums:
             tensors: most tensors of an answer.
             read: takes a site and the content of its answer.
         """
-        found: dict[str, T] = {}
+        result: dict[str, T] = {}
         answers = ask_for_content(self._transport, requests, self._deadline, tensors)
         for site in requests:
             answer = answers.get(site, Lost("did not answer"))
             try:
                 if isinstance(answer, Lost):
                     raise FedshiftError(answer.reason)
-                found[site] = read(site, answer)
+                result[site] = read(site, answer)
             except FedshiftError as error:
                 self._log.warn(f"site '{site}' gives nothing to a sum over left-out sites: {error}")
-        return found
+        return result
 
     def colluders(self, sites: Sequence[str]) -> int:
         """The most of what these sites expect."""

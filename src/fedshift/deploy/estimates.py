@@ -49,7 +49,7 @@ def threshold_file(folder: Path, run: str) -> Path:
 
 def keep_sums(place: Path, sums: Mapping[str, GivenSums | None]) -> None:
     """Keep the sums of a run's targets, until all runs are over."""
-    given = {site: one.model_dump(mode="json") for site, one in sums.items() if one is not None}
+    given = {site: item.model_dump(mode="json") for site, item in sums.items() if item is not None}
     if given:
         write_object(place, given, indent=None)
 
@@ -65,9 +65,9 @@ def hand_over(plan: DeployedPlan, transport: Transport, folder: Path, deadline: 
         log: is told of sites that do not answer.
     """
     over = set(estimated(folder))
-    names = [run_at_sites(plan.experiment.name, one.run) for one in plan.runs]
-    waiting = [(one, name) for one, name in zip(plan.runs, names, strict=True) if one.split.predicted]
-    waiting = [(one, name) for one, name in waiting if name not in over]
+    names = [run_at_sites(plan.experiment.name, run.run) for run in plan.runs]
+    waiting = [(run, name) for run, name in zip(plan.runs, names, strict=True) if run.split.predicted]
+    waiting = [(run, name) for run, name in waiting if name not in over]
     sums = EstimateSums(plan, transport, deadline, log) if plan.experiment.engine.sums_only else None
     for planned, name in waiting:
         known = {} if sums is not None else _known(plan, planned.run, transport, folder, deadline, log)
@@ -91,16 +91,16 @@ def _known(
     plan: DeployedPlan, run: Run, transport: Transport, folder: Path, deadline: float, log: EventLog
 ) -> dict[str, GivenSite]:
     """Sums and reading of each site that was left out of a run beside this one, as the site without labels is told."""
-    same = [one.run for one in plan.runs if (one.run.method, one.run.seed) == (run.method, run.seed)]
-    names = {one.target: run_at_sites(plan.experiment.name, one) for one in same if one.target != run.target}
+    same = [item.run for item in plan.runs if (item.run.method, item.run.seed) == (run.method, run.seed)]
+    names = {item.target: run_at_sites(plan.experiment.name, item) for item in same if item.target != run.target}
     classes = len(plan.data.classes)
     kept = {site: kept_sums(sums_file(folder, run)).get(site) for site, run in names.items()}
-    sums = {site: said for site, said in kept.items() if said is not None}
-    for said in sums.values():
-        check_classes(said, classes)
+    sums = {site: text for site, text in kept.items() if text is not None}
+    for text in sums.values():
+        check_classes(text, classes)
     known: dict[str, GivenSite] = {}
     for site, own in sums.items():
-        others = [one.sums for other, one in sums.items() if other != site]
+        others = [item.sums for other, item in sums.items() if other != site]
         if others:
             together = GivenSums.model_validate(plain_sums(reduce(add, others)))
             reading = _reading(site, names[site], together, transport, deadline, log)

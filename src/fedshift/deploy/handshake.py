@@ -347,9 +347,9 @@ def encoded_for(experiment: Experiment, agreed: Agreed, target: str) -> DataSet:
     held_here = _unseen_set(experiment, shape, agreed.data.classes, preprocessing)
     domains = {
         site: _without_samples(
-            site, len(one), shape, unlabelled=one.unlabelled, tokens=agreed.data.preprocessing.kind == "tokens"
+            site, len(domain), shape, unlabelled=domain.unlabelled, tokens=agreed.data.preprocessing.kind == "tokens"
         )
-        for site, one in agreed.data.domains.items()
+        for site, domain in agreed.data.domains.items()
         if site in agreed.rows
     }
     whole = {**domains, **(held_here.domains if held_here else {})}
@@ -364,7 +364,7 @@ def sources_encoding(agreed: Agreed, target: str) -> Preprocessing:
 def _encoding_without(agreed: Agreed, left_out: Collection[str], target: str) -> Preprocessing:
     """The agreed encoding without some sites, and without those that lack labels and are not the target."""
     lacking = {site for site in agreed.data.unlabelled if site != target}
-    given = {site: one for site, one in (agreed.given or {}).items() if site not in left_out and site not in lacking}
+    given = {site: item for site, item in (agreed.given or {}).items() if site not in left_out and site not in lacking}
     labelled = [site for site in given if site != target]
     return _encoding(given, agreed.data.preprocessing, labelled)
 

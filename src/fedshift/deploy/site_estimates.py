@@ -175,7 +175,7 @@ class SiteEstimates:
             FedshiftError: there are no predictions of the run, or it is of other classes or columns.
         """
         run, classes = asked.request.run, holding.data.classes
-        answers = [one for one in noted(self._received / run, classes) if one.part == UNLABELLED]
+        answers = [item for item in noted(self._received / run, classes) if item.part == UNLABELLED]
         if not answers:
             raise FedshiftError(f"site '{self._site}' has no predictions of run {run}")
         pooled = asked.request.pooled
@@ -246,8 +246,8 @@ def kept_scores(memory: Path, run: str) -> KeptScores | None:
         UserError: the file is damaged.
     """
     try:
-        found = load(read_private(memory / f"{run}{SCORES}", _REMEDY))
-        return KeptScores(found["scores"].numpy(), found["labels"].numpy(), float(found["threshold"][0]))
+        result = load(read_private(memory / f"{run}{SCORES}", _REMEDY))
+        return KeptScores(result["scores"].numpy(), result["labels"].numpy(), float(result["threshold"][0]))
     except (OSError, KeyError, SafetensorError):
         return None
 
@@ -263,8 +263,8 @@ def asked_reading(memory: Path, run: str) -> str | None:
     Raises:
         Damaged: the file is.
     """
-    found = read_object(memory / f"{run}{READING}", _REMEDY, older=True)
-    return None if not found else str(found["key"])
+    result = read_object(memory / f"{run}{READING}", _REMEDY, older=True)
+    return None if not result else str(result["key"])
 
 
 def in_words(estimate: Estimate) -> str:

@@ -232,8 +232,8 @@ def file_stamp(options: Mapping[str, Any], folder: Path) -> str:
     digest = hashlib.sha256()
     for path in _files_of([options.get(name) for name in ("root", "sites", "file", "query")], folder):
         with contextlib.suppress(OSError):
-            found = path.stat()
-            digest.update(f"{path}|{found.st_size}|{found.st_mtime_ns}|{stat.S_IFMT(found.st_mode)}\n".encode())
+            result = path.stat()
+            digest.update(f"{path}|{result.st_size}|{result.st_mtime_ns}|{stat.S_IFMT(result.st_mode)}\n".encode())
     return digest.hexdigest()
 
 

@@ -240,7 +240,7 @@ class SiteProgram:
         if len(refusals) == 1:
             raise refusals[0]
         if refusals:
-            public = "; ".join(dict.fromkeys(one.public for one in refusals))
+            public = "; ".join(dict.fromkeys(refusal.public for refusal in refusals))
             raise Refused("; ".join(dict.fromkeys(map(str, refusals))), public=public)
 
     def _check_method(self, wanted: MethodRecipe, hello: Hello) -> None:
@@ -300,11 +300,11 @@ class SiteProgram:
 
     def _permitted(self, asked: Sequence[MethodRecipe]) -> list[Method]:
         """Those of the methods that may run; of the others `_check_method` speaks."""
-        found: list[Method] = []
+        result: list[Method] = []
         for wanted in asked:
             with contextlib.suppress(Refused):
-                found.append(self._method(wanted))
-        return found
+                result.append(self._method(wanted))
+        return result
 
     def _rows(self, split: SeedSplit) -> tuple[Rows, Rows]:
         """The rows that train and those that measure; of a site of few labels those without and those with a label."""
@@ -577,10 +577,13 @@ class SiteProgram:
 
     def _domain(self, setting: Setting, part: SitePart) -> Domain:
         """The site's samples as a request's network reads them, in the site's own scale where its data say so."""
-        domain, own = features_here(self.holding, setting, self.device), self.holding.data.preprocessing.standardise
-        if setting.preprocessing.standardise != own:
+        domain, standardise = (
+            features_here(self.holding, setting, self.device),
+            self.holding.data.preprocessing.standardise,
+        )
+        if setting.preprocessing.standardise != standardise:
             raise Refused(f"site '{self.name}' refuses another data.standardise than its own: all sites write the same")
-        if own is None:
+        if standardise is None:
             return domain
         rows = domain.described if part.role == "unseen" else self._rows(part.split)[0]
         return scaled(domain, rows, setting.preprocessing)

@@ -103,7 +103,7 @@ class RoundRecord(_Record):
     @model_validator(mode="after")
     def _shares_are_percent(self) -> RoundRecord:
         for value in chain(
-            *(one.values() for one in (self.target_accuracy, self.source_accuracy, self.common_accuracy))
+            *(item.values() for item in (self.target_accuracy, self.source_accuracy, self.common_accuracy))
         ):
             ENTRIES[self.metric].check(value)
         return self
@@ -160,7 +160,7 @@ def _numbers(path: str, value: Any) -> Iterator[tuple[str, float]]:
     if isinstance(value, Mapping):
         parts = [(str(name), part) for name, part in value.items()]
     elif isinstance(value, list | tuple):
-        parts = [(str(place), part) for place, part in enumerate(value)]
+        parts = [(str(index), part) for index, part in enumerate(value)]
     else:
         if isinstance(value, int | float) and not isinstance(value, bool):
             yield path, value
@@ -326,9 +326,9 @@ class RunResult(_Record):
     def _has_a_headline(self) -> RunResult:
         if self.selected.get(self.headline) is None and not self.without_labels:
             raise ValueError("selected: the last round is missing")
-        for one in self.selected.values():
-            if one is not None:
-                ENTRIES[self.metric].check(one.accuracy)
+        for item in self.selected.values():
+            if item is not None:
+                ENTRIES[self.metric].check(item.accuracy)
         return self
 
     @model_serializer(mode="wrap")

@@ -157,7 +157,7 @@ def progress_of(plan: Plan, folder: Path) -> Progress:
 
     A run of other data or settings is not finished.
     """
-    planned = {folder.absolute() / one.folder: one for one in plan.runs}
+    planned = {folder.absolute() / run.folder: run for run in plan.runs}
     there = run_folders(folder)
     finished, refused = 0, None
     for path in there:
@@ -238,13 +238,13 @@ def noise_costs(experiment: Experiment) -> list[NoiseCost]:
     seeds = {"seeds": experiment.protocol.seeds[:1]}
     experiment = experiment.model_copy(update={"protocol": experiment.protocol.model_copy(update=seeds)})
     plain = experiment.training.model_copy(update={"privacy": None})
-    found: list[dict[tuple[str, str], float]] = []
+    values: list[dict[tuple[str, str], float]] = []
     with tempfile.TemporaryDirectory() as folder:
-        for number, one in enumerate((experiment, experiment.model_copy(update={"training": plain}))):
-            place = run_experiment(one, Path(folder, str(number)))
-            results = [RunResult.model_validate_json(file.read_bytes()) for file in place.rglob("result.json")]
-            found.append({(result.method, result.target): result.accuracy() or 0.0 for result in results})
-    return [NoiseCost(*run, accuracy, found[1][run]) for run, accuracy in found[0].items()]
+        for number, item in enumerate((experiment, experiment.model_copy(update={"training": plain}))):
+            path = run_experiment(item, Path(folder, str(number)))
+            results = [RunResult.model_validate_json(file.read_bytes()) for file in path.rglob("result.json")]
+            values.append({(result.method, result.target): result.accuracy() or 0.0 for result in results})
+    return [NoiseCost(*run, accuracy, values[1][run]) for run, accuracy in values[0].items()]
 
 
 @dataclass(frozen=True)
@@ -320,8 +320,8 @@ def _dry_run(planned: PlannedRun, network: Network, warnings: list[str]) -> DryR
         raise
     except Exception as error:
         method = planned.run.method.display
-        said = f"{type(error).__name__}: {error}".partition("\n")[0]
-        warning = f"{method}: what it sends is not known, since it fails on two samples and without training ({said})"
+        text = f"{type(error).__name__}: {error}".partition("\n")[0]
+        warning = f"{method}: what it sends is not known, since it fails on two samples and without training ({text})"
         warnings.append(warning)
         return None
 
@@ -375,8 +375,8 @@ def _method(method: Method, needs: Sequence[_Need], sealed: bool) -> MethodCheck
         mini_batches_per_round=longest.per_round,
         mini_batches_per_site=max(need.mini_batches for need in needs),
         hours=sum(need.seconds for need in needs) / 3600,
-        bytes_up=sum(one.up for one in sent) if known else None,
-        bytes_down=sum(one.down for one in sent) if known else None,
+        bytes_up=sum(item.up for item in sent) if known else None,
+        bytes_down=sum(item.down for item in sent) if known else None,
         shares=_leaving(method) if sealed else method.calls.shares,
         reads=method.traits.reads_sealed if sealed else reads_of(method),
         steps=max((need.steps for need in needs if need.steps is not None), default=None),
@@ -433,7 +433,7 @@ def _seconds_to_measure(experiment: Experiment, data: DataSet, device: str) -> t
     """Seconds of a forward pass of one sample, and of each further one: the fastest of three."""
     domain = max(data.domains.values(), key=len)
     network = experiment.training.network(experiment.model, data.input_shape, len(data.classes), 0).to(device).eval()
-    found = []
+    result = []
     for number in (1, min(len(domain), _MEASURED)):
         view = SiteData([(domain, np.arange(number), 0)], _in_any_scale(data), None, device)
         seconds = []
@@ -444,8 +444,8 @@ def _seconds_to_measure(experiment: Experiment, data: DataSet, device: str) -> t
             if device.startswith("cuda"):
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - began)
-        found.append((number, min(seconds)))
-    (_, least), (samples, most) = found
+        result.append((number, min(seconds)))
+    (_, least), (samples, most) = result
     return least, max(0.0, most - least) / samples
 
 

@@ -115,7 +115,7 @@ class Plan:
 
     def _shared_groups(self) -> Iterator[str]:
         """Numbers of patients that several sites use, and targets of which groups leave only some rows to measure."""
-        pairs = [f"{count} of '{one}' and '{other}'" for (one, other), count in shared_groups(self.data).items()]
+        pairs = [f"{count} of '{item}' and '{other}'" for (item, other), count in shared_groups(self.data).items()]
         protocol, domains = self.experiment.protocol, self.data.domains
         fewer = []
         if protocol.unseen and self.data.manifest.source == "yours":
@@ -155,8 +155,8 @@ class Plan:
             if not isinstance(inputs := data.domains[name].inputs, SparseRows)
         )
         sides = [side for name in planned.split.train for side in data.sides.get(name, ())]
-        found = image_statistics(images, sides)
-        return {} if found is None else {"training_images": found.model_dump()}
+        result = image_statistics(images, sides)
+        return {} if result is None else {"training_images": result.model_dump()}
 
     def without_labels(self, planned: PlannedRun) -> dict[str, WithoutLabels]:
         """The targets of a run that lack labels, and how unlike their samples are to those that trained."""
@@ -209,8 +209,8 @@ class Plan:
             self._scaled.clear()  # as in `data_for`
             data, split = self.data_for(target), self.split(target, seed)
             here = replace(data, domains={name: data.domains[name] for name in self.samples_of(data)})
-            found = all_scaled(here, {**split.unlabelled, **split.train})
-            self._scaled[target, seed] = replace(data, domains={**data.domains, **found.domains})
+            result = all_scaled(here, {**split.unlabelled, **split.train})
+            self._scaled[target, seed] = replace(data, domains={**data.domains, **result.domains})
         return self._scaled[target, seed]
 
     def samples_of(self, data: DataSet) -> Sequence[str]:
@@ -360,8 +360,8 @@ class PlannedRun:
     @property
     def _scaling(self) -> dict[str, Any]:
         """What only the sites of a deployment say of how inputs are scaled."""
-        own = self.plan.data.preprocessing.standardise
-        return {} if own is None else {"standardise": own}
+        standardise = self.plan.data.preprocessing.standardise
+        return {} if standardise is None else {"standardise": standardise}
 
 
 def common_settings(experiment: Experiment, method: Method) -> dict[str, Any]:

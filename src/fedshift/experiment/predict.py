@@ -197,25 +197,25 @@ class TrainedModel:
         samples.check(accept_shift, warn)
         names, inputs = samples.names, samples.inputs
         scores, objective = self.scores(inputs), self.objective
-        said = objective.said(scores, np.array(self.classes, dtype=object)).tolist()
+        text = objective.said(scores, np.array(self.classes, dtype=object)).tolist()
         told = scores.tolist() if objective.has_probabilities else [()] * len(names)
         labels = known_labels(samples.source, names, self.classes, self.labelling) or [None] * len(names)
         return [
-            Prediction(name, objective.in_words(one, self.classes), tuple(row), label)
-            for name, one, row, label in zip(names, said, told, labels, strict=True)
+            Prediction(name, objective.in_words(item, self.classes), tuple(row), label)
+            for name, item, row, label in zip(names, text, told, labels, strict=True)
         ]
 
     @cached_property
     def labelling(self) -> Labelling | None:
         """How the training tables named the class of a row."""
-        said = self.metadata.get("labelled_by")
-        return None if said is None else Labelling.model_validate(said)
+        text = self.metadata.get("labelled_by")
+        return None if text is None else Labelling.model_validate(text)
 
     @cached_property
     def image_statistics(self) -> ImageStatistics | None:
         """What the model file says of its training images as a whole."""
-        said = self.metadata.get("training_images")
-        return None if said is None else ImageStatistics.model_validate(said)
+        text = self.metadata.get("training_images")
+        return None if text is None else ImageStatistics.model_validate(text)
 
     @cached_property
     def objective(self) -> Objective:
@@ -372,10 +372,10 @@ def load_model(path: Path, own_method: str | Method | None = None, own_network: 
     """
     file = path / MODEL if path.is_dir() else path
     if not file.is_file():
-        found = sorted(path.glob(f"**/{MODEL}")) if path.is_dir() else []
+        result = sorted(path.glob(f"**/{MODEL}")) if path.is_dir() else []
         hint = ": has the run finished?"
-        if found:
-            hint = f"; did you mean {found[0].parent}? ({len(found)} models are below {path})"
+        if result:
+            hint = f"; did you mean {result[0].parent}? ({len(result)} models are below {path})"
         elif (path / SEALED_MODEL).is_file():
             hint = f", but a {SEALED_MODEL}: open it at a site that may read it, with fedshift site open"
         raise UserError(
@@ -468,8 +468,8 @@ def _check_sizes(metadata: Mapping[str, Any], preprocessing: Preprocessing, shap
     """Raise ValueError for samples or classes of which the tensors in a file cannot be a model."""
     stored: Any = preprocessing.backbone["images"] if preprocessing.backbone else {}
     sizes = [metadata["input_shape"]]
-    for said in (preprocessing.model_dump(), stored):
-        sizes += [said.get("shape") or (), (said.get("channels") or 1, *2 * (said.get("size") or 1,))]
+    for text in (preprocessing.model_dump(), stored):
+        sizes += [text.get("shape") or (), (text.get("channels") or 1, *2 * (text.get("size") or 1,))]
     for shape in sizes:
         if math.prod(int(size) for size in shape) > _LARGEST_SAMPLE:
             raise ValueError("a sample is too large")

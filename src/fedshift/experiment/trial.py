@@ -63,8 +63,8 @@ def try_method(planned: PlannedRun, network: Network) -> None:
         return  # `check` reports the first by itself; the second is of the samples, not of the method
     except Exception as error:
         kind = "" if isinstance(error, FedshiftError) else f"{type(error).__name__}: "
-        said = f"{kind}{error}".partition("\n")[0]
-        raise UserError(f"methods: {method.display} fails on made-up samples{line_of(error)}: {said}") from error
+        text = f"{kind}{error}".partition("\n")[0]
+        raise UserError(f"methods: {method.display} fails on made-up samples{line_of(error)}: {text}") from error
 
 
 def _made_up(domain: Domain, classes: int) -> Domain:

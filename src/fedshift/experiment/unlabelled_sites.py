@@ -19,12 +19,12 @@ def without_labels(data: DataSet, split: Split, source: DataSource) -> dict[str,
 
     ``source``: the same data, with an encoding of the sites that trained with their labels.
     """
-    found = {}
+    result = {}
     for site, rows in split.predicted.items():
         table = source.table_shift(site) if data.preprocessing.kind == "table" else None
         shift = _shift(data, split, site, rows) if table is None else table
-        found[site] = WithoutLabels(samples=len(rows), unlike=shift.refusal, unusual=shift.warning)
-    return found
+        result[site] = WithoutLabels(samples=len(rows), unlike=shift.refusal, unusual=shift.warning)
+    return result
 
 
 def _shift(data: DataSet, split: Split, site: str, rows: Rows) -> InputShift:

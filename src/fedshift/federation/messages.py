@@ -220,7 +220,7 @@ def _promised(reply: type[Reply]) -> dict[str, str]:
         hints = typing.get_type_hints(reply)
     except NameError:
         return {}
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for part in fields(reply):
         kind, origin = hints[part.name], typing.get_origin(hints[part.name])
         if isinstance(origin, type) and issubclass(origin, Mapping):
@@ -228,10 +228,10 @@ def _promised(reply: type[Reply]) -> dict[str, str]:
         if not isinstance(kind, type) or kind is NamedTensors:
             continue
         if issubclass(kind, NamedTensors):
-            found[part.name] = kind.kind
+            result[part.name] = kind.kind
         elif issubclass(kind, bool | int | float | str):
-            found[part.name] = NUMBERS
-    return found
+            result[part.name] = NUMBERS
+    return result
 
 
 def encode(content: Mapping[str, Content], header: Mapping[str, object] | None = None) -> bytes:
@@ -299,7 +299,7 @@ def decode(
             raise ValueError("the header is too long")
         described = json.loads(data[8 : 8 + length])
         metadata = described.pop("__metadata__")
-        if len(described) > most_tensors or not _DTYPES.issuperset(one["dtype"] for one in described.values()):
+        if len(described) > most_tensors or not _DTYPES.issuperset(item["dtype"] for item in described.values()):
             raise ValueError("too many tensors, or types that do not travel")
         if "message" in metadata:
             whole = json_of(metadata["message"])

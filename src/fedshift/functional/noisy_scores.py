@@ -47,13 +47,13 @@ def cells(scores: npt.ArrayLike, labels: npt.ArrayLike, threshold: float = 0.5) 
     classes = shares.shape[1]
     if classes == 2:
         between = edges(threshold)
-        said = np.searchsorted(between, shares[:, 1], side="right")
+        predicted = np.searchsorted(between, shares[:, 1], side="right")
         number = len(between) + 1
     else:
         bands = len(CONFIDENCES) + 1
-        said = shares.argmax(axis=1) * bands + np.searchsorted(CONFIDENCES, shares.max(axis=1), side="right")
+        predicted = shares.argmax(axis=1) * bands + np.searchsorted(CONFIDENCES, shares.max(axis=1), side="right")
         number = classes * bands
-    return truth * number + said, classes * number
+    return truth * number + predicted, classes * number
 
 
 def nearest_counts(noisy: Floats, samples: int) -> Whole:

@@ -198,7 +198,7 @@ class Arrays(TaskFields):
         number = first.shape[1] if self.task == "multi_label" and first.ndim == 2 else 1
         if self.classes is not None and len(self.classes) != number:
             raise UserError(f"data.classes: {self.task} needs {number} name(s) here, not {len(self.classes)}")
-        return self.classes or (("y",) if number == 1 else tuple(f"label {place}" for place in range(number)))
+        return self.classes or (("y",) if number == 1 else tuple(f"label {index}" for index in range(number)))
 
     def _domain(self, site: str, arrays: Mapping[str, Array], named: tuple[str, ...] | None) -> Domain:
         held = self.sites[site]

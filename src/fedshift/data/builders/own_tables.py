@@ -150,7 +150,7 @@ class Table(TableFormat, TaskFields):
         if (self.file is None) != (self.site_column is None):
             raise ValueError("file and site_column go together: the file of all sites, and its column of their names")
         held = [self.file] if self.file is not None else [*(self.sites or {}).values()]
-        if any(isinstance(one, Database) != (self.query is not None) for one in held):
+        if any(isinstance(item, Database) != (self.query is not None) for item in held):
             raise ValueError("query and the addresses of databases go together, at all sites")
         of_times = self.task == "time_to_event"
         if any((column is not None) != of_times for column in (self.time, self.event)):
@@ -267,11 +267,11 @@ class Table(TableFormat, TaskFields):
 
     def _codes(self, site: str) -> dict[str, tuple[float, ...]]:
         """Numeric column → the numbers that mean missing at a site, in the common unit."""
-        own = self.per_site[site].missing_values if site in self.per_site else {}
+        missing_values = self.per_site[site].missing_values if site in self.per_site else {}
         factors = self._form_of(site).units
         return {
             name: tuple(number * factors.get(name, 1.0) for number in numbers)
-            for name, numbers in {**self.missing_values, **own}.items()
+            for name, numbers in {**self.missing_values, **missing_values}.items()
         }
 
     @property
@@ -367,7 +367,7 @@ class Table(TableFormat, TaskFields):
 
     def _unread_labels(self, tables: Mapping[str, Columns]) -> Iterator[str]:
         """A warning for each site that has labels and is said to have none."""
-        for site in (site for site, said in self.site_labels.items() if said == "none"):
+        for site in (site for site, label in self.site_labels.items() if label == "none"):
             cells = [cell for name in self.label_columns for cell in tables[site].cells.get(name, ())]
             known = sum(not is_missing(cell) for cell in cells)
             if known:
@@ -391,12 +391,12 @@ class Table(TableFormat, TaskFields):
             return self.label_columns if self.task == "multi_label" else self.label_columns[:1]
         if self._elsewhere:
             return self._elsewhere
-        found = agreed_classes(
+        result = agreed_classes(
             {site: set(names) for site, names in labels.items()},
             what=f"labels in column '{self.label_column}'",
             allow_missing=self.missing_classes == "allow" or self.positive is not None,
         )
-        return found if self.positive is None else CLASSES
+        return result if self.positive is None else CLASSES
 
     def _numbered(self, table: Columns, labels: Sequence[str], classes: Sequence[str]) -> Labels:
         """The labels of a table's rows as a domain holds them; ``labels``: their names, where they are classes."""
@@ -407,10 +407,10 @@ class Table(TableFormat, TaskFields):
 
     def _known(self, site: str, table: Columns) -> list[str]:
         """The classes of a site's rows; of one with few labels those of its labelled rows."""
-        said = self.site_labels.get(site)
-        if said == "none":
+        text = self.site_labels.get(site)
+        if text == "none":
             return []
-        return self._labels(table if said is None else table.rows(self._labelled(table)))
+        return self._labels(table if text is None else table.rows(self._labelled(table)))
 
     def _labelled(self, table: Columns) -> list[int]:
         """The rows that have a label."""

@@ -58,9 +58,9 @@ def check_few(site: str, holding: Holding, policy: Policy) -> None:
 
     The message has the numbers, which are for the site; its public text has none.
     """
-    found = list(_refusals(holding, policy))
-    if found:
-        text, public = ("; ".join(texts) for texts in zip(*found, strict=True))
+    result = list(_refusals(holding, policy))
+    if result:
+        text, public = ("; ".join(texts) for texts in zip(*result, strict=True))
         raise Refused(f"site '{site}' refuses to send {text}", public=f"site '{site}' refuses to send {public}")
 
 
@@ -73,15 +73,15 @@ def _refusals(holding: Holding, policy: Policy) -> Iterator[tuple[str, str]]:
     """What is refused: with numbers, and without."""
     rule = f"(rule policy.smallest_group: {policy.smallest_group})"
     given = holding.given or {}
-    for one in holding.few:
-        if one.part == "values":
+    for item in holding.few:
+        if item.part == "values":
             remedy = "leave it out of data.numeric at all sites, or empty these cells here"
-            what = f"statistics of so few samples of column '{one.column}'"
-            yield f"{what}: {one.rows[0]} rows have a value {rule}: {remedy}", f"{what} {rule}: {remedy}"
+            what = f"statistics of so few samples of column '{item.column}'"
+            yield f"{what}: {item.rows[0]} rows have a value {rule}: {remedy}", f"{what} {rule}: {remedy}"
         elif policy.rare_categories == "refuse":
             remedy = "join or empty them, leave the column out at all sites, or set policy.rare_categories: other"
-            what = f"{one.part} of column '{one.column}' that are in few rows"
-            counts = ", ".join(map(str, one.rows[:10])) + (" …" if len(one.rows) > 10 else "")
+            what = f"{item.part} of column '{item.column}' that are in few rows"
+            counts = ", ".join(map(str, item.rows[:10])) + (" …" if len(item.rows) > 10 else "")
             yield f"{what}: {counts} {rule}: {remedy}", f"{what} {rule}: {remedy}"
     if holding.few and not given["numeric"] and not any(given["categories"]):
         what = f"an encoding: no category is in enough rows {rule}: name other columns"
@@ -133,14 +133,14 @@ def leaving(holding: Holding, policy: Policy) -> Iterator[str]:
     for name, categories in zip(given["categorical"], given["categories"], strict=True):
         yield f"leaves before training: categories of {name}: {', '.join(categories) or 'none'}"
     least = policy.smallest_group
-    for one in holding.few:
-        if one.part == "categories" and policy.rare_categories == "other":
+    for item in holding.few:
+        if item.part == "categories" and policy.rare_categories == "other":
             yield (
-                f"stays here: {len(one.rows)} categories of {one.column} in fewer than {least} rows "
-                f"({sum(one.rows)} rows), read as unknown unless another site tells them"
+                f"stays here: {len(item.rows)} categories of {item.column} in fewer than {least} rows "
+                f"({sum(item.rows)} rows), read as unknown unless another site tells them"
             )
-        elif one.part == "missing cells" and policy.rare_categories == "other":
-            yield f"stays here: that {one.column} is missing in {one.rows[0]} rows, fewer than {least}"
+        elif item.part == "missing cells" and policy.rare_categories == "other":
+            yield f"stays here: that {item.column} is missing in {item.rows[0]} rows, fewer than {least}"
     for text in refusals(holding, policy):
         yield f"warning: it refuses to send {text}"
 

@@ -141,7 +141,7 @@ class SiteRules:
             return {}
         if self.budget.measurement_noise is None:
             rows = {seed: [train, 0] for seed, (train, _) in rows.items()}
-        spent = [[one.noise_multiplier, one.sample_rate, one.steps] for one in self.ledger.spent()]
+        spent = [[item.noise_multiplier, item.sample_rate, item.steps] for item in self.ledger.spent()]
         told = self.budget.model_dump(include={"epsilon", "delta", "measurement_noise", "confidences_noise"})
         return {"rows": dict(rows), "privacy": {**told, "spent": spent}}
 
@@ -187,8 +187,8 @@ class SiteRules:
             yield
         finally:
             if site.mini_batches:
-                place = {"run": request.run, "round": request.envelope.round, "call": request.call}
-                call.entry["ledger"] = self.ledger.pay(mark, cost(site.mini_batches), **place)
+                position = {"run": request.run, "round": request.envelope.round, "call": request.call}
+                call.entry["ledger"] = self.ledger.pay(mark, cost(site.mini_batches), **position)
 
     def _mark(self, asked: Asked[Request], device: torch.device, **of: str) -> str:
         """The mark of an exchange. The request's key covers run, round, call, content and the data's fingerprint."""
@@ -266,8 +266,8 @@ class SiteRules:
         deviation = float(self.budget.measurement_noise or 0)
         right = (predictions(network, view, objective) == view.labels.cpu().numpy()).astype(float)
         if groups is not None:
-            _, place, sizes = np.unique(groups, return_inverse=True, return_counts=True)
-            right = np.bincount(place, right) / sizes
+            _, position, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+            right = np.bincount(position, right) / sizes
         mark = self._mark(asked, view.device)
         noise = float(gaussian((1,), SecretStream(self.ledger.secret(), f"{mark}\x1fmeasurement")))
         share = (float(right.sum()) + deviation * noise) / len(right)
@@ -301,8 +301,8 @@ class SiteRules:
         where, number = cells(kept.scores, kept.labels, kept.threshold)
         votes, weights = len(kept.labels), None
         if groups is not None:
-            _, place, sizes = np.unique(groups, return_inverse=True, return_counts=True)
-            votes, weights = len(sizes), 1 / sizes[place]
+            _, index, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+            votes, weights = len(sizes), 1 / sizes[index]
         mark = self._mark(asked, device, of="confidences")
         noise = gaussian((number,), SecretStream(self.ledger.secret(), f"{mark}\x1fconfidences")).double().numpy()
         noisy = np.bincount(where, weights, minlength=number) + deviation * noise

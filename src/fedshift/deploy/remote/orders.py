@@ -120,14 +120,14 @@ def upload_of(content: Mapping[str, Content], order: Order, length: int) -> tupl
     """
     sites = len(order.roster)
     sizes = {"sealed": (sites, _WIRE_BYTES + SHARE_BYTES * sites), "commitments": (sites, 32)}
-    found = content.get("sum")
-    if set(content) != {"sum"} or not isinstance(found, Masked) or set(found) != {"sum", *sizes}:
+    result = content.get("sum")
+    if set(content) != {"sum"} or not isinstance(result, Masked) or set(result) != {"sum", *sizes}:
         raise FedshiftError("it is no masked contribution")
-    numbers = found["sum"]
+    numbers = result["sum"]
     if numbers.dtype != torch.int64 or numbers.shape != (length,):
         raise FedshiftError("its masked numbers are not those that it describes")
-    sealed, commitments = (dict(zip(order.roster, _rows(found[name], *sizes[name]), strict=True)) for name in sizes)
-    return Upload(numbers, sealed, commitments), found
+    sealed, commitments = (dict(zip(order.roster, _rows(result[name], *sizes[name]), strict=True)) for name in sizes)
+    return Upload(numbers, sealed, commitments), result
 
 
 def confirmed_content(codes: Mapping[str, bytes]) -> dict[str, Content]:
@@ -141,10 +141,10 @@ def confirmed_of(content: Mapping[str, Content], site: str, answered: Sequence[s
     Raises:
         FedshiftError: it is none for these sites.
     """
-    found = _by_site(content.get("codes"))
-    if set(found) != set(answered) - {site} or any(len(code) != _CODE_BYTES for code in found.values()):
+    by_site = _by_site(content.get("codes"))
+    if set(by_site) != set(answered) - {site} or any(len(code) != _CODE_BYTES for code in by_site.values()):
         raise FedshiftError("it does not confirm who answered")
-    return found
+    return by_site
 
 
 def sealed_content(sealed: Mapping[str, bytes], confirmed: Mapping[str, bytes]) -> dict[str, Content]:
@@ -175,12 +175,12 @@ def revealed_of(content: Mapping[str, Content], order: Order, answered: Sequence
     Raises:
         FedshiftError: it is none for these sites.
     """
-    found, pairs = content.get("shares"), _pairs(order, answered)
-    if not isinstance(found, Masked) or set(found) != {"own", "pairs"}:
+    result, pairs = content.get("shares"), _pairs(order, answered)
+    if not isinstance(result, Masked) or set(result) != {"own", "pairs"}:
         raise FedshiftError("it holds no shares")
-    own = _rows(found["own"], len(answered), SHARE_BYTES)
-    of_pairs = _rows(found["pairs"], len(pairs), SHARE_BYTES if pairs else 0)
-    return Revealed(dict(zip(answered, own, strict=True)), dict(zip(pairs, of_pairs, strict=True)))
+    rows = _rows(result["own"], len(answered), SHARE_BYTES)
+    of_pairs = _rows(result["pairs"], len(pairs), SHARE_BYTES if pairs else 0)
+    return Revealed(dict(zip(answered, rows, strict=True)), dict(zip(pairs, of_pairs, strict=True)))
 
 
 def _pairs(order: Order, answered: Sequence[str]) -> list[tuple[str, str]]:

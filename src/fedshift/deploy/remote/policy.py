@@ -53,7 +53,7 @@ class TrainingBounds(BaseModel):
     def beyond(self, bounds: TrainingBounds) -> list[str]:
         """What these options ask for beyond ``bounds``, in words. What they do not say is not beyond."""
         asked: list[str] = []
-        for name, least in (("lr", False), ("batch_size", True), *((one, False) for one in _AT_MOST)):
+        for name, least in (("lr", False), ("batch_size", True), *((item, False) for item in _AT_MOST)):
             value, bound = getattr(self, name), getattr(bounds, name)
             if value is not None and bound is not None and (value < bound if least else value > bound):
                 asked.append(f"{name} {value:g}, not {'at least' if least else 'at most'} {bound:g}")

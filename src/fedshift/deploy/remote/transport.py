@@ -175,13 +175,13 @@ def ask_plain(
         keys[site], message = stamped(request, body)
         outgoing.append((site, message))
     largest = LARGEST_CARD if any(request.do == "hello" for request in requests.values()) else LARGEST_HEADER
-    found: dict[str, Heard[A] | Lost] = {}
+    result: dict[str, Heard[A] | Lost] = {}
     for site, answer in transport.exchange(iter(outgoing), deadline, {}):
         if isinstance(answer, Lost):
-            found[site] = answer
+            result[site] = answer
         elif isinstance(answer, Message):
-            found[site] = _heard(kind, site, answer, keys.get(site, ""), largest)
-    return found
+            result[site] = _heard(kind, site, answer, keys.get(site, ""), largest)
+    return result
 
 
 def ask_for_content(
@@ -203,13 +203,13 @@ def ask_for_content(
     for site, (request, content) in requests.items():
         keys[site], message = stamped(request, body_of(content))
         outgoing.append((site, message))
-    found: dict[str, dict[str, Content] | Lost] = {}
+    result: dict[str, dict[str, Content] | Lost] = {}
     for site, answer in transport.exchange(iter(outgoing), deadline, {}):
         if isinstance(answer, Lost):
-            found[site] = answer
+            result[site] = answer
         elif isinstance(answer, Message):
-            found[site] = _content(site, answer, keys.get(site, ""), most_tensors)
-    return found
+            result[site] = _content(site, answer, keys.get(site, ""), most_tensors)
+    return result
 
 
 def _content(site: str, message: Message, key: str, most_tensors: int) -> dict[str, Content] | Lost:

@@ -126,15 +126,15 @@ class SiteSums:
         """
         if not noise:
             self.rosters.check(order.roster)
-        found = {
+        result = {
             card.site: self.identity.check(
                 card.site, card.certificate, signed_text(order.run, card.site, card.public), card.signature
             )
             for card in order.cards
             if card.site != self.name
         }
-        self._terms.check_peers(found)
-        return self.site(order.run, found)
+        self._terms.check_peers(result)
+        return self.site(order.run, result)
 
     def _check_work(self, request: CallRequest, order: Order) -> None:
         """Check what the others of the roster are asked for, which is the same for all or the masks do not cancel.
@@ -144,13 +144,13 @@ class SiteSums:
         Raises:
             Refused: too few of them train while this site does, or they are asked for another round.
         """
-        own, asked = request.envelope, request.sum.envelopes if request.sum is not None else {}
-        working = [site for site, one in asked.items() if one.mini_batches_left > 0 and one.progress < 1]
+        envelope, asked = request.envelope, request.sum.envelopes if request.sum is not None else {}
+        working = [site for site, item in asked.items() if item.mini_batches_left > 0 and item.progress < 1]
         # Learning rates follow from the progress.
-        alike = {(one.exchange, one.round, one.progress) for one in asked.values()} == {
-            (own.exchange, own.round, own.progress)
+        alike = {(item.exchange, item.round, item.progress) for item in asked.values()} == {
+            (envelope.exchange, envelope.round, envelope.progress)
         }
-        if not alike or asked.get(self.name) != own or set(asked) != set(order.roster):
+        if not alike or asked.get(self.name) != envelope or set(asked) != set(order.roster):
             raise Refused(f"site '{self.name}': the sites of the roster are not asked for the same")
         if self.name in working and len(working) < self.policy.smallest_sum:
             raise Refused(
@@ -237,15 +237,15 @@ class Summing:
         about = About(site.network, site.samples, self._input_shape, site.classes, site.training)
         try:
             ReplyCheck(method, {site.name: about}).check(call, site.name, type(reply), reply_content(reply), sent)
-            found = contribution(reply, self._weighing)
+            result = contribution(reply, self._weighing)
         except FedshiftError as error:
             diverged = isinstance(error, TrainingDiverged)
             why = "training diverged: lower training.lr" if diverged else "it does not fit, or is too large for a sum"
             text = f"site '{site.name}': its reply to call {call}: "
             raise type(error)(f"{text}{error}", public=f"{text}{why}; the site's audit log says more") from None
-        self._numbers = found.numbers["sum"]
-        self.layout = found.layout.entry
-        return {"sum": found.numbers}
+        self._numbers = result.numbers["sum"]
+        self.layout = result.layout.entry
+        return {"sum": result.numbers}
 
     def _check_worked(self, share: float) -> None:
         """Raise Refused if the coordinator let this site do less work than the method wants of every site alike.

@@ -183,13 +183,13 @@ def estimate_from_pooled(
     """
     whole = pooled.whole
     notes = [f"{whole.little} of the {whole.sites} sites say little: they have few of all but one class"]
-    found: NDArray[Any] = np.asarray(scores, dtype=np.float64)
+    result: NDArray[Any] = np.asarray(scores, dtype=np.float64)
     estimate = estimate_of_cases(
         whole.sites,
         notes if whole.little else [],
         whole.usual,
         pooled.cases,
-        found,
+        result,
         unlike=unlike,
         unusual=unusual,
         threshold=threshold,

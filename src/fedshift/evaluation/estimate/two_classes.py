@@ -225,10 +225,10 @@ def estimates_of(known: Rates, here: Numbers) -> dict[str, Range]:
     odds, errors = _middle(known.by_score, here)
     factors = np.sqrt((PRIOR + known.squares) / (PRIOR + known.sites))
     numbers = _expected(known.by_score, here)
-    found = {}
-    for place, name in enumerate(MEASURES):
-        found[name] = _range(float(odds[place]), float(factors[place] * errors[place]), name, numbers, known.sites)
-    return found
+    result = {}
+    for index, name in enumerate(MEASURES):
+        result[name] = _range(float(odds[index]), float(factors[index] * errors[index]), name, numbers, known.sites)
+    return result
 
 
 def _middle(known: Numbers, here: Numbers) -> tuple[Numbers, Numbers]:

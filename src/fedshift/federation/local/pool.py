@@ -108,8 +108,8 @@ def answer_of(kind: type[A], message: bytes) -> tuple[dict[str, Any], A]:
     if "error" in header:
         failed = Failed.model_validate(header)
         raise getattr(errors, failed.error, FedshiftError)(failed.message)
-    said = kind.model_validate(header)
-    return taken(said.file) if said.file else content, said
+    text = kind.model_validate(header)
+    return taken(text.file) if text.file else content, text
 
 
 P = TypeVar("P")
@@ -387,8 +387,8 @@ class PoolFederation(Federation):
         if site not in self._worker_of or not self.method.calls.keep_own_weights:
             return weights
         content, _ = self._call(Done, self._worker_of[site], OwnCommand(site=site), weights=weights)
-        own: Weights = content["weights"]
-        return own
+        own_weights: Weights = content["weights"]
+        return own_weights
 
     def save_memory(self, folder: Path) -> dict[str, dict[str, str]]:
         version = self.progress.exchange

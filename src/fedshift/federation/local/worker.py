@@ -115,11 +115,11 @@ class Worker:
             asked = KINDS[do].model_validate(header, strict=False)  # JSON's lists may stand for tuples
             for file in asked.pieces:
                 whole.update(decode_file(Path(file)))
-            answer, said = works[do](asked, whole)
+            answer, text = works[do](asked, whole)
             written = self._files.write(answer)
             if written is not None:
-                answer, said = {}, said.model_copy(update={"file": written})
-            return encode(answer, said.model_dump())
+                answer, text = {}, text.model_copy(update={"file": written})
+            return encode(answer, text.model_dump())
         except FedshiftError as error:
             return encode({}, Failed(error=type(error).__name__, message=str(error)).model_dump())
         except Exception as error:

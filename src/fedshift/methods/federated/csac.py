@@ -252,10 +252,10 @@ class CSAC(Method, AlignmentOptions):
 
     def weigh(self, site: Site, mean: Weights) -> Weighed:
         """The distances d_l of the model that the site sent last, and d_l · (G_l − A_l); ``mean``: A."""
-        weighted, found = distance_weighted(
+        weighted, result = distance_weighted(
             site.memory.weights("sent"), mean, self.distance, self.granularity, self.distance_power
         )
-        return Weighed(weighted, found)
+        return Weighed(weighted, result)
 
     def acquire(self, site: Site, keep: bool = False) -> Update:
         """Local acquisition: train on smoothed labels from the common start, and keep a frozen copy as L^h."""

@@ -57,14 +57,14 @@ class Ditto(FedAvg):
     def fit(self, site: Site, weights: Weights) -> Update:
         """Train the common model, and then the site's own."""
         update = super().fit(site, weights)
-        own = site.model(self.own_weights(weights, site.memory))
+        model = site.model(self.own_weights(weights, site.memory))
         reference = weights.to(site.device)
         site.minimise(
-            self.loss_at(site, own, weights),
-            own,
+            self.loss_at(site, model, weights),
+            model,
             epochs=self.personal_epochs,
             remember="personal_optimizer",
-            regulariser=lambda: proximal_penalty(own.named_parameters(), reference, self.proximal_weight),
+            regulariser=lambda: proximal_penalty(model.named_parameters(), reference, self.proximal_weight),
         )
-        site.memory[PERSONAL] = site.weights_of(own)
+        site.memory[PERSONAL] = site.weights_of(model)
         return update

@@ -90,13 +90,13 @@ class FedBN(FedAvg):
 
     def fit(self, site: Site, weights: Weights) -> Update:
         """Train the common model with the site's own normalisation."""
-        own = self.personal(weights)
+        personal = self.personal(weights)
         kept = site.memory.weights("normalisation") if "normalisation" in site.memory else {}
         update = super().fit(site, Weights({name: kept.get(name, value) for name, value in weights.items()}))
-        site.memory["normalisation"] = update.weights.select(lambda name: name in own)
+        site.memory["normalisation"] = update.weights.select(lambda name: name in personal)
         if self.unseen == "mean":
             return update
-        unchanged = {name: weights[name] if name in own else value for name, value in update.weights.items()}
+        unchanged = {name: weights[name] if name in personal else value for name, value in update.weights.items()}
         return Update(Weights(unchanged), update.samples, update.loss)
 
 

@@ -79,8 +79,8 @@ class GeneralizationAdjustment(LocalTraining):
         sources = federation.sources
         known = {site: cast(float, state.numbers.get(site, 1 / len(sources))) for site in sources}
         updates = federation.ask(self.train, to=sources, weights=state.weights).keep()
-        common, own = updates.numbers("common_loss"), updates.numbers("own_loss")
-        gaps = {site: common[site] - own[site] for site in updates.sites}
+        common, numbers = updates.numbers("common_loss"), updates.numbers("own_loss")
+        gaps = {site: common[site] - numbers[site] for site in updates.sites}
         # Sites that are missing keep their weights; the others share what they have together.
         whole = sum(known[site] for site in gaps)
         shares = {site: known[site] / whole if whole else 1 / len(gaps) for site in gaps}

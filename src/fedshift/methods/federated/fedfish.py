@@ -57,7 +57,7 @@ class FederatedFish(LocalTraining):
         sites, trained = sorted(federation.sources), state.weights
         if self.order == "drawn":
             draws = generator(federation.seed, "order of sites", federation.round)
-            sites = [sites[place] for place in torch.randperm(len(sites), generator=draws).tolist()]
+            sites = [sites[index] for index in torch.randperm(len(sites), generator=draws).tolist()]
         losses: dict[str, float] = {}
 
         def onward(site: str, update: Update) -> dict[str, Content]:

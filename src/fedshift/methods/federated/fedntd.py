@@ -62,7 +62,7 @@ class FedNTD(FedAvg):
             scores = model(batch.inputs)
             with torch.no_grad():
                 known = common(batch.inputs)
-            teacher, student = (other_scores(one, batch.targets) for one in (known, scores))
+            teacher, student = (other_scores(item, batch.targets) for item in (known, scores))
             apart = softened_divergence(teacher, student, self.temperature)
             return site.objective.loss(scores, batch.targets) + strength * apart
 

@@ -490,10 +490,10 @@ class Teachers:
 
     @torch.no_grad()
     def _ask(self, inputs: Tensor) -> Tensor:
-        found = torch.stack([network(inputs).softmax(1) for network in self._networks])
-        finite = found.isfinite().all(2)
+        result = torch.stack([network(inputs).softmax(1) for network in self._networks])
+        finite = result.isfinite().all(2)
         self._finite &= finite.all(1)
-        return found.where(finite[:, :, None], torch.full_like(found, 1 / found.shape[2]))
+        return result.where(finite[:, :, None], torch.full_like(result, 1 / result.shape[2]))
 
     def _ask_all(self) -> Iterator[Tensor]:
         return (self._ask(inputs) for inputs, _, _ in self._site.data.all_batches(_INFERENCE_BATCH))
@@ -508,17 +508,17 @@ class Teachers:
         """The teachers' probabilities for a batch, (K, b, C)."""
         if self._all is not None:
             return self._all[:, batch.rows.to(self._all.device)]
-        said = self._ask(batch.inputs)
-        self._judge(said)
-        return said
+        predictions = self._ask(batch.inputs)
+        self._judge(predictions)
+        return predictions
 
     def judged(self) -> tuple[Tensor | None, float]:
         """Consensus focus (K,), or None without a tally; and the share of samples on which a teacher is confident."""
         if not self._judged:  # no batch was left for this exchange
             for network in self._networks:
                 network.eval()
-            for said in self._ask_all():
-                self._judge(said)
+            for predicted in self._ask_all():
+                self._judge(predicted)
         return None if self._tally is None else self._tally.focus(), self._confident / self._judged
 
     def finite(self, names: Iterable[str]) -> list[str]:
@@ -531,13 +531,13 @@ class Teachers:
             TrainingDiverged: there is no such model.
         """
         names = list(names)
-        found = [name for name, finite in zip(names, self._finite.tolist(), strict=True) if finite]
-        if not found:
+        result = [name for name, finite in zip(names, self._finite.tolist(), strict=True) if finite]
+        if not result:
             raise TrainingDiverged(
                 f"no source's model ({', '.join(names)}) predicts finite numbers at site '{self._site.name}': lower "
                 "training.lr"
             )
-        return found
+        return result
 
     def weights(self, models: Mapping[str, Weights]) -> Mapping[str, Weights]:
         """The models as they are aggregated: as received, or with BatchNorm statistics updated by target batches."""
@@ -559,14 +559,14 @@ class BatchNormAlignment:
         self._network = network
         self._objectives: list[Tensor] = []
         alphas = [shares[site] for site in models]
-        place = next(network.parameters()).device
+        device = next(network.parameters()).device
         for name, module in network.named_modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 means, variances = (
-                    torch.stack([model[f"{name}.{part}"] for model in models.values()]).to(place)
+                    torch.stack([model[f"{name}.{part}"] for model in models.values()]).to(device)
                     for part in ("running_mean", "running_var")
                 )
-                hook = self._hook(means, variances, torch.tensor(alphas, device=place))
+                hook = self._hook(means, variances, torch.tensor(alphas, device=device))
                 module.register_forward_pre_hook(hook)
 
     def _hook(

@@ -78,7 +78,7 @@ class Moon(FedAvg):
         if self.contrastive_weight == 0:
             return super().loss_at(site, model, weights)
         last = site.memory.weights("previous") if "previous" in site.memory else weights
-        common, previous = (site.model(one).eval().requires_grad_(False) for one in (weights, last))
+        common, previous = (site.model(item).eval().requires_grad_(False) for item in (weights, last))
 
         def loss(batch: Batch) -> Tensor:
             features = model.features(batch.inputs)

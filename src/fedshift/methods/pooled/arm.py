@@ -78,7 +78,7 @@ class ARM(DomainLoss):
         features = whole.of_groups(step.inputs, [len(batch.inputs) for batch in step.batches])
         logits = step.by_domain(step.model.classifier(features))
         pairs = zip(logits, step.batches, strict=True)
-        return torch.stack([step.site.objective.loss(said, batch.targets) for said, batch in pairs]).mean()
+        return torch.stack([step.site.objective.loss(predicted, batch.targets) for predicted, batch in pairs]).mean()
 
 
 class InContext(nn.Module):

@@ -50,9 +50,9 @@ class CausIRL(DomainPenalty):
 
     def penalty(self, step: Step) -> Tensor:
         by_domain = step.by_domain(step.features)
-        cuts = [int(torch.randint(len(one), (), generator=step.draws)) for one in by_domain]
-        first = torch.cat([one[:cut] for one, cut in zip(by_domain, cuts, strict=True)])
-        second = torch.cat([one[cut:] for one, cut in zip(by_domain, cuts, strict=True)])
+        cuts = [int(torch.randint(len(item), (), generator=step.draws)) for item in by_domain]
+        first = torch.cat([item[:cut] for item, cut in zip(by_domain, cuts, strict=True)])
+        second = torch.cat([item[cut:] for item, cut in zip(by_domain, cuts, strict=True)])
         if min(len(first), len(second)) < 2:
             return step.features.sum() * 0.0
         if self.distance == "coral":

@@ -132,5 +132,5 @@ class Parts(nn.Module):
     @property
     def projections(self) -> tuple[Tensor, Tensor] | None:
         """R_f and R_p, if there are any."""
-        found = dict(self.named_buffers(recurse=False))
-        return (found["of_features"], found["of_predictions"]) if found else None
+        result = dict(self.named_buffers(recurse=False))
+        return (result["of_features"], result["of_predictions"]) if result else None

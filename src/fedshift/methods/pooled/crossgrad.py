@@ -116,5 +116,5 @@ def _loss_and_gradient(
     probe = inputs.detach().requires_grad_(True)
     weights = [weight for weight in network.parameters() if weight.requires_grad]
     loss = loss_of(network(probe), labels)
-    gradient, *found = torch.autograd.grad(loss, [probe, *weights], retain_graph=True, allow_unused=True)
-    return with_gradient(loss, weights, found), gradient
+    gradient, *result = torch.autograd.grad(loss, [probe, *weights], retain_graph=True, allow_unused=True)
+    return with_gradient(loss, weights, result), gradient

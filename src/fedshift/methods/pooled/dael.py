@@ -105,8 +105,8 @@ class DAEL(PooledAdaptation):
             own = experts.heads[number](model.features(batch.inputs)).softmax(1)
             losses.append(terms.expert_cross_entropy(own, batch.targets).mean())
             if len(sources) > 1 and self.consensus_weight > 0:
-                said = experts.probabilities(model.features(view))
-                losses.append(self.consensus_weight * terms.consensus_regularisation(said, own, number))
+                probabilities = experts.probabilities(model.features(view))
+                losses.append(self.consensus_weight * terms.consensus_regularisation(probabilities, own, number))
         return torch.stack(losses).sum() / len(sources)
 
     def target_loss(self, model: Network, target: Batch, strong: Tensor) -> Tensor:

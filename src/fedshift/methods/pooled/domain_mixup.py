@@ -56,7 +56,7 @@ class DomainMixup(DomainLoss):
     def mixed_loss(self, step: Step, number: int, partner: int, share: float) -> Tensor:
         """The loss of one domain's batch mixed with another's."""
         size = min(len(step.batches[number].inputs), len(step.batches[partner].inputs))
-        first, second = (step.batches[place].part(slice(size)) for place in (number, partner))
+        first, second = (step.batches[index].part(slice(size)) for index in (number, partner))
         logits = step.model(mixed_inputs(first.inputs, second.inputs, share))
         loss_of = step.site.objective.loss
         return share * loss_of(logits, first.targets) + (1 - share) * loss_of(logits, second.targets)

@@ -176,7 +176,7 @@ class DSBN(PooledAdaptation):
         logits = model(target.inputs)
         with torch.no_grad():
             both = teacher(target.inputs), self.said(model, target.inputs, logits)
-            of_teacher, of_student = both if self.mixed == "logits" else (said.softmax(1) for said in both)
+            of_teacher, of_student = both if self.mixed == "logits" else (predicted.softmax(1) for predicted in both)
             labels = ((1 - rate) * of_teacher + rate * of_student).argmax(1)
         return torch.stack(losses).mean() + F.cross_entropy(logits, labels)
 
@@ -186,9 +186,9 @@ class DSBN(PooledAdaptation):
         if self.pseudo_labels == "training":
             return trained
         model.eval()
-        found: Tensor = model(inputs)
+        result: Tensor = model(inputs)
         model.train()
-        return found
+        return result
 
 
 def centroid_distance(parts: Parts, moved: Sequence[Tensor]) -> Tensor:

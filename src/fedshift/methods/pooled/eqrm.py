@@ -83,12 +83,12 @@ def density_quantile(losses: Tensor, quantile: float, by_bisection: bool) -> Ten
             middle = (below + above) / 2
             beyond = torch.special.ndtr((middle - losses) / width).mean() > quantile
             below, above = torch.where(beyond, below, middle), torch.where(beyond, middle, above)
-        found = (below + above) / 2
-        share = (found - low) / (high - low).clamp_min(1e-24)
-        density = (-((found - losses) / width).square() / 2).exp().mean() / (width * (2 * torch.pi) ** 0.5)
+        result = (below + above) / 2
+        share = (result - low) / (high - low).clamp_min(1e-24)
+        density = (-((result - losses) / width).square() / 2).exp().mean() / (width * (2 * torch.pi) ** 0.5)
     if by_bisection:
         between: Tensor = low + share * (high - low)
         return between
-    level = torch.special.ndtr((found - losses) / width).mean()
-    by_slope: Tensor = found - (level - level.detach()) / density
+    level = torch.special.ndtr((result - losses) / width).mean()
+    by_slope: Tensor = result - (level - level.detach()) / density
     return by_slope

@@ -135,8 +135,8 @@ class FeatureCritic(DomainTraining):
 
 def validation_loss(model: Network, features: dict[str, Tensor], batch: Batch) -> Tensor:
     """The loss on a batch with other feature parameters and the classifier as it is."""
-    found = answer_at(model.features, features, batch.inputs)
-    return model.objective.loss(answer_at(model.classifier, {}, found), batch.targets)
+    answer = answer_at(model.features, features, batch.inputs)
+    return model.objective.loss(answer_at(model.classifier, {}, answer), batch.targets)
 
 
 class Critic(nn.Sequential):

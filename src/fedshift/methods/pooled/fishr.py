@@ -73,8 +73,8 @@ class Fishr(LaterPenalty):
     def penalty(self, step: Step) -> Tensor:
         parts = zip(step.by_domain(step.features), step.by_domain(step.logits), step.batches, strict=True)
         with_bias = cast(nn.Linear, step.model.classifier).bias is not None
-        found = [gradient_variances(z, logits, batch.targets, with_bias) for z, logits, batch in parts]
-        means = cast(Variances, step.parts).moved(found, self.decay)
+        result = [gradient_variances(z, logits, batch.targets, with_bias) for z, logits, batch in parts]
+        means = cast(Variances, step.parts).moved(result, self.decay)
         return (means - means.mean(0)).square().mean()
 
 

@@ -118,8 +118,8 @@ class MetaReg(DomainTraining):
             losses.append(loss.detach())
             return loss
 
-        one = [None] if len(streams) > 1 else []
-        turns = (turn for drawn in batches for turn in (*enumerate(drawn), *one))
+        item = [None] if len(streams) > 1 else []
+        turns = (turn for drawn in batches for turn in (*enumerate(drawn), *item))
         site.minimise_over(turns, loss_of, model.features, parts, optimizers=optimizers.values())
         for memory, optimizer in optimizers.items():
             site.remember_optimizer(optimizer, memory)
@@ -161,8 +161,8 @@ class Parts(nn.Module):
         super().__init__()
         self.tasks = nn.ModuleList(redrawn(model.classifier) for _ in range(domains))
         self.fresh = redrawn(model.classifier).requires_grad_(False)
-        found = regularised(dict(model.classifier.named_parameters()))
-        self.penalties = nn.ParameterList(torch.zeros_like(parameter) for parameter in found)
+        result = regularised(dict(model.classifier.named_parameters()))
+        self.penalties = nn.ParameterList(torch.zeros_like(parameter) for parameter in result)
         self.register_buffer("second_stage", torch.zeros((), dtype=torch.bool))
 
     @torch.no_grad()
