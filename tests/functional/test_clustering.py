@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -15,6 +16,7 @@ from fedshift.functional.clustering import (
     class_means,
     compactness,
     dispersion,
+    first_neighbour_partitions,
     soft_cross_entropy,
     spherical_kmeans,
     spread_rows,
@@ -160,3 +162,26 @@ def test_spread_rows_of_equal_rows_are_all_there_are() -> None:
     assert len(spread_rows(torch.ones(4, 2), 4, torch.Generator().manual_seed(0))) == 4
     rows = spread_rows(torch.tensor([[0.0], [5.0], [9.0]]), 3, torch.Generator().manual_seed(0))
     assert sorted(rows.tolist()) == [0, 1, 2]
+
+
+def test_first_neighbours_by_hand() -> None:
+    """Directions by their angles, of any length: who is nearest to whom is seen at once, 275° is to 0°."""
+    angles = torch.tensor([0.0, 10.0, 25.0, 90.0, 95.0, 180.0, 183.0, 275.0]).deg2rad()
+    rows = torch.stack([angles.cos(), angles.sin()], 1) * torch.tensor([1, 5, 2, 1, 9, 3, 1, 2])[:, None]
+    fine, *coarse = first_neighbour_partitions(rows.double())
+    assert fine.tolist() == [0, 0, 0, 1, 1, 2, 2, 0]
+    assert coarse == []  # the three means would be one group
+    assert [groups.tolist() for groups in first_neighbour_partitions(torch.ones(3, 2))] == [[0, 0, 0]]
+    assert [groups.tolist() for groups in first_neighbour_partitions(torch.ones(1, 2))] == [[0]]
+
+
+@given(st.integers(2, 40), st.integers(0, 99))
+@settings(max_examples=20)
+def test_first_neighbours_are_together_and_groups_are_nested(number: int, seed: int) -> None:
+    rows = torch.randn(number, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    partitions = first_neighbour_partitions(rows)
+    cosines = torch.nn.functional.cosine_similarity(rows[:, None], rows[None], dim=2).fill_diagonal_(-2)
+    assert torch.equal(partitions[0], partitions[0][cosines.argmax(1)])
+    for fine, coarse in itertools.pairwise(partitions):
+        assert 1 < len(coarse.unique()) < len(fine.unique())
+        assert all(len(coarse[fine == group].unique()) == 1 for group in fine.unique())

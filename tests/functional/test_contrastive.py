@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedshift.functional.contrastive import gradient_gap, model_contrastive_loss
+from fedshift.functional.contrastive import gradient_gap, model_contrastive_loss, supervised_contrast
 
 
 def drawn(seed: int, *shape: int) -> Tensor:
@@ -59,3 +59,18 @@ def test_gradient_of_the_gap() -> None:
     gradients = [drawn(1, 2, 3).requires_grad_(), drawn(2, 3).requires_grad_()]
     references = [drawn(3, 2, 3), drawn(4, 3)]
     assert torch.autograd.gradcheck(lambda *found: gradient_gap(found, references), tuple(gradients))
+
+
+@given(st.integers(0, 1000), st.floats(0.1, 5))
+def test_supcon_is_the_paper_s_formula_sample_by_sample(seed: int, temperature: float) -> None:
+    """Khosla et al. (NeurIPS 2020, equation 2); the last sample has no other of its class."""
+    embeddings, labels = drawn(seed, 6, 3), [0, 0, 1, 1, 0, 2]
+    directions = embeddings / embeddings.norm(dim=1, keepdim=True)
+    powers = (directions @ directions.T / temperature).exp().tolist()
+    total = 0.0
+    for i in range(6):
+        partners = [p for p in range(6) if p != i and labels[p] == labels[i]]
+        whole = sum(powers[i][a] for a in range(6) if a != i)
+        total -= sum(math.log(powers[i][p] / whole) for p in partners) / max(len(partners), 1)
+    found = supervised_contrast(embeddings, torch.tensor(labels), temperature, with_itself=False)
+    assert found.item() == pytest.approx(total / 6, rel=1e-6)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedshift.errors import UserError
-from fedshift.functional.gradient_matching import matching_shares, matching_weights, products_about
+from fedshift.functional.gradient_matching import direction_gap, matching_shares, matching_weights, products_about
 
 KAPPA = st.floats(0, 0.9)
 
@@ -92,3 +92,18 @@ def test_scale_does_not_matter() -> None:
 def test_what_is_no_gram_matrix_is_refused(wrong: Tensor) -> None:
     with pytest.raises(UserError, match="Gram"):
         matching_weights(wrong, 0.5)
+
+
+def test_worked_direction_gap() -> None:
+    """Rows at 90° and 0°, then a vector at 180°: ((1 + 0)/2 + 2)/2. Lengths do not matter."""
+    matrix, other = torch.tensor([[3.0, 0.0], [1.0, 1.0]]), torch.tensor([[0.0, 2.0], [5.0, 5.0]])
+    vector = torch.tensor([1.0, 2.0])
+    torch.testing.assert_close(direction_gap([matrix, vector], [other, -3 * vector]), torch.tensor(1.25))
+    assert torch.allclose(direction_gap([matrix], [2 * matrix]), torch.zeros(()), atol=1e-6)
+
+
+def test_directions_of_nothing_have_no_gradient() -> None:
+    nothing = torch.zeros(2, 3, requires_grad=True)
+    direction_gap([nothing], [torch.ones(2, 3)]).backward()  # type: ignore[no-untyped-call]
+    assert nothing.grad is not None
+    assert nothing.grad.isfinite().all()

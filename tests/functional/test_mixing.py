@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
 from fedshift.errors import UserError
-from fedshift.functional.mixing import gradient_perturbed, mixed_styles, partners_in_the_other_half, pasted
+from fedshift.functional.mixing import (
+    gradient_perturbed,
+    mixed_styles,
+    partners_in_the_other_half,
+    pasted,
+    rows_of_other_classes,
+)
 
 X = torch.tensor([0.0, 2.0, 4.0, 6.0]).view(1, 1, 2, 2)
 Y = torch.tensor([1.0, 1.0, 1.0, 5.0]).view(1, 1, 2, 2)
@@ -100,3 +106,12 @@ def test_a_perturbation_is_bounded(size: float, bound: float) -> None:
 def test_a_perturbed_sample_is_a_constant() -> None:
     leaf = torch.ones(2, requires_grad=True)
     assert not gradient_perturbed(leaf, leaf * 0.01, 1.0).requires_grad
+
+
+def test_rows_of_other_classes_are_any_of_them() -> None:
+    labels, draws = torch.tensor([0, 0, 1, 2, 0]), torch.Generator().manual_seed(0)
+    drawn = torch.stack([rows_of_other_classes(labels, draws) for _ in range(300)])
+    assert (labels[drawn] != labels).all()
+    assert [len(column.unique()) for column in drawn.T] == [2, 2, 4, 4, 2]
+    assert (drawn[:, 0] == 2).double().mean() == pytest.approx(0.5, abs=0.1)
+    assert len(rows_of_other_classes(torch.zeros(3), draws)) == 0

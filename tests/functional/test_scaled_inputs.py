@@ -32,6 +32,7 @@ from fedshift.functional import (
     distillation,
     experts,
     feature_alignment,
+    gradient_matching,
     information,
     invariance,
     knowledge_vote,
@@ -106,6 +107,12 @@ CASES = [
         call=lambda q, k: attention.common_positions(q, k, ORDER),
     ),
     case(contrastive.supervised_contrast, ND, call=lambda x: contrastive.supervised_contrast(x, LABELS, 0.5)),
+    case(
+        contrastive.supervised_contrast,
+        ND,
+        call=lambda x: contrastive.supervised_contrast(x, LABELS, 0.5, with_itself=False),
+    ),
+    case(gradient_matching.direction_gap, ND, ND, call=lambda x, y: gradient_matching.direction_gap([x], [y])),
     case(distillation.spread_of_predictions, NC, NC, call=lambda x, y: distillation.spread_of_predictions([x, y])),
     case(losses.entropy, NC, call=lambda x: losses.entropy(shares(x))),
     case(losses.entropy_of_logits, NC),
@@ -292,7 +299,7 @@ OTHERS = {
     "attention": {"cross_layer_attention"},
     "averaging": {"float64_chunks", "float64_pieces"},
     "batchnorm": {"mixed_statistics"},
-    "clustering": {"kmeans_from", "nearest_mean_classifier", "spread_rows"},
+    "clustering": {"first_neighbour_partitions", "kmeans_from", "nearest_mean_classifier", "spread_rows"},
     "colour": {
         "rgb_to_lab",
         "lab_to_rgb",
@@ -328,6 +335,7 @@ OTHERS = {
             "gradient_perturbed",
             "next_of_class",
             "levelling_rows",
+            "rows_of_other_classes",
         )
     },
     "pairwise_masks": {"masked"},
@@ -337,7 +345,7 @@ OTHERS = {
     "segmentation": {"dilate", "erode", "contour", "surroundings"},
     "server_optimizers": {"momentum_step", "adaptive_step"},
     "spectra": {"amplitude", "low_frequencies", "interpolated"},
-    "styles": {"style_assignment"},
+    "styles": {"style_assignment", "style_of_groups"},
     "templates": {"turned_templates"},
 }
 

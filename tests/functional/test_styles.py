@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedshift.errors import UserError
 from fedshift.functional.colour import lab_to_rgb, rgb_to_lab
-from fedshift.functional.styles import StyleAccumulator, adain, channel_styles, style_assignment
+from fedshift.functional.styles import StyleAccumulator, adain, channel_styles, style_assignment, style_of_groups
 
 
 def maps(*shape: int, seed: int = 0) -> Tensor:
@@ -138,3 +138,18 @@ def test_lab_needs_colours() -> None:
     for function in (rgb_to_lab, lab_to_rgb):
         with pytest.raises(UserError, match=r"\(2, 1, 3, 3\)"):
             function(torch.zeros(2, 1, 3, 3))
+
+
+def test_worked_style_of_groups() -> None:
+    """Groups of (0, 2), (2, 4) and of (10, 10): means 2 and 10, mean squares 6 and 100."""
+    mean, deviation = style_of_groups(torch.cat([one(0, 2), one(10, 10), one(2, 4)]), torch.tensor([0, 1, 0]))
+    torch.testing.assert_close(mean, torch.tensor([6.0]).double())
+    torch.testing.assert_close(deviation, torch.tensor([53.0 - 36 + 1e-5]).double().sqrt())
+
+
+def test_a_style_of_one_group_is_the_overall_style() -> None:
+    images = maps(5, 3, 4, 2)
+    style = StyleAccumulator()
+    style.add(images)
+    for own, expected in zip(style_of_groups(images, torch.zeros(5, dtype=torch.int64)), style.result(), strict=True):
+        torch.testing.assert_close(own.float(), expected)

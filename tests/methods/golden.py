@@ -67,6 +67,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fedvrex": {"penalty_weight": 1.0},
     "per_fedavg": {"local_epochs": 10},
     "fedclip": {"loss": "classes"},
+    "mcgdm": {"view": {"brightness": 0.3, "contrast": 0.3}},
 }
 RATES: dict[str, tuple[float, float]] = {
     "elcfs": (0.005, 0.0), "kd3a": (0.02, 0.03), "fedsr": (0.08, 0.05), "fedcmi": (0.08, 0.05), "fedl2r": (0.1, 0.05),
@@ -78,6 +79,7 @@ RATES: dict[str, tuple[float, float]] = {
     "mmd": (0.01, 0.005), "fediir": (0.015, 0.02), "fedomg": (0.01, 0.02), "fedbabu": (0.03, 0.2),
     "selfreg": (0.005, 0.005), "pfedme": (0.04, 0.05), "per_fedavg": (0.02, 0.05), "fedclip": (0.02, 0.03),
     "sagnet": (0.01, 0.02), "fedala": (0.01, 0.02), "arm": (0.005, 0.02), "fedccrl": (0.01, 0.02),
+    "pardon": (0.01, 0.02),
 }  # fmt: skip
 """Learning rates on images and on vectors with which a run learns something and is not done with it; else LR."""
 NORMED_ALONE = ("fedbn", "silobn")

@@ -142,6 +142,30 @@ FEDERATED_METHODS: dict[str, dict[str, tuple[Try, ...]]] = {
         "mixing": of(5.0, exploring=1.0),
         "attention_size": of(2),
     },
+    "mcgdm": {
+        **_FEDERATED,
+        "intra_weight": of(0.0, 9.0),
+        "inter_weight": of(0.0, 9.0),
+        "view": of({"brightness": 0.3}),
+    },
+    "mcsad": {
+        **_FEDERATED,
+        "style_rate": of(0.0, 30.0),
+        "contrast_weight": of(0.0, 3.0),
+        "agreement_weight": of(0.0, 9.0),
+        "temperature": of(5.0, agreement_weight=9.0),
+        "through": of(False),
+    },
+    "pardon": {
+        **_FEDERATED,
+        "style_space": of("pixel"),
+        "stage": of("conv2"),
+        "style_images": of(2),
+        "strength": of(0.0, 1.0),
+        "contrast_weight": of(0.0, 9.0),
+        "margin": of(0.05, 2.0),
+        "norm_weight": of(0.0, 2.0),
+    },
     "fedgma": {**_FEDERATED, "agreement": of(0.0, 0.6)},
     "feddg_ga": {**_LOCAL, "step": of(0.0, 0.5), "centred": of(False), "shared_step": of(True), "late_step": of(True)},
     "gperxan": {**_FEDERATED, "guide_weight": of(0.0, 3.0), "unseen": of("target")},
@@ -326,9 +350,10 @@ ELSEWHERE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("dsbn", "mixed"): ("logits",),  # the tiny teacher is unsure, so both say the same classes: test_dsbn
     ("cdan", "projection"): ("outer",),  # what `auto` means for small networks
     **{(name, "style_space"): ("vgg",) for name in ("ccst", "styles")},
+    ("pardon", "style_space"): ("lab", "vgg"),  # the tiny images have one channel: test_pardon
     **{
         (name, option): ("another",)
-        for name in ("ccst", "styles")
+        for name in ("ccst", "styles", "pardon")
         for option in ("vgg_encoder", "vgg_decoder", "vgg_size")
     },
 }

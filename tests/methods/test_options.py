@@ -218,7 +218,7 @@ def other_files(vgg_files: Path) -> Path:
     return vgg_files
 
 
-@pytest.mark.parametrize("name", ["ccst", "styles"])
+@pytest.mark.parametrize("name", ["ccst", "styles", "pardon"])
 def test_the_paper_s_style_space(name: str, other_files: Path) -> None:
     found = [images("a", 3), images("b", 2)]
     base = {"style_space": "vgg", "vgg_size": 16}

@@ -14,8 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedshift.federation.messages import Styles
-from fedshift.methods.federated import fedccrl, stablefdg
+from fedshift.functional.clustering import first_neighbour_partitions
+from fedshift.methods.composition.styles import Channels
+from fedshift.methods.federated import fedccrl, pardon, stablefdg
 from fedshift.methods.federated.fedccrl import FedCCRL
+from fedshift.methods.federated.pardon import Pardon, common_style
 from fedshift.methods.federated.stablefdg import Highlighted, StableFDG, Styled
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -27,11 +30,13 @@ def site_of(images: Tensor) -> Any:
     """A site of these images, which are pixels as they stand."""
     return SimpleNamespace(
         name="here",
+        device=torch.device("cpu"),
+        scratch={},
         samples=len(images),
         pixels=lambda inputs: inputs,
         inputs_of=lambda pixels: pixels,
         generator_for=lambda purpose: torch.Generator().manual_seed(0),
-        data=SimpleNamespace(batch=lambda rows: (images[rows], None)),
+        data=SimpleNamespace(batch=lambda rows: (images[rows], None), stored=lambda rows: images[rows]),
     )
 
 
@@ -174,3 +179,76 @@ def sent(method: StableFDG, network: Network, images: Tensor) -> Styles:
     site.model = lambda weights: network
     site.all_batches = lambda: [batch(images[:20], None), batch(images[20:], None)]
     return method.share_styles(site, Weights(network.state_dict())).styles
+
+
+class _Coded(Channels):
+    """Styles in the outputs of a convolution, and another one that decodes."""
+
+    def __init__(self, encoder: nn.Module, decoder: nn.Module) -> None:
+        super().__init__(unbiased=True)
+        self.coder = encoder, decoder
+
+    def encode(self, images: Tensor) -> Tensor:
+        return cast(Tensor, self.coder[0](images))
+
+    def decode(self, maps: Tensor, like: Tensor) -> Tensor:
+        return cast(Tensor, self.coder[1](maps))
+
+
+@compares("federated", "pardon_1")
+def test_a_step_of_pardon(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, options = reference.tensors, reference.parameters
+    decoder = convolution(given["W"])
+    decoder.bias = nn.Parameter(given["B"].clone())
+    space = _Coded(convolution(given["V"]), decoder)
+    monkeypatch.setattr(Pardon, "_space", lambda *_: space)
+    monkeypatch.setattr(pardon, "rows_of_other_classes", lambda *_: torch.tensor(reference.inputs["negatives"]))
+    style = Styles({name: given[name][None] for name in ("mean", "deviation")})
+    images: list[Tensor] = []
+    site = site_of(given["x"])
+    site.inputs_of = lambda pixels: (images.append(pixels), pixels)[1]
+
+    def loss(contrast: float) -> tuple[Tensor, Network]:
+        method = Pardon(
+            style_space="pixel",
+            strength=options["alpha"],
+            contrast_weight=contrast,
+            norm_weight=options["norm"],
+            margin=options["margin"],
+        )
+        model = flat(reference)
+        return method.styled_loss(site, model, style)(batch(given["x"], reference.inputs["labels"])), model
+
+    plain = loss(0.0)[0]
+    reference.agree("loss without triplets", plain)
+    whole, model = loss(options["contrast"])
+    reference.agree("triplets, weighted", whole - plain)
+    reference.agree("loss", whole)
+    reference.agree("an image in the common style", images[0][4])
+    whole.backward()  # type: ignore[no-untyped-call]
+    for letter, parameter in zip(("A", "G"), model.parameters(), strict=True):
+        assert parameter.grad is not None
+        reference.agree(f"{letter} after the step", parameter - options["rate"] * parameter.grad)
+
+    sent = Pardon(style_space="pixel").share_style(site_of(given["site"])).styles
+    reference.agree("mean that is sent", sent["mean"][0])
+    reference.agree("deviation that is sent", sent["deviation"][0])
+    reference.agree("groups of its images", first_neighbour_partitions(space.encode(given["site"]).flatten(1))[-1])
+
+
+@compares("federated", "pardon_2")
+def test_the_common_style_of_pardon(reference: Reference) -> None:
+    pairs = zip(reference.tensors["means"], reference.tensors["deviations"], strict=True)
+    common = common_style([Styles({"mean": mean[None], "deviation": deviation[None]}) for mean, deviation in pairs])
+    reference.agree("mean of the common style", common["mean"][0, :12])
+    reference.agree("its last means", common["mean"][0, -4:])
+    reference.agree("deviation of the common style", common["deviation"][0, :12])
+    rows = torch.cat([reference.tensors["means"], reference.tensors["deviations"]], 1)
+    reference.agree("first groups of sites", first_neighbour_partitions(rows)[0])
+
+
+@compares("federated", "pardon_3")
+def test_first_neighbours_of_pardon(reference: Reference) -> None:
+    fine, coarse = first_neighbour_partitions(reference.tensors["rows"])
+    reference.agree("partition 0", fine)
+    reference.agree("partition 1", coarse)

@@ -1,4 +1,4 @@
-"""Clusters that stand for classes: spherical k-means (MDFNet), deep clustering (SRDC) and compactness (FADA)."""
+"""Clusters: spherical k-means (MDFNet), deep clustering (SRDC), compactness (FADA), first neighbours (PARDON)."""
 
 from __future__ import annotations
 
@@ -178,6 +178,50 @@ def kmeans_from(features: Tensor, start: Tensor, passes: int, present: Tensor | 
         labels = distances.argmin(1)
         centres, _ = class_means(features, labels, len(start))
     return labels, centres
+
+
+@torch.no_grad()
+def first_neighbour_partitions(rows: Tensor) -> list[Tensor]:
+    """FINCH: each row is in one group with the row whose cosine to it is the largest, then the groups' means likewise.
+
+    It ends before all are one group, unless the rows themselves are, and where nothing is joined any more. Of equal
+    cosines the first row counts. Source: Sarfraz, Sharma, Stiefelhagen (CVPR 2019, equation 1 and algorithm 1).
+
+    Args:
+        rows: (n, d), at least one.
+
+    Returns:
+        Partitions from the finest to the coarsest, each (n,) int64 with groups 0, 1, …
+
+    Example:
+        >>> rows = torch.tensor([[0.0, 9.0], [1.0, 9.0], [9.0, 0.0], [9.0, 1.0]])
+        >>> first_neighbour_partitions(rows)
+        [tensor([0, 0, 1, 1])]
+    """
+    partitions: list[Tensor] = []
+    groups, count = torch.arange(len(rows)), len(rows)
+    while True:
+        joined = _joined_to_neighbours(class_means(rows, groups.to(rows.device), count)[0].cpu())
+        before, count = count, int(joined.max()) + 1
+        if partitions and count in (1, before):
+            return partitions
+        groups = joined[groups]
+        partitions.append(groups)
+        if count == 1:
+            return partitions
+
+
+def _joined_to_neighbours(rows: Tensor) -> Tensor:
+    """The group of each row, (n,), where rows hang together through their nearest others."""
+    directions = functional.normalize(rows)
+    nearest = (directions @ directions.T).fill_diagonal_(-torch.inf).argmax(1)
+    groups = torch.arange(len(rows))
+    while True:
+        lowest = torch.minimum(groups, groups[nearest])
+        lowest = lowest.scatter_reduce(0, nearest, lowest, "amin")
+        if torch.equal(lowest, groups):
+            return torch.unique(groups, return_inverse=True)[1]
+        groups = lowest
 
 
 def compactness(features: Tensor, labels: Tensor) -> float:

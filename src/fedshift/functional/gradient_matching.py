@@ -1,10 +1,13 @@
-"""A direction of the common model that no site's update contradicts (FedOMG)."""
+"""Gradients of sites that agree: a step that none contradicts (FedOMG), signs (FedGMA), directions (MCGDM)."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fedshift.errors import UserError
@@ -115,3 +118,24 @@ def masked_by_agreement(update: Tensor, signs: Tensor, agreement: float) -> Tens
     """
     agreed = signs.abs()
     return update * agreed.where(agreed < agreement, 1.0)
+
+
+def direction_gap(gradients: Sequence[Tensor], references: Sequence[Tensor]) -> Tensor:
+    """``1 − cos(g, r)``, the mean over tensors; of a matrix the cosine is the mean over its rows (MCGDM).
+
+    Source: Wei, Han (AAAI 2024), as in their code (weiyikang/FedGM_torch, train.py, `train_fedgm`).
+
+    Args:
+        gradients: g.
+        references: r, in the same shapes.
+
+    Example:
+        >>> weight, bias = torch.tensor([[1.0, 0.0], [0.0, 2.0]]), torch.tensor([3.0, 0.0])
+        >>> direction_gap([weight, bias], [weight, -bias])  # (0 + 2)/2
+        tensor(1.)
+    """
+    gaps = []
+    for gradient, reference in zip(gradients, references, strict=True):
+        rows = (gradient[None], reference[None]) if gradient.dim() < 2 else (gradient.flatten(1), reference.flatten(1))
+        gaps.append(1 - F.cosine_similarity(*rows, dim=1).mean())
+    return torch.stack(gaps).mean()

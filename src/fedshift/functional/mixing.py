@@ -156,6 +156,28 @@ def levelling_rows(labels: Tensor, number: int, generator: torch.Generator) -> T
     return torch.stack(rows) if rows else torch.empty(0, dtype=torch.int64)
 
 
+def rows_of_other_classes(labels: Tensor, generator: torch.Generator) -> Tensor:
+    """For each sample, another one of another class, drawn among all of them.
+
+    Args:
+        labels: (n,).
+        generator: draws, on the CPU.
+
+    Returns:
+        Row numbers (n,); none, (0,), where all samples are of one class.
+
+    Example:
+        >>> rows_of_other_classes(torch.tensor([0, 0, 1]), torch.Generator())[:2]
+        tensor([2, 2])
+        >>> rows_of_other_classes(torch.tensor([0, 0]), torch.Generator())
+        tensor([], dtype=torch.int64)
+    """
+    others = (labels[:, None] != labels[None]).cpu()
+    if not others.any():
+        return torch.empty(0, dtype=torch.int64)
+    return torch.multinomial(others.double(), 1, generator=generator)[:, 0]
+
+
 def gradient_perturbed(inputs: Tensor, gradients: Tensor, size: float, bound: float = 0.1) -> Tensor:
     """``x + ε·clip(∇_x L, ±bound)``, a constant for back-propagation.
 

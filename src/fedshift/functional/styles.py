@@ -117,6 +117,33 @@ class StyleAccumulator:
         return mean.float(), (variance + epsilon).sqrt().float()
 
 
+def style_of_groups(maps: Tensor, groups: Tensor, epsilon: float = EPSILON) -> tuple[Tensor, Tensor]:
+    """One style of many images, in which each group of them counts the same.
+
+    With means over all positions of a group's images, ``μ`` is the mean over groups of E x, and ``σ² + ε`` that of
+    E x² less μ². Source: PARDON (Nguyen, Johnson, Leach, ICDCS 2025), judydnguyen/PARDON-FedDG, src/client.py,
+    `DGClient.abstract_style`.
+
+    Args:
+        maps: images or feature maps, (n, c, h, w).
+        groups: of each image, (n,) int64 0, 1, …
+        epsilon: ε.
+
+    Returns:
+        Mean and deviation, (c,) each.
+
+    Example:
+        >>> maps = torch.tensor([0.0, 0.0, 4.0])[:, None, None, None]
+        >>> style_of_groups(maps, torch.tensor([0, 0, 1]), epsilon=0.0)
+        (tensor([2.]), tensor([2.]))
+    """
+    moments = torch.stack([maps.double().mean((2, 3)), maps.double().square().mean((2, 3))])  # (2, n, c)
+    count = int(groups.max()) + 1
+    sums = moments.new_zeros(2, count, maps.shape[1]).index_add_(1, groups, moments)
+    mean, square = (sums / torch.bincount(groups, minlength=count)[:, None]).mean(1)
+    return mean.to(maps), ((square - mean.square()).clamp(min=0) + epsilon).sqrt().to(maps)
+
+
 def style_assignment(samples: int, domains: int, level: int, generator: torch.Generator) -> Tensor:
     """Draw which L of K domains each sample takes its style from, without replacement.
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,9 @@ from torch.utils.hooks import RemovableHandle
 from fedshift.data.tasks.objective import CLASSES, Objective
 from fedshift.errors import UserError, nearest
 from fedshift.models.instance_methods import has_method, stay_in_evaluation, with_method, without_method
+
+Change = Callable[[Tensor], Tensor]
+"""What is made of the output of a stage."""
 
 
 class Network(nn.Module):
@@ -176,6 +180,22 @@ class StageReader:
 
     def _keep(self, name: str, _module: nn.Module, _inputs: object, output: Tensor) -> None:
         self._seen[name] = output.float()  # bf16 stays inside the network
+
+
+@contextmanager
+def changed_stages(network: Network, changes: Mapping[str, Change]) -> Iterator[None]:
+    """A context in which some stages of a network give other outputs.
+
+    Args:
+        network: hooks are put into it; a copy made in between must not be used.
+        changes: name of a stage → what is made of its output.
+    """
+    with ExitStack() as attached:
+        for name, change in changes.items():
+            stage = network.get_submodule(network.stages[name])
+            handle = stage.register_forward_hook(lambda _module, _inputs, output, change=change: change(output))
+            attached.callback(handle.remove)
+        yield
 
 
 def with_layer_rates(network: Network, rates: Mapping[str, float]) -> Network:

@@ -33,7 +33,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "csac": {"acquisition_epochs": 1, "calibration_epochs": 1},
     "fedadg": {"task_epochs": 1, "adversarial_epochs": 1},
 }
-IMAGES = ("elcfs", "ccst", "styles", "fedadg", "gperxan", "fedccrl", "stablefdg")
+IMAGES = ("elcfs", "ccst", "styles", "fedadg", "gperxan", "fedccrl", "stablefdg", "mcgdm", "mcsad", "pardon")
 
 
 def played(

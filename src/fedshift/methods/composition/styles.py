@@ -99,7 +99,7 @@ class StylesOption(StyleOptions, Preparation):
         if self.style_space == "feature":
             with torch.no_grad():  # a copy, since the network stays in its mode
                 network = copy.deepcopy(network).cpu().eval()
-                _, maps = network.with_stages(made_up(network, 1, input_shape), (self._stage(network),))
+                _, maps = network.with_stages(made_up(network, 1, input_shape), (self.stage_of(network),))
             return 2 * next(iter(maps.values())).shape[1]
         return 2 * input_shape[0]
 
@@ -118,19 +118,23 @@ class StylesOption(StyleOptions, Preparation):
         return {"styles": Tensors({"mean": shape, "deviation": shape}, low=low, high=high)}
 
     def check(self, network: Network, input_shape: tuple[int, ...], sources: int) -> None:
-        self._check_samples(input_shape)
+        self.check_samples(input_shape)
+        self.check_network(network)
+        self._check_level(sources)
+
+    def check_network(self, network: Network) -> None:
+        """Raise UserError if the stage or the files of Φ are not there."""
         if self.style_space == "feature":
-            self._stage(network)
+            self.stage_of(network)
         if self.style_space == "vgg":
             for file in (self.vgg_encoder, self.vgg_decoder):
                 find_file(file, _FIELD)
-        self._check_level(sources)
 
     def _check_level(self, sources: int) -> None:
         if self.level is not None and self.level > sources:
             raise UserError(f"styles: level: {self.level} of {sources} source domains cannot be chosen; lower it")
 
-    def _check_samples(self, shape: tuple[int, ...]) -> None:
+    def check_samples(self, shape: tuple[int, ...]) -> None:
         """Raise UserError if styles cannot be applied to samples of this shape."""
         if len(shape) != 3 and (self.style_space != "pixel" or self.style_mode == "single"):
             raise UserError(
@@ -140,7 +144,8 @@ class StylesOption(StyleOptions, Preparation):
         if self.style_space == "lab" and shape[0] != 3:
             raise UserError(f"{_FIELD}: lab needs colour images, these have {shape[0]} channel(s)")
 
-    def _stage(self, network: Network) -> str:
+    def stage_of(self, network: Network) -> str:
+        """The name of the stage in whose maps styles are measured (style_space: feature)."""
         stage = self.stage or next(iter(network.stages))
         if stage not in network.stages:
             raise UserError(f"styles: stage: the network has no stage '{stage}'; {nearest(stage, network.stages)}")
@@ -159,7 +164,7 @@ class StylesOption(StyleOptions, Preparation):
     def share_styles(self, site: Site) -> SharedStyles:
         """The style of all images of a source together, or the styles of some of them."""
         try:
-            self._check_samples(site.data.input_shape)
+            self.check_samples(site.data.input_shape)
         except UserError as error:
             raise UserError(f"site '{site.name}': {error}") from None
         return SharedStyles(self._styles(site))
@@ -171,26 +176,26 @@ class StylesOption(StyleOptions, Preparation):
         return Received()
 
     def _styles(self, site: Site) -> Styles:
-        space = self._space(site)
+        space = self.space(site)
         if self.style_mode == "overall":
-            found = space.of_all(self._samples(site, torch.arange(site.samples)))
+            found = space.of_all(self.samples(site, torch.arange(site.samples)))
         else:
             draws, number = site.generator_for("styles"), self.bank_size
             rows = torch.randperm(site.samples, generator=draws)[:number]
             if site.samples < number:
                 rows = torch.randint(site.samples, (number,), generator=draws)
             images, again = rows.unique(return_inverse=True)  # type: ignore[no-untyped-call]
-            each = [space.of_each(samples) for samples in self._samples(site, images)]
+            each = [space.of_each(samples) for samples in self.samples(site, images)]
             found = {name: torch.cat([styles[name] for styles in each]).cpu()[again] for name in each[0]}
         return Styles({name: tensor.cpu() for name, tensor in found.items()})
 
-    def _samples(self, site: Site, rows: Tensor) -> Iterator[Tensor]:
-        """What styles are computed from: stored samples, or the outputs of a stage of the common start."""
+    def samples(self, site: Site, rows: Tensor) -> Iterator[Tensor]:
+        """What styles are computed from, a part after the other: stored samples, or what a stage of the start gives."""
         if self.style_space != "feature":
             yield from (site.data.stored(part) for part in torch.split(rows, _AT_ONCE))
             return
         model = site.model().eval()
-        stage = self._stage(model)
+        stage = self.stage_of(model)
         for part in torch.split(rows, _AT_ONCE):
             with torch.no_grad():
                 _, maps = model.with_stages(site.data.batch(part)[0], (stage,))
@@ -201,7 +206,8 @@ class StylesOption(StyleOptions, Preparation):
                 )
             yield maps[stage]
 
-    def _space(self, site: Site, own: Style | None = None) -> StyleSpace:
+    def space(self, site: Site, own: Style | None = None) -> StyleSpace:
+        """Φ, which measures and applies styles; ``own`` is that of this site, which vectors need."""
         if len(site.data.input_shape) != 3:
             return Columns(own)
         if self.style_space == "vgg":
@@ -229,7 +235,7 @@ class StylesOption(StyleOptions, Preparation):
         own = names.index(site.name)
         space = None  # in the network's features, a hook applies the style
         if self.style_space != "feature":
-            space = self._space(site, {part: tensor[own, 0] for part, tensor in styles.items()})
+            space = self.space(site, {part: tensor[own, 0] for part, tensor in styles.items()})
         return Styler(space, styles, domains, numbers, own, unbiased=self.unbiased_content)
 
     @contextmanager
@@ -244,7 +250,7 @@ class StylesOption(StyleOptions, Preparation):
         plain, site.data = site.data, site.data.restyled(styler.restyle)
         handle = None
         if self.style_space == "feature":
-            stage = site.network.stages[self._stage(site.network)]
+            stage = site.network.stages[self.stage_of(site.network)]
             handle = styler.hook(site.network.get_submodule(stage))
         try:
             yield

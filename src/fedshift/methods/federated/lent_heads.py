@@ -1,0 +1,79 @@
+"""Base of MCGDM and MCSAD: FedAvg whose sites also have the classifiers that all sites had after the round before."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import cast
+
+from torch import Tensor
+from torch.func import functional_call
+
+from fedshift.federation.federation import Federation
+from fedshift.federation.messages import Update
+from fedshift.federation.site import Batch, Site
+from fedshift.methods.base import State, trained_mean
+from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.methods.robust import Averaged
+from fedshift.models.network import Network
+from fedshift.weights import Weights
+
+_OF_CLASSIFIER = "classifier."
+
+Head = Mapping[str, Tensor]
+"""The tensors of a classifier, named as in the classifier itself."""
+
+
+class LentHeads(FedAvg):
+    """A subclass says what the loss of a mini-batch is beside these classifiers."""
+
+    traits = FedAvg.traits.derive(
+        sends="a model; its classifier reaches the other sites",
+        tasks=("classification",),
+        averages={"fit_beside": Averaged(rules="each")},
+        server_reads="models",
+        own_gradients=True,
+    )
+
+    # Server -------------------------------------------------------------------------------------------------------
+
+    def round(self, federation: Federation, state: State) -> State:
+        lent = dict(state.parts) or {"": state.weights.select("classifier")}  # at first all are the common one
+        updates = federation.ask(self.fit_beside, to=federation.sources, weights=state.weights, heads=lent).keep()
+        trained = {site: update.weights.select("classifier") for site, update in updates.items()}
+        weights, shares, losses = trained_mean(updates, by=self.weighting)
+        heads = {**state.parts, **trained}  # a missing site's is that of the last round in which it was there
+        return state.advance(weights, parts=heads, report={"losses": losses, "aggregation_weights": shares})
+
+    # Source -------------------------------------------------------------------------------------------------------
+
+    def fit_beside(self, site: Site, weights: Weights, heads: Mapping[str, Weights]) -> Update:
+        """Train from the common model beside the classifiers of all sites."""
+        model = site.model(weights)
+        known = [
+            {name.removeprefix(_OF_CLASSIFIER): tensor.to(site.device) for name, tensor in heads[owner].items()}
+            for owner in sorted(heads)
+        ]
+        loss = site.minimise(
+            self.loss_beside(site, model, known),
+            model,
+            epochs=self.local_epochs,
+            steps=self.steps_per_round,
+            remember="optimizer",
+        )
+        return Update(site.weights_of(model), site.samples, loss)
+
+    @abstractmethod
+    def loss_beside(self, site: Site, model: Network, heads: list[Head]) -> Callable[[Batch], Tensor]:
+        """The loss of a mini-batch.
+
+        Args:
+            site: the site that trains.
+            model: the network that is trained.
+            heads: the classifiers of all sites.
+        """
+
+
+def scores_of(model: Network, head: Head, features: Tensor) -> Tensor:
+    """What the network's classifier gives with the tensors of another, (n, C)."""
+    return cast(Tensor, functional_call(model.classifier, dict(head), (features,)))
