@@ -220,7 +220,8 @@ def _joined_to_neighbours(rows: Tensor) -> Tensor:
         lowest = torch.minimum(groups, groups[nearest])
         lowest = lowest.scatter_reduce(0, nearest, lowest, "amin")
         if torch.equal(lowest, groups):
-            return torch.unique(groups, return_inverse=True)[1]
+            numbers: Tensor = torch.unique(groups, return_inverse=True)[1]
+            return numbers
         groups = lowest
 
 

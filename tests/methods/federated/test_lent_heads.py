@@ -18,6 +18,7 @@ from fedshift.federation.federation import Federation
 from fedshift.federation.site import Batch, Envelope
 from fedshift.functional.styles import channel_styles
 from fedshift.methods.base import Samples, State
+from fedshift.methods.federated import mcgdm
 from fedshift.methods.federated.lent_heads import LentHeads, scores_of
 from fedshift.methods.federated.mcgdm import MCGDM
 from fedshift.methods.federated.mcsad import MCSAD, HardStyle, styled_stages
@@ -103,14 +104,18 @@ def test_vectors_are_refused(method: LentHeads) -> None:
         method.check_samples(Samples((5,)))
 
 
-def test_views_are_drawn_by_the_site_s_generator() -> None:
+def test_views_are_drawn_anew_in_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
     where, state = begun(MCGDM())
-    site = site_of(where, "a")
-    losses = []
+    site, drawn = site_of(where, "a"), list[float]()
+    monkeypatch.setattr(
+        mcgdm,
+        "strong_view",
+        lambda inputs, *given: (drawn.append(float(torch.rand((), generator=given[-1]))), inputs)[1],
+    )
     for number in (1, 1, 2):
-        site.begin(Envelope(number, number, 0.0, 9))
-        losses.append(MCGDM().fit_beside(site, state.weights, {"": state.weights.select("classifier")}).loss)
-    assert losses[0] == losses[1] != losses[2]
+        site.begin(Envelope(number, number, 0.0, 1))
+        MCGDM().fit_beside(site, state.weights, {"": state.weights.select("classifier")})
+    assert drawn[0] == drawn[1] != drawn[2]
 
 
 # Hard styles ----------------------------------------------------------------------------------------------------------

@@ -37,7 +37,10 @@ def test_one_style_of_a_site_leaves_it_and_one_of_all_comes_back() -> None:
     assert common == common_style([sent[site] for site in SIZES])
     state = method.round(where, state)
     assert state.parts["style"] == common
+    method.round(where, state)
+    where.settle()
     assert where.ledger.total["up"]["styles"] == 3 * 2 * 4
+    assert where.ledger.total["down"]["styles"] == 2 * 3 * 2 * 4  # in both rounds
 
 
 def test_groups_and_not_images_count_the_same() -> None:
@@ -86,6 +89,17 @@ def test_images_take_the_common_style_by_their_share(space: str, channels: int) 
         found = site.pixels(seen[-1]) if space == "pixel" else seen[-1]
         own = channel_styles(plain)[0]
         torch.testing.assert_close(channel_styles(found)[0], own + strength * (0.45 - own), atol=2e-3, rtol=0)
+
+
+def test_pixels_in_the_common_style_stay_pixels() -> None:
+    network = MnistCnn(channels=(3, 4), hidden=6).build((1, 12, 12), 3)
+    site = site_of(federation(Pardon(), domains(CNN, SIZES)), "a")
+    seen: list[Tensor] = []
+    network.features.register_forward_pre_hook(lambda _module, given: seen.append(site.pixels(given[0])))
+    style = Styles({"mean": torch.full((1, 1), 0.9), "deviation": torch.ones(1, 1)})
+    Pardon(style_space="pixel")._styled_features(site, network, style)(site.data.batch(torch.arange(6))[0])
+    assert seen[0].max() == pytest.approx(1, abs=1e-6)
+    assert seen[0].min() >= -1e-6
 
 
 def test_a_batch_of_one_class_has_no_triplets() -> None:

@@ -38,11 +38,12 @@ class LentHeads(FedAvg):
     # Server -------------------------------------------------------------------------------------------------------
 
     def round(self, federation: Federation, state: State) -> State:
-        lent = dict(state.parts) or {"": state.weights.select("classifier")}  # at first all are the common one
-        updates = federation.ask(self.fit_beside, to=federation.sources, weights=state.weights, heads=lent).keep()
+        known = cast(Mapping[str, Weights], state.parts)
+        lent = known or {"": state.weights.select("classifier")}  # at first all are the common one
+        updates = federation.ask(self.fit_beside, to=federation.sources, weights=state.weights, heads=dict(lent)).keep()
         trained = {site: update.weights.select("classifier") for site, update in updates.items()}
         weights, shares, losses = trained_mean(updates, by=self.weighting)
-        heads = {**state.parts, **trained}  # a missing site's is that of the last round in which it was there
+        heads = {**known, **trained}  # a missing site's is that of the last round in which it was there
         return state.advance(weights, parts=heads, report={"losses": losses, "aggregation_weights": shares})
 
     # Source -------------------------------------------------------------------------------------------------------
@@ -50,12 +51,12 @@ class LentHeads(FedAvg):
     def fit_beside(self, site: Site, weights: Weights, heads: Mapping[str, Weights]) -> Update:
         """Train from the common model beside the classifiers of all sites."""
         model = site.model(weights)
-        known = [
+        others: list[Head] = [
             {name.removeprefix(_OF_CLASSIFIER): tensor.to(site.device) for name, tensor in heads[owner].items()}
             for owner in sorted(heads)
         ]
         loss = site.minimise(
-            self.loss_beside(site, model, known),
+            self.loss_beside(site, model, others),
             model,
             epochs=self.local_epochs,
             steps=self.steps_per_round,

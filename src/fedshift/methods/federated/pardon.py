@@ -132,9 +132,8 @@ class Pardon(FedAvg):
         return State(weights, parts={_STYLE: common_style(styles)} if styles else {})
 
     def round(self, federation: Federation, state: State) -> State:
-        updates = federation.ask(
-            self.fit_styled, to=federation.sources, weights=state.weights, common=dict(state.parts)
-        )
+        common = cast(Mapping[str, Styles], state.parts)
+        updates = federation.ask(self.fit_styled, to=federation.sources, weights=state.weights, common=dict(common))
         weights, shares, losses = trained_mean(updates, by=self.weighting)
         return state.advance(weights, report={"losses": losses, "aggregation_weights": shares})
 
@@ -167,7 +166,7 @@ class Pardon(FedAvg):
         restyled = None if style is None else self._styled_features(site, model, style)
 
         def loss(batch: Batch) -> Tensor:
-            features = model.features(batch.inputs)
+            features: Tensor = model.features(batch.inputs)
             styled = features if restyled is None else restyled(batch.inputs)
             total = F.cross_entropy(model.classifier(features), batch.targets)
             total = total + self.norm_weight * (features.square() + styled.square()).mean()
@@ -199,14 +198,17 @@ class Pardon(FedAvg):
 
             def in_network(inputs: Tensor) -> Tensor:
                 with changed_stages(model, {stage: mixed}):
-                    return model.features(inputs)
+                    features: Tensor = model.features(inputs)
+                return features
 
             return in_network
         space = self._space(site)
 
         def in_images(inputs: Tensor) -> Tensor:
             pixels = site.pixels(inputs)
-            return model.features(site.inputs_of(space.decode(mixed(space.encode(pixels)), pixels).clamp(0, 1)))
+            changed = space.decode(mixed(space.encode(pixels)), pixels).clamp(0, 1)
+            features: Tensor = model.features(site.inputs_of(changed))
+            return features
 
         return in_images
 
