@@ -68,7 +68,7 @@ def test_a_site_has_the_classifiers_that_all_sites_trained(method: LentHeads, mo
     heads = lent(method, monkeypatch)
     start = state.weights.select("classifier")
     first = step_on(method, where, state)
-    assert heads == [{"": start}] * 3
+    assert heads == [{"common": start}] * 3
     step_on(method, where, first)
     assert heads[3:] == [dict(first.parts)] * 3
     assert set(first.parts) == set(SIZES)
@@ -114,7 +114,7 @@ def test_views_are_drawn_anew_in_each_round(monkeypatch: pytest.MonkeyPatch) -> 
     )
     for number in (1, 1, 2):
         site.begin(Envelope(number, number, 0.0, 1))
-        MCGDM().fit_beside(site, state.weights, {"": state.weights.select("classifier")})
+        MCGDM().fit_beside(site, state.weights, {"common": state.weights.select("classifier")})
     assert drawn[0] == drawn[1] != drawn[2]
 
 

@@ -19,6 +19,7 @@ from fedshift.models.network import Network
 from fedshift.weights import Weights
 
 _OF_CLASSIFIER = "classifier."
+_COMMON = "common"
 
 Head = Mapping[str, Tensor]
 """The tensors of a classifier, named as in the classifier itself."""
@@ -39,7 +40,7 @@ class LentHeads(FedAvg):
 
     def round(self, federation: Federation, state: State) -> State:
         known = cast(Mapping[str, Weights], state.parts)
-        lent = known or {"": state.weights.select("classifier")}  # at first all are the common one
+        lent = known or {_COMMON: state.weights.select("classifier")}  # at first all are the common one
         updates = federation.ask(self.fit_beside, to=federation.sources, weights=state.weights, heads=dict(lent)).keep()
         trained = {site: update.weights.select("classifier") for site, update in updates.items()}
         weights, shares, losses = trained_mean(updates, by=self.weighting)
