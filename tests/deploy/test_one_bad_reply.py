@@ -78,6 +78,8 @@ CASES: dict[str, tuple[str, str, Spoil]] = {
     "a forged refusal": ("fedavg", "fit", forged("Refused")),
     "a forged refusal of a kind": ("fedavg", "fit", forged("KindRefused")),
     "more memory than there is": ("fedavg", "fit", says(memory={str(number): "" for number in range(9)})),
+    "memory outside of the folder": ("fedavg", "fit", says(memory={"optimizer": "../optimizer"})),
+    "memory in a file without a name": ("fedavg", "fit", says(memory={"optimizer": ""})),
     "spectra of another window": ("elcfs", "share_spectra", changed("spectra", lambda t: t[..., :1, :1])),
     "spectra of fewer images": ("elcfs", "share_spectra", changed("spectra", lambda t: t[:3])),
     "spectra of 3e38": ("elcfs", "share_spectra", changed("spectra", filled(3e38))),

@@ -84,6 +84,15 @@ def test_styles_of_others_bridge_looks(tmp_path: Path) -> None:
     assert rows["fedavg"]["bright"] > 55
 
 
+def test_classifiers_of_others_bridge_looks(tmp_path: Path) -> None:
+    mcgdm = {"name": "mcgdm", "view": {"brightness": 0.5, "contrast": 0.8}, "intra_weight": 0.1}
+    methods = ["fedavg", mcgdm, {"name": "mcsad", "training": {"lr": 0.05}}]
+    rows = in_looks(tmp_path, [{**({"name": m} if isinstance(m, str) else m), "local_epochs": 2} for m in methods])
+    assert rows["fedavg"]["bright"] + 3 < rows["mcgdm"]["bright"] < 98
+    assert rows["fedavg"]["bright"] + 3 < rows["mcsad"]["bright"] < 98
+    assert rows["fedavg"]["bright"] > 70
+
+
 def test_copa_adapts(tmp_path: Path) -> None:
     methods = ["fedavg", {"name": "copa", "local_epochs": 1, "adaptation": True}]
     rows = averages(fedshift.run(options(methods, ["D75"], seeds=[1]), tmp_path))

@@ -12,6 +12,7 @@ from pydantic import Field, StringConstraints
 from fedshift.data.domain import Preprocessing
 from fedshift.data.tasks.objective import objective_of
 from fedshift.deploy.remote.policy import ACCURACY, CONFIDENCES
+from fedshift.deploy.remote.requests import FileName
 from fedshift.errors import FedshiftError
 from fedshift.evaluation.estimate.plain_sums import GivenSums, check_classes
 from fedshift.evaluation.metric_entries import ENTRIES
@@ -42,7 +43,7 @@ class CallAnswer(Frozen):
 
     answers: str = ""
     mini_batches: Annotated[int, Field(ge=0)]
-    memory: dict[_File, _File]
+    memory: dict[_File, FileName]  # the coordinator names these files in its next request
     layout: LayoutEntry | None = None
 
     def check(self, left: int, remembers: Collection[str]) -> None:

@@ -68,7 +68,7 @@ class MCGDM(LentHeads):
 
     def loss_beside(self, site: Site, model: Network, heads: list[Head]) -> Callable[[Batch], Tensor]:
         draws = site.generator_for("view")
-        own = [parameter for parameter in model.classifier.parameters() if parameter.requires_grad]
+        trained = [parameter for parameter in model.classifier.parameters() if parameter.requires_grad]
 
         def loss(batch: Batch) -> Tensor:
             features = model.features(batch.inputs)
@@ -78,9 +78,9 @@ class MCGDM(LentHeads):
             total = (plain + augmented) / 2
             if self.intra_weight == 0 and self.inter_weight == 0:
                 return total
-            reference = _gradients(augmented, own)
+            reference = _gradients(augmented, trained)
             if self.intra_weight > 0:
-                total = total + self.intra_weight * direction_gap(_gradients(plain, own), reference)
+                total = total + self.intra_weight * direction_gap(_gradients(plain, trained), reference)
             if self.inter_weight > 0:
                 gaps = [direction_gap(self._of_head(model, head, features, batch), reference) for head in heads]
                 total = total + self.inter_weight * torch.stack(gaps).mean()

@@ -143,8 +143,8 @@ class HardStyle:
 
 def _restyled(maps: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
     """σ'·(f − μ)/σ + μ', with μ and σ constants for the gradient."""
-    own, spread = (part[:, :, None, None] for part in channel_styles(maps.detach(), unbiased=True))
-    return (maps - own) / spread * deviation[:, :, None, None] + mean[:, :, None, None]
+    centre, spread = (part[:, :, None, None] for part in channel_styles(maps.detach(), unbiased=True))
+    return (maps - centre) / spread * deviation[:, :, None, None] + mean[:, :, None, None]
 
 
 def styled_stages(network: Network) -> tuple[str, str]:
