@@ -25,19 +25,19 @@ of the network that is trained, without a decoder, with the styles of the common
 network. Code: JeremyCJM/CCST.
  1. In the code, the content's deviation has n − 1 in the denominator, the overall style's has n. The paper has one σ.
     Here both have n, so that the result has exactly the chosen style (``unbiased_content``).
-    Code: style_transfer/AdaIN/function.py, `calc_mean_std`, and mean_std_computation_effcientMem.py, `calc_sum`.
+    Code: ``style_transfer/AdaIN/function.py``, `calc_mean_std`, and ``mean_std_computation_effcientMem.py``, `calc_sum`.
  2. In single mode, the code draws one image of the other site's folder for each mini-batch of content. In the paper the
     bank has J styles of a site, and an image takes one of them. Here J = 32 (``one_style_per_batch``).
-    Code: style_transfer/AdaIN/CCST_SingleStyleTransfer.py, main script.
+    Code: ``style_transfer/AdaIN/CCST_SingleStyleTransfer.py``, main script.
 No setting changes these:
  3. The number of styles of an image (``level``) is called L here and K in the code. By default it is K, the number of
     source domains, the paper's best row: every image is used unchanged and in the style of every other site
-    (data/data_list_generator.py, option ``--K``).
+    (``data/data_list_generator.py``, option ``--K``).
  4. In the paper an epoch passes over N_k·L images. Here an epoch is N_k images, each in one of its L versions, drawn
     each time. So shares and work are those of the method. The versions are fixed for a run.
  5. Vectors: ``pixel`` means columns, whose μ and σ are the site's. Not in the paper.
  6. All sites have the same weight, as in the code (``weighting: uniform``, the default of ``ccst``). The code offers
-    FedProx with μ = 0.01 (federated/fed_run.py, `train_fedprox`; ``proximal_weight``).
+    FedProx with μ = 0.01 (``federated/fed_run.py``, `train_fedprox`; ``proximal_weight``).
 
 Should reproduce: no row of the published tables can be made without the decoder's weights and a pre-trained ResNet-50.
 """

@@ -18,7 +18,7 @@ Where papers and code differ, and what was chosen
  1. The paper has no federated form. `inouye-lab/FedDG_Benchmark` (src/client.py, REx) has the variance
     over the domains *within* a client, and sets its weight to zero just before use.
  2. Of several steps L̄ stays that of the common model, and L_k is that of each mini-batch.
- 3. β is 0.1; pooled training has 10,000 and 10 in the two codes (capybaralet/REx_code_release,
+ 3. β is 0.1; pooled training has 10,000 and 10 in the two codes (``capybaralet/REx_code_release``,
     InvariantRiskMinimization/colored_mnist/main.py; facebookresearch/DomainBed, domainbed/hparams_registry.py). A
     mini-batch with a large loss steps by 2β of it more, so that SGD with a rate of 0.1 diverged on rotated digits, at
     0.1 as at 1; with ``clip_norm: 1`` it did not. Above 1 the site's loss is divided by β with ``rescaled``, as in the

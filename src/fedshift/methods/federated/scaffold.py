@@ -11,7 +11,7 @@ Wire: twice FedAvg's: a model and a control variate, down and up. A site's own c
     x ← x + η_g · mean_i (y_i − x),    c ← c + |S|/N · mean_i (c_i⁺ − c_i)                            (5)
 
 Where papers and code differ, and what was chosen
- 1. T counts local *steps*. Two re-implementations take the number of local epochs (inouye-lab/FedDG_Benchmark,
+ 1. T counts local *steps*. Two re-implementations take the number of local epochs (``inouye-lab/FedDG_Benchmark``,
     src/client.py, `ScaffoldClient`; WenkeHuang/MarsFL, Local/ScaffoldLocal.py, `ScaffoldLocal.update_local_control`).
  2. The paper has plain SGD. With momentum, T is the number of plain steps that T steps with momentum amount to
     (`normalising_factor`, from FedNova), so that c_i stays a mean gradient. Adam is refused.

@@ -15,7 +15,7 @@ The prediction is the mean of the softmax of all C_k.
 
 Where papers and code differ. The defaults are the paper's; ``setting: reimplementation`` is the one most used, by the
 authors of DAEL (KaiyangZhou/Dassl.pytorch, dassl/engine/da/m3sda.py, `M3SDA`). The authors' code is that for digits
-(VisionLearningGroup/VisionLearningGroup.github.io, DomainNet/code_MSDA_digit: metric/msda.py, `msda_regulizer`;
+(VisionLearningGroup/VisionLearningGroup.github.io, ``DomainNet/code_MSDA_digit``: metric/msda.py, `msda_regulizer`;
 solver_MSDA.py).
  1. The re-implementation has mean and variance instead of E[x] and E[x²], and one mean over both moments and all pairs
     (``moments``). The authors' digit code takes five moments of centred features, whose first is a distance of
