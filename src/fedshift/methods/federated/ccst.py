@@ -25,7 +25,7 @@ of the network that is trained, without a decoder, with the styles of the common
 network. Code: JeremyCJM/CCST.
  1. In the code, the content's deviation has n − 1 in the denominator, the overall style's has n. The paper has one σ.
     Here both have n, so that the result has exactly the chosen style (``unbiased_content``).
-    Code: ``style_transfer/AdaIN/function.py``, `calc_mean_std`, and ``mean_std_computation_effcientMem.py``, `calc_sum`.
+    Code: style_transfer/AdaIN/function.py, `calc_mean_std`, and ``mean_std_computation_effcientMem.py``, `calc_sum`.
  2. In single mode, the code draws one image of the other site's folder for each mini-batch of content. In the paper the
     bank has J styles of a site, and an image takes one of them. Here J = 32 (``one_style_per_batch``).
     Code: ``style_transfer/AdaIN/CCST_SingleStyleTransfer.py``, main script.
