@@ -292,3 +292,8 @@ def test_of_a_large_site_every_third_sample_is_watched(monkeypatch: pytest.Monke
     assert score(noise(300), WIDE, bins) == pytest.approx(whole, abs=0.1)
     assert score(noise(300), WIDE, bins) != whole
     assert score(noise(300), {"name": "mlp", "hidden": [16]}, lambda _: None) < LIMIT / 2
+
+
+def test_a_few_samples_that_stand_alone_are_no_layer() -> None:
+    """The sum of shares is divided by ten at least: three that stand alone are 0.3."""
+    assert exposure(torch.tensor([1.0, 1.0, 1.0, 0.0])) == pytest.approx(0.3)

@@ -325,3 +325,15 @@ def test_one_source_has_nobody_to_take_a_style_from() -> None:
     method = CCST()
     where, _ = begun(method, found)
     assert all(len(versions) == 1 for versions in seen(method, where, "alone", repeats=5).values())
+
+
+def test_a_site_that_shared_nothing_still_has_its_own_style() -> None:
+    option = StylesOption()
+    where = federation(registry.parse({"name": "fedavg", "prepare": "styles"}), domains(CNN), CNN)
+    assert isinstance(where, LocalFederation)
+    sites = [runner.site for runner in where._runners.values()]
+    own, other = (option.share_styles(site).styles for site in sites[:2])
+    option.receive_styles(sites[0], {sites[1].name: other})
+    bank = sites[0].memory["styles"]
+    assert set(bank) == {sites[0].name, sites[1].name}
+    assert torch.equal(bank[sites[0].name]["mean"], own["mean"])

@@ -196,3 +196,10 @@ def test_a_trained_row_predicts_from_its_model_file(example: dict[str, Any], tmp
         right = np.mean([name == ("dog", "house")[label] for name, label in zip(
             said, parse(example).data.build().domains["north"].labels, strict=True)])  # fmt: skip
         assert 100 * right == pytest.approx(found.score())
+
+
+def test_vectors_begin_small() -> None:
+    """CoOp draws them from N(0, 0.02²)."""
+    method = registry.parse({"name": "promptfl", "context": 30})
+    context = start_of(method, [vectors("a", 20), vectors("b", 12)])["classifier.context"]
+    assert context.std().item() == pytest.approx(0.02, rel=0.1)

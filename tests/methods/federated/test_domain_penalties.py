@@ -121,3 +121,8 @@ def test_fedgma_s_round_by_hand() -> None:
         wanted = old + changes.mean(0) * torch.where(agreed >= 0.7, 1.0, agreed)
         torch.testing.assert_close(found[name], wanted)
         torch.testing.assert_close(masked_by_agreement(changes.mean(0), changes.sign().mean(0), 0.7), wanted - old)
+
+
+def test_a_weight_below_one_divides_nothing() -> None:
+    risk = FederatedVREx(penalty_weight=0.1, rescaled=True).towards(lambda _: torch.tensor(2.0), 0.5, 1)
+    assert risk(None).item() == pytest.approx(2.0 + 0.1 * 1.5**2)  # type: ignore[arg-type]

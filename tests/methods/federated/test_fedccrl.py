@@ -92,3 +92,11 @@ def test_augmix_wants_grey_or_colour(shape: tuple[int, ...], goes: bool) -> None
         FedCCRL().check_samples(Samples(shape))
     if len(shape) == 3:
         FedCCRL(augmix=False).check_samples(Samples(shape))
+
+
+def test_shares_of_styles_are_drawn_from_its_beta_distribution() -> None:
+    """Of variance 1/(4(2α + 1)), Casella & Berger: nearly all of Beta(0.1, 0.1) is at the ends."""
+    bank = {name: torch.ones(1, 1) for name in ("mean", "deviation")}
+    for alpha in (0.1, 1.0):
+        shares = FedCCRL(alpha=alpha)._drawn(bank, 4000, torch.Generator().manual_seed(0))[2]
+        assert shares.var().item() == pytest.approx(1 / (4 * (2 * alpha + 1)), abs=0.01)

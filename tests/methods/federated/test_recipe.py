@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from tiny import CNN, MLP, run
 
 from fedshift.data.transforms import Augmentation
@@ -103,3 +105,16 @@ def test_its_cost_is_that_of_its_plug_ins_for_these_samples() -> None:
     assert cost_of(Recipe(), (1, 8, 8)) > 1.0
     assert cost_of(Recipe(augmentation=Augmentation()), (1, 8, 8)) == 1.0
     assert cost_of(Recipe(colour_augmentation=Augmentation()), (3, 8, 8)) == 1.0
+
+
+ROWS = {"ahead": "ahead-0.8", "four_exchanges": "four-exchanges"}
+
+
+@pytest.mark.parametrize(("setting", "label"), ROWS.items())
+def test_a_named_setting_is_a_row_that_was_measured(setting: str, label: str) -> None:
+    file = Path(__file__).parents[3] / "benchmarks" / "experiments" / "recipe_letters.yaml"
+    row = next(method for method in yaml.safe_load(file.read_text())["methods"] if method.get("label") == label)
+    measured = registry.parse({name: value for name, value in row.items() if name != "label"})
+    # Every site has as many letters.
+    named = registry.parse({"name": "recipe", "setting": setting, "weighting": "samples"})
+    assert named.model_copy(update={"setting": "paper"}) == measured

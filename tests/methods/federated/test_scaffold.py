@@ -11,6 +11,7 @@ from fedshift.errors import UserError
 from fedshift.functional.averaging import parameters_of, weighted_average
 from fedshift.functional.control_variates import normalising_factor
 from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.methods.federated.feddc import FedDC
 from fedshift.methods.federated.scaffold import Scaffold
 from fedshift.weights import Weights
 
@@ -74,9 +75,10 @@ def test_the_server_s_control_variate_is_the_mean_of_the_sites() -> None:
         torch.testing.assert_close(tensor, mean[name], atol=1e-5, rtol=1e-4)
 
 
-def test_a_missing_site_leaves_its_part_of_the_control_variate() -> None:
+@pytest.mark.parametrize("method", [Scaffold(), FedDC()])
+def test_a_missing_site_leaves_its_part_of_the_control_variate(method: Scaffold) -> None:
     """c moves by the sum of the changes over all sites, x by the mean of those that answered."""
-    found, method = domains(MLP, SIZES), Scaffold()
+    found = domains(MLP, SIZES)
     state, where = run(method, found, MLP, rounds=1)
     before = {site: kept(where, site, "control").clone() for site in SIZES}
     lose(where, "other")

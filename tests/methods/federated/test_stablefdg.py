@@ -149,3 +149,11 @@ def test_an_export_takes_batches_of_any_size() -> None:
     four, seven = (torch.rand(number, 1, 16, 16, generator=draws()) for number in (4, 7))
     exported = torch.export.export(network, (four,), dynamic_shapes=({0: torch.export.Dim("n")},)).module()
     torch.testing.assert_close(exported(seven), network(seven))
+
+
+def test_sharing_and_exploring_have_probabilities_of_their_own() -> None:
+    labels, other = torch.tensor([0, 0, 1, 1]), Styles({name: torch.ones(2, 3) for name in ("mean", "deviation")})
+    for sharing, exploring in ((1.0, 0.0), (0.0, 1.0)):
+        styled = Styled(StableFDG(sharing=sharing, exploring=exploring), draws(), labels, other)
+        assert (styled.share(maps_of(4)) is not None, len(styled.explore(maps_of(4)))) == (True, 8 if exploring else 4)
+        assert torch.equal(styled.share(maps_of(4)), maps_of(4)) == (sharing == 0)

@@ -39,8 +39,11 @@ Where it fails
 * Where a small site is unlike all others, equal shares cost: −0.7 when hospitals were left out; ``weighting: samples``.
 * Where a sheared, scaled or shifted image belongs to another class, or images show no shapes, and where colour tells
   classes: ``augmentation: none``, in colour ``colour_augmentation: none``.
-* Momentum: on letters that no site draws alike it fell below FedAvg on the same images in 40 rounds, 64.7 to 70.7;
-  ``server: {optimizer: momentum, beta: 0.7, nesterov: true}`` had 73.9. In 13 rounds: 60.4, 40.2, 63.8 (one seed).
+* Momentum: on letters that no site draws alike it fell below FedAvg on the same images in 40 rounds, 64.7 to 70.7 (one
+  seed), and in 13 rounds it is 12.1 below pooled training on them. ``setting: ahead``, for images, had 73.4 in 40
+  rounds, and in 13 it is 4.6 below pooled training, with no site more than 1 below FedAvg.
+* Where pooled training on the same images is to be met: 1.2 points are missing on Rotated MNIST. With ``setting:
+  four_exchanges``, for images, it is 0.1, for four times the bytes.
 
 Should reproduce: no published table. With ``augmentation: none``, ``momentum: 0``, the same for
 colour, ``dropout: 0`` and ``averaged: 0`` it trains as FedAvg of equal shares; with ``templates: null`` it predicts as
@@ -83,6 +86,13 @@ class Recipe(FedAvg):
         "reads the new site's unlabelled samples, and no gain over FedAvg is shown over targets: +6.81 on "
         "PACS images (p = 0.067), +5.46 on their features (p = 0.366), +5.01 on SURF (p = 0.820), +0.20 on "
         "heart disease (p = 1.000).",
+        settings={
+            "ahead": {"server": {"optimizer": "momentum", "beta": 0.8, "nesterov": True}},
+            "four_exchanges": {
+                "server": {"optimizer": "momentum", "beta": 0.9, "nesterov": True},
+                "exchanges_per_epoch": 4,
+            },
+        },
         tasks=ALL_TASKS,
     )
 
