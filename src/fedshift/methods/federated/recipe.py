@@ -87,9 +87,9 @@ class Recipe(FedAvg):
         "PACS images (p = 0.067), +5.46 on their features (p = 0.366), +5.01 on SURF (p = 0.820), +0.20 on "
         "heart disease (p = 1.000).",
         settings={
-            "ahead": {"server": {"optimizer": "momentum", "beta": 0.8, "nesterov": True}},
+            "ahead": {"server": {"optimizer": "momentum", "beta": 0.8, "rate": 1.0, "nesterov": True}},
             "four_exchanges": {
-                "server": {"optimizer": "momentum", "beta": 0.9, "nesterov": True},
+                "server": {"optimizer": "momentum", "beta": 0.9, "rate": 1.0, "nesterov": True},
                 "exchanges_per_epoch": 4,
             },
         },
