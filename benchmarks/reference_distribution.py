@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from fedshift.report import differences
+from fedshift.report import difference_words, differences
 from fedshift.report.collect import collect
 from fedshift.report.plots import accuracy_per_target
 from fedshift.report.report import report_of
@@ -30,7 +30,7 @@ def main(folder: Path, figure: Path) -> None:
     pairs = [(label, FIXED) for label in found.order.methods if label != FIXED]
     compared = differences.differences(found.results, pairs)
     measure = headline(found.results)
-    print(differences.markdown(compared, found.order.targets, measure), differences.note(measure), sep="\n")
+    print(difference_words.markdown(compared, found.order.targets, measure), difference_words.note(measure), sep="\n")
 
 
 if __name__ == "__main__":

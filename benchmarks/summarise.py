@@ -23,7 +23,7 @@ from fedshift.evaluation.records import RunResult, Selection
 from fedshift.evaluation.significance import compare
 from fedshift.evaluation.stored import ROUNDS
 from fedshift.evaluation.summary import AVERAGE, Value, rows
-from fedshift.report import differences
+from fedshift.report import difference_words, differences
 from fedshift.report.averages import mean_weights
 from fedshift.report.collect import Collected, collect, read_rounds
 from fedshift.report.markup import escape_markdown
@@ -108,7 +108,7 @@ def lines_of(name: str, found: Collected, select: Selection) -> list[differences
 def compared(name: str, found: Collected, select: Selection) -> str:
     """The table of `lines_of`; "" for one seed."""
     lines = tested(name, found, select)
-    return differences.markdown(lines, found.order.targets, headline(found.results)) if lines else ""
+    return difference_words.markdown(lines, found.order.targets, headline(found.results)) if lines else ""
 
 
 def tested(name: str, found: Collected, select: Selection) -> list[differences.Difference]:
@@ -122,7 +122,9 @@ def gains(name: str, found: Collected, select: Selection) -> list[Column]:
     baseline = BASELINES.get(name, "fedavg")
     by_name = {line.name: line for line in tested(name, found, select)}
     cells = {
-        method: f"{differences.signed(line.comparison.test.mean)} ({differences.p_value(p)})".replace("<", "\\<")
+        method: f"{difference_words.signed(line.comparison.test.mean)} ({difference_words.p_value(p)})".replace(
+            "<", "\\<"
+        )
         for method in found.order.methods
         if (line := by_name.get(f"{method} − {baseline}")) is not None and line.comparison.test is not None
         if (p := line.corrected if line.comparison.clustered else line.here) is not None
@@ -222,7 +224,7 @@ def by_protocol(found: Collected) -> str:
 
 
 def _p(p: float) -> str:
-    text = differences.p_value(p)
+    text = difference_words.p_value(p)
     return text if text.startswith("<") else f"= {text}"
 
 

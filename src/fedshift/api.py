@@ -33,8 +33,8 @@ from fedshift.report.collect import Collected, FinishedRun, collect, read_rounds
 from fedshift.report.estimates import estimates_of
 from fedshift.report.other_tools.trackers import tracker
 from fedshift.report.page import table_html, write_page
-from fedshift.report.report import report_of, verdict_of
-from fedshift.report.sections.samples import ShownSamples
+from fedshift.report.report import report_of, verdict_of, whole_report
+from fedshift.report.samples import ShownSamples
 from fedshift.report.table_formats import markdown
 from fedshift.trust import asks, own_words
 
@@ -242,7 +242,7 @@ class Results:
             UserError: it cannot be written, or the data cannot be read.
         """
         shown = None if samples is None else ShownSamples(_resolved(samples))
-        return write_page(self.folder, self.collected, shown)
+        return write_page(self.folder, whole_report(self.collected, shown))
 
     def __str__(self) -> str:
         return self.markdown()

@@ -26,6 +26,7 @@ from fedshift.methods.federated.ccst import CCST
 from fedshift.methods.federated.elcfs import ELCFS, SharedSpectra
 from fedshift.report.collect import collect
 from fedshift.report.page import page
+from fedshift.report.report import whole_report
 from fedshift.weights import Weights
 
 KINDS = {"elcfs": "spectra", "ccst": "styles"}
@@ -119,7 +120,7 @@ def test_the_run_goes_on_without_it_and_says_so(method: str, tmp_path: Path) -> 
         assert any(reason in warning for warning in result["warnings"])
         left, before = (json.loads((place / "result.json").read_text())["bytes_up"][kind] for place in (run, whole))
         assert 0 < left < before
-        assert reason in html.unescape(page(collect(run.parents[2])))
+        assert reason in html.unescape(page(whole_report(collect(run.parents[2]))))
 
 
 def test_refusals_of_a_run_that_was_interrupted_are_in_its_result(

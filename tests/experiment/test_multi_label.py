@@ -64,6 +64,7 @@ def test_measures_are_those_of_scikit_learn_on_the_kept_predictions(results: fed
 
 def test_predictions_are_of_each_label(results: fedshift.Results, tmp_path: Path) -> None:
     from fedshift.report.page import page
+    from fedshift.report.report import whole_report
 
     x, _ = patients(2)
     model = results.model("fedavg")
@@ -73,7 +74,7 @@ def test_predictions_are_of_each_label(results: fedshift.Results, tmp_path: Path
     (found,) = model.trained.predict(tmp_path / "new.npz")
     assert found.predicted == ", ".join(name for name, score in zip(NAMES, scores[0], strict=True) if score > 0.5)
     assert model.export("torchscript", tmp_path).difference < 1e-4
-    html = page(results.collected)
+    html = page(whole_report(results.collected))
     assert "Base rates: c: diabetes" in html
     assert "Per label" in html
 

@@ -22,7 +22,7 @@ from fedshift.evaluation.packs import kept, rows_of
 from fedshift.evaluation.stored import SUMS
 from fedshift.report.collect import collect, read_rounds
 from fedshift.report.page import page
-from fedshift.report.report import report_of
+from fedshift.report.report import report_of, whole_report
 from fedshift.report.table_formats import as_json
 
 METHODS = [{"name": "fedavg"}, {"name": "csac", "acquisition_epochs": 2, "calibration_epochs": 2}]
@@ -84,7 +84,7 @@ def test_packed_and_unpacked_read_alike(ran: tuple[dict[str, Any], Path], tmp_pa
             assert as_json(report_of(here, rule).table) == as_json(report_of(there, rule).table)  # type: ignore[arg-type]
         if below in ("", "csac/a/seed-0"):  # pages take longest
             # A page lists data and options in the order of their names in the files, which packing does not keep.
-            assert sorted(page(here).splitlines()) == sorted(page(there).splitlines())
+            assert sorted(page(whole_report(here)).splitlines()) == sorted(page(whole_report(there)).splitlines())
     assert collect(tmp_path / "runs").results == collect(whole).results
 
 

@@ -129,8 +129,9 @@ def test_the_page_the_card_and_an_export(
     results: fedshift.Results, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from fedshift.report.page import page
+    from fedshift.report.report import whole_report
 
-    html = page(results.collected)
+    html = page(whole_report(results.collected))
     assert "RMSE" in html
     assert "Per class" not in html
     model = fedshift.Model.load(folder_of(results))

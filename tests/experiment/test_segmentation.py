@@ -30,7 +30,7 @@ from fedshift.models import registry
 from fedshift.models.networks.unet import UNet
 from fedshift.report.collect import read_rounds
 from fedshift.report.page import page
-from fedshift.report.report import report_of
+from fedshift.report.report import report_of, whole_report
 
 TINY: dict[str, Any] = {
     "name": "tiny",
@@ -83,7 +83,7 @@ def test_tables_and_page_name_the_metric(finished: Results) -> None:
     assert told.stdout.count(r"\begin{tabular}") == 2
     rows = json.loads(CliRunner().invoke(app, ["table", str(finished.folder), "--format", "json"]).stdout)
     assert [row["method"] for row in rows if row["target"] == "east"] == ["deepall", "fedavg", "elcfs"]
-    text = page(finished.collected)
+    text = page(whole_report(finished.collected))
     for words in (
         "Dice coefficient over training",
         "HD95",
@@ -176,7 +176,7 @@ def test_both_sides_of_a_pair_and_a_style_before_training(tmp_path: Path) -> Non
     ]
     text = found.markdown()
     assert "ccuracy" not in text
-    shown = page(found.collected)
+    shown = page(whole_report(found.collected))
     for words in (
         "harmonic mean of the Dice coefficients on both sides",
         "harmonic mean, %",

@@ -16,6 +16,7 @@ from fedshift.cli.predict import print_predictions
 from fedshift.data.domain import UNKNOWN
 from fedshift.errors import UserError
 from fedshift.report.page import page
+from fedshift.report.report import whole_report
 
 COLUMNS = ["a", "b", "c"]
 
@@ -89,7 +90,7 @@ def test_an_estimate_stands_where_no_measure_can(finished: fedshift.api.Results)
     assert "| fedavg |" in said
     assert " va |" not in said
     assert finished.verdict()["without_labels"]["va"]["fedavg"][0]["estimate"] == estimate.estimate
-    shown = page(finished.collected)
+    shown = page(whole_report(finished.collected))
     assert "Targets without labels" in shown
     assert f"{estimate.estimate:.1f}" in shown
     # For those who decide: the numbers in words, what is unlike, and what to do.
@@ -111,7 +112,7 @@ def test_it_trains_without_labels_under_every_kind_of_method(method: Any, tmp_pa
     assert run.result.data["unlabelled_samples"] == ({"va": 60} if isinstance(method, str) else {})
     assert len(done.predictions("va")) == 60
     assert "too few sites" in done.markdown()
-    assert "Targets without labels" in page(done.collected)
+    assert "Targets without labels" in page(whole_report(done.collected))
 
 
 def test_labels_that_are_not_promised_decide_nothing(tmp_path: Path) -> None:
@@ -217,7 +218,7 @@ def test_another_unit_leaves_no_estimate(tmp_path: Path) -> None:
     assert estimate.abstain
     assert estimate.too_unlike
     assert "column 'a'" in estimate.reasons[0]
-    shown = page(done.collected)
+    shown = page(whole_report(done.collected))
     assert "We cannot say what to expect" in shown
     assert "What to do: do not use the model there until the data are mended" in shown
 
@@ -276,7 +277,7 @@ def test_the_choice_of_a_model_looks_at_other_sites_alone(tmp_path: Path) -> Non
     assert list(found.gains["shot"]) == pytest.approx(gains)
     assert len(done.choice("north").gains["shot"]) == 2  # of a measured target, too, without its own numbers
     said = f"At va the model of {found.method} should answer"
-    assert said in page(done.collected)
+    assert said in page(whole_report(done.collected))
     assert said in done.markdown()
     assert done.verdict()["choices"][0]["method"] == found.method
     with pytest.raises(UserError, match="no finished run with target 'w'"):
@@ -301,5 +302,5 @@ def test_where_no_model_is_worth_more_than_the_most_frequent_class_none_answers(
     assert f"gains {gain:.1f} points" in found.why
     said = "At va no model should answer, but '0' for every sample"
     assert said in done.markdown()
-    assert said.replace("'", "&#39;") in page(done.collected)
+    assert said.replace("'", "&#39;") in page(whole_report(done.collected))
     assert done.verdict()["choices"][0]["constant"] == "0"

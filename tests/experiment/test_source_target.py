@@ -199,8 +199,9 @@ def test_every_way_to_write_the_table(whole: fedshift.api.Results, cli: Cli) -> 
 
 def test_the_page(whole: fedshift.api.Results) -> None:
     from fedshift.report.page import page
+    from fedshift.report.report import whole_report
 
-    text = page(whole.collected)
+    text = page(whole_report(whole.collected))
     assert "Does everybody win?" in text
     assert text.count("Win-win gain of the labelled sites") >= 1
 

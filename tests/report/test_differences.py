@@ -9,11 +9,12 @@ import pytest
 from scipy import stats
 
 from fedshift.evaluation.significance import cluster_test, holm
-from fedshift.report import differences
+from fedshift.report import difference_words, differences
 from fedshift.report.collect import collect
 from fedshift.report.measures import ACCURACY
 from fedshift.report.page import page
 from fedshift.report.pairs import HARMONIC_MEANS
+from fedshift.report.report import whole_report
 
 ACCURACIES = {
     "fedavg": {"a": (50.0, 52.0, 51.0), "b": (60.0, 61.0, 62.0)},
@@ -61,14 +62,16 @@ def test_the_grid(folder: Path) -> None:
 
 def test_what_is_printed(folder: Path) -> None:
     found = differences.differences(collect(folder).results, [("fedavg", "ours")])
-    cells = dict(zip(differences.head(["b", "a"], ACCURACY), differences.line(found[0], ["b", "a"]), strict=True))
+    cells = dict(
+        zip(difference_words.head(["b", "a"], ACCURACY), difference_words.line(found[0], ["b", "a"]), strict=True)
+    )
     assert cells["average"] == "−2.35 ± 2.69", "the means of the targets are −5.03 and 0.33"
     assert (cells["t"], cells["df"]) == ("−0.87", "1.0")
     assert cells["p"] == cells["p (Holm)"] == "0.542"
     assert (cells["seeds"], cells["p here (Holm)"]) == ("3", "0.063")
     assert cells["a"] == "−5.03 ± 0.03*"
     assert cells["b"] == "+0.33 ± 1.20"
-    grid = differences.markdown(found, ["a", "missing"], ACCURACY)
+    grid = difference_words.markdown(found, ["a", "missing"], ACCURACY)
     assert r"−5.03 ± 0.03\*" in grid
     assert len({line.count("|") for line in grid.splitlines()}) == 1
     assert grid.splitlines()[2].split(" | ")[-1] == "– |"
@@ -80,7 +83,7 @@ def test_one_seed_has_no_test(write_part: Callable[..., Path]) -> None:
     (found,) = differences.differences(collect(folder).results, [("a", "b")])
     assert found.corrected is None
     assert not found.marked
-    assert differences.line(found, ["t"]) == ["a − b", "+10.00", "–", "–", "–", "–", "1", "–", "+10.00"]
+    assert difference_words.line(found, ["t"]) == ["a − b", "+10.00", "–", "–", "–", "–", "1", "–", "+10.00"]
 
 
 def test_one_target_has_the_view_of_its_seeds_only(write_part: Callable[..., Path]) -> None:
@@ -93,13 +96,13 @@ def test_one_target_has_the_view_of_its_seeds_only(write_part: Callable[..., Pat
 
 
 def test_repeats_are_named_by_what_they_are() -> None:
-    assert "splits" in differences.head([], HARMONIC_MEANS["accuracy"])
-    assert "split" in differences.note(HARMONIC_MEANS["accuracy"])
-    assert "seeds" in differences.head([], ACCURACY)
+    assert "splits" in difference_words.head([], HARMONIC_MEANS["accuracy"])
+    assert "split" in difference_words.note(HARMONIC_MEANS["accuracy"])
+    assert "seeds" in difference_words.head([], ACCURACY)
 
 
 def test_the_page_compares_every_two_methods(folder: Path) -> None:
-    section = page(collect(folder)).split('<section id="differences">')[1].split("</section>")[0]
+    section = page(whole_report(collect(folder))).split('<section id="differences">')[1].split("</section>")[0]
     assert section.count("<tr>") == 1 + 3
     for name in ("ours − fedavg", "theirs − fedavg", "theirs − ours"):
         assert f">{name}<" in section

@@ -14,7 +14,7 @@ import pytest
 from fedshift.report.collect import collect
 from fedshift.report.many_targets import FEW, shown
 from fedshift.report.page import write_page
-from fedshift.report.report import report_of
+from fedshift.report.report import report_of, whole_report
 from fedshift.report.table_formats import as_csv, markdown
 from fedshift.text import listed
 
@@ -44,7 +44,7 @@ def test_files_keep_all(folder: Path) -> None:
 
 
 def test_the_page_has_no_column_each(folder: Path) -> None:
-    page = write_page(folder, collect(folder)).read_text(encoding="utf-8")
+    page = write_page(folder, whole_report(collect(folder))).read_text(encoding="utf-8")
     grids = re.findall(r"<thead>.*?</thead>", page, re.DOTALL)
     assert grids
     assert max(grid.count("<th") for grid in grids) < FEW

@@ -15,7 +15,7 @@ from fedshift.evaluation.records import SiteMetrics
 from fedshift.report.averages import pooled_reliability
 from fedshift.report.collect import collect
 from fedshift.report.page import page
-from fedshift.report.report import report_of
+from fedshift.report.report import report_of, whole_report
 from fedshift.report.table_formats import as_json, markdown
 
 Write = Callable[..., Path]
@@ -91,7 +91,7 @@ def test_the_headline_is_the_first_table_and_the_pages(measured: Path) -> None:
     write_object(measured / "order.json", {"headline": "auroc"})
     found = collect(measured)
     assert report_of(found).table.measure.name == "AUROC"
-    text = page(found)
+    text = page(whole_report(found))
     assert "AUROC in percent" in text
     assert "Accuracy over training" in text
 
@@ -106,7 +106,7 @@ def test_a_method_below_the_majority_class_is_a_warning(measured: Path) -> None:
     assert "north 60.00, south 95.00" in text
     assert said.replace("<", "\\<") in text
     assert "something odd" in text
-    assert "south (91.00 &lt; 95.00)" in page(collect(measured))
+    assert "south (91.00 &lt; 95.00)" in page(whole_report(collect(measured)))
 
 
 def test_one_class_and_rates_that_differ_are_warnings(write_part: Write, tmp_path: Path) -> None:

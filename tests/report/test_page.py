@@ -17,6 +17,7 @@ from fedshift.report import plots
 from fedshift.report.collect import collect
 from fedshift.report.page import page, write_page
 from fedshift.report.plots import accuracy_over_rounds, bytes_by_kind, svg
+from fedshift.report.report import whole_report
 
 Write = Callable[..., Path]
 
@@ -54,7 +55,7 @@ def parsed(text: str) -> Balanced:
 
 
 def test_page_is_well_formed_and_fetches_nothing(experiment: Path) -> None:
-    text = page(collect(experiment))
+    text = page(whole_report(collect(experiment)))
     assert all(address.startswith(("#", "data:text/csv")) for address in parsed(text).fetched)
     assert "://" not in text
     assert "url(" not in text.replace("url(#", "")
@@ -66,7 +67,7 @@ def test_page_is_well_formed_and_fetches_nothing(experiment: Path) -> None:
 
 
 def test_page_says_what_it_must(experiment: Path) -> None:
-    text = page(collect(experiment))
+    text = page(whole_report(collect(experiment)))
     for piece in (
         "<h1>exp</h1>", "Does it work at a new site?", "5 of 12 runs unfinished", "85.00", "upper bound",
         "Accuracy over rounds", "Megabytes per run", "csac − fedavg", "torch", "made up", "&lt;dog&gt;", "How to read",
@@ -78,7 +79,7 @@ def test_page_says_what_it_must(experiment: Path) -> None:
 
 
 def test_headline_comes_before_oracle(experiment: Path) -> None:
-    text = page(collect(experiment))
+    text = page(whole_report(collect(experiment)))
     assert text.index('id="result"') < text.index('id="others"')
     headline = text[text.index('id="result"') : text.index('id="curves"')]
     assert "last round" in headline
@@ -86,13 +87,13 @@ def test_headline_comes_before_oracle(experiment: Path) -> None:
 
 
 def test_page_is_a_pure_function_of_the_files(experiment: Path) -> None:
-    assert page(collect(experiment)) == page(collect(experiment))
+    assert page(whole_report(collect(experiment))) == page(whole_report(collect(experiment)))
 
 
 @pytest.mark.threat("script_in_a_name")
 def test_names_cannot_break_out(write_part: Write) -> None:
     folder = write_part("<b>&\"'", "t", 0, 50.0, warnings=["<script>alert(1)</script>"])
-    text = page(collect(folder.parents[2]))
+    text = page(whole_report(collect(folder.parents[2])))
     parsed(text)
     assert text.count("<script") == 1, "its own"
     assert "&lt;script&gt;" in text
@@ -105,7 +106,7 @@ def test_any_name_can_be_drawn(name: str, write_part: Write) -> None:
     """Two dollars are no formula, and nothing in a name is a control character of the page."""
     for seed in (0, 1):
         folder = write_part(name, name, seed, 50.0, 60.0, weights=[{name: 0.2, "s": 0.8}, {name: 0.6, "s": 0.4}])
-    text = page(collect(folder.parents[2]))
+    text = page(whole_report(collect(folder.parents[2])))
     parsed(text)
     assert text.count("<svg") >= 3
     figures = re.findall(r"<svg.*?</svg>", text, flags=re.S)
@@ -117,7 +118,7 @@ def test_any_name_can_be_drawn(name: str, write_part: Write) -> None:
 def test_page_of_the_least_there_can_be(write_part: Write) -> None:
     folder = write_part("a", "t", 0, 50.0, held_out=False, options={}, data={}, bytes_up={}, bytes_down={}, versions={})
     (folder / "rounds.jsonl").unlink()
-    text = page(collect(folder))
+    text = page(whole_report(collect(folder)))
     parsed(text)
     assert "no source kept a held-out part" in text
     assert "nothing to draw" in text
@@ -127,11 +128,11 @@ def test_page_of_the_least_there_can_be(write_part: Write) -> None:
 def test_mixed_machines_are_told(write_part: Write) -> None:
     write_part("a", "t", 0, 50.0)
     folder = write_part("a", "t", 1, 50.0, threads=8)
-    assert "not run alike (threads)" in page(collect(folder.parents[2]))
+    assert "not run alike (threads)" in page(whole_report(collect(folder.parents[2])))
 
 
 def test_written_whole_or_not_at_all(experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_page(experiment, collect(experiment))
+    path = write_page(experiment, whole_report(collect(experiment)))
     assert path == experiment / "report.html"
     before = path.read_text(encoding="utf-8")
 
@@ -140,12 +141,12 @@ def test_written_whole_or_not_at_all(experiment: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr("fedshift.files.os.fsync", full)
     with pytest.raises(UserError, match=r"report\.html.*No space left"):
-        write_page(experiment, collect(experiment / "csac"))
+        write_page(experiment, whole_report(collect(experiment / "csac")))
     assert path.read_text(encoding="utf-8") == before
     assert [entry.name for entry in experiment.iterdir() if entry.name.startswith(".")] == []
     (experiment / "taken").write_text("a file", encoding="utf-8")
     with pytest.raises(UserError, match="cannot write"):
-        write_page(experiment / "taken", collect(experiment))
+        write_page(experiment / "taken", whole_report(collect(experiment)))
 
 
 def test_curves_average_targets_within_a_seed(experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +156,7 @@ def test_curves_average_targets_within_a_seed(experiment: Path, monkeypatch: pyt
         "accuracy_over_rounds",
         lambda curves, _: drawn.update(curves) or accuracy_over_rounds(curves),
     )
-    page(collect(experiment))
+    page(whole_report(collect(experiment)))
     # fedavg in round 1: seeds (81.5 + 71.5) / 2 = 76.5 and (83.5 + 75.5) / 2 = 79.5; csac has one whole seed.
     x, mean, spread = drawn["round"]["fedavg"]
     assert (x, mean) == ((1, 2), (78.0, 76.5))

@@ -25,13 +25,15 @@ from fedshift.experiment.plan import common_settings
 from fedshift.experiment.protocols.base import Split
 from fedshift.report.advice.words import short_kind
 from fedshift.report.averages import weights_by_layer
-from fedshift.report.collect import collect
+from fedshift.report.collect import Collected, collect
+from fedshift.report.details import Details
+from fedshift.report.experiment_file import experiment_file
 from fedshift.report.html import render
+from fedshift.report.mistakes import predictions_of
 from fedshift.report.page import DARK, LIGHT, page
 from fedshift.report.plots import accuracy_at_targets
-from fedshift.report.report import report_of, verdict_of
+from fedshift.report.report import report_of, verdict_of, whole_report
 from fedshift.report.roles import role_of
-from fedshift.report.sections.about import experiment_file
 from fedshift.report.sections.blocks import Figure, Grid, Text
 from fedshift.report.sections.predictions import predictions_section
 from fedshift.report.sections.results import grids, sites_grid
@@ -48,7 +50,7 @@ def files(text: str) -> dict[str, list[list[str]]]:
 
 def test_page_table_and_json_have_the_same_numbers(experiment: Path) -> None:
     collected = collect(experiment)
-    text, table = page(collected), report_of(collected).table
+    text, table = page(whole_report(collected)), report_of(collected).table
     head, *body = read(text).tables["Accuracy in percent"]
     names = [name for name, _ in head]
     assert names[:2] == ["method", "average"], "a small screen shows the average"
@@ -91,7 +93,7 @@ def test_what_left_each_site_is_what_the_results_say(tmp_path: Path, write_part:
             bytes_by_site=SiteBytes.model_validate({"number": 2, "sites": sites}),
         )
     write_part("old", "a", 0, 50.0)  # a run of before
-    text, found = page(collect(tmp_path / "runs" / "exp")), collect(tmp_path / "runs" / "exp").results
+    text, found = page(whole_report(collect(tmp_path / "runs" / "exp"))), collect(tmp_path / "runs" / "exp").results
     head, *body = read(text).tables["What left each site, in a run"]
     names = [name for name, _ in head]
     assert names == ["method", "site", "runs", "sent: numbers", "sent: models", "sent to it: models"]
@@ -114,7 +116,7 @@ def test_what_left_each_site_is_what_the_results_say(tmp_path: Path, write_part:
 def test_the_range_over_very_many_sites(write_part: Write) -> None:
     many = {f"site-{n}": {"up": {"weights": n}, "down": {"weights": 7}} for n in range(MOST_SITES + 1)}
     folder = write_part("fedavg", "a", 0, 50.0, bytes_by_site=site_bytes(many))
-    _, *body = read(page(collect(folder.parents[2]))).tables["What left each site, in a run"]
+    _, *body = read(page(whole_report(collect(folder.parents[2])))).tables["What left each site, in a run"]
     assert [(line[1][0].split()[0], line[2][1], line[3][1]) for line in body] == [
         ("least", 0.0, 7.0), ("median", MOST_SITES / 2, 7.0), ("most", MOST_SITES, 7.0),
     ]  # fmt: skip
@@ -125,17 +127,17 @@ def test_a_pool_is_told_from_a_site(write_part: Write) -> None:
     raw = {"up": {"raw_data": 9}, "down": {}}
     sites = {"Liverpool": raw, "b": raw, "pool": {"up": {"weights": 4}, "down": {}}}
     folder = write_part("deepall", "a", 0, 50.0, bytes_by_site=site_bytes(sites))
-    text = page(collect(folder.parents[2]))
+    text = page(whole_report(collect(folder.parents[2])))
     rows = {line[1][0] for line in read(text).tables["What left each site, in a run"][1:]}
     assert rows == {"b, Liverpool", "pool"}
     assert "pool: the place" in text
     del sites["pool"]
     folder = write_part("deepall", "a", 1, 50.0, experiment="other", bytes_by_site=site_bytes(sites))
-    assert "pool: the place" not in page(collect(folder.parents[2]))
+    assert "pool: the place" not in page(whole_report(collect(folder.parents[2])))
 
 
 def test_every_reader_can_use_it(experiment: Path) -> None:
-    text = page(collect(experiment))
+    text = page(whole_report(collect(experiment)))
     found = read(text)
     assert found.scopes == {"col", "row"}
     assert text.count("<table") == len(re.findall(r"<table[^>]*>\s*<caption>[^<]", text)), "every table has a title"
@@ -170,6 +172,12 @@ def test_contrast(colors: dict[str, str]) -> None:
     assert LIGHT.keys() == DARK.keys()
 
 
+def details(collected: Collected) -> Details:
+    found = whole_report(collected).details
+    assert found is not None
+    return found
+
+
 def shown(block: Grid | None) -> list[list[str]]:
     """The text of a grid as the page shows it."""
     assert block is not None
@@ -190,7 +198,7 @@ def test_sizes_and_classes_of_sites(write_part: Write) -> None:
     sizes = {"training_samples": {"a": 70}, "held_out_samples": {"a": 30}, "measured_samples": {"t": 100}}
     found = SiteMetrics(site="t", part="target", samples=100, support=[75, 25], values={})
     folder = write_part("m", "t", 0, 75.0, data=sizes, sites=[found])
-    names, *body = shown(sites_grid(collect(folder).results))
+    names, *body = shown(sites_grid(details(collect(folder)).sites))
     lines = {line[0]: dict(zip(names, line, strict=True)) for line in body}
     assert (lines["a"]["training"], lines["a"]["held out"], lines["a"]["measured"]) == ("70", "30", "–")
     assert (lines["t"]["measured"], lines["t"]["cat, %"], lines["t"]["<dog>, %"]) == ("100", "75.0", "25.0")
@@ -205,7 +213,7 @@ def test_metrics_show_no_empty_columns_and_count_the_classes(write_part: Write) 
         folder = write_part(
             "fedavg", target, 0, 50.0, classes=["x", "y", "z"], sites=[SiteMetrics.model_validate(site)]
         )
-    text = page(collect(folder.parents[2]))
+    text = page(whole_report(collect(folder.parents[2])))
     head, *rows = read(text).tables["Metrics of the last round"]
     assert [name for name, _ in head] == ["method", "target", "most frequent", "accuracy", "AUROC"]
     assert [line[-1][1] for line in rows] == [75.0] * 3
@@ -263,7 +271,7 @@ def test_weights_by_layer() -> None:
 
 def test_the_page_says_why_it_shows_no_mistakes(write_part: Write) -> None:
     folder = write_part("m", "t", 0, 50.0)
-    section = predictions_section(collect(folder.parents[2]).runs, "m")
+    section = predictions_section(predictions_of(collect(folder.parents[2]).runs, "m"))
     assert section is not None
     (said,) = section.blocks
     assert isinstance(said, Text)
@@ -278,7 +286,7 @@ def test_mistakes_of_the_chosen_method(write_part: Write) -> None:
         folder = write_part("m", "t", seed, 50.0)
         kept = SitePredictions("t", "target", np.arange(4), ["w", "x", "y", "z"], scored)
         (folder / "predictions.parquet").write_bytes(as_parquet([kept], ["cat", "<dog>"], {}))
-    section = predictions_section(collect(folder.parents[2]).runs, "m")
+    section = predictions_section(predictions_of(collect(folder.parents[2]).runs, "m"))
     assert section is not None
     drawn = [block for block in section.blocks if isinstance(block, Figure)]
     tables = read(render("grids.html", grids=[block for block in section.blocks if isinstance(block, Grid)])).tables

@@ -17,6 +17,7 @@ from fedshift.evaluation.predictions import SitePredictions, as_parquet
 from fedshift.evaluation.site_metrics import Scored
 from fedshift.report.collect import collect
 from fedshift.report.page import write_page
+from fedshift.report.report import whole_report
 
 pytestmark = pytest.mark.slow
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -85,7 +86,7 @@ def address(tmp_path_factory: pytest.TempPathFactory, writer: Callable[[Path], C
     root = folder.parents[2]
     plan = {"methods": ["fedavg", "deepall"], "targets": TARGETS, "seeds": [0, 1]}
     write_object(root / "order.json", plan)
-    return write_page(root, collect(root)).as_uri()
+    return write_page(root, whole_report(collect(root))).as_uri()
 
 
 @pytest.fixture

@@ -16,10 +16,12 @@ from fedshift.evaluation.predictions import SitePredictions, as_parquet
 from fedshift.evaluation.site_metrics import Scored
 from fedshift.experiment.config.experiment import load, parse
 from fedshift.report.collect import collect
+from fedshift.report.mistakes import placed_of, predictions_of
 from fedshift.report.page import page
+from fedshift.report.report import whole_report
+from fedshift.report.samples import ShownSamples
 from fedshift.report.sections.blocks import Figure
 from fedshift.report.sections.predictions import features_section, predictions_section
-from fedshift.report.sections.samples import ShownSamples
 
 DIGITS = {
     "name": "digits",
@@ -53,21 +55,21 @@ def test_a_row_is_that_of_the_file() -> None:
 def test_features_of_each_site_and_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = fedshift.run(DIGITS, tmp_path)
     runs = results.collected.runs
-    section = features_section(runs, ["fedavg"], ShownSamples(parse(DIGITS)))
+    section = features_section(placed_of(runs, ["fedavg"], ShownSamples(parse(DIGITS))))
     assert section is not None
     drawn = section.blocks[0]
     assert isinstance(drawn, Figure)
     lines = list(csv.DictReader(io.StringIO(drawn.csv, newline="")))
     assert {line["site"] for line in lines} == {"D0", "D15", "D30", "D45", "D60", "D75"}
     assert {line["class"] for line in lines} == set(map(str, range(10)))
-    text = page(results.collected, ShownSamples(parse(DIGITS)))
+    text = page(whole_report(results.collected, ShownSamples(parse(DIGITS))))
     assert 'src="data:image/png;base64,' in text
     assert 'id="figure-features"' in text
-    plain = page(results.collected)
+    plain = page(whole_report(results.collected))
     assert "data:image" not in plain
     assert "figure-features" not in plain, "nothing of a sample is shown unasked"
     (runs[0].folder / "model.safetensors").unlink()
-    assert features_section(runs, ["fedavg"], ShownSamples(parse(DIGITS))) is None
+    assert features_section(placed_of(runs, ["fedavg"], ShownSamples(parse(DIGITS)))) is None
 
 
 def test_roc_of_several_classes_has_the_mean_area(write_part: Callable[..., Path]) -> None:
@@ -83,7 +85,7 @@ def test_roc_of_several_classes_has_the_mean_area(write_part: Callable[..., Path
     scored = Scored(labels, scores.argmax(1), scores.astype(np.float32))
     kept = SitePredictions("t", "target", np.arange(120), None, scored)
     (folder / "predictions.parquet").write_bytes(as_parquet([kept], names, {}))
-    section = predictions_section(collect(folder).runs, "m")
+    section = predictions_section(predictions_of(collect(folder).runs, "m"))
     assert section is not None
     (drawn,) = [block for block in section.blocks if isinstance(block, Figure)]
     points = np.array([line[2:4] for line in csv.reader(io.StringIO(drawn.csv, newline=""))][1:], float) / 100

@@ -13,6 +13,7 @@ from fedshift.report.averages import mean_weights, moving, weights_over_rounds
 from fedshift.report.collect import collect
 from fedshift.report.page import page
 from fedshift.report.plots import site_weights
+from fedshift.report.report import whole_report
 
 
 def run(*weights: Mapping[str, Any]) -> list[RoundRecord]:
@@ -56,11 +57,11 @@ def test_shares_of_data_do_not_move() -> None:
 def test_the_page_shows_them_only_where_they_move(write_part: Callable[..., Path]) -> None:
     write_part("fedavg", "t", 0, 70.0, 80.0, weights=[{"a": 0.5, "b": 0.5}] * 2)
     folder = write_part("kd3a", "t", 0, 70.0, 80.0, weights=[{"a": 0.5, "b": 0.5}, {"a": 0.9, "b": 0.1}]).parents[2]
-    section = page(collect(folder)).partition('<section id="weights">')[2].partition("</section>")[0]
+    section = page(whole_report(collect(folder))).partition('<section id="weights">')[2].partition("</section>")[0]
     assert "<h3>kd3a</h3>" in section
     assert "<h3>fedavg</h3>" not in section
     assert section.count("<svg") == 1
-    assert '<section id="weights">' not in page(collect(folder / "fedavg"))
+    assert '<section id="weights">' not in page(whole_report(collect(folder / "fedavg")))
 
 
 def test_one_legend_and_one_colour_for_a_site_in_all_panels() -> None:

@@ -17,8 +17,9 @@ def write_report(folder: Path) -> None:
     """
     from fedshift.report.collect import collect  # what only watches runs needs no drawings
     from fedshift.report.page import write_page
+    from fedshift.report.report import whole_report
 
-    typer.echo(write_page(folder, collect(folder)))
+    typer.echo(write_page(folder, whole_report(collect(folder))))
 
 
 def watch(folder: Path, port: int) -> None:

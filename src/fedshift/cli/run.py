@@ -34,8 +34,8 @@ from fedshift.report.advice.words import two_sentences
 from fedshift.report.collect import collect
 from fedshift.report.other_tools.trackers import tracker
 from fedshift.report.page import write_page
-from fedshift.report.report import report_of
-from fedshift.report.sections.samples import ShownSamples
+from fedshift.report.report import report_of, whole_report
+from fedshift.report.samples import ShownSamples
 from fedshift.report.table_formats import terminal
 
 ELSEWHERE = 5
@@ -112,9 +112,9 @@ def show_results(folder: Path, errors: Console, samples: ShownSamples | None = N
     Without ``advise`` nothing is said: other processes are at work, and methods have unequal sets of runs.
     """
     collected, console = collect(folder), safe_console()
-    report = report_of(collected)
-    console.print(terminal(report.table))
-    path = write_page(folder, collected, samples, report)
+    console.print(terminal(report_of(collected).table))
+    report = whole_report(collected, samples)  # of samples takes minutes
+    path = write_page(folder, report)
     errors.print(f"page: {path}", markup=False, highlight=False, soft_wrap=True)
     if advise and report.verdict is not None:
         console.print(two_sentences(report.verdict), markup=False, highlight=False)

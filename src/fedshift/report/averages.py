@@ -7,8 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, stdev
 
 from fedshift.evaluation.records import RoundRecord, RunResult, SiteMetric
-from fedshift.report.plots import Curve
+from fedshift.evaluation.site_bytes import Direction, SiteBytes
+from fedshift.report.collect import natural
 
+Curve = tuple[Sequence[float], Sequence[float], Sequence[float] | None]
+"""x, mean and standard deviation (None for one seed) of a line."""
+SiteBytesRow = tuple[str, int, dict[Direction, dict[str, float]]]
+"""A site, the number of runs that it took part in, and direction → kind → bytes of a run."""
+DIRECTIONS: tuple[Direction, ...] = ("up", "down")
 _MOVES = 0.02
 """Weights that change by no more than this are treated as constant and are not plotted."""
 BINS = 10
@@ -44,6 +50,36 @@ def mean_over_targets(
         batches = fmean(rounds[number].mini_batches for by_target in whole for rounds in by_target.values())
         points.append((number, batches, fmean(seeds), stdev(seeds) if len(seeds) > 1 else None))
     return points
+
+
+def curve_of(runs: Sequence[tuple[RunResult, list[RoundRecord]]]) -> tuple[Curve, Curve] | None:
+    """`mean_over_targets` as curves over rounds and over mini-batches; None if there is no point."""
+    points = mean_over_targets(runs)
+    if not points:
+        return None
+    numbers, batches, mean, spread = zip(*points, strict=True)
+    band = None if None in spread else spread
+    return (numbers, mean, band), (batches, mean, band)
+
+
+def rows_of_sites(runs: Sequence[SiteBytes]) -> list[SiteBytesRow]:
+    """What left each site and reached it, means over the runs that it took part in; of many sites their spread."""
+    found: list[SiteBytesRow] = []
+    for site in sorted({name for one in runs for name in one.sites}, key=lambda name: (natural(name), name)):
+        own = [one.sites[site] for one in runs if site in one.sites]
+        found.append((site, len(own), {way: mean_by_kind([both.get(way, {}) for both in own]) for way in DIRECTIONS}))
+    many = [one for one in runs if one.spread]
+    if many:
+        numbers = sorted({one.number for one in many})
+        of = f"of {numbers[0]:,}" + (f" to {numbers[-1]:,}" if len(numbers) > 1 else "") + " sites"
+        for rank in ("least", "median", "most"):
+            found.append((f"{rank} {of}", len(many), {way: _ranked(many, way, rank) for way in DIRECTIONS}))
+    return found
+
+
+def _ranked(many: Sequence[SiteBytes], way: Direction, rank: str) -> dict[str, float]:
+    spreads = [{kind: getattr(one, rank) for kind, one in run.spread[way].items()} for run in many]
+    return mean_by_kind(spreads)
 
 
 def mean_by_kind(counts: Sequence[Mapping[str, int]]) -> dict[str, float]:

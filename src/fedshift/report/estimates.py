@@ -3,14 +3,83 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 
 from fedshift.evaluation.estimate.combination import LEVEL, Estimate
+from fedshift.evaluation.metric_entries import ENTRIES
 from fedshift.experiment.estimate import AT_SITE, estimate_at_run
 from fedshift.report.collect import Collected
 
 Estimates = dict[str, dict[str, list[Estimate]]]
 """Target without labels → method → the estimate of each seed."""
+Interval = tuple[float, float, float]
+"""An estimate, and the ends of its interval, in percent."""
+
+
+@dataclass(frozen=True)
+class Unmeasured:
+    """What to expect at the targets without labels.
+
+    Attributes:
+        sentences: a sentence for each target, and warnings.
+        for_a_board: a paragraph for each, for people who decide and do not train models.
+        means: target, method, samples, mean over seeds or None, and the usual accuracy of measured targets or None.
+        further: target, method, name of a measure, and its estimate of the first seed.
+        reasons: in what samples are unlike the sources'.
+    """
+
+    sentences: tuple[str, ...]
+    for_a_board: tuple[str, ...]
+    means: tuple[tuple[str, str, int, Interval | None, float | None], ...]
+    further: tuple[tuple[str, str, str, Interval], ...]
+    reasons: tuple[str, ...]
+
+
+def unmeasured_of(collected: Collected, found: Estimates) -> Unmeasured:
+    """What estimates say, in numbers and words."""
+    every = [(site, method, those) for site, by_method in found.items() for method, those in by_method.items()]
+    return Unmeasured(
+        tuple(sentences(found)),
+        tuple(for_a_board(found)),
+        tuple(
+            (
+                site,
+                method,
+                _samples(collected, site),
+                mean_of(those),
+                next((o.usual for o in those if o.usual is not None), None),
+            )
+            for site, method, those in every
+        ),
+        tuple((site, method, *one) for site, method, those in every for one in _further(those[0])),
+        tuple(_reasons(found)),
+    )
+
+
+def _further(first: Estimate) -> Iterator[tuple[str, Interval]]:
+    """AUROC, sensitivity and specificity of two classes, where they can be estimated."""
+    for name, one in first.measures.items():
+        if one.estimate is not None and one.low is not None and one.high is not None:
+            at = "" if name == "auroc" else f" at {first.threshold:.2f}"
+            yield f"{ENTRIES[name].title}{at}", (one.estimate, one.low, one.high)
+
+
+def _samples(collected: Collected, site: str) -> int:
+    known = (run.result.without_labels.get(site) for run in collected.unmeasured)
+    return next((one.samples for one in known if one is not None), 0)
+
+
+def _reasons(found: Estimates) -> Iterator[str]:
+    """Each reason once, with the methods that it holds for."""
+    by_reason: dict[tuple[str, str], Sequence[str]] = {}
+    for site, by_method in found.items():
+        for method, estimates in by_method.items():
+            for reason in dict.fromkeys(reason for one in estimates for reason in one.reasons):
+                by_reason[site, reason] = [*by_reason.get((site, reason), []), method]
+    for (site, reason), methods in by_reason.items():
+        whom = "" if len(methods) == len(found[site]) else f" ({', '.join(methods)})"
+        yield f"{site}: {reason}{whom}"
 
 
 def estimates_of(collected: Collected) -> Estimates:
@@ -82,7 +151,7 @@ def _advice(estimates: Sequence[Estimate], *, known: bool) -> str:
     return "have some samples labelled to confirm it before use (fedshift label), and watch it by the month after"
 
 
-def mean_of(estimates: Sequence[Estimate]) -> tuple[float, float, float] | None:
+def mean_of(estimates: Sequence[Estimate]) -> Interval | None:
     """The means over seeds of estimates and of the ends of their intervals; None where none is given."""
     known = [(one.estimate, one.low, one.high) for one in estimates if not one.abstain]
     if not known:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from fedshift.evaluation.stored import ROUNDS
 from fedshift.extras import reports_installed
 from fedshift.files import write_bytes
 from fedshift.report import plots
-from fedshift.report.collect import Collected, read_rounds
+from fedshift.report.advice.verdict import Verdict
+from fedshift.report.details import Details
 from fedshift.report.html import render
-from fedshift.report.report import Report, report_of
-from fedshift.report.sections.about import cost_section, facts, settings_section, warnings_section
+from fedshift.report.report import Report
+from fedshift.report.sections.about import cost_section, settings_section, warnings_section
 from fedshift.report.sections.blocks import Section, section
 from fedshift.report.sections.metrics import classes_section, metrics_section
 from fedshift.report.sections.over_rounds import curves_section, weights_section
@@ -27,7 +27,6 @@ from fedshift.report.sections.results import (
     rows_section,
     verdict_section,
 )
-from fedshift.report.sections.samples import ShownSamples
 from fedshift.report.sections.without_labels import without_labels_section
 from fedshift.report.table import Table
 
@@ -54,75 +53,58 @@ DARK = {
 """The same on dark screens."""
 
 
-def write_page(
-    folder: Path, collected: Collected, samples: ShownSamples | None = None, report: Report | None = None
-) -> Path:
-    """Write `report.html` in ``folder``, atomically. Only the user may read a page with ``samples``.
+def write_page(folder: Path, report: Report) -> Path:
+    """Write `report.html` in ``folder``, atomically. Only the user may read a page that shows samples.
 
     Returns:
         Its path.
 
     Raises:
-        UserError: the page cannot be written there, or a `rounds.jsonl` is corrupt.
+        UserError: the page cannot be written there.
     """
     reports_installed("the page")
-    path = folder / PAGE
-    write_bytes(path, page(collected, samples, report).encode(), private=samples is not None)
+    path, details = folder / PAGE, report.details
+    private = details is not None and details.samples_shown
+    write_bytes(path, page(report).encode(), private=private)
     return path
 
 
-def page(collected: Collected, samples: ShownSamples | None = None, report: Report | None = None) -> str:
-    """The page as text. It depends only on the files of ``collected``, and on the data if ``samples`` are shown."""
-    report = report or report_of(collected)
-    alone = without_labels_section(collected, report)
-    if not collected.runs and alone is not None:  # no target has labels, so nothing was measured
-        sections = [alone, warnings_section([run.result for run in collected.unmeasured])]
-        return render(
-            "page.html", name=collected.name, question="", facts=(), sections=sections, light=LIGHT, dark=DARK
-        )
-    assert report.verdict is not None
+def page(report: Report) -> str:
+    """The page as text, of a `whole_report`."""
+    verdict, details = report.verdict, report.details
+    if verdict is None or details is None:  # nothing was measured
+        sections = [without_labels_section(report), warnings_section(report.warnings)]
+    else:
+        sections = [verdict_section(report, verdict), *_sections(report, verdict, details)]
     return render(
         "page.html",
-        name=collected.name,
-        question=report.verdict.question,
-        facts=facts(collected),
-        sections=[
-            verdict_section(report.verdict, report.table, report.roles),
-            *_sections(collected, report, alone, samples),
-        ],
+        name=report.name,
+        question="" if verdict is None or details is None else verdict.question,
+        facts=() if details is None else details.facts,
+        sections=[one for one in sections if one is not None],
         light=LIGHT,
         dark=DARK,
     )
 
 
-def _sections(
-    collected: Collected, report: Report, estimated: Section | None, samples: ShownSamples | None
-) -> Iterator[Section]:
-    results, runs, table, roles = collected.results, collected.runs, report.table, report.roles
-    assert report.verdict is not None
-    records = {run.folder: read_rounds(run.folder / ROUNDS) for run in runs}
-    gains = gains_grid(table)
-    if estimated is not None:
-        yield estimated
-    yield result_section(table, roles)
-    if gains is not None:
+def _sections(report: Report, verdict: Verdict, details: Details) -> Iterator[Section | None]:
+    yield without_labels_section(report)
+    yield result_section(report.table, report.roles)
+    if (gains := gains_grid(details.gains, report.table.methods)) is not None:
         yield section("gains", "What each site gains", gains)
-    further = [
-        below_section(table, roles),
-        rows_section(collected, report.used),
-        metrics_section(results, table.methods),
-        predictions_section(runs, report.verdict.method, samples),
-        None if samples is None else features_section(runs, table.methods, samples),
-        curves_section(collected.seen, records, table),
-        other_section(collected, report),
-        differences_section(report.verdict, table),
-        weights_section(runs, records, table.methods),
-        cost_section([run.result for run in runs], table.methods),
-        classes_section(results, table),
-        warnings_section([run.result for run in runs], results),
-        settings_section(collected),
-    ]
-    yield from (one for one in further if one is not None)
+    yield below_section(report.table, report.roles)
+    yield rows_section(report.used, details)
+    yield metrics_section(details.metrics)
+    yield predictions_section(details.predictions)
+    yield features_section(details.placed)
+    yield curves_section(details, report.targets)
+    yield other_section(report)
+    yield differences_section(verdict, report.table)
+    yield weights_section(details.weights)
+    yield cost_section(details.costs)
+    yield classes_section(details.classes, details.unit)
+    yield warnings_section(report.warnings)
+    yield settings_section(report.name, details.settings)
 
 
 def table_html(table: Table) -> str:

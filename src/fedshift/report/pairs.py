@@ -102,6 +102,16 @@ def rows_of(results: Sequence[RunResult], found: Iterable[Row], select: Selectio
         )
 
 
+def site_gains(found: Iterable[Row]) -> dict[str, dict[str, float]]:
+    """Method → site → what it gains over the best model that it can train alone, mean over pairs and splits."""
+    gains: dict[str, dict[str, list[float]]] = {}
+    for row in found:
+        if isinstance(row, PairRow) and row.target != AVERAGE:
+            for site, gain in row.gain.items():
+                gains.setdefault(row.method, {}).setdefault(site, []).append(gain)
+    return {method: {site: fmean(one) for site, one in sites.items()} for method, sites in gains.items()}
+
+
 def notes(found: Sequence[PairRow], metric: Metric) -> Iterable[Note]:
     """Notes with numbers that the averages do not show."""
     averages = [row for row in found if row.target == AVERAGE]

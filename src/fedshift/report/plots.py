@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedshift.evaluation.summary import AVERAGE
+from fedshift.report.averages import Curve
 from fedshift.report.collect import natural
 from fedshift.report.html import render
-from fedshift.report.many_targets import shown as of_few
 from fedshift.report.measures import ACCURACY, Measure
 from fedshift.report.table import Table
 from fedshift.text import printable
@@ -34,8 +34,6 @@ _COLUMNS = 3
 DARK = ("#57a9e6", "#f08c4f", "#4cc38f", "#d77cc0", "#d0b03c", "#9a97f2", "#ef6a78", "#8fb2c1")
 """The same on dark screens."""
 _LINES, _MARKERS = ("-", "--", ":", "-."), ("o", "s", "^", "D")
-Curve = tuple[Sequence[float], Sequence[float], Sequence[float] | None]
-"""x, mean and standard deviation (None for one seed) of a line."""
 
 
 def accuracy_over_rounds(curves: Mapping[str, Mapping[str, Curve]], measure: Measure = ACCURACY) -> Figure:
@@ -131,7 +129,6 @@ def accuracy_per_target(table: Table, names: Mapping[str, str] | None = None) ->
         names: what the legend calls a method, where that is not its name.
     """
     figure, [axes] = new_figure(9.6, 3.6)
-    table = of_few(table)
     shown = [AVERAGE, *(column for column in table.columns if column != AVERAGE)]  # a small screen shows the average
     columns = np.arange(len(shown))
     count = len(table.methods)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from fedshift.evaluation.records import Selection
 from fedshift.report.advice.verdict import Verdict, verdict
-from fedshift.report.choice import Choice, choices
+from fedshift.report.choice import choices, choices_in_words
 from fedshift.report.collect import Collected
 from fedshift.report.conditions import Conditions, conditions
-from fedshift.report.estimates import Estimates, estimates_of
+from fedshift.report.details import Details, details_of, warnings_with_places
+from fedshift.report.estimates import Unmeasured, estimates_of, unmeasured_of
+from fedshift.report.many_targets import shown
 from fedshift.report.roles import Role
+from fedshift.report.samples import ShownSamples
 from fedshift.report.table import Table, table_of
 
 
@@ -21,19 +24,27 @@ class Report:
 
     Attributes:
         name: the experiment's name.
-        table: methods by targets, with further tables below it.
+        table: methods by targets, with further tables below it; of very many targets the worst few. Its rows have all.
+        targets: the number of targets.
         used: what each method used.
-        estimates: the accuracies to expect at targets without labels.
-        choices: whose model answers at these.
+        unmeasured: what to expect at targets without labels.
+        choices: whose model should answer at these, in words.
         verdict: what the last rounds say; None where the table is of other rounds or of another metric.
+        warnings: what the page warns of.
+        others: the tables of the other selection rules; None where no source kept a held-out part.
+        details: what the page has beside; None for what shows tables and verdict alone, and where nothing was measured.
     """
 
     name: str
     table: Table
+    targets: int
     used: Mapping[str, Conditions]
-    estimates: Estimates
-    choices: tuple[Choice, ...]
+    unmeasured: Unmeasured
+    choices: tuple[str, ...]
     verdict: Verdict | None
+    warnings: tuple[str, ...] = ()
+    others: Mapping[Selection, Table | None] = field(default_factory=dict)
+    details: Details | None = None
 
     @property
     def roles(self) -> dict[str, Role]:
@@ -42,7 +53,7 @@ class Report:
 
 
 def report_of(collected: Collected, select: Selection = "last", metric: str = "") -> Report:
-    """Compute what finished runs say.
+    """Compute what tables and verdict of finished runs show.
 
     Args:
         collected: the runs.
@@ -53,12 +64,20 @@ def report_of(collected: Collected, select: Selection = "last", metric: str = ""
         UserError: no run has a round of this rule or such a metric, the runs are of several tasks, or predictions are
             damaged.
     """
-    used, estimates = conditions(collected.results), estimates_of(collected)
-    found = choices(collected, estimates)
-    table = table_of(collected, used, estimates, found, select, metric)
-    usual = select == "last" and not metric
-    says = verdict(collected, table, used, estimates, found) if usual else None
-    return Report(collected.name, table, used, estimates, found, says)
+    return _Computing(collected).report(select, metric)
+
+
+def whole_report(collected: Collected, samples: ShownSamples | None = None) -> Report:
+    """Compute what the page shows, too.
+
+    Args:
+        collected: the runs.
+        samples: the samples, if the page shows them.
+
+    Raises:
+        UserError: as `report_of`; or a `rounds.jsonl` is corrupt.
+    """
+    return _Computing(collected).whole(samples)
 
 
 def verdict_of(collected: Collected) -> Verdict:
@@ -70,3 +89,48 @@ def verdict_of(collected: Collected) -> Verdict:
     found = report_of(collected).verdict
     assert found is not None
     return found
+
+
+class _Computing:
+    """What tables and verdict are made of."""
+
+    def __init__(self, collected: Collected) -> None:
+        self._runs = collected
+        self._used, self._estimates = conditions(collected.results), estimates_of(collected)
+        self._choices = choices(collected, self._estimates)
+
+    def _table(self, select: Selection, metric: str = "") -> Table:
+        return table_of(self._runs, self._used, self._estimates, self._choices, select, metric)
+
+    def report(self, select: Selection = "last", metric: str = "", table: Table | None = None) -> Report:
+        table = table or self._table(select, metric)
+        usual = select == "last" and not metric
+        return Report(
+            self._runs.name,
+            shown(table),
+            len(table.columns) - 1,
+            self._used,
+            unmeasured_of(self._runs, self._estimates),
+            tuple(choices_in_words(self._choices)),
+            verdict(self._runs, table, self._used, self._estimates, self._choices) if usual else None,
+        )
+
+    def whole(self, samples: ShownSamples | None) -> Report:
+        runs, table = self._runs, self._table("last")
+        report = self.report(table=table)
+        if not runs.runs:  # no target has labels, so nothing was measured
+            return replace(report, warnings=warnings_with_places([run.result for run in runs.unmeasured]))
+        assert report.verdict is not None
+        return replace(
+            report,
+            warnings=warnings_with_places([run.result for run in runs.runs], runs.results),
+            others={rule: self._other(rule) for rule in _OTHERS},
+            details=details_of(runs, table, report.verdict.method, samples),
+        )
+
+    def _other(self, rule: Selection) -> Table | None:
+        measured = any(result.score(rule) is not None for result in self._runs.results)
+        return shown(self._table(rule)) if measured else None
+
+
+_OTHERS: tuple[Selection, ...] = ("source", "oracle")

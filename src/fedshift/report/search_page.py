@@ -10,7 +10,7 @@ from fedshift.evaluation.significance import TTest, compare, holm
 from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.search import Rung, ranked
 from fedshift.methods.base import Method
-from fedshift.report.differences import p_value
+from fedshift.report.difference_words import p_value
 from fedshift.report.table import headline
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from fedshift.evaluation.summary import AVERAGE
 from fedshift.report.folding import Folded
-from fedshift.report.many_targets import shown
 from fedshift.report.markup import escape_latex, escape_markdown, pipes
 from fedshift.report.measures import MISSING
 from fedshift.report.table import Cell, Table
@@ -20,12 +19,6 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 
-def _parts(table: Table) -> tuple[Table, ...]:
-    """The table and those below it, as people read them."""
-    table = shown(table)
-    return table, *table.more
-
-
 def terminal(table: Table) -> RenderableType:
     """The table for a `rich.console.Console`.
 
@@ -33,7 +26,7 @@ def terminal(table: Table) -> RenderableType:
     """
     from rich.console import Group
 
-    return Group(*(part for one in _parts(table) for part in _titled(one)))
+    return Group(*(part for one in (table, *table.more) for part in _titled(one)))
 
 
 def _titled(table: Table) -> Iterable[RenderableType]:
@@ -79,7 +72,7 @@ def _rich_entry(cell: Cell | None) -> Text:
 
 def markdown(table: Table) -> str:
     """The table in Markdown with its notes below, then further tables with their titles."""
-    return "\n".join(map(_part, _parts(table)))
+    return "\n".join(map(_part, (table, *table.more)))
 
 
 def markdown_entry(cell: Cell | None) -> str:
@@ -101,7 +94,7 @@ def _part(table: Table) -> str:
 
 def latex(table: Table) -> str:
     """A LaTeX `table` environment for each table, the average first, its notes below. Needs the package booktabs."""
-    return "% needs \\usepackage{booktabs}\n" + "\n".join(_environment(one) for one in _parts(table))
+    return "% needs \\usepackage{booktabs}\n" + "\n".join(_environment(one) for one in (table, *table.more))
 
 
 def _environment(table: Table) -> str:

@@ -20,11 +20,11 @@ from fedshift.experiment.protocols.base import ProtocolSection
 from fedshift.experiment.protocols.index import protocol_of
 from fedshift.report.advice.expected import Expected, next_site
 from fedshift.report.averages import mean_by_kind
-from fedshift.report.choice import Choice
+from fedshift.report.choice import Choice, choices_in_words
 from fedshift.report.collect import Collected
 from fedshift.report.conditions import Conditions
 from fedshift.report.differences import LEVEL, Difference, differences
-from fedshift.report.estimates import Estimates
+from fedshift.report.estimates import Estimates, sentences
 from fedshift.report.like_for_like import Comparable, unlike_seeds
 from fedshift.report.measures import Measure
 from fedshift.report.roles import Role, method_name
@@ -152,6 +152,7 @@ class Verdict:
         pays: what each site gains over training alone, where each is measured by itself and sites trained alone, too.
         without_labels: target without labels → method → its estimated accuracy there, of each seed.
         choices: whose model should answer there, where some methods adapted and others did not.
+        at_unlabelled: both in words.
     """
 
     question: str
@@ -171,6 +172,7 @@ class Verdict:
     next_target: str = "site"
     without_labels: Estimates = field(default_factory=dict)
     choices: tuple[Choice, ...] = ()
+    at_unlabelled: tuple[str, ...] = ()
     pays: tuple[SiteGain, ...] = ()
 
     @property
@@ -273,6 +275,7 @@ def verdict(
         measured_new=not measured_where_trained(results),
         without_labels=estimates,
         choices=tuple(chosen_at),
+        at_unlabelled=(*sentences(estimates), *choices_in_words(chosen_at)),
         pays=tuple(_pays(chosen, tests, roles, results, table.measure)),
         next_target="site" if (protocol := common_protocol(results)) is None else protocol.next_target,
     )

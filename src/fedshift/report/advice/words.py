@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fedshift.report.advice.verdict import MAJORITY, Against, Verdict
-from fedshift.report.choice import choices_in_words
-from fedshift.report.estimates import sentences
 from fedshift.report.measures import Measure
 from fedshift.text import decimals, in_unit, listed
 
@@ -254,13 +252,7 @@ def paragraphs(verdict: Verdict) -> Iterator[tuple[str, list[str]]]:
         yield heading, [text, f"The first number is the average over the {'other ' if few and new else ''}targets."]
         yield "What left the sites", [left_sites(verdict)]
     if verdict.without_labels:
-        yield (
-            "What to expect where there are no labels",
-            [
-                *sentences(verdict.without_labels),
-                *choices_in_words(verdict.choices),
-            ],
-        )
+        yield "What to expect where there are no labels", list(verdict.at_unlabelled)
     yield "What is not known", [one.why for one in verdict.unknown]
 
 

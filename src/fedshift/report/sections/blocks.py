@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fedshift.report import plots
+from fedshift.report.averages import Curve
 from fedshift.report.measures import MISSING
 from fedshift.text import csv_text
 
@@ -159,7 +160,7 @@ def figure(
     return Figure(name, plots.svg(drawing, description), description, caption, csv_text(cells), title)
 
 
-def curve_rows(what: Sequence[str], curves: Mapping[Any, plots.Curve]) -> Iterable[Sequence[object]]:
+def curve_rows(what: Sequence[str], curves: Mapping[Any, Curve]) -> Iterable[Sequence[object]]:
     """The numbers of curves for a file: the names of each curve, then x, mean and standard deviation."""
     yield what
     for names, (x, mean, spread) in curves.items():

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import fmean
 
-from fedshift.evaluation.records import RunResult, Selection
 from fedshift.evaluation.selection import RULES
 from fedshift.evaluation.summary import AVERAGE
 from fedshift.methods.index import ENTRIES
-from fedshift.report import differences, plots
+from fedshift.report import difference_words, plots
 from fedshift.report.advice.verdict import MAJORITY, Verdict
 from fedshift.report.advice.words import KINDS, first_sentence, paragraphs
-from fedshift.report.collect import Collected, natural
 from fedshift.report.conditions import Conditions
-from fedshift.report.many_targets import FEW, shown
+from fedshift.report.details import Details, SiteSamples
 from fedshift.report.measures import MISSING
-from fedshift.report.pairs import PairRow
 from fedshift.report.report import Report
 from fedshift.report.roles import ROLES, Role
 from fedshift.report.sections.blocks import (
@@ -32,23 +28,21 @@ from fedshift.report.sections.blocks import (
     number,
     section,
 )
-from fedshift.report.table import Cell, Table, table_of
+from fedshift.report.table import Cell, Table
 
-_MOST_CLASSES = 20
-_FEWEST = 5
 _MARKS: Mapping[Role, str] = {"federated": "samples stay", "pooled": "not private"}
 """Roles in fewer words, beside the name of a method."""
 _MOST_AVERAGES = 8
-_PARTS = ("training", "held_out", "measured", "unlabelled")
 
 
-def verdict_section(verdict: Verdict, table: Table, roles: Mapping[str, Role]) -> Section:
+def verdict_section(report: Report, verdict: Verdict) -> Section:
     """The verdict: its first sentence, the picture and the averages, then the rest of it."""
+    table, roles = report.table, report.roles
     first = first_sentence(verdict)
     measure = table.measure
     drawn = figure(
         "accuracy-per-target",
-        plots.accuracy_per_target(shown(table)),
+        plots.accuracy_per_target(table),
         f"{measure.name} of every method at every target, last round",
         f"Mean and standard error over {measure.repeat}s; thin lines: 95 % over the target's samples; dashes: pooled.",
         _numbers(table),
@@ -101,14 +95,13 @@ def below_section(table: Table, roles: Mapping[str, Role]) -> Section | None:
     return section("below", "Intervals, worst site", *below) if below else None
 
 
-def rows_section(collected: Collected, used: Mapping[str, Conditions]) -> Section:
+def rows_section(used: Mapping[str, Conditions], details: Details) -> Section:
     """What each method is and what the sites have."""
-    return section("rows", "Methods and sites", methods_grid(collected, used), sites_grid(collected.results))
+    return section("rows", "Methods and sites", methods_grid(used, details.kinds), sites_grid(details.sites))
 
 
 def grids(table: Table, roles: Mapping[str, Role] | None = None) -> list[Grid]:
     """A table and the tables below it. The average comes first, so that a small screen shows it."""
-    table = shown(table)
     columns = [name for name in (AVERAGE, *table.columns[:-1], table.columns[-1]) if name in table.columns]
     columns = list(dict.fromkeys(columns))
     named = table.measure.title or table.measure.what or table.measure.name
@@ -127,17 +120,15 @@ def grids(table: Table, roles: Mapping[str, Role] | None = None) -> list[Grid]:
     return [first, *(below for more in table.more for below in grids(more, roles))]
 
 
-def methods_grid(collected: Collected, used: Mapping[str, Conditions]) -> Grid:
+def methods_grid(used: Mapping[str, Conditions], kinds: Mapping[str, Sequence[str]]) -> Grid:
     """What each method is, where it was published, what its row used, and what it lets leave a site."""
     rows: list[Cells] = []
-    for name in collected.order.methods:
-        runs = [result for result in collected.results if result.method == name]
+    for name, sent in kinds.items():
         row = used[name]
         known = ENTRIES.get(row.name)
         title = f"{known.place.split(':')[1]} ({known.citation})" if known else "a method of your own"
-        kinds = dict.fromkeys(kind for run in runs for kind, size in run.bytes_up.items() if size)
         more = "; ".join(row.words) or "the sources' samples as they are"
-        left = "; ".join(KINDS.get(kind, kind) for kind in kinds) or MISSING
+        left = "; ".join(KINDS.get(kind, kind) for kind in sent) or MISSING
         numbers = number(row.exchanges, 0), number(row.sent / 1e6, 2)
         rows.append([name, title, ROLES[row.role], more, *numbers, left])
     head = ["method", "title", "samples", "used", "exchanges", "MB sent and got", "what left the sites"]
@@ -168,85 +159,51 @@ def _numbers(table: Table) -> Iterator[Sequence[object]]:
         yield row.method, row.target, row.mean, row.standard_error, row.n
 
 
-def sites_grid(results: Sequence[RunResult]) -> Grid | None:
+def sites_grid(found: SiteSamples | None) -> Grid | None:
     """How many samples each site has, and of which classes."""
-    sizes: dict[str, dict[str, set[int]]] = {}
-    for result in {id(result.data): result for result in results}.values():  # of a run that measures each site, one
-        for part in _PARTS:
-            found = result.data.get(f"{part}_samples")
-            for site, count in (found if isinstance(found, Mapping) else {}).items():
-                sizes.setdefault(site, {}).setdefault(part, set()).add(int(count))
-    if not sizes:
+    if found is None:
         return None
-    classes = results[0].classes
-    few = len(classes) <= _MOST_CLASSES and all(result.classes == classes for result in results)
-    shares = _shares(results) if few else {}
-    parts = [part for part in _PARTS if any(part in found for found in sizes.values())]
     rows: list[Cells] = []
-    for site in _few_sites(sizes):
-        found = sizes[site]
-        share = shares.get(site, [])
-        balance = [number(one, 1) for one in share] or [Entry(MISSING)] * len(classes)
-        rows.append([site, *(_range(found.get(part, set())) for part in parts), *(balance if shares else [])])
-    more = f" The {_FEWEST} of {len(sizes)} sites with the fewest." if len(sizes) > FEW else ""
+    for site, parts in found.ranges.items():
+        share = found.shares.get(site, [])
+        balance = [number(one, 1) for one in share] or [Entry(MISSING)] * len(found.classes)
+        rows.append([site, *(_range(*ends) for ends in parts.values()), *(balance if found.shares else [])])
+    more = f" The {len(rows)} of {found.number} sites with the fewest." if len(rows) < found.number else ""
     notes = ["Samples in a run: where a site trains, where it is held out, where it is the target." + more]
-    head = ["site", *(part.replace("_", " ") for part in parts)]
-    if shares:
+    head = ["site", *(part.replace("_", " ") for part in next(iter(found.ranges.values())))]
+    if found.shares:
         notes.append("Classes: their share of the samples that were measured at the site, in percent.")
-        head += [f"{name}, %" for name in classes]
+        head += [f"{name}, %" for name in found.classes]
     return grid("Samples at each site", head, rows, notes, "sites")
 
 
-def _few_sites(sizes: Mapping[str, Mapping[str, set[int]]]) -> list[str]:
-    """The sites in order; of very many the few with the fewest samples."""
-    names = sorted(sizes, key=natural)
-    if len(names) <= FEW:
-        return names
-    return sorted(names, key=lambda site: sum(map(max, sizes[site].values())))[:_FEWEST]
-
-
-def _range(counts: set[int]) -> Entry:
-    counts = counts - {0}
-    if not counts:
+def _range(low: int, high: int) -> Entry:
+    if not high:
         return Entry(MISSING)
-    low, high = min(counts), max(counts)
     return Entry(f"{low:,}" if low == high else f"{low:,} to {high:,}", value=float(high))
 
 
-def _shares(results: Sequence[RunResult]) -> dict[str, list[float]]:
-    """Site → share of each class in percent, where the largest known part of the site says all of them."""
-    best: dict[str, tuple[int, list[float]]] = {}
-    for result in results:
-        for site in result.sites:
-            if site.support and None not in site.support and site.samples > best.get(site.site, (0, []))[0]:
-                shares = [100 * (count or 0) / site.samples for count in site.support]
-                best[site.site] = site.samples, shares
-    return {site: shares for site, (_, shares) in best.items()}
-
-
-def other_section(collected: Collected, report: Report) -> Section:
+def other_section(report: Report) -> Section:
     """The tables of the other selection rules."""
     blocks: list[Block] = []
-    rules: tuple[Selection, ...] = ("source", "oracle")
-    for rule in rules:
-        if all(result.score(rule) is None for result in collected.results):
+    for rule, table in report.others.items():
+        if table is None:
             text = f"Not available: {RULES[rule].description}; no source kept a held-out part."
             blocks.append(Text(text, "note"))
         else:
-            table = table_of(collected, report.used, report.estimates, report.choices, rule)
             blocks += grids(table, report.roles)
     return section("others", "Other selection rules", *blocks)
 
 
 def differences_section(verdict: Verdict, table: Table) -> Section:
     """Every two methods, tested."""
-    targets, measure = shown(table).columns[:-1], table.measure
+    targets, measure = table.columns[:-1], table.measure
     title = "Differences between methods"
     if not verdict.differences:
         return section("differences", title, Text("One method: nothing to compare.", "note"))
-    lines = [differences.line(one, targets) for one in verdict.differences]
-    head = differences.head(targets, measure)
-    notes = [f"Last round. {differences.note(measure)}"]
+    lines = [difference_words.line(one, targets) for one in verdict.differences]
+    head = difference_words.head(targets, measure)
+    notes = [f"Last round. {difference_words.note(measure)}"]
     if any(MAJORITY in one.name for one in verdict.differences):
         notes.append(
             f"{MAJORITY.capitalize()}: what always naming a target's most frequent class would reach. Whether methods "
@@ -255,19 +212,11 @@ def differences_section(verdict: Verdict, table: Table) -> Section:
     return section("differences", title, grid("Differences", head, lines, notes))
 
 
-def gains_grid(table: Table) -> Grid | None:
+def gains_grid(gains: Mapping[str, Mapping[str, float]], methods: Sequence[str]) -> Grid | None:
     """What each site gains over the best model that it can train alone, where both sides are measured."""
-    gains: dict[tuple[str, str], list[float]] = {}
-    for row in table.rows:
-        if isinstance(row, PairRow) and row.target != AVERAGE:
-            for site, gain in row.gain.items():
-                gains.setdefault((row.method, site), []).append(gain)
     if not gains:
         return None
-    sites = list(dict.fromkeys(site for _, site in gains))
-    rows: list[Cells] = [
-        [name, *(number(fmean(found)) if (found := gains.get((name, site))) else Entry(MISSING) for site in sites)]
-        for name in table.methods
-    ]
+    sites = list(dict.fromkeys(site for of_sites in gains.values() for site in of_sites))
+    rows: list[Cells] = [[name, *(number(gains.get(name, {}).get(site)) for site in sites)] for name in methods]
     note = "Percentage points over the best model that a site can train alone, mean over pairs and splits."
     return grid("Gain of each site", ["method", *sites], rows, [note])

@@ -16,6 +16,7 @@ from fedshift.evaluation.records import RoundRecord, RunResult, with_unit
 from fedshift.evaluation.site_bytes import SiteBytes, read_site_bytes
 from fedshift.evaluation.stored import ORDER, RESULT, ROUNDS, SETTINGS, is_finished, read_failure, run_folders
 from fedshift.files import plain_yaml
+from fedshift.report.averages import rows_of_sites
 from fedshift.report.collect import read_order, read_result, read_rounds
 from fedshift.report.html import render
 from fedshift.report.measures import MISSING
@@ -218,7 +219,7 @@ def _blocks(one: Watched) -> Iterator[Block]:
     current = [run for run in one.runs if run.result is None]
     if current:
         yield _runs("Begun", current)
-        sent = {" / ".join(run.names): [run.by_site] for run in current if run.by_site is not None}
+        sent = {" / ".join(run.names): rows_of_sites([run.by_site]) for run in current if run.by_site is not None}
         if (left := sites_sent("What left each site so far", "run", sent)) is not None:
             yield left
     told_above = {site.name for site in one.deployment.sites if site.lost} if one.deployment is not None else set()

@@ -1,0 +1,434 @@
+"""What the page has beside tables and verdict: means over runs, curves, what the sites have, costs, settings."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from fedshift.evaluation.cautions import baselines, cautions
+from fedshift.evaluation.metric_entries import Metric
+from fedshift.evaluation.records import RoundRecord, RunResult, SiteMetric
+from fedshift.evaluation.stored import ROUNDS
+from fedshift.report.averages import (
+    Curve,
+    SiteBytesRow,
+    curve_of,
+    mean_by_kind,
+    mean_per_class,
+    mean_site_metrics,
+    moving,
+    pooled_reliability,
+    rows_of_sites,
+    weights_by_layer,
+    weights_over_rounds,
+)
+from fedshift.report.by_site import rounds_at
+from fedshift.report.collect import Collected, FinishedRun, natural, read_rounds
+from fedshift.report.experiment_file import experiment_file
+from fedshift.report.many_targets import FEW
+from fedshift.report.measures import Measure
+from fedshift.report.mistakes import Predictions, placed_of, predictions_of
+from fedshift.report.pairs import site_gains
+from fedshift.report.samples import Placed, ShownSamples
+from fedshift.report.table import Table, headline
+from fedshift.text import listed
+
+MOST_CLASSES = 20
+"""Of more classes the hardest are shown."""
+_MOST_NAMED = 20
+"""Classes whose samples are counted in a note."""
+MOST_TARGETS = 12
+"""Targets with a panel of curves."""
+_MOST_PANELS = 4
+_MOST_LAYERS = 6
+_FEWEST = 5
+_PARTS = ("training", "held_out", "measured", "unlabelled")
+_UNITS = {"dice": "structure", "label_accuracy": "label"}
+
+
+@dataclass(frozen=True)
+class SiteSamples:
+    """What the sites have.
+
+    Attributes:
+        number: of sites; of very many only those with the fewest samples are below.
+        ranges: site → part → the fewest and the most samples of a run.
+        shares: site → share of each class in percent, where records say it; empty for many classes.
+        classes: their names.
+    """
+
+    number: int
+    ranges: Mapping[str, Mapping[str, tuple[int, int]]]
+    shares: Mapping[str, Sequence[float]]
+    classes: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """All metrics of the last round.
+
+    Attributes:
+        metric: what the rounds are measured by.
+        means: (method, target) → metric → mean over seeds.
+        baselines: target → what a model without inputs would reach.
+        counts: target → its samples of each class in words.
+        rates: target → the share of each label in words.
+        reliability: method → mean score, share that came true and samples of each bin of scores.
+    """
+
+    metric: Metric
+    means: Mapping[tuple[str, str], Mapping[SiteMetric, float]]
+    baselines: Mapping[str, float]
+    counts: Mapping[str, tuple[tuple[str, int | None], ...]]
+    rates: Mapping[str, tuple[tuple[str, float], ...]]
+    reliability: Mapping[str, Sequence[tuple[float, float, int]]]
+
+
+@dataclass(frozen=True)
+class ByClass:
+    """Accuracy by class at each method's worst target.
+
+    Attributes:
+        lines: method, its worst target, class number → mean accuracy; empty where runs have no common classes.
+        classes: their names.
+        hardest: the numbers of those that are shown.
+    """
+
+    lines: tuple[tuple[str, str, Mapping[int, float]], ...]
+    classes: Sequence[str]
+    hardest: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Means over the runs of a method.
+
+    Attributes:
+        rounds, mini_batches, seconds: of a run.
+        milliseconds: of a mini-batch.
+        up, down: kind of content → bytes, all sites together.
+        sites: what left each site.
+    """
+
+    rounds: float
+    mini_batches: float
+    seconds: float
+    milliseconds: float
+    up: Mapping[str, float]
+    down: Mapping[str, float]
+    sites: Sequence[SiteBytesRow]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of the sites in the course of a method's training: panel → site → curve, and what the panels are."""
+
+    method: str
+    panels: Mapping[str, Mapping[str, Curve]]
+    note: str
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the runs were made: versions, the experiment as a file, its data, and the options of each method."""
+
+    versions: Mapping[str, Sequence[str]]
+    experiment: Mapping[str, Any]
+    data: Mapping[str, Any]
+    methods: Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Details:
+    """What the page has beside tables and verdict.
+
+    Attributes:
+        facts: what the experiment is of.
+        unit: what the page calls a class: "class", for segmentation "structure", for several labels "label".
+        over_rounds: what is measured after each round.
+        kinds: method → kinds of content that left the sites.
+        sites: what the sites have; None where records do not say.
+        gains: method → site → what it gains over training alone, where both sides are measured.
+        metrics: all metrics of the last round; None where there are none.
+        predictions: what stored predictions show; None for tasks that are no classification.
+        placed: where models place samples.
+        samples_shown: whether samples themselves are shown.
+        curves: label of the axis → method → the main metric over rounds, mean over targets.
+        at_targets: the first targets → method → the same there.
+        weights: of methods that change them.
+        costs: method → what a run of it costs.
+        classes: accuracy by class; None where there are no classes.
+        settings: how the runs were made.
+    """
+
+    facts: tuple[tuple[str, str], ...]
+    unit: str
+    kinds: Mapping[str, Sequence[str]]
+    sites: SiteSamples | None
+    gains: Mapping[str, Mapping[str, float]]
+    metrics: Metrics | None
+    predictions: Predictions | None
+    placed: Sequence[Placed]
+    samples_shown: bool
+    over_rounds: Measure
+    curves: Mapping[str, Mapping[str, Curve]]
+    at_targets: Mapping[str, Mapping[str, Curve]]
+    weights: tuple[Weights, ...]
+    costs: Mapping[str, Cost]
+    classes: ByClass | None
+    settings: Settings
+
+
+def details_of(collected: Collected, table: Table, method: str | None, samples: ShownSamples | None) -> Details:
+    """Compute what the page has beside tables and verdict.
+
+    Args:
+        collected: the runs, of which some are measured.
+        table: of the last rounds, with all targets.
+        method: whose mistakes are listed.
+        samples: the samples, if the page shows them.
+
+    Raises:
+        UserError: a `rounds.jsonl` is corrupt, or predictions are damaged.
+    """
+    results, runs, methods = collected.results, collected.runs, table.methods
+    records = {run.folder: read_rounds(run.folder / ROUNDS) for run in runs}
+    by_method = {name: [run.result for run in runs if run.result.method == name] for name in methods}
+    unit = _UNITS.get(results[0].metric, "class")
+    over = _Curves(collected.seen, records)
+    return Details(
+        facts=tuple(_facts(collected, unit)),
+        unit=unit,
+        kinds=_kinds(results, collected.order.methods),
+        sites=_sites(results),
+        gains=site_gains(table.rows),
+        metrics=_metrics(results, methods),
+        predictions=predictions_of(runs, method, samples),
+        placed=() if samples is None else placed_of(runs, methods, samples),
+        samples_shown=samples is not None,
+        over_rounds=headline(results),
+        curves=over.on_average(methods),
+        at_targets=over.at_targets(methods, table.columns[:-1]),
+        weights=tuple(_weights(runs, records, methods)),
+        costs={name: _cost(of_method) for name, of_method in by_method.items()},
+        classes=_by_class(results, table),
+        settings=_settings(collected),
+    )
+
+
+def _facts(collected: Collected, unit: str) -> Iterator[tuple[str, str]]:
+    """What the experiment is of."""
+    results, order = collected.results, collected.order
+    classes = results[0].classes
+    what = "predicted" if results[0].metric in ("rmse", "concordance") else f"{unit}{'es' if unit == 'class' else 's'}"
+    missing = f", {collected.unfinished} unfinished" if collected.unfinished else ""
+    found = (
+        ("data", ", ".join(sorted({str(result.data["name"]) for result in results if "name" in result.data}))),
+        ("methods", ", ".join(order.methods)),
+        ("targets", listed(order.targets)),
+        ("seeds", ", ".join(map(str, order.seeds))),
+        (what, ", ".join(classes) if what == "predicted" else str(len(classes))),
+        ("runs", f"{len(collected.runs)} finished{missing}"),
+    )
+    return ((name, text) for name, text in found if text)
+
+
+def _kinds(results: Sequence[RunResult], methods: Sequence[str]) -> dict[str, list[str]]:
+    """Method → the kinds of content that left the sites."""
+    found: dict[str, dict[str, None]] = {name: {} for name in methods}
+    for result in results:
+        found.setdefault(result.method, {}).update(
+            dict.fromkeys(kind for kind, size in result.bytes_up.items() if size)
+        )
+    return {name: list(kinds) for name, kinds in found.items()}
+
+
+def _sites(results: Sequence[RunResult]) -> SiteSamples | None:
+    """How many samples each site has, and of which classes."""
+    sizes: dict[str, dict[str, set[int]]] = {}
+    for result in {id(result.data): result for result in results}.values():  # of a run that measures each site, one
+        for part in _PARTS:
+            found = result.data.get(f"{part}_samples")
+            for site, count in (found if isinstance(found, Mapping) else {}).items():
+                sizes.setdefault(site, {}).setdefault(part, set()).add(int(count))
+    if not sizes:
+        return None
+    classes = results[0].classes
+    few = len(classes) <= MOST_CLASSES and all(result.classes == classes for result in results)
+    parts = [part for part in _PARTS if any(part in found for found in sizes.values())]
+    ranges = {site: {part: _range(sizes[site].get(part, set())) for part in parts} for site in _few_sites(sizes)}
+    return SiteSamples(len(sizes), ranges, _shares(results) if few else {}, classes)
+
+
+def _range(counts: set[int]) -> tuple[int, int]:
+    counts = counts - {0} or {0}
+    return min(counts), max(counts)
+
+
+def _few_sites(sizes: Mapping[str, Mapping[str, set[int]]]) -> list[str]:
+    """The sites in order; of very many the few with the fewest samples."""
+    names = sorted(sizes, key=natural)
+    if len(names) <= FEW:
+        return names
+    return sorted(names, key=lambda site: sum(map(max, sizes[site].values())))[:_FEWEST]
+
+
+def _shares(results: Sequence[RunResult]) -> dict[str, list[float]]:
+    """Site → share of each class in percent, where the largest known part of the site says all of them."""
+    best: dict[str, tuple[int, list[float]]] = {}
+    for result in results:
+        for site in result.sites:
+            if site.support and None not in site.support and site.samples > best.get(site.site, (0, []))[0]:
+                shares = [100 * (count or 0) / site.samples for count in site.support]
+                best[site.site] = site.samples, shares
+    return {site: shares for site, (_, shares) in best.items()}
+
+
+def _metrics(results: Sequence[RunResult], methods: Sequence[str]) -> Metrics | None:
+    if not any(result.targets for result in results):
+        return None
+    at: dict[tuple[str, str], list[RunResult]] = {}
+    counts: dict[str, tuple[tuple[str, int | None], ...]] = {}
+    rates: dict[str, tuple[tuple[str, float], ...]] = {}
+    for result in results:
+        at.setdefault((result.method, result.target), []).append(result)
+        for site in result.targets:
+            named = tuple(zip(result.classes[:_MOST_NAMED], site.support, strict=False))
+            shares = tuple((name, 100 * count / site.samples) for name, count in named if count is not None)
+            if named:
+                counts.setdefault(site.site, named)
+            if shares:
+                rates.setdefault(site.site, shares)
+    reliability = {name: pooled_reliability([run for run in results if run.method == name]) for name in methods}
+    return Metrics(
+        results[0].metric,
+        {where: mean_site_metrics(those) for where, those in at.items()},
+        baselines(results),
+        counts,
+        rates,
+        {name: points for name, points in reliability.items() if points},
+    )
+
+
+class _Curves:
+    """The main metric over rounds."""
+
+    def __init__(self, runs: Sequence[FinishedRun], records: Mapping[Path, list[RoundRecord]]) -> None:
+        self._runs = [(run.result, rounds_at(run.result, records[run.folder])) for run in runs]
+
+    def _of(self, method: str, target: str | None = None) -> tuple[Curve, Curve] | None:
+        """A method's curve over rounds and over mini-batches, at one target or on average; None if there is none."""
+        return curve_of(
+            [
+                (result, rounds)
+                for result, rounds in self._runs
+                if rounds and result.method == method and target in (None, result.target)
+            ]
+        )
+
+    def on_average(self, methods: Sequence[str]) -> dict[str, dict[str, Curve]]:
+        """Label of the horizontal axis → method → curve."""
+        found = {method: curves for method in methods if (curves := self._of(method)) is not None}
+        axes = ("round", "local mini-batches per site")
+        return {axis: {method: curves[at] for method, curves in found.items()} for at, axis in enumerate(axes)}
+
+    def at_targets(self, methods: Sequence[str], targets: Sequence[str]) -> dict[str, dict[str, Curve]]:
+        """Target → method → curve over rounds, at each of several targets."""
+        if len(targets) < 2:
+            return {}
+        found = {
+            target: {method: curves[0] for method in methods if (curves := self._of(method, target)) is not None}
+            for target in targets[:MOST_TARGETS]
+        }
+        return {target: lines for target, lines in found.items() if lines}
+
+
+def _weights(
+    runs: Sequence[FinishedRun], records: Mapping[Path, list[RoundRecord]], methods: Sequence[str]
+) -> Iterator[Weights]:
+    """The weights of the sites, for methods that change them from round to round."""
+    for method in methods:
+        by_target: dict[str, list[list[RoundRecord]]] = defaultdict(list)
+        for run in runs:
+            if run.result.method == method:
+                by_target[run.result.target].append(records[run.folder])
+        curves = {target: weights_over_rounds(rounds) for target, rounds in by_target.items()}
+        if any(moving(lines.values()) for lines in curves.values()):
+            panels = dict(list(curves.items())[:_MOST_PANELS])
+            yield Weights(
+                method,
+                panels,
+                f"{len(panels)} of {len(curves)} targets." if len(panels) < len(curves) else "By target.",
+            )
+            continue
+        first = next(iter(by_target), "")
+        layers = weights_by_layer(by_target[first]) if first else {}
+        if any(moving(lines.values()) for lines in layers.values()):
+            panels = dict(list(layers.items())[:_MOST_LAYERS])
+            yield Weights(method, panels, f"By layer, target {first}; {len(panels)} of {len(layers)} layers.")
+
+
+def _cost(runs: Sequence[RunResult]) -> Cost:
+    """What a run of a method costs."""
+    batches = sum(run.mini_batches for run in runs)
+    return Cost(
+        rounds=fmean(run.rounds for run in runs),
+        mini_batches=fmean(run.mini_batches for run in runs),
+        seconds=fmean(run.seconds for run in runs),
+        milliseconds=1e3 * sum(run.seconds for run in runs) / max(1, batches),
+        up=mean_by_kind([run.bytes_up for run in runs]),
+        down=mean_by_kind([run.bytes_down for run in runs]),
+        sites=rows_of_sites([run.bytes_by_site for run in runs if run.bytes_by_site is not None]),
+    )
+
+
+def _by_class(results: Sequence[RunResult], table: Table) -> ByClass | None:
+    """Accuracy by class at each method's worst target; None where there are no classes."""
+    if results[0].metric in ("rmse", "concordance"):
+        return None
+    lines = []
+    for method in table.methods:
+        cells = [cell for cell in list(table.cells[method].values())[:-1] if cell is not None]
+        if cells:
+            worst = (max if table.measure.less_is_better else min)(cells, key=lambda cell: cell.row.mean).row.target
+            here = [result for result in results if result.method == method and result.target == worst]
+            lines.append((method, worst, mean_per_class(here)))
+    classes = results[0].classes
+    if any(result.classes != classes for result in results) or not any(accuracies for *_, accuracies in lines):
+        return ByClass((), classes, ())
+    every = range(len(classes))
+    hardest = sorted(every, key=lambda at: min((a[at] for *_, a in lines if a.get(at) is not None), default=101))
+    return ByClass(tuple(lines), classes, sorted(hardest[:MOST_CLASSES]))
+
+
+def warnings_with_places(results: Sequence[RunResult], measured: Sequence[RunResult] = ()) -> tuple[str, ...]:
+    """What follows from the results, or from ``measured``, and what the runs warned of."""
+    where: dict[str, list[str]] = defaultdict(list)
+    for result in results:
+        for warning in dict.fromkeys(result.warnings):
+            where[warning].append(f"{result.method} / {result.target} / seed {result.seed}")
+    found = cautions(measured or results)
+    for warning, places in where.items():
+        more = f" and {len(places) - 3} more" if len(places) > 3 else ""
+        found.append(f"{warning} ({'; '.join(places[:3])}{more})")
+    return tuple(found)
+
+
+def _settings(collected: Collected) -> Settings:
+    """Versions, and every setting."""
+    results = collected.results
+    seen: dict[str, dict[str, None]] = defaultdict(dict)
+    for result in results:
+        for name, value in {**result.versions, "device": result.device, "threads": str(result.threads)}.items():
+            seen[name].setdefault(value)
+    first = {method: next(one for one in results if one.method == method) for method in collected.order.methods}
+    return Settings(
+        {name: list(values) for name, values in seen.items()},
+        experiment_file(collected),
+        results[0].data,
+        {method: result.options for method, result in first.items()},
+    )

@@ -1,0 +1,209 @@
+"""What stored predictions show: which classes are confused, ROC curves, the worst mistakes, and where samples lie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedshift.evaluation.predictions import PREDICTIONS
+from fedshift.evaluation.stored import check_sum
+from fedshift.report.averages import Curve
+from fedshift.report.collect import FinishedRun
+from fedshift.report.roles import role_of
+from fedshift.report.samples import Placed, ShownSamples
+
+MOST_CLASSES = 20
+_MOST_TARGETS = 6
+_MISTAKES = 15
+_MOST_PLACED = 4
+_POINTS = 60
+"""Points of a ROC curve that are drawn."""
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A sample that was wrong.
+
+    Attributes:
+        name: its id, or its row if the data have no ids.
+        site: its site.
+        label, predicted: names of classes; of the seed that was surest.
+        score: of the wrong class, mean over seeds (0 where a seed was right).
+        wrong, seeds: the number of seeds that were wrong, and of all.
+        picture: a PNG of it; None if it is not shown, or is no image.
+        words: its columns, where it is shown and a row of a table.
+    """
+
+    name: str
+    site: str
+    label: str
+    predicted: str
+    score: float
+    wrong: int
+    seeds: int
+    picture: bytes | None = None
+    words: str = ""
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What the predictions of all runs show.
+
+    Attributes:
+        classes: the names of the classes.
+        confusion: method → counts (true class, predicted class) of all targets and seeds; of at most 20 classes.
+        roc: target → method → ROC curve of the samples of all seeds.
+        method: the method whose mistakes are listed.
+        mistakes: the worst ones.
+        shown: whether samples themselves are shown.
+    """
+
+    classes: Sequence[str]
+    confusion: Mapping[str, NDArray[Any]]
+    roc: Mapping[str, Mapping[str, Curve]]
+    method: str | None
+    mistakes: tuple[Mistake, ...]
+    shown: bool
+
+
+@dataclass(frozen=True)
+class _Predicted:
+    """What one run predicted at its target: site, row and name of each sample, class numbers (n,), scores (n, c)."""
+
+    run: FinishedRun
+    sites: Sequence[str]
+    rows: Sequence[int]
+    names: Sequence[str]
+    labels: NDArray[np.int64]
+    predicted: NDArray[np.int64]
+    scores: NDArray[np.float64]
+
+
+def predictions_of(
+    runs: Sequence[FinishedRun], method: str | None, samples: ShownSamples | None = None
+) -> Predictions | None:
+    """What the stored predictions show, and the mistakes of ``method``; None for tasks that are no classification.
+
+    It is empty where none were kept. With ``samples`` the samples themselves are shown.
+    """
+    classes = runs[0].result.classes
+    if runs[0].result.metric != "accuracy" or any(run.result.classes != classes for run in runs):
+        return None
+    found = [predicted for run in runs if (predicted := _read(run, classes)) is not None]
+    chosen = [one for one in found if one.run.result.method == method]
+    return Predictions(
+        classes,
+        _confusion(found, classes) if len(classes) <= MOST_CLASSES else {},
+        _roc(found),
+        method,
+        _mistakes(chosen, classes, samples),
+        samples is not None,
+    )
+
+
+def _read(run: FinishedRun, classes: Sequence[str]) -> _Predicted | None:
+    """A run's predictions at its target; None if they were not kept."""
+    path = run.folder / PREDICTIONS
+    if not path.exists():
+        return None
+    check_sum(path)
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(path, filters=[("part", "=", "target")])
+        columns = {name: table.column(name).to_pylist() for name in ("site", "row", "id", "label", "predicted")}
+        scores = np.stack([table.column(f"score_{name}").to_numpy() for name in classes], axis=1)
+        place = {name: number for number, name in enumerate(classes)}
+        labels, predicted = ([place[name] for name in columns[what]] for what in ("label", "predicted"))
+    except (OSError, KeyError, pa.ArrowException):
+        return None  # of another program, or damaged: the page has the numbers of result.json
+    names = [name or f"row {row}" for name, row in zip(columns["id"], columns["row"], strict=True)]
+    return _Predicted(
+        run, columns["site"], columns["row"], names, np.array(labels, int), np.array(predicted, int), scores
+    )
+
+
+def _confusion(found: Sequence[_Predicted], classes: Sequence[str]) -> dict[str, NDArray[Any]]:
+    counts = {one.run.result.method: np.zeros((len(classes), len(classes)), int) for one in found}
+    for one in found:
+        np.add.at(counts[one.run.result.method], (one.labels, one.predicted), 1)
+    return counts
+
+
+def _roc(found: Sequence[_Predicted]) -> dict[str, dict[str, Curve]]:
+    """A ROC curve for each target and method, over the samples of all seeds."""
+    curves: dict[str, dict[str, Curve]] = {}
+    for target in list(dict.fromkeys(one.run.result.target for one in found))[:_MOST_TARGETS]:
+        for method in dict.fromkeys(one.run.result.method for one in found):
+            here = [one for one in found if (one.run.result.method, one.run.result.target) == (method, target)]
+            labels = np.concatenate([one.labels for one in here]) if here else np.empty(0, np.int64)
+            scores = np.concatenate([one.scores for one in here]) if here else np.empty((0, 1))
+            if len(np.unique(labels)) >= 2 and np.isfinite(scores).all():
+                curves.setdefault(target, {})[method] = _mean_roc(labels, scores)
+    return curves
+
+
+def _mean_roc(labels: NDArray[np.int64], scores: NDArray[np.float64]) -> Curve:
+    """The ROC curve of the second of two classes; of more classes the mean over those of each against all others."""
+    from sklearn.metrics import roc_curve
+
+    if scores.shape[1] == 2:
+        wrong, right, _ = roc_curve(labels, scores[:, 1])
+        at = np.unique(np.linspace(0, len(wrong) - 1, _POINTS).round().astype(int))
+        return (100 * wrong[at]).tolist(), (100 * right[at]).tolist(), None
+    places = np.linspace(0, 1, _POINTS)
+    single = [roc_curve(labels == one, scores[:, one])[:2] for one in np.unique(labels)]
+    mean = np.mean([np.interp(places, wrong, right) for wrong, right in single], axis=0)
+    return [0.0, *(100 * places).tolist()], [0.0, *(100 * mean).tolist()], None
+
+
+def _mistakes(
+    chosen: Sequence[_Predicted], classes: Sequence[str], samples: ShownSamples | None
+) -> tuple[Mistake, ...]:
+    """The samples that were wrong with the highest mean score of the wrong class."""
+    seen: dict[tuple[str, int], list[tuple[int, int, float]]] = {}
+    names: dict[tuple[str, int], str] = {}
+    for one in chosen:
+        surest = one.scores[np.arange(len(one.labels)), one.predicted]
+        for at, place in enumerate(zip(one.sites, one.rows, strict=True)):
+            names[place] = one.names[at]
+            seen.setdefault(place, []).append((int(one.labels[at]), int(one.predicted[at]), float(surest[at])))
+    wrong = []
+    for (site, row), said in seen.items():
+        scores = [score if label != predicted else 0.0 for label, predicted, score in said]
+        if any(scores):
+            label, predicted, _ = max(said, key=lambda one: one[2] if one[0] != one[1] else 0.0)
+            times = sum(one[0] != one[1] for one in said)
+            wrong.append((float(np.mean(scores)), site, row, label, predicted, times, len(said)))
+    wrong.sort(key=lambda one: (-one[0], one[1], one[2]))
+    return tuple(
+        Mistake(
+            names[site, row],
+            site,
+            classes[label],
+            classes[predicted],
+            score,
+            times,
+            seeds,
+            None if samples is None else samples.picture(site, row),
+            "" if samples is None else samples.words(site, row),
+        )
+        for score, site, row, label, predicted, times, seeds in wrong[:_MISTAKES]
+    )
+
+
+def placed_of(runs: Sequence[FinishedRun], methods: Sequence[str], samples: ShownSamples) -> tuple[Placed, ...]:
+    """Where the models of some methods place samples, at the first target; none for tasks that are no classification.
+
+    A method that trains a model for each site is left out.
+    """
+    if runs[0].result.metric != "accuracy":
+        return ()
+    first = {method: next(run for run in runs if run.result.method == method) for method in methods}
+    one_model = [run for run in first.values() if role_of(run.result) != "alone"]
+    return tuple(found for run in one_model[:_MOST_PLACED] if (found := samples.placed(run)) is not None)
