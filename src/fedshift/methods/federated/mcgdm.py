@@ -17,11 +17,11 @@ Where paper and code differ, and what was chosen
     `train_fedgm`), with whose numbers a step agrees.
  2. Its weights are options without a default there. run_dg.sh has λ₁ = 0.7 and λ₂ = 0, README.md has zeros. **Here λ₂
     is 0.1**, since without it no site needs the classifiers of others.
- 3. C_1 … C_K are compared with the gradient of the augmented view, as in the code.
- 4. The code's augmented view is not in its repository. Here it is a crop with other colours (``view``).
- 5. What the code lends in the first round is not in its repository. Here it is the common classifier.
- 6. All sites have the same weight in the code: ``weighting: uniform``.
- 7. The paper's adaptation to a target without labels is not in its code, and not here.
+ 3. C_1 … C_K are compared with the gradient of the augmented view, as in the code (`train_fedgm`).
+ 4. The code's augmented view (`train_fedgm`) is not in its repository. Here it is a crop with other colours (``view``).
+ 5. What the code (`train_fedgm`) lends in the first round is not in its repository. Here it is the common classifier.
+ 6. All sites have the same weight in the code (train.py): ``weighting: uniform``.
+ 7. The paper's adaptation to a target without labels is not in its code (train.py), and not here.
 
 Should reproduce: no table of this setting with our splits is known to us.
 """

@@ -21,14 +21,14 @@ Where paper and code differ, and what was chosen
     `train_MSCAD`), with whose numbers a step agrees, with S from its paper, since its file is missing there.
  2. η = 2, as in run_dg.sh, which has λ₁ = λ₂ = 0. Neither their defaults nor τ are in the repository. **Here
     λ₁ = λ₂ = 0.1 and τ = 1.** The loss is a mean over the mini-batch, so a style moves by η over its size (16 there).
- 3. In the code no gradient passes f̄, so that what comes before the first styled stage never trains, and the second
-    stage trains by z alone. This suits a pre-trained network. **Here gradients pass f̄**, not μ and σ
+ 3. In the code (`train_MSCAD`) no gradient passes f̄, so that what comes before the first styled stage never trains,
+    and the second stage trains by z alone. This suits a pre-trained network. **Here gradients pass f̄**, not μ and σ
     (``setting: released`` is the code).
- 4. σ has n − 1 in its denominator, as in the code, and the paper's has n.
+ 4. σ has n − 1 in its denominator, as in the code (`train_MSCAD`), and the paper's has n.
  5. The stages are the first two that have a convolution, in a ResNet its first two blocks. Those of the code's
     `forward_block1` and `forward_block2` are not in its repository.
- 6. What the code lends in the first round is not in its repository. Here it is the common classifier.
- 7. All sites have the same weight in the code: ``weighting: uniform``.
+ 6. What the code (`train_MSCAD`) lends in the first round is not in its repository. Here it is the common classifier.
+ 7. All sites have the same weight in the code (train.py): ``weighting: uniform``.
 
 Should reproduce: no table of this setting with our splits is known to us.
 """

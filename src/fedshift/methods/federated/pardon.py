@@ -29,9 +29,10 @@ of the network gives, with the styles of the common start and without a decoder.
     `contrastive_fit`).
  3. The code measures styles before the last ReLU of VGG, and applies them behind it (src/client.py,
     `abstract_style`). Here both are behind it. It reads normalised images, here they are between 0 and 1.
- 4. A site measures its style of at most ``style_images`` images, all in the code: FINCH compares each with each.
- 5. The code passes the images of a triplet through the network once more. Here each image passes once as it is and
-    once in the common style, so that BatchNorm measures each of them once.
+ 4. A site measures its style of at most ``style_images`` images, all in the code (`DGClient`): FINCH compares each with
+    each.
+ 5. The code (`contrastive_fit`) passes the images of a triplet through the network once more. Here each image passes
+    once as it is and once in the common style, so that BatchNorm measures each of them once.
  6. Of an even number of groups the median is the lower one of two, as in the code (`torch.median`).
  7. Where no site sends a style, x' = x.
 
