@@ -115,12 +115,12 @@ def test_signs_of_a_full_card() -> None:
 
 
 @pytest.mark.slow
-def test_workers_see_a_card_each_and_give_the_same_bits(
+def test_eight_workers_see_eight_cards_and_give_the_same_bits(
     eight: tuple[Card, ...], environments: list[dict[str, str]]
 ) -> None:
     method = FedAvg()
     here, _ = run(method, rounds=1)
-    pool = WorkerPool(3, 1, eight)
+    pool = WorkerPool(8, 1, eight)
     try:
         where = federation(method, pool=pool, rounds=1)
         state = start_run(method, where, start_of(method))
@@ -128,7 +128,7 @@ def test_workers_see_a_card_each_and_give_the_same_bits(
         assert step_on(method, where, state).weights == here.weights
     finally:
         pool.close()
-    assert [one[VISIBLE] for one in environments] == ["0", "1", "2"]
+    assert [one[VISIBLE] for one in environments] == [str(number) for number in range(8)]
     assert VISIBLE not in os.environ
 
 
