@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from tiny_clip import write_clip
 
 from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing
@@ -242,3 +243,8 @@ def bytes_of(
         trained=trained,
     )
     return method.traffic(plan)
+
+
+def assert_close(first: Weights, second: Weights) -> None:
+    for key, tensor in first.items():
+        torch.testing.assert_close(second[key], tensor, atol=1e-6, rtol=1e-5)

@@ -12,8 +12,7 @@ import every_method
 import pytest
 import torch
 from pydantic import ValidationError
-from test_contract import assert_close
-from tiny import NORMED, domains, federation, normed_for, run, start_of, step_on
+from tiny import NORMED, assert_close, domains, federation, normed_for, run, start_of, step_on
 
 from fedshift.errors import FedshiftError, TrainingDiverged, UserError
 from fedshift.federation.exchange import Answer, Missing, Request

@@ -10,8 +10,7 @@ from every_method import method_of
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from test_contract import assert_close
-from tiny import NORMED, domains, normed_for, run, start_of
+from tiny import NORMED, assert_close, domains, normed_for, run, start_of
 
 from fedshift.functional.averaging import is_buffer, parameters_of
 from fedshift.methods import registry

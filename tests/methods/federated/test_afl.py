@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.optimize import minimize
-from test_contract import assert_close
-from tiny import MLP, NORMED, domains, federation, run, start_of, step_on
+from tiny import MLP, NORMED, assert_close, domains, federation, run, start_of, step_on
 
 from fedshift.functional.source_weights import ascended_weights
 from fedshift.methods.federated.afl import AgnosticFederated

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_contract import assert_close
-from tiny import MLP, NORMED, domains, federation, run
+from tiny import MLP, NORMED, assert_close, domains, federation, run
 
 from fedshift.functional.gradient_matching import masked_by_agreement
 from fedshift.methods.base import Method

@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lost import kept, site_of
-from test_contract import assert_close
-from tiny import CNN, NORMED, NORMED_CNN, domains, evaluated, federation, run, setting, start_of, step_on
+from tiny import CNN, NORMED, NORMED_CNN, assert_close, domains, evaluated, federation, run, setting, start_of, step_on
 
 from fedshift.errors import UserError
 from fedshift.functional.averaging import is_buffer

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lost import lose
-from test_contract import assert_close
-from tiny import MLP, NORMED, domains, federation, run, start_of, step_on
+from tiny import MLP, NORMED, assert_close, domains, federation, run, start_of, step_on
 
 from fedshift.errors import UserError
 from fedshift.functional.averaging import is_buffer

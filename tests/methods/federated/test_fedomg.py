@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_contract import assert_close
-from tiny import NORMED, domains, federation, run, start_of
+from tiny import NORMED, assert_close, domains, federation, run, start_of
 
 from fedshift.functional.averaging import parameters_of
 from fedshift.functional.gradient_matching import matching_shares

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from lost import kept, lose, site_of
 from scipy.special import rel_entr, softmax
-from test_contract import assert_close
-from tiny import MLP, domains, federation, run, start_of, step_on
+from tiny import MLP, assert_close, domains, federation, run, start_of, step_on
 
 from fedshift.data.domain import Domain
 from fedshift.functional.averaging import weighted_average

@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lost import kept, site_of
-from test_contract import assert_close
-from tiny import CNN, NORMED, domains, federation, run, start_of, step_on
+from tiny import CNN, NORMED, assert_close, domains, federation, run, start_of, step_on
 
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.federated.moon import Moon

@@ -322,7 +322,7 @@ def _show_request(request: AskedTerms, approved: Sequence[str], say: Callable[[s
 class _SealedFile(Frozen):
     """What stands beside a sealed model: the metadata of its model file."""
 
-    fedshift: dict[str, str]
+    fedshift: dict[str, Any]
 
 
 def open_model(model: Path, path: Path, out: Path) -> None:

@@ -384,6 +384,10 @@ def estimate_of_cases(
         cases: what they say of estimates; None: too few to be read.
         shares: what the model says of the samples without labels: probabilities (m, classes).
         others, unlike, unusual, nearby, threshold, apart: as there.
+
+    Example:
+        >>> estimate_of_cases(1, [], None, None, np.array([[0.9, 0.1], [0.3, 0.7]] * 10)).reasons
+        ('too few sites: an estimate needs 2 that were left out, and there is 1',)
     """
     known = Estimate(
         None,
@@ -442,7 +446,14 @@ def _is_harmful(cases: Cases, lost: float, odd: float, apart: Apart | None) -> b
 
 
 def harm_signs(cases: Cases, lost: float, apart: Apart) -> Numbers:
-    """What the alarm reads where samples can be compared (3,): how far they are (`beyond`), and what is lost."""
+    """What the alarm reads where samples can be compared (3,): how far they are (`beyond`), and what is lost.
+
+    Example:
+        >>> sums = sums_of([[0.9, 0.1]], [0])
+        >>> known = Apart(0.8, 0.9), Apart(1.0, 1.0), Apart(1.2, 1.1)
+        >>> harm_signs(Cases(sums, 0.0, 0.0, 1.0, 3, apart=known), lost=5.0, apart=known[1]).round(2).tolist()
+        [0.0, 0.0, 3.0]
+    """
     return np.array([*beyond(apart, cases.apart), min(3.0, max(-2.0, lost))])
 
 
@@ -572,6 +583,13 @@ def known_cases(others: SiteSums, site: LeftOut, usual: float, seed: int) -> Ite
         site: it was looked at.
         usual: the share of unexplained samples at left-out sites.
         seed: decides the frequencies.
+
+    Example:
+        >>> scores, labels = np.array([[0.9, 0.1], [0.2, 0.8]] * 20), np.array([0, 1] * 20)
+        >>> looked_at = (Answers(scores, labels, np.ones((40, 4, 2))),)
+        >>> cases = known_cases(sums_of(scores, labels), LeftOut(scores, labels, looked_at), usual=0.0, seed=0)
+        >>> {case.accuracy for case in cases}
+        {1.0}
     """
     natural, *changed = site.looked_at
     again = drawn_again(natural.labels, natural.scores.shape[1], seed)
@@ -608,6 +626,12 @@ def square_of(site: KnownSite, usual: float) -> float:
     Args:
         site: its sums, and its reading by the sums of the others.
         usual: the share of unexplained samples at left-out sites.
+
+    Example:
+        >>> scores = [[0.9, 0.1], [0.2, 0.8]] * 10
+        >>> sums = sums_of(scores, [0, 1] * 10)
+        >>> square_of(KnownSite(sums, read(sums, scores)), usual=0.0)  # others that are alike are right
+        0.0
     """
     sums, reading = site.sums, site.reading
     off = logit(reading.centre(usual)) - _odds(sums.accuracy, sums.samples)

@@ -152,7 +152,15 @@ def whole_of(total: Numbers, sites: int, classes: int) -> Whole:
 
 
 def second_part(reading: Reading) -> Numbers:
-    """A site's part of the second sum (2,), from its reading by the sums of the others."""
+    """A site's part of the second sum (2,), from its reading by the sums of the others.
+
+    Example:
+        >>> from fedshift.evaluation.estimate.combination import read
+        >>> from fedshift.evaluation.estimate.sums import sums_of
+        >>> scores = [[0.9, 0.1], [0.2, 0.8]]
+        >>> second_part(read(sums_of(scores, [0, 1]), scores)).round(3) + 0.0  # answers like those of the others
+        array([0., 0.])
+    """
     return np.array([reading.unexplained, reading.far])
 
 
@@ -164,6 +172,15 @@ def third_part(whole: Whole, unexplained: float, own: SiteSums, reading: Reading
         unexplained: the mean of the second.
         own: sums of the site.
         reading: by the sums of the others.
+
+    Example:
+        >>> from fedshift.evaluation.estimate.combination import read
+        >>> from fedshift.evaluation.estimate.sums import sums_of
+        >>> scores = [[0.9, 0.1], [0.2, 0.8]] * 10
+        >>> own = sums_of(scores, [0, 1] * 10)
+        >>> whole = whole_of(3 * first_part(own), sites=3, classes=2)
+        >>> third_part(whole, 0.0, own, read(whole.others(own), scores)).tolist()  # three sites that are alike
+        [0.0, 0.0, 0.0, 0.0]
     """
     rates = np.zeros(len(MEASURES))
     mine = own.by_score
@@ -180,6 +197,14 @@ def estimate_from_pooled(
     Args:
         pooled: the sums.
         scores, unlike, unusual, threshold: as there.
+
+    Example:
+        >>> from fedshift.evaluation.estimate.sums import sums_of
+        >>> scores = [[0.9, 0.1], [0.2, 0.8]] * 10
+        >>> whole = whole_of(3 * first_part(sums_of(scores, [0, 1] * 10)), sites=3, classes=2)
+        >>> estimate = estimate_from_pooled(Pooled(whole, 0.0, 0.0, 0.0, np.zeros(3)), scores)
+        >>> estimate.usual, estimate.sites, estimate.reasons[-1] == SUMMED
+        (100.0, 3, True)
     """
     whole = pooled.whole
     notes = [f"{whole.little} of the {whole.sites} sites say little: they have few of all but one class"]

@@ -218,7 +218,13 @@ def tells_rates(counts: Numbers) -> bool:
 
 
 def estimates_of(known: Rates, here: Numbers) -> dict[str, Range]:
-    """As `estimates`, of left-out sites of which only sums are known."""
+    """As `estimates`, of left-out sites of which only sums are known.
+
+    Example:
+        >>> one_site = Rates(np.ones((2, SCORES)), squares=np.zeros(3), sites=1)
+        >>> estimates_of(one_site, np.ones(SCORES))["auroc"].reason
+        'fewer than 2 left-out sites have 10 samples of each class'
+    """
     if known.sites < 2:
         why = f"fewer than 2 left-out sites have {FEWEST} samples of each class"
         return {name: Range(None, reason=why) for name in MEASURES}
@@ -243,6 +249,11 @@ def squares_of(others: Numbers, counts: Numbers) -> Numbers:
     Args:
         others: counts of the other left-out sites (2, SCORES).
         counts: of this one.
+
+    Example:
+        >>> counts = np.stack([np.arange(SCORES)[::-1], np.arange(SCORES)])
+        >>> squares_of(counts, counts).tolist()
+        [0.0, 0.0, 0.0]
     """
     odds, errors = _middle(others, counts.sum(axis=0))
     truth = measures(counts)
