@@ -37,9 +37,10 @@ from fedshift.federation.training import Training
 from fedshift.methods import registry as method_registry
 from fedshift.methods.base import Method, Traffic, calls_of, cost_of, in_order, reads_of
 from fedshift.methods.pooled.equal_steps import steps_of_run
-from fedshift.models.network import Network, freeze_backbone
+from fedshift.models.network import Network, copy_with, freeze_backbone
 from fedshift.models.own.trial import told_of
 from fedshift.models.payload import payload
+from fedshift.weights import Weights
 
 _TIMED_BATCHES = 8
 _MEASURED = 64
@@ -278,6 +279,11 @@ class _Clock:
         return self.timed[kind]
 
     @cached_property
+    def visiting(self) -> float:
+        """Seconds of a site's turn in a round beside its mini-batches."""
+        return _seconds_to_visit(self.experiment, self.data, self.device)
+
+    @cached_property
     def measuring(self) -> tuple[float, float]:
         """Seconds to measure the model: of each site, and of each of its samples."""
         before = torch.get_num_threads()
@@ -336,7 +342,8 @@ def _need(planned: PlannedRun, network: Network, clock: _Clock, dry: DryRun | No
     training = planned.training
     frozen = min(1.0, training.thaw_after / max(1, planned.rounds))
     per_batch = frozen * clock.seconds(training, frozen=True) + (1 - frozen) * clock.seconds(training, frozen=False)
-    seconds = trained * per_batch * cost / speed_up + _measuring(planned, clock) / runs
+    visits = 0 if method.traits.pooled else planned.rounds * (planned.drawn or sites)
+    seconds = (trained * per_batch * cost + visits * clock.visiting) / speed_up + _measuring(planned, clock) / runs
     sent = traffic(planned, network, dry) if dry is not None else None
     per_site = round(trained / len(planned.split.train))
     steps = steps_of_run(method, planned.budget)
@@ -447,6 +454,20 @@ def _seconds_to_measure(experiment: Experiment, data: DataSet, device: str) -> t
         result.append((number, min(seconds)))
     (_, least), (samples, most) = result
     return least, max(0.0, most - least) / samples
+
+
+def _seconds_to_visit(experiment: Experiment, data: DataSet, device: str) -> float:
+    """Seconds in which a site copies the model, makes an optimiser and gives its weights back: the fastest of three."""
+    training, seconds = experiment.training, []
+    network = training.network(experiment.model, data.input_shape, len(data.classes), 0).to(device)
+    weights = Weights(network.state_dict())
+    for _ in range(3):
+        began = time.perf_counter()
+        copied = copy_with(network, weights)
+        training.build_optimizer(copied.parameters(), training.lr)
+        Weights(copied.state_dict()).clone()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
 
 
 def _seconds_per_batch(experiment: Experiment, data: DataSet, device: str, threads: int, *, frozen: bool) -> float:

@@ -172,11 +172,12 @@ class Evaluator:
 
     def _at_source(self, model: _Loaded, source: str) -> Network:
         own = None if self._own_weights is None else self._own_weights(source, model.weights)
-        return model.network_of(model.weights if own is None else own).at(self._trained_at.index(source))
+        # Of a model of many sites' networks only this one is set to predict: all of them, for each site, took longest.
+        return model.network_of(model.weights if own is None else own).at(self._trained_at.index(source)).eval()
 
     def _answering(self, model: _Loaded, view: SiteData) -> Network:
         """The network that predicts where no one trained."""
-        return answering(model.network_of(model.weights), view, self._new_site)
+        return answering(model.network_of(model.weights).eval(), view, self._new_site)
 
     def _kept(self, part: str, name: str, network: Network, view: SiteData) -> SitePredictions:
         domain, rows = self._domains[name], np.asarray(self._rows[part][name], dtype=np.int64)
@@ -237,7 +238,7 @@ class _Loaded:
         if self._there is not weights:
             self.network.load_state_dict(dict(weights))
             self._there = weights
-        return self.network.eval()
+        return self.network
 
 
 def _dice(network: Network, view: SiteData, options: NetworkOptions) -> float:
