@@ -1,7 +1,7 @@
 """The tables of a result page: few words, since README.md says once what all of them have in common.
 
 A page has the numbers and what each adds to the baseline. Intervals, settings, accuracies by kind of site and every
-difference stand in a file of their own. Notes become columns and rows where they are numbers. What is left of them is
+difference are printed by a command. Notes become columns and rows where they are numbers. What is left of them is
 one line below the table.
 """
 
@@ -55,7 +55,7 @@ Column = tuple[str, Callable[[str], str]]
 """A head, and the entry of each method."""
 
 
-def page_table(found: Collected, select: Selection, warned: set[str], gains: Sequence[Column], link: str) -> str:
+def page_table(found: Collected, select: Selection, warned: set[str], gains: Sequence[Column]) -> str:
     """The table of an experiment, what each row adds, and one line of what only it has.
 
     Args:
@@ -63,13 +63,11 @@ def page_table(found: Collected, select: Selection, warned: set[str], gains: Seq
         select: the selection rule whose round is shown.
         warned: the warnings that the page has so far, for it has each once; those of this table are added.
         gains: what each method adds to the baseline.
-        link: to the file of what the page leaves out; "" for none.
     """
     report = report_of(found, select)
     whole, used = report.table, report.used if select == "last" else {}
     more = [*gains, *_worst(whole), *_numbered(whole), *_costs(whole, used)]
-    corner = ", ".join([*_corner(whole, found), *([link] if link else [])])
-    grids = [_grid(whole, corner, more, _last_row(whole, found.results))]
+    grids = [_grid(whole, ", ".join(_corner(whole, found)), more, _last_row(whole, found.results))]
     grids += [_grid(one, escape_markdown(one.measure.title)) for one in whole.more if _on_page(one)]
     notes = [note for note in _notes(whole, used, found.results[0].metric) if note not in warned]
     warned.update(note for note in notes if note.startswith("Warning"))

@@ -2,9 +2,9 @@
 
 A marker ``<!-- table NAME [SELECT] -->`` … ``<!-- end -->`` is filled with the table of ``benchmarks/results/NAME``,
 its facts (runs, seconds, versions, threads), and the published rows where ``published.json`` has them. What more is
-known of it, with the tests of all its differences, is written to ``benchmarks/tables/NAME.md``. SELECT is a selection
-rule, ``cost`` for bytes and seconds a round, ``weights`` for what a source with wrong labels counts, or ``protocols``
-for averages under three ways to choose the round.
+known of it, with the tests of all its differences, ``python benchmarks/summarise.py NAME`` prints. SELECT is a
+selection rule, ``cost`` for bytes and seconds a round, ``weights`` for what a source with wrong labels counts, or
+``protocols`` for averages under three ways to choose the round.
 ``<!-- attacks METHOD SITES -->`` … ``<!-- end -->`` is filled with what bad sites do under each rule.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from statistics import median
 from typing import cast
 
 import robust_aggregation
+from fedshift.errors import nearest
 from fedshift.evaluation.records import RunResult, Selection
 from fedshift.evaluation.significance import compare
 from fedshift.evaluation.stored import ROUNDS
@@ -34,7 +36,6 @@ from fedshift.report.table_formats import markdown
 from result_tables import Column, details, page_table
 
 HERE = Path(__file__).parent
-TABLES = HERE / "tables"
 PUBLISHED = {
     "rotated_mnist_paper": "rotated_mnist",
     "rotated_mnist_family": "rotated_mnist",
@@ -249,24 +250,16 @@ def section(match: re.Match[str], tests: bool, warned: set[str]) -> str:
         return "\n".join(
             [head, f"Measured:\n\n{markdown(report_of(found, rule).table).strip()}", "", facts(found), "<!-- end -->"]
         )
-    link = f"[more](tables/{file_of(name, rule)})" if more(name, rule) else ""
-    parts = [head, page_table(found, rule, warned, gains(name, found, rule), link), ""]
+    parts = [head, page_table(found, rule, warned, gains(name, found, rule)), ""]
     if name in PUBLISHED and select == "last":
         parts += [published(name), ""]
     return "\n".join([*parts, "<!-- end -->"])
 
 
-def file_of(name: str, select: Selection) -> str:
-    """The name of the file with what a page leaves out of a table."""
-    return f"{name}.md" if select == "last" else f"{name}_{select}.md"
-
-
-def more(name: str, select: Selection) -> str:
+def more(name: str, select: Selection = "last") -> str:
     """What a page leaves out of a table: intervals, further accuracies, settings, and every difference."""
     found = collect(HERE / "results" / name)
-    parts = [*details(found, select), *filter(None, [compared(name, found, select)])]
-    title = f"# {escape_markdown(name)}" + ("" if select == "last" else f", {select}")
-    return "\n\n".join([title, "[How to read it](../README.md#how-to-read-a-table)", *parts, ""]) if parts else ""
+    return "\n\n".join([*details(found, select), *filter(None, [compared(name, found, select)])])
 
 
 OTHERS = ("cost", "weights", "protocols")
@@ -280,17 +273,6 @@ def filled(page: Path) -> str:
     return ATTACKS.sub(attacks, text)
 
 
-def written() -> dict[Path, str]:
-    """The text of each page and of each file of `TABLES`."""
-    texts = {page: filled(page) for page in PAGES}
-    shown = [pair for page in PAGES if page.parent == HERE for pair in MARKER.findall(texts[page])]
-    for name, select in shown:
-        rule = cast(Selection, select or "last")
-        if rule not in OTHERS and (text := more(name, rule)):
-            texts[TABLES / file_of(name, rule)] = text
-    return texts
-
-
 def attacks(match: re.Match[str]) -> str:
     """One marker's content: accuracy and the backdoor's success under each rule."""
     head, method, sites = match.groups()
@@ -298,10 +280,15 @@ def attacks(match: re.Match[str]) -> str:
 
 
 def main() -> None:
-    """Fill the markers of all pages, and write the files of their tables."""
-    TABLES.mkdir(exist_ok=True)
-    for path, text in written().items():
-        path.write_text(text, encoding="utf-8")
+    """Fill the markers of all pages; or print what they leave out of the tables that are named."""
+    known = {name for page in PAGES for name, _ in MARKER.findall(page.read_text(encoding="utf-8"))}
+    for name in sys.argv[1:]:
+        if name not in known:
+            sys.exit(f"error: there is no table {name}; {nearest(name, known)}")
+        print(more(name))
+    if not sys.argv[1:]:
+        for page in PAGES:
+            page.write_text(filled(page), encoding="utf-8")
 
 
 if __name__ == "__main__":

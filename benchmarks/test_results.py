@@ -54,10 +54,19 @@ def test_result_pages_are_a_screen_of_prose() -> None:
 
 
 def test_tables_are_those_that_the_results_give() -> None:
-    written = summarise.written()
-    assert {path for path in written if path.parent == summarise.TABLES} == set(summarise.TABLES.iterdir())
-    other = [path.name for path, text in written.items() if text != path.read_text(encoding="utf-8")]
+    other = [page.name for page in summarise.PAGES if summarise.filled(page) != page.read_text(encoding="utf-8")]
     assert other == [], "run python benchmarks/summarise.py"
+
+
+def test_what_a_page_leaves_out_can_be_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["summarise.py", "five_digits"])
+    summarise.main()
+    assert "| recipe − fedavg |" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["summarise.py", "five_digit"])
+    with pytest.raises(SystemExit, match="did you mean"):
+        summarise.main()
 
 
 CLAIMS = claims.claims()

@@ -29,8 +29,7 @@ def assemble(out: Path) -> None:
     """Write every page below ``out``, which is emptied first."""
     shutil.rmtree(out, ignore_errors=True)
     shutil.copytree(OWN, out)
-    folders = ("docs", "benchmarks", "benchmarks/tables")
-    pages = [*(page for name in folders for page in (ROOT / name).glob("*.md")), *(ROOT / name for name in AT_THE_ROOT)]
+    pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md"), *(ROOT / name for name in AT_THE_ROOT)]
     for page in pages:
         place = out / page.relative_to(ROOT)
         place.parent.mkdir(exist_ok=True)

@@ -49,9 +49,9 @@ def threshold_file(folder: Path, run: str) -> Path:
 
 def keep_sums(place: Path, sums: Mapping[str, GivenSums | None]) -> None:
     """Keep the sums of a run's targets, until all runs are over."""
-    given = {site: item.model_dump(mode="json") for site, item in sums.items() if item is not None}
-    if given:
-        write_object(place, given, indent=None)
+    plain = {site: of_site.model_dump(mode="json") for site, of_site in sums.items() if of_site is not None}
+    if plain:
+        write_object(place, plain, indent=None)
 
 
 def hand_over(plan: DeployedPlan, transport: Transport, folder: Path, deadline: float, log: EventLog) -> None:

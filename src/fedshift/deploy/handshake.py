@@ -364,9 +364,10 @@ def sources_encoding(agreed: Agreed, target: str) -> Preprocessing:
 def _encoding_without(agreed: Agreed, left_out: Collection[str], target: str) -> Preprocessing:
     """The agreed encoding without some sites, and without those that lack labels and are not the target."""
     lacking = {site for site in agreed.data.unlabelled if site != target}
-    given = {site: item for site, item in (agreed.given or {}).items() if site not in left_out and site not in lacking}
-    labelled = [site for site in given if site != target]
-    return _encoding(given, agreed.data.preprocessing, labelled)
+    without = {*left_out, *lacking}
+    statistics = {site: told for site, told in (agreed.given or {}).items() if site not in without}
+    labelled = [site for site in statistics if site != target]
+    return _encoding(statistics, agreed.data.preprocessing, labelled)
 
 
 def _unseen_set(

@@ -172,8 +172,8 @@ class Arrays(TaskFields):
         scaling = sites_for_statistics(self.label_statistics_from or self.statistics_from, names)
         scales = [domains[site] for site in scaling] if self.scales_labels else []
         objective = self.objective([label_sums(domain.labels[domain.described]) for domain in scales])
-        own = "per_site" if self.standardise == "per_site" else None
-        preprocessing = preprocessing.model_copy(update={"objective": objective, "standardise": own})
+        scale = "per_site" if self.standardise == "per_site" else None
+        preprocessing = preprocessing.model_copy(update={"objective": objective, "standardise": scale})
         told = DataSet(self.name, self.by_labels(domains), classes, preprocessing, self.manifest())
         dataset = checked(replace(told, warnings=tuple(self._unread_labels())))
         if not self._over_sites:

@@ -354,8 +354,8 @@ class Table(TableFormat, TaskFields):
         encoding = self._encoding(tables)
         self._check_fills(encoding)
         encoding = encoding.with_choices(self._codes(""), self._fills, form, self.id)
-        own = None if self.standardise is True else self.standardise
-        preprocessing = encoding.preprocessing().model_copy(update={"standardise": own})
+        scale = None if self.standardise is True else self.standardise
+        preprocessing = encoding.preprocessing().model_copy(update={"standardise": scale})
         return {site: encode(table, encoding) for site, table in tables.items()}, preprocessing
 
     @cached_property

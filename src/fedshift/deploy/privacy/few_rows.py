@@ -42,8 +42,8 @@ def of_many_rows(holding: Holding, policy: Policy) -> Holding:
     encoding = encoding_without_few(TableEncoding.model_validate(holding.data.preprocessing.table), told)
     if not encoding.width:
         return shown  # `check_few` refuses
-    own = holding.data.preprocessing
-    update = {"shape": (encoding.width,), "objective": own.objective, "standardise": own.standardise}
+    before = holding.data.preprocessing
+    update = {"shape": (encoding.width,), "objective": before.objective, "standardise": before.standardise}
     agreed = encoding.with_choices({}, {}, None, None).preprocessing().model_copy(update=update)
     domain = shown.encoded(agreed, agreed.shape or ())
     # The card's encoding keeps the name of the column that names rows.
