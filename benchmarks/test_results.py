@@ -63,7 +63,7 @@ def test_what_a_page_leaves_out_can_be_printed(
 ) -> None:
     monkeypatch.setattr("sys.argv", ["summarise.py", "five_digits"])
     summarise.main()
-    assert "| recipe − fedavg |" in capsys.readouterr().out
+    assert "| shot − fedavg |" in capsys.readouterr().out
     monkeypatch.setattr("sys.argv", ["summarise.py", "five_digit"])
     with pytest.raises(SystemExit, match="did you mean"):
         summarise.main()

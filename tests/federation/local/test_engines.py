@@ -19,7 +19,7 @@ from fedshift.data.domain import Domain, SparseRows
 from fedshift.errors import FedshiftError, UserError
 from fedshift.federation.federation import Federation
 from fedshift.federation.local import content_files
-from fedshift.federation.local.content_files import LARGE, ContentFiles, taken
+from fedshift.federation.local.content_files import LARGE, ContentFiles, take
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.local.pool import BUFFERED_ANSWERS, WorkerPool
 from fedshift.federation.local.worker import read_domain
@@ -238,7 +238,7 @@ def test_nothing_is_in_clear_where_files_are_encrypted(tmp_path: Path) -> None:
     assert ContentFiles(None).write(large) is None
     file = ContentFiles(tmp_path).write(large)
     assert file is not None
-    assert taken(file) == large
+    assert take(file) == large
     assert not [*tmp_path.iterdir()]
 
 

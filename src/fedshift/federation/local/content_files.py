@@ -29,7 +29,7 @@ class ContentFiles:
         >>> files.write({"weights": Weights({"w": torch.zeros(3)})}) is None
         True
         >>> file = files.write({"weights": Weights({"w": torch.zeros(20_000)})})
-        >>> taken(file)["weights"], Path(file).exists()
+        >>> take(file)["weights"], Path(file).exists()
         (Weights(1 tensors, 80,000 bytes), False)
     """
 
@@ -51,8 +51,8 @@ class ContentFiles:
         return str(file)
 
 
-def taken(file: str) -> dict[str, Content]:
-    """The content of a file, which is removed: its numbers stay in memory as long as they are used."""
+def take(file: str) -> dict[str, Content]:
+    """Read the content of a file and remove it: its numbers stay in memory as long as they are used."""
     content = decode_file(Path(file))
     remove(file)
     return content

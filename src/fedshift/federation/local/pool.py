@@ -44,7 +44,7 @@ from fedshift.federation.local.commands import (
     SharedRows,
     SiteCommand,
 )
-from fedshift.federation.local.content_files import ContentFiles, remove, taken
+from fedshift.federation.local.content_files import ContentFiles, remove, take
 from fedshift.federation.local.in_process import names_of
 from fedshift.federation.messages import Content, Statistics, decode, encode
 from fedshift.federation.setting_json import reply_from, setting_recipe
@@ -109,7 +109,7 @@ def answer_of(kind: type[A], message: bytes) -> tuple[dict[str, Any], A]:
         failed = Failed.model_validate(header)
         raise getattr(errors, failed.error, FedshiftError)(failed.message)
     text = kind.model_validate(header)
-    return taken(text.file) if text.file else content, text
+    return take(text.file) if text.file else content, text
 
 
 P = TypeVar("P")
