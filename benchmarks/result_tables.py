@@ -44,13 +44,14 @@ _SHORTER: Mapping[Kind, str] = {
     "explained": "{}",
     "privacy": "Each run: {}",
     "repeats": "Fewer {}.",
+    "scale": "Each site in its own scale.",
     "used": "{}",
     "work": "Not equal work, in mini-batches per source: {}.",
 }
-"""Notes in fewer words, with one of their parts; none where that part is empty."""
-_COLUMN = re.compile(r"^Warning: column (\d+) (is coded otherwise|never changes) at some sites: .*$")
+"""Notes in fewer words, with one of their parts, if they have any; none where that part is empty."""
+_COLUMN = re.compile(r"^Warning: column (\d+) (is coded otherwise|never changes|has 0) (?:at some sites: |in ).*$")
 """A warning of a record."""
-_CHECKS = {"is coded otherwise": "Coded otherwise", "never changes": "Constant"}
+_CHECKS = {"is coded otherwise": "Coded otherwise", "never changes": "Constant", "has 0": "0 may mean missing"}
 Column = tuple[str, Callable[[str], str]]
 """A head, and the entry of each method."""
 
@@ -205,6 +206,7 @@ def _shorter(note: Note) -> Iterator[str]:
     if note.kind == "repeats":
         parts = (f"{parts[1].split()[1]}: {parts[2]}",) if parts[2] else ()
     if note.kind in _SHORTER:
-        yield from [escape_markdown(_SHORTER[note.kind].format("; ".join(parts)))] if parts else []
+        text = _SHORTER[note.kind]
+        yield from [escape_markdown(text.format("; ".join(parts)))] if parts or "{}" not in text else []
     else:
         yield escape_markdown(note.text)
