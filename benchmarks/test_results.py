@@ -18,6 +18,7 @@ from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.config.experiment_file import override_field
 from fedshift.experiment.runs.identity import comparable
 from fedshift.files import plain_yaml
+from fedshift.methods.index import ENTRIES
 from paper_tables.catalogue import Entry, read
 from paper_tables.comparison import Runs, compared
 from paper_tables.panels import panels_of
@@ -67,6 +68,41 @@ def test_what_a_page_leaves_out_can_be_printed(
     monkeypatch.setattr("sys.argv", ["summarise.py", "five_digit"])
     with pytest.raises(SystemExit, match="did you mean"):
         summarise.main()
+
+
+@pytest.fixture(scope="module")
+def filled_tables() -> str:
+    """Every table of the results: on the pages, and what the pages leave out."""
+    texts = [text for page in PAGES for text in re.findall(r"<!-- table .*?<!-- end -->", page.read_text(), re.DOTALL)]
+    names = {name for text in texts for name, _ in summarise.MARKER.findall(text)}
+    return "\n".join([*texts, *map(summarise.more, sorted(names))]).replace("-", "−").replace("\\", "")
+
+
+def numbers_of(advice: str) -> list[str]:
+    """Those with two decimals; claims.yaml holds every p."""
+    return re.findall(r"\d+\.\d\d+", re.sub(r"\bp( here)? [=<] [\d.]+", "", advice))
+
+
+def test_the_numbers_of_an_advice_stand_in_tables_of_the_results(filled_tables: str) -> None:
+    numbers = {number for entry in ENTRIES.values() for number in numbers_of(entry.advice)}
+    assert len(numbers) > 30
+    assert sorted(number for number in numbers if not stands_in(number, filled_tables)) == []
+
+
+def test_the_first_number_of_an_advice_stands_in_a_row_of_the_method(filled_tables: str) -> None:
+    """A number can stand in some other method's row by chance, after the row that it came from is gone."""
+    rows = filled_tables.splitlines()
+    absent = []
+    for method, entry in ENTRIES.items():
+        own = [row for row in rows if re.match(rf"\| {method}\b", row)]
+        absent += [
+            (method, first) for first in numbers_of(entry.advice)[:1] if not any(stands_in(first, row) for row in own)
+        ]
+    assert absent == []
+
+
+def stands_in(number: str, text: str) -> bool:
+    return re.search(rf"(?<![\d.]){re.escape(number)}(?!\d)", text) is not None
 
 
 CLAIMS = claims.claims()
