@@ -21,7 +21,7 @@ from fedshift.evaluation.records import RunResult
 from fedshift.experiment.config.experiment import Experiment, parse
 from fedshift.experiment.config.experiment_file import override_field
 from fedshift.experiment.plan import common_settings
-from fedshift.experiment.runs.identity import comparable, first_difference
+from fedshift.experiment.runs.run_identity import comparable, first_difference
 from fedshift.report.collect import collect
 
 HERE = Path(__file__).parent

@@ -42,7 +42,7 @@ from fedshift.federation.local.pool import WorkerPool
 from fedshift.methods.base import State
 from fedshift.methods.rounds import play_round
 from fedshift.models.network import Network
-from fedshift.models.options import NetworkOptions
+from fedshift.models.network_options import NetworkOptions
 from fedshift.version import installed_version
 
 RESULT = Path(__file__).parent / "results" / "many_sites.json"

@@ -16,7 +16,7 @@ import summarise
 from fedshift.evaluation.stored import SETTINGS, is_finished, run_folders, stored
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.config.experiment_file import override_field
-from fedshift.experiment.runs.identity import comparable
+from fedshift.experiment.runs.run_identity import comparable
 from fedshift.files import plain_yaml
 from fedshift.methods.index import ENTRIES
 from paper_tables.catalogue import Entry, read

@@ -55,7 +55,7 @@ def test_experiments_are_run_told_and_watched(tmp_path: Path) -> None:
     ran = without(command("run", "small.yaml"), tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert "fedavg" in without(command("table", "runs/small", "--format", "markdown"), tmp_path).stdout
-    page = "import pathlib, fedshift.report.watch.page as watch; print(watch.watch_page(pathlib.Path('runs')))"
+    page = "import pathlib, fedshift.report.watch.live_page as watch; print(watch.watch_page(pathlib.Path('runs')))"
     assert "1 of 1 runs finished" in without(page, tmp_path).stdout
 
 

@@ -11,8 +11,8 @@ from fedshift.digests import read_object
 from fedshift.errors import UserError
 from fedshift.evaluation.records import RoundRecord, RunResult
 from fedshift.evaluation.summary import AVERAGE, mean_and_standard_error
-from fedshift.report.averages import mean_over_targets, weights_by_layer, weights_over_rounds
 from fedshift.report.collect import natural
+from fedshift.report.run_means import mean_over_targets, weights_by_layer, weights_over_rounds
 from fedshift.text import csv_text
 from paper_tables import distances, placements
 from paper_tables.catalogue import By, Catalogue, Entry, Panel, Place

@@ -27,7 +27,7 @@ from fedshift.experiment.protocols.index import PROTOCOLS
 from fedshift.federation.training import Privacy, Training
 from fedshift.methods import registry as methods
 from fedshift.methods.base import Method
-from fedshift.methods.composition.averaging import AVERAGES
+from fedshift.methods.composition.averages import AVERAGES
 from fedshift.methods.composition.local import PLUG_INS
 from fedshift.methods.index import ENTRIES, GROUPS, of_group
 from fedshift.methods.robust import RULES

@@ -34,7 +34,7 @@ from fedshift.report.estimates import estimates_of
 from fedshift.report.other_tools.trackers import tracker
 from fedshift.report.page import table_html, write_page
 from fedshift.report.report import report_of, verdict_of, whole_report
-from fedshift.report.samples import ShownSamples
+from fedshift.report.shown_samples import ShownSamples
 from fedshift.report.table_formats import markdown
 from fedshift.trust import asks, own_words
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from fedshift.federation.secure import sums
+from fedshift.federation.secure import integer_sums
 from scale_simulation import (
     CASES,
     HOSPITALS,
@@ -58,7 +58,9 @@ def test_the_tail_is_that_of_scipy() -> None:
 
 
 def test_the_threshold_is_that_of_secure_sums() -> None:
-    assert [threshold(number) for number in range(3, 200)] == [sums.threshold(number) for number in range(3, 200)]
+    assert [threshold(number) for number in range(3, 200)] == [
+        integer_sums.threshold(number) for number in range(3, 200)
+    ]
 
 
 def test_a_billion_clients_cost_less_than_a_thousand_neighbours() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from scipy import ndimage
 from scipy.spatial.distance import cdist, directed_hausdorff
 
-from fedshift.evaluation.segmentation import dice, hd95
+from fedshift.evaluation.mask_metrics import dice, hd95
 
 metrics = pytest.importorskip("monai.metrics")
 
@@ -97,7 +97,7 @@ ALONE = """
 import sys
 import numpy as np
 from fedshift.extras import runs_program
-from fedshift.evaluation.segmentation import hd95
+from fedshift.evaluation.mask_metrics import hd95
 
 runs_program("test")
 draws = np.random.default_rng(0)

@@ -18,7 +18,7 @@ from fedshift.data.tasks.objective import Regression, objective_of
 from fedshift.errors import UserError
 from fedshift.evaluation.records import RoundRecord
 from fedshift.evaluation.selection import selected_rounds
-from fedshift.methods.composition.averaging import SWAD, Kept
+from fedshift.methods.composition.averages import SWAD, Kept
 
 SITES = ("north", "south", "east")
 

@@ -15,7 +15,7 @@ from tiny import NORMED, domains, setting
 from torch import Tensor
 
 from fedshift.errors import FedshiftError, UserError
-from fedshift.federation.ledger import Ledger
+from fedshift.federation.byte_ledger import Ledger
 from fedshift.federation.message_files import read_message, write_message
 from fedshift.federation.messages import (
     KINDS,

@@ -29,7 +29,7 @@ from fedshift.methods.screening import screening_of
 from fedshift.methods.traits import Traits
 from fedshift.models import registry as models
 from fedshift.models.network import Network
-from fedshift.models.options import NetworkOptions
+from fedshift.models.network_options import NetworkOptions
 from fedshift.weights import Weights
 
 CLASSES = 3

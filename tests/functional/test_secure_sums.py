@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fedshift.errors import FedshiftError
-from fedshift.federation.secure.sums import threshold
+from fedshift.federation.secure.integer_sums import threshold
 from fedshift.functional.fixed_point import from_fixed, to_fixed
 from fedshift.functional.pairwise_masks import masked, unmask
 from fedshift.functional.secret_sharing import PRIME, join_shares, split_secret

@@ -25,7 +25,7 @@ from tiny import NORMED, domains, evaluated, normed_for, run, start_of
 
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.methods import registry
-from fedshift.methods.pooled.training import DomainTraining
+from fedshift.methods.pooled.side_modules import DomainTraining
 
 FILE = Path(__file__).with_name("golden.json")
 SIZES = {"north": 32, "south": 24, "west": 16}

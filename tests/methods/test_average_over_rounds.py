@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedshift.functional.averaging import dense_window
-from fedshift.methods.composition.averaging import EMA, SWA, SWAD, Averaging, Kept, LastRounds
+from fedshift.methods.composition.averages import EMA, SWA, SWAD, Averaging, Kept, LastRounds
 from fedshift.methods.composition.options import Composed
 from fedshift.methods.federated.csac import CSAC
 from fedshift.methods.federated.fedavg import FedAvg

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from fedshift.errors import UserError
 from fedshift.experiment.config.experiment import method_record, parse
-from fedshift.experiment.runs.identity import comparable, first_difference
+from fedshift.experiment.runs.run_identity import comparable, first_difference
 from fedshift.methods import registry
 from fedshift.methods.composition.options import described_setting
 from fedshift.methods.federated.fedavg import FedAvg

@@ -12,10 +12,10 @@ from fedshift.digests import write_object
 from fedshift.errors import UserError
 from fedshift.evaluation.cautions import cautions
 from fedshift.evaluation.records import SiteMetrics
-from fedshift.report.averages import pooled_reliability
 from fedshift.report.collect import collect
 from fedshift.report.page import page
 from fedshift.report.report import report_of, whole_report
+from fedshift.report.run_means import pooled_reliability
 from fedshift.report.table_formats import as_json, markdown
 
 Write = Callable[..., Path]

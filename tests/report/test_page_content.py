@@ -24,16 +24,16 @@ from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.plan import common_settings
 from fedshift.experiment.protocols.base import Split
 from fedshift.report.advice.words import short_kind
-from fedshift.report.averages import weights_by_layer
 from fedshift.report.collect import Collected, collect
 from fedshift.report.details import Details
-from fedshift.report.experiment_file import experiment_file
 from fedshift.report.html import render
+from fedshift.report.method_roles import role_of
 from fedshift.report.mistakes import predictions_of
 from fedshift.report.page import DARK, LIGHT, page
 from fedshift.report.plots import accuracy_at_targets
 from fedshift.report.report import report_of, verdict_of, whole_report
-from fedshift.report.roles import role_of
+from fedshift.report.rerun_file import experiment_file
+from fedshift.report.run_means import weights_by_layer
 from fedshift.report.sections.blocks import Figure, Grid, Text
 from fedshift.report.sections.predictions import predictions_section
 from fedshift.report.sections.results import grids, sites_grid

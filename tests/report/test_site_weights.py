@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from fedshift.evaluation.records import RoundRecord
-from fedshift.report.averages import mean_weights, moving, weights_over_rounds
 from fedshift.report.collect import collect
 from fedshift.report.page import page
 from fedshift.report.plots import site_weights
 from fedshift.report.report import whole_report
+from fedshift.report.run_means import mean_weights, moving, weights_over_rounds
 
 
 def run(*weights: Mapping[str, Any]) -> list[RoundRecord]:

@@ -18,8 +18,8 @@ from fedshift.digests import write_object
 from fedshift.errors import UserError
 from fedshift.evaluation.site_bytes import write_site_bytes
 from fedshift.report.watch.deployments import SeenSite
-from fedshift.report.watch.page import watch_page, watched
-from fedshift.report.watch.server import server
+from fedshift.report.watch.live_page import watch_page, watched
+from fedshift.report.watch.page_server import server
 
 Write = Callable[..., Path]
 

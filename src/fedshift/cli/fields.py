@@ -40,7 +40,7 @@ def show_fields(section: str | None) -> None:
     from fedshift.experiment.config.search_section import Search, Space
     from fedshift.experiment.protocols.index import PROTOCOLS
     from fedshift.federation.training import Privacy, Training
-    from fedshift.methods.composition.averaging import AVERAGES
+    from fedshift.methods.composition.averages import AVERAGES
     from fedshift.methods.composition.local import PLUG_INS
     from fedshift.methods.composition.prepare import PREPARATIONS
     from fedshift.methods.robust import RULES

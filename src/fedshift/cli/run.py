@@ -35,7 +35,7 @@ from fedshift.report.collect import collect
 from fedshift.report.other_tools.trackers import tracker
 from fedshift.report.page import write_page
 from fedshift.report.report import report_of, whole_report
-from fedshift.report.samples import ShownSamples
+from fedshift.report.shown_samples import ShownSamples
 from fedshift.report.table_formats import terminal
 
 ELSEWHERE = 5

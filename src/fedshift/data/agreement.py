@@ -14,7 +14,7 @@ import numpy as np
 from fedshift.data.codings import category_warnings, fewer, in_quotes, sums_warnings
 from fedshift.data.domain import Preprocessing
 from fedshift.data.tables import TableStatistics, agreed_encoding, moments
-from fedshift.data.tasks.fields import scaled
+from fedshift.data.tasks.task_fields import scaled
 from fedshift.errors import UserError
 
 MOMENTS, TABLE = "moments", "table"

@@ -27,7 +27,7 @@ from fedshift.federation.training import Training
 from fedshift.files import locked
 from fedshift.methods.base import Method
 from fedshift.methods.composition.options import training_of
-from fedshift.models.options import NetworkOptions
+from fedshift.models.network_options import NetworkOptions
 
 TERMS = "agreed.json"
 _REMEDY = "restore it, or remove it to agree anew to what is asked first"

@@ -48,7 +48,7 @@ from fedshift.experiment.runs.evaluator import Evaluator, Final
 from fedshift.experiment.runs.round_loop import train_and_evaluate
 from fedshift.experiment.runs.run_folder import RunFolder, run_folder, write_order
 from fedshift.extras import reports_installed
-from fedshift.federation.secure.sums import threshold
+from fedshift.federation.secure.integer_sums import threshold
 from fedshift.federation.setting_json import MethodRecipe, SettingRecipe, setting_recipe
 from fedshift.federation.site import Role
 from fedshift.federation.site_runner import Setting, SitePlan, about_sites

@@ -31,7 +31,7 @@ from fedshift.evaluation.estimate.sums import Numbers
 from fedshift.evaluation.estimate.two_classes import MEASURES
 from fedshift.experiment.plan import Run
 from fedshift.federation.messages import Content
-from fedshift.federation.secure.sums import threshold
+from fedshift.federation.secure.integer_sums import threshold
 from fedshift.functional.fixed_point import from_fixed
 
 T = TypeVar("T")

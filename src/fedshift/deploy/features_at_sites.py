@@ -18,9 +18,9 @@ from fedshift.deploy.site_file import Holding
 from fedshift.errors import Refused, UserError
 from fedshift.experiment.features import Watcher, described, extractor_for, site_features, weights_fingerprint
 from fedshift.federation.site_runner import Setting
+from fedshift.models.network_options import NetworkOptions
 from fedshift.models.networks.clip import ClipText
 from fedshift.models.networks.frozen import Frozen
-from fedshift.models.options import NetworkOptions
 
 
 class FeatureInputs(NamedTuple):

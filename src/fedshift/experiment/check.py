@@ -38,7 +38,7 @@ from fedshift.methods import registry as method_registry
 from fedshift.methods.base import Method, Traffic, calls_of, cost_of, in_order, reads_of
 from fedshift.methods.pooled.equal_steps import steps_of_run
 from fedshift.models.network import Network, copy_with, freeze_backbone
-from fedshift.models.own.trial import told_of
+from fedshift.models.own.forward_trial import told_of
 from fedshift.models.payload import payload
 from fedshift.weights import Weights
 

@@ -28,7 +28,7 @@ from fedshift.experiment.runs.run_folder import model_file
 from fedshift.extras import needed
 from fedshift.files import write_bytes
 from fedshift.models.made_up import made_up
-from fedshift.models.own.trial import one_line
+from fedshift.models.own.forward_trial import one_line
 from fedshift.weights import Weights
 
 Floats = npt.NDArray[np.float32]

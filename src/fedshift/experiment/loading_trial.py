@@ -17,7 +17,7 @@ from fedshift.experiment.plan import PlannedRun, model_metadata
 from fedshift.experiment.predict import from_weights, load_model
 from fedshift.experiment.runs.run_folder import MODEL, model_file
 from fedshift.models import registry as models
-from fedshift.models.own.trial import SAMPLES, told_of
+from fedshift.models.own.forward_trial import SAMPLES, told_of
 from fedshift.weights import Weights
 
 _SMALL = 5_000_000

@@ -22,8 +22,8 @@ from fedshift.federation.training import Training
 from fedshift.methods.base import Method, RunPlan, Samples, State, work_of
 from fedshift.methods.rounds import play_round, start_run
 from fedshift.models import registry as models
-from fedshift.models.options import NetworkOptions
-from fedshift.models.own.trial import line_of
+from fedshift.models.network_options import NetworkOptions
+from fedshift.models.own.forward_trial import line_of
 from fedshift.weights import Weights
 
 _SIZES = {"large": 41, "small": 5, "single": 1}

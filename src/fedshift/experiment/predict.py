@@ -48,11 +48,11 @@ from fedshift.experiment.runs.run_folder import MODEL, SEALED_MODEL
 from fedshift.methods.base import Method
 from fedshift.models import registry as models
 from fedshift.models.network import Network
+from fedshift.models.network_options import NetworkOptions
 from fedshift.models.networks.frozen import Extractor
 from fedshift.models.networks.unet import SegmentationOptions
-from fedshift.models.options import NetworkOptions
 from fedshift.models.own.bounded import Bounded
-from fedshift.models.own.trial import one_line, told_of
+from fedshift.models.own.forward_trial import one_line, told_of
 from fedshift.models.sliding import scores_of
 from fedshift.weights import Weights
 

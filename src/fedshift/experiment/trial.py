@@ -17,8 +17,8 @@ from fedshift.experiment.plan import PlannedRun
 from fedshift.federation.training import Training
 from fedshift.models.made_up import made_up
 from fedshift.models.network import Network
-from fedshift.models.options import NetworkOptions
-from fedshift.models.own.trial import SAMPLES, line_of, told_of
+from fedshift.models.network_options import NetworkOptions
+from fedshift.models.own.forward_trial import SAMPLES, line_of, told_of
 
 _SAMPLES = 8
 """Made-up samples of each domain."""

@@ -11,12 +11,20 @@ from statistics import median_low
 from typing import Any, ClassVar, Literal, Protocol
 
 from fedshift.errors import FedshiftError, KindRefused, ReplyRefused, TrainingDiverged, nearest
+from fedshift.federation.byte_ledger import Ledger
 from fedshift.federation.exchange import Answer, Mean, Missing, R, Replies, Request, Routed, Screening, content_for
-from fedshift.federation.ledger import Ledger
 from fedshift.federation.messages import Content, PerSite, Reply, promised_kinds, reply_content
 from fedshift.federation.randomness import sources_of_round
 from fedshift.federation.replies import About, ReplyCheck, reply_type
-from fedshift.federation.secure.sums import SMALLEST_ROSTER, By, SumOnly, Total, Weighing, contribution, threshold
+from fedshift.federation.secure.integer_sums import (
+    SMALLEST_ROSTER,
+    By,
+    SumOnly,
+    Total,
+    Weighing,
+    contribution,
+    threshold,
+)
 from fedshift.federation.site import Envelope, LocalFit, PlugIn, Site
 from fedshift.models.network import Network
 from fedshift.weights import Weights

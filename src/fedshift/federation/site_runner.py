@@ -21,7 +21,7 @@ from fedshift.federation.site import Envelope, LocalFit, Role, Site
 from fedshift.federation.site_memory import SiteMemory
 from fedshift.federation.training import Training
 from fedshift.models.network import Network
-from fedshift.models.options import NetworkOptions
+from fedshift.models.network_options import NetworkOptions
 from fedshift.models.products import with_compiler
 
 

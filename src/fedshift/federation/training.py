@@ -29,7 +29,7 @@ from fedshift.functional import schedules
 from fedshift.models import registry as models
 from fedshift.models.adapters import Adapters, with_adapters
 from fedshift.models.network import Network, with_layer_rates, with_thawing
-from fedshift.models.options import NetworkOptions
+from fedshift.models.network_options import NetworkOptions
 from fedshift.models.products import Precision, Products, with_precision, with_products
 
 M = TypeVar("M", bound=nn.Module)

@@ -19,7 +19,7 @@ from fedshift.federation.messages import KINDS, NUMBERS, Content, Number, Reply,
 from fedshift.federation.replies import About, Bounds
 from fedshift.federation.site import LocalFit, PlugIn, Site
 from fedshift.import_paths import place_of
-from fedshift.methods.composition.averaging import Kept
+from fedshift.methods.composition.averages import Kept
 from fedshift.methods.composition.options import Composed, check_options, plug_ins_of, preparation_of
 from fedshift.methods.composition.preparation import Preparation
 from fedshift.methods.index import Reads

@@ -19,7 +19,7 @@ METHODS: Mapping[str, str] = {name: entry.place for name, entry in ENTRIES.items
 
 def _as_option(name: str) -> str:
     """How a method is written that is an option of others here, such as FedAdam, Mixup or a median; else ""."""
-    from fedshift.methods.composition.averaging import AVERAGES
+    from fedshift.methods.composition.averages import AVERAGES
     from fedshift.methods.composition.local import PLUG_INS
     from fedshift.methods.robust import RULES
     from fedshift.methods.server import OPTIMIZERS

@@ -26,7 +26,7 @@ from fedshift.extras import needed
 from fedshift.models.instance_methods import stay_in_evaluation, with_method
 from fedshift.models.made_up import made_up
 from fedshift.models.network import Network
-from fedshift.models.own.trial import SAMPLES, forward, one_line
+from fedshift.models.own.forward_trial import SAMPLES, forward, one_line
 from fedshift.weights import Weights
 
 _NORMALISATION = (_NormBase, nn.LayerNorm, nn.GroupNorm)

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from fedshift.class_registry import ClassRegistry
 from fedshift.data.domain import Task
 from fedshift.errors import UserError, in_words, is_out_of_memory, nearest
-from fedshift.models.options import NetworkOptions
+from fedshift.models.network_options import NetworkOptions
 
 if TYPE_CHECKING:
     from fedshift.models.network import Network

@@ -15,7 +15,7 @@ from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.runs.run_folder import check_place
 from fedshift.report.folding import Folded
 from fedshift.report.many_sites import domain_table, missing_cells_of, privacy_rows, unlike, without_labels
-from fedshift.report.steps import steps_in_words
+from fedshift.report.pooled_steps import steps_in_words
 from fedshift.text import listed, printable
 
 _MOST_COLUMNS = 20

@@ -16,7 +16,7 @@ from fedshift.evaluation.records import RunResult
 from fedshift.report.collect import Collected
 from fedshift.report.conditions import conditions
 from fedshift.report.estimates import Estimates, estimates_of
-from fedshift.report.roles import role_of
+from fedshift.report.method_roles import role_of
 
 _CONSTANT = "the most frequent class"
 

@@ -14,9 +14,9 @@ from typing import Any, Literal
 from fedshift.evaluation.records import RunResult
 from fedshift.experiment.protocols.index import protocol_of
 from fedshift.methods.index import ENTRIES
+from fedshift.report.method_roles import Role, method_name, role_of
 from fedshift.report.note import Note
-from fedshift.report.roles import Role, method_name, role_of
-from fedshift.report.steps import steps_in_words, steps_of
+from fedshift.report.pooled_steps import steps_in_words, steps_of
 
 Use = Literal["augmented", "target"]
 USES: Mapping[Use, str] = {

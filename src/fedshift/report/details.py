@@ -13,7 +13,14 @@ from fedshift.evaluation.cautions import baselines, cautions
 from fedshift.evaluation.metric_entries import Metric
 from fedshift.evaluation.records import RoundRecord, RunResult, SiteMetric
 from fedshift.evaluation.stored import ROUNDS
-from fedshift.report.averages import (
+from fedshift.report.by_site import rounds_at
+from fedshift.report.collect import Collected, FinishedRun, natural, read_rounds
+from fedshift.report.many_targets import FEW
+from fedshift.report.measures import Measure
+from fedshift.report.mistakes import Predictions, placed_of, predictions_of
+from fedshift.report.pairs import site_gains
+from fedshift.report.rerun_file import experiment_file
+from fedshift.report.run_means import (
     Curve,
     SiteBytesRow,
     curve_of,
@@ -26,14 +33,7 @@ from fedshift.report.averages import (
     weights_by_layer,
     weights_over_rounds,
 )
-from fedshift.report.by_site import rounds_at
-from fedshift.report.collect import Collected, FinishedRun, natural, read_rounds
-from fedshift.report.experiment_file import experiment_file
-from fedshift.report.many_targets import FEW
-from fedshift.report.measures import Measure
-from fedshift.report.mistakes import Predictions, placed_of, predictions_of
-from fedshift.report.pairs import site_gains
-from fedshift.report.samples import Placed, ShownSamples
+from fedshift.report.shown_samples import Placed, ShownSamples
 from fedshift.report.table import Table, headline
 from fedshift.text import listed
 

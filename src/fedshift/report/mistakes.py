@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from fedshift.evaluation.predictions import PREDICTIONS
 from fedshift.evaluation.stored import check_sum
-from fedshift.report.averages import Curve
 from fedshift.report.collect import FinishedRun
-from fedshift.report.roles import role_of
-from fedshift.report.samples import Placed, ShownSamples
+from fedshift.report.method_roles import role_of
+from fedshift.report.run_means import Curve
+from fedshift.report.shown_samples import Placed, ShownSamples
 
 MOST_CLASSES = 20
 _MOST_TARGETS = 6

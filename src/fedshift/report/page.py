@@ -12,7 +12,7 @@ from fedshift.report.advice.verdict import Verdict
 from fedshift.report.details import Details
 from fedshift.report.html import render
 from fedshift.report.report import Report
-from fedshift.report.sections.about import cost_section, settings_section, warnings_section
+from fedshift.report.sections.about_runs import cost_section, settings_section, warnings_section
 from fedshift.report.sections.blocks import Section, section
 from fedshift.report.sections.metrics import classes_section, metrics_section
 from fedshift.report.sections.over_rounds import curves_section, weights_section

@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedshift.evaluation.summary import AVERAGE
-from fedshift.report.averages import Curve
 from fedshift.report.collect import natural
 from fedshift.report.html import render
 from fedshift.report.measures import ACCURACY, Measure
+from fedshift.report.run_means import Curve
 from fedshift.report.table import Table
 from fedshift.text import printable
 

@@ -13,8 +13,8 @@ from fedshift.report.conditions import Conditions, conditions
 from fedshift.report.details import Details, details_of, warnings_with_places
 from fedshift.report.estimates import Unmeasured, estimates_of, unmeasured_of
 from fedshift.report.many_targets import shown
-from fedshift.report.roles import Role
-from fedshift.report.samples import ShownSamples
+from fedshift.report.method_roles import Role
+from fedshift.report.shown_samples import ShownSamples
 from fedshift.report.table import Table, table_of
 
 

@@ -23,7 +23,7 @@ from fedshift.deploy.crypto.keys import KeyCard, signed_text
 from fedshift.digests import write_object
 from fedshift.errors import Refused
 from fedshift.experiment.fits.secure_sums import check_sums
-from fedshift.federation.secure.sums import SMALLEST_ROSTER
+from fedshift.federation.secure.integer_sums import SMALLEST_ROSTER
 from fedshift.functional.control_variates import next_control
 from fedshift.functional.divergence_weighting import distance_weighted, fused_from_sums
 from fedshift.methods import registry

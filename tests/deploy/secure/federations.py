@@ -25,7 +25,7 @@ from fedshift.deploy.secure.identity import signing
 from fedshift.federation.messages import Sealed
 from fedshift.federation.plain_values import parsed
 from fedshift.federation.secure.closed import Box, Package, Passage
-from fedshift.federation.secure.sums import Layout
+from fedshift.federation.secure.integer_sums import Layout
 from fedshift.weights import Weights
 
 

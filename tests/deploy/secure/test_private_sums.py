@@ -21,7 +21,7 @@ from fedshift.deploy.privacy.ledger import LEDGER
 from fedshift.deploy.remote.transport import Lost
 from fedshift.deploy.remote.wire import Message
 from fedshift.errors import FedshiftError
-from fedshift.federation.secure.sums import Contribution, Weighing, contribution
+from fedshift.federation.secure.integer_sums import Contribution, Weighing, contribution
 from fedshift.functional.averaging import weighted_average
 from fedshift.functional.differential_privacy import NoisySteps
 from fedshift.weights import Weights

@@ -30,7 +30,7 @@ from fedshift.deploy.remote.policy import AuditLog, Policy
 from fedshift.deploy.remote.wire import body_of
 from fedshift.deploy.secure.rosters import ROSTERS, Rosters
 from fedshift.errors import FedshiftError, Refused, UserError
-from fedshift.federation.secure.sums import threshold
+from fedshift.federation.secure.integer_sums import threshold
 from fedshift.functional.fixed_point import from_fixed
 
 NAMES = sorted(FOUR)

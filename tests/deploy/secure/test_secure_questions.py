@@ -21,7 +21,7 @@ from fedshift.deploy.secure.site_sums import promised_masked
 from fedshift.errors import FedshiftError, UserError
 from fedshift.experiment.fits.secure_sums import check_sums
 from fedshift.federation.messages import Content, Update
-from fedshift.federation.secure.sums import Weighing, contribution
+from fedshift.federation.secure.integer_sums import Weighing, contribution
 from fedshift.methods import registry
 from fedshift.weights import Weights
 

@@ -34,7 +34,7 @@ from fedshift.deploy.remote.wire import body_of, seal, unseal
 from fedshift.deploy.secure.identity import Identity, signing
 from fedshift.deploy.site_server import SiteProgram, open_site
 from fedshift.federation.messages import Content
-from fedshift.federation.secure.sums import Weighing
+from fedshift.federation.secure.integer_sums import Weighing
 from fedshift.federation.site import Envelope
 from fedshift.weights import Weights
 

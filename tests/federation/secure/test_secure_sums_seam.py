@@ -17,7 +17,7 @@ from fedshift.federation.federation import Federation
 from fedshift.federation.local.pool import WorkerPool
 from fedshift.federation.messages import Update
 from fedshift.federation.plain_values import parsed
-from fedshift.federation.secure.sums import ALL, Layout, LayoutEntry, Total, Weighing, contribution, threshold
+from fedshift.federation.secure.integer_sums import ALL, Layout, LayoutEntry, Total, Weighing, contribution, threshold
 from fedshift.federation.site import Role, Site
 from fedshift.functional.fixed_point import FRACTION_BITS
 from fedshift.methods import registry

@@ -22,7 +22,7 @@ from fedshift.errors import ReplyRefused, UserError
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.fits.private import check_private
 from fedshift.experiment.predict import load_model
-from fedshift.experiment.runs.identity import comparable, first_difference
+from fedshift.experiment.runs.run_identity import comparable, first_difference
 from fedshift.federation.federation import Federation
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.local.pool import WorkerPool

@@ -14,7 +14,7 @@ from tiny import CNN, MLP, run
 from fedshift.data.transforms import Augmentation
 from fedshift.methods import registry
 from fedshift.methods.base import State, cost_of
-from fedshift.methods.composition.averaging import Kept
+from fedshift.methods.composition.averages import Kept
 from fedshift.methods.composition.new_site import NewSite
 from fedshift.methods.composition.views import AugmentOption
 from fedshift.methods.federated.fedavg import FedAvg

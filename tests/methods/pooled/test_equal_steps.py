@@ -22,7 +22,7 @@ from fedshift.federation.site_base import parts_of
 from fedshift.methods import registry
 from fedshift.methods.pooled.deepall import DeepAll
 from fedshift.methods.pooled.equal_steps import steps_of_run
-from fedshift.methods.pooled.training import DomainTraining
+from fedshift.methods.pooled.side_modules import DomainTraining
 from fedshift.models.network import Network
 
 POOLED = [name for name in registry.names() if registry.method_class(name).traits.pooled]

@@ -16,7 +16,7 @@ from fedshift.errors import UserError
 from fedshift.experiment.config.experiment import parse as experiment
 from fedshift.models import registry
 from fedshift.models.network import Network
-from fedshift.models.options import NetworkOptions
+from fedshift.models.network_options import NetworkOptions
 
 FILE = Path(nets.__file__)
 

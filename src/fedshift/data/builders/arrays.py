@@ -38,7 +38,7 @@ from fedshift.data.site_labels import unknown_labels, unread
 from fedshift.data.site_scale import check_scale, sums_of
 from fedshift.data.splits import fixed_split
 from fedshift.data.tables import moments
-from fedshift.data.tasks.fields import TaskFields, flags, label_sums, quantities, times
+from fedshift.data.tasks.task_fields import TaskFields, flags, label_sums, quantities, times
 from fedshift.errors import UserError, nearest
 from fedshift.text import type_in_words
 

@@ -56,7 +56,7 @@ from fedshift.data.tables import (
     encoding_of,
     site_statistics,
 )
-from fedshift.data.tasks.fields import TaskFields, label_sums
+from fedshift.data.tasks.task_fields import TaskFields, label_sums
 from fedshift.data.text_columns import LONGEST, TextEncoding, text_encoding
 from fedshift.errors import UserError, nearest
 from fedshift.functional.noisy_moments import Ranges

@@ -20,7 +20,7 @@ from fedshift.deploy.audit.gradient_search import Attack, Attacked, Attempt, Exc
 from fedshift.federation.messages import Update
 from fedshift.federation.private_training import gradients_of, per_sample_gradients
 from fedshift.federation.randomness import generator
-from fedshift.federation.secure.sums import Total, Weighing, contribution
+from fedshift.federation.secure.integer_sums import Total, Weighing, contribution
 from fedshift.federation.site import Batch, Envelope, Site
 from fedshift.functional import leakage
 from fedshift.functional.differential_privacy import clipped_sum, gaussian

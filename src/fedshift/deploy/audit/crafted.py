@@ -31,8 +31,8 @@ from fedshift.federation.training import Training
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.models import registry as models
 from fedshift.models.network import Network
+from fedshift.models.network_options import NetworkOptions
 from fedshift.models.networks.mlp import Mlp
-from fedshift.models.options import NetworkOptions
 from fedshift.models.wide import WideLinear
 from fedshift.weights import Weights
 

@@ -33,7 +33,7 @@ from fedshift.experiment.features import built
 from fedshift.experiment.plan import Plan, PlannedRun, Run
 from fedshift.experiment.predict import load_model
 from fedshift.experiment.privacy import draws_of
-from fedshift.federation.secure.sums import SMALLEST_ROSTER
+from fedshift.federation.secure.integer_sums import SMALLEST_ROSTER
 from fedshift.federation.site import Site
 from fedshift.federation.site_memory import SiteMemory
 from fedshift.methods.base import reads_of

@@ -23,7 +23,7 @@ from fedshift.deploy.crypto.keys import KeyCard, Order, PrivateKey, commitment, 
 from fedshift.digests import read_object, write_object
 from fedshift.encryption import read_private, write_private
 from fedshift.errors import Refused
-from fedshift.federation.secure.sums import threshold
+from fedshift.federation.secure.integer_sums import threshold
 from fedshift.files import locked, write_bytes
 from fedshift.functional.pairwise_masks import masked
 from fedshift.functional.secret_sharing import SECRET_BYTES, SHARE_BYTES, split_secret

@@ -23,7 +23,7 @@ from pydantic import BeforeValidator, PlainSerializer
 from fedshift.encryption import read_private, write_private
 from fedshift.errors import Refused, UserError
 from fedshift.federation.plain_values import Frozen
-from fedshift.federation.secure.sums import threshold
+from fedshift.federation.secure.integer_sums import threshold
 
 try:
     from cryptography.exceptions import InvalidTag

@@ -19,7 +19,7 @@ from fedshift.deploy.crypto.keys import KeyCard, KeyEntry, Order
 from fedshift.deploy.remote.requests import CallRequest, MaskRequest, OrderAsked, SumAsked, Work
 from fedshift.errors import FedshiftError, Refused
 from fedshift.federation.messages import Content, Masked
-from fedshift.federation.secure.sums import Weighing, threshold
+from fedshift.federation.secure.integer_sums import Weighing, threshold
 from fedshift.federation.site import Envelope
 from fedshift.functional.secret_sharing import SHARE_BYTES
 

@@ -21,7 +21,7 @@ from fedshift.evaluation.site_metrics import BINS
 from fedshift.evaluation.tasks.measuring import Measuring, measuring_of
 from fedshift.federation.messages import Statistics
 from fedshift.federation.plain_values import Frozen
-from fedshift.federation.secure.sums import LayoutEntry
+from fedshift.federation.secure.integer_sums import LayoutEntry
 from fedshift.federation.setting_json import SettingRecipe
 from fedshift.weights import Weights
 

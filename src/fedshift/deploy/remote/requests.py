@@ -26,7 +26,7 @@ from fedshift.evaluation.records import Part as Measured
 from fedshift.federation.federation import OnRefusal
 from fedshift.federation.messages import Content
 from fedshift.federation.plain_values import Closed, Frozen, parsed
-from fedshift.federation.secure.sums import By
+from fedshift.federation.secure.integer_sums import By
 from fedshift.federation.setting_json import MethodRecipe, SettingRecipe
 from fedshift.federation.site import Envelope
 from fedshift.version import installed_version

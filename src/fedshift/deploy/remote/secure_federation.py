@@ -40,7 +40,7 @@ from fedshift.federation.exchange import Answer, Mean, Missing, Request
 from fedshift.federation.messages import Content, PerSite, Reply
 from fedshift.federation.plain_values import Closed
 from fedshift.federation.replies import Layout as OpenFields
-from fedshift.federation.secure.sums import (
+from fedshift.federation.secure.integer_sums import (
     ALL,
     SMALLEST_ROSTER,
     By,

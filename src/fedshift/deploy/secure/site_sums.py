@@ -32,7 +32,7 @@ from fedshift.deploy.site_file import SiteConfig
 from fedshift.errors import FedshiftError, Refused, TrainingDiverged
 from fedshift.federation.messages import NUMBERS, Content, Reply, reply_content
 from fedshift.federation.replies import About, ReplyCheck
-from fedshift.federation.secure.sums import LayoutEntry, Weighing, contribution
+from fedshift.federation.secure.integer_sums import LayoutEntry, Weighing, contribution
 from fedshift.federation.site_runner import SiteRunner
 from fedshift.methods.base import Method, reads_of
 from fedshift.weights import Weights

@@ -35,8 +35,8 @@ from fedshift.methods.base import Method
 from fedshift.methods.composition.options import training_of
 from fedshift.methods.symbols import with_names
 from fedshift.models import registry as model_registry
+from fedshift.models.network_options import NetworkOptions
 from fedshift.models.networks.frozen import Frozen
-from fedshift.models.options import NetworkOptions
 from fedshift.models.own import own_network
 
 

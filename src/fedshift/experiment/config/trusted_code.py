@@ -11,7 +11,7 @@ from fedshift.errors import UserError
 from fedshift.methods import registry as methods
 from fedshift.methods.base import Method
 from fedshift.models import registry as models
-from fedshift.models.options import NetworkOptions
+from fedshift.models.network_options import NetworkOptions
 from fedshift.models.own.own_network import given, is_object
 from fedshift.trust import own_words
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from fedshift.errors import UserError
 from fedshift.experiment.fits.about import About
-from fedshift.federation.secure.sums import SMALLEST_ROSTER
+from fedshift.federation.secure.integer_sums import SMALLEST_ROSTER
 from fedshift.methods.base import Method, reads_of
 from fedshift.methods.index import with_sums
 

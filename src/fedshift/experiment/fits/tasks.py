@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fedshift.errors import UserError
-from fedshift.evaluation.segmentation import can_measure_distances
+from fedshift.evaluation.mask_metrics import can_measure_distances
 from fedshift.experiment.fits.about import About
 from fedshift.methods.base import Method
 from fedshift.methods.composition.options import training_of

@@ -12,7 +12,7 @@ from fedshift.experiment.fits.about import About
 from fedshift.experiment.trial import try_method
 from fedshift.methods.base import Method, Samples
 from fedshift.models.made_up import reads_tokens
-from fedshift.models.own.trial import SAMPLES, forward, line_of, one_line
+from fedshift.models.own.forward_trial import SAMPLES, forward, line_of, one_line
 
 
 def network_fits(about: About) -> Iterator[str]:

@@ -15,7 +15,7 @@ from fedshift.data.domain import DataSet, Rows
 from fedshift.data.site_data import SiteData
 from fedshift.data.tasks.objective import CLASSES, Objective, objective_of
 from fedshift.errors import UserError
-from fedshift.evaluation import segmentation
+from fedshift.evaluation import mask_metrics
 from fedshift.evaluation.predictions import UNLABELLED, SitePredictions
 from fedshift.evaluation.records import Part, SiteMetrics
 from fedshift.evaluation.site_metrics import Scored, common_threshold
@@ -23,7 +23,7 @@ from fedshift.evaluation.tasks.measuring import MetricOptions, measuring_of
 from fedshift.experiment.protocols.base import Split
 from fedshift.methods.composition.new_site import NewSite
 from fedshift.models.network import Network
-from fedshift.models.options import NetworkOptions
+from fedshift.models.network_options import NetworkOptions
 from fedshift.models.sliding import scores_of
 from fedshift.weights import Weights
 
@@ -211,9 +211,9 @@ class Evaluator:
         model, options, overlaps, distances = _Loaded(network, weights), self._model, {}, dict[str, float]()
         for name, view in self._targets.items():
             pairs = list(predicted_masks(self._at(model, name, view), view, options))
-            overlaps[name] = np.concatenate([segmentation.dice(*pair) for pair in pairs])
-            if segmentation.can_measure_distances():
-                distances[name] = float(np.concatenate([segmentation.hd95(*pair) for pair in pairs]).mean())
+            overlaps[name] = np.concatenate([mask_metrics.dice(*pair) for pair in pairs])
+            if mask_metrics.can_measure_distances():
+                distances[name] = float(np.concatenate([mask_metrics.hd95(*pair) for pair in pairs]).mean())
         common = {name: _dice(self._answering(model, view), view, options) for name, view in self._common.items()}
         record: dict[str, Any] = {
             "target_accuracy": {name: float(overlap.mean()) for name, overlap in overlaps.items()},
@@ -242,7 +242,7 @@ class _Loaded:
 
 
 def _dice(network: Network, view: SiteData, options: NetworkOptions) -> float:
-    return float(np.concatenate([segmentation.dice(*pair) for pair in predicted_masks(network, view, options)]).mean())
+    return float(np.concatenate([mask_metrics.dice(*pair) for pair in predicted_masks(network, view, options)]).mean())
 
 
 def answering(network: Network, view: SiteData, new_site: NewSite | None) -> Network:

@@ -22,7 +22,7 @@ from fedshift.experiment.runs.round_loop import carry_out
 from fedshift.experiment.runs.run_folder import RunFolder, run_folder, write_order
 from fedshift.extras import reports_installed
 from fedshift.federation.local.cards import cards_of, shares
-from fedshift.models.own.trial import told_of
+from fedshift.models.own.forward_trial import told_of
 
 _LOOK = 1.0
 """Seconds between two looks at a run that another process holds."""

@@ -39,15 +39,15 @@ from fedshift.evaluation.stored import (
 )
 from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.plan import Plan, PlannedRun, common_settings
-from fedshift.experiment.runs.identity import comparable, first_difference
-from fedshift.federation.ledger import Totals
+from fedshift.experiment.runs.run_identity import comparable, first_difference
+from fedshift.federation.byte_ledger import Totals
 from fedshift.federation.message_files import read_message, write_message
 from fedshift.federation.messages import Content, encode, unshared
 from fedshift.federation.plain_values import Frozen
 from fedshift.federation.secure.closed import in_one, in_two, is_closed
 from fedshift.files import plain_yaml, write_bytes, yaml_bytes
 from fedshift.methods.base import State
-from fedshift.methods.composition.averaging import Kept
+from fedshift.methods.composition.averages import Kept
 from fedshift.weights import Weights
 
 FORMAT = 1

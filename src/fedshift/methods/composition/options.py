@@ -20,7 +20,7 @@ from pydantic import (
 
 from fedshift.errors import UserError
 from fedshift.federation.training import Training
-from fedshift.methods.composition.averaging import AverageOption, Averaging, LastRounds
+from fedshift.methods.composition.averages import AverageOption, Averaging, LastRounds
 from fedshift.methods.composition.local import PLUG_INS, LocalPlugIns
 from fedshift.methods.composition.new_site import NewSite
 from fedshift.methods.composition.plug_in import LocalOption

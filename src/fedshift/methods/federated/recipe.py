@@ -60,7 +60,7 @@ from pydantic import Field, NonNegativeInt
 from fedshift.data.domain import ALL_TASKS
 from fedshift.data.transforms import Augmentation, NamedAugmentation
 from fedshift.methods.base import Samples
-from fedshift.methods.composition.averaging import SWA
+from fedshift.methods.composition.averages import SWA
 from fedshift.methods.composition.options import AtServer, AtSites
 from fedshift.methods.composition.plug_in import LocalOption
 from fedshift.methods.composition.regularisers import DropoutOption, Rate

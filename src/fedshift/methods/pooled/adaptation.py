@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from fedshift.federation.site import Batch, Site
-from fedshift.methods.pooled.training import DomainTraining
+from fedshift.methods.pooled.side_modules import DomainTraining
 
 DomainBatches = tuple[tuple[Batch, ...], Batch]
 """A mini-batch of every source domain, and one of the target's without labels."""

@@ -39,7 +39,7 @@ from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.meta_learning import with_gradient
 from fedshift.functional.mixing import gradient_perturbed
-from fedshift.methods.pooled.training import ITS_OWN, PooledTraining
+from fedshift.methods.pooled.side_modules import ITS_OWN, PooledTraining
 from fedshift.models.network import Network
 from fedshift.models.pixel_gradients import with_pixel_gradients
 from fedshift.weights import Weights

@@ -48,7 +48,7 @@ from fedshift.federation.site import Batch, Site
 from fedshift.functional.adversarial import reverse_gradient
 from fedshift.functional.losses import inverse_frequencies
 from fedshift.methods.heads import Dropout
-from fedshift.methods.pooled.training import DomainTraining
+from fedshift.methods.pooled.side_modules import DomainTraining
 from fedshift.weights import Weights
 
 WARM_UP = 0.01

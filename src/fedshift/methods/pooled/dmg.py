@@ -37,7 +37,7 @@ from fedshift.federation.messages import Update
 from fedshift.federation.randomness import derive_seed, drawn_from
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.masking import draws_like, soft_interaction, straight_through_mask
-from fedshift.methods.pooled.training import PooledTraining
+from fedshift.methods.pooled.side_modules import PooledTraining
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 

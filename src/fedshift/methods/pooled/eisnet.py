@@ -45,7 +45,7 @@ from fedshift.methods.composition.plug_in import check_tiles
 from fedshift.methods.composition.puzzles import Puzzles
 from fedshift.methods.composition.triplets import KeyQueue
 from fedshift.methods.pooled.jigen import jigsaw_loss
-from fedshift.methods.pooled.training import ITS_OWN, OF_ONE_BATCH, PooledTraining
+from fedshift.methods.pooled.side_modules import ITS_OWN, OF_ONE_BATCH, PooledTraining
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 

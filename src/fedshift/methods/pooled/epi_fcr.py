@@ -47,7 +47,7 @@ from fedshift.data.tasks.objective import Objective
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.methods.heads import redrawn
-from fedshift.methods.pooled.training import DomainTraining
+from fedshift.methods.pooled.side_modules import DomainTraining
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 

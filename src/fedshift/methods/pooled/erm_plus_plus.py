@@ -37,7 +37,7 @@ from fedshift.data.domain import WITHOUT_MASKS
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.federation.site_memory import begin_momentum
-from fedshift.methods.pooled.training import PooledTraining
+from fedshift.methods.pooled.side_modules import PooledTraining
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 

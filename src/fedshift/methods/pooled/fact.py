@@ -43,7 +43,7 @@ from fedshift.functional.schedules import sigmoid_ramp
 from fedshift.methods.base import Samples
 from fedshift.methods.composition.mean_teacher import MeanTeacher
 from fedshift.methods.composition.views import amplitude_mixed
-from fedshift.methods.pooled.training import ITS_OWN, PooledTraining
+from fedshift.methods.pooled.side_modules import ITS_OWN, PooledTraining
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 

@@ -43,7 +43,7 @@ from fedshift.data.domain import WITHOUT_MASKS
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.meta_learning import answer_at, utility, with_gradient
-from fedshift.methods.pooled.training import DomainTraining
+from fedshift.methods.pooled.side_modules import DomainTraining
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 

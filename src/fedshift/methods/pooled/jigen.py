@@ -42,7 +42,7 @@ from fedshift.functional.jigsaw import MOST
 from fedshift.methods.base import Samples
 from fedshift.methods.composition.plug_in import check_tiles
 from fedshift.methods.composition.puzzles import Puzzles
-from fedshift.methods.pooled.training import ITS_OWN, PooledTraining
+from fedshift.methods.pooled.side_modules import ITS_OWN, PooledTraining
 from fedshift.weights import Weights
 
 

@@ -48,7 +48,7 @@ from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.meta_learning import answer_at, clipped_by_norm, inner_step, with_gradient
 from fedshift.functional.metric_learning import class_confusion, confusion_divergence, semi_hard_triplet_loss
-from fedshift.methods.pooled.training import DomainTraining
+from fedshift.methods.pooled.side_modules import DomainTraining
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 

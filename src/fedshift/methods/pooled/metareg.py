@@ -44,7 +44,7 @@ from fedshift.federation.site_memory import begin_momentum
 from fedshift.functional.averaging import weighted_average
 from fedshift.functional.meta_learning import answer_at, inner_step, weighted_l1
 from fedshift.methods.heads import redrawn
-from fedshift.methods.pooled.training import DomainTraining
+from fedshift.methods.pooled.side_modules import DomainTraining
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 

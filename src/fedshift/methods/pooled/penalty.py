@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
-from fedshift.methods.pooled.training import DomainTraining
+from fedshift.methods.pooled.side_modules import DomainTraining
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 

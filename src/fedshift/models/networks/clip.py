@@ -26,8 +26,8 @@ from torch.nn import functional
 from fedshift.errors import UserError
 from fedshift.extras import needed
 from fedshift.models.network import Network
+from fedshift.models.network_options import NetworkOptions, image_shape
 from fedshift.models.networks.vision import GreyToColour
-from fedshift.models.options import NetworkOptions, image_shape
 from fedshift.models.pretrained import find_file, load_whole, one_line
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from fedshift.errors import UserError
 from fedshift.models.network import Network
-from fedshift.models.options import NetworkOptions, image_shape
+from fedshift.models.network_options import NetworkOptions, image_shape
 
 
 class MnistCnn(NetworkOptions):

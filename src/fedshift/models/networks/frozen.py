@@ -13,8 +13,8 @@ from torch.nn import functional
 from fedshift.errors import UserError
 from fedshift.models import registry
 from fedshift.models.network import Network
+from fedshift.models.network_options import NetworkOptions
 from fedshift.models.networks.mlp import Mlp
-from fedshift.models.options import NetworkOptions
 
 _SCALES: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),

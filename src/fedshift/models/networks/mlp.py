@@ -10,7 +10,7 @@ from pydantic import Field, PositiveInt
 from torch import nn
 
 from fedshift.models.network import Network
-from fedshift.models.options import NetworkOptions
+from fedshift.models.network_options import NetworkOptions
 from fedshift.models.wide import linear
 
 

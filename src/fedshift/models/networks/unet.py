@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fedshift.data.domain import Task
 from fedshift.errors import UserError
 from fedshift.models.network import Network
-from fedshift.models.options import NetworkOptions, image_shape
+from fedshift.models.network_options import NetworkOptions, image_shape
 
 
 class SegmentationOptions(NetworkOptions):

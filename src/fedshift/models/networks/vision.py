@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from fedshift.errors import UserError, nearest
 from fedshift.models.network import Network
-from fedshift.models.options import NetworkOptions, image_shape
+from fedshift.models.network_options import NetworkOptions, image_shape
 from fedshift.models.pretrained import light_torchvision, load_pretrained
 
 

@@ -23,10 +23,10 @@ from fedshift.class_registry import made_in, own_module
 from fedshift.errors import UserError, nearest
 from fedshift.import_paths import place_of
 from fedshift.models.network import Network
-from fedshift.models.options import NetworkOptions
+from fedshift.models.network_options import NetworkOptions
 from fedshift.models.own import bundles, libraries
+from fedshift.models.own.forward_trial import SAMPLES, forward, one_line
 from fedshift.models.own.structure import Parts, Structure, assembled, structure_of
-from fedshift.models.own.trial import SAMPLES, forward, one_line
 
 GIVEN = "python:"
 """Begins the names of networks that were given as objects. No other process can make them."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from fedshift.models.own.trial import Event
+from fedshift.models.own.forward_trial import Event
 
 ALIGNED = 3
 """Most stages that methods align by default: the deepest ones, as in CSAC."""

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from fedshift.errors import UserError, nearest
 from fedshift.models.made_up import mark_tokens, reads_tokens
 from fedshift.models.network import Network
+from fedshift.models.own.forward_trial import SAMPLES, Event, Trial, forward, one_line, tried
 from fedshift.models.own.stages import ALIGNED, stages_of, within
-from fedshift.models.own.trial import SAMPLES, Event, Trial, forward, one_line, tried
 
 
 class Parts(BaseModel):

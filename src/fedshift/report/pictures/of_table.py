@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from fedshift.report import plots
 from fedshift.report.html import render, trusted
+from fedshift.report.method_roles import ROLES, Role
 from fedshift.report.page import DARK, LIGHT
 from fedshift.report.report import Report
-from fedshift.report.roles import ROLES, Role
 from fedshift.report.table import Table
 
 if TYPE_CHECKING:

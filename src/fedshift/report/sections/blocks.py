@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fedshift.report import plots
-from fedshift.report.averages import Curve
 from fedshift.report.measures import MISSING
+from fedshift.report.run_means import Curve
 from fedshift.text import csv_text
 
 

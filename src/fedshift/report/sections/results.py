@@ -13,8 +13,8 @@ from fedshift.report.advice.words import KINDS, first_sentence, paragraphs
 from fedshift.report.conditions import Conditions
 from fedshift.report.details import Details, SiteSamples
 from fedshift.report.measures import MISSING
+from fedshift.report.method_roles import ROLES, Role
 from fedshift.report.report import Report
-from fedshift.report.roles import ROLES, Role
 from fedshift.report.sections.blocks import (
     Block,
     Cells,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from fedshift.evaluation.site_bytes import Direction
 from fedshift.report.advice.words import short_kind, size
-from fedshift.report.averages import SiteBytesRow
+from fedshift.report.run_means import SiteBytesRow
 from fedshift.report.sections.blocks import Cells, Entry, Grid, grid
 from fedshift.text import listed
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fedshift.experiment.runs.identity import comparable, first_difference
+from fedshift.experiment.runs.run_identity import comparable, first_difference
 
 SETTINGS: dict[str, Any] = {
     "name": "one",

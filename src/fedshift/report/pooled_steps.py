@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from fedshift.evaluation.records import RunResult
 from fedshift.methods.index import ENTRIES
-from fedshift.report.roles import method_name, role_of
+from fedshift.report.method_roles import method_name, role_of
 
 _LEFT_OVER, _ROUNDED = 3, 0.02
 """Differences that come from mini-batches which are divided over sites and rounded up."""

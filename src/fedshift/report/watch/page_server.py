@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedshift.errors import UserError
-from fedshift.report.watch.page import watch_page, watched
+from fedshift.report.watch.live_page import watch_page, watched
 
 ADDRESS = "127.0.0.1"
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

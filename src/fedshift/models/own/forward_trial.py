@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fedshift.errors import FedshiftError, UserError
 from fedshift.models.made_up import made_up, mark_tokens, reads_tokens, tokens
-from fedshift.models.options import NetworkOptions
+from fedshift.models.network_options import NetworkOptions
 
 SAMPLES = 2
 
