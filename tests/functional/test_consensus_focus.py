@@ -17,7 +17,7 @@ from torch import Tensor
 from fedshift.errors import UserError
 from fedshift.functional import consensus_focus
 from fedshift.functional.consensus_focus import FocusTally
-from fedshift.functional.knowledge_vote import knowledge_vote
+from fedshift.functional.knowledge_vote import UNSUPPORTED, knowledge_vote
 
 TEACHERS = torch.tensor(
     [
@@ -91,6 +91,16 @@ def test_worked_numbers_of_quality(coalition: tuple[int, ...], quality: float) -
     assert coalition_quality(TEACHERS, 0.9, coalition) == pytest.approx(quality, abs=1e-12)
     released = 0.92 if coalition == (1,) else quality
     assert coalition_quality(TEACHERS, 0.9, coalition, ballots="top1") == pytest.approx(released, abs=1e-12)
+
+
+@pytest.mark.parametrize("ballots", ["rows", "top1"])
+def test_who_is_as_sure_as_the_gate_does_not_pass(ballots: Any) -> None:
+    """As in the released code: only a confidence above the gate counts."""
+    at_the_gate = torch.tensor([[[0.75, 0.25]], [[0.875, 0.125]]], dtype=torch.float64)
+    assert coalition_quality(at_the_gate, 0.75, (0, 1), ballots=ballots) == pytest.approx(0.875)
+    assert coalition_quality(at_the_gate, 0.75, (0,), ballots=ballots) == pytest.approx(
+        0.75 * UNSUPPORTED if ballots == "rows" else 0
+    )
 
 
 @pytest.mark.parametrize(("gate", "quality"), [(0.9, 1.87), (0.94, 0.96), (0.97, 0)])

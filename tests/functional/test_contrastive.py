@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedshift.functional.contrastive import gradient_gap, model_contrastive_loss, supervised_contrast
+from fedshift.functional.contrastive import gradient_gap, model_contrastive_loss, paired_loss, supervised_contrast
 
 
 def drawn(seed: int, *shape: int) -> Tensor:
@@ -74,3 +74,16 @@ def test_supcon_is_the_paper_s_formula_sample_by_sample(seed: int, temperature: 
         total -= sum(math.log(powers[i][p] / whole) for p in partners) / max(len(partners), 1)
     found = supervised_contrast(embeddings, torch.tensor(labels), temperature, with_itself=False)
     assert found.item() == pytest.approx(total / 6, rel=1e-6)
+
+
+def test_pairs_are_chosen_from_both_sides() -> None:
+    """CLIP's loss: each image names its text among all texts, each text its image among all images."""
+    scores = [[1.0, -0.5, 2.0], [0.3, 0.8, -1.0], [0.0, 1.5, 0.4]]
+    columns = [list(column) for column in zip(*scores, strict=True)]
+
+    def chosen(rows: list[list[float]]) -> float:
+        return sum(math.log(sum(map(math.exp, row))) - row[at] for at, row in enumerate(rows)) / len(rows)
+
+    right = (chosen(scores) + chosen(columns)) / 2
+    assert abs(chosen(scores) - chosen(columns)) > 0.04
+    assert paired_loss(torch.tensor(scores)).item() == pytest.approx(right, abs=1e-6)

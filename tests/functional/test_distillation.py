@@ -10,7 +10,12 @@ from hypothesis import strategies as st
 from scipy.special import rel_entr, softmax
 from torch.autograd import gradcheck
 
-from fedshift.functional.distillation import move_towards, other_scores, softened_divergence
+from fedshift.functional.distillation import (
+    move_towards,
+    other_scores,
+    softened_divergence,
+    spread_of_predictions,
+)
 from fedshift.functional.schedules import sigmoid_ramp
 
 
@@ -46,3 +51,11 @@ def test_other_scores_are_those_that_are_left_when_a_row_s_own_is_deleted(classe
     scores, labels = torch.randn(4, classes, generator=generator), torch.randint(classes, (4,), generator=generator)
     expected = [np.delete(row.numpy(), label).tolist() for row, label in zip(scores, labels, strict=True)]
     assert other_scores(scores, labels).tolist() == expected
+
+
+def test_spread_is_the_mean_divergence_from_the_mean_prediction() -> None:
+    scores = torch.randn(3, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2)) * 2
+    each = softmax(scores.numpy(), 2)
+    right = rel_entr(each, each.mean(0, keepdims=True)).sum(2).mean()
+    assert spread_of_predictions(list(scores)).item() == pytest.approx(right, rel=1e-9)
+    assert spread_of_predictions([scores[0], scores[0]]).item() == pytest.approx(0, abs=1e-12)

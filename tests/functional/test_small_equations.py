@@ -10,7 +10,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedshift.functional import averaging, clustering, masking, meta_learning, mixing, noisy_moments
+from fedshift.functional import (
+    averaging,
+    clustering,
+    feature_alignment,
+    masking,
+    meta_learning,
+    mixing,
+    noisy_moments,
+)
 
 LABELS = st.lists(st.integers(0, 3), min_size=1, max_size=12).map(torch.tensor)
 
@@ -97,3 +105,14 @@ def test_pieces_hold_every_number_once_and_in_order() -> None:
     assert left.dtype == torch.float64
     assert torch.equal(left, torch.cat([first for first, _ in pairs]).double())
     assert torch.equal(right, torch.cat([second for _, second in pairs]).double())
+
+
+def test_coral_is_a_quarter_of_the_mean_squared_difference_of_covariances() -> None:
+    """Sun and Saenko: 1/(4 d²) ‖C_S − C_T‖²; with the means, DomainBed: both mean squared differences, no quarter."""
+    source, target = (torch.randn(n, 3, generator=draws(n)).double() + n for n in (5, 7))
+    gap = np.cov(source.numpy().T) - np.cov(target.numpy().T)
+    means = source.mean(0) - target.mean(0)
+    found = feature_alignment.coral_distance(source, target).item()
+    assert math.isclose(found, (gap**2).sum() / (4 * 3**2), rel_tol=1e-9)
+    both = feature_alignment.coral_distance(source, target, "mean_and_covariance").item()
+    assert math.isclose(both, (gap**2).mean() + means.square().mean().item(), rel_tol=1e-9)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -28,13 +28,50 @@ inputs by formula, what the named function of the named commit gave on them, and
 is the largest gap between any two numbers that the test allows. A number that differs is named with the reason, and the
 test fails if it agrees after all.
 
-MDFNet, CMSS and MetaReg have no public code. Each is compared with a derivation from its paper alone, without
-automatic differentiation: MDFNet's two kinds of epochs, clusters and mean of the server
-(`tests/references/mdfnet_by_hand.py`), CMSS's weights, losses and step (`tests/references/cmss_by_hand.py`), both
-written before the method was looked at; MetaReg's gradient of φ (`tests/methods/pooled/test_pooled_episodes.py`).
-
 `make references` compares all of them again and writes this page. The numbers are in `tests/references`.
 """
+
+
+FURTHER = """Derivations from a paper use no automatic differentiation and nothing of the library. They were written
+before the method was looked at. A test holds that every method is here or above.
+"""
+
+NAMED = {
+    "alone": "ERM",
+    "deepall": "ERM",
+    "domain_mixup": "Mixup",
+    "erm_plus_plus": "ERM++",
+    "fedcmi": "FedSR",
+    "fedl2r": "FedSR",
+    "linear_probe": "FedAvg",
+    "oracle": "ERM",
+    "source_only": "ERM",
+    "styles": "CCST",
+}
+"""A method of the index → the name of its entries, where they differ by more than capitals and marks."""
+
+OTHERWISE = {
+    "cmss": ("no public code: weights, losses and step, derived from the paper", "references/cmss_by_hand.py"),
+    "fada": ("no public code: losses, gains, shares, aggregate, derived from the paper", "references/fada_by_hand.py"),
+    "mdfnet": ("no public code: both kinds of epochs, clusters, mean, derived", "references/mdfnet_by_hand.py"),
+    "metareg": ("no public code: the gradient of φ, derived from the paper", "methods/pooled/test_pooled_episodes.py"),
+    "recipe": ("of this project; its parts are compared one by one", "methods/federated/test_recipe.py"),
+    "recipe_unlabelled": ("of this project, as recipe", "methods/federated/test_recipe_unlabelled.py"),
+    "silobn": ("no public code: rounds, statistics, a new centre, derived", "references/silobn_by_hand.py"),
+    "zero_shot": ("the logits of transformers' CLIPModel", "methods/federated/test_clip_rows.py"),
+}
+"""A method without an entry → what it is compared with, and where in ``tests/``."""
+
+
+def key(name: str) -> str:
+    """A name without capitals and marks."""
+    return re.sub(r"[^a-z0-9+]", "", name.lower())
+
+
+def without_evidence(methods: Iterable[str]) -> list[str]:
+    """The methods that neither an entry nor a derivation holds."""
+    compared = {key(reference.method) for _, reference in every()}
+    return [name for name in methods if name not in OTHERWISE and key(NAMED.get(name, name)) not in compared]
 
 
 def every() -> Iterator[tuple[str, Reference]]:
@@ -78,6 +115,9 @@ def page() -> str:
         source = COMMIT.sub(lambda found: found[0][:8], reference.source)
         cells = (reference.method, reference.what, source, agreement(file, reference), differences(reference))
         lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+    lines += ["", FURTHER, "| method | compared with | in `tests/` |", "|---|---|---|"]
+    lines += [f"| `{name}` | {what} | `{where}` |" for name, (what, where) in OTHERWISE.items()]
+    lines += [f"| `{name}` | what {entries} is compared with | |" for name, entries in NAMED.items()]
     return "\n".join(lines) + "\n"
 
 

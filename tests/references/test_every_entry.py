@@ -6,6 +6,8 @@ import list_references
 import pytest
 from authors_numbers import COMPARED, FILES, HERE, LARGEST, NOT_YET, references
 
+from fedshift.methods.index import ENTRIES
+
 
 def every_comparison() -> set[tuple[str, str]]:
     """File and id of every entry that a test of this folder compares."""
@@ -46,3 +48,16 @@ def test_what_is_not_compared_yet_is_not_compared() -> None:
     compared = every_comparison()
     assert not NOT_YET.keys() & compared
     assert all(entry in references(file) for file, entry in NOT_YET)
+
+
+def test_every_method_has_numbers_of_others_or_a_derivation() -> None:
+    assert list_references.without_evidence(ENTRIES) == []
+    assert list_references.without_evidence(["a_new_one"]) == ["a_new_one"]
+
+
+def test_what_holds_a_method_otherwise_is_there() -> None:
+    for name, (_, where) in list_references.OTHERWISE.items():
+        assert (HERE.parent / where).is_file(), name
+        assert name in ENTRIES
+    entries = {reference.method for _, reference in list_references.every()}
+    assert set(list_references.NAMED.values()) <= entries

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -17,13 +17,21 @@ from torch import Tensor, nn
 from fedshift.data.domain import Domain
 from fedshift.federation.federation import Federation
 from fedshift.federation.site import Site
+from fedshift.functional.source_weights import ascended_weights
 from fedshift.methods import registry
 from fedshift.methods.base import Method, State
 from fedshift.methods.federated import fediir
+from fedshift.methods.federated.afl import AgnosticFederated
+from fedshift.methods.federated.alone import Alone
+from fedshift.methods.federated.copa import COPA
 from fedshift.methods.federated.feddg_ga import GeneralizationAdjustment, Judged
 from fedshift.methods.federated.fediir import FedIIR
+from fedshift.methods.federated.oracle import Oracle
 from fedshift.methods.federated.scaffold import Scaffold
+from fedshift.methods.federated.shot import members_by_name
 from fedshift.methods.heads import with_block
+from fedshift.methods.pooled.deepall import DeepAll
+from fedshift.methods.pooled.source_only import SourceOnly
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -46,6 +54,8 @@ AS_RELEASED: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"name": "fednova", "local_epochs": 1, "proximal_weight": 0.5, "effective_steps": "steps"},
         {"batch_size": 4},
     ),
+    "fedfish_1": ({"name": "fedfish", "meta_rate": 0.3, "order": "fixed", "local_epochs": 1}, {}),
+    "fedvrex_1": ({"name": "fedvrex", "penalty_weight": 4.0, "local_epochs": 1}, {}),
 }
 """The method and the training that an entry's parameters mean."""
 
@@ -93,6 +103,89 @@ def numbers_of(states: list[State]) -> list[dict[str, Tensor]]:
 @compares("federated", *AS_RELEASED)
 def test_the_models_are_those_of_the_authors_code(reference: Reference) -> None:
     reference.agree("models", numbers_of(states_of(reference, *AS_RELEASED[reference.id])))
+
+
+@compares("federated", "fedirm_1")
+def test_federated_irm_s_models(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Halves are every second sample, so a mini-batch has to keep the order of its samples."""
+    monkeypatch.setattr(torch, "randperm", lambda number, **_: torch.arange(number))
+    weight = reference.parameters["lambda"]
+    method = {"name": "fedirm", "penalty_weight": weight, "estimate": "halves", "local_epochs": 1}
+    reference.agree("models", numbers_of(states_of(reference, method, {})))
+
+
+@compares("federated", "afl_1")
+def test_afl_s_projection_on_the_simplex(reference: Reference) -> None:
+    points = list(reference.tensors.values())
+    reference.agree("projected", [ascended_weights(torch.zeros(len(point)), point, 1.0) for point in points])
+
+
+@compares("federated", "afl_2")
+def test_afl_s_weights_and_its_step_with_them(reference: Reference) -> None:
+    start, options = start_of(reference), reference.parameters
+    method = AgnosticFederated(weights_rate=options["gamma"], local_epochs=1)
+    (state,), _ = played(method, sites_of(reference), start, 1, lr=options["lr"], batch_size=64)
+    (model,) = numbers_of([state])
+    reference.agree("weights", list(state.report["aggregation_weights"].values()))
+    reference.agree("model_of_a_step_with_them", model)
+    reference.agree("model", model)
+
+
+class OnLayer(COPA):
+    """COPA on a linear feature extractor, with given features and classifiers at the start."""
+
+    traits = COPA.traits.derive(name="on_layer")
+    start_with: ClassVar[Mapping[str, Tensor]] = {}
+
+    def adapt_network(self, network: Network, sources: int) -> Network:
+        whole = with_block(network, lambda width: nn.Linear(width, 3), size=3, classifier=nn.Linear)
+        adapted = super().adapt_network(whole, sources)
+        adapted.load_state_dict(dict(self.start_with))
+        return adapted
+
+
+@compares("federated", "copa_1")
+def test_copa_s_rounds(reference: Reference) -> None:
+    given, options = reference.tensors, reference.parameters
+    names = {"feature": "features.block", **{f"head{k}": f"classifier.heads.{k}" for k in range(3)}}
+    kinds = ("weight", "bias")
+    OnLayer.start_with = {
+        f"{ours}.{kind}": given[f"{theirs} {kind}"].float() for theirs, ours in names.items() for kind in kinds
+    }
+    method = OnLayer(hybrid_normalisation=False, local_epochs=options["epochs"])
+    states, _ = played(
+        method, sites_of(reference), Weights(OnLayer.start_with), options["rounds"], lr=options["lr"], batch_size=64
+    )
+    models = [
+        {
+            **{f"feature {kind}": state.weights[f"features.block.{kind}"] for kind in kinds},
+            "heads": [[state.weights[f"classifier.heads.{k}.{kind}"] for kind in kinds] for k in range(3)],
+        }
+        for state in states
+    ]
+    reference.agree("models", models)
+    reference.agree("shares", list(states[-1].report["aggregation_weights"].values()))
+
+
+@compares("pooled", "erm_1")
+def test_plain_training_on_all_samples(reference: Reference) -> None:
+    """Of a pool, of a target with labels, and of a site that trains alone."""
+    start, found, lr = start_of(reference), sites_of(reference), reference.parameters["lr"]
+    inputs, labels = (np.concatenate([getattr(domain, part) for domain in found]) for part in ("inputs", "labels"))
+    whole = [Domain("whole", inputs, labels)]
+    for method in (DeepAll(), SourceOnly(), Oracle()):
+        at = whole if isinstance(method, Oracle) else found
+        states, _ = played(method, at, start, 3, lr=lr, batch_size=64, budget=3)
+        reference.agree("models", numbers_of(states))
+    alone = Alone()
+    where = federation(alone, whole, LINEAR, rounds=3, lr=lr, momentum=0.0, batch_size=64)
+    site_of(where, "whole").memory["model"] = start
+    state, members = alone.start(where, start), []
+    for _ in range(3):
+        state = step_on(alone, where, state)
+        model = members_by_name(state.weights, ("whole",))["whole"]
+        members.append({name: model[f"classifier.{name}"] for name in ("weight", "bias")})
+    reference.agree("models", members)
 
 
 @compares("federated", "feddg-ga_4")
