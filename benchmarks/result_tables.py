@@ -1,14 +1,15 @@
 """The tables of a result page: few words, since README.md says once what all of them have in common.
 
-A page has the numbers and what each adds to the baseline. Intervals, settings, accuracies by kind of site and every
-difference are printed by a command. Notes become columns and rows where they are numbers. What is left of them is
-one line below the table.
+A page has each method's average, what it adds to the baseline, its worst site and what it sent. A command prints the
+rest: every site, intervals, settings, accuracies by kind of site and all differences. Notes become columns and rows
+where they are numbers. What is left of them is one line below the table.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 
@@ -35,6 +36,8 @@ WITHOUT_INPUTS = {
 """What the last row of a table is, by metric."""
 _VERSIONS = ("torch 2.15.0", "numpy 2.4.6")
 """Those that README.md gives for all tables, with one thread."""
+_FEW = 3
+"""Up to so many columns, a page shows each site."""
 _USUAL = (ACCURACY.what, "Harmonic mean, per split")
 _ELSEWHERE = frozenset[Kind](
     ["average", "baseline", "below", "gain", "harmonic", "measure", "partial", "progress", "sent", "settings", "steps"]
@@ -67,20 +70,25 @@ def page_table(found: Collected, select: Selection, warned: set[str], gains: Seq
     """
     report = report_of(found, select)
     whole, used = report.table, report.used if select == "last" else {}
-    more = [*gains, *_worst(whole), *_numbered(whole), *_costs(whole, used)]
-    grids = [_grid(whole, ", ".join(_corner(whole, found)), more, _last_row(whole, found.results))]
-    grids += [_grid(one, escape_markdown(one.measure.title)) for one in whole.more if _on_page(one)]
+    worst = [column for column in _worst(whole) if column[0] == WORST]
+    labelled = [(one.measure.title, partial(_of_cell, one, AVERAGE)) for one in whole.more if _on_page(one)]
+    more = [*gains, *labelled, *worst, *_numbered(whole), *_costs(whole, used)]
+    shown, last = whole, _last_row(whole, found.results)
+    if len(whole.columns) > _FEW and AVERAGE in whole.columns:
+        shown, last = replace(whole, columns=(AVERAGE,)), []
+    grid = _grid(shown, ", ".join(_corner(whole, found)), more, last)
     notes = [note for note in _notes(whole, used, found.results[0].metric) if note not in warned]
     warned.update(note for note in notes if note.startswith("Warning"))
     notes += [f"**{found.unfinished} of {found.planned} runs are still to come.**"] if found.unfinished else []
-    return "\n\n".join([*grids, " ".join(notes)]).rstrip()
+    return "\n\n".join([grid, " ".join(notes)]).rstrip()
 
 
 def details(found: Collected, select: Selection) -> list[str]:
-    """The tables of an experiment that its page leaves out: intervals, further accuracies, settings."""
+    """The tables of an experiment in full: every site, intervals, further accuracies, settings."""
     whole = report_of(found, select).table
-    further = [one for one in whole.more if WORST not in one.columns and not _on_page(one)]
-    grids = [_grid(one, escape_markdown(one.measure.title)) for one in further]
+    further = [one for one in whole.more if WORST not in one.columns]
+    grids = [_grid(whole, ", ".join(_corner(whole, found)), [*_worst(whole)], _last_row(whole, found.results))]
+    grids += [_grid(one, escape_markdown(one.measure.title)) for one in further]
     settings = list(_settings(found.results, whole.methods)) if select == "last" else []
     return [*grids, *([pipes(["method", "setting"], settings, "---")] if settings else [])]
 
@@ -113,7 +121,7 @@ def _grid(table: Table, corner: str, more: Sequence[Column] = (), last: Sequence
     lines = [
         [
             escape_markdown(table.label(name)),
-            *map(markdown_entry, table.cells[name].values()),
+            *(markdown_entry(table.cells[name][column]) for column in table.columns),
             *(entry(name) for _, entry in more),
         ]
         for name in table.methods

@@ -1,10 +1,10 @@
 """Writes the tables of benchmarks/*.md and README.md from the committed results: ``python benchmarks/summarise.py``.
 
 A marker ``<!-- table NAME [SELECT] -->`` … ``<!-- end -->`` is filled with the table of ``benchmarks/results/NAME``,
-its facts (runs, seconds, versions, threads), and the published rows where ``published.json`` has them. What more is
-known of it, with the tests of all its differences, ``python benchmarks/summarise.py NAME`` prints. SELECT is a
-selection rule, ``cost`` for bytes and seconds a round, ``weights`` for what a source with wrong labels counts, or
-``protocols`` for averages under three ways to choose the round.
+and the published averages where ``published.json`` has them. ``python benchmarks/summarise.py NAME`` prints all of any
+folder of results: every site, settings, differences, published rows, bytes and seconds, and what a source with wrong
+labels counts. SELECT is a selection rule, ``cost``, ``weights`` or ``protocols``, for averages under three ways to
+choose the round.
 ``<!-- attacks METHOD SITES -->`` … ``<!-- end -->`` is filled with what bad sites do under each rule.
 """
 
@@ -133,14 +133,15 @@ def gains(name: str, found: Collected, select: Selection) -> list[Column]:
     return [(f"− {escape_markdown(baseline)} (p)", lambda method: cells.get(method, MISSING))] if cells else []
 
 
-def published(name: str) -> str:
-    """The published rows as a Markdown table in the same order of columns."""
+def published(name: str, most: int = 99) -> str:
+    """The published rows as a Markdown table in the same order of columns; the last alone, the average, if ``most``."""
     entry = json.loads((HERE / "published.json").read_text(encoding="utf-8"))[PUBLISHED[name]]
-    names = list(next(iter(entry["rows"].values())))
+    names = list(next(iter(entry["rows"].values())))[-most:]
     head = f"| published: {entry['source']} | " + " | ".join(names) + " |"
     lines = [head, "|---" * (len(names) + 1) + "|"]
     for method, cells in entry["rows"].items():
-        values = [f"{mean:.2f}" + (f" ± {error:.2f}" if error is not None else "") for mean, error in cells.values()]
+        shown = [cells[site] for site in names]
+        values = [f"{mean:.2f}" + (f" ± {error:.2f}" if error is not None else "") for mean, error in shown]
         lines.append(f"| {method} | " + " | ".join(values) + " |")
     return "\n".join(lines)
 
@@ -251,19 +252,31 @@ def section(match: re.Match[str], tests: bool, warned: set[str]) -> str:
             [head, f"Measured:\n\n{markdown(report_of(found, rule).table).strip()}", "", facts(found), "<!-- end -->"]
         )
     parts = [head, page_table(found, rule, warned, gains(name, found, rule)), ""]
-    if name in PUBLISHED and select == "last":
-        parts += [published(name), ""]
+    if name in PUBLISHED and select == "last" and PUBLISHED[name] not in warned:
+        warned.add(PUBLISHED[name])
+        parts += [published(name, 1), ""]
     return "\n".join([*parts, "<!-- end -->"])
 
 
 def more(name: str, select: Selection = "last") -> str:
-    """What a page leaves out of a table: intervals, further accuracies, settings, and every difference."""
+    """All of a table: every site, intervals, further accuracies, settings, every difference, bytes and seconds."""
     found = collect(HERE / "results" / name)
-    return "\n\n".join([*details(found, select), *filter(None, [compared(name, found, select)])])
+    parts = [*details(found, select), compared(name, found, select)]
+    parts += [published(name)] if name in PUBLISHED else []
+    parts += [costs(found)]
+    parts += [bad_weights(found)] if found.results[0].options["protocol"].get("wrong_labels") else []
+    parts += [by_protocol(found)] if len({result.rounds for result in found.results}) > 1 else []
+    return "\n\n".join(filter(None, parts))
 
 
 OTHERS = ("cost", "weights", "protocols")
+NAMES = sorted(folder.name for folder in (HERE / "results").iterdir() if folder.is_dir())
 PAGES = [*sorted(HERE.glob("*.md")), HERE.parent / "README.md"]
+
+
+def printed(text: str) -> set[str]:
+    """The results that a page only names between backticks, for they are printed by a command."""
+    return set(re.findall(r"`(\w+)`", text)) & set(NAMES)
 
 
 def filled(page: Path) -> str:
@@ -280,11 +293,10 @@ def attacks(match: re.Match[str]) -> str:
 
 
 def main() -> None:
-    """Fill the markers of all pages; or print what they leave out of the tables that are named."""
-    known = {name for page in PAGES for name, _ in MARKER.findall(page.read_text(encoding="utf-8"))}
+    """Fill the markers of all pages; or print all of the results that are named."""
     for name in sys.argv[1:]:
-        if name not in known:
-            sys.exit(f"error: there is no table {name}; {nearest(name, known)}")
+        if name not in NAMES:
+            sys.exit(f"error: there are no results {name}; {nearest(name, NAMES)}")
         print(more(name))
     if not sys.argv[1:]:
         for page in PAGES:

@@ -1,6 +1,7 @@
 """What our code touches of NVIDIA FLARE, and whether FLARE tells users to: the table of docs/flare.md.
 
-python docs/list_flare.py        # writes it; a test compares
+python docs/list_flare.py                       # writes it, with what is private or replaced; a test compares
+python docs/list_flare.py src/fedshift/deploy   # prints all
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ PUBLIC = ("apis", "app_common", "app_opt", "client", "collab", "fuel.flare_api",
 DRIVER = ("fuel.f3.comm_error", "fuel.f3.drivers")
 # docs/system_architecture/system_architecture.rst: with what a server and a client run.
 COMMANDS = ("private.fed.app.server.server_train", "private.fed.app.client.client_train")
+_FRAGILE = ("private", "replaced")
 KINDS = ("public", "drivers", "command", "private", "replaced")
 _NAME = re.compile(r"nvflare\.(\w+(?:\.\w+)+)")
 
@@ -77,9 +79,9 @@ def _replaced(function: ast.FunctionDef) -> Iterator[str]:
                     yield str(one.elts[1].value)
 
 
-def table(found: list[Touch]) -> str:
-    """A row per kind and file."""
-    rows = sorted({(KINDS.index(one.kind), one.file) for one in found})
+def table(found: list[Touch], kinds: tuple[str, ...] = KINDS) -> str:
+    """A row per kind, of ``kinds``, and file; the last counts all."""
+    rows = sorted({(KINDS.index(one.kind), one.file) for one in found if one.kind in kinds})
     lines = ["| of FLARE | names | in |", "|---|---|---|"]
     for kind, file in rows:
         names = [one.name for one in found if (one.kind, one.file) == (KINDS[kind], file)]
@@ -92,7 +94,7 @@ def table(found: list[Touch]) -> str:
 def written(page: str) -> str:
     """The page with the table as it should be."""
     before, _, rest = page.partition(BEGIN)
-    return f"{before}{BEGIN}\n{table(touches())}\n{END}{rest.partition(END)[2]}"
+    return f"{before}{BEGIN}\n{table(touches(), _FRAGILE)}\n{END}{rest.partition(END)[2]}"
 
 
 if __name__ == "__main__":

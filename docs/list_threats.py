@@ -1,6 +1,7 @@
-"""Write ``threats.md``: who may try what, how it is stopped, and the tests that show it.
+"""Write ``threats.md``: who may try what, how it is stopped, how many tests show it, and what remains.
 
     python docs/list_threats.py
+    python docs/list_threats.py --tests    # prints the tests and the selftest's attempts of each row
 
 The rows are in ``tests/threats.yaml``. A test that shows how a row is stopped carries ``@pytest.mark.threat("id")``,
 with more ids if it shows more. ``tests/test_threat_model.py`` compares the page.
@@ -9,6 +10,7 @@ with more ids if it shows more. ``tests/test_threat_model.py`` compares the page
 from __future__ import annotations
 
 import ast
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import groupby
@@ -27,12 +29,11 @@ REMAINS = "test_what_remains_"
 _HEAD = """\
 # Threats
 
-Each row says who tries what, how it is stopped, which tests show that, and what remains.
-`fedshift security selftest` [tries some rows](security.md#try-it) on your machine; a dash there says that a row comes
-out alike on every machine, so that only the tests try it. [Security](security.md) has the same on one page.
+Each row says who tries what, how it is stopped, how many tests show that, and what remains. A star: `fedshift security
+selftest` [tries it](security.md#try-it) on your machine. [Security](security.md) has the same on one page.
 
-{rows} rows, {tests} tests below `tests/`. Written by `python docs/list_threats.py` from `tests/threats.yaml` and the
-tests that are marked.
+{rows} rows, {tests} tests: `python docs/list_threats.py --tests` names them. This page is written by
+`python docs/list_threats.py` from `tests/threats.yaml` and the tests that are marked.
 """
 
 
@@ -91,25 +92,26 @@ def page() -> str:
         lines = [_line(row, tests) for row in group]
         parts.append(
             f"## {who[0].upper()}{who[1:]}\n\n"
-            "| what they try | how it is stopped | tests | selftest | what remains |\n|---|---|---|---|---|\n"
-            + "".join(lines)
+            "| what they try | how it is stopped | tests | what remains |\n|---|---|---:|---|\n" + "".join(lines)
         )
     return "\n".join(parts)
 
 
 def _line(row: Threat, tests: Mapping[str, list[str]]) -> str:
-    names = tests.get(row.id, [])
-    shown = [name for name in names if not _remains(name)]
-    left = [f"`{name}`" for name in names if _remains(name)]
-    attempts = "<br>".join(row.selftest) or (f"no: {row.untried}" if row.untried else "–")
-    cells = [
-        row.tries,
-        row.stopped,
-        "<br>".join(f"`{name}`" for name in shown),
-        attempts,
-        "<br>".join([row.remains, *left]),
-    ]
-    return f"| {' | '.join(cells)} |\n"
+    number = len(tests.get(row.id, []))
+    return f"| {row.tries} | {row.stopped} | {number}{'*' if row.selftest else ''} | {row.remains} |\n"
+
+
+def in_full() -> str:
+    """Each row with its tests and the selftest's attempts."""
+    tests, lines = marked(), []
+    for row in threats():
+        lines.append(f"{row.who}: {row.tries}")
+        for name in tests.get(row.id, []):
+            lines.append(f"    tests/{name}" + (" (what remains)" if _remains(name) else ""))
+        tried = "; ".join(row.selftest) or (f"no: {row.untried}" if row.untried else "no")
+        lines.append(f"    selftest: {tried}")
+    return "\n".join(lines)
 
 
 def _remains(name: str) -> bool:
@@ -117,4 +119,7 @@ def _remains(name: str) -> bool:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    if sys.argv[1:] == ["--tests"]:
+        print(in_full())
+    else:
+        PAGE.write_text(page(), encoding="utf-8")

@@ -40,7 +40,13 @@ def test_rows_of_one_attacker_stand_together() -> None:
 def test_the_page_is_made_from_the_rows_and_the_marks() -> None:
     assert list_threats.PAGE.read_text(encoding="utf-8") == list_threats.page(), "run: python docs/list_threats.py"
     for line in re.findall(r"^\|.*", list_threats.page(), flags=re.M):
-        assert line.count("|") == 6, line
+        assert line.count("|") == 5, line
+
+
+def test_the_tests_of_a_row_can_be_printed() -> None:
+    printed = list_threats.in_full()
+    for tests in list_threats.marked().values():
+        assert all(f"    tests/{name}" in printed for name in tests)
 
 
 def test_the_selftest_tries_what_the_rows_say_and_nothing_else() -> None:

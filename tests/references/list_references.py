@@ -1,7 +1,8 @@
 """Lists with whom each method agrees: ``make references`` compares every entry anew and writes docs/references.md.
 
-The page says what is compared, with whose function, how near, and what differs and why. The terminal shows how far
-apart the numbers were just now, which depends on the processor.
+The page has a row for each method and repository. ``python tests/references/list_references.py METHOD`` prints every
+entry of a method: what is compared, with whose function, how near, and what differs and why. `make references` shows
+how far apart the numbers were just now, too, which depends on the processor.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ PAGE = HERE.parents[1] / "docs" / "references.md"
 COMMIT = re.compile(r"\b[0-9a-f]{40}\b")
 HEAD = """# Agreement with the authors' functions
 
-A method is right when it agrees with numbers that somebody else's function gave. Each row is one such comparison:
-inputs by formula, what the named function of the named commit gave on them, and the same through fedshift. *As near as*
-is the largest gap between any two numbers that the test allows. A number that differs is named with the reason, and the
-test fails if it agrees after all.
+A method is right when it agrees with numbers that somebody else's function gave. A row counts the comparisons with one
+repository: inputs by formula, what the authors' functions of that commit gave on them, and the same through fedshift.
+*Within* is the largest gap that a test allows. Where a number differs, the reason is named, and the test fails if it
+agrees after all.
 
-`make references` compares all of them again and writes this page. The numbers are in `tests/references`.
+`python tests/references/list_references.py METHOD` prints every comparison: what, which file and function, how near,
+what differs and why. `make references` compares all of them again and writes this page. Where no code of the authors was
+to be had, the repository is somebody else's, as the printed lines say.
 """
 
 
@@ -110,15 +113,40 @@ def differences(reference: Reference) -> str:
 def page() -> str:
     """docs/references.md as it should be."""
     load_comparisons()
-    lines = [HEAD, "| method | what | whose function | as near as | what differs |", "|---|---|---|---|---|"]
+    groups: dict[tuple[str, str], list[str]] = {}
     for file, reference in every():
-        source = COMMIT.sub(lambda found: found[0][:8], reference.source)
-        cells = (reference.method, reference.what, source, agreement(file, reference), differences(reference))
-        lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+        repository = reference.source.partition(",")[0]
+        commit = COMMIT.search(reference.source)
+        source = f"{repository}@{commit[0][:8]}" if commit else repository
+        groups.setdefault((reference.method, source), []).append(agreement(file, reference))
+    lines = [HEAD, "| method | whose functions | compared | within | differ |", "|---|---|---:|---:|---:|"]
+    for (method, source), found in groups.items():
+        near = [float(text.partition(",")[0]) for text in found if text[0].isdigit()]
+        differ = sum("differs" in text or "in part" in text for text in found)
+        within = f"{max(near):g}" if near else "–"
+        lines.append(f"| {method} | {source} | {len(found)} | {within} | {differ or '–'} |")
     lines += ["", FURTHER, "| method | compared with | in `tests/` |", "|---|---|---|"]
     lines += [f"| `{name}` | {what} | `{where}` |" for name, (what, where) in OTHERWISE.items()]
-    lines += [f"| `{name}` | what {entries} is compared with | |" for name, entries in NAMED.items()]
-    return "\n".join(lines) + "\n"
+    as_others = ", ".join(f"`{name}` as {entries}" for name, entries in NAMED.items())
+    return "\n".join(lines) + f"\n\nCompared as others are: {as_others}.\n"
+
+
+def entries(method: str) -> list[str]:
+    """Every comparison of a method, in words.
+
+    Raises:
+        LookupError: no comparison is of this method.
+    """
+    load_comparisons()
+    found = [(file, one) for file, one in every() if key(one.method) == key(NAMED.get(method, method))]
+    if not found:
+        known = sorted({one.method for _, one in every()}, key=str.lower)
+        raise LookupError(f"nothing is compared for {method}; known: {', '.join(known)}")
+    texts = []
+    for file, one in found:
+        why = differences(one)
+        texts.append(f"{one.what}\n    {one.source}\n    {agreement(file, one)}" + (f"\n    {why}" if why else ""))
+    return texts
 
 
 def summary() -> Sequence[str]:
@@ -132,8 +160,15 @@ def summary() -> Sequence[str]:
 
 
 def main() -> int:
-    """Write the page, compare everything, print the gaps."""
+    """Write the page, compare everything, print the gaps; or print the entries of the methods that are named."""
     importlib.import_module("conftest")  # it shows the way to the helpers of these tests
+    if sys.argv[1:]:
+        try:
+            print("\n\n".join(text for method in sys.argv[1:] for text in entries(method)))
+        except LookupError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        return 0
     PAGE.write_text(page(), encoding="utf-8")
     failed = pytest.main([str(HERE), "--quiet", "-p", "no:cacheprovider"])
     print("\n".join(summary()))
