@@ -80,6 +80,8 @@ PAIRS = (
     ),
 )
 """Further comparisons, made wherever a table has both."""
+_BY_PROTOCOL = ("rotated_mnist_paper", "rotated_mnist_ghifary")
+"""Results that are also printed under three ways to choose the round, as their papers differ in it."""
 MARKER = re.compile(r"<!-- table (\w+)(?: (\w+))? -->.*?<!-- end -->", re.DOTALL)
 
 ATTACKS = re.compile(r"(<!-- attacks (\w+) (\d+) -->).*?<!-- end -->", re.DOTALL)
@@ -265,7 +267,7 @@ def more(name: str, select: Selection = "last") -> str:
     parts += [published(name)] if name in PUBLISHED else []
     parts += [costs(found)]
     parts += [bad_weights(found)] if found.results[0].options["protocol"].get("wrong_labels") else []
-    parts += [by_protocol(found)] if len({result.rounds for result in found.results}) > 1 else []
+    parts += [by_protocol(found)] if name in _BY_PROTOCOL else []
     return "\n\n".join(filter(None, parts))
 
 

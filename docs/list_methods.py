@@ -109,8 +109,8 @@ def _reads(entry: Entry) -> str:
 
 
 def screened() -> str:
-    """The table of docs/robust_aggregation.md: which rules go with a method, and what they see."""
-    rows = [((_rules(kind()), _seen(kind())), kind.name) for kind in classes()]
+    """The table of docs/robust_aggregation.md: which rules go with a method that averages, and what they see."""
+    rows = [((_rules(kind()), _seen(kind())), kind.name) for kind in classes() if kind.traits.averages]
     return _table(("methods", "rules", "what a rule sees"), rows)
 
 
@@ -126,7 +126,7 @@ def _seen(method: Method) -> str:
         fields += " together" if len(averaged.fields) > 1 else ""
         fields += f", `{'`, `'.join(averaged.changes)}` measured from zero" if averaged.changes else ""
         parts.append(fields + (" of sites without labels" if averaged.at == "targets" else ""))
-    return "; ".join(dict.fromkeys(parts)) or "nothing is averaged"
+    return "; ".join(dict.fromkeys(parts))
 
 
 def _table(head: Iterable[str], rows: Iterable[tuple[tuple[str, ...], str]]) -> str:

@@ -202,17 +202,27 @@ def settings_note(results: Iterable[RunResult], methods: Sequence[str]) -> Itera
         yield f"Settings{rest}: {'; '.join(rows)}."
 
 
+_CHANGED = "paper with "
+"""How the setting begins of a method whose options differ from its defaults."""
+
+
 def settings_of(results: Iterable[RunResult], methods: Sequence[str]) -> dict[str, str]:
-    """Method → its setting, for those that did not run with the paper's.
+    """Method → its setting, for those that did not run with the paper's. A class of the user's own has no paper.
 
     Example:
         >>> settings_of([RunResult.model_construct(method="csac", setting="released")], ["csac"])
         {'csac': 'released'}
+        >>> own = RunResult.model_construct(
+        ...     method="mine", setting="paper with tau 0.0", options={"method": {"name": "mine.py:Mine"}}
+        ... )
+        >>> settings_of([own], ["mine"])
+        {'mine': 'tau 0.0'}
     """
     named = dict[str, dict[str, None]]()
     for result in results:
         if result.setting not in ("", "paper"):
-            named.setdefault(result.method, {})[result.setting] = None
+            own = result.setting.startswith(_CHANGED) and ":" in result.options["method"]["name"]
+            named.setdefault(result.method, {})[result.setting.removeprefix(_CHANGED if own else "")] = None
     return {method: _brief(" / ".join(named[method])) for method in methods if method in named}
 
 

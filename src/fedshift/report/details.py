@@ -228,7 +228,7 @@ def _facts(collected: Collected, unit: str) -> Iterator[tuple[str, str]]:
     missing = f", {collected.unfinished} unfinished" if collected.unfinished else ""
     found = (
         ("data", ", ".join(sorted({str(result.data["name"]) for result in results if "name" in result.data}))),
-        ("methods", ", ".join(order.methods)),
+        ("methods", listed(order.methods, most=8)),
         ("targets", listed(order.targets)),
         ("seeds", ", ".join(map(str, order.seeds))),
         (what, ", ".join(classes) if what == "predicted" else str(len(classes))),

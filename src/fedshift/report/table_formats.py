@@ -97,6 +97,10 @@ def latex(table: Table) -> str:
     return "% needs \\usepackage{booktabs}\n" + "\n".join(_environment(one) for one in (table, *table.more))
 
 
+_LONGEST_IN_A_CAPTION = 60
+"""Letters of a first note; a longer one stands below the table."""
+
+
 def _environment(table: Table) -> str:
 
     def entry(cell: Cell | None) -> str:
@@ -109,6 +113,8 @@ def _environment(table: Table) -> str:
     columns = sorted(table.columns, key=lambda column: column != AVERAGE)  # stable: the targets keep their order
     title = table.measure.title or table.measure.name
     first, *rest = (*table.sentences, "")
+    if len(first) > _LONGEST_IN_A_CAPTION:
+        first, rest = "", [first, *rest]
     lines = [
         r"\begin{table}",
         r"\centering",

@@ -9,6 +9,8 @@ from fedshift.report.advice.verdict import MAJORITY, Against, Verdict
 from fedshift.report.measures import Measure
 from fedshift.text import decimals, in_unit, listed
 
+DIFFERENCES = "By how much"
+"""The heading of the differences between the chosen method and the others."""
 KINDS: Mapping[str, str] = {
     "weights": "models",
     "numbers": "single numbers such as losses and counts",
@@ -241,7 +243,7 @@ def paragraphs(verdict: Verdict) -> Iterator[tuple[str, list[str]]]:
     compared += [one for one in verdict.against if one.role != verdict.role]
     if compared:
         lines = [f"{verdict.method} is {comparison(one)}." for one in compared]
-        yield "By how much", [*lines, *_correction(verdict)]
+        yield DIFFERENCES, [*lines, *_correction(verdict)]
     if verdict.pays:
         yield "Does it pay for each site", list(_pays(verdict))
     if verdict.method is not None and verdict.expected is not None:

@@ -9,7 +9,7 @@ from fedshift.evaluation.summary import AVERAGE
 from fedshift.methods.index import ENTRIES
 from fedshift.report import difference_words, plots
 from fedshift.report.advice.verdict import MAJORITY, Verdict
-from fedshift.report.advice.words import KINDS, first_sentence, paragraphs
+from fedshift.report.advice.words import DIFFERENCES, KINDS, first_sentence, paragraphs
 from fedshift.report.conditions import Conditions
 from fedshift.report.details import Details, SiteSamples
 from fedshift.report.measures import MISSING
@@ -33,6 +33,7 @@ from fedshift.report.table import Cell, Table
 _MARKS: Mapping[Role, str] = {"federated": "samples stay", "pooled": "not private"}
 """Roles in fewer words, beside the name of a method."""
 _MOST_AVERAGES = 8
+_MOST_DIFFERENCES = 5
 
 
 def verdict_section(report: Report, verdict: Verdict) -> Section:
@@ -49,9 +50,17 @@ def verdict_section(report: Report, verdict: Verdict) -> Section:
     )
     blocks: list[Block | None] = [Text(first, "verdict"), drawn, _averages(table, roles)]
     for heading, lines in paragraphs(verdict):
-        further = tuple(line for line in lines if line != first)
-        blocks.append(Listing(further, heading) if further else None)
+        blocks += _listings(heading, tuple(line for line in lines if line != first))
     return section("verdict", "Verdict", *blocks, folds=False)
+
+
+def _listings(heading: str, lines: tuple[str, ...]) -> Iterator[Listing]:
+    """Of many comparisons the first and the last line, which says how they were corrected; the others unfold."""
+    if heading == DIFFERENCES and len(lines) > _MOST_DIFFERENCES + 2:
+        yield Listing((*lines[:_MOST_DIFFERENCES], lines[-1]), heading)
+        yield Listing(lines[_MOST_DIFFERENCES:-1], f"{len(lines) - _MOST_DIFFERENCES - 1} more differences", folds=True)
+    elif lines:
+        yield Listing(lines, heading)
 
 
 def _averages(table: Table, roles: Mapping[str, Role]) -> Text | None:
