@@ -71,7 +71,9 @@ def page_table(found: Collected, select: Selection, warned: set[str], gains: Seq
     report = report_of(found, select)
     whole, used = report.table, report.used if select == "last" else {}
     worst = [column for column in _worst(whole) if column[0] == WORST]
-    labelled = [(one.measure.title, partial(_of_cell, one, AVERAGE)) for one in whole.more if _on_page(one)]
+    labelled: list[Column] = [
+        (one.measure.title, partial(_of_cell, one, AVERAGE)) for one in whole.more if _on_page(one)
+    ]
     more = [*gains, *labelled, *worst, *_numbered(whole), *_costs(whole, used)]
     shown, last = whole, _last_row(whole, found.results)
     if len(whole.columns) > _FEW and AVERAGE in whole.columns:
