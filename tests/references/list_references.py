@@ -30,8 +30,8 @@ repository: inputs by formula, what the authors' functions of that commit gave o
 agrees after all.
 
 `python tests/references/list_references.py METHOD` prints every comparison: what, which file and function, how near,
-what differs and why. `make references` compares all of them again and writes this page. Where no code of the authors was
-to be had, the repository is somebody else's, as the printed lines say.
+what differs and why. `make references` compares all of them again and writes this page. Where the authors published no
+code, the repository is somebody else's, as the printed lines say.
 """
 
 
