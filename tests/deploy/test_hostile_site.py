@@ -119,22 +119,15 @@ DEPLOYED = [
     if not registry.method_class(name).traits.pooled and not registry.method_class(name).traits.keeps
     if not issubclass(registry.method_class(name), OnClip)  # a site reads no folder that a coordinator names
 ]
-SMALL: dict[str, dict[str, Any]] = {
-    "csac": METHODS["csac"],
-    "fada": {"steps_per_round": 2},
-    "fedsr": {"steps_per_round": 2},
-    "fedl2r": {"steps_per_round": 2},
-    "fedcmi": {"steps_per_round": 2},
-    "fedadg": {"task_epochs": 1, "adversarial_epochs": 1},
-}
 
 
 @pytest.mark.parametrize("name", DEPLOYED)
 def test_no_honest_reply_is_refused(name: str, tmp_path: Path) -> None:
-    method = registry.parse({"name": name, **SMALL.get(name, {})})
+    asked = {"name": name, **registry.method_class(name).traits.small}
+    method = registry.parse(asked)
     write_images(tmp_path)
     options = options_of(
-        {"name": name, **SMALL.get(name, {})},
+        asked,
         model=normed_for(method),
         training={"rounds": 2, "batch_size": 8, "lr": 0.05},
         **({"protocol": ADAPT} if method.traits.needs_target else {}),

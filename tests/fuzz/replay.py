@@ -40,16 +40,6 @@ ROUNDS, QUORUM = 2, 2
 SMALL: dict[str, object] = {"name": "mlp", "hidden": [4]}
 NORMED = ("fedavg", "kd3a", "copa")
 """Methods whose network has BatchNorm. Each tensor takes time, and the checks of its statistics are the same in all."""
-OPTIONS: dict[str, dict[str, Any]] = {
-    "csac": {"acquisition_epochs": 1, "calibration_epochs": 1},
-    "fada": {"steps_per_round": 2},
-    "fedsr": {"steps_per_round": 2},
-    "fedl2r": {"steps_per_round": 2},
-    "fedcmi": {"steps_per_round": 2},
-    "copa": {"local_epochs": 1},
-    "fedadg": {"task_epochs": 1, "adversarial_epochs": 1},
-    "shot": {"bottleneck": 8},
-}
 METHODS = [
     name
     for name in registry.names()
@@ -222,7 +212,7 @@ def part_of(plan: SitePlan) -> SitePart:
 
 def recorded(name: str) -> Recording:
     """Play a run of a method, and keep what its sites say."""
-    method = registry.parse({"name": name, **OPTIONS.get(name, {})})
+    method = registry.parse({"name": name, **registry.method_class(name).traits.small})
     network = CNN if normed_for(method)["name"] == "digit_cnn" else {**SMALL, "batch_norm": name in NORMED}
     found = domains(network, SIZES)
     whole, sites = setting(method, found, network), plans(method, found)

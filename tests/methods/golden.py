@@ -33,55 +33,7 @@ NETWORKS: dict[str, dict[str, object]] = {
     "images": {"name": "mnist_cnn", "channels": [6, 8], "hidden": 16},
     "vectors": {**NORMED, "hidden": [16, 12]},
 }
-ROUNDS, EPOCHS, BUDGET, LR = 3, 5, 60, 0.02
-OPTIONS: dict[str, dict[str, Any]] = {
-    "fedprox": {"proximal_weight": 0.5},
-    "csac": {"acquisition_epochs": 5, "calibration_epochs": 2, "alignment_weight": 0.1},
-    "kd3a": {"focus": "shapley", "gate_start": 0.4, "gate_end": 0.5, "aggregations_per_epoch": 0.2},
-    "styles": {"method": {"name": "fedavg", "local_epochs": EPOCHS}},
-    "shot": {"source_epochs": 5},
-    "mdfnet": {"decay": False, "rho": 1.0, "keep_momentum": False},
-    "fada": {"steps_per_round": 8},
-    "fedsr": {"steps_per_round": 15, "l2r_weight": 0.001},
-    "fedcmi": {"steps_per_round": 15},
-    "fedl2r": {"l2r_weight": 0.001},
-    "cdan": {"width": 64, "setting": "released"},
-    "elcfs": {"setting": "light"},
-    "m3sda": {"setting": "reimplementation"},
-    "fedadg": {"setting": "least_squares", "task_epochs": 3, "adversarial_epochs": 2},
-    "dael": {"threshold": 0.4},
-    "masf": {"inner_rate": 0.1, "global_weight": 0.1},
-    "epi_fcr": {"feature_weight": 0.5},
-    "metareg": {"meta_share": 0.4},
-    "feature_critic": {"critic_weight": 0.5, "hidden": 16},
-    "dger": {"hidden": [16], "agreement_weight": 0.02},
-    "dsbn": {"first_stage": 0.25},
-    "vrex": {"penalty_start": 3, "penalty_weight": 2.0},
-    "irm": {"penalty_start": 3, "penalty_weight": 2.0},
-    "mmd": {"penalty_weight": 0.02, "kernels": [0.1, 1.0]},
-    "groupdro": {"weights_rate": 0.5},
-    "dann": {"hidden": [16]},
-    "cdann": {"hidden": [16], "updates": "alternate"},
-    "ib_erm": {"penalty_weight": 0.1},
-    "fishr": {"penalty_weight": 1.0},
-    "fedvrex": {"penalty_weight": 1.0},
-    "per_fedavg": {"local_epochs": 10},
-    "fedclip": {"loss": "classes"},
-    "mcgdm": {"view": {"brightness": 0.3, "contrast": 0.3}},
-}
-RATES: dict[str, tuple[float, float]] = {
-    "elcfs": (0.005, 0.0), "kd3a": (0.02, 0.03), "fedsr": (0.08, 0.05), "fedcmi": (0.08, 0.05), "fedl2r": (0.1, 0.05),
-    "fada": (0.1, 0.03), "mdfnet": (0.05, 0.03), "copa": (0.01, 0.005), "deepall": (0.02, 0.005),
-    "source_only": (0.02, 0.005), "oracle": (0.015, 0.02), "dsbn": (0.03, 0.01), "shot": (0.01, 0.02),
-    "dael": (0.025, 0.005), "m3sda": (0.02, 0.005), "cdan": (0.02, 0.005), "cmss": (0.015, 0.005),
-    "srdc": (0.007, 0.005), "masf": (0.005, 0.003), "dger": (0.005, 0.003), "epi_fcr": (0.005, 0.003),
-    "metareg": (0.0025, 0.003), "feature_critic": (0.005, 0.003),
-    "mmd": (0.01, 0.005), "fediir": (0.015, 0.02), "fedomg": (0.01, 0.02), "fedbabu": (0.03, 0.2),
-    "selfreg": (0.005, 0.005), "pfedme": (0.04, 0.05), "per_fedavg": (0.02, 0.05), "fedclip": (0.02, 0.03),
-    "sagnet": (0.01, 0.02), "fedala": (0.01, 0.02), "arm": (0.005, 0.02), "fedccrl": (0.01, 0.02),
-    "pardon": (0.01, 0.02),
-}  # fmt: skip
-"""Learning rates on images and on vectors with which a run learns something and is not done with it; else LR."""
+ROUNDS, EPOCHS, BUDGET = 3, 5, 60
 NORMED_ALONE = ("fedbn", "silobn")
 """What would be FedAvg on the images' network, which has no BatchNorm."""
 SETTINGS: tuple[dict[str, str], ...] = (
@@ -110,9 +62,10 @@ def record(name: str) -> tuple[Record, dict[str, tuple[int, float]]]:
     The numbers are continuous in the weights: the last round's mean loss of every site, the cross-entropy and the mean
     squared logit of the final model on all sources' samples, and its distance from the common start.
     """
+    tests = registry.method_class(name).traits.tests
     epochs = {"local_epochs": EPOCHS} if "local_epochs" in registry.method_class(name).model_fields else {}
-    method = registry.parse({"name": name, **epochs, **OPTIONS.get(name, {})})
-    rates = RATES.get(name, (LR, LR))
+    method = registry.parse({"name": name, **epochs, **tests.golden})
+    rates = tests.rates
     numbers: Record = {}
     learnt: dict[str, tuple[int, float]] = {}
     for kind, network in NETWORKS.items():
@@ -204,7 +157,7 @@ def runs_of(names: Sequence[str]) -> dict[str, Any]:
         values[name], learnt = record(name)
         for kind, (classes, accuracy) in learnt.items():
             if classes < 3 or accuracy <= LEARNT:
-                sys.exit(f"{name} on {kind}: {classes} of 3 classes, {accuracy:.0f} % right; give it other RATES")
+                sys.exit(f"{name} on {kind}: {classes} of 3 classes, {accuracy:.0f} % right; give `tests` other rates")
     others = [elsewhere(setting, names) for setting in SETTINGS]
     for draw in range(DRAWS):
         with rounded_otherwise(draw):

@@ -7,7 +7,6 @@ import copy
 import numpy as np
 import pytest
 import torch
-from golden import OPTIONS
 from tiny import NORMED, federation, network_for, normed_for, start_of, vectors
 from torch import Tensor, nn
 
@@ -48,7 +47,7 @@ def assert_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("name", registry.names())
 def test_new_weights_do_not_depend_on_the_bits_of_others(name: str) -> None:
-    method = registry.parse({"name": name, **OPTIONS.get(name, {})})
+    method = registry.parse({"name": name, **registry.method_class(name).traits.tests.golden})
     kind = normed_for(method)
     shape = (5,) if kind == NORMED else (1, 28, 28)
     plain = models.build(network_for(method, kind, shape), shape, 3, 3)
@@ -60,7 +59,7 @@ ADDING = ("fedsr", "fedl2r", "fedcmi", "copa", "shot", "fada", "mdfnet", "m3sda"
 
 @pytest.mark.parametrize("name", ADDING)
 def test_new_weights_differ_between_seeds(name: str) -> None:
-    method = registry.parse({"name": name, **OPTIONS.get(name, {})})
+    method = registry.parse({"name": name, **registry.method_class(name).traits.tests.golden})
     first, second = added(method, network(3)), added(method, network(4))
     drawn = [key for key, tensor in first.items() if len(tensor.unique()) > 1]
     assert drawn, "nothing new is drawn"

@@ -1,7 +1,7 @@
 """One contract for every option of every method: another value gives another result, where it must matter.
 
-That an option does the right thing is for the tests of its method. This one is run over the registry: a new method, a
-new option, or a new value of one fails here until it has a place in `option_cases` or `pooled_option_cases`.
+That an option does the right thing is for the tests of its method. This one is run over the registry. A new method, a
+new option, or a new value of one is tried by itself; where no value shows, the method's trait `tests` says which do.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 import numpy as np
 import pytest
 import torch
-from option_cases import BASE, ELSEWHERE, FEDERATED_METHODS, WHERE, Try
-from pooled_option_cases import POOLED_METHODS
+from option_cases import cases, default_of, method_of, tests_of
 from test_ccst import coloured
 from test_ccst_samples import vgg_files
 from test_fedadg import held_out
@@ -30,12 +29,12 @@ from fedshift.federation.training import Training
 from fedshift.methods import registry
 from fedshift.methods.base import Method, State
 from fedshift.methods.composition.options import Composed
+from fedshift.methods.method_tests import Try
 from fedshift.methods.rounds import finish_run, start_run
 from fedshift.models.networks.unet import UNet
 from fedshift.weights import Weights
 
 __all__ = ["vgg_files"]  # a fixture
-OPTIONS = FEDERATED_METHODS | POOLED_METHODS
 Result = tuple[Weights, Any, list[list[float]]]
 """Weights, what travels beside them, and what the model says of a few inputs."""
 
@@ -132,10 +131,6 @@ SETUPS: dict[str, Callable[[Method], Iterable[Any]]] = {
 }
 
 
-def method_of(name: str, options: dict[str, Any]) -> Method:
-    return registry.parse({"name": name, **BASE.get(name, {}), **options})
-
-
 @functools.cache
 def outcome(name: str, options: str, where: str) -> Played:
     return Played(SETUPS[where](method_of(name, json.loads(options))))
@@ -147,43 +142,36 @@ def fields(name: str) -> set[str]:
 
 CASES = [
     pytest.param(name, option, one, id=f"{name}-{option}-{one.where or 'usual'}")
-    for name, options in OPTIONS.items()
-    for option, tries in options.items()
+    for name in registry.names()
+    for option, tries in cases(name).items()
     for one in tries
 ]
 
 
 @pytest.mark.parametrize("name", registry.names())
 def test_every_option_has_a_case(name: str) -> None:
-    elsewhere = {option for method, option in ELSEWHERE if method == name}
-    here = OPTIONS.get(name, {}).keys()
-    pooled = registry.method_class(name).traits.pooled
-    place = "POOLED_METHODS of pooled_option_cases.py" if pooled else "FEDERATED_METHODS of option_cases.py"
-    assert here | elsewhere == fields(name), f"'{name}' in {place} must have a case for each option"
+    without = fields(name) - cases(name).keys() - tests_of(name).elsewhere.keys()
+    assert not without, f"give the trait `tests` of '{name}' values to try: MethodTests(options={{'NAME': tries(…)}})"
+    unknown = (tests_of(name).elsewhere.keys() | tests_of(name).beside.keys()) - fields(name)
+    assert not unknown, f"'{name}' has no such options"
 
 
 @pytest.mark.parametrize("name", registry.names())
 def test_every_value_that_may_be_chosen_is_tried(name: str) -> None:
     """All values of options that are one of a few."""
     for option, described in registry.method_class(name).model_fields.items():
-        tried = {
-            value
-            for one in OPTIONS.get(name, {}).get(option, ())
-            for value in one.values
-            if isinstance(value, str | bool)
-        }
-        tried |= set(ELSEWHERE.get((name, option), ()))
+        tried = {value for one in cases(name).get(option, ()) for value in one.values if isinstance(value, str | bool)}
+        tried |= set(tests_of(name).elsewhere.get(option, ()))
         if get_origin(described.annotation) is Literal:
-            default = BASE.get(name, {}).get(option, described.default)
-            assert tried == set(get_args(described.annotation)) - {default}, f"cases of '{option}': see option_cases.py"
+            assert tried == set(get_args(described.annotation)) - {default_of(name, option)}, f"`tests`: '{option}'"
         elif described.annotation is bool:
-            assert tried == {not described.default}, f"cases of '{option}': see option_cases.py"
+            assert tried == {not described.default}, f"`tests`: '{option}'"
 
 
 @pytest.mark.parametrize(("name", "option", "one"), CASES)
 def test_an_option_changes_the_result(name: str, option: str, one: Try) -> None:
-    where = one.where or WHERE.get(name, "images")
-    asked = [one.beside, *({**one.beside, option: value} for value in one.values)]
+    where = one.where or tests_of(name).where
+    asked = [dict(one.beside), *({**one.beside, option: value} for value in one.values)]
     results = [outcome(name, json.dumps(options), where) for options in asked]
     for number, result in enumerate(results):
         for other in results[:number]:

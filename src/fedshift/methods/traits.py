@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 from fedshift.data.domain import Task
 from fedshift.federation.exchange import Routed
 from fedshift.methods.index import Group, Reads
+from fedshift.methods.method_tests import MethodTests
 from fedshift.methods.robust import Averages
 from fedshift.methods.settings import Settings
 
@@ -39,6 +40,7 @@ class Traits:
         sites: which sites take part, where ``target`` does not say it.
         settings: named values of the options beside the paper's.
         small: options with which a test is short.
+        tests: what tests try beside it; a subclass inherits what is tried of each option.
         tasks: what it can learn.
         needs_classes: why it is for classification alone.
         target: what it trains on of the target: nothing (``unseen``), its samples without labels (``one unlabelled``
@@ -78,6 +80,7 @@ class Traits:
     sites: str = ""
     settings: Settings = field(default_factory=dict)
     small: Mapping[str, Any] = field(default_factory=dict)
+    tests: MethodTests = field(default_factory=MethodTests)
     tasks: tuple[Task, ...] = ("classification",)
     needs_classes: str = ""
     target: Target = "unseen"
@@ -112,7 +115,7 @@ class Traits:
         """Which sites take part, and whether their data are pooled."""
         return (self.sites or _SITES[self.target]) + (", pooled" if self.pooled else "")
 
-    def derive(self, **changes: Any) -> Traits:
+    def derive(self, *, tests: MethodTests | None = None, **changes: Any) -> Traits:
         """The traits of a class derived from the one that has these.
 
         What is said of one class alone begins anew: its citation and advice, its options for tests, and whether it
@@ -125,7 +128,8 @@ class Traits:
             ('sums', False)
         """
         blank = Traits()
-        return replace(self, **{name: getattr(blank, name) for name in _OF_ONE_CLASS} | changes)
+        inherited = self.tests.derive(tests or blank.tests)
+        return replace(self, **{name: getattr(blank, name) for name in _OF_ONE_CLASS} | changes, tests=inherited)
 
 
 _SITES: Mapping[Target, str] = {

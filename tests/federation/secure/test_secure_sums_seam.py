@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from tiny import CNN, NORMED, domains, federation, start_of, step_on
+from tiny import CNN, NORMED, domains, federation, normed_for, start_of, step_on
 
 from fedshift.errors import FedshiftError, TrainingDiverged, UserError
 from fedshift.experiment.fits.secure_sums import check_sums
@@ -29,11 +29,6 @@ from fedshift.weights import Weights
 
 SIZES = {"large": 23, "middle": 12, "small": 9}
 UNLABELLED = {"other": 13, "target": 9, "third": 17}
-SMALL: dict[str, dict[str, Any]] = {
-    "csac": {"acquisition_epochs": 1, "calibration_epochs": 1},
-    "fedadg": {"task_epochs": 1, "adversarial_epochs": 1},
-}
-IMAGES = ("elcfs", "ccst", "styles", "fedadg", "gperxan", "fedccrl", "stablefdg", "mcgdm", "mcsad", "pardon")
 
 
 def played(
@@ -42,7 +37,7 @@ def played(
     """A state after some rounds of a method at three sites."""
     pool = options.pop("pool", None)
     lost: tuple[str, ...] = options.pop("lost", ())
-    method = registry.parse({"name": name, **SMALL.get(name, {}), **options})
+    method = registry.parse({"name": name, **registry.method_class(name).traits.small, **options})
     targets = UNLABELLED if method.traits.needs_target else {}
     found = domains(network, {**SIZES, **targets})
     roles: dict[str, Role] = dict.fromkeys(targets, "target")
@@ -64,9 +59,13 @@ def apart(first: Weights, second: Weights) -> float:
     return max((first[name].double() - second[name].double()).abs().max().item() for name in floats)
 
 
+def takes_vectors(name: str) -> bool:
+    return normed_for(registry.parse({"name": name, **registry.method_class(name).traits.small})) is NORMED
+
+
 @pytest.mark.parametrize("name", with_sums())
 def test_secure_is_plain_within_the_resolution(name: str) -> None:
-    network = CNN if name in IMAGES else NORMED
+    network = NORMED if takes_vectors(name) else CNN
     plain, _ = played(name, False, network)
     secure, where = played(name, True, network)
     assert plain.weights.keys() == secure.weights.keys()

@@ -20,6 +20,7 @@ from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.site import Site
 from fedshift.federation.site_base import parts_of
 from fedshift.methods import registry
+from fedshift.methods.pooled.adaptation import PooledAdaptation
 from fedshift.methods.pooled.deepall import DeepAll
 from fedshift.methods.pooled.equal_steps import steps_of_run
 from fedshift.methods.pooled.side_modules import DomainTraining
@@ -32,7 +33,7 @@ APART = [
     if issubclass(kind := registry.method_class(name), DomainTraining) and not kind.traits.needs_target
 ]
 """Those that need the domains of the sources apart."""
-ADAPTING = ["mdan", "m3sda", "dael", "cmss", "dsbn", "cdan", "srdc"]
+ADAPTING = [name for name in POOLED if issubclass(registry.method_class(name), PooledAdaptation)]
 SIZES = {"north": 30, "south": 20, "west": 25}
 BUDGET = 24
 """Mini-batches of a run: steps of 3 domains and of 4 come out even, in each of 2 rounds."""

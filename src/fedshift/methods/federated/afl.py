@@ -38,6 +38,7 @@ from fedshift.functional.source_weights import ascended_weights
 from fedshift.methods.base import State, trained_mean
 from fedshift.methods.federated.fedavg import LocalTraining
 from fedshift.methods.federated.feddg_ga import loss_of
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.robust import Averaged
 from fedshift.weights import Weights
 
@@ -62,6 +63,7 @@ class AgnosticFederated(LocalTraining):
         averages={"train": Averaged()},
         server_reads="norms",
         relative_cost=1.3,
+        tests=MethodTests(options={"weights_rate": tries(0.0, 1.0)}),
     )
 
     weights_rate: NonNegativeFloat = Field(0.1, description="γ: how fast the weights move")

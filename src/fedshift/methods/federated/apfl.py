@@ -40,6 +40,7 @@ from fedshift.functional.averaging import parameters_of
 from fedshift.functional.meta_learning import answer_at
 from fedshift.methods.base import PERSONAL
 from fedshift.methods.federated.fedavg import FedAvg, Finished
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -60,6 +61,9 @@ class APFL(FedAvg):
         memory_names=("optimizer", PERSONAL, SHARE),
         relative_cost=2.0,
         own_gradients=True,
+        tests=MethodTests(
+            options={"share": tries(0.2, 1.0, where="finished"), "adaptive": tries(False, where="three rounds")},
+        ),
     )
 
     share: Annotated[float, Field(ge=0, le=1)] = Field(0.5, description="α: the own model's part at the beginning")

@@ -51,6 +51,7 @@ from pydantic import Field, NonNegativeFloat
 from fedshift.methods.composition.styles import SETTINGS, StyleOptions
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.federated.fedprox import FedProx
+from fedshift.methods.method_tests import MethodTests, Try, tries
 
 
 class CCST(StyleOptions, FedProx):
@@ -65,6 +66,23 @@ class CCST(StyleOptions, FedProx):
         sends="a model, and once **styles**",
         settings=SETTINGS,
         includes=("styles",),
+        tests=MethodTests(
+            options={
+                "proximal_weight": tries(3.0),
+                "style_space": (Try(("lowfreq", "feature")), Try(("lab",), {}, "colour")),
+                "level": tries(1, 2),
+                "bank_size": tries(4, style_mode="single"),
+                "one_style_per_batch": tries(True, style_mode="single"),
+                "half_width": tries(0, style_space="lowfreq"),
+                "stage": tries("conv2", style_space="feature"),
+            },
+            elsewhere={
+                "style_space": ("vgg",),
+                "vgg_encoder": ("another",),
+                "vgg_decoder": ("another",),
+                "vgg_size": ("another",),
+            },
+        ),
     )
 
     weighting: Literal["samples", "uniform"] = Field("uniform", description="shares N_k/ΣN, or 1/K (code)")
@@ -83,4 +101,21 @@ class StyledFedAvg(StyleOptions, FedAvg):
         sends="a model, and once **styles**",
         settings=SETTINGS,
         includes=("styles",),
+        tests=MethodTests(
+            options={
+                "style_space": (Try(("lowfreq", "feature")), Try(("lab",), {}, "colour")),
+                "level": tries(1, 2),
+                "bank_size": tries(4, style_mode="single"),
+                "one_style_per_batch": tries(True, style_mode="single"),
+                "half_width": tries(0, style_space="lowfreq"),
+                "stage": tries("conv2", style_space="feature"),
+            },
+            elsewhere={
+                "style_space": ("vgg",),
+                "vgg_encoder": ("another",),
+                "vgg_decoder": ("another",),
+                "vgg_size": ("another",),
+            },
+            golden={"method": {"name": "fedavg", "local_epochs": 5}},
+        ),
     )

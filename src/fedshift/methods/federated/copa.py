@@ -60,6 +60,7 @@ from fedshift.functional.averaging import MeanAccumulator
 from fedshift.functional.experts import confident_pseudo_labels, unlabelled_ensemble_loss
 from fedshift.methods.base import Method, State
 from fedshift.methods.heads import Experts, with_experts
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.robust import Averaged
 from fedshift.methods.traits import Traits
 from fedshift.models.network import Network
@@ -112,6 +113,17 @@ class COPA(Method):
         },
         reads_sealed="feature extractors",
         relative_cost=1.1,
+        tests=MethodTests(
+            beside={"local_epochs": 2},
+            options={
+                "local_epochs": tries(1, 3),
+                "hybrid_normalisation": tries(False, where="normed images"),
+                "adaptation": tries(True, threshold=0.2),
+                "threshold": tries(0.2, adaptation=True),
+                "strong": tries({"brightness": 0.1}, adaptation=True, threshold=0.2),
+            },
+            rates=(0.01, 0.005),
+        ),
     )
 
     local_epochs: PositiveInt = Field(10, description="E: passes over a site's data per round")

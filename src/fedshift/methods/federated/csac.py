@@ -74,6 +74,7 @@ from fedshift.functional.divergence_weighting import distance_weighted, divergen
 from fedshift.functional.mmd import multi_kernel_mmd, weighted_multi_kernel_mmd
 from fedshift.functional.projection import Reduction, projection_layer
 from fedshift.methods.base import Method, Samples, State
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.robust import Averaged
 from fedshift.methods.traits import Traits
 from fedshift.models.network import Network, StageReader
@@ -145,6 +146,24 @@ class CSAC(Method, AlignmentOptions):
         server_reads="sums",
         asked_once={"weigh": "sent"},
         relative_cost=1.5,
+        tests=MethodTests(
+            beside={"acquisition_steps": 3, "calibration_steps": 2},
+            options={
+                "uniform_attention": tries("per_row", attention="none"),
+                "projection_channels": tries(5),
+                "projection_size": tries("smallest", stages=("conv2", "conv1")),
+                "stages": tries(("conv2",), ("conv2", "hidden"), ()),
+                "acquisition_epochs": tries(2, 3, acquisition_steps=None, acquisition_epochs=1),
+                "acquisition_steps": tries(2),
+                "calibration_epochs": tries(2, 3, calibration_steps=None, calibration_epochs=1),
+                "calibration_steps": tries(1),
+                "label_smoothing": tries(0.0, 0.4),
+                "distance_power": tries(2.0),
+                "alignment_weight": tries(0.0, 3.0),
+            },
+            elsewhere={"mmd_constant": (True,), "projection": ("strided",)},
+            golden={"acquisition_epochs": 5, "calibration_epochs": 2, "alignment_weight": 0.1},
+        ),
     )
 
     acquisition_epochs: PositiveInt = Field(30, description="epochs of local acquisition, once")

@@ -32,6 +32,7 @@ from fedshift.federation.site import Site
 from fedshift.functional.losses import proximal_penalty
 from fedshift.methods.base import PERSONAL
 from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.weights import Weights
 
 
@@ -46,6 +47,12 @@ class Ditto(FedAvg):
         "site gets. It trains twice as much.",
         keeps="a model of its own",
         memory_names=("optimizer", PERSONAL, "personal_optimizer"),
+        tests=MethodTests(
+            options={
+                "proximal_weight": tries(0.0, 3.0, where="finished"),
+                "personal_epochs": tries(2, where="finished"),
+            },
+        ),
     )
 
     proximal_weight: NonNegativeFloat = Field(0.1, description="λ: how strongly v_i is drawn to the common model")

@@ -75,6 +75,7 @@ from fedshift.functional.source_weights import rounded_shares
 from fedshift.functional.spectra import half_width, interpolated, low_frequencies
 from fedshift.methods.base import Method, RunPlan, Samples, State, Traffic, trained_mean
 from fedshift.methods.index import Reads
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.robust import Averaged
 from fedshift.methods.traits import Traits
 from fedshift.models.network import Network
@@ -138,6 +139,20 @@ class ELCFS(Method):
         averages={"fit": Averaged()},
         server_reads="sums",
         own_gradients=True,
+        tests=MethodTests(
+            beside={"window": 0.2, "inner_rate": 0.5},
+            options={
+                "window": tries(0.0, 0.3),
+                "bank_share": tries(0.125),
+                "inner_rate": tries(0.1, 0.0),
+                "clip": tries(0.001),
+                "boundary_weight": tries(0.0, 1.0, where="masks"),
+                "boundary": tries("released", where="masks"),
+                "temperature": tries(0.5, where="masks"),
+            },
+            golden={"setting": "light"},
+            rates=(0.005, 0.0),
+        ),
     )
 
     local_epochs: PositiveInt = Field(1, description="E: passes over a site's data per round")

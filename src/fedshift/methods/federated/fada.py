@@ -78,6 +78,7 @@ from fedshift.functional.losses import entropy
 from fedshift.functional.source_weights import gain_weights, relative_gains
 from fedshift.methods.base import Method, RunPlan, State, Traffic
 from fedshift.methods.heads import with_block, with_own_statistics
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.robust import Averaged
 from fedshift.methods.traits import Traits
 from fedshift.models.network import Network
@@ -125,6 +126,18 @@ class FADA(Method):
         takes_plug_ins=False,
         relative_cost=2.0,
         own_gradients=True,
+        tests=MethodTests(
+            beside={"steps_per_round": 3, "identifier_width": 5},
+            options={
+                "steps_per_round": tries(2),
+                "adversarial_weight": tries(0.0, 0.5),
+                "disentangling_weight": tries(0.0, 1.0),
+                "identifier_width": tries(7),
+                "identifier_rate": tries(0.1),
+            },
+            golden={"steps_per_round": 8},
+            rates=(0.1, 0.03),
+        ),
     )
 
     steps_per_round: PositiveInt = Field(20, description="mini-batches of every site in a round (paper: 1)")

@@ -61,6 +61,7 @@ from fedshift.federation.training import set_learning_rate
 from fedshift.functional import reference_distribution as reference
 from fedshift.functional.losses import smoothed_cross_entropy
 from fedshift.methods.base import Method, State
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.robust import Averaged
 from fedshift.methods.traits import Traits
 from fedshift.models.network import Network
@@ -166,6 +167,23 @@ class FedADG(Method):
         takes_plug_ins=False,
         relative_cost=1.8,
         own_gradients=True,
+        tests=MethodTests(
+            where="fast",
+            beside={"task_epochs": 1, "adversarial_epochs": 1},
+            options={
+                "task_epochs": tries(0, 2),
+                "adversarial_weight": tries(0.0, 0.6),
+                "label_smoothing": tries(0.3),
+                "condition_value": tries(0.3),
+                "adversary_rate": tries(0.1),
+                "warm_up": tries(9),
+                "noise": tries(5),
+                "generator_hidden": tries(4),
+                "projection": tries(3),
+                "keep": tries("last", where="held out", adversarial_epochs=3),
+            },
+            golden={"setting": "least_squares", "task_epochs": 3, "adversarial_epochs": 2},
+        ),
     )
 
     task_epochs: NonNegativeInt = Field(3, description="E₀: epochs of F and Cl on L_err alone, in every round")

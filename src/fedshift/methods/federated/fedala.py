@@ -41,6 +41,7 @@ from fedshift.federation.site import Site
 from fedshift.functional.meta_learning import answer_at
 from fedshift.methods.base import PERSONAL
 from fedshift.methods.federated.fedavg import FedAvg, Finished
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.weights import Weights
 
 _PASSES, _STEADY, _MOST = 10, 0.1, 100
@@ -60,6 +61,14 @@ class FedALA(FedAvg):
         memory_names=("optimizer", PERSONAL, "last", "shares"),
         relative_cost=1.8,
         own_gradients=True,
+        tests=MethodTests(
+            options={
+                "shares_rate": tries(0.0, 0.2, where="three rounds"),
+                "mixed_tensors": tries(1, 4, where="three rounds"),
+                "sampled": tries(0.3, where="three rounds"),
+            },
+            rates=(0.01, 0.02),
+        ),
     )
 
     shares_rate: NonNegativeFloat = Field(1.0, description="η: learning rate of the shares W")

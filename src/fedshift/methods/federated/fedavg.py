@@ -33,6 +33,7 @@ from fedshift.federation.messages import Count, Reply, Update
 from fedshift.federation.site import Batch, LocalFit, Site
 from fedshift.methods.base import PERSONAL, Method, State, calls_of, trained_mean
 from fedshift.methods.composition.fine_tune import FineTune
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.robust import Averaged
 from fedshift.methods.traits import Traits
 from fedshift.models.network import Network
@@ -54,6 +55,7 @@ class LocalTraining(Method):
 
     traits = Traits(
         tasks=ALL_TASKS,
+        tests=MethodTests(options={"fine_tune": tries({"epochs": 1}, {"steps": 3, "lr": 0.5}, where="finished")}),
     )
 
     local_epochs: PositiveInt = Field(1, description="E: passes over a site's data per round")

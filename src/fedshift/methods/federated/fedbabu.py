@@ -27,6 +27,7 @@ from fedshift.federation.messages import Update
 from fedshift.federation.site import LocalFit, Site
 from fedshift.methods.composition.fine_tune import FineTune
 from fedshift.methods.federated.fedper import HEAD, FedPer
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.weights import Weights
 
 
@@ -41,6 +42,10 @@ class FedBABU(FedPer):
         sends="a model without its classifier",
         keeps="a tuned model",
         no_new_site=False,
+        tests=MethodTests(
+            options={"fine_tune": tries(None, {"steps": 2}, where="finished")},
+            rates=(0.03, 0.2),
+        ),
     )
 
     fine_tune: FineTune | None = Field(

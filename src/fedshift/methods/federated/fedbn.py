@@ -42,6 +42,7 @@ from fedshift.functional.averaging import is_buffer
 from fedshift.methods.composition.new_site import NewSite
 from fedshift.methods.composition.options import AtSites
 from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.methods.method_tests import MethodTests
 from fedshift.models.adapters import has_adapters
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -59,6 +60,7 @@ class FedBN(FedAvg):
         advice="For networks with BatchNorm, and for the sites that take part; at an unseen site 50.42 on SURF, "
         "where FedAvg has 51.06.",
         memory_names=("optimizer", "normalisation"),
+        tests=MethodTests(where="normed"),
     )
 
     unseen: Unseen = Field("mean", description="normalisation of a new site: the sites' mean, or of its samples")
@@ -109,6 +111,7 @@ class SiloBN(FedBN):
         group="rivals",
         advice="As fedbn, but a new site measures its own samples; no gain shown: +2.66 over FedAvg on PACS "
         "features (p = 1.000), −0.37 on SURF.",
+        tests=MethodTests(where="normed"),
     )
 
     unseen: Unseen = Field("target", description="statistics of a new site: its samples', or the sites' mean")

@@ -52,6 +52,7 @@ from fedshift.methods.base import RunPlan, Samples, State, Traffic, trained_mean
 from fedshift.methods.composition.mixstyle import beta
 from fedshift.methods.composition.plug_in import check_images
 from fedshift.methods.federated.fedavg import LocalTraining
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.robust import Averaged
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -83,6 +84,16 @@ class FedCCRL(LocalTraining):
         averages={"fit_beside": Averaged()},
         server_reads="sums",
         relative_cost=4.0,
+        tests=MethodTests(
+            options={
+                "shared": tries(1.0),
+                "contrast_weight": tries(0.0, 3.0),
+                "agreement_weight": tries(0.0, 9.0),
+                "temperature": tries(1.0, contrast_weight=3.0),
+                "alpha": tries(5.0),
+            },
+            rates=(0.01, 0.02),
+        ),
     )
 
     shared: Annotated[float, Field(gt=0, le=1)] = Field(0.1, description="r: part of the images whose styles are sent")

@@ -35,6 +35,7 @@ from fedshift.federation.randomness import derive_seed, drawn_from
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.contrastive import paired_loss
 from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.methods.method_tests import MethodTests
 from fedshift.methods.on_clip import FixedTexts, OnClip
 from fedshift.models.network import Network
 from fedshift.models.networks.clip import TextClassifier
@@ -53,6 +54,10 @@ class FedCLIP(OnClip, FedAvg):
         settings={"released": {"weighting": "uniform"}},
         tasks=("classification",),
         needs_classes="its classifier is made of texts of classes",
+        tests=MethodTests(
+            golden={"loss": "classes"},
+            rates=(0.02, 0.03),
+        ),
     )
 
     loss: Literal["pairs", "classes"] = Field(

@@ -39,6 +39,7 @@ from fedshift.functional.control_variates import moved_gradient
 from fedshift.functional.losses import proximal_penalty
 from fedshift.methods.base import State
 from fedshift.methods.federated.scaffold import Controlled, Scaffold, zeros
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -53,6 +54,7 @@ class FedDC(Scaffold):
         advice="For many rounds at sites that differ, at twice the traffic.",
         sends="a model, and a control variate as large",
         memory_names=("optimizer", "control", "drift"),
+        tests=MethodTests(options={"alpha": tries(1.0)}),
     )
 
     alpha: NonNegativeFloat = Field(0.01, description="α: strength of the penalty")

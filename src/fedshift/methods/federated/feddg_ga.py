@@ -41,6 +41,7 @@ from fedshift.federation.site import Site
 from fedshift.functional.source_weights import adjusted_shares
 from fedshift.methods.base import State, trained_mean
 from fedshift.methods.federated.fedavg import LocalTraining
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.robust import Averaged
 from fedshift.weights import Weights
 
@@ -68,6 +69,7 @@ class GeneralizationAdjustment(LocalTraining):
         averages={"train": Averaged()},
         server_reads="norms",
         relative_cost=1.5,
+        tests=MethodTests(options={"step": tries(0.0, 0.5)}),
     )
 
     step: NonNegativeFloat = Field(0.2, description="d: how far a weight may move in the first round")

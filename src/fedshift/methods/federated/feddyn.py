@@ -43,6 +43,7 @@ from fedshift.functional.control_variates import dynamic_penalty, moved_gradient
 from fedshift.methods.base import State
 from fedshift.methods.federated.fedavg import LocalTraining
 from fedshift.methods.federated.scaffold import zeros
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.robust import Averaged
 from fedshift.methods.traits import Traits
 from fedshift.models.network import Network
@@ -69,6 +70,7 @@ class FedDyn(LocalTraining):
         memory_names=("optimizer", "gradient"),
         averages={"fit": Averaged()},
         server_reads="sums",
+        tests=MethodTests(options={"alpha": tries(1.0), "clip_norm": tries(0.1)}),
     )
 
     alpha: PositiveFloat = Field(0.01, description="α: strength of the penalty")

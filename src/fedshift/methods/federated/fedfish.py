@@ -35,6 +35,7 @@ from fedshift.federation.messages import Content, Update
 from fedshift.federation.randomness import generator
 from fedshift.methods.base import State
 from fedshift.methods.federated.fedavg import LocalTraining
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.weights import Weights
 
 
@@ -48,6 +49,7 @@ class FederatedFish(LocalTraining):
         advice="For few sites whose gradients disagree; sites wait for each other, and each is sent the model of the "
         "one before it.",
         sends="a model, which goes on to the next site",
+        tests=MethodTests(options={"meta_rate": tries(0.1, 1.0)}),
     )
 
     meta_rate: Annotated[float, Field(gt=0, le=1)] = Field(0.5, description="ε: the part of the way that is taken")

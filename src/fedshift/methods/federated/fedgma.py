@@ -35,6 +35,7 @@ from fedshift.functional.averaging import parameters_of
 from fedshift.functional.gradient_matching import masked_by_agreement
 from fedshift.methods.base import State
 from fedshift.methods.federated.fedavg import LocalTraining
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.robust import Averaged
 from fedshift.weights import Weights
 
@@ -58,6 +59,7 @@ class FedGMA(LocalTraining):
         averages={"train": Averaged(("weights", "signs"), changes=("signs",))},
         server_reads="sums",
         sums_per_model=2,
+        tests=MethodTests(options={"agreement": tries(0.0, 0.6)}),
     )
 
     weighting: Literal["samples", "uniform"] = Field("samples", description="shares N_k/ΣN, or 1/K")

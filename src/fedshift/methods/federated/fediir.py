@@ -46,6 +46,7 @@ from fedshift.federation.site import Batch, Site
 from fedshift.functional.contrastive import gradient_gap
 from fedshift.methods.base import State, trained_mean
 from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.robust import Averaged
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -77,6 +78,10 @@ class FedIIR(FedAvg):
         },
         relative_cost=1.5,
         own_gradients=True,
+        tests=MethodTests(
+            options={"penalty_weight": tries(0.0, 1.0)},
+            rates=(0.015, 0.02),
+        ),
     )
 
     penalty_weight: NonNegativeFloat = Field(1e-3, description="γ")

@@ -34,6 +34,7 @@ from torch import Tensor
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.invariance import irm_penalty
 from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -50,6 +51,13 @@ class FederatedIRM(FedAvg):
         tasks=("classification",),
         needs_classes="its penalty scales logits",
         relative_cost=1.1,
+        tests=MethodTests(
+            options={
+                "weight_before": tries(3.0, penalty_start=1),
+                "rescaled": tries(True, penalty_weight=3.0),
+                "estimate": tries("halves", penalty_weight=3.0),
+            },
+        ),
     )
 
     weighting: Literal["samples", "uniform"] = Field("uniform", description="shares 1/K (paper) or N_k/ΣN")

@@ -33,6 +33,7 @@ from torch import Tensor
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.losses import calibrated_scores
 from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -47,6 +48,7 @@ class FedLC(FedAvg):
         advice="For sites whose classes differ: a site does not unlearn classes that it lacks.",
         tasks=("classification",),
         needs_classes="its scores are calibrated by the numbers of classes",
+        tests=MethodTests(options={"calibration": tries(0.0, 4.0)}),
     )
 
     calibration: NonNegativeFloat = Field(1.0, description="τ: how much scores of rare classes are lowered")

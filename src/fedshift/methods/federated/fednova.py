@@ -45,6 +45,7 @@ from fedshift.functional.losses import proximal_penalty
 from fedshift.methods.base import State, trained_mean
 from fedshift.methods.federated.fedavg import LocalTraining
 from fedshift.methods.federated.scaffold import plain_steps
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.robust import Averaged
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -67,6 +68,9 @@ class FedNova(LocalTraining):
         group="rivals",
         advice="For sites that make different numbers of steps: 53.25 on SURF, where FedAvg has 51.06.",
         averages={"train": Averaged(rules="none")},
+        tests=MethodTests(
+            options={"proximal_weight": tries(3.0), "effective_steps": tries("steps", proximal_weight=3.0)},
+        ),
     )
 
     proximal_weight: NonNegativeFloat = Field(0.0, description="μ of a proximal term, as FedProx has")

@@ -32,6 +32,7 @@ from torch import Tensor
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.distillation import other_scores, softened_divergence
 from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -47,6 +48,7 @@ class FedNTD(FedAvg):
         tasks=("classification",),
         needs_classes="it distils what the common model says of the other classes",
         relative_cost=1.4,
+        tests=MethodTests(options={"distillation_weight": tries(0.0, 5.0)}),
     )
 
     distillation_weight: NonNegativeFloat = Field(1.0, description="β")

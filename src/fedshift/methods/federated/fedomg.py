@@ -39,6 +39,7 @@ from fedshift.functional.gradient_matching import matching_shares, products_abou
 from fedshift.functional.robust_aggregation import squared_distances
 from fedshift.methods.base import State, trained_mean
 from fedshift.methods.federated.fedavg import LocalTraining
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.robust import Averaged
 from fedshift.weights import Weights
 
@@ -55,6 +56,10 @@ class FedOMG(LocalTraining):
         "site with the shortest update. Level with equal shares on PACS features.",
         settings={"released": {"rescaled": True, "shares_twice": True, "server_rate": 0.5}},
         averages={"fit": Averaged(rules="each")},
+        tests=MethodTests(
+            options={"kappa": tries(0.0, 0.9), "server_rate": tries(0.5)},
+            rates=(0.01, 0.02),
+        ),
     )
 
     kappa: NonNegativeFloat = Field(0.5, description="κ: how far the direction may be from the mean update")

@@ -46,6 +46,7 @@ from fedshift.functional.clustering import class_means, nearest_mean_classifier
 from fedshift.methods.base import PERSONAL, Method, State
 from fedshift.methods.federated.fedper import HEAD
 from fedshift.methods.federated.fedrod import check_linear
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.traits import Traits
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -74,6 +75,9 @@ class FedProto(Method):
         no_new_site=True,
         needs_classes="it compares features with those of classes",
         memory_names=("optimizer", PERSONAL, HEAD),
+        tests=MethodTests(
+            options={"prototype_weight": tries(0.0, 5.0, where="three rounds"), "smallest_class": tries(1, 4)},
+        ),
     )
 
     local_epochs: PositiveInt = Field(1, description="E: passes over a site's data per round")

@@ -26,6 +26,7 @@ from torch import Tensor
 from fedshift.federation.site import Site
 from fedshift.functional.losses import proximal_penalty
 from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -39,6 +40,10 @@ class FedProx(FedAvg):
         group="rivals",
         advice="For sites that drift apart; −0.49 to FedAvg on Rotated MNIST (p = 0.956).",
         trains_privately=True,
+        tests=MethodTests(
+            options={"proximal_weight": tries(0.0, 3.0)},
+            golden={"proximal_weight": 0.5},
+        ),
     )
 
     proximal_weight: NonNegativeFloat = Field(0.01, description="μ: weight of the proximal term")

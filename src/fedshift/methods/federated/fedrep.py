@@ -29,6 +29,7 @@ from fedshift.federation.messages import Update
 from fedshift.federation.site import Site
 from fedshift.methods.base import PERSONAL
 from fedshift.methods.federated.fedper import FedPer
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -46,6 +47,7 @@ class FedRep(FedPer):
         no_new_site=True,
         memory_names=(PERSONAL,),
         small={"head_epochs": 2},
+        tests=MethodTests(options={"head_epochs": tries(1, 3)}),
     )
 
     head_epochs: PositiveInt = Field(10, description="τ: passes that train the classifier alone, before the body")

@@ -37,6 +37,7 @@ from fedshift.functional.losses import balanced_scores
 from fedshift.methods.base import PERSONAL
 from fedshift.methods.federated.fedavg import FedAvg, Finished
 from fedshift.methods.federated.fedper import HEAD
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -54,6 +55,7 @@ class FedROD(FedAvg):
         needs_classes="its loss is balanced by the numbers of classes",
         keeps="a second classifier",
         memory_names=("optimizer", PERSONAL),
+        tests=MethodTests(options={"balance": tries(0.0, 0.5)}),
     )
 
     balance: NonNegativeFloat = Field(1.0, description="γ: how far the common classifier is balanced; 0: not at all")

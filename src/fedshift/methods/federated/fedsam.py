@@ -27,6 +27,7 @@ from __future__ import annotations
 from fedshift.data.domain import ALL_TASKS
 from fedshift.methods.composition.regularisers import Sharpness
 from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.methods.method_tests import MethodTests, tries
 
 
 class FedSAM(Sharpness, FedAvg):
@@ -44,4 +45,11 @@ class FedSAM(Sharpness, FedAvg):
         },
         tasks=ALL_TASKS,
         includes=("sharpness",),
+        tests=MethodTests(
+            options={
+                "radius": tries(0.0, 0.5),
+                "eta": tries(1.0, adaptive=True),
+                "scaled_biases": tries(False, adaptive=True),
+            },
+        ),
     )

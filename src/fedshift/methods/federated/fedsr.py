@@ -55,6 +55,7 @@ from fedshift.federation.site import Batch, Site
 from fedshift.functional.representation import gaussian_divergence, mean_prediction, norm_regulariser
 from fedshift.methods.base import Method, State, trained_mean
 from fedshift.methods.heads import with_block
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.robust import Averaged
 from fedshift.methods.traits import Traits
 from fedshift.models.network import Network
@@ -104,6 +105,13 @@ class _SimpleRepresentation(Method):
         memory_names=("optimizer", "references"),
         averages={"fit": Averaged()},
         server_reads="sums",
+        tests=MethodTests(
+            options={
+                "steps_per_round": tries(2),
+                "local_epochs": tries(2, steps_per_round=None),
+                "representation": tries(3),
+            },
+        ),
     )
     sampled: ClassVar[bool]
 
@@ -198,6 +206,12 @@ class FedL2R(_SimpleRepresentation):
         settings={"released": {"norm": "norm", "independent_batches": True}},
         small={"steps_per_round": 6},
         tasks=WITHOUT_MASKS,
+        tests=MethodTests(
+            beside={"steps_per_round": 4, "l2r_weight": 0.1},
+            options={"l2r_weight": tries(0.3, 0.0)},
+            golden={"l2r_weight": 0.001},
+            rates=(0.1, 0.05),
+        ),
     )
     sampled: ClassVar[bool] = False
 
@@ -222,6 +236,12 @@ class FedCMI(_SimpleRepresentation):
         small={"steps_per_round": 6},
         needs_classes="its codes are drawn towards a reference of their class",
         relative_cost=1.1,
+        tests=MethodTests(
+            beside={"steps_per_round": 4, "cmi_weight": 0.1},
+            options={"cmi_weight": tries(0.3, 0.0), "samples": tries(3)},
+            golden={"steps_per_round": 15},
+            rates=(0.08, 0.05),
+        ),
     )
     sampled: ClassVar[bool] = True
 
@@ -260,6 +280,12 @@ class FedSR(FedL2R, FedCMI):
         small={"steps_per_round": 6},
         tasks=("classification",),
         needs_classes="its codes are drawn towards a reference of their class",
+        tests=MethodTests(
+            beside={"steps_per_round": 4, "cmi_weight": 0.1},
+            options={"cmi_weight": tries(0.3, 0.0), "samples": tries(3)},
+            golden={"steps_per_round": 15, "l2r_weight": 0.001},
+            rates=(0.08, 0.05),
+        ),
     )
     sampled: ClassVar[bool] = True
 

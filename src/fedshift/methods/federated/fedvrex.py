@@ -44,6 +44,7 @@ from fedshift.federation.site import Batch, Site
 from fedshift.methods.base import State, trained_mean
 from fedshift.methods.federated.fedavg import LocalTraining
 from fedshift.methods.federated.feddg_ga import loss_of
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.robust import Averaged
 from fedshift.weights import Weights
 
@@ -68,6 +69,14 @@ class FederatedVREx(LocalTraining):
         averages={"fit_towards": Averaged()},
         server_reads="norms",
         relative_cost=1.3,
+        tests=MethodTests(
+            options={
+                "penalty_weight": tries(0.0, 3.0),
+                "weight_before": tries(3.0, penalty_start=1),
+                "rescaled": tries(True, penalty_weight=3.0),
+            },
+            golden={"penalty_weight": 1.0},
+        ),
     )
 
     penalty_weight: NonNegativeFloat = Field(0.1, description="β: weight of the penalty")

@@ -35,6 +35,7 @@ from torch import Tensor
 from fedshift.data.domain import WITHOUT_MASKS
 from fedshift.federation.site import Batch, Site
 from fedshift.methods.federated.fedbn import FedBN
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.models.network import Network
 from fedshift.models.normalisation import AssembledNorm2d, with_norms
 from fedshift.weights import Weights
@@ -51,6 +52,10 @@ class GPerXAN(FedBN):
         "(50.45 on SURF, where FedAvg has 51.06).",
         tasks=WITHOUT_MASKS,
         relative_cost=1.2,
+        tests=MethodTests(
+            where="normed images",
+            options={"guide_weight": tries(0.0, 3.0)},
+        ),
     )
 
     guide_weight: NonNegativeFloat = Field(0.5, description="β: weight of the common classifier's loss")

@@ -80,6 +80,7 @@ from fedshift.functional.clustering import dispersion
 from fedshift.functional.consensus_focus import FocusTally
 from fedshift.methods.base import Method, Samples, State
 from fedshift.methods.heads import with_own_statistics
+from fedshift.methods.method_tests import MethodTests, Try, tries
 from fedshift.methods.robust import Averaged
 from fedshift.methods.traits import Traits
 from fedshift.models.network import Network
@@ -135,6 +136,23 @@ class KD3A(Method):
         averages={"fit": Averaged(rules="each")},
         routed={"fit": Routed("weights", to={"distil": "models"})},
         reads_sealed="the target's model",
+        tests=MethodTests(
+            where="kd3a",
+            beside={"gate_start": 0.6, "gate_end": 0.9},
+            options={
+                "aggregations_per_epoch": tries(2.0, 0.5),
+                "gate_start": tries(0.8),
+                "gate_end": tries(0.6),
+                "focus_permutations": tries(1, focus="shapley"),
+                "share_momentum": tries(0.7),
+                # at weight 1 it diverges
+                "batch_norm": (Try(("linear", "off")), Try(("loss",), {"batch_norm_weight": 0.01})),
+                "batch_norm_weight": tries(0.02, batch_norm="loss", batch_norm_weight=0.01),
+                "mixup": tries(0.0, 2.0),
+            },
+            golden={"focus": "shapley", "gate_start": 0.4, "gate_end": 0.5, "aggregations_per_epoch": 0.2},
+            rates=(0.02, 0.03),
+        ),
     )
 
     aggregations_per_epoch: PositiveFloat = Field(1.0, description="r: aggregations in each epoch of the sources")

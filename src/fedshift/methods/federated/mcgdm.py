@@ -41,6 +41,7 @@ from fedshift.functional.gradient_matching import direction_gap
 from fedshift.methods.base import Samples
 from fedshift.methods.composition.plug_in import check_images
 from fedshift.methods.federated.lent_heads import Head, LentHeads, scores_of
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.models.network import Network
 
 
@@ -56,6 +57,14 @@ class MCGDM(LentHeads):
         sends="a model; its classifier reaches the other sites",
         needs_classes="it compares gradients of the cross-entropy",
         relative_cost=3.0,
+        tests=MethodTests(
+            options={
+                "intra_weight": tries(0.0, 9.0),
+                "inter_weight": tries(0.0, 9.0),
+                "view": tries({"brightness": 0.3}),
+            },
+            golden={"view": {"brightness": 0.3, "contrast": 0.3}},
+        ),
     )
 
     intra_weight: NonNegativeFloat = Field(0.7, description="λ₁: agreement of the gradients of two views")

@@ -51,6 +51,7 @@ from fedshift.methods.base import Samples
 from fedshift.methods.composition.mixstyle import STEM
 from fedshift.methods.composition.plug_in import check_images
 from fedshift.methods.federated.lent_heads import Head, LentHeads, scores_of
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.models.network import Change, Network, changed_stages, map_channels
 
 CONTRAST = 0.07
@@ -70,6 +71,14 @@ class MCSAD(LentHeads):
         needs_classes="it contrasts features by their classes",
         settings={"released": {"through": False, "weighting": "uniform"}},
         relative_cost=4.0,
+        tests=MethodTests(
+            options={
+                "style_rate": tries(0.0, 30.0),
+                "contrast_weight": tries(0.0, 3.0),
+                "agreement_weight": tries(0.0, 9.0),
+                "temperature": tries(5.0, agreement_weight=9.0),
+            },
+        ),
     )
 
     style_rate: NonNegativeFloat = Field(2.0, description="η: how far a style moves up the loss")

@@ -75,6 +75,7 @@ from fedshift.functional.mdfnet_schedule import (
 from fedshift.methods.base import Method, RunPlan, Samples, State, Traffic
 from fedshift.methods.heads import hand_over, with_block
 from fedshift.methods.masks import Mask, Private, parts, with_masked_inputs
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.robust import Averaged
 from fedshift.methods.traits import Traits
 from fedshift.models.network import Network
@@ -133,6 +134,24 @@ class MDFNet(Method):
         averages={"fit": Averaged(), "fit_unlabelled": Averaged(at="targets")},
         server_reads="sums",
         relative_cost=2.0,
+        tests=MethodTests(
+            where="normed",
+            options={
+                "interaction_weight": tries(0.0, 5.0),
+                "reconstruction_weight": tries(0.0, 5.0),
+                "decoder": tries(3),
+                "threshold": tries(0.9),
+                "entropy_weight": tries(0.0, 5.0),
+                "rho": tries(1.0),
+                "decay": tries(False, "unlabelled"),
+                "keep_momentum": tries(False, where="normed with momentum"),
+                "readiness": tries(0.9, 0.01),
+                "lend": tries(0.25, 0.5),
+            },
+            elsewhere={"interaction": ("literal",)},
+            golden={"decay": False, "rho": 1.0, "keep_momentum": False},
+            rates=(0.05, 0.03),
+        ),
     )
 
     local_epochs: PositiveInt = Field(1, description="passes over a site's data per round")

@@ -34,6 +34,7 @@ from fedshift.federation.site import Batch, Site
 from fedshift.functional.contrastive import model_contrastive_loss
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.heads import with_block
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -50,6 +51,9 @@ class Moon(FedAvg):
         tasks=WITHOUT_MASKS,
         memory_names=("optimizer", "previous"),
         relative_cost=1.7,
+        tests=MethodTests(
+            options={"contrastive_weight": tries(0.0, 5.0), "temperature": tries(0.1), "projection": tries(4)},
+        ),
     )
 
     contrastive_weight: NonNegativeFloat = Field(1.0, description="μ")

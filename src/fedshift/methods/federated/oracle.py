@@ -15,6 +15,7 @@ Should reproduce: Digit-5 97.0, Office-Caltech10 99.4, DomainNet 63.0 (averages 
 
 from __future__ import annotations
 
+from fedshift.methods.method_tests import MethodTests
 from fedshift.methods.pooled.deepall import InOnePlace
 
 
@@ -28,4 +29,5 @@ class Oracle(InOnePlace):
         advice="The upper bound, with the target's labels: 84.32 on Amazon Review, 89.99 on PACS features.",
         sends="the target's model",
         target="labelled",
+        tests=MethodTests(rates=(0.015, 0.02)),
     )

@@ -61,6 +61,7 @@ from fedshift.methods.base import Samples, State, trained_mean
 from fedshift.methods.composition.plug_in import check_images
 from fedshift.methods.composition.styles import Channels, SharedStyles, StylesOption
 from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.robust import Averaged
 from fedshift.models.network import Network, changed_stages
 from fedshift.weights import Weights
@@ -84,6 +85,23 @@ class Pardon(FedAvg):
         averages={"fit_styled": Averaged()},
         server_reads="sums",
         relative_cost=2.0,
+        tests=MethodTests(
+            options={
+                "stage": tries("conv2"),
+                "style_images": tries(2),
+                "strength": tries(0.0, 1.0),
+                "contrast_weight": tries(0.0, 9.0),
+                "margin": tries(0.05, 2.0),
+                "norm_weight": tries(0.0, 2.0),
+            },
+            elsewhere={
+                "style_space": ("lab", "vgg"),
+                "vgg_encoder": ("another",),
+                "vgg_decoder": ("another",),
+                "vgg_size": ("another",),
+            },
+            rates=(0.01, 0.02),
+        ),
     )
 
     style_space: Literal["feature", "pixel", "lab", "vgg"] = Field(

@@ -43,6 +43,7 @@ from fedshift.functional.meta_learning import answer_at, hessian_product, inner_
 from fedshift.methods.base import PERSONAL
 from fedshift.methods.composition.fine_tune import FineTune
 from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -60,6 +61,14 @@ class PerFedAvg(FedAvg):
         takes_plug_ins=False,
         thaws=False,
         own_gradients=True,
+        tests=MethodTests(
+            options={
+                "fine_tune": tries(None, {"steps": 2}, where="finished"),
+                "difference": tries(0.5, order="hessian_free"),
+            },
+            golden={"local_epochs": 10},
+            rates=(0.02, 0.05),
+        ),
     )
 
     fine_tune: FineTune | None = Field(

@@ -40,6 +40,7 @@ from fedshift.federation.site import Batch, Site, regularised
 from fedshift.functional.losses import proximal_penalty
 from fedshift.methods.base import PERSONAL
 from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.traits import Traits
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -56,6 +57,10 @@ class PFedMe(FedAvg):
         "steps for each mini-batch.",
         keeps="a model of its own",
         memory_names=(PERSONAL,),
+        tests=MethodTests(
+            options={"proximal_weight": tries(0.0, 5.0), "inner_steps": tries(2), "inner_rate": tries(0.01)},
+            rates=(0.04, 0.05),
+        ),
     )
 
     proximal_weight: NonNegativeFloat = Field(15.0, description="λ: how strongly θ is held near w")

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from fedshift.federation.randomness import derive_seed, drawn_from
 from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.on_clip import OnClip
 from fedshift.models.network import Network
 from fedshift.models.networks.clip import TextClassifier, TextEncoder
@@ -45,6 +46,7 @@ class PromptFL(OnClip, FedAvg):
         tasks=("classification",),
         needs_classes="its classifier is made of texts of classes",
         relative_cost=3.0,
+        tests=MethodTests(options={"context": tries(2)}),
     )
 
     context: PositiveInt = Field(16, description="m: vectors in front of a class's name")

@@ -66,6 +66,7 @@ from fedshift.methods.composition.plug_in import LocalOption
 from fedshift.methods.composition.regularisers import DropoutOption, Rate
 from fedshift.methods.composition.views import AugmentOption
 from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.server import Beta, Momentum
 from fedshift.weights import Weights
 
@@ -94,6 +95,19 @@ class Recipe(FedAvg):
             },
         },
         tasks=ALL_TASKS,
+        tests=MethodTests(
+            options={
+                "augmentation": tries("none", {"shear": 0.2}),
+                "momentum": tries(0.0, 0.5),
+                "dropout": tries(0.0, 0.3, where="mlp"),
+            },
+            elsewhere={
+                "averaged": (0.0,),
+                "templates": (None,),
+                "colour_augmentation": ("none",),
+                "colour_momentum": (0.0,),
+            },
+        ),
     )
 
     weighting: Literal["samples", "uniform"] = Field("uniform", description="shares 1/K, or FedAvg's N_k/ΣN")

@@ -60,6 +60,7 @@ from fedshift.methods.base import State, trained_mean
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.federated.shot import pseudo_labels_at
 from fedshift.methods.heads import with_own_statistics
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -93,6 +94,16 @@ class RecipeUnlabelled(FedAvg):
         memory_names=("optimizer", "model", "labels"),
         server_reads="models",
         trains_privately=False,
+        tests=MethodTests(
+            where="normed",
+            options={
+                "begin": tries(0.0, 0.8),
+                "information_weight": tries(0.0, 0.3),
+                "pseudo_label_weight": tries(0.0, 1.0),
+                "trust": tries(0.0, where="fast", begin=0.0),
+            },
+            elsewhere={"pseudo_labels": ("neighbours", "centroids"), "fine_tune": ()},
+        ),
     )
 
     begin: Annotated[float, Field(ge=0, lt=1)] = Field(

@@ -63,6 +63,7 @@ from fedshift.functional.information import information_maximisation, pseudo_lab
 from fedshift.functional.losses import smoothed_cross_entropy
 from fedshift.methods.base import Method, State
 from fedshift.methods.heads import with_block
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.traits import Traits
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -96,6 +97,17 @@ class SHOT(Method):
             "adapt": Routed("models", readers="sender", in_model=True),
         },
         reads_sealed="no model",
+        tests=MethodTests(
+            beside={"bottleneck": 16},
+            options={
+                "bottleneck": tries(8),
+                "label_smoothing": tries(0.0, 0.4),
+                "pseudo_label_weight": tries(0.0, 1.0),
+                "backbone_rate": tries(0.0, 0.1),
+            },
+            golden={"source_epochs": 5},
+            rates=(0.01, 0.02),
+        ),
     )
 
     source_epochs: PositiveInt = Field(1, description="epochs at a source per round of the run, all before the first")

@@ -66,6 +66,7 @@ from fedshift.methods.base import Samples, State, trained_mean
 from fedshift.methods.composition.mixstyle import STEM, beta, shuffled
 from fedshift.methods.composition.plug_in import check_images
 from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.robust import Averaged
 from fedshift.models.network import Network, map_channels
 from fedshift.weights import Weights
@@ -135,6 +136,16 @@ class StableFDG(FedAvg):
         averages={"fit_styled": Averaged()},
         server_reads="sums",
         relative_cost=2.5,
+        tests=MethodTests(
+            options={
+                "sharing": tries(0.0, 1.0),
+                "exploring": tries(0.0, 1.0),
+                "exploration": tries(0.0, exploring=1.0),
+                "added": tries(0.0, 2.5, exploring=1.0),
+                "mixing": tries(5.0, exploring=1.0),
+                "attention_size": tries(2),
+            },
+        ),
     )
 
     sharing: Probability = Field(0.5, description="p of sharing in a mini-batch; 0 = no style leaves a site")

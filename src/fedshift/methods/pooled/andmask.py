@@ -29,6 +29,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedshift.data.domain import WITHOUT_MASKS
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.penalty import DomainLoss, Step
 
 
@@ -44,6 +45,7 @@ class ANDMask(DomainLoss):
         thaws=False,
         relative_cost=2.0,
         own_gradients=True,
+        tests=MethodTests(options={"agreement": tries(0.3)}),
     )
 
     agreement: Annotated[float, Field(ge=0, le=1)] = Field(1.0, description="τ: how far signs must agree")

@@ -40,6 +40,7 @@ from fedshift.errors import UserError
 from fedshift.federation.randomness import derive_seed, drawn_from
 from fedshift.methods.base import Samples
 from fedshift.methods.composition.plug_in import check_images
+from fedshift.methods.method_tests import MethodTests
 from fedshift.methods.pooled.penalty import DomainLoss, Step
 from fedshift.models.network import Network
 
@@ -55,6 +56,7 @@ class ARM(DomainLoss):
         "are predicted together. Train it with adam: with SGD it stayed far below deepall on rotated digits.",
         tasks=WITHOUT_MASKS,
         relative_cost=2.0,
+        tests=MethodTests(rates=(0.005, 0.02)),
     )
 
     def check(self, network: Network) -> None:

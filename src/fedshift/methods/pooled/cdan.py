@@ -50,6 +50,7 @@ from fedshift.functional.adversarial import (
 )
 from fedshift.functional.losses import entropy
 from fedshift.functional.schedules import ramp
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.adaptation import DomainBatches, PooledAdaptation
 from fedshift.weights import Weights
 
@@ -68,6 +69,14 @@ class CDAN(PooledAdaptation):
         settings={"released": {"ramp_share": 0.1}},
         needs_classes="its domain classifier reads the probabilities of classes",
         relative_cost=1.6,
+        tests=MethodTests(
+            where="mlp",
+            beside={"width": 16, "projected": 32},
+            options={"ramp_share": tries(0.1, 0.5), "projected": tries(64, projection="random"), "width": tries(8)},
+            elsewhere={"projection": ("outer",)},
+            golden={"width": 64, "setting": "released"},
+            rates=(0.02, 0.005),
+        ),
     )
 
     entropy_conditioning: bool = Field(True, description="+E: confident predictions have more weight; false: CDAN")

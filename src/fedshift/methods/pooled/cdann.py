@@ -29,6 +29,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from fedshift.methods.method_tests import MethodTests
 from fedshift.methods.pooled.dann import DANN, Discriminator
 from fedshift.methods.pooled.penalty import Step
 from fedshift.models.network import Network
@@ -44,6 +45,7 @@ class CDANN(DANN):
         advice="As dann, where classes are spread unevenly over the domains.",
         tasks=("classification",),
         needs_classes="its discriminator knows the class",
+        tests=MethodTests(golden={"hidden": [16], "updates": "alternate"}),
     )
 
     def build_parts(self, model: Network, domains: int) -> nn.Module:

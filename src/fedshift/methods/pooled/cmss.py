@@ -36,6 +36,7 @@ from fedshift.federation.messages import Update
 from fedshift.federation.site import Site
 from fedshift.functional.adversarial import curriculum_weights, reverse_gradient, weighted_adversarial_loss
 from fedshift.functional.schedules import ramp
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.adaptation import DomainBatches, PooledAdaptation, domain_classifier
 from fedshift.weights import Weights
 
@@ -50,6 +51,11 @@ class CMSS(PooledAdaptation):
         advice="Needs training.clip_norm; 82.53 on Amazon Review, 56.58 on PACS features where FedAvg has 61.31.",
         tasks=WITHOUT_MASKS,
         relative_cost=1.3,
+        tests=MethodTests(
+            where="mlp",
+            options={"width": tries(8)},
+            rates=(0.015, 0.005),
+        ),
     )
 
     reversal: NonNegativeFloat = Field(1.0, description="strength of the gradient reversal, features and curriculum")

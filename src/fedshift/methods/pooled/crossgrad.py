@@ -39,6 +39,7 @@ from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.meta_learning import with_gradient
 from fedshift.functional.mixing import gradient_perturbed
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.side_modules import ITS_OWN, PooledTraining
 from fedshift.models.network import Network
 from fedshift.models.pixel_gradients import with_pixel_gradients
@@ -64,6 +65,15 @@ class CrossGrad(PooledTraining):
         },
         relative_cost=4.0,
         own_gradients=True,
+        tests=MethodTests(
+            options={
+                "perturbation": tries(0.0, 10.0),
+                "clip": tries(0.001),
+                "parameter_clip": tries(0.001),
+                "label_share": tries(0.0, 1.0),
+                "domain_share": tries(0.0, 1.0),
+            },
+        ),
     )
 
     perturbation: NonNegativeFloat = Field(1.0, description="ε: how far samples move (original code: 10)")

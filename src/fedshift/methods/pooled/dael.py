@@ -44,6 +44,7 @@ from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional import experts as terms
 from fedshift.methods.heads import Experts, with_experts
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.adaptation import PooledAdaptation
 from fedshift.methods.traits import Traits
 from fedshift.models.network import Network
@@ -65,6 +66,16 @@ class DAEL(PooledAdaptation):
             "dropout": "which has a classifier for every source",
         },
         relative_cost=2.0,
+        tests=MethodTests(
+            where="fast",
+            options={
+                "threshold": tries(0.3),
+                "unlabelled_weight": tries(0.0, 2.0, threshold=0.3),
+                "strong": tries({"brightness": 0.1}),
+            },
+            golden={"threshold": 0.4},
+            rates=(0.025, 0.005),
+        ),
     )
 
     threshold: Annotated[float, Field(ge=0, le=1)] = Field(0.95, description="least probability of a pseudo-label")

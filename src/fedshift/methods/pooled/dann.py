@@ -41,6 +41,7 @@ from fedshift.data.domain import WITHOUT_MASKS
 from fedshift.federation.site_memory import begin_momentum
 from fedshift.functional.adversarial import reverse_gradient
 from fedshift.functional.schedules import ramp
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.penalty import DomainLoss, Step
 from fedshift.models.network import Network
 
@@ -56,6 +57,10 @@ class DANN(DomainLoss):
         settings={"domainbed": {"updates": "alternate", "hidden": (256, 256)}},
         tasks=WITHOUT_MASKS,
         relative_cost=1.3,
+        tests=MethodTests(
+            options={"discriminator_steps": tries(2, updates="alternate"), "hidden": tries((8,), ())},
+            golden={"hidden": [16]},
+        ),
     )
 
     updates: Literal["reversal", "alternate"] = Field(

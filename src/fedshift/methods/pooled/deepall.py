@@ -33,6 +33,7 @@ from fedshift.federation.site import Batch, Site
 from fedshift.federation.site_base import joined
 from fedshift.methods.base import Method, State
 from fedshift.methods.composition.options import plug_ins_of
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.traits import Traits
 from fedshift.weights import Weights
 
@@ -42,6 +43,7 @@ class InOnePlace(Method):
 
     traits = Traits(
         tasks=ALL_TASKS,
+        tests=MethodTests(options={"local_epochs": tries(2, where="plan")}),
     )
 
     local_epochs: PositiveInt = Field(
@@ -83,6 +85,7 @@ class DeepAll(InOnePlace):
         advice="What pooling is worth: +2.95 over FedAvg on Rotated MNIST (p = 0.138; at these angles p here < "
         "0.001), +0.87 on PACS features (p = 1.000).",
         pooled=True,
+        tests=MethodTests(rates=(0.02, 0.005)),
     )
 
     domain_batches: Literal["split", "full"] | None = Field(

@@ -48,6 +48,7 @@ from fedshift.federation.site import Batch, Site
 from fedshift.functional.adversarial import reverse_gradient
 from fedshift.functional.losses import inverse_frequencies
 from fedshift.methods.heads import Dropout
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.side_modules import DomainTraining
 from fedshift.weights import Weights
 
@@ -67,6 +68,18 @@ class DGER(DomainTraining):
         needs_classes="it weighs each class by how rare it is, and makes classifiers unsure among classes",
         memory_names=("optimizer", "parts", "heads"),
         relative_cost=1.5,
+        tests=MethodTests(
+            options={
+                "reversal": tries(0.0, 3.0),
+                "agreement_weight": tries(0.0, 1.0),
+                "entropy_reversal": tries(0.0, 1.0),
+                "heads_rate": tries(1.0),
+                "warm_up": tries(0.0, 1.0, where="images for long"),
+                "hidden": tries((8,), ()),
+            },
+            golden={"hidden": [16], "agreement_weight": 0.02},
+            rates=(0.005, 0.003),
+        ),
     )
 
     reversal: NonNegativeFloat = Field(0.1, description="λ_d: strength of the reversal before D")

@@ -37,6 +37,7 @@ from fedshift.federation.messages import Update
 from fedshift.federation.randomness import derive_seed, drawn_from
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.masking import draws_like, soft_interaction, straight_through_mask
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.side_modules import PooledTraining
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -58,6 +59,7 @@ class DMG(PooledTraining):
             **dict.fromkeys(("dropout", "label_smoothing"), "which classifies every sample under a mask of its own"),
         },
         relative_cost=1.1,
+        tests=MethodTests(options={"overlap_weight": tries(0.0, 3.0)}),
     )
 
     overlap_weight: NonNegativeFloat = Field(0.1, description="λ_O")

@@ -32,6 +32,7 @@ from torch import Tensor
 from fedshift.data.domain import WITHOUT_MASKS
 from fedshift.functional.mixing import mixed_inputs
 from fedshift.methods.composition.mixstyle import beta
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.penalty import DomainLoss, Step
 
 
@@ -44,6 +45,7 @@ class DomainMixup(DomainLoss):
         group="pooled",
         advice="The Mixup of DomainBed's tables; the plug-in mixup of deepall mixes samples of any domain.",
         tasks=WITHOUT_MASKS,
+        tests=MethodTests(options={"alpha": tries(5.0)}),
     )
 
     alpha: PositiveFloat = Field(0.2, description="α of λ ~ Beta(α, α)")

@@ -59,6 +59,7 @@ from fedshift.federation.messages import Update
 from fedshift.federation.site import Site
 from fedshift.functional.adversarial import domain_identifier_loss, reverse_gradient
 from fedshift.functional.schedules import ramp
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.adaptation import DomainBatches, PooledAdaptation, domain_classifier
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -86,6 +87,23 @@ class DSBN(PooledAdaptation):
         memory_names=("optimizer", "parts", "teacher"),
         takes_plug_ins=False,
         relative_cost=1.2,
+        tests=MethodTests(
+            where="normed",
+            options={
+                "first_stage": tries(0.2, 1.0),
+                "adversarial_weight": tries(0.0, 1.0, first_stage=1.0),
+                "semantic_weight": tries(0.0, 5.0, first_stage=1.0),
+                "centroid_momentum": tries(0.1, first_stage=1.0),
+                "centroid_start": tries("zero", first_stage=1.0),
+                "student": tries("teacher", first_stage=0.2),
+                "pseudo_labels": tries("evaluation", first_stage=1.0),
+                "ramped_identifier": tries(True, first_stage=1.0, adversarial_weight=1.0),
+                "width": tries(8, first_stage=1.0),
+            },
+            elsewhere={"mixed": ("logits",)},
+            golden={"first_stage": 0.25},
+            rates=(0.03, 0.01),
+        ),
     )
 
     first_stage: Annotated[float, Field(gt=0, le=1)] = Field(0.5, description="share of the work in stage 1; 1 = all")

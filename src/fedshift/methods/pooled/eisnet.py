@@ -44,6 +44,7 @@ from fedshift.methods.base import Samples
 from fedshift.methods.composition.plug_in import check_tiles
 from fedshift.methods.composition.puzzles import Puzzles
 from fedshift.methods.composition.triplets import KeyQueue
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.jigen import jigsaw_loss
 from fedshift.methods.pooled.side_modules import ITS_OWN, OF_ONE_BATCH, PooledTraining
 from fedshift.models.network import Network
@@ -64,6 +65,22 @@ class EISNet(PooledTraining):
             **dict.fromkeys(("jigsaw", "triplets"), ITS_OWN),
         },
         relative_cost=1.6,
+        tests=MethodTests(
+            options={
+                "jigsaw_weight": tries(0.0, 3.0),
+                "metric_weight": tries(0.0, 2.0),
+                "metric_weight_end": tries(0.0, 5.0),
+                "class_on": tries("ordered", ordered=0.5),
+                "permutations": tries(4),
+                "ordered": tries(0.2, 1.0),
+                "tile_greyscale": tries(0.0, 1.0, where="colour", ordered=0.2),
+                "embedding": tries(8),
+                "queue": tries(4, 9),
+                "hard_negatives": tries(1),
+                "margin": tries(0.0),
+                "momentum": tries(0.0, 0.5),
+            },
+        ),
     )
 
     jigsaw_weight: NonNegativeFloat = Field(0.7, description="α")

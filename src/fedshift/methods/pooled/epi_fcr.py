@@ -47,6 +47,7 @@ from fedshift.data.tasks.objective import Objective
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.methods.heads import redrawn
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.side_modules import DomainTraining
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -64,6 +65,16 @@ class EpiFCR(DomainTraining):
         settings={"released": {"summed": True}},
         tasks=WITHOUT_MASKS,
         relative_cost=2.5,
+        tests=MethodTests(
+            options={
+                "feature_weight": tries(0.0, 0.5),
+                "classifier_weight": tries(0.0, 1.0),
+                "random_weight": tries(0.0, 1.0),
+                "warm_up": tries(0.0, 1.0),
+            },
+            golden={"feature_weight": 0.5},
+            rates=(0.005, 0.003),
+        ),
     )
 
     feature_weight: NonNegativeFloat = Field(

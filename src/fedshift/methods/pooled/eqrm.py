@@ -34,6 +34,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat
 from torch import Tensor
 
 from fedshift.data.domain import WITHOUT_MASKS
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.penalty import DomainLoss, Step
 
 HALVINGS = 50
@@ -51,6 +52,13 @@ class EQRM(DomainLoss):
             "domainbed": {"gradient": "bisection", "burn_in": 2500, "later_rate": 1e-6, "restart_optimizer": True}
         },
         tasks=WITHOUT_MASKS,
+        tests=MethodTests(
+            options={
+                "quantile": tries(0.3),
+                "later_rate": tries(0.01),
+                "restart_optimizer": tries(True, where="normed with momentum", burn_in=1),
+            },
+        ),
     )
 
     quantile: Annotated[float, Field(gt=0, lt=1)] = Field(0.75, description="α: which quantile")

@@ -37,6 +37,7 @@ from fedshift.data.domain import WITHOUT_MASKS
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.federation.site_memory import begin_momentum
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.side_modules import PooledTraining
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -54,6 +55,7 @@ class ERMPlusPlus(PooledTraining):
         advice="Plain training as its authors tuned it: for pre-trained networks and long runs.",
         tasks=WITHOUT_MASKS,
         relative_cost=1.2,
+        tests=MethodTests(options={"linear_share": tries(0.0, 0.6), "average_from": tries(0.0, 0.8)}),
     )
 
     linear_share: Share = Field(0.1, description="share of the run in which the classifier trains alone")

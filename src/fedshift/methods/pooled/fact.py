@@ -43,6 +43,7 @@ from fedshift.functional.schedules import sigmoid_ramp
 from fedshift.methods.base import Samples
 from fedshift.methods.composition.mean_teacher import MeanTeacher
 from fedshift.methods.composition.views import amplitude_mixed
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.side_modules import ITS_OWN, PooledTraining
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -64,6 +65,16 @@ class FACT(PooledTraining):
             "label_smoothing": "which classifies two views of an image",
         },
         relative_cost=2.7,
+        tests=MethodTests(
+            options={
+                "strength": tries(0.0, 0.3),
+                "cross_entropy_weight": tries(0.5),
+                "consistency_weight": tries(0.0, 20.0),
+                "ramp_epochs": tries(0.0, 1.0),
+                "temperature": tries(1.0, ramp_epochs=0.0),
+                "momentum": tries(0.0, 0.5),
+            },
+        ),
     )
 
     strength: Annotated[float, Field(ge=0, le=1)] = Field(1.0, description="η: the largest λ")

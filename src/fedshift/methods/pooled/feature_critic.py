@@ -43,6 +43,7 @@ from fedshift.data.domain import WITHOUT_MASKS
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.meta_learning import answer_at, utility, with_gradient
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.side_modules import DomainTraining
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -63,6 +64,17 @@ class FeatureCritic(DomainTraining):
         thaws=False,
         relative_cost=3.0,
         own_gradients=True,
+        tests=MethodTests(
+            options={
+                "critic_weight": tries(0.0, 1.0),
+                "critic_rate": tries(20.0, critic_weight=1.0),
+                "hidden": tries(8),
+                "train_domains": tries(1),
+                "warm_up": tries(0.5, 1.0),
+            },
+            golden={"critic_weight": 0.5, "hidden": 16},
+            rates=(0.005, 0.003),
+        ),
     )
 
     critic_weight: NonNegativeFloat = Field(0.01, description="β")

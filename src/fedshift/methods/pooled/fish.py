@@ -34,6 +34,7 @@ from torch import Tensor
 from fedshift.data.domain import WITHOUT_MASKS
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.side_modules import DomainTraining
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -50,6 +51,7 @@ class Fish(DomainTraining):
         settings={"domainbed": {"order": "fixed"}},
         tasks=WITHOUT_MASKS,
         memory_names=("optimizer",),
+        tests=MethodTests(options={"meta_rate": tries(0.1, 1.0)}),
     )
 
     meta_rate: Annotated[float, Field(gt=0, le=1)] = Field(0.5, description="ε: the part of the way that is taken")

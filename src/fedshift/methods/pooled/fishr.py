@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedshift.errors import UserError
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.penalty import LaterPenalty, Step
 from fedshift.models.network import Network
 
@@ -56,6 +57,10 @@ class Fishr(LaterPenalty):
             "dropout": "which reads the classifier's gradients from whole features",
         },
         relative_cost=1.1,
+        tests=MethodTests(
+            options={"penalty_weight": tries(0.0, 100.0), "rescaled": tries(True), "decay": tries(0.5)},
+            golden={"penalty_weight": 1.0},
+        ),
     )
 
     penalty_weight: NonNegativeFloat = Field(1000.0, description="λ: weight of the penalty")

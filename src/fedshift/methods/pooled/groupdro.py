@@ -30,6 +30,7 @@ from pydantic import Field, NonNegativeFloat
 from torch import Tensor, nn
 
 from fedshift.data.domain import WITHOUT_MASKS
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.penalty import DomainLoss, Step
 from fedshift.models.network import Network
 
@@ -43,6 +44,10 @@ class GroupDRO(DomainLoss):
         group="pooled",
         advice="For the worst of the sources rather than their mean; its weights need a long run to move.",
         tasks=WITHOUT_MASKS,
+        tests=MethodTests(
+            options={"weights_rate": tries(0.0, 0.5), "adjustment": tries(1.0, weights_rate=0.5)},
+            golden={"weights_rate": 0.5},
+        ),
     )
 
     weights_rate: NonNegativeFloat = Field(0.01, description="η_q: how fast the weights of the domains move")

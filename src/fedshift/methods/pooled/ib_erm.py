@@ -25,6 +25,7 @@ from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
 from fedshift.data.domain import WITHOUT_MASKS
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.penalty import LaterPenalty, Step
 
 
@@ -38,6 +39,10 @@ class IBERM(LaterPenalty):
         advice="For features that hold more than the label needs; with a long run and a large weight they may vanish.",
         settings={"domainbed": {"penalty_weight": 100.0, "penalty_start": 500, "restart_optimizer": True}},
         tasks=WITHOUT_MASKS,
+        tests=MethodTests(
+            options={"rescaled": tries(True, penalty_weight=2.0)},
+            golden={"penalty_weight": 0.1},
+        ),
     )
 
     weight_before: NonNegativeFloat = Field(0.0, description="weight of the penalty until then")

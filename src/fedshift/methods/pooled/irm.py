@@ -31,6 +31,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt
 from torch import Tensor
 
 from fedshift.functional.invariance import irm_penalty
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.penalty import LaterPenalty, Step
 
 
@@ -55,6 +56,14 @@ class IRM(LaterPenalty):
         needs_classes="its penalty scales logits",
         small={"penalty_start": 1, "penalty_weight": 1.0},
         relative_cost=1.2,
+        tests=MethodTests(
+            options={
+                "penalty_start": tries(0, 1),
+                "weight_before": tries(0.0, 3.0),
+                "estimate": tries("halves", penalty_start=1, penalty_weight=5.0),
+            },
+            golden={"penalty_start": 3, "penalty_weight": 2.0},
+        ),
     )
 
     penalty_weight: NonNegativeFloat = Field(10_000.0, description="λ: weight of the penalty")

@@ -42,6 +42,7 @@ from fedshift.functional.jigsaw import MOST
 from fedshift.methods.base import Samples
 from fedshift.methods.composition.plug_in import check_tiles
 from fedshift.methods.composition.puzzles import Puzzles
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.side_modules import ITS_OWN, PooledTraining
 from fedshift.weights import Weights
 
@@ -61,6 +62,15 @@ class JiGen(PooledTraining):
             "label_smoothing": "which learns no class of the images that it shuffles",
         },
         relative_cost=1.1,
+        tests=MethodTests(
+            options={
+                "jigsaw_weight": tries(0.0, 3.0),
+                "permutations": tries(4),
+                "ordered": tries(0.2, 1.0),
+                "class_on": tries("all", ordered=0.5),
+                "tile_greyscale": tries(0.0, 1.0, where="colour", ordered=0.2),
+            },
+        ),
     )
 
     jigsaw_weight: NonNegativeFloat = Field(0.7, description="α (code's default: 0.1)")

@@ -52,6 +52,7 @@ from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.moments import classifier_discrepancy, moment_distance
 from fedshift.methods.heads import Experts, redrawn, with_experts
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.adaptation import DomainBatches, PooledAdaptation
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -74,6 +75,13 @@ class M3SDA(PooledAdaptation):
         },
         thaws=False,
         relative_cost=2.5,
+        tests=MethodTests(
+            where="mlp",
+            beside={"generator_steps": 2},
+            options={"moment_weight": tries(0.0, 3.0), "generator_steps": tries(0, 1)},
+            golden={"setting": "reimplementation"},
+            rates=(0.02, 0.005),
+        ),
     )
 
     moment_weight: NonNegativeFloat = Field(

@@ -48,6 +48,7 @@ from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.meta_learning import answer_at, clipped_by_norm, inner_step, with_gradient
 from fedshift.functional.metric_learning import class_confusion, confusion_divergence, semi_hard_triplet_loss
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.side_modules import DomainTraining
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -70,6 +71,21 @@ class MASF(DomainTraining):
         thaws=False,
         relative_cost=2.2,
         own_gradients=True,
+        tests=MethodTests(
+            options={
+                "inner_clip": tries(0.001, inner_rate=1.0),
+                "meta_clip": tries(0.001),
+                "global_weight": tries(0.0, 10.0),
+                "local_weight": tries(0.0, 1.0),
+                "temperature": tries(1.0),
+                "margin": tries(0.5, where="images for long", local_weight=1.0),
+                "triplet_part": tries(3, local_weight=1.0),
+                "hidden": tries(4),
+                "embedding": tries(4),
+            },
+            golden={"inner_rate": 0.1, "global_weight": 0.1},
+            rates=(0.005, 0.003),
+        ),
     )
 
     inner_rate: PositiveFloat | None = Field(None, description="α; none = the learning rate (paper: 1e-5, pre-trained)")

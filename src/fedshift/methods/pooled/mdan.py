@@ -39,6 +39,7 @@ from fedshift.data.domain import WITHOUT_MASKS
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Site
 from fedshift.functional.adversarial import combine_domains, domain_identifier_loss, reverse_gradient
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.adaptation import DomainBatches, PooledAdaptation
 from fedshift.weights import Weights
 
@@ -53,6 +54,10 @@ class MDAN(PooledAdaptation):
         advice="A steady choice: 82.79 on Amazon Review and 62.99 on PACS features, where FedAvg has 82.61 and 61.31.",
         tasks=WITHOUT_MASKS,
         relative_cost=1.1,
+        tests=MethodTests(
+            where="mlp",
+            options={"mu": tries(0.0, 0.5), "gamma": tries(0.5), "reversal": tries(0.0, 0.3, mu=0.5)},
+        ),
     )
 
     rule: Literal["dynamic", "hard", "maxmin"] = Field(

@@ -44,6 +44,7 @@ from fedshift.federation.site_memory import begin_momentum
 from fedshift.functional.averaging import weighted_average
 from fedshift.functional.meta_learning import answer_at, inner_step, weighted_l1
 from fedshift.methods.heads import redrawn
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.side_modules import DomainTraining
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -64,6 +65,11 @@ class MetaReg(DomainTraining):
         takes_plug_ins=False,
         relative_cost=1.5,
         own_gradients=True,
+        tests=MethodTests(
+            options={"meta_share": tries(0.0, 1.0), "inner_steps": tries(1), "regulariser_rate": tries(20.0)},
+            golden={"meta_share": 0.4},
+            rates=(0.0025, 0.003),
+        ),
     )
 
     meta_share: Annotated[float, Field(ge=0, le=1)] = Field(0.5, description="share of the run that is stage 1")

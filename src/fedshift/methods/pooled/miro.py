@@ -38,6 +38,7 @@ from fedshift.data.domain import WITHOUT_MASKS
 from fedshift.errors import UserError, nearest
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.side_modules import PooledTraining
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -56,6 +57,14 @@ class MIRO(PooledTraining):
         tasks=WITHOUT_MASKS,
         memory_names=("optimizer", "deviations", "parts"),
         relative_cost=1.4,
+        tests=MethodTests(
+            options={
+                "penalty_weight": tries(0.0, 2.0),
+                "first_variance": tries(1.0, penalty_weight=2.0),
+                "rate_factor": tries(1.0, penalty_weight=2.0),
+                "stages": tries(("conv2",), penalty_weight=2.0),
+            },
+        ),
     )
 
     penalty_weight: NonNegativeFloat = Field(0.1, description="λ: weight of the penalty")

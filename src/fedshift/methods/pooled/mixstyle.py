@@ -29,6 +29,7 @@ from fedshift.data.domain import WITHOUT_MASKS
 from fedshift.methods.base import Samples
 from fedshift.methods.composition.mixstyle import Mixing
 from fedshift.methods.composition.plug_in import check_images
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.deepall import DeepAll
 
 
@@ -43,6 +44,14 @@ class MixStyle(Mixing, DeepAll):
         "has 74.57).",
         tasks=WITHOUT_MASKS,
         includes=("mixstyle",),
+        tests=MethodTests(
+            options={
+                "probability": tries(0.0, 1.0),
+                "alpha": tries(5.0, probability=1.0),
+                "partners": tries("cross_domain", probability=1.0),
+                "stages": tries(("conv2",), (), probability=1.0),
+            },
+        ),
     )
 
     def check_samples(self, samples: Samples) -> tuple[str, ...]:

@@ -38,6 +38,7 @@ from torch import Tensor
 from fedshift.data.domain import WITHOUT_MASKS
 from fedshift.federation.site import Batch
 from fedshift.functional.meta_learning import answer_at, inner_step
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.penalty import DomainLoss, Step
 
 ADAM_EPSILON = 1e-8
@@ -58,6 +59,7 @@ class MLDG(DomainLoss):
         thaws=False,
         relative_cost=2.5,
         own_gradients=True,
+        tests=MethodTests(options={"second_order": tries(False, inner_rate=0.5)}),
     )
 
     beta: NonNegativeFloat = Field(1.0, description="β: weight of the meta-test domains")

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from fedshift.data.domain import WITHOUT_MASKS
 from fedshift.functional.feature_alignment import gaussian_discrepancy
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.penalty import DomainPenalty, Step
 
 
@@ -45,6 +46,11 @@ class MMD(DomainPenalty):
         small={"penalty_weight": 0.05},
         tasks=WITHOUT_MASKS,
         relative_cost=1.5,
+        tests=MethodTests(
+            options={"kernels": tries((1.0,))},
+            golden={"penalty_weight": 0.02, "kernels": [0.1, 1.0]},
+            rates=(0.01, 0.005),
+        ),
     )
 
     kernels: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] = Field(

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 from fedshift.data.domain import WITHOUT_MASKS
 from fedshift.federation.randomness import derive_seed, drawn_from
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.penalty import DomainLoss, Step
 from fedshift.models.network import Network
 
@@ -53,6 +54,7 @@ class MTL(DomainLoss):
             **DomainLoss.traits.unfit_plug_ins,
             "dropout": "which classifies each domain beside a mean of its own",
         },
+        tests=MethodTests(options={"newest": tries(0.3)}),
     )
 
     newest: Annotated[float, Field(gt=0, le=1)] = Field(0.99, description="ρ: the share of the step's mean in μ_e")

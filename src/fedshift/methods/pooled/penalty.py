@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.side_modules import DomainTraining
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -123,7 +124,7 @@ class DomainLoss(DomainTraining):
 class DomainPenalty(DomainLoss):
     """Base of methods that add a penalty to the mean of the domains' losses. A subclass writes `penalty`."""
 
-    traits = DomainLoss.traits.derive()
+    traits = DomainLoss.traits.derive(tests=MethodTests(options={"penalty_weight": tries(0.0, 5.0)}))
 
     penalty_weight: NonNegativeFloat = Field(1.0, description="λ: weight of the penalty")
 
@@ -142,7 +143,17 @@ class DomainPenalty(DomainLoss):
 class LaterPenalty(DomainPenalty):
     """Base of methods whose penalty has its weight from a step on, and another one before."""
 
-    traits = DomainPenalty.traits.derive()
+    traits = DomainPenalty.traits.derive(
+        tests=MethodTests(
+            options={
+                "penalty_weight": tries(0.0, 2.0, penalty_start=1),
+                "penalty_start": tries(1),
+                "weight_before": tries(1.0, penalty_start=1),
+                "rescaled": tries(False, penalty_start=1, penalty_weight=5.0),
+                "restart_optimizer": tries(True, where="normed with momentum", penalty_start=1),
+            },
+        ),
+    )
 
     penalty_start: NonNegativeInt = Field(0, description="steps of the run before the penalty has its weight")
     weight_before: NonNegativeFloat = Field(1.0, description="weight of the penalty until then")

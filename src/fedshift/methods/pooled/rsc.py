@@ -34,6 +34,7 @@ from torch import Tensor
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.masking import challenged_features
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.deepall import DeepAll
 from fedshift.weights import Weights
 
@@ -55,6 +56,7 @@ class RSC(DeepAll):
         thaws=False,
         relative_cost=1.3,
         own_gradients=True,
+        tests=MethodTests(options={"feature_share": tries(0.0, 0.7)}),
     )
 
     feature_share: Share = Field(1 / 3, description="share of a sample's features that is muted")

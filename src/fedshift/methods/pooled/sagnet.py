@@ -42,6 +42,7 @@ from torch.nn import functional
 
 from fedshift.federation.site import Batch, Site
 from fedshift.federation.site_memory import begin_momentum
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.penalty import DomainLoss, Step
 from fedshift.models.network import Network
 
@@ -59,6 +60,10 @@ class SagNet(DomainLoss):
         advice="For domains that differ in style; three passes a step.",
         needs_classes="it hides the class in the style",
         relative_cost=3.0,
+        tests=MethodTests(
+            options={"adversarial_weight": tries(0.0, 3.0)},
+            rates=(0.01, 0.02),
+        ),
     )
 
     adversarial_weight: NonNegativeFloat = Field(0.1, description="λ: weight of the adversarial loss")

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedshift.methods.composition.mixstyle import beta
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.penalty import DomainLoss, Step
 from fedshift.models.network import Network
 
@@ -48,6 +49,10 @@ class SelfReg(DomainLoss):
         settings={"domainbed": {"train_projection": False}},
         needs_classes="it pairs samples of a class",
         relative_cost=1.2,
+        tests=MethodTests(
+            options={"feature_weight": tries(0.0), "alpha": tries(5.0)},
+            rates=(0.005, 0.005),
+        ),
     )
 
     feature_weight: NonNegativeFloat = Field(0.3, description="weight of distances of features")

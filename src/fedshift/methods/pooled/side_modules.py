@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from fedshift.federation.messages import Update
 from fedshift.federation.randomness import derive_seed, drawn_from
 from fedshift.federation.site import Batch, Site
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.deepall import DeepAll
 from fedshift.models.network import Network
 
@@ -43,6 +44,7 @@ class PooledTraining(DeepAll):
     traits = DeepAll.traits.derive(
         tasks=("classification",),
         memory_names=("optimizer", "parts"),
+        tests=MethodTests(options={"domain_batches": tries("split", "full")}),
     )
 
     def progress(self, site: Site) -> float:
@@ -92,6 +94,7 @@ class DomainTraining(PooledTraining):
 
     traits = PooledTraining.traits.derive(
         unfit_plug_ins=dict.fromkeys(OF_ONE_BATCH, "which draws a batch of every domain"),
+        tests=MethodTests(options={"domain_batches": tries("split")}),
     )
 
     domain_batches: Literal["split", "full"] = Field(

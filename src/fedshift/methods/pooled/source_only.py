@@ -15,6 +15,7 @@ Should reproduce: Amazon Review average 74.6 as printed (the released code gave 
 
 from __future__ import annotations
 
+from fedshift.methods.method_tests import MethodTests
 from fedshift.methods.pooled.deepall import DeepAll
 
 
@@ -27,4 +28,5 @@ class SourceOnly(DeepAll):
         group="pooled",
         advice="No adaptation: 82.34 on Amazon Review and 60.68 on PACS features, where FedAvg has 82.61 and 61.31.",
         sends="**all training samples** of the sources",
+        tests=MethodTests(rates=(0.02, 0.005)),
     )

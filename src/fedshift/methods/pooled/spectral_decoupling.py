@@ -25,6 +25,7 @@ from torch import Tensor
 
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.deepall import DeepAll
 from fedshift.weights import Weights
 
@@ -40,6 +41,7 @@ class SpectralDecoupling(DeepAll):
         settings={"domainbed": {"domain_batches": "full"}},
         tasks=("classification",),
         needs_classes="its penalty is on logits",
+        tests=MethodTests(options={"penalty_weight": tries(0.0, 1.0)}),
     )
 
     penalty_weight: NonNegativeFloat = Field(0.1, description="λ: weight of the penalty")

@@ -62,6 +62,7 @@ from fedshift.functional.clustering import (
     student_assignment,
 )
 from fedshift.functional.schedules import ramp
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.adaptation import DomainBatches, PooledAdaptation
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -80,6 +81,16 @@ class SRDC(PooledAdaptation):
         needs_classes="it clusters samples by class",
         memory_names=("optimizer",),
         relative_cost=1.3,
+        tests=MethodTests(
+            where="mlp",
+            options={
+                "beta": tries(0.0, 0.5),
+                "detach": tries(False, auxiliary="batch"),
+                "cluster_passes": tries(1),
+                "centre_rate": tries(1.0),
+            },
+            rates=(0.007, 0.005),
+        ),
     )
 
     beta: Annotated[float, Field(ge=0, le=1)] = Field(1.0, description="β: share of q in the target's labels")

@@ -28,6 +28,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt
 from torch import Tensor
 
 from fedshift.data.domain import WITHOUT_MASKS
+from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.penalty import LaterPenalty, Step
 
 
@@ -49,6 +50,10 @@ class VREx(LaterPenalty):
         },
         small={"penalty_start": 1, "penalty_weight": 0.5},
         tasks=WITHOUT_MASKS,
+        tests=MethodTests(
+            options={"penalty_start": tries(0, 1), "weight_before": tries(0.0, 3.0)},
+            golden={"penalty_start": 3, "penalty_weight": 2.0},
+        ),
     )
 
     penalty_weight: NonNegativeFloat = Field(10_000.0, description="β: weight of the penalty")
