@@ -439,9 +439,9 @@ if (entrance := deploy_entrance()) is not None:
 
 def _version(value: bool) -> None:
     if value:
-        from fedshift import __version__
+        from fedshift.version import installed_version
 
-        typer.echo(f"fedshift {__version__}")
+        typer.echo(f"fedshift {installed_version()}")
         raise typer.Exit
 
 
