@@ -25,7 +25,7 @@ from fedshift.report.pairs import PairRow
 from fedshift.report.report import report_of
 from fedshift.report.table import WORST, IntervalCell, Table
 from fedshift.report.table_formats import markdown_entry
-from fedshift.text import listed
+from fedshift.text import join_names
 
 WITHOUT_INPUTS = {
     "accuracy": "the most frequent class",
@@ -193,7 +193,7 @@ def _notes(whole: Table, used: Mapping[str, Conditions], metric: str) -> Iterato
     if below := [note.parts for note in notes if note.kind == "below"]:
         yield f"**Below {WITHOUT_INPUTS[metric]}**: {escape_markdown(_places(below, whole))}."
     for what, numbers in columns.items():
-        yield f"{what} at some sites: columns {listed(numbers)}."
+        yield f"{what} at some sites: columns {join_names(numbers)}."
 
 
 def _places(below: Sequence[tuple[str, ...]], whole: Table) -> str:

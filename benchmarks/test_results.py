@@ -13,7 +13,7 @@ import chart
 import claims
 import peers
 import summarise
-from fedshift.evaluation.stored import SETTINGS, is_finished, run_folders, stored
+from fedshift.evaluation.stored import SETTINGS, is_finished, read_stored, run_folders
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.config.experiment_file import override_field
 from fedshift.experiment.runs.run_identity import comparable
@@ -161,7 +161,7 @@ def test_committed_results_are_whole_and_still_understood() -> None:
     folders = [folder for folder in run_folders(RESULTS) if folder.name == "seed-0"]
     assert folders
     for folder in folders:
-        file = stored(folder / SETTINGS)
+        file = read_stored(folder / SETTINGS)
         assert file is not None
         settings = plain_yaml(file.data)
         assert set(settings) <= set(comparable(settings)) | {"engine", "device", "versions"}

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from fedshift import claims
-from fedshift.claims import Claim, ClaimLost, Machine, claimed, network_file_system, silence
+from fedshift.claims import Claim, ClaimLost, Machine, hold_claim, network_file_system, silence
 from fedshift.errors import UserError
 
 ELSEWHERE = Machine("server-2", "boot", "space")
@@ -140,7 +140,7 @@ def test_who_waits_gets_it_next(tmp_path: Path) -> None:
     path, order = tmp_path / "cache", []
 
     def work(name: str) -> None:
-        with claimed(path, seconds=0.01) as claim:
+        with hold_claim(path, seconds=0.01) as claim:
             order.append(f"{name} begins")
             time.sleep(0.05)
             claim.check()

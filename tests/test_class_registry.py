@@ -16,7 +16,7 @@ PLACES = {"known": "fedshift.errors:UserError", "refused": "fedshift.errors:Refu
 
 
 def registry(*, own: bool = True) -> ClassRegistry[FedshiftError]:
-    return ClassRegistry("error", FedshiftError, PLACES, own=own)
+    return ClassRegistry("error", FedshiftError, PLACES, user_classes=own)
 
 
 def test_names_are_found_and_nothing_is_imported_before() -> None:

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from fedshift.digests import BLANK, ENTRY, filled
+from fedshift.digests import BLANK, ENTRY, fill_digest
 from fedshift.errors import UserError
-from fedshift.files import ScratchFolder, locked, write_bytes
+from fedshift.files import ScratchFolder, hold_lock, write_bytes
 
 SERVICE = 65534
 """A user of its own."""
@@ -26,7 +26,7 @@ def test_the_administrator_leaves_files_to_the_service(tmp_path: Path) -> None:
     folder.mkdir()
     os.chown(folder, SERVICE, SERVICE)
     write_bytes(folder / "new", b"1", private=True)
-    with locked(folder / "lock"):
+    with hold_lock(folder / "lock"):
         pass
     (folder / "ours").write_bytes(b"1")
     write_bytes(folder / "ours", b"2")
@@ -72,7 +72,7 @@ def test_a_path_through_a_file_is_said_so(tmp_path: Path) -> None:
 
 
 def _lock(path: Path) -> None:
-    with locked(path):
+    with hold_lock(path):
         pass
 
 
@@ -85,5 +85,5 @@ def test_nothing_is_left_beside_a_file_that_cannot_be_replaced(tmp_path: Path) -
 
 def test_equal_models_are_equal_files() -> None:
     """The library that writes them puts the entries of the metadata in another order each time."""
-    made = {filled(save({"w": np.ones(3)}, {"fedshift": '{"é": 1}', ENTRY: BLANK})) for _ in range(30)}
+    made = {fill_digest(save({"w": np.ones(3)}, {"fedshift": '{"é": 1}', ENTRY: BLANK})) for _ in range(30)}
     assert len(made) == 1

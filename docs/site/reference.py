@@ -17,7 +17,7 @@ from typer.cli import get_docs_for_click
 
 import fedshift.functional
 from fedshift.cli.app import app
-from fedshift.cli.fields import written
+from fedshift.cli.fields import yaml_value
 from fedshift.data import registry as datasets
 from fedshift.data.transforms import Augmentation
 from fedshift.experiment.config.engine_section import ENGINES
@@ -172,7 +172,7 @@ def fields(kind: type[BaseModel], without: Collection[str] = ()) -> str:
         if name not in without:
             default = info.get_default(call_default_factory=True)
             section = isinstance(default, BaseModel)  # which has a table of its own
-            value = "required" if info.is_required() else "its defaults" if section else written(default)
+            value = "required" if info.is_required() else "its defaults" if section else yaml_value(default)
             if (kind, name) == (Experiment, "name"):
                 value = "the file's name"
             rows.append(f"| `{name}` | {cell(value)} | {meaning(info.description or '')} |")

@@ -23,7 +23,7 @@ from fedshift.experiment.config.experiment import load as load_file
 from fedshift.experiment.runs.context import Callback, Reporter
 from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.experiment.runs.lines import notebook_reporter
-from fedshift.extras import needed
+from fedshift.extras import import_extra
 from fedshift.import_paths import CHILD
 from fedshift.model import Model, Samples
 from fedshift.report.advice.words import VerdictValues
@@ -92,7 +92,7 @@ class Results:
         Raises:
             UserError: pandas is not installed, the choice is not of one run, or the run noted nothing of the site.
         """
-        frames = needed("pandas", extra="tables", what="predictions")
+        frames = import_extra("pandas", extra="tables", what="predictions")
         targets = {run.result.target for run in self.collected.all_runs}
         run = self._run(method, site if target is None and site in targets else target, seed)
         path = run.folder / PREDICTIONS
@@ -130,8 +130,8 @@ class Results:
         Raises:
             UserError: pandas is not installed.
         """
-        frames = needed("pandas", extra="tables", what="to_frame")
-        return frames.DataFrame([_described(run, select) for run in self.runs])
+        frames = import_extra("pandas", extra="tables", what="to_frame")
+        return frames.DataFrame([_run_row(run, select) for run in self.runs])
 
     def sites_to_frame(self) -> pandas.DataFrame:
         """One row per run and measured site: samples, base rate, and all measures of the last round in percent.
@@ -139,7 +139,7 @@ class Results:
         Raises:
             UserError: pandas is not installed.
         """
-        frames = needed("pandas", extra="tables", what="sites_to_frame")
+        frames = import_extra("pandas", extra="tables", what="sites_to_frame")
         return frames.DataFrame(
             [
                 {
@@ -150,7 +150,7 @@ class Results:
                     **{f"samples_{name}": count for name, count in zip(run.classes, site.support, strict=False)},
                     "majority": site.majority,
                     "threshold": site.threshold,
-                    **_measured(site),
+                    **_metric_columns(site),
                 }
                 for run in self.runs
                 for site in run.sites
@@ -163,7 +163,7 @@ class Results:
         Raises:
             UserError: pandas is not installed, or a `rounds.jsonl` is corrupt.
         """
-        frames = needed("pandas", extra="tables", what="rounds_to_frame")
+        frames = import_extra("pandas", extra="tables", what="rounds_to_frame")
         return frames.DataFrame(
             [
                 {**_names(run.result), **record.numbers()}
@@ -187,7 +187,7 @@ class Results:
         run = self._run(method, target, seed)
         if self.experiment is None:
             return Model.load(run.folder)
-        methods = {one.display: one for one in self.experiment.methods}
+        methods = {method.display: method for method in self.experiment.methods}
         return Model.load(run.folder, methods.get(run.result.method), self.experiment.model.code)
 
     def _run(self, method: str | None, target: str | None, seed: int | None) -> FinishedRun:
@@ -241,7 +241,7 @@ class Results:
         Raises:
             UserError: it cannot be written, or the data cannot be read.
         """
-        shown = None if samples is None else ShownSamples(_resolved(samples))
+        shown = None if samples is None else ShownSamples(_parse_given(samples))
         return write_page(self.folder, whole_report(self.collected, shown))
 
     def __str__(self) -> str:
@@ -305,7 +305,7 @@ def run(
             "under if __name__ == '__main__', or move the method to a file of its own"
         )
     heard = [tracker(callback) if isinstance(callback, str) else callback for callback in callbacks]
-    resolved = _resolved(experiment, trust)
+    resolved = _parse_given(experiment, trust)
     folder = run_experiment(resolved, Path(runs), reporter or notebook_reporter(), callbacks=heard)
     return results(folder, resolved)
 
@@ -326,7 +326,7 @@ def results(folder: str | Path, experiment: Given | None = None) -> Results:
         Traceback (most recent call last):
         fedshift.errors.UserError: there is no such folder
     """
-    return Results(Path(folder), collect(Path(folder)), None if experiment is None else _resolved(experiment))
+    return Results(Path(folder), collect(Path(folder)), None if experiment is None else _parse_given(experiment))
 
 
 def load(path: str | Path, *overrides: str, trust: bool = False) -> Experiment:
@@ -377,12 +377,12 @@ def check(experiment: Given, trust: bool = False) -> checks.Check:
         >>> found.parameters, found.payload  # 8 × 8 pixels to 10 classes; bytes of one model
         (650, 2600)
     """
-    resolved = _resolved(experiment, trust)
+    resolved = _parse_given(experiment, trust)
     checked = checks.check(resolved)
     return replace(checked, words=check_text(resolved, checked, Path("runs")))
 
 
-def _resolved(experiment: Given, trust: bool = False) -> Experiment:
+def _parse_given(experiment: Given, trust: bool = False) -> Experiment:
     """The experiment in any of its forms, parsed."""
     if isinstance(experiment, str | Path):
         return load(experiment, trust=trust)
@@ -400,7 +400,7 @@ def _distances(result: RunResult, select: Selection) -> dict[str, float | None]:
     return {"hd95": result.hd95(select), "hausdorff": result.hausdorff(select)}
 
 
-def _described(result: RunResult, select: Selection) -> dict[str, Any]:
+def _run_row(result: RunResult, select: Selection) -> dict[str, Any]:
     """A run as one row of a data frame."""
     return {
         **_names(result),
@@ -424,16 +424,16 @@ def _at_targets(result: RunResult, select: Selection) -> dict[str, float | None]
     targets = result.targets if select == "last" else []
     shares = [site.majority for site in targets]
     known = [share for share in shares if share is not None]
-    found: dict[str, float | None] = {"majority": fmean(known) if known and len(known) == len(shares) else None}
+    columns: dict[str, float | None] = {"majority": fmean(known) if known and len(known) == len(shares) else None}
     for metric in get_args(SiteMetric):
         if metric != result.metric:
-            found[metric] = result.site_metric(metric, select)
+            columns[metric] = result.site_metric(metric, select)
         if len(targets) == 1:
-            found |= _interval(targets[0], metric)
-    return found
+            columns |= _interval(targets[0], metric)
+    return columns
 
 
-def _measured(site: SiteMetrics) -> dict[str, float | None]:
+def _metric_columns(site: SiteMetrics) -> dict[str, float | None]:
     return {
         name: value
         for metric in get_args(SiteMetric)

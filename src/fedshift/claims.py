@@ -82,7 +82,7 @@ class _Text(BaseModel):
         os.pwrite(handle, self.model_dump_json().encode(), 0)  # no shorter than what it said before
         os.fsync(handle)
 
-    def named(self) -> str:
+    def describe(self) -> str:
         return one_line(f"process {self.process} on {self.machine.host}"[:200])
 
     def is_here(self) -> bool:
@@ -191,7 +191,7 @@ class Claim:
         """The process that has the folder, such as "process 312 on server-2"; "" if it is not known."""
         last = self._last()
         text = self._read(last) if last else None
-        return "" if text is None else text.named()
+        return "" if text is None else text.describe()
 
     def check(self) -> None:
         """Do nothing while this process has the folder.
@@ -265,7 +265,7 @@ class Claim:
 
 
 @contextmanager
-def claimed(path: Path, seconds: float = 0.5) -> Iterator[Claim]:
+def hold_claim(path: Path, seconds: float = 0.5) -> Iterator[Claim]:
     """Wait until no other process makes the file ``path``, and keep others from making it.
 
     Args:
@@ -274,7 +274,7 @@ def claimed(path: Path, seconds: float = 0.5) -> Iterator[Claim]:
 
     Example:
         >>> import tempfile
-        >>> with claimed(Path(tempfile.mkdtemp()) / "features.part") as claim:
+        >>> with hold_claim(Path(tempfile.mkdtemp()) / "features.part") as claim:
         ...     claim.check()  # before the file takes its name
     """
     with Claim(path.parent, f".{path.name}.claim") as claim:

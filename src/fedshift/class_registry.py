@@ -36,13 +36,13 @@ class ClassRegistry(Generic[T]):
         places: Mapping[str, str],
         *,
         elsewhere: Callable[[str], str] = lambda name: "",
-        own: bool = False,
+        user_classes: bool = False,
     ) -> None:
         self.what = what
         self.base = base
         self.places = dict(places)
         self.elsewhere = elsewhere
-        self.own = own
+        self.user_classes = user_classes
 
     def __contains__(self, name: object) -> bool:
         return name in self.places
@@ -79,10 +79,10 @@ class ClassRegistry(Generic[T]):
         """
         if permit is not None:
             permit(name)
-        origin = self.places.get(name, name if self.own else "")
+        origin = self.places.get(name, name if self.user_classes else "")
         module_name, colon, attribute = origin.rpartition(":")
         if not colon:
-            hint = "; your own: file.py:Class" if self.own else ""
+            hint = "; your own: file.py:Class" if self.user_classes else ""
             raise UserError(f"unknown {self.what} '{name}'; {self.elsewhere(name)}{nearest(name, self.places)}{hint}")
         if name in self.places:
             return cast(type[T], getattr(importlib.import_module(module_name), attribute))
@@ -158,9 +158,9 @@ def made_in(module: ModuleType, thing: Any) -> bool:
     made = str(getattr(thing, "__module__", ""))
     if made == module.__name__:
         return True
-    file, own = getattr(sys.modules.get(made), "__file__", None), module.__file__
-    if made.startswith(USER_MODULE) or not own or not file:
+    file, module_file = getattr(sys.modules.get(made), "__file__", None), module.__file__
+    if made.startswith(USER_MODULE) or not module_file or not file:
         return False
     if module.__name__.startswith(USER_MODULE):
-        return file in imported_beside(Path(own))
+        return file in imported_beside(Path(module_file))
     return made.partition(".")[0] == module.__name__.partition(".")[0]

@@ -130,14 +130,14 @@ def _like_field(name: str) -> bool:
     return len(name) == len(FIELD) and sum(map(str.__ne__, name, FIELD)) < 2
 
 
-def filled(data: bytes) -> bytes:
+def fill_digest(data: bytes) -> bytes:
     """A file in the format safetensors with its digest, for which its metadata has `BLANK` under `ENTRY`.
 
     The library writes entries of the metadata in any order; here they are sorted, so that equal models are equal files.
 
     Example:
         >>> from safetensors.numpy import save
-        >>> data = filled(save({}, {ENTRY: BLANK}))
+        >>> data = fill_digest(save({}, {ENTRY: BLANK}))
         >>> BLANK.encode() in data
         False
     """
@@ -156,7 +156,7 @@ def check_filled(path: Path, remedy: str = REMEDY) -> None:
     """Compare a file with the digest in its header, if it has one: other programs' files have none.
 
     Args:
-        path: the file, which `filled` made.
+        path: the file, which `fill_digest` made.
         remedy: what to do about a damaged file, for the message.
 
     Raises:

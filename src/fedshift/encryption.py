@@ -39,7 +39,7 @@ def write_private(path: Path, data: bytes, *, flush: bool = True, before: Callab
         UserError: it cannot be written, or the key cannot be used.
     """
     key = present_key()
-    whole = with_digest(data) if key is None else _closed(data, key, path)
+    whole = with_digest(data) if key is None else _encrypt_content(data, key, path)
     write_bytes(path, whole, private=True, flush=flush, before=before)
 
 
@@ -58,7 +58,7 @@ def read_private(path: Path, remedy: str = REMEDY, *, older: int | None = None) 
     """
     data, key = path.read_bytes(), present_key()
     if key is not None:
-        return _opened(data, key, path)
+        return _decrypt_content(data, key, path)
     if data.startswith(MAGIC):
         raise UserError(f"{path} is encrypted: set {KEY_FILE} to the file of its key, or {KEY} to the key")
     return data if len(data) == older else without_digest(data, path, remedy)
@@ -71,7 +71,7 @@ def write_scratch(path: Path, data: bytes) -> None:
         UserError: it cannot be written, or the key cannot be used.
     """
     key = present_key()
-    write_bytes(path, data if key is None else _closed(data, key, path), private=True, flush=False)
+    write_bytes(path, data if key is None else _encrypt_content(data, key, path), private=True, flush=False)
 
 
 def read_scratch(path: Path) -> bytes:
@@ -82,21 +82,21 @@ def read_scratch(path: Path) -> bytes:
         UserError: it was not written with the key that is set.
     """
     data, key = path.read_bytes(), present_key()
-    return data if key is None else _opened(data, key, path)
+    return data if key is None else _decrypt_content(data, key, path)
 
 
-def _closed(data: bytes, key: bytes, path: Path) -> bytes:
+def _encrypt_content(data: bytes, key: bytes, path: Path) -> bytes:
     _check_apart(path)
-    return encrypted(data, key, path.name)
+    return encrypt(data, key, path.name)
 
 
-def _opened(data: bytes, key: bytes, path: Path) -> bytes:
+def _decrypt_content(data: bytes, key: bytes, path: Path) -> bytes:
     if not data.startswith(MAGIC):
         raise UserError(
             f"{path} is not encrypted, but a key is set ({KEY_FILE} or {KEY}): go on without the key, or delete "
             "the file and run again"
         )
-    return decrypted(data, key, path)
+    return decrypt(data, key, path)
 
 
 def present_key() -> bytes | None:
@@ -132,7 +132,7 @@ def new_key() -> str:
     return base64.b64encode(os.urandom(32)).decode() + "\n"
 
 
-def encrypted(data: bytes, key: bytes, name: str) -> bytes:
+def encrypt(data: bytes, key: bytes, name: str) -> bytes:
     """Encrypt with AES-256-GCM, in pieces, under a key of its own that is derived from ``key`` and a random salt.
 
     Args:
@@ -159,8 +159,8 @@ def encrypted(data: bytes, key: bytes, name: str) -> bytes:
     )
 
 
-def decrypted(data: bytes, key: bytes, path: Path) -> bytes:
-    """The content that `encrypted` was given.
+def decrypt(data: bytes, key: bytes, path: Path) -> bytes:
+    """The content that `encrypt` was given.
 
     Raises:
         UserError: it was encrypted with another key or under another name, or is damaged.

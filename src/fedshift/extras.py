@@ -12,7 +12,7 @@ from typing import Any
 from fedshift.errors import UserError
 
 
-def needed(module: str, *, extra: str, what: str) -> Any:
+def import_extra(module: str, *, extra: str, what: str) -> Any:
     """Import a module of an optional package.
 
     Args:
@@ -24,7 +24,7 @@ def needed(module: str, *, extra: str, what: str) -> Any:
         UserError: the package is not installed. The message names the extra.
 
     Example:
-        >>> needed("no_such_package", extra="tables", what="to_frame")
+        >>> import_extra("no_such_package", extra="tables", what="to_frame")
         Traceback (most recent call last):
         fedshift.errors.UserError: to_frame needs the package no_such_package: pip install 'fedshift[tables]'
     """

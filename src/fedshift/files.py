@@ -196,12 +196,12 @@ def opened_lock(path: Path) -> Iterator[int]:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def hold_lock(path: Path) -> Iterator[None]:
     """Wait until no other process is in a block with the same lock, and keep others out of this one.
 
     Example:
         >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder, locked(Path(folder) / "lock"):
+        >>> with tempfile.TemporaryDirectory() as folder, hold_lock(Path(folder) / "lock"):
         ...     pass  # read a file, change it, write it
     """
     with opened_lock(path) as handle:

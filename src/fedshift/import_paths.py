@@ -19,14 +19,14 @@ USER_MODULE = "fedshift_user_"
 """Prefix of the names of modules that `import_file` makes."""
 
 
-def find(place: str) -> Any:
+def find(path: str) -> Any:
     """The object at ``package.module:Name`` or ``/path/file.py:Name``.
 
     Example:
         >>> find("fedshift.weights:Weights").__name__
         'Weights'
     """
-    module_name, _, attribute = place.rpartition(":")
+    module_name, _, attribute = path.rpartition(":")
     module = importlib.import_module(module_name) if not module_name.endswith(".py") else import_file(module_name)
     result = module
     for part in attribute.split("."):
@@ -183,14 +183,14 @@ _BESIDE: dict[str, bytes] = {}
 
 
 @contextmanager
-def _importable(place: Path, beside: Mapping[str, bytes]) -> Iterator[None]:
+def _importable(parent: Path, beside: Mapping[str, bytes]) -> Iterator[None]:
     """Let a user's file import those beside it, anew if they have changed or another folder's were imported."""
     if not beside:
         yield
         return
-    folder = str(place)
+    folder = str(parent)
     changed = any(_BESIDE.get(file) != content for file, content in beside.items())
-    tops = {Path(file).relative_to(place).parts[0].removesuffix(".py") for file in beside}
+    tops = {Path(file).relative_to(parent).parts[0].removesuffix(".py") for file in beside}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if file in _BESIDE and name.partition(".")[0] in tops and (changed or file not in beside):
@@ -204,7 +204,7 @@ def _importable(place: Path, beside: Mapping[str, bytes]) -> Iterator[None]:
         sys.path.remove(folder)
         sys.dont_write_bytecode = written
     if any(not Path(file).is_file() or Path(file).read_bytes() != content for file, content in beside.items()):
-        raise ImportError(f"files in {place} changed while they were imported")
+        raise ImportError(f"files in {parent} changed while they were imported")
     _BESIDE.update(beside)
     if folder not in sys.path:
         sys.path.append(folder)  # for what its functions import when they are called

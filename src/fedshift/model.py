@@ -14,7 +14,7 @@ from fedshift.data.domain import DataSource
 from fedshift.data.input_guard import InputShift
 from fedshift.evaluation.estimate.combination import Estimate
 from fedshift.evaluation.records import RunResult
-from fedshift.evaluation.stored import RESULT, stored
+from fedshift.evaluation.stored import RESULT, read_stored
 from fedshift.experiment.estimate import estimate_at, left_out_sums
 from fedshift.experiment.export import Exported, export
 from fedshift.experiment.handing_out import check_adapted
@@ -22,7 +22,7 @@ from fedshift.experiment.labelling import ToLabel, samples_to_label
 from fedshift.experiment.monitor import ALARMS, BASELINE, Month, monitor
 from fedshift.experiment.predict import TrainedModel, how_written, load_model
 from fedshift.experiment.runs.run_folder import model_file
-from fedshift.extras import needed
+from fedshift.extras import import_extra
 from fedshift.files import write_bytes
 from fedshift.onnx_model import write_left_out
 from fedshift.report.collect import read_result
@@ -81,7 +81,7 @@ class Model:
             UserError: there is no model, it is damaged, or it was not written by fedshift.
         """
         path = Path(path)
-        finished = path.is_dir() and stored(path / RESULT) is not None
+        finished = path.is_dir() and read_stored(path / RESULT) is not None
         folder = path if path.is_dir() else path.parent
         return cls(load_model(path, method, network), read_result(path / RESULT) if finished else None, folder)
 
@@ -139,8 +139,10 @@ class Model:
             UserError: the samples are not what the model reads, or look too unlike its training data.
         """
         if self.trained.segments:
-            return np.stack(list(self.trained.masks(self._stored(X, accept_shift, written))))
-        return self.trained.objective.said(self.trained.scores(self._stored(X, accept_shift, written)), self.classes_)
+            return np.stack(list(self.trained.masks(self._read_inputs(X, accept_shift, written))))
+        return self.trained.objective.said(
+            self.trained.scores(self._read_inputs(X, accept_shift, written)), self.classes_
+        )
 
     def predict_proba(self, X: Samples, accept_shift: bool = False, written: Written = None) -> npt.NDArray[np.float32]:
         """The probability of each class (n, classes), or of each label, in the order of ``classes_``.
@@ -149,7 +151,7 @@ class Model:
             UserError: the samples are not what the model reads or look too unlike its training data, or it is a model
                 for segmentation or regression.
         """
-        return self.trained.probabilities(self._stored(X, accept_shift, written))
+        return self.trained.probabilities(self._read_inputs(X, accept_shift, written))
 
     def shift(self, X: Samples, written: Written = None) -> InputShift:
         """How samples differ from the training data: for each column the shares of unknown categories, of values
@@ -230,7 +232,7 @@ class Model:
             UserError: pandas is not installed, or the samples are not what the model reads or look too unlike its
                 training data.
         """
-        frames = needed("pandas", extra="tables", what="predictions")
+        frames = import_extra("pandas", extra="tables", what="predictions")
         path = Path(X) if isinstance(X, str) else X
         check_adapted(self.trained, self.folder, accept=accept_shift)
         result = self.trained.predict(path, accept_shift=accept_shift, written=how_written(written or {}))
@@ -242,7 +244,7 @@ class Model:
             columns[f"score_{name}"] = [item.probabilities[number] for item in result]
         return frames.DataFrame(columns)
 
-    def _stored(self, X: Samples, accept_shift: bool, written: Written) -> Any:
+    def _read_inputs(self, X: Samples, accept_shift: bool, written: Written) -> Any:
         check_adapted(self.trained, self.folder, accept=accept_shift)
         samples = self.trained.read(Path(X) if isinstance(X, str) else X, how_written(written or {}))
         samples.check(accept_shift)

@@ -24,7 +24,7 @@ from fedshift.data.tables import encode_rows, encoding_of, rows_of
 from fedshift.errors import FedshiftError, UserError
 from fedshift.evaluation.estimate.combination import NOT_LOOKED_AT, Estimate, KnownSite, estimate_from_sums
 from fedshift.evaluation.estimate.plain_sums import GivenSite, known_sites
-from fedshift.extras import needed
+from fedshift.extras import import_extra
 from fedshift.files import write_bytes
 
 MODEL, LEFT_OUT = "model.onnx", "left_out.json"
@@ -93,7 +93,7 @@ class OnnxModel:
         file = Path(path) if Path(path).suffix == ".onnx" else Path(path) / MODEL
         if not file.is_file():
             raise UserError(f"{file}: there is no such file: fedshift export RUN --to onnx writes it")
-        runtime = needed("onnxruntime", extra="export", what="a model in ONNX")
+        runtime = import_extra("onnxruntime", extra="export", what="a model in ONNX")
         data = file.read_bytes()
         try:
             session = runtime.InferenceSession(data, providers=["CPUExecutionProvider"])
@@ -132,7 +132,7 @@ class OnnxModel:
         names, inputs, shift = self._read(rows)
         if shift.refusal is not None and not accept_shift:
             raise TooUnlike(f"{shift.refusal}. Mend the data, or predict all the same: accept_shift")
-        told = [self._told(scores) for scores in self._scores(inputs)]
+        told = [self._answer(scores) for scores in self._scores(inputs)]
         predictions = [{"id": name, **item} for name, item in zip(names, told, strict=True)]
         return {"predictions": predictions, "warning": shift.warning}
 
@@ -185,7 +185,7 @@ class OnnxModel:
             raise UserError(f"rows: ONNX Runtime cannot run the model on them ({type(error).__name__})") from None
         return np.concatenate(result).astype(np.float64)
 
-    def _told(self, scores: npt.NDArray[np.float64]) -> dict[str, Any]:
+    def _answer(self, scores: npt.NDArray[np.float64]) -> dict[str, Any]:
         if self.task in ("regression", "time_to_event"):
             return {"predicted": float(scores[0])}
         shares = dict(zip(self.classes, scores.tolist(), strict=True))

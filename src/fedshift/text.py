@@ -14,6 +14,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from pydantic_core import to_jsonable_python
+
 _FORMULA = re.compile(r"'*[=+\-@\t\r]")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|[+-]?(inf|nan)")
 
@@ -111,11 +113,23 @@ def decimals(number: float, unit: str) -> str:
     return f"{number:.2f}" if unit else in_unit(number)
 
 
-def listed(names: Sequence[str], most: int = 20, sign: str = ", ") -> str:
+def join_names(names: Sequence[str], most: int = 20, sign: str = ", ") -> str:
     """Names with commas or another sign between them; if they are many the first, and how many more.
 
     Example:
-        >>> listed(["a", "b", "c"], most=2)
+        >>> join_names(["a", "b", "c"], most=2)
         'a, b and 1 more'
     """
     return sign.join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def yaml_value(value: object) -> str:
+    """A value as it is written in a YAML file.
+
+    Example:
+        >>> yaml_value("adam"), yaml_value(None), yaml_value((0.5, True))
+        ('adam', 'none', '[0.5, true]')
+    """
+    if value is None:
+        return "none"
+    return value if isinstance(value, str) else json.dumps(to_jsonable_python(value), ensure_ascii=False)

@@ -69,12 +69,12 @@ def allow(code: Code) -> None:
     if code.sha256 in _passed.get(path, ()):
         return
     if os.environ.get(CHILD):
-        shown = inherited().get(path, [code.sha256])
+        shown = inherited_trust().get(path, [code.sha256])
         if code.sha256 not in shown:
             raise UserError(f"{code.what}: {path} has changed since the run began: start it again")
         return
     ask = _ask.get()
-    if not _remembered(code) and (ask is None or not ask(code)):
+    if not _is_remembered(code) and (ask is None or not ask(code)):
         raise UserError(f"{code.shown}, which nobody has trusted: read it, then add --trust (in Python trust=True)")
     _passed.setdefault(path, set()).add(code.sha256)
 
@@ -84,7 +84,7 @@ def for_children() -> dict[str, str]:
     return {INHERITED: json.dumps({path: sorted(some) for path, some in _passed.items()})}
 
 
-def inherited() -> Mapping[str, list[str]]:
+def inherited_trust() -> Mapping[str, list[str]]:
     """What a worker's parent let pass: path → checksums."""
     result: Mapping[str, list[str]] = json.loads(os.environ.get(INHERITED, "{}"))
     return result
@@ -117,7 +117,7 @@ def own_words() -> Iterator[None]:
         _ask.reset(token)
 
 
-def place() -> Path:
+def trust_file() -> Path:
     """The file of what this user trusts: in ``FEDSHIFT_CONFIG``, else where the system keeps settings."""
     chosen = os.environ.get("FEDSHIFT_CONFIG")
     if chosen:
@@ -131,7 +131,7 @@ def remember(code: Code) -> None:
     Raises:
         UserError: the list cannot be written.
     """
-    file, known = place(), _known()
+    file, known = trust_file(), _read_known()
     known[str(code.path)] = sorted({*known.get(str(code.path), []), code.sha256})
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -142,17 +142,17 @@ def remember(code: Code) -> None:
         ) from None
 
 
-def _remembered(code: Code) -> bool:
-    return code.sha256 in _known().get(str(code.path), [])
+def _is_remembered(code: Code) -> bool:
+    return code.sha256 in _read_known().get(str(code.path), [])
 
 
-def _known() -> dict[str, list[str]]:
+def _read_known() -> dict[str, list[str]]:
     """What this user trusts: path → checksums.
 
     Raises:
         UserError: the list is damaged.
     """
-    file = place()
+    file = trust_file()
     try:
         result = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

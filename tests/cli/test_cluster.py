@@ -114,7 +114,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         calls.append(" ".join(command))
         return os.environ["STATE"] if command[0] == "squeue" else ""
 
-    monkeypatch.setattr(cluster, "_told", told)
+    monkeypatch.setattr(cluster, "_slurm_output", told)
     monkeypatch.setattr("sys.argv", [])
     for name, value in {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}.items():
         monkeypatch.setenv(name, value)

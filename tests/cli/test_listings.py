@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from calling import Cli
 
-from fedshift.cli.console import reflowed
+from fedshift.cli.console import reflow
 
 
 def test_help(cli: Cli) -> None:
@@ -76,16 +76,16 @@ def test_a_description_fits_a_narrow_terminal() -> None:
 
     prose = (csac.__doc__ or "").strip()
     for width in (60, 80, 100):
-        lines = reflowed(prose, width).splitlines()
+        lines = reflow(prose, width).splitlines()
         assert max(map(len, lines)) <= width
         assert " ".join(lines).split() == prose.split(), "every word, in its order"
         before = [line for line in prose.splitlines() if re.match(r" *\d+\. |    \S+ = ", line)]
         starts = [line[:20] for line in lines]
         assert len(before) > 12
         assert [line for line in before if line[:20] not in starts] == []
-    items = [line for line in reflowed(prose, 60).splitlines() if re.match(r" *\d+\. ", line)]
+    items = [line for line in reflow(prose, 60).splitlines() if re.match(r" *\d+\. ", line)]
     assert [int(line.split(".")[0]) for line in items] == list(range(1, len(items) + 1))
-    wide = reflowed(prose, 120)
+    wide = reflow(prose, 120)
     assert wide == prose, "nothing changes where there is room"
     paragraph = next(part for part in prose.split("\n\n") if part.startswith("``setting: practical"))
-    assert len(reflowed(paragraph, 1000).splitlines()) == 1
+    assert len(reflow(paragraph, 1000).splitlines()) == 1

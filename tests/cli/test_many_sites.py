@@ -12,7 +12,7 @@ from calling import Cli
 
 from fedshift.experiment.check import DomainCheck
 from fedshift.report.many_sites import FEW, domain_table, missing_cells_of, privacy_rows, unlike, without_labels
-from fedshift.text import listed
+from fedshift.text import join_names
 
 HOSPITALS = 60
 SMALLEST, LACKING, CODED, EMPTY = 11, 7, 3, 9
@@ -87,7 +87,7 @@ def test_samples_without_labels_of_many_sites() -> None:
     assert [line.partition(":")[0] for line in without_labels(few)] == ["s0", "s1"]
     first, second = without_labels([domain(number, without_label=30 if number % 2 else 4) for number in range(50)])
     assert first.startswith("850 samples without labels")
-    assert second == "not measured, without any label: " + listed([f"s{number}" for number in range(1, 50, 2)])
+    assert second == "not measured, without any label: " + join_names([f"s{number}" for number in range(1, 50, 2)])
     assert [*without_labels([domain(number) for number in range(50)])] == []
 
 

@@ -15,7 +15,7 @@ from sklearn.metrics import (
     roc_auc_score,
 )
 
-from fedshift.evaluation.bootstrap import intervals, weighted
+from fedshift.evaluation.bootstrap import intervals, weighted_metrics
 from fedshift.evaluation.metric_entries import ENTRIES
 from fedshift.evaluation.records import SiteMetrics
 from fedshift.evaluation.site_metrics import Scored, best_threshold, common_threshold, site_metrics
@@ -72,7 +72,9 @@ def test_more_classes_are_measured_one_against_the_others() -> None:
 def test_weights_count_as_they_do_in_scikit_learn(classes: int) -> None:
     scored = drawn(120, classes)
     w = np.random.default_rng(1).integers(0, 4, 120).astype(np.float64)
-    found = weighted(outcomes(scored), ("auroc", "auprc", "balanced_accuracy", "mcc"), np.stack([np.ones(120), w]))
+    found = weighted_metrics(
+        outcomes(scored), ("auroc", "auprc", "balanced_accuracy", "mcc"), np.stack([np.ones(120), w])
+    )
     single = range(classes) if classes > 2 else (1,)
     y, p = scored.labels, scored.scores
     areas = [roc_auc_score(y == c, p[:, c], sample_weight=w) for c in single]

@@ -18,7 +18,7 @@ from small import experiment, outcome, sites, write
 import fedshift
 from fedshift.errors import UserError
 from fedshift.evaluation import packing
-from fedshift.evaluation.packs import kept, rows_of
+from fedshift.evaluation.packs import rows_of, with_kept_digits
 from fedshift.evaluation.stored import SUMS
 from fedshift.report.collect import collect, read_rounds
 from fedshift.report.page import page
@@ -55,7 +55,7 @@ def ran(once: tuple[dict[str, Any], Path], tmp_path: Path) -> tuple[dict[str, An
 def with_the_digits_that_are_kept(folder: Path) -> Path:
     """The unpacked runs below ``folder``, rewritten as packing keeps them."""
     for path in folder.rglob("result.json"):
-        path.write_text(json.dumps(kept(json.loads(path.read_text()))))
+        path.write_text(json.dumps(with_kept_digits(json.loads(path.read_text()))))
     for path in folder.rglob(SUMS):
         path.unlink()
     for path in folder.rglob("rounds.jsonl"):

@@ -16,7 +16,7 @@ from fedshift.report.many_targets import FEW, shown
 from fedshift.report.page import write_page
 from fedshift.report.report import report_of, whole_report
 from fedshift.report.table_formats import as_csv, markdown
-from fedshift.text import listed
+from fedshift.text import join_names
 
 TARGETS = 40
 """Accuracies 50, 51, … 89: their mean is 69.5."""
@@ -58,5 +58,5 @@ def test_few_targets_are_as_they_were(write_part: Callable[..., Path], tmp_path:
 
 
 def test_long_lists_end() -> None:
-    assert listed([]) == ""
-    assert listed(["a", "b", "c"], most=2) == "a, b and 1 more"
+    assert join_names([]) == ""
+    assert join_names(["a", "b", "c"], most=2) == "a, b and 1 more"

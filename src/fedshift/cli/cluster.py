@@ -28,7 +28,7 @@ from fedshift.cli.run import ELSEWHERE, part_of
 from fedshift.errors import UserError, nearest
 from fedshift.experiment.config.experiment import Experiment, load
 from fedshift.experiment.runs.stopping import Stopped, grace
-from fedshift.extras import needed
+from fedshift.extras import import_extra
 from fedshift.files import write_bytes
 from fedshift.text import one_line
 
@@ -77,7 +77,7 @@ def submit(path: Path, overrides: Sequence[str], runs: Path, options: Sequence[s
     Raises:
         UserError: the experiment has a mistake, submitit or SLURM is not here, or SLURM refuses.
     """
-    submitit = needed("submitit", extra="cluster", what="--slurm")
+    submitit = import_extra("submitit", extra="cluster", what="--slurm")
     if shutil.which("sbatch") is None or shutil.which("srun") is None:
         raise UserError("--slurm: there is no sbatch and srun on this machine: submit from one that belongs to SLURM")
     experiment = load(path, overrides)
@@ -164,7 +164,7 @@ class Task:
 
     def checkpoint(self) -> Any:
         """For a signal that comes before fedshift heeds it: submitit then puts this back into the queue."""
-        submitit = needed("submitit", extra="cluster", what="--slurm")
+        submitit = import_extra("submitit", extra="cluster", what="--slurm")
         return submitit.helpers.DelayedSubmission(self)
 
 
@@ -172,11 +172,15 @@ def _requeue() -> None:
     """Put this job back into the queue, if it still runs: one that was cancelled, or that SLURM puts back, does not."""
     array, job = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ["SLURM_JOB_ID"]
     name = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else job
-    if _told("squeue", "--noheader", "--jobs", name, "--format", "%T").strip() == "RUNNING":
-        print(_told("scontrol", "requeue", name) or f"job {name} goes back into the queue", file=sys.stderr, flush=True)
+    if _slurm_output("squeue", "--noheader", "--jobs", name, "--format", "%T").strip() == "RUNNING":
+        print(
+            _slurm_output("scontrol", "requeue", name) or f"job {name} goes back into the queue",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
-def _told(*command: str) -> str:
+def _slurm_output(*command: str) -> str:
     """What a command of SLURM prints, errors included."""
     try:
         return subprocess.run(
@@ -219,7 +223,7 @@ def _settings(given: Sequence[str]) -> dict[str, Any]:
 def _refusal(text: str, partition: str) -> str:
     """SLURM's refusal in one line; of an unknown partition with those that there are."""
     last = one_line((text.strip() or "no reason given").splitlines()[-1]).removeprefix("sbatch: error: ")
-    known = _told("sinfo", "--noheader", "--format", "%R").split()
+    known = _slurm_output("sinfo", "--noheader", "--format", "%R").split()
     if "invalid partition" in last.lower() and partition not in known:
         return f"--slurm {one_line(partition)}: there is no such partition; {nearest(partition, known)}"
     return f"--slurm: sbatch refused the job: {last}"

@@ -33,14 +33,14 @@ def escape(text: str) -> str:
     return markup.escape(printable(text))
 
 
-def reflowed(prose: str, width: int) -> str:
+def reflow(prose: str, width: int) -> str:
     """A module's docstring, whose lines were broken at 120 columns, for a narrower terminal.
 
     A line is joined with the one before where only the 120 columns can have parted them. Equations and items of lists
     stay lines of their own; what does not fit continues below its first word.
 
     Example:
-        >>> print(reflowed(" 1. One item that goes on." + chr(10) + "    x = 1", 18))
+        >>> print(reflow(" 1. One item that goes on." + chr(10) + "    x = 1", 18))
          1. One item that
             goes on.
             x = 1
@@ -50,15 +50,15 @@ def reflowed(prose: str, width: int) -> str:
     for line in prose.splitlines():
         lead, first = len(line) - len(line.lstrip()), line.split(maxsplit=1)[:1]
         full = bool(first) and before + 1 + len(first[0]) > _WRITTEN
-        if joined and full and not _ITEM.match(line) and lead == _continued(joined[-1]):
+        if joined and full and not _ITEM.match(line) and lead == _continuation_indent(joined[-1]):
             joined[-1] += f" {line.strip()}"
         else:
             joined.append(line)
         before = len(line)
-    return "\n".join(wrapped for line in joined for wrapped in _wrapped(line, width))
+    return "\n".join(wrapped for line in joined for wrapped in _wrap(line, width))
 
 
-def _continued(line: str) -> int | None:
+def _continuation_indent(line: str) -> int | None:
     """The indentation with which a line continues below: 0 in a paragraph; None for an equation, which does not."""
     item = _ITEM.match(line)
     if item is not None:
@@ -66,8 +66,8 @@ def _continued(line: str) -> int | None:
     return None if line.startswith(" ") else 0
 
 
-def _wrapped(line: str, width: int) -> list[str]:
-    under = _continued(line)
+def _wrap(line: str, width: int) -> list[str]:
+    under = _continuation_indent(line)
     under = len(line) - len(line.lstrip()) if under is None else under
     return textwrap.wrap(line, width, subsequent_indent=" " * min(under, width // 3), break_on_hyphens=False) or [""]
 

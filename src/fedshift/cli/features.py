@@ -30,7 +30,7 @@ def features_file(path: Path, overrides: Sequence[str]) -> None:
     """Compute the features of an experiment's images, with a progress bar, then print a line for each site."""
     errors = safe_console(stderr=True)
     try:
-        result = _watched(load(path, overrides), errors)
+        result = _extract_with_bar(load(path, overrides), errors)
     except KeyboardInterrupt:
         errors.print("interrupted: run the same command again to continue after the last images", highlight=False)
         sys.exit(130)
@@ -44,7 +44,7 @@ def features_file(path: Path, overrides: Sequence[str]) -> None:
     safe_console().print(table)
 
 
-def _watched(experiment: Experiment, errors: Console) -> dict[str, SiteFeatures]:
+def _extract_with_bar(experiment: Experiment, errors: Console) -> dict[str, SiteFeatures]:
     bar = FeatureBar(errors)
     try:
         with threads_set(experiment.engine.thread_count()):

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
-from pydantic_core import to_jsonable_python
 from rich.table import Table
 from rich.text import Text
 
 from fedshift.cli.console import escape, safe_console
 from fedshift.errors import UserError, nearest
-from fedshift.text import printable
+from fedshift.text import printable, yaml_value
 
 
 def options_table(kind: type[BaseModel], title: str = "options", without: Collection[str] = ()) -> Table:
@@ -24,7 +22,7 @@ def options_table(kind: type[BaseModel], title: str = "options", without: Collec
         table.add_column(column, overflow="fold")
     for field, info in kind.model_fields.items():
         if field not in without:
-            default = "required" if info.is_required() else written(info.get_default(call_default_factory=True))
+            default = "required" if info.is_required() else yaml_value(info.get_default(call_default_factory=True))
             meaning, values = Text(printable(info.description or "")), ", ".join(_values(info.annotation))
             if values:
                 meaning.append(f"{'; ' if meaning else ''}one of {printable(values)}", style="dim")
@@ -107,14 +105,7 @@ def _summary(kind: type[BaseModel]) -> str:
 def _values(annotation: Any) -> list[str]:
     """The allowed values of a field, if its type lists them."""
     if get_origin(annotation) is Literal:
-        return [written(value) for value in get_args(annotation)]
+        return [yaml_value(value) for value in get_args(annotation)]
     if get_origin(annotation) in (Union, UnionType):
         return [value for part in get_args(annotation) for value in _values(part)]
     return ["true", "false"] if annotation is bool else []
-
-
-def written(value: object) -> str:
-    """A value as it is written in a YAML file."""
-    if value is None:
-        return "none"
-    return value if isinstance(value, str) else json.dumps(to_jsonable_python(value), ensure_ascii=False)

@@ -73,7 +73,7 @@ def label_samples(
     if format == "json":
         print(json_text(plan, indent=2))
         return
-    for line in _planned(to_label, plan, accuracy, out):
+    for line in _plan_lines(to_label, plan, accuracy, out):
         print(printable(line))
 
 
@@ -85,7 +85,7 @@ def _expected_accuracy(
     return float(100 * to_label.scores.max(axis=1).mean()) if estimate is None else estimate
 
 
-def _planned(to_label: ToLabel, plan: dict[str, object], accuracy: float, out: Path) -> Iterator[str]:
+def _plan_lines(to_label: ToLabel, plan: dict[str, object], accuracy: float, out: Path) -> Iterator[str]:
     how = f"at random in {plan['groups']} groups of confidence" if to_label.drawn.stratified else "at random"
     numbers = f"{len(to_label.rows)} of {len(to_label.names)} samples"
     yield f"{out}: {numbers}, drawn {how}; fill in the column label, from the top"

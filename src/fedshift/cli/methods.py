@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from fedshift.cli.console import escape, reflowed, safe_console
-from fedshift.cli.fields import options_table, written
+from fedshift.cli.console import escape, reflow, safe_console
+from fedshift.cli.fields import options_table
+from fedshift.text import yaml_value
 from fedshift.methods.index import ENTRIES, GROUPS, RULES, of_group
 from fedshift.methods.settings import PAPER
 from fedshift.trust import own_words
@@ -39,17 +40,17 @@ def show_methods(name: str | None) -> None:
     with own_words():  # who asks named it
         method = registry.method_class(name)
     prose = (sys.modules[method.__module__].__doc__ or "").strip()
-    prose = reflowed(prose, console.width) if console.is_terminal else prose
+    prose = reflow(prose, console.width) if console.is_terminal else prose
     console.print(prose, markup=False, highlight=False, soft_wrap=True)
     common = Method.model_fields.keys() & method.model_fields.keys()
-    if own := method.model_fields.keys() - common:
+    if options := method.model_fields.keys() - common:
         console.print()
         console.print(options_table(method, "options of its own", without=common))
     if method.traits.settings:
         console.print()
         console.print(_settings_table(method))
     console.print()
-    console.print(options_table(method, "options of every method", without=own))
+    console.print(options_table(method, "options of every method", without=options))
 
 
 def _group(title: str, members: Iterable[str]) -> Table:
@@ -83,6 +84,6 @@ def _settings_table(method: type[Method]) -> Table:
         table.add_column(column, overflow="fold")
     for name, changed in method.traits.settings.items():
         options = method.model_validate({"setting": name}).model_dump(mode="json")
-        changes = (f"{field} {written(options[field])}" for field in changed)
+        changes = (f"{field} {yaml_value(options[field])}" for field in changed)
         table.add_row(name, escape(", ".join(changes)))
     return table

@@ -24,7 +24,7 @@ from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.experiment.runs.stopping import Stop, heeded
 from fedshift.experiment.search import Rung, budget_of, going_on, kept_out, on_rung, ranked, rungs
 from fedshift.experiment.search_rules import by_run, check_rules, choices, with_choices, with_draws, without_target
-from fedshift.extras import needed
+from fedshift.extras import import_extra
 from fedshift.files import write_bytes
 from fedshift.methods.base import Method
 from fedshift.report.collect import collect
@@ -51,7 +51,7 @@ def search_file(
     folder = runs / f"{experiment.name}-search"
     try:
         with heeded() as stop:
-            climbed = _climb(experiment, ladder, out, budget, partial(_trained, folder, errors, stop))
+            climbed = _climb(experiment, ladder, out, budget, partial(_run_part, folder, errors, stop))
     except KeyboardInterrupt:
         errors.print("interrupted: run the same command again to continue after the last round", highlight=False)
         sys.exit(130)
@@ -75,7 +75,7 @@ def draw_file(experiment: Experiment, runs: Path, keep_out: Sequence[str], plan_
     check_rules(whole, search.rules, plan.data)
     try:
         with heeded() as stop:
-            train = partial(_trained, folder, errors, stop)
+            train = partial(_run_part, folder, errors, stop)
             trials = (_in_turn if search.sampler == "optuna" else _at_once)(
                 experiment, out, plan, errors, None if plan_only else train
             )
@@ -130,7 +130,7 @@ def _in_turn(
     search = experiment.search
     assert search is not None
     rule = learned_by(search)
-    needed("optuna", extra="search", what="search.sampler: optuna")
+    import_extra("optuna", extra="search", what="search.sampler: optuna")
     if "targets" not in type(experiment.protocol).model_fields:
         raise UserError("search.sampler: optuna goes target by target, and protocol.kind has no targets; write random")
     sentence = f"{search.draws} draws for each method and target, one after the other; optuna learns from {rule}"
@@ -146,7 +146,7 @@ def _write_experiment(file: Path, experiment: Experiment, errors: Console) -> No
     errors.print(f"experiment: {file}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _trained(folder: Path, errors: Console, stop: Stop, part: Experiment) -> tuple[RunResult, ...]:
+def _run_part(folder: Path, errors: Console, stop: Stop, part: Experiment) -> tuple[RunResult, ...]:
     """Run what is not finished of an experiment of the search; runs that diverged are missing."""
     reporter, end = reporter_at(errors)
     try:

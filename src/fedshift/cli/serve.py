@@ -84,7 +84,7 @@ class _Answers(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.SERVICE_UNAVAILABLE, {"error": "busy: ask again"})
         else:
             try:
-                self._answer(*self._found())
+                self._answer(*self._handle_request())
             finally:
                 self._slots.release()
 
@@ -92,14 +92,14 @@ class _Answers(BaseHTTPRequestHandler):
         """Whether the request names a host that is served: a stranger's name may lead here, too."""
         return self.headers.get("Host", "").partition(":")[0] in self._names
 
-    def _found(self) -> tuple[HTTPStatus, dict[str, Any]]:
+    def _handle_request(self) -> tuple[HTTPStatus, dict[str, Any]]:
         size = self.headers.get("Content-Length", "")
         if not size.isdecimal():
             return HTTPStatus.LENGTH_REQUIRED, {"error": "Content-Length is needed"}
         if len(size) > 10 or int(size) > LARGEST_BODY:
             return HTTPStatus.REQUEST_ENTITY_TOO_LARGE, {"error": f"a request has at most {LARGEST_BODY} bytes"}
         try:
-            return self._said(Asked.model_validate_json(self.rfile.read(int(size))))
+            return self._compute(Asked.model_validate_json(self.rfile.read(int(size))))
         except ValidationError as error:
             fault = error.errors(include_input=False)[0]
             return HTTPStatus.BAD_REQUEST, {
@@ -112,7 +112,7 @@ class _Answers(BaseHTTPRequestHandler):
         except Exception as error:  # its text could hold a part of a sample
             return HTTPStatus.INTERNAL_SERVER_ERROR, {"error": type(error).__name__}
 
-    def _said(self, asked: Asked) -> tuple[HTTPStatus, dict[str, Any]]:
+    def _compute(self, asked: Asked) -> tuple[HTTPStatus, dict[str, Any]]:
         if self.path == "/estimate":
             return HTTPStatus.OK, self._model.estimate(asked.rows).plain()
         return HTTPStatus.OK, self._model.predict(asked.rows, asked.accept_shift)

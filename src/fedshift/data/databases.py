@@ -20,7 +20,7 @@ from urllib.parse import parse_qsl, quote, urlsplit
 from fedshift.data import sizes
 from fedshift.data.table_files import PLAIN, Columns, TableFormat, from_columns
 from fedshift.errors import UserError
-from fedshift.extras import needed
+from fedshift.extras import import_extra
 
 PASSWORD_FILE, PASSWORD = "FEDSHIFT_DATABASE_PASSWORD_FILE", "FEDSHIFT_DATABASE_PASSWORD"
 """Environment variables: the file that holds the password of the database's user, or the password itself."""
@@ -102,7 +102,7 @@ def read_query(
     Raises:
         UserError: the file or the database cannot be read, the statement writes or is wrong, or it gives no row.
     """
-    sqlalchemy = needed("sqlalchemy", extra="databases", what=f"{where}, a query of a database,")
+    sqlalchemy = import_extra("sqlalchemy", extra="databases", what=f"{where}, a query of a database,")
     statement = _statement(query)
     secret = password()
     try:

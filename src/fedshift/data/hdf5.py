@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from fedshift.data import sizes
 from fedshift.errors import UserError
-from fedshift.extras import needed
+from fedshift.extras import import_extra
 
 HDF5 = (".h5", ".hdf5")
 
@@ -34,7 +34,7 @@ def load_hdf5(
         UserError: the file is missing, damaged, lacks a data set, points to other files, holds other things than
             numbers and texts, or declares more numbers than fit.
     """
-    h5py = needed("h5py", extra="databases", what=f"{path.name}, an HDF5 file,")
+    h5py = import_extra("h5py", extra="databases", what=f"{path.name}, an HDF5 file,")
     if not path.is_file():
         raise UserError(f"data file {path} does not exist: copy it there, or correct the path")
     try:

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps
 
-from fedshift.claims import claimed
+from fedshift.claims import hold_claim
 from fedshift.data import sizes
 from fedshift.data.locate import cache_dir
 from fedshift.digests import read_object, write_object
@@ -460,7 +460,7 @@ def decoded(
     aside = target.with_suffix(".part")
     try:
         # Waits if another process decodes the same images, then uses its result.
-        with claimed(aside) as claim, _fresh(aside) as stream:
+        with hold_claim(aside) as claim, _fresh(aside) as stream:
             if (known := _cached(target, shape)) is not None:
                 return known
             if target.exists():

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from fedshift import trust
 from fedshift.errors import UserError
-from fedshift.extras import needed
+from fedshift.extras import import_extra
 
 Array = npt.NDArray[Any]
 _CODE = (".json", ".yaml", ".yml", ".py", ".pyc", ".so", ".pyd")
@@ -89,9 +89,9 @@ def parser_of(bundle: Bundle, configs: Sequence[str], wanted: Sequence[str]) -> 
     Raises:
         UserError: MONAI is not installed, no config has such an entry, or the bundle has changed since it was trusted.
     """
-    monai = needed("monai.bundle", extra="volumes", what=bundle.what)
+    monai = import_extra("monai.bundle", extra="volumes", what=bundle.what)
     for part in ("transforms", "networks.nets"):  # the parser knows the names of what is imported
-        needed(f"monai.{part}", extra="volumes", what=bundle.what)
+        import_extra(f"monai.{part}", extra="volumes", what=bundle.what)
     if checksum(bundle.folder) != bundle.sha256:
         raise UserError(f"{bundle.what}: {bundle.folder} has changed since it was trusted: start again")
     written, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # the checksum is of all that could run
@@ -128,7 +128,7 @@ def transforms_of(bundle: Bundle) -> list[Any]:
             bundle, ("train", "inference"), ("validate::preprocessing", "train::preprocessing", "preprocessing")
         ) as (parser, entry):
             chain = parser.get_parsed_content(entry, instantiate=True)
-            transforms = needed("monai.transforms", extra="volumes", what=bundle.what)
+            transforms = import_extra("monai.transforms", extra="volumes", what=bundle.what)
     except UserError:
         raise
     except Exception as error:  # of any kind: a config is code
@@ -161,7 +161,7 @@ def transformed(
     Raises:
         UserError: a transform fails, or leaves volume and masks of different sizes.
     """
-    meta_tensor = needed("monai.data", extra="volumes", what=bundle.what).MetaTensor
+    meta_tensor = import_extra("monai.data", extra="volumes", what=bundle.what).MetaTensor
     there = np.diag([-1.0, -1.0, 1.0, 1.0]) @ affine[:, [2, 1, 0, 3]]  # NIfTI's coordinates, indices x, y, z
     item = {
         kind: meta_tensor(np.stack([array.transpose(2, 1, 0) for array in some]).astype(np.float32), affine=there)

@@ -33,7 +33,7 @@ _SOURCES: ClassRegistry[DataSource] = ClassRegistry(
         "sites": "fedshift.data.builders.at_sites:AtSites",
         **{path.stem: f"fedshift.data.published.source:{path.stem}" for path in sorted(_MANIFESTS.glob("*.yaml"))},
     },
-    own=True,
+    user_classes=True,
 )
 names = _SOURCES.names
 

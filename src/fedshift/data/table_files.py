@@ -20,7 +20,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat,
 
 from fedshift.data import sizes
 from fedshift.errors import UserError, nearest
-from fedshift.extras import needed
+from fedshift.extras import import_extra
 
 MISSING = frozenset({"", "?", "na", "n/a", "#n/a", "nan", "null"})
 _WHOLE = re.compile(r"(-?\d+)\.0+")
@@ -340,7 +340,7 @@ def _without_words(cells: dict[str, list[str]], form: TableFormat) -> dict[str, 
 
 def _read_excel(path: Path, form: TableFormat, numeric: Collection[str]) -> Columns:
     """The rows of a sheet: the values that Excel stored; numbers stay numbers."""
-    openpyxl = needed("openpyxl", extra="tables", what=f"the Excel file {path}")
+    openpyxl = import_extra("openpyxl", extra="tables", what=f"the Excel file {path}")
     if not path.is_file():
         raise UserError(f"data file {path} does not exist: correct the path")
     try:
@@ -615,7 +615,7 @@ def is_date(cell: str) -> bool:
 
 def _read_partitioned(path: Path, form: TableFormat, numeric: Collection[str]) -> Columns:
     """The Parquet files below a folder; folders called column=value are columns (Hive's form)."""
-    arrow = needed("pyarrow", extra="tables", what=f"{path.name}, a folder of Parquet,")
+    arrow = import_extra("pyarrow", extra="tables", what=f"{path.name}, a folder of Parquet,")
     try:
         with sizes.reading(path):
             whole = _partitioned(path, ())
@@ -641,7 +641,7 @@ def _partitioned(path: Path, texts: Collection[str]) -> Any:
     Raises:
         UserError: there is none.
     """
-    dataset = needed("pyarrow.dataset", extra="tables", what=f"{path.name}, a folder of Parquet,")
+    dataset = import_extra("pyarrow.dataset", extra="tables", what=f"{path.name}, a folder of Parquet,")
     form = dataset.ParquetFileFormat(read_options=dataset.ParquetReadOptions(dictionary_columns=texts))
     partitions = dataset.dataset(str(path.resolve()), format=form, partitioning="hive")
     if not partitions.files:
@@ -652,8 +652,8 @@ def _partitioned(path: Path, texts: Collection[str]) -> Any:
 def _read_parquet(path: Path, form: TableFormat, numeric: Collection[str]) -> Columns:
     if not path.is_file():
         raise UserError(f"data file {path} does not exist: correct the path")
-    arrow = needed("pyarrow", extra="tables", what=f"the Parquet file {path}")
-    parquet = needed("pyarrow.parquet", extra="tables", what=f"the Parquet file {path}")
+    arrow = import_extra("pyarrow", extra="tables", what=f"the Parquet file {path}")
+    parquet = import_extra("pyarrow.parquet", extra="tables", what=f"the Parquet file {path}")
     try:
         with sizes.reading(path), parquet.ParquetFile(path) as file:
             sizes.check_table(path, file.metadata.num_rows, file.metadata.num_columns)

@@ -22,7 +22,7 @@ from fedshift.data.domain import NO_TOKEN, Preprocessing
 from fedshift.data.table_files import Columns, TableFormat, is_missing
 from fedshift.data.tables import CategoricalColumn, TableEncoding
 from fedshift.errors import UserError
-from fedshift.extras import needed
+from fedshift.extras import import_extra
 
 LONGEST = 1 << 16
 """Most tokens of a text."""
@@ -122,7 +122,7 @@ def tokens_of(texts: Sequence[str], tokenizer: str, length: int) -> npt.NDArray[
 
 @functools.lru_cache(maxsize=4)
 def _made(tokenizer: str) -> Any:
-    library = needed("tokenizers", extra="networks", what="a column of text")
+    library = import_extra("tokenizers", extra="networks", what="a column of text")
     try:
         unpacking = zlib.decompressobj()
         description = unpacking.decompress(base64.b64decode(tokenizer, validate=True), _LARGEST)
@@ -139,7 +139,7 @@ def _described(place: Path) -> str:
     """The JSON of a tokenizer in a file or a folder, as the library writes it."""
     file = place / "tokenizer.json" if place.is_dir() else place
     if file.is_file():
-        library = needed("tokenizers", extra="networks", what="data.tokenizer")
+        library = import_extra("tokenizers", extra="networks", what="data.tokenizer")
         try:
             result: str = library.Tokenizer.from_file(str(file)).to_str()
         except Exception as error:  # the library raises no narrower class
@@ -148,7 +148,7 @@ def _described(place: Path) -> str:
         return result
     if not place.is_dir():
         raise UserError(f"data.tokenizer: {place} does not exist: give a tokenizer.json, or a folder that holds one")
-    transformers = needed("transformers", extra="networks", what="data.tokenizer")
+    transformers = import_extra("transformers", extra="networks", what="data.tokenizer")
     try:
         made = transformers.AutoTokenizer.from_pretrained(str(place), local_files_only=True, trust_remote_code=False)
         return str(made.backend_tokenizer.to_str())

@@ -24,7 +24,7 @@ from fedshift.deploy.remote.requests import SplitRule
 from fedshift.digests import Damaged, read_object, write_object
 from fedshift.errors import Refused
 from fedshift.federation.training import Training
-from fedshift.files import locked
+from fedshift.files import hold_lock
 from fedshift.methods.base import Method
 from fedshift.methods.composition.options import training_of
 from fedshift.models.network_options import NetworkOptions
@@ -176,7 +176,7 @@ class AgreedTerms:
             announced: what bounds the training of all methods of the experiment, where they train differently: agreed
                 to in place of ``training`` as the first, since the others follow.
         """
-        with locked(self._lock):
+        with hold_lock(self._lock):
             terms = self._read()
             asked = Terms(
                 models=() if network is None else (network.model_dump(mode="json"),),
@@ -259,7 +259,7 @@ class AgreedTerms:
         Args:
             found: site → SHA-256 of the certificate that it signs with.
         """
-        with locked(self._lock):
+        with hold_lock(self._lock):
             self._check_peers(found)
 
     def _check_peers(self, found: Mapping[str, str]) -> None:
@@ -332,7 +332,7 @@ class AgreedTerms:
         Raises:
             Refused: several people must agree, and nobody says who this is.
         """
-        with locked(self._lock):
+        with hold_lock(self._lock):
             terms = self._read()
             agreed, noted = terms.agreed, dict[int, tuple[Approval, ...]]()
             approvals: dict[str, Approval] = {}
@@ -379,7 +379,7 @@ class AgreedTerms:
 
     def refuse(self, shown: Sequence[AskedTerms]) -> None:
         """Refuse requests for good: they are noted no more. A person may still agree to them, by number."""
-        with locked(self._lock):
+        with hold_lock(self._lock):
             terms = self._read()
             numbers = {item.number for item in shown}
             waiting = [item for item in terms.asked if not item.refused and item.number not in numbers]

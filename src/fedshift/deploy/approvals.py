@@ -19,7 +19,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from fedshift.errors import UserError, nearest
-from fedshift.extras import needed
+from fedshift.extras import import_extra
 
 KEY_KIND = "ssh-ed25519"
 _WHAT = "approving with a key"
@@ -128,8 +128,8 @@ def valid_approvals(approvals: Iterable[Approval], digest: str, approvers: Mappi
 def _is_signed(approval: Approval, key: str | None) -> bool:
     if key is None:
         return False
-    invalid = needed("cryptography.exceptions", extra="deploy", what=_WHAT).InvalidSignature
-    keys = needed("cryptography.hazmat.primitives.serialization", extra="deploy", what=_WHAT)
+    invalid = import_extra("cryptography.exceptions", extra="deploy", what=_WHAT).InvalidSignature
+    keys = import_extra("cryptography.hazmat.primitives.serialization", extra="deploy", what=_WHAT)
     try:
         keys.load_ssh_public_key(key.encode()).verify(base64.b64decode(approval.signature), _signed(approval.of))
     except (invalid, ValueError):
@@ -138,7 +138,7 @@ def _is_signed(approval: Approval, key: str | None) -> bool:
 
 
 def _private_key(file: Path, ask: Callable[[], str]) -> Any:
-    keys = needed("cryptography.hazmat.primitives.serialization", extra="deploy", what=_WHAT)
+    keys = import_extra("cryptography.hazmat.primitives.serialization", extra="deploy", what=_WHAT)
     try:
         data = file.read_bytes()
         try:
@@ -157,7 +157,7 @@ def _private_key(file: Path, ask: Callable[[], str]) -> Any:
 
 
 def _line_of(secret: Any) -> str:
-    keys = needed("cryptography.hazmat.primitives.serialization", extra="deploy", what=_WHAT)
+    keys = import_extra("cryptography.hazmat.primitives.serialization", extra="deploy", what=_WHAT)
     return str(secret.public_key().public_bytes(keys.Encoding.OpenSSH, keys.PublicFormat.OpenSSH).decode())
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from fedshift.errors import UserError
-from fedshift.extras import needed
+from fedshift.extras import import_extra
 
 ADDRESS = "127.0.0.1"
 _WHAT = "monitor"
@@ -93,7 +93,7 @@ class RoleMetrics:
 
     def collect(self) -> Iterator[Any]:
         """The metrics now."""
-        core = needed("prometheus_client.core", extra="monitoring", what=_WHAT)
+        core = import_extra("prometheus_client.core", extra="monitoring", what=_WHAT)
 
         def gauge(name: str, text: str, value: float) -> Any:
             return core.GaugeMetricFamily(f"fedshift_{name}", text, value=value)
@@ -180,7 +180,7 @@ def monitor_server(port: int, metrics: RoleMetrics) -> WSGIServer:
     Raises:
         UserError: the port is taken, or prometheus-client is not installed.
     """
-    prometheus = needed("prometheus_client", extra="monitoring", what=_WHAT)
+    prometheus = import_extra("prometheus_client", extra="monitoring", what=_WHAT)
     registry = prometheus.CollectorRegistry()
     registry.register(metrics)
     prometheus.ProcessCollector(registry=registry)

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from fedshift.deploy.chained_log import digest_of
 from fedshift.digests import read_object, write_object
 from fedshift.errors import UserError
-from fedshift.extras import needed
+from fedshift.extras import import_extra
 
 _PATIENCE = 5.0
 _BACKOFF = (0.5, 60.0)
@@ -94,7 +94,7 @@ class OtlpSink(_Sink):
         return url
 
     def send(self, line: str) -> None:
-        records = needed("opentelemetry._logs", extra="monitoring", what="sink: {kind: otlp}")
+        records = import_extra("opentelemetry._logs", extra="monitoring", what="sink: {kind: otlp}")
         whole = json.loads(line)
         body = whole.pop("line", "")
         logger, exporter = _collector(self.url)
@@ -115,12 +115,12 @@ class OtlpSink(_Sink):
 def _collector(url: str) -> tuple[Any, Any]:
     """OpenTelemetry's logger for a collector, and its exporter, which remembers in ``failed`` whether that took all."""
     what = "sink: {kind: otlp}"
-    provider = needed("opentelemetry.sdk._logs", extra="monitoring", what=what).LoggerProvider
-    export = needed("opentelemetry.sdk._logs.export", extra="monitoring", what=what)
-    http = needed("opentelemetry.exporter.otlp.proto.http._log_exporter", extra="monitoring", what=what)
+    provider = import_extra("opentelemetry.sdk._logs", extra="monitoring", what=what).LoggerProvider
+    export = import_extra("opentelemetry.sdk._logs.export", extra="monitoring", what=what)
+    http = import_extra("opentelemetry.exporter.otlp.proto.http._log_exporter", extra="monitoring", what=what)
     base: Any = http.OTLPLogExporter
-    resource = needed("opentelemetry.sdk.resources", extra="monitoring", what=what).Resource
-    session = needed("requests", extra="monitoring", what=what).Session()
+    resource = import_extra("opentelemetry.sdk.resources", extra="monitoring", what=what).Resource
+    session = import_extra("requests", extra="monitoring", what=what).Session()
     session.trust_env = False  # neither proxies nor passwords of the environment
 
     class Exporter(base):  # type: ignore[misc]

@@ -23,7 +23,7 @@ from fedshift.deploy.site_file import Holding
 from fedshift.digests import Damaged, write_object
 from fedshift.errors import FedshiftError, UserError
 from fedshift.experiment.environment import versions
-from fedshift.extras import needed
+from fedshift.extras import import_extra
 from fedshift.federation.plain_values import Closed, Frozen, parsed
 
 MOST_SAMPLES = 50_000_000
@@ -205,9 +205,9 @@ def card_of(holding: Holding, rows: Mapping[str, Sequence[int]], policy: Policy,
     """
     data, domain = holding.data, holding.domain
     if (data.preprocessing.objective or {}).get("task") in ("regression", "multi_label"):
-        needed("sklearn", extra="report", what="a site that measures quantities or several labels")
+        import_extra("sklearn", extra="report", what="a site that measures quantities or several labels")
     if domain.unlabelled:
-        needed("pyarrow", extra="report", what="a site that keeps predictions")
+        import_extra("pyarrow", extra="report", what="a site that keeps predictions")
     return {
         "versions": versions(),
         "shape": list(domain.inputs.shape[1:]),

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 from fedshift.deploy.site_cards import GivenPrivacy, Spent
 from fedshift.digests import Damaged, read_object, write_object
-from fedshift.files import locked
+from fedshift.files import hold_lock
 from fedshift.functional.differential_privacy import NoisySteps, adaptive_epsilon
 
 SPENT = "spent.json"
@@ -41,7 +41,7 @@ def noted_spending(file: Path, budgets: Mapping[str, GivenPrivacy | None]) -> tu
         Warnings: the file is damaged, or a site had a budget and has none now. And a fault for each site that told of
         more before: an older ledger was put in place of its newest one, and what it spent would be spent again.
     """
-    with locked(file.with_suffix(".lock")):
+    with hold_lock(file.with_suffix(".lock")):
         try:
             before = _SpentBefore.model_validate(read_object(file, _REMEDY))
         except Damaged as error:

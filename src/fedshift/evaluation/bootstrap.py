@@ -51,7 +51,9 @@ def intervals(
         [72, 88]
     """
     n, classes = outcomes.scores.shape
-    drawn = resampled(lambda weights: weighted(outcomes, metrics, weights), n, groups, resamples, classes)
+    drawn = resampled_metrics(
+        lambda weights: weighted_metrics(outcomes, metrics, weights), n, groups, resamples, classes
+    )
     return limits_of(drawn)
 
 
@@ -70,7 +72,7 @@ def limits_of(drawn: Mapping[str, Numbers]) -> dict[str, tuple[float, float]]:
     return limits
 
 
-def resampled(
+def resampled_metrics(
     weighted_metrics: Callable[[Numbers], dict[str, Numbers]],
     n: int,
     groups: NDArray[np.int64] | None,
@@ -88,7 +90,7 @@ def resampled(
 
     Example:
         >>> right = np.array([1.0, 1.0, 1.0, 0.0])
-        >>> drawn = resampled(lambda weights: {"accuracy": 100 * weights @ right / 4}, 4, None, 1000)["accuracy"]
+        >>> drawn = resampled_metrics(lambda weights: {"accuracy": 25 * weights @ right}, 4, None, 1000)["accuracy"]
         >>> len(drawn), np.unique(drawn).tolist()
         (1000, [0.0, 25.0, 50.0, 75.0, 100.0])
     """
@@ -115,7 +117,7 @@ def _units(groups: NDArray[np.int64]) -> tuple[int, NDArray[np.intp]]:
     return len(names), of
 
 
-def weighted(outcomes: Outcomes, metrics: Sequence[str], weights: Numbers) -> dict[str, Numbers]:
+def weighted_metrics(outcomes: Outcomes, metrics: Sequence[str], weights: Numbers) -> dict[str, Numbers]:
     """The metrics of weighted samples of classes, in percent.
 
     Args:
@@ -129,7 +131,7 @@ def weighted(outcomes: Outcomes, metrics: Sequence[str], weights: Numbers) -> di
     Example:
         >>> labels, scores = np.array([0, 1, 1]), np.array([[0.9, 0.1], [0.8, 0.2], [0.3, 0.7]])
         >>> outcomes = Outcomes.of(labels, scores.argmax(1), scores, None)
-        >>> weighted(outcomes, ["accuracy"], np.array([[1.0, 1.0, 1.0], [2.0, 1.0, 0.0]]))["accuracy"].round(2)
+        >>> weighted_metrics(outcomes, ["accuracy"], np.array([[1.0, 1.0, 1.0], [2.0, 1.0, 0.0]]))["accuracy"].round(2)
         array([66.67, 66.67])
     """
     with np.errstate(invalid="ignore", divide="ignore"):

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import fmean
 
 from fedshift.evaluation.metric_entries import Metric
-from fedshift.evaluation.records import ERRORS, RunResult, SiteMetrics, shown
-from fedshift.text import listed
+from fedshift.evaluation.records import ERRORS, RunResult, SiteMetrics, format_metric
+from fedshift.text import join_names
 
 BASELINES: dict[Metric, str] = {
     "accuracy": "Always saying a target's most frequent class would be right for",
@@ -58,8 +58,8 @@ def warnings_of(results: Sequence[RunResult]) -> list[str]:
         >>> warnings_of([run.model_copy(update={"seed": seed, "warnings": ["few samples"]}) for seed in (0, 1)])
         ['few samples']
     """
-    said = (warning for result in results if result.sites for warning in result.warnings)
-    return list(dict.fromkeys([*cautions(results), *said]))
+    of_runs = (warning for result in results if result.sites for warning in result.warnings)
+    return list(dict.fromkeys([*cautions(results), *of_runs]))
 
 
 def baselines(results: Sequence[RunResult]) -> dict[str, float]:
@@ -87,12 +87,12 @@ def majorities(results: Sequence[RunResult]) -> dict[str, float]:
 def _mean_at_targets(
     results: Sequence[RunResult], number_of: Callable[[SiteMetrics], float | None]
 ) -> dict[str, float]:
-    found: dict[str, list[float]] = {}
+    by_target: dict[str, list[float]] = {}
     for result in results:
         known = [number for site in result.targets if (number := number_of(site)) is not None]
         if known and len(known) == len(result.targets):
-            found.setdefault(result.target, []).append(fmean(known))
-    return {target: fmean(numbers) for target, numbers in found.items()}
+            by_target.setdefault(result.target, []).append(fmean(known))
+    return {target: fmean(numbers) for target, numbers in by_target.items()}
 
 
 def below_in_words(results: Sequence[RunResult]) -> Iterator[tuple[str, list[str], str]]:
@@ -117,8 +117,11 @@ def below_in_words(results: Sequence[RunResult]) -> Iterator[tuple[str, list[str
         means = {target: fmean(at[method, target]) for target in limits if (method, target) in at}
         below = [target for target, mean in means.items() if worse(mean, limits[target])]
         if below:
-            named = [f"{one} ({shown(metric, means[one])} {sign} {shown(metric, limits[one])})" for one in below]
-            yield method, below, f"{method} {_WORSE[metric]} at {listed(named)}"
+            named = [
+                f"{target} ({format_metric(metric, means[target])} {sign} {format_metric(metric, limits[target])})"
+                for target in below
+            ]
+            yield method, below, f"{method} {_WORSE[metric]} at {join_names(named)}"
 
 
 def few_informative(results: Sequence[RunResult]) -> dict[str, int]:
@@ -129,21 +132,21 @@ def few_informative(results: Sequence[RunResult]) -> dict[str, int]:
         >>> few_informative([RunResult.model_construct(target="a", sites=[site])])
         {'a': 3}
     """
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for result in results:
         if result.metric == "label_accuracy":
             continue  # each label has a rarer answer of its own
         known = [number for site in result.targets if (number := site.informative) is not None]
         if known and len(known) == len(result.targets) and sum(known) < _FEW:
-            found[result.target] = max(sum(known), found.get(result.target, 0))
-    return found
+            counts[result.target] = max(sum(known), counts.get(result.target, 0))
+    return counts
 
 
 def _few(results: Sequence[RunResult]) -> Iterator[str]:
     named = [f"{target} ({number})" for target, number in few_informative(results).items() if number]
     if named:
-        what = "with the event" if any(site.events is not None for one in results for site in one.targets) else ""
-        yield f"measured on few samples {what or 'outside the most frequent class'}: {listed(named)}"
+        what = "with the event" if any(site.events is not None for result in results for site in result.targets) else ""
+        yield f"measured on few samples {what or 'outside the most frequent class'}: {join_names(named)}"
 
 
 def _one_class(results: Sequence[RunResult]) -> Iterator[str]:
@@ -153,7 +156,7 @@ def _one_class(results: Sequence[RunResult]) -> Iterator[str]:
             if site.support and site.baseline is None and max(count or 0 for count in site.support) == site.samples:
                 named.setdefault(f"{site.site} ({result.classes[site.support.index(site.samples)]})")
     if named:
-        listing = listed(list(named))
+        listing = join_names(list(named))
         yield f"measured on one class only, so nothing shows whether the model tells classes apart: {listing}"
 
 
@@ -245,9 +248,9 @@ def work_note(results: Sequence[RunResult], methods: Sequence[str]) -> Iterator[
         >>> print(*work_note(runs, list(work)))
         Not equal work, in mini-batches per source: fedavg at a 80 (most 120).
     """
-    if found := unequal_work(results, methods):
-        parts = [f"{method} at {target} {numbers}" for method, target, numbers in found]
-        yield f"Not equal work, in mini-batches per source: {listed(parts, sign='; ')}."
+    if unequal := unequal_work(results, methods):
+        parts = [f"{method} at {target} {numbers}" for method, target, numbers in unequal]
+        yield f"Not equal work, in mini-batches per source: {join_names(parts, sign='; ')}."
 
 
 def unequal_work(results: Sequence[RunResult], methods: Sequence[str]) -> list[tuple[str, str, str]]:
@@ -260,7 +263,7 @@ def unequal_work(results: Sequence[RunResult], methods: Sequence[str]) -> list[t
         >>> unequal_work(runs, list(work))
         [('fedavg', 'a', '80 (most 120)')]
     """
-    found = []
+    unequal = []
     by_target: dict[str, list[RunResult]] = {}
     for result in results:
         by_target.setdefault(result.target, []).append(result)
@@ -271,8 +274,8 @@ def unequal_work(results: Sequence[RunResult], methods: Sequence[str]) -> list[t
         for method in methods:
             other = {run.mini_batches for run in runs if run.method == method and abs(run.mini_batches - usual) > slack}
             if other:
-                found.append((method, target, f"{', '.join(map(str, sorted(other)))} (most {usual})"))
-    return found
+                unequal.append((method, target, f"{', '.join(map(str, sorted(other)))} (most {usual})"))
+    return unequal
 
 
 def privacy_note(results: Iterable[RunResult], methods: Sequence[str]) -> Iterator[str]:
@@ -287,15 +290,15 @@ def privacy_note(results: Iterable[RunResult], methods: Sequence[str]) -> Iterat
     least: dict[str, RunResult] = {}
     plain: set[str] = set()
     for result in results:
-        most = max((one.epsilon for one in result.privacy.values()), default=None)
+        most = max((spent.epsilon for spent in result.privacy.values()), default=None)
         if most is None:
             plain.add(result.method)
-        elif result.method not in least or most > max(one.epsilon for one in least[result.method].privacy.values()):
+        elif result.method not in least or most > max(spent.epsilon for spent in least[result.method].privacy.values()):
             least[result.method] = result
     named = {method: str(result.guarantee) for method, result in least.items() if method not in plain}
     if not named:
         return
-    said = dict.fromkeys(named.values())
-    whole = next(iter(said)) if len(said) == 1 and not plain else None
+    guarantees = dict.fromkeys(named.values())
+    whole = next(iter(guarantees)) if len(guarantees) == 1 and not plain else None
     rows = "; ".join(f"{method}: {named[method]}" for method in methods if method in named)
     yield f"Differential privacy of each site's training samples, in each run: {whole or rows}."

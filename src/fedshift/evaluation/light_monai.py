@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from fedshift.extras import is_program, needed
+from fedshift.extras import import_extra, is_program
 
 _APPS = "monai.apps"
 
@@ -37,7 +37,7 @@ def metrics(what: str) -> Any:
             for name in set(sys.modules) - before:
                 if name.partition(".")[0] == "monai":
                     del sys.modules[name]
-    return needed("monai.metrics", extra="volumes", what=what)
+    return import_extra("monai.metrics", extra="volumes", what=what)
 
 
 class _LaterApps(ModuleType):

@@ -32,7 +32,7 @@ def dice(predictions: Masks, masks: Masks) -> NDArray[np.float64]:
         >>> dice(predicted, true).round(2)
         array([[66.67]])
     """
-    a, b = _checked(predictions, masks)
+    a, b = _check_shapes(predictions, masks)
     space = tuple(range(2, a.ndim))
     both = np.count_nonzero(a & b, axis=space)
     sizes = np.count_nonzero(a, axis=space) + np.count_nonzero(b, axis=space)
@@ -74,7 +74,7 @@ def hd95(predictions: Masks, masks: Masks) -> NDArray[np.float64]:
     """
     import torch
 
-    a, b = _checked(predictions, masks)
+    a, b = _check_shapes(predictions, masks)
     space = tuple(range(2, a.ndim))
     some_a, some_b = a.any(axis=space), b.any(axis=space)
     distances = np.where(some_a == some_b, 0.0, math.hypot(*(side - 1 for side in a.shape[2:])))
@@ -88,7 +88,7 @@ def hd95(predictions: Masks, masks: Masks) -> NDArray[np.float64]:
     return distances
 
 
-def _checked(predictions: Masks, masks: Masks) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+def _check_shapes(predictions: Masks, masks: Masks) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     a, b = np.asarray(predictions, dtype=np.bool_), np.asarray(masks, dtype=np.bool_)
     if a.ndim < 4 or a.shape != b.shape:
         raise ValueError(f"predictions {a.shape} and masks {b.shape} must both have the shape (n, structures, …)")

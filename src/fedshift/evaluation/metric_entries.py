@@ -100,7 +100,7 @@ def _accuracy(samples: Classified) -> Numbers:
     return samples.right / samples.total
 
 
-def _balanced(samples: Classified) -> Numbers:
+def _balanced_accuracy(samples: Classified) -> Numbers:
     return samples.mean(samples.recalls)
 
 
@@ -113,11 +113,11 @@ def _auprc(samples: Classified) -> Numbers:
 
 
 def _sensitivity(samples: Classified) -> Numbers | None:
-    return samples.recognised(1)
+    return samples.share_recognised(1)
 
 
 def _specificity(samples: Classified) -> Numbers | None:
-    return samples.recognised(0)
+    return samples.share_recognised(0)
 
 
 def _brier(samples: Classified) -> Numbers:
@@ -172,7 +172,7 @@ _LISTED = (
         "Balanced accuracy",
         "It is the mean over classes of the share that is recognised: 50 for guessing between two classes, however "
         "rare one of them is.",
-        {"accuracy": _balanced},
+        {"accuracy": _balanced_accuracy},
         column="balanced",
         by_class=True,
     ),

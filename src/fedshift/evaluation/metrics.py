@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 Integers = NDArray[np.integer[Any]]
 
 
-def _checked(predictions: Integers, labels: Integers) -> tuple[Integers, Integers]:
+def _check_shapes(predictions: Integers, labels: Integers) -> tuple[Integers, Integers]:
     predictions, labels = np.asarray(predictions), np.asarray(labels)
     if predictions.ndim != 1 or predictions.shape != labels.shape:
         raise ValueError(f"predictions {predictions.shape} and labels {labels.shape} must both have the shape (n,)")
@@ -34,7 +34,7 @@ def accuracy(predictions: Integers, labels: Integers) -> float:
         >>> accuracy(np.array([0, 1, 1, 0]), np.array([0, 1, 0, 0]))
         75.0
     """
-    predictions, labels = _checked(predictions, labels)
+    predictions, labels = _check_shapes(predictions, labels)
     return 100.0 * int(np.count_nonzero(predictions == labels)) / len(labels)
 
 
@@ -56,7 +56,7 @@ def confusion_matrix(predictions: Integers, labels: Integers, classes: int) -> N
         >>> confusion_matrix(np.array([0, 1, 1]), np.array([0, 1, 0]), classes=2).tolist()
         [[1, 1], [0, 1]]
     """
-    predictions, labels = _checked(predictions, labels)
+    predictions, labels = _check_shapes(predictions, labels)
     for name, values in (("predictions", predictions), ("labels", labels)):
         if values.min() < 0 or values.max() >= classes:
             raise ValueError(f"{name} must lie in 0 … {classes - 1}; found {values.min()} … {values.max()}")

@@ -14,7 +14,7 @@ import yaml
 from fedshift.digests import write_object
 from fedshift.errors import UserError
 from fedshift.evaluation import packs
-from fedshift.evaluation.packs import PackedRun, kept, rows_of
+from fedshift.evaluation.packs import PackedRun, rows_of, with_kept_digits
 from fedshift.evaluation.stored import (
     ORDER,
     RESULT,
@@ -25,8 +25,8 @@ from fedshift.evaluation.stored import (
     change_sums,
     is_finished,
     pack_of,
+    read_stored,
     run_folders,
-    stored,
 )
 from fedshift.files import below, plain_yaml, write_bytes, yaml_bytes
 
@@ -100,7 +100,7 @@ def pack(experiment: Path) -> Change:
     folders = [run for run in run_folders(experiment) if run.exists()]
     finished = [folder for folder in folders if (folder / RESULT).exists()]
     left = sum(not is_finished(folder) for folder in folders)
-    order = stored(experiment / ORDER)
+    order = read_stored(experiment / ORDER)
     if not finished and (there is None or not (experiment / ORDER).exists()):
         return Change(experiment, 0, left)
     runs = {run.name: run for run in _whole(there)}
@@ -147,7 +147,9 @@ def unpack(experiment: Path) -> Change:
     if there is None:
         return Change(experiment, 0, 0)
     runs = _whole(there)
-    folders = {run.name: below(experiment, *run.place) for run in runs}  # all of them, before anything is written
+    folders = {
+        run.name: below(experiment, *run.folder_names) for run in runs
+    }  # all of them, before anything is written
     for run in runs:
         folder = folders[run.name]
         if (folder / RESULT).exists() and _content(_of_folder(folder, experiment)) != _content(run):
@@ -181,7 +183,7 @@ def _whole(there: Pack | None) -> list[PackedRun]:
 
 def _of_folder(folder: Path, experiment: Path) -> PackedRun:
     """The finished run in a folder."""
-    result, settings, rounds = (stored(folder / name) for name in (RESULT, SETTINGS, ROUNDS))
+    result, settings, rounds = (read_stored(folder / name) for name in (RESULT, SETTINGS, ROUNDS))
     if result is None or settings is None:
         raise UserError(f"{folder} holds no {SETTINGS}: it was not written by this version of fedshift")
     run = PackedRun(_mapping(result), _mapping(settings), rounds.data if rounds else None)
@@ -192,7 +194,7 @@ def _of_folder(folder: Path, experiment: Path) -> PackedRun:
     try:
         name = run.name
     except KeyError as error:
-        raise UserError(f"{result.place()} is corrupt ({error} is missing): remove {folder} and run again") from None
+        raise UserError(f"{result.where()} is corrupt ({error} is missing): remove {folder} and run again") from None
     if experiment / name != folder:
         raise UserError(f"{folder} holds the run {name}: move it to {experiment / name}")
     return run
@@ -206,13 +208,13 @@ def _mapping(file: Stored) -> dict[str, Any]:
     except (ValueError, yaml.YAMLError):
         mapping = None
     if not isinstance(mapping, dict):
-        raise UserError(f"{file.place()} is corrupt or was not written by fedshift: remove its folder and run again")
+        raise UserError(f"{file.where()} is corrupt or was not written by fedshift: remove its folder and run again")
     return mapping
 
 
 def _content(run: PackedRun) -> tuple[str, str, str]:
     """What makes two runs the same: the JSON of what packing keeps of them, whatever the order of names in it."""
-    return _same(kept(run.result)), _same(run.identity), _same(rows_of(run.rounds))
+    return _same(with_kept_digits(run.result)), _same(run.identity), _same(rows_of(run.rounds))
 
 
 def _same(content: Any) -> str:

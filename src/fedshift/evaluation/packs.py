@@ -22,7 +22,7 @@ from typing import Any
 
 from fedshift.errors import UserError
 from fedshift.evaluation.records import RunResult
-from fedshift.extras import needed
+from fedshift.extras import import_extra
 from fedshift.files import names_a_folder
 
 RUNS, ROUNDS = "runs.parquet", "rounds.parquet"
@@ -70,10 +70,10 @@ class PackedRun:
     @property
     def name(self) -> str:
         """`<method>/<target>/seed-<n>`: the run's folder below its experiment's."""
-        return "/".join(self.place)
+        return "/".join(self.folder_names)
 
     @property
-    def place(self) -> tuple[str, str, str]:
+    def folder_names(self) -> tuple[str, str, str]:
         """The names of that folder and of those above it."""
         return str(self.result["method"]), str(self.result["target"]), f"seed-{self.result['seed']}"
 
@@ -100,7 +100,7 @@ def encode(runs: Iterable[PackedRun], order: Mapping[str, Any]) -> dict[str, byt
     for run in ordered:
         rows = rows_of(run.rounds)
         key = {name: run.result[name] for name in KEY}
-        of_runs.append(dict(leaves(kept(run.result))) | {_SETTINGS: run.identity})
+        of_runs.append(dict(leaves(with_kept_digits(run.result))) | {_SETTINGS: run.identity})
         if rows is not None:
             of_runs[-1][_COUNT] = len(rows)
             of_rounds += [{**key, **dict(leaves(row, "round."))} for row in rows]
@@ -108,12 +108,12 @@ def encode(runs: Iterable[PackedRun], order: Mapping[str, Any]) -> dict[str, byt
     return {ROUNDS: _parquet(of_rounds, {"format": FORMAT}), RUNS: _parquet(of_runs, about)}
 
 
-def decode(data: bytes, place: str = "") -> tuple[dict[str, PackedRun], dict[str, Any]]:
+def decode(data: bytes, folder: str = "") -> tuple[dict[str, PackedRun], dict[str, Any]]:
     """Read `runs.parquet`.
 
     Args:
         data: its content.
-        place: its folder, for messages.
+        folder: its folder, for messages.
 
     Returns:
         The runs by name, without rounds; the planned order.
@@ -127,7 +127,7 @@ def decode(data: bytes, place: str = "") -> tuple[dict[str, PackedRun], dict[str
         >>> list(runs), order
         (['fedavg/D0/seed-0'], {'seeds': [0]})
     """
-    file = f"{place}{RUNS}"
+    file = f"{folder}{RUNS}"
     table, about = _read(data, file)
     result: dict[str, PackedRun] = {}
     try:
@@ -138,7 +138,7 @@ def decode(data: bytes, place: str = "") -> tuple[dict[str, PackedRun], dict[str
             result[run.name] = run
         return result, dict(about["order"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise malformed(file, str(error)) from None
+        raise malformed_error(file, str(error)) from None
 
 
 @dataclass(frozen=True)
@@ -165,20 +165,20 @@ class PackedRounds:
         if run.count is None:
             return None
         try:
-            rows = [nested(row).get("round", {}) for row in _rows(self.table.slice(first, number))]
+            rows = [nest(row).get("round", {}) for row in _rows(self.table.slice(first, number))]
         except (ValueError, AttributeError) as error:
-            raise malformed(self.file, str(error)) from None
+            raise malformed_error(self.file, str(error)) from None
         if len(rows) != run.count:
-            raise malformed(self.file, f"it has {len(rows)} rounds of {run.name}, and {RUNS} says {run.count}")
+            raise malformed_error(self.file, f"it has {len(rows)} rounds of {run.name}, and {RUNS} says {run.count}")
         return b"".join(json.dumps(row, separators=(",", ":")).encode() + b"\n" for row in rows)
 
 
-def decode_rounds(data: bytes, place: str = "") -> PackedRounds:
+def decode_rounds(data: bytes, folder: str = "") -> PackedRounds:
     """Read `rounds.parquet`.
 
     Args:
         data: its content.
-        place: its folder, for messages.
+        folder: its folder, for messages.
 
     Raises:
         UserError: the file is malformed.
@@ -190,69 +190,69 @@ def decode_rounds(data: bytes, place: str = "") -> PackedRounds:
         >>> decode_rounds(files["rounds.parquet"]).lines(read).decode().strip()
         '{"round":1}'
     """
-    file = f"{place}{ROUNDS}"
+    file = f"{folder}{ROUNDS}"
     table, _ = _read(data, file)
     rows: dict[str, tuple[int, int]] = {}
     if table.num_rows:
         try:
             keys = zip(*(table.column(name).to_pylist() for name in KEY), strict=True)
         except KeyError as error:
-            raise malformed(file, f"it has no column {error}") from None
+            raise malformed_error(file, f"it has no column {error}") from None
         for number, (method, target, seed) in enumerate(keys):
             name = f"{method}/{target}/seed-{seed}"
             first, before = rows.get(name, (number, 0))
             if first + before != number:
-                raise malformed(file, f"the rounds of {name} do not stand together")
+                raise malformed_error(file, f"the rounds of {name} do not stand together")
             rows[name] = (first, before + 1)
     return PackedRounds(file, table, rows)
 
 
-def kept(result: Mapping[str, Any]) -> dict[str, Any]:
+def with_kept_digits(result: Mapping[str, Any]) -> dict[str, Any]:
     """A result as packing keeps it: exact but for accuracies of classes and bins of scores, which have five digits.
 
     Example:
-        >>> kept({"seconds": 1.23456789, "selected": {"last": {"accuracy": 200 / 3, "per_class": [200 / 3]}}})
-        {'seconds': 1.23456789, 'selected': {'last': {'accuracy': 66.66666666666667, 'per_class': [66.667]}}}
+        >>> with_kept_digits({"seconds": 1.23456789, "selected": {"last": {"accuracy": 80.0, "per_class": [200 / 3]}}})
+        {'seconds': 1.23456789, 'selected': {'last': {'accuracy': 80.0, 'per_class': [66.667]}}}
     """
-    changed = {"sites": shortened(result["sites"])} if "sites" in result else {}
+    changed = {"sites": shorten(result["sites"])} if "sites" in result else {}
     selected = result.get("selected")
     if isinstance(selected, Mapping):
-        changed["selected"] = {name: shortened(item, ("per_class",)) for name, item in selected.items()}
+        changed["selected"] = {name: shorten(item, ("per_class",)) for name, item in selected.items()}
     return {**result, **changed}
 
 
-def shortened(value: Any, names: Sequence[str] = _FIVE_DIGITS) -> Any:
+def shorten(value: Any, names: Sequence[str] = _FIVE_DIGITS) -> Any:
     """A round, a site's metrics or a list of them, as packing keeps it: fields of these names have five digits.
 
     Example:
-        >>> shortened({"target_accuracy": {"D0": 66.666666666}, "losses": {"D15": 0.66666666666}})
+        >>> shorten({"target_accuracy": {"D0": 66.666666666}, "losses": {"D15": 0.66666666666}})
         {'target_accuracy': {'D0': 66.666666666}, 'losses': {'D15': 0.66667}}
     """
     if isinstance(value, list):
-        return [shortened(item, names) for item in value]
+        return [shorten(item, names) for item in value]
     if isinstance(value, Mapping):
-        return {name: rounded(item) if name in names else item for name, item in value.items()}
+        return {name: round_floats(item) if name in names else item for name, item in value.items()}
     return value
 
 
-def rounded(value: Any) -> Any:
+def round_floats(value: Any) -> Any:
     """The same with every float in it to five significant digits. Whole numbers stay.
 
     Example:
-        >>> rounded({"loss": 0.66666666666, "bins": [12345678, 33.333333333]})
+        >>> round_floats({"loss": 0.66666666666, "bins": [12345678, 33.333333333]})
         {'loss': 0.66667, 'bins': [12345678, 33.333]}
     """
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, list):
-        return [rounded(item) for item in value]
+        return [round_floats(item) for item in value]
     if isinstance(value, Mapping):
-        return {name: rounded(item) for name, item in value.items()}
+        return {name: round_floats(item) for name, item in value.items()}
     return value
 
 
 def rows_of(lines: bytes | None) -> list[dict[str, Any]] | None:
-    """The rounds in a `rounds.jsonl`, `shortened`. An unfinished last line is left out. None stays None.
+    """The rounds in a `rounds.jsonl`, after `shorten`. An unfinished last line is left out. None stays None.
 
     Raises:
         ValueError: a line is not a mapping. The message has the line's number.
@@ -272,15 +272,15 @@ def rows_of(lines: bytes | None) -> list[dict[str, Any]] | None:
                 row = None
             if not isinstance(row, dict):
                 raise ValueError(f"line {number}")
-            rows.append(shortened(row))
+            rows.append(shorten(row))
     return rows
 
 
-def malformed(file: str, why: str) -> UserError:
+def malformed_error(file: str, why: str) -> UserError:
     """The error for a packed file that cannot be read.
 
     Example:
-        >>> print(malformed("rounds.parquet", "it has no column seed"))
+        >>> print(malformed_error("rounds.parquet", "it has no column seed"))
         rounds.parquet is malformed (it has no column seed): restore the file
     """
     return UserError(f"{file} is malformed ({why}): restore the file")
@@ -305,14 +305,14 @@ def leaves(value: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any
             yield path, below
 
 
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+def nest(values: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `leaves`.
 
     Raises:
         ValueError: one path is both a value and a mapping.
 
     Example:
-        >>> nested({"selected.last.accuracy": 75.0, "rounds": 3})
+        >>> nest({"selected.last.accuracy": 75.0, "rounds": 3})
         {'selected': {'last': {'accuracy': 75.0}}, 'rounds': 3}
     """
     whole: dict[str, Any] = {}
@@ -334,7 +334,9 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _parquet(rows: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> bytes:
     """Rows of paths and values as the content of a Parquet file."""
-    arrow, parquet = (needed(name, extra="report", what="packing results") for name in ("pyarrow", "pyarrow.parquet"))
+    arrow, parquet = (
+        import_extra(name, extra="report", what="packing results") for name in ("pyarrow", "pyarrow.parquet")
+    )
     columns: dict[str, list[Any]] = {}
     for number, row in enumerate(rows):
         for path, value in row.items():
@@ -365,7 +367,7 @@ def _has_five_digits(path: str) -> bool:
 
 def _kind(values: Sequence[Any], *, exact: bool) -> Any:
     """The type of a column of these values; None: they have none in common, and are written as JSON."""
-    arrow = needed("pyarrow", extra="report", what="packing results")
+    arrow = import_extra("pyarrow", extra="report", what="packing results")
     plain = {
         str: arrow.string(),
         bool: arrow.bool_(),
@@ -391,7 +393,9 @@ def _read(data: bytes, file: str) -> tuple[Any, dict[str, Any]]:
     Raises:
         UserError: it cannot be read, is not ours, or has far more cells than results have.
     """
-    arrow, parquet = (needed(name, extra="report", what=f"reading {file}") for name in ("pyarrow", "pyarrow.parquet"))
+    arrow, parquet = (
+        import_extra(name, extra="report", what=f"reading {file}") for name in ("pyarrow", "pyarrow.parquet")
+    )
     try:
         opened = parquet.ParquetFile(arrow.BufferReader(data))
         size = opened.metadata
@@ -406,7 +410,7 @@ def _read(data: bytes, file: str) -> tuple[Any, dict[str, Any]]:
             raise ValueError("two columns have one name")
         return table, about
     except (arrow.ArrowException, OSError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise malformed(file, str(error).partition("\n")[0]) from None
+        raise malformed_error(file, str(error).partition("\n")[0]) from None
 
 
 def _rows(table: Any) -> Iterator[dict[str, Any]]:
@@ -422,12 +426,12 @@ def _rows(table: Any) -> Iterator[dict[str, Any]]:
 
 def _values(column: Any, cells: Any) -> list[Any]:
     """What stands in a column."""
-    arrow = needed("pyarrow", extra="report", what="reading results")
+    arrow = import_extra("pyarrow", extra="report", what="reading results")
     of_json = (column.metadata or {}).get(b"fedshift") == _JSON[b"fedshift"]
     inner = column.type.value_type if arrow.types.is_list(column.type) else column.type
     short = arrow.types.is_float32(inner)
     return [
-        _ABSENT if item is None else json.loads(item) if of_json else rounded(item) if short else item
+        _ABSENT if item is None else json.loads(item) if of_json else round_floats(item) if short else item
         for item in cells.to_pylist()
     ]
 
@@ -447,7 +451,7 @@ def _run(row: Mapping[str, Any]) -> PackedRun:
         raise ValueError("seed must be a whole number of at most 64 bits")
     if not isinstance(identity, dict) or not (count is None or type(count) is int):
         raise ValueError("settings must be a mapping, and the number of rounds a whole number")
-    result = nested(values)
+    result = nest(values)
     known = [name for name in RunResult.model_fields if name in result]
     ordered = {name: result[name] for name in [*known, *(name for name in result if name not in known)]}
     return replace(PackedRun(ordered, identity), count=count)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedshift.evaluation.site_metrics import Scored
-from fedshift.extras import needed
+from fedshift.extras import import_extra
 
 PREDICTIONS = "predictions.parquet"
 UNLABELLED = "unlabelled"
@@ -59,10 +59,10 @@ def as_parquet(sites: Sequence[SitePredictions], classes: Sequence[str], about: 
         >>> pq.read_table(io.BytesIO(content), columns=["row", "label", "score_dog"]).to_pylist()
         [{'row': 0, 'label': 'cat', 'score_dog': 0.1}, {'row': 1, 'label': 'dog', 'score_dog': 0.5}]
     """
-    pa = needed("pyarrow", extra="report", what="keeping predictions")
-    pq = needed("pyarrow.parquet", extra="report", what="keeping predictions")
+    pa = import_extra("pyarrow", extra="report", what="keeping predictions")
+    pq = import_extra("pyarrow.parquet", extra="report", what="keeping predictions")
 
-    def joined(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    def join(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
         return np.concatenate(parts) if parts else np.empty(0)
 
     def names(numbers: NDArray[Any]) -> Any:
@@ -75,15 +75,15 @@ def as_parquet(sites: Sequence[SitePredictions], classes: Sequence[str], about: 
 
     scored = [site.scored for site in sites]
     repeats = [len(site.rows) for site in sites]
-    labels, predicted = joined([item.labels for item in scored]), joined([item.predicted for item in scored])
+    labels, predicted = join([item.labels for item in scored]), join([item.predicted for item in scored])
     columns: dict[str, Any] = {
         "site": pa.array([name for site, n in zip(sites, repeats, strict=True) for name in [site.site] * n]),
         "part": pa.array([name for site, n in zip(sites, repeats, strict=True) for name in [site.part] * n]),
-        "row": joined([site.rows for site in sites]),
+        "row": join([site.rows for site in sites]),
         "id": pa.array([name for site in sites for name in _names(site)], pa.string()),
-        **_named(labels, predicted, classes, names),
+        **_label_columns(labels, predicted, classes, names),
     }
-    scores = joined([item.scores for item in scored])
+    scores = join([item.scores for item in scored])
     if labels.dtype.kind != "f" or predicted.ndim == 2:
         columns |= {f"score_{name}": scores[:, number] for number, name in enumerate(classes)}
     table = pa.table(columns).replace_schema_metadata({"fedshift": json.dumps(about)})
@@ -92,7 +92,7 @@ def as_parquet(sites: Sequence[SitePredictions], classes: Sequence[str], about: 
     return file.getvalue()
 
 
-def _named(
+def _label_columns(
     labels: NDArray[Any], predicted: NDArray[Any], classes: Sequence[str], names: Callable[[NDArray[Any]], Any]
 ) -> dict[str, Any]:
     """The columns of labels and predictions."""

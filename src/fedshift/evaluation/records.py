@@ -34,11 +34,11 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Pixels = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-def shown(metric: str, number: float) -> str:
+def format_metric(metric: str, number: float) -> str:
     """A number of a metric as a table has it.
 
     Example:
-        >>> shown("accuracy", 70.126), shown("rmse", 0.0123456)
+        >>> format_metric("accuracy", 70.126), format_metric("rmse", 0.0123456)
         ('70.13', '0.0123')
     """
     return decimals(number, ENTRIES[metric].unit)
@@ -52,7 +52,7 @@ def with_unit(metric: str, number: float) -> str:
         ('70.13 %', 'RMSE 0.0123')
     """
     entry = ENTRIES[metric]
-    return f"{number:.2f} {entry.unit}" if entry.unit else f"{entry.title} {shown(metric, number)}"
+    return f"{number:.2f} {entry.unit}" if entry.unit else f"{entry.title} {format_metric(metric, number)}"
 
 
 class _Record(BaseModel):
@@ -353,7 +353,7 @@ class RunResult(_Record):
         """The privacy of the site that paid most, such as "ε ≤ 8.0 at δ = 1e-05"; None: not private."""
         if not self.privacy:
             return None
-        most = max(self.privacy.values(), key=lambda one: one.epsilon)
+        most = max(self.privacy.values(), key=lambda spent: spent.epsilon)
         return f"ε ≤ {math.ceil(most.epsilon * 10 - 1e-9) / 10:.1f} at δ = {most.delta:g}"
 
     def accuracy(self, select: Selection = "last") -> float | None:

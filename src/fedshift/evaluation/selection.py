@@ -113,10 +113,10 @@ def selected_rounds(
         return dict.fromkeys(RULES)
     if not rounds or not rounds[-1].target_accuracy:
         raise ValueError("a run needs a last round in which the target was measured")
-    return {name: _selected(rounds, rule.select(rounds, less_is_better)) for name, rule in RULES.items()}
+    return {name: _selected_round(rounds, rule.select(rounds, less_is_better)) for name, rule in RULES.items()}
 
 
-def _selected(rounds: Sequence[RoundRecord], index: int | None) -> SelectedRound | None:
+def _selected_round(rounds: Sequence[RoundRecord], index: int | None) -> SelectedRound | None:
     if index is None:
         return None
     record = rounds[index]

@@ -93,7 +93,7 @@ def t_test(differences: Sequence[float]) -> TTest:
         (3, 4.0, 3.4641, 0.0742)
     """
     mean, error = mean_and_standard_error(differences)
-    return _tested(len(differences), mean, error, len(differences) - 1)
+    return _t_test(len(differences), mean, error, len(differences) - 1)
 
 
 def cluster_test(differences: Sequence[Sequence[float]]) -> TTest:
@@ -129,10 +129,10 @@ def cluster_test(differences: Sequence[Sequence[float]]) -> TTest:
     total = sum(parts)
     spread = sum(part**2 / of for part, of in zip(parts, free, strict=True))
     freedom = max(total**2 / spread, min(free)) if spread else 0.0
-    return _tested(targets, mean, math.sqrt(total / (targets * seeds)), freedom)
+    return _t_test(targets, mean, math.sqrt(total / (targets * seeds)), freedom)
 
 
-def _tested(n: int, mean: float, error: float | None, freedom: float) -> TTest:
+def _t_test(n: int, mean: float, error: float | None, freedom: float) -> TTest:
     # Equal differences have a spread of rounding errors only, whose t would mean nothing.
     if error is None or error < 1e-12 * max(1.0, abs(mean)):
         return TTest(n, mean, error, None)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedshift.evaluation.bootstrap import intervals, weighted
+from fedshift.evaluation.bootstrap import intervals, weighted_metrics
 from fedshift.evaluation.metric_entries import ENTRIES, metrics_of
 from fedshift.evaluation.metrics import accuracy, withheld
 from fedshift.evaluation.records import Part, SiteMetric, SiteMetrics
@@ -87,7 +87,7 @@ def site_metrics(
     if np.isfinite(scores).all():
         used = threshold if part == "target" else None
         outcomes = Outcomes.of(labels, scored.predicted, scores, used)
-        values |= _unweighted(outcomes)
+        values |= _unweighted_metrics(outcomes)
         curve, values["calibration_error"] = _calibration(outcomes)
         if resamples:
             limits = intervals(outcomes, tuple(values), scored.groups, resamples)
@@ -135,7 +135,7 @@ def common_threshold(sources: Sequence[SiteMetrics]) -> float | None:
     return median(chosen) if chosen else None
 
 
-def _unweighted(outcomes: Outcomes) -> dict[SiteMetric, float]:
+def _unweighted_metrics(outcomes: Outcomes) -> dict[SiteMetric, float]:
     """The metrics of a bootstrap in which every sample counts once, as far as the classes that are there allow."""
     alone = len(np.unique(outcomes.labels)) < 2
     names = [
@@ -143,7 +143,7 @@ def _unweighted(outcomes: Outcomes) -> dict[SiteMetric, float]:
         for name in metrics_of("accuracy")
         if name != "accuracy" and not (alone and "several classes present" in ENTRIES[name].needs)
     ]
-    result = weighted(outcomes, names, np.ones((1, len(outcomes.labels))))
+    result = weighted_metrics(outcomes, names, np.ones((1, len(outcomes.labels))))
     return {name: ENTRIES[name].within(value) for name, (value,) in result.items() if np.isfinite(value)}
 
 

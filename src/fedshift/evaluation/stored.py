@@ -44,7 +44,7 @@ class Stored:
     file: Path
     run: str | None = None
 
-    def place(self, line: int | None = None) -> str:
+    def where(self, line: int | None = None) -> str:
         """How a message names the file, or a line of it (from 1)."""
         whose = "" if self.run is None else f" of the run {self.run}"
         return f"{self.file} line {line}{whose}" if line else f"{self.file}{whose}"
@@ -74,7 +74,7 @@ class Pack:
         return _rounds(file, _stamp(file)).lines(self.runs[name])
 
 
-def stored(path: Path) -> Stored | None:
+def read_stored(path: Path) -> Stored | None:
     """The content of a run's `result.json`, `rounds.jsonl` or `experiment.yaml`, or of an experiment's `order.json`.
 
     Args:
@@ -91,8 +91,8 @@ def stored(path: Path) -> Stored | None:
         >>> from fedshift.digests import write_object
         >>> with tempfile.TemporaryDirectory() as place:
         ...     file = Path(place) / "order.json"
-        ...     before, _ = stored(file), write_object(file, {"seeds": [0]})
-        ...     before, stored(file).data
+        ...     before, _ = read_stored(file), write_object(file, {"seeds": [0]})
+        ...     before, read_stored(file).data
         (None, b'{"seeds": [0]}')
     """
     folder = path.parent.absolute()
@@ -307,13 +307,13 @@ def _packed_folders(experiment: Path) -> list[Path]:
 @functools.lru_cache(maxsize=8)
 def _pack(experiment: Path, *_: object) -> Pack:
     """The packed files, read again when they have changed."""
-    return Pack(experiment, *packs.decode(_checked(experiment / packs.RUNS), f"{experiment}{os.sep}"))
+    return Pack(experiment, *packs.decode(_read_checked(experiment / packs.RUNS), f"{experiment}{os.sep}"))
 
 
 @functools.lru_cache(maxsize=1)
 def _rounds(file: Path, *_: object) -> PackedRounds:
     """The rounds of all packed runs, read again when their file has changed."""
-    return packs.decode_rounds(_checked(file), f"{file.parent}{os.sep}")
+    return packs.decode_rounds(_read_checked(file), f"{file.parent}{os.sep}")
 
 
 def _stamp(file: Path) -> tuple[int, int, int] | None:
@@ -328,10 +328,10 @@ def _stamp(file: Path) -> tuple[int, int, int] | None:
 def _on_disk(path: Path) -> Stored | None:
     if not path.exists():
         return None
-    return Stored(_checked(path), path)
+    return Stored(_read_checked(path), path)
 
 
-def _checked(path: Path) -> bytes:
+def _read_checked(path: Path) -> bytes:
     data = _read(path)
     check_sum(path, data)
     return data

@@ -129,7 +129,7 @@ def _in_order(by_seed: Mapping[int, float]) -> list[float]:
     return [by_seed[seed] for seed in sorted(by_seed)]
 
 
-def with_samples(found: Iterable[Row], results: Iterable[RunResult], metric: SiteMetric) -> list[Row]:
+def with_samples(table_rows: Iterable[Row], results: Iterable[RunResult], metric: SiteMetric) -> list[Row]:
     """The rows with their intervals over samples and the majority classes of their targets, where results have them.
 
     Example:
@@ -147,7 +147,7 @@ def with_samples(found: Iterable[Row], results: Iterable[RunResult], metric: Sit
         if len(result.targets) == 1:
             by_place.setdefault((result.method, result.target), []).append(result.targets[0])
     out = []
-    for row in found:
+    for row in table_rows:
         sites = by_place.get((row.method, row.target), []) if row.select == "last" else []
         limits = [site.intervals[metric] for site in sites if metric in site.intervals]
         shares = [site.majority for site in sites if site.majority is not None]

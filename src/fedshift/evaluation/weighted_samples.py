@@ -103,7 +103,7 @@ class Classified(_Weighted):
         shares: Numbers = recalls[:, np.unique(self.outcomes.labels)].T
         return shares
 
-    def recognised(self, number: int) -> Numbers | None:
+    def share_recognised(self, number: int) -> Numbers | None:
         """The share of one of two classes that is on its side of the threshold; None without a threshold."""
         positive = self.outcomes.positive
         if positive is None:
@@ -128,7 +128,7 @@ class Classified(_Weighted):
         """Area under the ROC curve, and average precision: of the second of two classes, else means over classes."""
         by_sample = np.ascontiguousarray(self.weights.T)
         present = [1] if self.outcomes.scores.shape[1] == 2 else np.unique(self.outcomes.labels)
-        areas, precisions = zip(*(_ranked(self.outcomes, number, by_sample) for number in present), strict=True)
+        areas, precisions = zip(*(_ranking_areas(self.outcomes, number, by_sample) for number in present), strict=True)
         return self.mean(np.stack(areas)), self.mean(np.stack(precisions))
 
     @staticmethod
@@ -142,9 +142,9 @@ class Classified(_Weighted):
 class Quantities(_Weighted):
     """Samples of a quantity: what was said of each, and what was true, (n,)."""
 
-    def __init__(self, labels: Numbers, said: Numbers, weights: Numbers) -> None:
+    def __init__(self, labels: Numbers, predictions: Numbers, weights: Numbers) -> None:
         super().__init__(weights)
-        self._labels, self._error = labels, said - labels
+        self._labels, self._error = labels, predictions - labels
 
     @cached_property
     def squares(self) -> Numbers:
@@ -224,7 +224,7 @@ class Tagged(_Weighted):
         return areas, precisions
 
 
-def _ranked(outcomes: Outcomes, number: int, by_sample: Numbers) -> tuple[Numbers, Numbers]:
+def _ranking_areas(outcomes: Outcomes, number: int, by_sample: Numbers) -> tuple[Numbers, Numbers]:
     """Area under the ROC curve, and average precision, of one class against the others, (b,) each.
 
     Both are sums over the points of the curves at which there are samples of the class. Weights are whole numbers, so

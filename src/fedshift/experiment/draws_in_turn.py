@@ -21,7 +21,7 @@ from fedshift.experiment.config.experiment import Experiment, check_training
 from fedshift.experiment.config.search_section import Choosing, Search, Space
 from fedshift.experiment.drawn_methods import Drawn, checked_spaces, spaces_of, with_values
 from fedshift.experiment.search_rules import Results, by_run, value_of, with_draws, without_target
-from fedshift.extras import needed
+from fedshift.extras import import_extra
 from fedshift.methods.base import Method
 
 Train = Callable[[Experiment], Sequence[RunResult]]
@@ -121,7 +121,7 @@ def proposed(
     Raises:
         UserError: Optuna is not installed.
     """
-    optuna = needed("optuna", extra="search", what="search.sampler: optuna")
+    optuna = import_extra("optuna", extra="search", what="search.sampler: optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     seed = int.from_bytes(hashlib.sha256(purpose.encode()).digest()[:4], "big")
     sampler = optuna.samplers.TPESampler(seed=seed)

@@ -25,12 +25,12 @@ from fedshift.evaluation.estimate.sums import sums_of
 from fedshift.evaluation.predictions import PREDICTIONS, UNLABELLED
 from fedshift.evaluation.records import RunResult
 from fedshift.evaluation.site_metrics import common_threshold
-from fedshift.evaluation.stored import RESULT, SETTINGS, check_sum, stored
+from fedshift.evaluation.stored import RESULT, SETTINGS, check_sum, read_stored
 from fedshift.experiment.changed_samples import changeable, looked_at, samples_at, usual_values
 from fedshift.experiment.config.data_section import data_source
 from fedshift.experiment.predict import ToPredict, TrainedModel, load_model
 from fedshift.experiment.runs.run_folder import MODEL
-from fedshift.extras import needed
+from fedshift.extras import import_extra
 
 _SAME, _DIGITS = 10, 5
 """So many samples of a site, and half of them, are among the data if their scores agree to so many digits."""
@@ -151,7 +151,7 @@ def _siblings(folder: Path) -> list[Path]:
 def _source_of(run: Path) -> DataSource | None:
     """The data that a run says it read, if they can be found without code of others."""
     try:
-        if (settings := stored(run / SETTINGS)) is None:
+        if (settings := read_stored(run / SETTINGS)) is None:
             return None
         section = yaml.safe_load(settings.data)["data"]
         name = str(section["name"])
@@ -310,8 +310,8 @@ def noted(run: Path, classes: tuple[str, ...]) -> Iterator[Measured]:
     if not path.is_file():
         return
     check_sum(path)
-    pa = needed("pyarrow", extra="report", what=f"reading {path.name}")
-    pq = needed("pyarrow.parquet", extra="report", what=f"reading {path.name}")
+    pa = import_extra("pyarrow", extra="report", what=f"reading {path.name}")
+    pq = import_extra("pyarrow.parquet", extra="report", what=f"reading {path.name}")
 
     try:
         table = pq.read_table(path)
@@ -343,12 +343,12 @@ def threshold_of(run: Path) -> float:
         >>> threshold_of(Path("no-run"))
         0.5
     """
-    if (text := stored(run / RESULT)) is None:
+    if (text := read_stored(run / RESULT)) is None:
         return 0.5
     try:
         sites = RunResult.model_validate_json(text.data).sites
     except ValueError:
-        raise UserError(f"{text.place()} cannot be read: remove it and run the experiment again") from None
+        raise UserError(f"{text.where()} cannot be read: remove it and run the experiment again") from None
     chosen = common_threshold([site for site in sites if site.part == "held_out"])
     return 0.5 if chosen is None else chosen
 

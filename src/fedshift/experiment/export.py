@@ -25,7 +25,7 @@ from fedshift.data.transforms import normalised, to_network
 from fedshift.errors import FedshiftError, UserError, nearest
 from fedshift.experiment.predict import TrainedModel, from_weights
 from fedshift.experiment.runs.run_folder import model_file
-from fedshift.extras import needed
+from fedshift.extras import import_extra
 from fedshift.files import write_bytes
 from fedshift.models.made_up import made_up
 from fedshift.models.own.forward_trial import one_line
@@ -146,9 +146,9 @@ Written = tuple[bytes, Callable[[Samples], Floats]]
 
 
 def _onnx(trained: TrainedModel, whole: nn.Module) -> Written:
-    onnx = needed("onnx", extra="export", what="onnx")
-    runtime = needed("onnxruntime", extra="export", what="onnx")
-    needed("onnxscript", extra="export", what="onnx")
+    onnx = import_extra("onnx", extra="export", what="onnx")
+    runtime = import_extra("onnxruntime", extra="export", what="onnx")
+    import_extra("onnxscript", extra="export", what="onnx")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = torch.onnx.export(

@@ -25,7 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 
-from fedshift.claims import claimed
+from fedshift.claims import hold_claim
 from fedshift.data.checks import checked
 from fedshift.data.domain import DataSet, DataSource, Domain, Preprocessing, SparseRows
 from fedshift.data.locate import cache_dir
@@ -188,7 +188,7 @@ def site_features(
     part = path.with_suffix(".part")
     try:
         # Waits if another process extracts the same images, then uses its result.
-        with claimed(part) as claim, _batches_in(part) as stream:
+        with hold_claim(part) as claim, _batches_in(part) as stream:
             known = _read(path, header, Watcher())
             if known is not None:
                 return SiteFeatures(known, path, 0, 0.0)

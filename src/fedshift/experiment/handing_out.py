@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fedshift.errors import UserError
 from fedshift.evaluation.records import RunResult
-from fedshift.evaluation.stored import RESULT, stored
+from fedshift.evaluation.stored import RESULT, read_stored
 from fedshift.experiment.estimate import estimate_at_run
 from fedshift.experiment.predict import TrainedModel
 
@@ -50,12 +50,12 @@ def too_unlike(folder: Path) -> str | None:
             return str(answer["reasons"][0]) if answer["too_unlike"] is True else None
         except (OSError, ValueError, KeyError, TypeError, IndexError):
             raise UserError(f"{file} is damaged: deploy again, and the site estimates anew") from None
-    if (text := stored(folder / RESULT)) is None:
+    if (text := read_stored(folder / RESULT)) is None:
         return None
     try:
         result = RunResult.model_validate_json(text.data)
     except ValueError:
-        raise UserError(f"{text.place()} cannot be read: remove it and run the experiment again") from None
+        raise UserError(f"{text.where()} cannot be read: remove it and run the experiment again") from None
     if not result.without_labels:
         return None
     estimate = estimate_at_run(folder, result)

@@ -21,7 +21,7 @@ from fedshift.evaluation.estimate.combination import Estimate
 from fedshift.evaluation.estimate.drift import ColumnSums, answers, answers_differ, columns_differ
 from fedshift.experiment.estimate import estimate_of
 from fedshift.experiment.predict import ToPredict, TrainedModel
-from fedshift.files import locked, write_bytes
+from fedshift.files import hold_lock, write_bytes
 
 ALARMS = 0.01
 """One month in a hundred that are all alike is called a drift."""
@@ -105,7 +105,7 @@ def monitor(
         raise UserError("monitor: alarms is a share between 0 and 1, and baseline a number of 1 or more")
     samples = trained.read(data, written)
     digest = _digest(trained)
-    with locked(log.with_name(f".{log.name}.lock")):
+    with hold_lock(log.with_name(f".{log.name}.lock")):
         before = read_log(log)
         named = str(len(before) + 1) if month is None else month
         _check(before, log, digest, named)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedshift.errors import UserError
-from fedshift.extras import needed
+from fedshift.extras import import_extra
 from fedshift.functional.metric_learning import squared_distances
 
 
@@ -274,7 +274,7 @@ def dispersion(features: Tensor, clusters: int, seed: int) -> float:
     """
     from threadpoolctl import threadpool_limits
 
-    cluster = needed("sklearn.cluster", extra="report", what="k-means")
+    cluster = import_extra("sklearn.cluster", extra="report", what="k-means")
 
     if features.dim() != 2 or not len(features) or clusters < 1:
         raise UserError(f"k-means needs features (n, d) and a cluster, found {tuple(features.shape)} and {clusters}")

@@ -31,7 +31,7 @@ def _as_option(name: str) -> str:
     return f"write {{name: fedavg, local: [{plain}]}}; " if plain in PLUG_INS else ""
 
 
-_CLASSES: ClassRegistry[Method] = ClassRegistry("method", Method, METHODS, elsewhere=_as_option, own=True)
+_CLASSES: ClassRegistry[Method] = ClassRegistry("method", Method, METHODS, elsewhere=_as_option, user_classes=True)
 
 
 def names() -> tuple[str, ...]:

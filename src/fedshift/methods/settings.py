@@ -7,7 +7,6 @@ precedence. How much a method trains (epochs, mini-batches, rounds) belongs to a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
 from fedshift.errors import nearest
+from fedshift.text import yaml_value
 
 PAPER = "paper"
 """The setting that every method has: the defaults of its fields."""
@@ -75,11 +75,7 @@ def _values(kind: type[BaseModel], changed: Mapping[str, Any]) -> dict[str, Any]
 def _differences(setting: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
     """The options that have another value than in ``setting``, as ``field value``."""
     return [
-        f"{field} {_written(options[field])}"
+        f"{field} {yaml_value(options[field])}"
         for field, value in setting.items()
         if field in options and options[field] != value
     ]
-
-
-def _written(value: object) -> str:
-    return value if isinstance(value, str) else "none" if value is None else json.dumps(value, ensure_ascii=False)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fedshift.errors import UserError, nearest
-from fedshift.extras import needed
+from fedshift.extras import import_extra
 from fedshift.models.instance_methods import stay_in_evaluation, with_method
 from fedshift.models.made_up import made_up
 from fedshift.models.network import Network
@@ -73,7 +73,7 @@ def with_adapters(network: Network, adapters: Adapters, input_shape: tuple[int, 
     Raises:
         UserError: peft is not installed, the network has no head, or a target cannot have an adapter.
     """
-    peft = needed("peft", extra="networks", what="training.adapters")
+    peft = import_extra("peft", extra="networks", what="training.adapters")
     whole = _trained_whole(network, adapters)
     kept = {id(tensor) for module in whole for tensor in (*module.parameters(), *module.buffers())}
     trained = {id(value) for module in whole for value in module.parameters() if value.requires_grad}

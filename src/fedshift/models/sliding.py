@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from fedshift.extras import needed
+from fedshift.extras import import_extra
 
 OVERLAP = 0.25
 """Share of a part that the next one repeats: MONAI's default."""
@@ -27,7 +27,7 @@ def scores_of(network: Callable[[Tensor], Tensor], inputs: Tensor, patch: tuple[
     """
     if patch is None:
         return network(inputs)
-    inferers = needed("monai.inferers", extra="volumes", what="data.patch")
+    inferers = import_extra("monai.inferers", extra="volumes", what="data.patch")
     scores: Tensor = inferers.sliding_window_inference(
         inputs, patch, sw_batch_size=4, predictor=network, overlap=OVERLAP, mode="gaussian"
     )

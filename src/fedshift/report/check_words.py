@@ -16,7 +16,7 @@ from fedshift.experiment.runs.run_folder import check_place
 from fedshift.report.folding import Folded
 from fedshift.report.many_sites import domain_table, missing_cells_of, privacy_rows, unlike, without_labels
 from fedshift.report.pooled_steps import steps_in_words
-from fedshift.text import listed, printable
+from fedshift.text import join_names, printable
 
 _MOST_COLUMNS = 20
 """Columns whose missing cells are listed."""
@@ -70,7 +70,7 @@ def _of_data(found: Check) -> Iterator[Block]:
     yield domain_table(found.domains)
     yield from map(Line, unlike(found.domains))
     if fixed := [one.name for one in found.domains if one.fixed_split]:
-        yield Line(f"test samples fixed by data.split, not by protocol.test_fraction: {listed(fixed)}")
+        yield Line(f"test samples fixed by data.split, not by protocol.test_fraction: {join_names(fixed)}")
     yield from map(Line, without_labels(found.domains))
     yield from map(Line, _missing(found))
 

@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from fedshift.errors import UserError, nearest
-from fedshift.evaluation.packs import RUNS, kept
+from fedshift.evaluation.packs import RUNS, with_kept_digits
 from fedshift.evaluation.records import RoundRecord, RunResult, SiteMetric
-from fedshift.evaluation.stored import ORDER, RESULT, is_finished, packed_run, read_failure, run_folders, stored
+from fedshift.evaluation.stored import ORDER, RESULT, is_finished, packed_run, read_failure, read_stored, run_folders
 from fedshift.report.by_site import at_sites
 from fedshift.text import one_line
 
@@ -170,10 +170,10 @@ def read_result(path: Path) -> RunResult:
     Raises:
         UserError: it cannot be read, or is not a run's result.
     """
-    file = stored(path)
+    file = read_stored(path)
     if file is None:
         raise UserError(f"cannot read {path}: there is no such file")
-    return _parse(RunResult, file.data, file.place(), "remove it and run the experiment again to redo this run")
+    return _parse(RunResult, file.data, file.where(), "remove it and run the experiment again to redo this run")
 
 
 def read_order(path: Path) -> Order:
@@ -182,10 +182,10 @@ def read_order(path: Path) -> Order:
     Raises:
         UserError: it cannot be read, or is not an order of methods and targets.
     """
-    file = stored(path)
+    file = read_stored(path)
     if file is None:
         return Order()
-    return _parse(Order, file.data, file.place(), "remove it; methods and targets then come in alphabetical order")
+    return _parse(Order, file.data, file.where(), "remove it; methods and targets then come in alphabetical order")
 
 
 def read_rounds(path: Path) -> list[RoundRecord]:
@@ -196,7 +196,7 @@ def read_rounds(path: Path) -> list[RoundRecord]:
     Raises:
         UserError: the file cannot be read, another line is not a round's record, or a round is there twice.
     """
-    file = stored(path)
+    file = read_stored(path)
     if file is None:
         return []
     lines = file.data.splitlines()
@@ -205,10 +205,10 @@ def read_rounds(path: Path) -> list[RoundRecord]:
     records: list[RoundRecord] = []
     for number, line in enumerate(lines, 1):
         if line.strip():
-            record = _parse(RoundRecord, line, file.place(number), "remove this run and run it again")
+            record = _parse(RoundRecord, line, file.where(number), "remove this run and run it again")
             if records and record.round <= records[-1].round:
                 raise UserError(
-                    f"{file.place(number)} has round {record.round} after round {records[-1].round}: two processes "
+                    f"{file.where(number)} has round {record.round} after round {records[-1].round}: two processes "
                     "wrote it; remove this run and run it again"
                 )
             records.append(record)
@@ -252,7 +252,7 @@ def _check_unique(runs: Sequence[FinishedRun]) -> None:
 
 def _kept(result: Mapping[str, Any]) -> RunResult:
     """The result with the digits that packing keeps."""
-    return RunResult.model_validate(kept(result))
+    return RunResult.model_validate(with_kept_digits(result))
 
 
 def _ordered(planned: Iterable[str], present: Iterable[str]) -> list[str]:

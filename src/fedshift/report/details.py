@@ -35,7 +35,7 @@ from fedshift.report.run_means import (
 )
 from fedshift.report.shown_samples import Placed, ShownSamples
 from fedshift.report.table import Table, headline
-from fedshift.text import listed
+from fedshift.text import join_names
 
 MOST_CLASSES = 20
 """Of more classes the hardest are shown."""
@@ -228,8 +228,13 @@ def _facts(collected: Collected, unit: str) -> Iterator[tuple[str, str]]:
     missing = f", {collected.unfinished} unfinished" if collected.unfinished else ""
     found = (
         ("data", ", ".join(sorted({str(result.data["name"]) for result in results if "name" in result.data}))),
+<<<<<<< HEAD
         ("methods", listed(order.methods, most=8)),
         ("targets", listed(order.targets)),
+=======
+        ("methods", ", ".join(order.methods)),
+        ("targets", join_names(order.targets)),
+>>>>>>> dac71305 (Names of evaluation, of the commands and of the modules at the top say what they hold)
         ("seeds", ", ".join(map(str, order.seeds))),
         (what, ", ".join(classes) if what == "predicted" else str(len(classes))),
         ("runs", f"{len(collected.runs)} finished{missing}"),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from fedshift.experiment.check import DomainCheck
 from fedshift.report.folding import Folded
-from fedshift.text import listed
+from fedshift.text import join_names
 
 FEW = 20
 """So many sites have a row each."""
@@ -41,17 +41,17 @@ def unlike(domains: Sequence[DomainCheck]) -> Iterator[str]:
         numbers = [of(one) for one in domains if of(one)]
         fewest = min(numbers, default=0)
         if numbers and fewest < max(numbers):
-            yield f"  fewest {heading}, {fewest}: {listed([one.name for one in domains if of(one) == fewest])}"
+            yield f"  fewest {heading}, {fewest}: {join_names([one.name for one in domains if of(one) == fewest])}"
     without: dict[str, Callable[[DomainCheck], bool]] = {
         "that do not train": lambda one: one.train == 0,
         "that hold nothing out": lambda one: one.train > 0 and one.held_out == 0,
     }
     for what, holds in without.items():
         if names := [one.name for one in domains if holds(one)]:
-            yield f"  {what}: {listed(names)}"
+            yield f"  {what}: {join_names(names)}"
     for name in dict.fromkeys(name for one in domains for name in one.missing):
         lacking = [one.name for one in domains if name in one.missing]
-        yield f"  without samples of {name}: {listed(lacking)}"
+        yield f"  without samples of {name}: {join_names(lacking)}"
 
 
 def without_labels(domains: Sequence[DomainCheck]) -> Iterator[str]:
@@ -66,9 +66,9 @@ def without_labels(domains: Sequence[DomainCheck]) -> Iterator[str]:
         sum(one.without_label for one in some),
         [one.name for one in some if one.without_label == one.samples],
     )
-    yield f"{number} samples without labels, which no source trains on: {listed([one.name for one in some])}"
+    yield f"{number} samples without labels, which no source trains on: {join_names([one.name for one in some])}"
     if none:
-        yield f"not measured, without any label: {listed(none)}"
+        yield f"not measured, without any label: {join_names(none)}"
 
 
 def missing_cells_of(column: str, sites: Mapping[str, tuple[int, int]]) -> str:
@@ -80,7 +80,7 @@ def missing_cells_of(column: str, sites: Mapping[str, tuple[int, int]]) -> str:
     """
     some = {site: counts for site, counts in sites.items() if counts[0]}
     shown = sorted(some, key=lambda site: -some[site][0] / some[site][1]) if len(some) > FEW else [*some]
-    counts = listed([f"{site} {some[site][0]} of {some[site][1]}" for site in shown])
+    counts = join_names([f"{site} {some[site][0]} of {some[site][1]}" for site in shown])
     if len(some) <= FEW:
         return f"missing in column {column}: {counts}"
     cells, rows = sum(one for one, _ in sites.values()), sum(whole for _, whole in sites.values())

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from fedshift.evaluation.metric_entries import ENTRIES, Metric
-from fedshift.evaluation.records import shown
+from fedshift.evaluation.records import format_metric
 from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.search_rules import RULES, Chosen, rule_rows
 
@@ -27,8 +27,8 @@ def rules_page(experiment: Experiment, chosen: Sequence[Chosen], targets: Sequen
     def cell(pair: tuple[float, float | None] | None) -> str:
         if pair is None:
             return ""
-        error = "" if pair[1] is None else f" ± {shown(metric, pair[1])}"
-        return f"{shown(metric, pair[0])}{error}"
+        error = "" if pair[1] is None else f" ± {format_metric(metric, pair[1])}"
+        return f"{format_metric(metric, pair[0])}{error}"
 
     seeds = sorted({one.seed for one in chosen})
     lines = [

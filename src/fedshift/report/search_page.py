@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fedshift.evaluation.records import RunResult, shown
+from fedshift.evaluation.records import RunResult, format_metric
 from fedshift.evaluation.significance import TTest, compare, holm
 from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.search import Rung, ranked
@@ -64,13 +64,13 @@ def search_page(climbed: Sequence[Climbed], out: Sequence[str], budget: int) -> 
             test = next((test for at, other, test in tests if at is level and other is method), None)
             cells = ["", "", ""]
             if test is not None:
-                error = "" if test.standard_error is None else f" ± {shown(metric, test.standard_error)}"
+                error = "" if test.standard_error is None else f" ± {format_metric(metric, test.standard_error)}"
                 cells = [
-                    f"{'-' if test.mean < 0 else '+'}{shown(metric, abs(test.mean))}{error}",
+                    f"{'-' if test.mean < 0 else '+'}{format_metric(metric, abs(test.mean))}{error}",
                     p_value(test.p),
                     p_value(corrected[level.rung.number, name]),
                 ]
-            score = "diverged" if mean is None else shown(metric, mean)
+            score = "diverged" if mean is None else format_metric(metric, mean)
             lines.append(f"| {name} | {score} | {' | '.join(cells)} | {'yes' if method in level.going_on else ''} |")
         lines.append("")
     looks = sum(test is not None and test.p is not None for _, _, test in tests)
@@ -92,12 +92,12 @@ def outcome(climbed: Sequence[Climbed]) -> str:
         return f"best: {best.display}; it has no run in common with {first.display}"
     result = level.results[0]
     better = -test.mean if result.less_is_better else test.mean
-    if shown(result.metric, abs(better)) == shown(result.metric, 0.0):
+    if format_metric(result.metric, abs(better)) == format_metric(result.metric, 0.0):
         return f"best: {best.display}, level with {first.display} here"
     if not better > 0:
         return f"best: {best.display}, which is no better than {first.display} here"
     chance = f", p {p_value(test.p)} before correction" if test.p is not None else ""
-    return f"best: {best.display}, {shown(result.metric, better)} better than {first.display}{chance}"
+    return f"best: {best.display}, {format_metric(result.metric, better)} better than {first.display}{chance}"
 
 
 def _quantity(climbed: Sequence[Climbed]) -> str:

@@ -34,7 +34,7 @@ from fedshift.report.like_for_like import NOTHING, Comparable, comparable, unlik
 from fedshift.report.measures import ACCURACY, DISTANCES, MEASURES, METRICS, Measure, measure_of
 from fedshift.report.note import Note
 from fedshift.report.unlike_training import trained_note
-from fedshift.text import decimals, in_unit, listed
+from fedshift.text import decimals, in_unit, join_names
 
 WORST, GAP, SPREAD = "worst site", "gap between sites", "spread over sites"
 _MOST_EXCEPTIONS = 6
@@ -310,9 +310,9 @@ def _site_notes(results: Sequence[RunResult], measure: Measure) -> Iterator[Note
     """What a model without inputs would reach at every target, and warnings."""
     found = baselines(results)
     if found and measure.metric == results[0].metric:
-        listing = listed([f"{target} {decimals(number, measure.unit)}" for target, number in found.items()])
+        listing = join_names([f"{target} {decimals(number, measure.unit)}" for target, number in found.items()])
         yield Note("baseline", f"{BASELINES[results[0].metric]}: {listing}.")
-    below = {text: (method, listed(targets)) for method, targets, text in below_in_words(results)}
+    below = {text: (method, join_names(targets)) for method, targets, text in below_in_words(results)}
     for text in warnings_of(results):
         yield Note("below" if text in below else "warning", f"Warning: {text}.", below.get(text, ()))
 

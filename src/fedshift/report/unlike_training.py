@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fedshift.evaluation.records import RunResult
 from fedshift.federation.training import SAME_BITS
 from fedshift.report.note import Note
+from fedshift.text import yaml_value
 
 _OF_THE_RUN = "mini_batches"
 """A record has the budget of every site in the place of this field."""
@@ -48,7 +48,7 @@ def trained_note(results: Sequence[RunResult], methods: Sequence[str]) -> Iterat
     for name in dict.fromkeys(name for row in rows for name in otherwise(row, rows[0])):
         values: dict[str, list[str]] = {}
         for row in rows:
-            values.setdefault(_written(_training(row).get(name)), []).append(row.method)
+            values.setdefault(yaml_value(_training(row).get(name)), []).append(row.method)
         parts.append(f"{name} " + ", ".join(f"{value} ({', '.join(those)})" for value, those in values.items()))
     if parts:
         yield Note("trained", f"Rows were trained with settings of their own: {'; '.join(parts)}.")
@@ -57,7 +57,3 @@ def trained_note(results: Sequence[RunResult], methods: Sequence[str]) -> Iterat
 def _training(result: RunResult) -> Mapping[str, Any]:
     section = result.options.get("training")
     return {**_NOT_WRITTEN, **section} if isinstance(section, Mapping) else {}
-
-
-def _written(value: object) -> str:
-    return value if isinstance(value, str) else "none" if value is None else json.dumps(value, ensure_ascii=False)

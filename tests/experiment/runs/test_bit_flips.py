@@ -13,7 +13,7 @@ from small import Stop, StopAfter, experiment, outcome, sites
 
 import fedshift
 from fedshift.errors import UserError
-from fedshift.evaluation.stored import SUMS, check_sum, stored
+from fedshift.evaluation.stored import SUMS, check_sum, read_stored
 from fedshift.experiment.predict import load_model
 
 FLIPS = 20
@@ -94,7 +94,7 @@ def test_a_damaged_file_of_a_finished_run_is_not_read(
     for _ in range(FLIPS):
         flip(path, draws)
         with pytest.raises(UserError, match=f"{name} is damaged"):
-            stored(path)
+            read_stored(path)
         path.write_bytes(whole)
     check_sum(path)
     for line in (path.parent / SUMS).read_text(encoding="ascii").splitlines():

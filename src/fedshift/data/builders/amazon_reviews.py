@@ -16,7 +16,7 @@ from fedshift.data.checks import checked
 from fedshift.data.domain import DataSet, DataSource, Domain, Manifest, Preprocessing, SparseRows
 from fedshift.data.locate import load_npz, require
 from fedshift.errors import UserError
-from fedshift.extras import needed
+from fedshift.extras import import_extra
 
 DOMAINS = ("books", "dvd", "electronics", "kitchen")
 WIDTH = 5000
@@ -80,7 +80,7 @@ def _from_npz(path: Path) -> dict[str, Domain]:
 
 
 def _from_svmlight(folder: Path) -> dict[str, Domain]:
-    data_sets = needed("sklearn.datasets", extra="report", what="reading files of svmlight")
+    data_sets = import_extra("sklearn.datasets", extra="report", what="reading files of svmlight")
     domains = {}
     for name in DOMAINS:
         files = [folder / f"{name}_{split}.svmlight" for split in ("train", "test")]

@@ -20,7 +20,7 @@ from pydantic import Field
 
 from fedshift.data.checks import checked
 from fedshift.data.domain import DataSet, DataSource, Domain, Manifest, Preprocessing
-from fedshift.extras import needed
+from fedshift.extras import import_extra
 
 Floats = npt.NDArray[np.float64]
 Colours = tuple[tuple[float, float, float], tuple[float, float, float]]
@@ -193,7 +193,7 @@ def _letter(hand: Hand, letter: str, size: int, generator: np.random.Generator) 
 
 @lru_cache(maxsize=512)
 def _typeface(name: str, height: int) -> ImageFont.FreeTypeFont:
-    matplotlib = needed("matplotlib", extra="report", what="drawn_letters")
+    matplotlib = import_extra("matplotlib", extra="report", what="drawn_letters")
     return ImageFont.truetype(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / f"{name}.ttf", height)
 
 

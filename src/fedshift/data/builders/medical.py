@@ -36,7 +36,7 @@ from fedshift.data.images import (
     to_grey,
 )
 from fedshift.errors import UserError
-from fedshift.extras import needed
+from fedshift.extras import import_extra
 
 DICOM, NIFTI = (".dcm", ".dicom"), (".nii", ".nii.gz")
 Which = Literal["all", "middle"]
@@ -200,7 +200,7 @@ def _volume(path: Path) -> tuple[Any, tuple[int, ...], Values]:
     Raises:
         UserError: it is damaged, holds several volumes, a plane that is not axial, or complex numbers.
     """
-    nibabel = needed("nibabel", extra="medical", what=f"{path.name}, a NIfTI file,")
+    nibabel = import_extra("nibabel", extra="medical", what=f"{path.name}, a NIfTI file,")
     try:
         image = nibabel.load(path)
         shape = tuple(int(size) for size in image.shape)
@@ -242,7 +242,7 @@ def nifti_volume(path: Path) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.fl
 
 
 def _nifti(path: Path, window: Window | None) -> Grey:
-    nibabel = needed("nibabel", extra="medical", what=f"{path.name}, a NIfTI file,")
+    nibabel = import_extra("nibabel", extra="medical", what=f"{path.name}, a NIfTI file,")
     image, shape, orientation = _volume(path)
     try:
         volume = nibabel.apply_orientation(np.asarray(image.dataobj).reshape(shape), orientation)
@@ -265,7 +265,7 @@ def _dicom_header(path: Path, patient: Patient) -> _Header | None:
     Raises:
         UserError: the file is damaged, or of a kind that is not read.
     """
-    pydicom = needed("pydicom", extra="medical", what=f"{path.name}, a DICOM file,")
+    pydicom = import_extra("pydicom", extra="medical", what=f"{path.name}, a DICOM file,")
     try:
         _check_deflated(path)
         header = pydicom.dcmread(path, stop_before_pixels=True)
@@ -291,7 +291,7 @@ def grey_header(path: Path) -> Any:
     Raises:
         UserError: the file is damaged, of a kind that is not read, in colour, or of several frames.
     """
-    pydicom = needed("pydicom", extra="medical", what=f"{path.name}, a DICOM file,")
+    pydicom = import_extra("pydicom", extra="medical", what=f"{path.name}, a DICOM file,")
     if (known := _dicom_header(path, "file")) is None:
         return None
     header = pydicom.dcmread(path, stop_before_pixels=True)
@@ -368,7 +368,7 @@ def _packages(decoder: Any) -> str:
 
 def _decoded(path: Path) -> tuple[Values, Any]:
     """The stored values (frames, h, w) of a grey file, and its data set."""
-    pydicom = needed("pydicom", extra="medical", what=f"{path.name}, a DICOM file,")
+    pydicom = import_extra("pydicom", extra="medical", what=f"{path.name}, a DICOM file,")
     from pydicom.pixels.decoders.base import get_decoder
 
     try:
@@ -382,7 +382,7 @@ def _decoded(path: Path) -> tuple[Values, Any]:
 
 
 def _dicom(path: Path, window: Window | None) -> Grey:
-    pydicom = needed("pydicom", extra="medical", what=f"{path.name}, a DICOM file,")
+    pydicom = import_extra("pydicom", extra="medical", what=f"{path.name}, a DICOM file,")
     from pydicom.pixels.decoders.base import get_decoder
 
     try:

@@ -20,7 +20,7 @@ from fedshift.data.builders import mnist
 from fedshift.data.checks import checked
 from fedshift.data.domain import DataSet, DataSource, Domain, Manifest
 from fedshift.errors import UserError
-from fedshift.extras import needed
+from fedshift.extras import import_extra
 
 Pixels = npt.NDArray[np.uint8]
 Labels = npt.NDArray[np.int64]
@@ -163,7 +163,7 @@ class RotatedDigits(_Rotated):
         )
 
     def base(self) -> tuple[Pixels, Labels]:
-        digits = needed("sklearn.datasets", extra="report", what="rotated_digits").load_digits()
+        digits = import_extra("sklearn.datasets", extra="report", what="rotated_digits").load_digits()
         labels = np.asarray(digits.target, dtype=np.int64)
         small, labels = base_images(
             np.asarray(digits.images, dtype=np.float32), labels, self.per_class, self.base_seed, "scikit-learn's digits"

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from fedshift.data import sizes
 from fedshift.data.builders.medical import NIFTI, Patient, grey_header, grey_values, nifti_volume, patient_of
 from fedshift.errors import UserError
-from fedshift.extras import needed
+from fedshift.extras import import_extra
 
 Floats = npt.NDArray[np.float32]
 Vector = npt.NDArray[np.float64]
@@ -100,7 +100,7 @@ def read_volume(series: Series) -> Volume:
 
 def _turned(array: npt.NDArray[Any], affine: Vector) -> Volume:
     """A volume whose array axes follow an affine to the patient's axes, in the common order."""
-    nibabel = needed("nibabel", extra="medical", what="a volume")
+    nibabel = import_extra("nibabel", extra="medical", what="a volume")
     orientation = nibabel.io_orientation(affine)
     turned = nibabel.apply_orientation(array, orientation).transpose(2, 1, 0)
     placed = affine @ nibabel.orientations.inv_ornt_aff(orientation, array.shape)

@@ -24,7 +24,7 @@ from fedshift.digests import read_object, write_object
 from fedshift.encryption import read_private, write_private
 from fedshift.errors import Refused
 from fedshift.federation.secure.integer_sums import threshold
-from fedshift.files import locked, write_bytes
+from fedshift.files import hold_lock, write_bytes
 from fedshift.functional.pairwise_masks import masked
 from fedshift.functional.secret_sharing import SECRET_BYTES, SHARE_BYTES, split_secret
 
@@ -268,7 +268,7 @@ class SecureSite:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Keep other processes of this site out, or two that are asked at once would each find that it did nothing."""
-        with locked(self._folder / "lock"):
+        with hold_lock(self._folder / "lock"):
             yield
 
     def _check(self, order: Order) -> None:

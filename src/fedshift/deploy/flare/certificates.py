@@ -13,7 +13,7 @@ from fedshift.deploy.flare.kits import Kit
 from fedshift.deploy.flare.limits import CERTIFICATES
 from fedshift.digests import read_object, write_object
 from fedshift.errors import UserError, nearest
-from fedshift.files import locked
+from fedshift.files import hold_lock
 
 _LOCK = "certificates.lock"
 """Held while the list is read and written: two at once would lose a revocation."""
@@ -29,7 +29,7 @@ def write_issued(kit: Path, issued: Mapping[str, str]) -> None:
         kit: the coordinator's kit.
         issued: name → SHA-256 of its certificate.
     """
-    with locked(kit / _LOCK):
+    with hold_lock(kit / _LOCK):
         before = _listed(kit)
         revoked = {item["certificate"] for item in before.values() if item["revoked"]}
         left = {name: {**item, "revoked": True} for name, item in before.items() if name not in issued}
@@ -64,7 +64,7 @@ def set_revoked(kit: Kit, site: str, revoked: bool) -> bool:
         UserError: there is no such site.
     """
     check_list(kit)
-    with locked(kit.folder / _LOCK):
+    with hold_lock(kit.folder / _LOCK):
         result = _listed(kit.folder)
         if site not in kit.project.sites or site not in result:
             raise UserError(f"project '{kit.project.name}' has no site '{site}'; {nearest(site, kit.project.sites)}")

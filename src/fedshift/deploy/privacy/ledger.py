@@ -24,7 +24,7 @@ from fedshift.deploy.remote.policy import RECOVER, AuditLog, PrivacyBudget
 from fedshift.digests import Damaged
 from fedshift.encryption import read_private, write_private
 from fedshift.errors import FedshiftError, Refused, UserError
-from fedshift.files import locked, set_aside
+from fedshift.files import hold_lock, set_aside
 from fedshift.functional.differential_privacy import NoisySteps, adaptive_epsilon, together
 from fedshift.functional.secret_noise import SECRET_BYTES
 
@@ -315,7 +315,7 @@ class PrivacyLedger:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Wait until no other process of this site writes its ledger or draws its secret."""
-        with locked(self._memory / LOCK):
+        with hold_lock(self._memory / LOCK):
             yield
 
 

@@ -17,7 +17,7 @@ from fedshift.deploy.chained_log import append_line, checked_lines
 from fedshift.deploy.remote.policy import AuditLog, Policy
 from fedshift.errors import FedshiftError, Refused
 from fedshift.federation.plain_values import Frozen
-from fedshift.files import flush_folder, locked
+from fedshift.files import flush_folder, hold_lock
 
 ROSTERS, LOCK = "rosters.jsonl", "rosters.lock"
 _LEFT = (
@@ -126,7 +126,7 @@ class Rosters:
         Raises:
             Refused: as in `check`, or it cannot be written.
         """
-        with locked(self._lock):
+        with hold_lock(self._lock):
             number = self.check(roster)
             if number and self.known()[-1] == list(roster):
                 return number

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedshift.evaluation.bootstrap import limits_of, resampled
+from fedshift.evaluation.bootstrap import limits_of, resampled_metrics
 from fedshift.evaluation.metric_entries import values_of
 from fedshift.evaluation.records import Part, SiteMetric, SiteMetrics
 from fedshift.evaluation.site_metrics import Scored
 from fedshift.evaluation.weighted_samples import Numbers, Tagged
-from fedshift.extras import needed
+from fedshift.extras import import_extra
 
 
 def label_accuracy(predicted: NDArray[Any], labels: NDArray[Any]) -> float:
@@ -51,7 +51,7 @@ def label_metrics(
         >>> found.support, round(found.values["label_accuracy"], 2), found.values["auroc"]
         ([2, 2], 66.67, 100.0)
     """
-    metrics = needed("sklearn.metrics", extra="report", what="measuring several labels a sample")
+    metrics = import_extra("sklearn.metrics", extra="report", what="measuring several labels a sample")
 
     labels, predicted, scores = scored.labels.astype(np.int64), scored.predicted.astype(np.int64), scored.scores
     counts, n = labels.sum(axis=0), len(labels)
@@ -68,11 +68,11 @@ def label_metrics(
     limits: dict[SiteMetric, tuple[float, float]] = {}
     if resamples:
 
-        def weighted(weights: Numbers) -> dict[str, Numbers]:
+        def metrics_of_weights(weights: Numbers) -> dict[str, Numbers]:
             with np.errstate(invalid="ignore", divide="ignore"):
                 return values_of("label_accuracy", Tagged(labels, predicted, scores, weights), values)
 
-        limits = limits_of(resampled(weighted, n, scored.groups, resamples, labels.shape[1]))
+        limits = limits_of(resampled_metrics(metrics_of_weights, n, scored.groups, resamples, labels.shape[1]))
     rates = counts / n
     return SiteMetrics(
         site=site,

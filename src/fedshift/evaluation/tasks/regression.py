@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedshift.evaluation.bootstrap import limits_of, resampled
+from fedshift.evaluation.bootstrap import limits_of, resampled_metrics
 from fedshift.evaluation.metric_entries import values_of
 from fedshift.evaluation.records import Part, SiteMetric, SiteMetrics
 from fedshift.evaluation.site_metrics import Scored
 from fedshift.evaluation.weighted_samples import Numbers, Quantities
-from fedshift.extras import needed
+from fedshift.extras import import_extra
 
 
 def rmse(predicted: NDArray[Any], labels: NDArray[Any]) -> float:
@@ -25,7 +25,7 @@ def rmse(predicted: NDArray[Any], labels: NDArray[Any]) -> float:
         >>> rmse(np.array([1.0, 2.0]), np.array([1.0, 4.0])) ** 2
         2.0000000000000004
     """
-    metrics = needed("sklearn.metrics", extra="report", what="measuring regression")
+    metrics = import_extra("sklearn.metrics", extra="report", what="measuring regression")
     return float(metrics.root_mean_squared_error(labels.astype(np.float64), predicted.astype(np.float64)))
 
 
@@ -48,7 +48,7 @@ def regression_metrics(site: str, part: Part, scored: Scored, mean: float, resam
         >>> {metric: round(value, 2) for metric, value in found.values.items()}, round(found.baseline, 2)
         ({'rmse': 0.58, 'mae': 0.33, 'r2': 50.0}, 0.82)
     """
-    metrics = needed("sklearn.metrics", extra="report", what="measuring regression")
+    metrics = import_extra("sklearn.metrics", extra="report", what="measuring regression")
     labels, predicted = scored.labels.astype(np.float64), scored.predicted.astype(np.float64)
     mae = float(metrics.mean_absolute_error(labels, predicted))
     values: dict[SiteMetric, float] = {"rmse": rmse(predicted, labels), "mae": mae}
@@ -57,11 +57,11 @@ def regression_metrics(site: str, part: Part, scored: Scored, mean: float, resam
     limits: dict[SiteMetric, tuple[float, float]] = {}
     if resamples:
 
-        def weighted(weights: Numbers) -> dict[str, Numbers]:
+        def metrics_of_weights(weights: Numbers) -> dict[str, Numbers]:
             with np.errstate(divide="ignore", invalid="ignore"):
                 return values_of("rmse", Quantities(labels, predicted, weights), values)
 
-        limits = limits_of(resampled(weighted, len(labels), scored.groups, resamples))
+        limits = limits_of(resampled_metrics(metrics_of_weights, len(labels), scored.groups, resamples))
     return SiteMetrics(
         site=site,
         part=part,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedshift.evaluation.bootstrap import limits_of, resampled
+from fedshift.evaluation.bootstrap import limits_of, resampled_metrics
 from fedshift.evaluation.metric_entries import values_of
 from fedshift.evaluation.records import Part, SiteMetric, SiteMetrics
 from fedshift.evaluation.site_metrics import Scored
@@ -73,11 +73,11 @@ def survival_metrics(site: str, part: Part, scored: Scored, resamples: int = 0) 
     if result is not None and resamples and n <= _MOST:
         comparable, ordered = _pairs(risks, labels, slice(None))
 
-        def weighted(weights: Numbers) -> dict[str, Numbers]:
+        def metrics_of_weights(weights: Numbers) -> dict[str, Numbers]:
             with np.errstate(invalid="ignore", divide="ignore"):
                 return values_of("concordance", Pairs(comparable, ordered, weights), ("concordance",))
 
-        limits = limits_of(resampled(weighted, n, scored.groups, resamples, width=n))
+        limits = limits_of(resampled_metrics(metrics_of_weights, n, scored.groups, resamples, width=n))
     return SiteMetrics(
         site=site,
         part=part,

@@ -9,7 +9,7 @@ from pathlib import Path
 from fedshift.claims import ClaimLost, network_file_system, silence
 from fedshift.errors import SitesLost, TrainingDiverged, UserError
 from fedshift.evaluation.records import RoundRecord, RunResult
-from fedshift.evaluation.stored import FAILURE, ROUNDS, stored
+from fedshift.evaluation.stored import FAILURE, ROUNDS, read_stored
 from fedshift.experiment.compatibility import check_fit
 from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.environment import resolve_device, threads_set
@@ -146,7 +146,7 @@ def _tell_held(folders: Sequence[RunFolder], reporter: Reporter) -> None:
 
 def _pass_on(planned: PlannedRun, folder: RunFolder, callbacks: Sequence[Callback]) -> None:
     """Pass a run that another process finished on to the callbacks."""
-    result, rounds = folder.result(), stored(folder.path / ROUNDS)
+    result, rounds = folder.result(), read_stored(folder.path / ROUNDS)
     if result is None or rounds is None:
         return
     records = [RoundRecord.model_validate_json(line) for line in rounds.data.splitlines()]

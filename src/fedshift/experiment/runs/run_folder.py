@@ -20,7 +20,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from fedshift.claims import Claim, network_file_system
-from fedshift.digests import BLANK, ENTRY, filled, with_digest, write_object
+from fedshift.digests import BLANK, ENTRY, fill_digest, with_digest, write_object
 from fedshift.errors import FedshiftError, UserError
 from fedshift.evaluation.predictions import PREDICTIONS
 from fedshift.evaluation.records import RoundRecord, RunResult
@@ -33,8 +33,8 @@ from fedshift.evaluation.stored import (
     ROUNDS,
     SETTINGS,
     pack_of,
+    read_stored,
     run_folders,
-    stored,
     write_sums,
 )
 from fedshift.experiment.config.experiment import Experiment
@@ -195,8 +195,8 @@ class RunFolder:
         difference = first_difference(there, comparable(self.identity))
         if difference is not None and not self._is_replaced():
             path, old, new = difference
-            file = stored(self.path / SETTINGS)
-            where = self.path if file is None or file.run is None else file.place()
+            file = read_stored(self.path / SETTINGS)
+            where = self.path if file is None or file.run is None else file.where()
             way = f"give this experiment another name, or delete {where} to begin again"
             if path == "data.fingerprint":
                 raise UserError(f"the data have changed since {where} was written: put them back, or {way}")
@@ -214,13 +214,13 @@ class RunFolder:
         Raises:
             UserError: the file is damaged.
         """
-        file = stored(self.path / SETTINGS)
+        file = read_stored(self.path / SETTINGS)
         if file is None:
             return None
         try:
             return comparable(plain_yaml(file.data))
         except (yaml.YAMLError, ValueError, TypeError):
-            raise UserError(f"{file.place()} is damaged: delete {self.path} and run again") from None
+            raise UserError(f"{file.where()} is damaged: delete {self.path} and run again") from None
 
     def write_settings(self) -> None:
         """Write the run's settings. From then on the folder belongs to this run."""
@@ -252,13 +252,13 @@ class RunFolder:
         Raises:
             UserError: the file is damaged.
         """
-        file = stored(self.path / RESULT)
+        file = read_stored(self.path / RESULT)
         if file is None:
             return None
         try:
             return RunResult.model_validate_json(file.data)
         except (ValidationError, ValueError):
-            raise UserError(f"{file.place()} is damaged: delete it and run again") from None
+            raise UserError(f"{file.where()} is damaged: delete it and run again") from None
 
     def finish(self, result: RunResult) -> None:
         """Write the result, which marks the run as finished, and delete its checkpoint."""
@@ -448,7 +448,7 @@ def model_file(weights: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> by
     if is_closed(weights):
         return with_digest(encode(in_two("weights", Weights(weights)), {"fedshift": dict(metadata)}))
     tensors = unshared({name: tensor.contiguous() for name, tensor in weights.items()})
-    return filled(save(tensors, {"fedshift": json.dumps(metadata), ENTRY: BLANK}))
+    return fill_digest(save(tensors, {"fedshift": json.dumps(metadata), ENTRY: BLANK}))
 
 
 def write_order(plan: Plan, folder: Path) -> None:

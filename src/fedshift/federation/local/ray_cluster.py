@@ -14,7 +14,7 @@ from typing import Any
 
 from fedshift import trust
 from fedshift.errors import FedshiftError, UserError
-from fedshift.extras import needed
+from fedshift.extras import import_extra
 from fedshift.import_paths import CHILD
 
 LOCAL = "local"
@@ -31,7 +31,7 @@ def joined(address: str) -> Iterator[Any]:
         UserError: Ray is not installed, or no cluster answers at the address.
     """
     os.environ[USAGE] = "0"  # before the import; nothing is sent to Ray's makers
-    ray = needed("ray", extra="ray", what="engine.name: ray")
+    ray = import_extra("ray", extra="ray", what="engine.name: ray")
     before = ray.is_initialized()
     if not before:
         _call_at(address)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedshift.errors import UserError
-from fedshift.extras import needed
+from fedshift.extras import import_extra
 from fedshift.models.network import Network
 from fedshift.models.network_options import NetworkOptions, image_shape
 from fedshift.models.networks.vision import GreyToColour
@@ -222,7 +222,7 @@ def _encoder(folder: Path) -> TextEncoder:
 
 @functools.lru_cache(maxsize=1)
 def _encoder_of(folder: Path, state: int) -> TextEncoder:
-    transformers = needed("transformers", extra="networks", what="model clip_text")
+    transformers = import_extra("transformers", extra="networks", what="model clip_text")
     model = _model_of(folder, state)
     # Without them transformers makes a tokenizer that knows no word.
     if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
@@ -249,7 +249,7 @@ def _state_of(folder: Path) -> tuple[Path, int]:
 @functools.lru_cache(maxsize=1)
 def _model_of(folder: Path, state: int) -> Any:
     """The whole CLIP model. Whoever trains or moves a part of it takes a copy."""
-    transformers = needed("transformers", extra="networks", what="model clip")
+    transformers = import_extra("transformers", extra="networks", what="model clip")
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:

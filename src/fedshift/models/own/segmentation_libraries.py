@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from fedshift.errors import UserError, nearest
-from fedshift.extras import needed
+from fedshift.extras import import_extra
 
 Maker = Callable[..., nn.Module]
 
@@ -22,7 +22,7 @@ def monai_network(name: str) -> Maker:
     Raises:
         UserError: MONAI is not installed, or has no such network.
     """
-    nets = needed("monai.networks.nets", extra="volumes", what=f"model 'monai:{name}'")
+    nets = import_extra("monai.networks.nets", extra="volumes", what=f"model 'monai:{name}'")
     kind = _network_of(nets, name, "monai")
     taken = inspect.signature(kind).parameters
 
@@ -53,7 +53,7 @@ def smp_network(name: str) -> Maker:
     Raises:
         UserError: the package is not installed, or has no such network.
     """
-    smp = needed("segmentation_models_pytorch", extra="volumes", what=f"model 'smp:{name}'")
+    smp = import_extra("segmentation_models_pytorch", extra="volumes", what=f"model 'smp:{name}'")
     kind = _network_of(smp, name, "smp")
 
     def make(shape: tuple[int, ...], classes: int, **options: Any) -> nn.Module:

@@ -29,7 +29,7 @@ from fedshift.report.measures import Measure
 from fedshift.report.method_roles import Role, method_name
 from fedshift.report.run_means import mean_by_kind
 from fedshift.report.table import Table
-from fedshift.text import decimals, listed
+from fedshift.text import decimals, join_names
 
 MAJORITY = "most frequent class"
 """Name of the row that always names a target's most frequent class."""
@@ -477,9 +477,9 @@ def _of_samples(results: Sequence[RunResult], measure: Measure) -> Iterator[Unkn
     if few:
         of = "had the event" if results[0].metric == "concordance" else f"are outside the {MAJORITY}"
         of = "are measured" if results[0].metric == "rmse" else of
-        listing = listed([f"{target} ({number})" for target, number in few.items()])
+        listing = join_names([f"{target} ({number})" for target, number in few.items()])
         yield Unknown(
-            f"much at {listed(list(few), most=10)}",
+            f"much at {join_names(list(few), most=10)}",
             f"Fewer than ten samples {of}, so the number says little: {listing}.",
         )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from fedshift.report.advice.verdict import MAJORITY, Against, Verdict
 from fedshift.report.measures import Measure
-from fedshift.text import decimals, in_unit, listed
+from fedshift.text import decimals, in_unit, join_names
 
 DIFFERENCES = "By how much"
 """The heading of the differences between the chosen method and the others."""
@@ -123,7 +123,7 @@ def _interval(verdict: Verdict) -> str:
     if not verdict.measured_new:
         return " at the sites that trained, on samples that they held out"
     where = verdict.next_target
-    without = f", without {listed(expected.few, most=10)}, of few samples" if expected.few else ""
+    without = f", without {join_names(expected.few, most=10)}, of few samples" if expected.few else ""
     if expected.low is None or expected.high is None:
         none = ", with no interval" + ("" if expected.sites > 1 else " from a single target")
         return f" at the next {where}{none}{without}"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedshift.errors import UserError
-from fedshift.extras import needed
+from fedshift.extras import import_extra
 
 _WHAT = "--push"
 
@@ -69,4 +69,4 @@ def _without_token(text: str, hub: Any) -> str:
 
 
 def _hub() -> Any:
-    return needed("huggingface_hub", extra="export", what=_WHAT)
+    return import_extra("huggingface_hub", extra="export", what=_WHAT)

@@ -9,11 +9,11 @@ import yaml
 
 from fedshift.data import registry as datasets
 from fedshift.evaluation.metric_entries import ENTRIES
-from fedshift.evaluation.records import RunResult, shown
+from fedshift.evaluation.records import RunResult, format_metric
 from fedshift.evaluation.selection import RULES
 from fedshift.experiment.predict import TrainedModel
 from fedshift.experiment.protocols.base import EVERY_SITE
-from fedshift.extras import needed
+from fedshift.extras import import_extra
 from fedshift.report.markup import escape_markdown as text
 from fedshift.report.markup import pipes
 from fedshift.report.measures import METRICS
@@ -45,7 +45,7 @@ def model_card(trained: TrainedModel, result: RunResult | None) -> str:
     Raises:
         UserError: huggingface_hub is not installed.
     """
-    hub = needed("huggingface_hub", extra="export", what="a model card")
+    hub = import_extra("huggingface_hub", extra="export", what="a model card")
     head = hub.ModelCardData(**_head(trained, result, hub)).to_yaml(original_order=_ORDER)
     sections = [_intro(trained, result), _use(trained), _data(trained, result), _method(trained, result)]
     if result is not None:
@@ -215,7 +215,7 @@ def _measures(trained: TrainedModel, result: RunResult) -> Iterator[str]:
             [
                 rule.description.replace("accuracy", METRICS[result.metric].name),
                 str(chosen.round),
-                shown(result.metric, chosen.accuracy),
+                format_metric(result.metric, chosen.accuracy),
                 _number(result.metric, chosen.source_accuracy),
             ]
             for select, rule in RULES.items()
@@ -249,7 +249,7 @@ def _measures(trained: TrainedModel, result: RunResult) -> Iterator[str]:
                 [
                     [
                         text(name),
-                        shown(name, value),
+                        format_metric(name, value),
                         *(_number(name, one) for one in site.intervals.get(name, (None, None))),
                     ]
                     for name, value in site.values.items()
@@ -259,7 +259,7 @@ def _measures(trained: TrainedModel, result: RunResult) -> Iterator[str]:
 
 
 def _number(metric: str, value: float | None) -> str:
-    return "–" if value is None else shown(metric, value)
+    return "–" if value is None else format_metric(metric, value)
 
 
 def _traffic(result: RunResult) -> Iterator[str]:

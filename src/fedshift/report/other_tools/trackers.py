@@ -14,7 +14,7 @@ from fedshift.evaluation.records import RoundRecord, RunResult
 from fedshift.evaluation.stored import ROUNDS
 from fedshift.experiment.plan import Run
 from fedshift.experiment.runs.context import Callback
-from fedshift.extras import needed
+from fedshift.extras import import_extra
 from fedshift.report.collect import read_rounds
 
 _DEPTH = 3
@@ -61,7 +61,7 @@ class TensorBoard(Tracker):
 
     def __init__(self) -> None:
         super().__init__()
-        needed("tensorboard", extra="trackers", what="TensorBoard")
+        import_extra("tensorboard", extra="trackers", what="TensorBoard")
 
     def begin(self, run: Run, folder: Path) -> Any:
         from torch.utils.tensorboard import SummaryWriter
@@ -84,7 +84,7 @@ class MLflow(Tracker):
 
     def __init__(self) -> None:
         super().__init__()
-        self._mlflow = needed("mlflow", extra="trackers", what="MLflow")
+        self._mlflow = import_extra("mlflow", extra="trackers", what="MLflow")
 
     def begin(self, run: Run, folder: Path) -> Any:
         experiment = folder.parents[_DEPTH - 1]
@@ -116,7 +116,7 @@ class WeightsAndBiases(Tracker):
 
     def __init__(self) -> None:
         super().__init__()
-        self._wandb = needed("wandb", extra="trackers", what="Weights & Biases")
+        self._wandb = import_extra("wandb", extra="trackers", what="Weights & Biases")
 
     def begin(self, run: Run, folder: Path) -> Any:
         experiment, names = folder.parents[_DEPTH - 1], _names(run)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fedshift.evaluation.metric_entries import ENTRIES, Metric, metrics_of
-from fedshift.evaluation.records import SiteMetric, shown
+from fedshift.evaluation.records import SiteMetric, format_metric
 from fedshift.report import plots
 from fedshift.report.details import ByClass, Metrics
 from fedshift.report.measures import MISSING
 from fedshift.report.sections.blocks import Block, Cells, Entry, Section, Text, figure, grid, number, section
-from fedshift.text import listed
+from fedshift.text import join_names
 
 _MOST_SENTENCES = 30
 _NOTES: dict[Metric, tuple[str, str]] = {
@@ -68,7 +68,7 @@ def columns_of(metric: Metric) -> dict[SiteMetric, str]:
 
 
 def _entry(metric: str, value: float | None) -> Entry:
-    return Entry(MISSING) if value is None else Entry(shown(metric, value), value=value)
+    return Entry(MISSING) if value is None else Entry(format_metric(metric, value), value=value)
 
 
 def _class_counts(found: Metrics) -> Iterator[str]:
@@ -78,7 +78,7 @@ def _class_counts(found: Metrics) -> Iterator[str]:
         for site, named in found.counts.items()
     }
     for named in list(dict.fromkeys(counts.values()))[:_MOST_SENTENCES]:
-        yield f"Samples at {listed([site for site, text in counts.items() if text == named])}: {named}."
+        yield f"Samples at {join_names([site for site, text in counts.items() if text == named])}: {named}."
 
 
 def _base_rates(found: Metrics) -> Iterator[str]:
@@ -87,7 +87,7 @@ def _base_rates(found: Metrics) -> Iterator[str]:
         f"{site}: {', '.join(f'{name} {share:.1f} %' for name, share in named)}" for site, named in found.rates.items()
     ]
     if rates:
-        yield f"Base rates: {listed(rates, sign='; ')}."
+        yield f"Base rates: {join_names(rates, sign='; ')}."
 
 
 def _reliability(found: Metrics) -> Iterator[Block]:

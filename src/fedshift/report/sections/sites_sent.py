@@ -8,7 +8,7 @@ from fedshift.evaluation.site_bytes import Direction
 from fedshift.report.advice.words import short_kind, size
 from fedshift.report.run_means import SiteBytesRow
 from fedshift.report.sections.blocks import Cells, Entry, Grid, grid
-from fedshift.text import listed
+from fedshift.text import join_names
 
 POOL = "pool"
 """What the ledger calls the place where pooled methods have all samples."""
@@ -36,7 +36,7 @@ def sites_sent(caption: str, first: str, groups: Mapping[str, Sequence[SiteBytes
             alike.setdefault((runs, *(both[way].get(kind, 0.0) for way, kind in columns)), []).append(site)
         for (of, *sizes), sites in alike.items():
             counted = [Entry(f"{of:g}", value=of)] if several else []
-            lines.append([name, listed(sites), *counted, *(Entry(size(value), value=value) for value in sizes)])
+            lines.append([name, join_names(sites), *counted, *(Entry(size(value), value=value) for value in sizes)])
     notes = [what] if what else []
     if any(site == POOL for site, *_ in every):
         notes.append(f"{POOL}: the place that has all samples.")
