@@ -60,7 +60,7 @@ def entry_of(kind: type[Method]) -> Entry:
     sends = traits.sends or ("**all training samples**" if traits.pooled else "a model")
     kept = f"; at its site stays {traits.keeps}" if traits.keeps else ""
     return Entry(
-        place=f"{kind.__module__}:{kind.__name__}",
+        class_path=f"{kind.__module__}:{kind.__name__}",
         group=traits.group,
         advice=traits.advice,
         scenario=traits.scenario,

@@ -17,7 +17,6 @@ from typer.cli import get_docs_for_click
 
 import fedshift.functional
 from fedshift.cli.app import app
-from fedshift.cli.fields import yaml_value
 from fedshift.data import registry as datasets
 from fedshift.data.transforms import Augmentation
 from fedshift.experiment.config.engine_section import ENGINES
@@ -34,6 +33,7 @@ from fedshift.methods.robust import RULES
 from fedshift.methods.server import OPTIMIZERS
 from fedshift.models import registry as models
 from fedshift.models.adapters import Adapters
+from fedshift.text import yaml_value
 
 
 def method_page(name: str, results: str) -> str:

@@ -74,7 +74,7 @@ def test_pooled_training_turns_its_classifier_as_the_recipe_does(tmp_path: Path)
     kept, turned = (load_model(found.folder / name / "z" / "seed-0") for name in names)
     inputs = np.asarray(far["x"], dtype=np.float32)
     np.testing.assert_array_equal(turned.scores(inputs, adapted=False), kept.scores(inputs))
-    by_hand = NewSite(classifier=16).adapted(kept.network, lambda: [torch.from_numpy(inputs)])
+    by_hand = NewSite(classifier=16).adapt(kept.network, lambda: [torch.from_numpy(inputs)])
     with torch.no_grad():
         expected = by_hand(torch.from_numpy(inputs)).softmax(1).numpy()
     np.testing.assert_allclose(turned.scores(inputs), expected, atol=1e-5)

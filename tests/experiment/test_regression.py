@@ -110,7 +110,7 @@ def test_the_least_error_is_the_best(results: fedshift.Results) -> None:
     assert chosen["oracle"] is not None
     assert chosen["source"] is not None
     assert (chosen["oracle"].round, chosen["source"].round) == (2, 3)
-    assert SWAD().judged(Kept(), {"a": 2.0, "b": 4.0}, less_is_better=True).losses == (3.0,)
+    assert SWAD().judge(Kept(), {"a": 2.0, "b": 4.0}, less_is_better=True).losses == (3.0,)
     text = results.markdown()
     least = min(results.runs, key=lambda run: run.accuracy() or 0)
     line = next(line for line in text.splitlines() if line.startswith(f"| {least.method}"))

@@ -92,16 +92,16 @@ def test_the_same_share_for_frequent_and_rare_classes() -> None:
 def test_the_classifier_turns_over_batches_and_the_trained_network_stays() -> None:
     linear = nn.Linear(2, 2)
     network, inputs = network_of(nn.Identity(), linear).eval(), torch.randn(9, 2)
-    whole, parts = (NewSite(classifier=2).adapted(network, lambda b=b: b) for b in ([inputs], inputs.split(4)))
+    whole, parts = (NewSite(classifier=2).adapt(network, lambda b=b: b) for b in ([inputs], inputs.split(4)))
     with torch.no_grad():
         expected = inputs @ turned_templates(linear.weight, network(inputs), inputs, 2).T
         torch.testing.assert_close(whole(inputs), expected)
         torch.testing.assert_close(parts(inputs), expected)
         assert not torch.equal(network(inputs), expected)
-    assert NewSite().adapted(network, lambda: [inputs]) is network
+    assert NewSite().adapt(network, lambda: [inputs]) is network
 
 
 def test_a_classifier_of_several_layers_stays() -> None:
     network = network_of(nn.Identity(), nn.Sequential(nn.Linear(2, 2), nn.ReLU())).eval()
     inputs = torch.randn(9, 2)
-    assert torch.equal(NewSite(classifier=2).adapted(network, lambda: [inputs])(inputs), network(inputs))
+    assert torch.equal(NewSite(classifier=2).adapt(network, lambda: [inputs])(inputs), network(inputs))

@@ -30,7 +30,7 @@ def played(averaging: Averaging, numbers: list[float], losses: list[float] | Non
         mean = averaging.handed_out(kept, last=last)
         handed_out.append(None if mean is None else mean["w"].item())
         if losses is not None and not last:
-            kept = averaging.judged(kept, {"a": 100 - losses[place] - 1, "b": 100 - losses[place] + 1})
+            kept = averaging.judge(kept, {"a": 100 - losses[place] - 1, "b": 100 - losses[place] + 1})
     return handed_out
 
 
@@ -78,7 +78,7 @@ def test_swad_keeps_what_the_window_needs_and_no_more(losses: list[int], settled
     swad = SWAD(settled=settled, patience=patience)
     kept = Kept()
     for number, loss in enumerate(losses):
-        kept = swad.judged(swad.after(kept, model(number), 0.5), {"a": 100.0 - loss})
+        kept = swad.judge(swad.after(kept, model(number), 0.5), {"a": 100.0 - loss})
         assert len(kept.recent) <= max(settled, patience) - 1
     kept = swad.after(kept, model(len(losses)), 1.0)
     start, end = dense_window([float(loss) for loss in losses], settled, patience, swad.tolerance)
@@ -93,8 +93,8 @@ def test_swad_keeps_what_the_window_needs_and_no_more(losses: list[int], settled
 
 def test_a_round_that_no_source_measured_counts_like_the_one_before() -> None:
     swad = SWAD()
-    kept = swad.judged(swad.after(Kept(), model(1), 0.1), {"a": 90.0, "b": 80.0})
-    assert swad.judged(swad.after(kept, model(2), 0.2), {}).losses == (15.0, 15.0)
+    kept = swad.judge(swad.after(Kept(), model(1), 0.1), {"a": 90.0, "b": 80.0})
+    assert swad.judge(swad.after(kept, model(2), 0.2), {}).losses == (15.0, 15.0)
 
 
 @pytest.mark.parametrize(

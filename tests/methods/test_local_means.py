@@ -135,7 +135,7 @@ def test_stochastic_depth_leaves_the_short_cut() -> None:
     branch.requires_grad_(False)
     with torch.no_grad():
         plain = branch.train()(before)
-        with plug_in.at(runner.site).attached(network):
+        with plug_in.at(runner.site).attach(network):
             found = branch(before)
             network.eval()
             assert torch.equal(branch(before), branch(before))
@@ -161,7 +161,7 @@ def test_stochastic_depth_drops_more_the_deeper_a_block_lies() -> None:
     (plug_in,) = FedAvg(local=[{"name": "stochastic_depth", "rate": 0.6}]).local
     runner, _ = site_of(FedAvg())
     runner.site.begin(runner.site.envelope)
-    with plug_in.at(runner.site).attached(network):
+    with plug_in.at(runner.site).attach(network):
         for number, block in enumerate(network, 1):
             found = block.conv(torch.ones(400, 1))
             assert sorted(found.unique().tolist()) == pytest.approx([0.0, 1 / (1 - 0.15 * number)])

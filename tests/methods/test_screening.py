@@ -40,7 +40,7 @@ def screened(screening: Screening, **replies: Controlled) -> dict[str, Controlle
     def answers() -> Generator[tuple[str, Controlled], None, None]:
         yield from replies.items()
 
-    return dict(screening.screened("train", {"weights": model(1.0), "control": model(3.0)}, answers()))
+    return dict(screening.screen("train", {"weights": model(1.0), "control": model(3.0)}, answers()))
 
 
 @pytest.fixture

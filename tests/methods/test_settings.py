@@ -11,7 +11,7 @@ from fedshift.experiment.runs.run_identity import comparable, first_difference
 from fedshift.methods import registry
 from fedshift.methods.composition.options import described_setting
 from fedshift.methods.federated.fedavg import FedAvg
-from fedshift.methods.settings import PAPER, described
+from fedshift.methods.settings import PAPER, setting_name
 
 
 class Released(FedAvg):
@@ -51,9 +51,9 @@ def test_two_settings_of_a_method_stand_side_by_side_without_labels() -> None:
 
 def test_a_setting_is_described_by_what_a_record_holds() -> None:
     kind, settings = Released, Released.traits.settings
-    assert described(kind, settings, {"weighting": "samples", "local_epochs": 1}) == "paper"
-    assert described(kind, settings, {"weighting": "uniform", "local_epochs": 3}) == "released"
-    assert described(kind, settings, {"weighting": "uniform", "local_epochs": 4}) == "released with local_epochs 4"
+    assert setting_name(kind, settings, {"weighting": "samples", "local_epochs": 1}) == "paper"
+    assert setting_name(kind, settings, {"weighting": "uniform", "local_epochs": 3}) == "released"
+    assert setting_name(kind, settings, {"weighting": "uniform", "local_epochs": 4}) == "released with local_epochs 4"
     assert described_setting(Released(local_epochs=2)) == "paper with local_epochs 2"
 
 
@@ -77,5 +77,5 @@ def test_every_setting_of_every_method_differs_from_the_papers_and_from_the_othe
             mode="json", exclude={"setting", "label"}
         )
         assert options not in seen
-        assert described(kind, kind.traits.settings, options) == setting
+        assert setting_name(kind, kind.traits.settings, options) == setting
         seen.append(options)

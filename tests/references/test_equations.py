@@ -697,7 +697,7 @@ def test_trust_in_sites(reference: Reference) -> None:
     centre = Weights({"w": torch.zeros(6, dtype=torch.float64)})
     names = ["root", *(f"site{k}" for k in range(4))]
     models = [Weights({"w": value}) for value in (trusted, *updates)]
-    mean, report = Trust(trusted="root").combined(names, models, centre)
+    mean, report = Trust(trusted="root").combine(names, models, centre)
     reference.agree("trust", [report["trust"][name] for name in names[1:]])
     lengths = [robust.update_norm(model, centre) for model in models]
     reference.agree("length_factors", [lengths[0] / own for own in lengths[1:]])

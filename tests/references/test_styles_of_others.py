@@ -80,12 +80,12 @@ def test_bytes_are_clipped_and_drawn_by_the_generator() -> None:
     images = torch.tensor([[[[-3.0, 0.2], [0.7, 5.0]]]])
 
     def mixed(seed: int) -> Tensor:
-        return fedccrl.augmixed(images.expand(4, 1, 2, 2), torch.Generator().manual_seed(seed))
+        return fedccrl.augmix(images.expand(4, 1, 2, 2), torch.Generator().manual_seed(seed))
 
     assert torch.equal(mixed(1), mixed(1))
     assert any(not torch.equal(mixed(1), mixed(seed)) for seed in (2, 3, 4))
     clipped = images.clamp(0, 1).expand(4, 1, 2, 2)
-    assert torch.equal(mixed(1), fedccrl.augmixed(clipped, torch.Generator().manual_seed(1)))
+    assert torch.equal(mixed(1), fedccrl.augmix(clipped, torch.Generator().manual_seed(1)))
 
 
 class _Squared(nn.Module):
@@ -125,7 +125,7 @@ def test_a_step_of_stablefdg(reference: Reference, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Styled, "_happens", lambda *_: next(happens))
     monkeypatch.setattr(stablefdg, "spread_rows", lambda *_: torch.tensor(options["seeds"]))
     monkeypatch.setattr(stablefdg, "levelling_rows", lambda *_: torch.tensor(options["added"]))
-    monkeypatch.setattr(stablefdg, "shuffled", lambda *_: torch.tensor(next(orders)))
+    monkeypatch.setattr(stablefdg, "shuffle_rows", lambda *_: torch.tensor(next(orders)))
     monkeypatch.setattr(stablefdg, "beta", lambda *_: torch.tensor(next(shares)))
     monkeypatch.setattr(torch, "randn", lambda *_, generator: given["normal"])
     seen: dict[str, Tensor] = {}

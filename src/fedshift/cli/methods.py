@@ -11,9 +11,9 @@ from rich.text import Text
 
 from fedshift.cli.console import escape, reflow, safe_console
 from fedshift.cli.fields import options_table
-from fedshift.text import yaml_value
 from fedshift.methods.index import ENTRIES, GROUPS, RULES, of_group
 from fedshift.methods.settings import PAPER
+from fedshift.text import yaml_value
 from fedshift.trust import own_words
 
 if TYPE_CHECKING:

@@ -280,7 +280,7 @@ class TrainedModel:
         with told_of(self.options, "predicting with it"):
             if adapted and len(inputs) and self.metadata.get("unseen"):
                 new_site = self.method.at_sites(tuple(self.metadata["input_shape"])).new_site
-                network = new_site.adapted(network, lambda: batches(new_site.order(len(inputs))))
+                network = new_site.adapt(network, lambda: batches(new_site.order(len(inputs))))
             outputs = [network(batch).double() for batch in batches()]  # as a run computes what it notes of a sample
         return np.concatenate([none, *(self.objective.scores(batch).float().numpy() for batch in outputs)])
 

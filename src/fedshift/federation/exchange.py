@@ -95,7 +95,7 @@ class Routed:
 class Screening(Protocol):
     """Screens the replies of an exchange before the method reads them: robust aggregation."""
 
-    def screened(
+    def screen(
         self, call: str, content: Mapping[str, Content | PerSite], answers: Generator[tuple[str, R], None, None]
     ) -> Generator[tuple[str, R], None, None]:
         """The replies that the method reads: some may be left out, or have other models."""

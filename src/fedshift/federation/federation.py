@@ -60,7 +60,7 @@ class Calls(Protocol):
 
     def plug_ins(self, site: Site) -> Sequence[PlugIn]: ...
 
-    def routed(self, call: str) -> Routed | None: ...
+    def routing(self, call: str) -> Routed | None: ...
 
     def run(self, call: str, site: Site, content: Mapping[str, Any]) -> Reply: ...
 
@@ -250,7 +250,7 @@ class Federation(ABC):
             return sums
         answers: Generator[tuple[str, R], None, None] = self._exchange(call.__name__, to, content)
         if self.screening is not None:
-            answers = self.screening.screened(call.__name__, content, answers)
+            answers = self.screening.screen(call.__name__, content, answers)
         self._open = replies = Replies(to, answers)
         return replies
 

@@ -223,7 +223,7 @@ class PlugIn:
         """What trains beside the model; None: nothing."""
         return None
 
-    def attached(self, model: Network) -> AbstractContextManager[object]:
+    def attach(self, model: Network) -> AbstractContextManager[object]:
         """A context in which ``model`` trains."""
         return nullcontext()
 
@@ -315,7 +315,7 @@ def plugged(
             plug_in.begin(model)
         for plug_in in plug_ins:
             assert plug_in.model is not None
-            attached.enter_context(plug_in.attached(plug_in.model))
+            attached.enter_context(plug_in.attach(plug_in.model))
         for plug_in in reversed(plug_ins):
             loss_of = partial(plug_in.loss, loss_of)
         yield loss_of, [plug_in for plug_in in plug_ins if plug_in.head is not None]

@@ -229,7 +229,7 @@ class Method(Composed, ABC):
         return Calls(self)
 
 
-def _promised(kind: type) -> set[str]:
+def _promised_by(kind: type) -> set[str]:
     """Kinds of content that the calls of a class promise to return."""
     return {kind for reply in calls_of(kind).values() for kind in promised_kinds(reply).values()}
 
@@ -244,8 +244,8 @@ class Calls:
     def shares(self) -> tuple[str, ...]:
         """Kinds of content that leave a site: numbers, what the calls promise to return, a model where they promise
         nothing, and for a pooled method the samples."""
-        promised, prepared = _promised(type(self.method)) - {NUMBERS} or {"weights"}, preparation_of(self.method)
-        before = set() if prepared is None else _promised(type(prepared))
+        promised, prepared = _promised_by(type(self.method)) - {NUMBERS} or {"weights"}, preparation_of(self.method)
+        before = set() if prepared is None else _promised_by(type(prepared))
         return in_order({NUMBERS, *promised, *before, *({"raw_data"} if self.method.traits.pooled else ())})
 
     def has(self, call: Callable[..., Any]) -> bool:
@@ -258,7 +258,7 @@ class Calls:
         prepared = preparation_of(self.method)
         return self.method if prepared is None or call not in calls_of(type(prepared)) else prepared
 
-    def routed(self, call: str) -> Routed | None:
+    def routing(self, call: str) -> Routed | None:
         """How the models of its replies are handed on; None: the server reads them."""
         return self.method.traits.routed.get(call)
 

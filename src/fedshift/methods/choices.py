@@ -27,7 +27,7 @@ def read_choice(value: Any, by: str, kinds: Mapping[str, type[BaseModel]], what:
     if not isinstance(options, Mapping):
         return options
     if by not in options:
-        raise ValueError(f"the {what} is not named; {_named(options, by, kinds)}")
+        raise ValueError(f"the {what} is not named; {_naming_hint(options, by, kinds)}")
     name = str(options[by])
     if name not in kinds:
         raise ValueError(f"there is no {what} '{name}'; {nearest(name, kinds)}")
@@ -47,7 +47,7 @@ def read_choice(value: Any, by: str, kinds: Mapping[str, type[BaseModel]], what:
         raise ValueError(f"{name}.{option}: {reason}") from None
 
 
-def _named(options: Mapping[Any, Any], by: str, kinds: Mapping[str, type[BaseModel]]) -> str:
+def _naming_hint(options: Mapping[Any, Any], by: str, kinds: Mapping[str, type[BaseModel]]) -> str:
     """How to name a kind in options that do not: the kind that is a key of them, or all that there are."""
     given = next((str(key) for key in options if str(key) in kinds), None)
     if given is None:

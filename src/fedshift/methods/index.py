@@ -50,7 +50,7 @@ class Entry:
         needs_classes: why it is for classification alone.
     """
 
-    place: str
+    class_path: str
     group: Group
     advice: str
     scenario: str

@@ -14,7 +14,7 @@ from fedshift.methods.base import Method
 from fedshift.methods.index import ENTRIES
 from fedshift.methods.settings import PAPER, with_setting
 
-METHODS: Mapping[str, str] = {name: entry.place for name, entry in ENTRIES.items()}
+METHODS: Mapping[str, str] = {name: entry.class_path for name, entry in ENTRIES.items()}
 
 
 def _as_option(name: str) -> str:
@@ -67,14 +67,14 @@ def parse(
         ValidationError: an option is wrong.
     """
     if options.get("name") == "styles" and "method" in options:
-        return _prepared(options, folder, permit)
+        return _with_preparation(options, folder, permit)
     fields = dict(options)
     kind = _CLASSES.find(_CLASSES.name_in(fields, "methods"), folder=folder, permit=permit)
     fields.pop("name")
     return kind.model_validate(fields, context={"folder": folder, "permit": permit})
 
 
-def _prepared(options: Mapping[str, Any], folder: Path | None, permit: Callable[[str], None] | None) -> Method:
+def _with_preparation(options: Mapping[str, Any], folder: Path | None, permit: Callable[[str], None] | None) -> Method:
     """Before ``prepare`` there was, ``styles`` was a method around another one: the other one, prepared.
 
     It keeps its name in tables and folders, so that results of that time still belong to it.

@@ -128,16 +128,16 @@ class NormClipping(Rule):
         if self.bound != "median":
             bounds[0] = self.bound
         factors = {
-            site: [robust.clip_factor(norm, bound) for norm, bound in zip(own, bounds, strict=True)]
-            for site, own in zip(sites, norms, strict=True)
+            site: [robust.clip_factor(norm, bound) for norm, bound in zip(length, bounds, strict=True)]
+            for site, length in zip(sites, norms, strict=True)
         }
         counters = robust.coordinate_median([_counters(model) for model in models])
 
-        def replaced(site: str, model: Weights) -> Weights:
+        def shorten(site: str, model: Weights) -> Weights:
             return _in_order(model, *map(robust.moved, [centre] * 2, _parts(model), factors[site]), counters)
 
         clipped = {site: factor for site, (factor, _) in factors.items() if factor < 1}
-        return Verdict(replaced, {"clipped": clipped, "bound": bounds[0]})
+        return Verdict(shorten, {"clipped": clipped, "bound": bounds[0]})
 
 
 class _OneModel(Rule):
@@ -147,11 +147,11 @@ class _OneModel(Rule):
 
     def judge(self, sites: Sequence[str], models: Iterable[Weights], centre: Weights) -> Verdict:
         self.check(len(sites))
-        item, report = self.combined(sites, models, centre)
+        item, report = self.combine(sites, models, centre)
         return Verdict(lambda site, model: item, report)
 
     @abstractmethod
-    def combined(
+    def combine(
         self, sites: Sequence[str], models: Iterable[Weights], centre: Weights
     ) -> tuple[Weights, Mapping[str, Any]]:
         """The one model, and what to say of it. Arguments as for `judge`."""
@@ -162,7 +162,7 @@ class Median(_OneModel):
 
     rule: Literal["median"] = "median"
 
-    def combined(
+    def combine(
         self, sites: Sequence[str], models: Iterable[Weights], centre: Weights
     ) -> tuple[Weights, Mapping[str, Any]]:
         return robust.coordinate_median(models), {}
@@ -177,7 +177,7 @@ class TrimmedMean(_OneModel):
     def check(self, sites: int) -> None:
         robust.check_trim(sites, self.trim)
 
-    def combined(
+    def combine(
         self, sites: Sequence[str], models: Iterable[Weights], centre: Weights
     ) -> tuple[Weights, Mapping[str, Any]]:
         return robust.trimmed_mean(models, self.trim), {}
@@ -224,7 +224,7 @@ class Trust(_OneModel):
         if self.trusted not in sources:
             raise UserError(f"trusted: '{self.trusted}' is not among the sources; {nearest(self.trusted, sources)}")
 
-    def combined(
+    def combine(
         self, sites: Sequence[str], models: Iterable[Weights], centre: Weights
     ) -> tuple[Weights, Mapping[str, Any]]:
         self.check_sources(sites)
@@ -234,11 +234,11 @@ class Trust(_OneModel):
         for site, model in zip(sites, models, strict=True):
             parameters, statistics = _parts(model)
             trust[site] = 1.0 if site == self.trusted else robust.trust_score(parameters, _parts(root)[0], centre)
-            own = robust.update_norm(parameters, centre)
+            length = robust.update_norm(parameters, centre)
             mean.add(
                 _in_order(
                     model,
-                    robust.moved(centre, parameters, lengths[0] / own if own and site != self.trusted else 1.0),
+                    robust.moved(centre, parameters, lengths[0] / length if length and site != self.trusted else 1.0),
                     robust.moved(
                         centre, statistics, robust.clip_factor(robust.update_norm(statistics, centre), lengths[1])
                     ),

@@ -44,7 +44,7 @@ class Screening:
     sent: dict[str, Weights]
     report: dict[str, Any] = field(default_factory=dict)
 
-    def screened(
+    def screen(
         self, call: str, content: Mapping[str, Content | PerSite], answers: Generator[tuple[str, R], None, None]
     ) -> Generator[tuple[str, R], None, None]:
         """The replies of an exchange as the method reads them.
@@ -89,7 +89,7 @@ class Screening:
         unknown = [name for name in averaged.fields if name not in self.sent | zero]
         if unknown:
             raise FedshiftError(f"robust: '{unknown[0]}' of {call} was sent to no site, so it has no update")
-        return _joined({name: (self.sent | zero)[name] for name in averaged.fields})
+        return _join({name: (self.sent | zero)[name] for name in averaged.fields})
 
 
 @dataclass(frozen=True)
@@ -104,20 +104,20 @@ class _Models:
 
 
 def _whole(reply: Reply, averaged: Averaged) -> Weights:
-    return _joined({name: getattr(reply, name) for name in averaged.fields})
+    return _join({name: getattr(reply, name) for name in averaged.fields})
 
 
 def _zeros(like: Weights) -> Weights:
     return Weights({name: torch.zeros_like(tensor) for name, tensor in like.items()})
 
 
-def _joined(models: Mapping[str, Weights]) -> Weights:
+def _join(models: Mapping[str, Weights]) -> Weights:
     """Several models as one, whose tensors are named after both."""
     return Weights({f"{name}/{key}": tensor for name, model in models.items() for key, tensor in model.items()})
 
 
 def _part(model: Weights, name: str) -> Weights:
-    """The inverse of `_joined`."""
+    """The inverse of `_join`."""
     return Weights(
         {key.removeprefix(f"{name}/"): tensor for key, tensor in model.items() if key.startswith(f"{name}/")}
     )

@@ -71,7 +71,7 @@ class Momentum(_Optimizer):
         return before.merge(Weights({name: before[name] + ahead * old for name, old in kept["first"].items()}))
 
     def step(self, before: Weights, change: Weights, kept: Moments) -> tuple[Weights, Moments]:
-        old = kept.get("first") or _filled(change, 0.0)
+        old = kept.get("first") or _fill(change, 0.0)
         result = {name: momentum_step(before[name], change[name], old[name], self.beta, self.rate) for name in change}
         return _part(result, 0), {"first": _part(result, 1)}
 
@@ -96,7 +96,7 @@ class Adaptive(_Optimizer):
         return {"beta": 0.0, **options} if adagrad else options
 
     def step(self, before: Weights, change: Weights, kept: Moments) -> tuple[Weights, Moments]:
-        first, second = kept.get("first") or _filled(change, 0.0), kept.get("second") or _filled(change, self.tau**2)
+        first, second = kept.get("first") or _fill(change, 0.0), kept.get("second") or _fill(change, self.tau**2)
         betas = (self.beta, self.beta2)
         result = {
             name: adaptive_step(
@@ -156,9 +156,9 @@ def after_round(
     return after.merge(moved), kept
 
 
-def _filled(like: Weights, value: float) -> Weights:
+def _fill(like: Weights, value: float) -> Weights:
     return Weights({name: torch.full_like(tensor, value) for name, tensor in like.items()})
 
 
-def _part(found: Mapping[str, tuple[Tensor, ...]], number: int) -> Weights:
-    return Weights({name: parts[number] for name, parts in found.items()})
+def _part(split: Mapping[str, tuple[Tensor, ...]], number: int) -> Weights:
+    return Weights({name: parts[number] for name, parts in split.items()})

@@ -42,7 +42,7 @@ def with_setting(settings: Settings, options: Mapping[str, Any]) -> dict[str, An
     return {**settings.get(name, {}), **options}
 
 
-def described(kind: type[BaseModel], settings: Settings, options: Mapping[str, Any]) -> str:
+def setting_name(kind: type[BaseModel], settings: Settings, options: Mapping[str, Any]) -> str:
     """The name of the setting that ``options`` belong to: ``paper``, ``released``, ``paper with mixup 0``.
 
     It is found by comparison, so that records from before settings had names get one, too. If no setting fits exactly,

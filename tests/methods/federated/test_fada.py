@@ -16,7 +16,7 @@ from fedshift.federation.local.pool import WorkerPool
 from fedshift.federation.randomness import derive_seed
 from fedshift.federation.site import Site
 from fedshift.methods.base import State
-from fedshift.methods.federated.fada import FADA, Disentangler, shifted
+from fedshift.methods.federated.fada import FADA, Disentangler, add_update
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -164,7 +164,7 @@ def test_a_shift_is_an_update_of_parameters_alone() -> None:
     own, start, model = (
         Weights({"w": torch.tensor([value]), "bn.running_mean": torch.tensor([value])}) for value in (5.0, 1.0, 3.0)
     )
-    found = shifted(own, start, model)
+    found = add_update(own, start, model)
     assert (found["w"].item(), found["bn.running_mean"].item()) == (7.0, 5.0)
 
 

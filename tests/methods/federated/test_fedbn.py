@@ -111,7 +111,7 @@ def test_a_new_site_has_statistics_of_all_its_samples_and_not_of_each_batch(name
     answering = evaluated(method, state.weights, found, network)
     inputs = next(site_of(where, "a").all_batches()).inputs
     new_site = method.at_sites(tuple(inputs.shape[1:])).new_site
-    adapted = new_site.adapted(answering, lambda: [inputs])
+    adapted = new_site.adapt(answering, lambda: [inputs])
     with torch.no_grad():
         torch.testing.assert_close(adapted(inputs[:1]), adapted(inputs)[:1])
         assert not torch.allclose(adapted(inputs[:3]), answering(inputs[:3])), "it answers by the batch as before"

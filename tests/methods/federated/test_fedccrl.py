@@ -36,8 +36,8 @@ def ready(where: Federation, name: str, number: int = 1) -> Site:
 
 def test_a_site_sends_styles_of_its_images_and_takes_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[Tensor] = []
-    plain = fedccrl.restyled
-    monkeypatch.setattr(fedccrl, "restyled", lambda *given: (taken.append(given[1]), plain(*given))[1])
+    plain = fedccrl.restyle
+    monkeypatch.setattr(fedccrl, "restyle", lambda *given: (taken.append(given[1]), plain(*given))[1])
     method = FedCCRL(shared=0.4, augmix=False)
     where, weights, bank = begun(method)
     assert {site: len(styles["mean"]) for site, styles in bank.items()} == {"a": 3, "b": 6, "c": 9}
@@ -76,7 +76,7 @@ def test_a_site_sends_at_least_one_style() -> None:
 
 
 def test_alone_it_keeps_its_styles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fedccrl, "restyled", None)  # which nobody calls
+    monkeypatch.setattr(fedccrl, "restyle", None)  # which nobody calls
     method = FedCCRL(augmix=False)
     where, weights, bank = begun(method)
     update = method.fit_beside(ready(where, "a"), weights, {"a": bank["a"]})

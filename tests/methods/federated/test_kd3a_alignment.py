@@ -122,9 +122,9 @@ def test_it_brings_the_aggregate_nearer_to_the_statistics() -> None:
     seen: list[tuple[Weights, dict[str, Weights], dict[str, float]]] = []
 
     class Watched(type(kd3a())):  # type: ignore[misc]
-        def _aligned(self, site, weights, models, shares):  # type: ignore[no-untyped-def]
+        def _align(self, site, weights, models, shares):  # type: ignore[no-untyped-def]
             seen.append((weights, dict(models), dict(shares)))
-            return super()._aligned(site, weights, models, shares)
+            return super()._align(site, weights, models, shares)
 
     method = Watched(**{"gate_start": 0.6, "gate_end": 0.9, **LOSS})
     (state,), where = rounds_of(method, rounds=1)

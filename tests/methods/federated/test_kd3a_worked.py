@@ -14,7 +14,7 @@ from tiny import LINEAR, federation
 
 from fedshift.data.domain import Domain
 from fedshift.federation.local.in_process import LocalFederation
-from fedshift.methods.federated.kd3a import KD3A, Aggregate, Teachers, smoothed
+from fedshift.methods.federated.kd3a import KD3A, Aggregate, Teachers, smooth_shares
 from fedshift.weights import Weights
 
 FIRST = ((0.95, 0.03, 0.02), (0.92, 0.05, 0.03), (0.02, 0.96, 0.02))
@@ -132,7 +132,7 @@ def test_the_worked_step_of_momentum() -> None:
 
 def test_a_site_that_comes_back_begins_with_its_share_of_now() -> None:
     """0.9 · (0.6, —, 0.4) + 0.1 · (0.2, 0.5, 0.3) is (0.56, 0.5, 0.39), over their sum of 1.45."""
-    found = smoothed({"a": 0.6, "t": 0.4}, {"a": 0.2, "b": 0.5, "t": 0.3}, 0.9)
+    found = smooth_shares({"a": 0.6, "t": 0.4}, {"a": 0.2, "b": 0.5, "t": 0.3}, 0.9)
     assert found == pytest.approx({"a": 0.56 / 1.45, "b": 0.5 / 1.45, "t": 0.39 / 1.45})
 
 

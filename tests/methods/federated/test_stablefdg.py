@@ -104,10 +104,10 @@ def test_nothing_changes_where_nothing_happens_or_the_model_predicts() -> None:
     images = torch.rand(4, 1, 16, 16, generator=draws())
     labels = torch.arange(4) % 3
     plain = network(images)
-    with Styled(StableFDG(exploring=0, sharing=0), draws(), labels, None).attached(network) as styled:
+    with Styled(StableFDG(exploring=0, sharing=0), draws(), labels, None).attach(network) as styled:
         assert torch.equal(network(images), plain)
     assert styled.labels is labels
-    with Styled(StableFDG(exploring=1), draws(), labels, None).attached(network) as styled:
+    with Styled(StableFDG(exploring=1), draws(), labels, None).attach(network) as styled:
         assert len(network(images)) == 8
     assert torch.equal(network(images), plain)
 

@@ -16,7 +16,7 @@ def test_samples_of_a_batch_take_styles_independently() -> None:
     means = torch.tensor([0.2, 0.5, 0.8]).view(3, 1, 1)
     bank = {"mean": means, "deviation": torch.full((3, 1, 1), 1e-3)}
     domains = torch.stack([torch.tensor([0, 1, 2]).roll(row) for row in range(300)])
-    styler = Styler(Channels(False), bank, domains, torch.zeros_like(domains), own=0, unbiased=False)
+    styler = Styler(Channels(False), bank, domains, torch.zeros_like(domains), site_domain=0, unbiased=False)
     rows = torch.randperm(300, generator=torch.Generator().manual_seed(1))
     samples = 0.2 + 0.01 * torch.rand(300, 1, 6, 6)
     drawn = styler.restyle(samples, rows, torch.Generator().manual_seed(2)).mean((1, 2, 3))
@@ -34,7 +34,7 @@ def test_own_samples_stay_as_they_are_bit_for_bit() -> None:
     bank = {"mean": torch.tensor([[[0.9]]]), "deviation": torch.tensor([[[0.5]]])}
     samples = torch.rand(4, 1, 3, 3)
     table = torch.zeros(4, 2, dtype=torch.int64)
-    styler = Styler(Channels(False), bank, table, table, own=0, unbiased=False)
+    styler = Styler(Channels(False), bank, table, table, site_domain=0, unbiased=False)
     assert torch.equal(styler.restyle(samples, torch.arange(4), torch.Generator()), samples)
 
 
@@ -82,7 +82,7 @@ def test_a_bank_of_images_is_as_large_as_it_says() -> None:
 def test_which_domain_is_the_sites_own(own: int) -> None:
     bank = {"mean": torch.tensor([[[0.3]], [[0.7]]]), "deviation": torch.full((2, 1, 1), 1e-3)}
     table = torch.tensor([[0, 1]] * 40)
-    styler = Styler(Channels(False), bank, table, torch.zeros_like(table), own=own, unbiased=False)
+    styler = Styler(Channels(False), bank, table, torch.zeros_like(table), site_domain=own, unbiased=False)
     samples = torch.full((40, 1, 3, 3), 0.5)
     drawn = styler.restyle(samples, torch.arange(40), torch.Generator().manual_seed(0)).mean((1, 2, 3))
     other = (0.7, 0.3)[own]
@@ -107,8 +107,8 @@ def test_a_costly_version_is_made_once_and_is_that_of_its_row_and_domain() -> No
     bank = {"mean": torch.tensor([0.2, 0.5, 0.8]).view(3, 1, 1), "deviation": torch.full((3, 1, 1), 0.05)}
     domains = torch.tensor([[0, 1, 2]] * 20)
     samples, draws, space = torch.rand(20, 1, 6, 6), torch.Generator().manual_seed(0), Costly()
-    cached = Styler(space, bank, domains, torch.zeros_like(domains), own=0, unbiased=False)
-    plain = Styler(Channels(False), bank, domains, torch.zeros_like(domains), own=0, unbiased=False)
+    cached = Styler(space, bank, domains, torch.zeros_like(domains), site_domain=0, unbiased=False)
+    plain = Styler(Channels(False), bank, domains, torch.zeros_like(domains), site_domain=0, unbiased=False)
     again = torch.Generator().manual_seed(0)
     for _ in range(60):
         rows = torch.randperm(20, generator=torch.Generator().manual_seed(1))

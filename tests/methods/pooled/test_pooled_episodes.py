@@ -528,7 +528,7 @@ def test_an_episode_of_metareg_moves_no_statistics_of_a_classifier() -> None:
     task, draws = normed_classifier(), torch.Generator().manual_seed(0)
     *near, far = ((5 + torch.randn(8, 6, generator=draws), torch.randint(3, (8,), generator=draws)) for _ in range(2))
     before = {name: tensor.clone() for name, tensor in task.state_dict().items()}
-    penalties = [torch.full_like(value, 0.1) for value in metareg.regularised(dict(task.named_parameters()))]
+    penalties = [torch.full_like(value, 0.1) for value in metareg.penalised_parameters(dict(task.named_parameters()))]
     found = metareg.episode_loss(F.cross_entropy, task, penalties, near, far, rate=0.0)
     assert not moved(before, task.state_dict())
     centred = (far[0] - far[0].mean(0)) / (far[0].var(0, correction=0) + 1e-5).sqrt()

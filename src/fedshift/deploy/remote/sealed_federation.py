@@ -39,7 +39,7 @@ class SealedFederation(RemoteFederation):
         """Site → why it refused to measure a model."""
 
     def deliver(self, call: str, requests: Iterator[Request]) -> Generator[Answer[Any] | Missing, None, None]:
-        way = self.method.calls.routed(call)
+        way = self.method.calls.routing(call)
         try:
             if way is not None:
                 asked = list(requests)
@@ -55,7 +55,7 @@ class SealedFederation(RemoteFederation):
     def reply_of(
         self, kind: type[Reply], call: str, request: Request, answer: CallAnswer, content: Mapping[str, Any]
     ) -> tuple[Reply, Layout | None]:
-        way = self.method.calls.routed(call)
+        way = self.method.calls.routing(call)
         if way is None or self._readers is None:
             return super().reply_of(kind, call, request, answer, content)
         box = Box.read(content.get(way.field), most_bytes(self.checks.size, len(self.sources)))

@@ -108,7 +108,7 @@ class SiteSeals:
         boxes.check_setting(request)
         if request.seal is None:
             return None
-        way = method.calls.routed(request.call)
+        way = method.calls.routing(request.call)
         if way is None:
             raise Refused(f"site '{self.name}': what call {request.call} sends is not only handed on to another site")
         cards = {reader: KeyCard(reader, *entry) for reader, entry in request.seal.readers.items()}
@@ -205,7 +205,7 @@ class SiteSeals:
         except FedshiftError as error:
             raise Refused(f"site '{self.name}': a request to measure: {error}") from None
         for box in package.boxes:
-            way = method.calls.routed(box.passage.call)
+            way = method.calls.routing(box.passage.call)
             if way is None or not way.in_model:
                 raise Refused(f"site '{self.name}': a model to measure has a part that call {box.passage.call} sent")
             boxes.check_way(box, request.run, box.passage.sender, Way(box.passage.call, way), None)

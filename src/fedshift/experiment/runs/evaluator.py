@@ -250,7 +250,7 @@ def answering(network: Network, view: SiteData, new_site: NewSite | None) -> Net
     if new_site is None:
         return network
     order = new_site.order(view.samples)
-    return new_site.adapted(network, lambda: (inputs for inputs, _, _ in view.all_batches(_BATCH, order)))
+    return new_site.adapt(network, lambda: (inputs for inputs, _, _ in view.all_batches(_BATCH, order)))
 
 
 @torch.no_grad()

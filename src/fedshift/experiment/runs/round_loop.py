@@ -169,7 +169,7 @@ class _RunLoop:
         elif measured:
             results = self.evaluator.measure(network, model)
         if not last:
-            judged = averaging.judged(state.averaged, results.get("source_accuracy", {}), self.run.metric in ERRORS)
+            judged = averaging.judge(state.averaged, results.get("source_accuracy", {}), self.run.metric in ERRORS)
             state = replace(state, averaged=judged)
         record = self.log.record(state, results)
         self.context.reporter.round(self.run, record)

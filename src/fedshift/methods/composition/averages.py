@@ -62,7 +62,7 @@ class Averaging(BaseModel, ABC):
     def after(self, kept: Kept, model: Weights, done: float) -> Kept:
         """What is remembered after a round that made ``model``; ``done`` is the share of the rounds that are over."""
 
-    def judged(self, kept: Kept, measured: Mapping[str, float], less_is_better: bool = False) -> Kept:
+    def judge(self, kept: Kept, measured: Mapping[str, float], less_is_better: bool = False) -> Kept:
         """What is remembered once the round's model was measured at the sources. Not after the last one.
 
         Args:
@@ -134,7 +134,7 @@ class SWAD(Averaging):
     def after(self, kept: Kept, model: Weights, done: float) -> Kept:
         return kept if self._window(kept)[1] is not None else replace(kept, recent=(*kept.recent, model))
 
-    def judged(self, kept: Kept, measured: Mapping[str, float], less_is_better: bool = False) -> Kept:
+    def judge(self, kept: Kept, measured: Mapping[str, float], less_is_better: bool = False) -> Kept:
         if not measured:  # no source answered: the round counts like the one before
             loss = kept.losses[-1] if kept.losses else 100.0
         else:

@@ -44,7 +44,7 @@ class _LabelSmoothing(PlugIn):
         self._scores: Tensor | None = None
 
     @contextmanager
-    def attached(self, model: Network) -> Iterator[None]:
+    def attach(self, model: Network) -> Iterator[None]:
         handle = model.classifier.register_forward_hook(self._keep)
         try:
             yield
@@ -76,7 +76,7 @@ class _Mixed(PlugIn):
         self._draws = site.generator_for(self.name)
 
     @abstractmethod
-    def mixed(self, inputs: Tensor, partners: Tensor, share: float) -> tuple[Tensor, float]:
+    def mix(self, inputs: Tensor, partners: Tensor, share: float) -> tuple[Tensor, float]:
         """x̃, and λ."""
 
     def loss(self, loss_of: LossOf, batch: Batch) -> Tensor:
@@ -84,11 +84,11 @@ class _Mixed(PlugIn):
             return loss_of(batch)
         order = torch.randperm(len(batch.inputs), generator=self._draws).to(batch.inputs.device)
         share = float(beta(self._alpha, 1, self._draws))
-        inputs, share = self.mixed(batch.inputs, batch.inputs[order], share)
-        own = replace(batch, inputs=inputs)
+        inputs, share = self.mix(batch.inputs, batch.inputs[order], share)
+        mixed = replace(batch, inputs=inputs)
         if share == 1:
-            return loss_of(own)
-        return share * loss_of(own) + (1 - share) * loss_of(replace(own, labels=batch.targets[order]))
+            return loss_of(mixed)
+        return share * loss_of(mixed) + (1 - share) * loss_of(replace(mixed, labels=batch.targets[order]))
 
 
 class MixupOption(LocalOption):
@@ -110,7 +110,7 @@ class MixupOption(LocalOption):
 class _Mixup(_Mixed):
     name = "mixup"
 
-    def mixed(self, inputs: Tensor, partners: Tensor, share: float) -> tuple[Tensor, float]:
+    def mix(self, inputs: Tensor, partners: Tensor, share: float) -> tuple[Tensor, float]:
         return mixed_inputs(inputs, partners, share), share
 
 
@@ -134,6 +134,6 @@ class CutMixOption(LocalOption):
 class _CutMix(_Mixed):
     name = "cutmix"
 
-    def mixed(self, inputs: Tensor, partners: Tensor, share: float) -> tuple[Tensor, float]:
+    def mix(self, inputs: Tensor, partners: Tensor, share: float) -> tuple[Tensor, float]:
         row, column = torch.rand(2, generator=self._draws).tolist()
         return pasted(inputs, partners, share, (row, column))

@@ -54,7 +54,7 @@ class MixStyleOption(Mixing, LocalOption):
         for stage in self.stages or ():
             if stage not in network.stages:
                 raise UserError(f"{self.name}.stages: there is no stage '{stage}'; {nearest(stage, network.stages)}")
-        maps = maps_of(network, tuple(_chosen(network, self.stages)), input_shape)
+        maps = maps_of(network, tuple(_stages_to_mix(network, self.stages)), input_shape)
         if not any(len(shape) == 3 and shape[1] * shape[2] > 1 for shape in maps.values()):
             raise UserError(f"{self.name}: no stage of the network gives maps with positions to mix; leave it out")
 
@@ -69,7 +69,7 @@ class _MixStyle(PlugIn):
         self._mixer = Mixer(option.probability, option.alpha, draws, across=option.of_two_domains)
 
     @contextmanager
-    def attached(self, model: Network) -> Iterator[None]:
+    def attach(self, model: Network) -> Iterator[None]:
         handles = self._mixer.attach(model, self._stages)
         try:
             yield
@@ -94,28 +94,28 @@ class Mixer:
     def attach(self, model: Network, stages: tuple[str, ...] | None) -> list[RemovableHandle]:
         """Mix behind these stages of ``model``; None: behind all that have positions, but ``stem`` and the last."""
         return [
-            model.get_submodule(model.stages[name]).register_forward_hook(self._mixed)
-            for name in _chosen(model, stages)
+            model.get_submodule(model.stages[name]).register_forward_hook(self._mix)
+            for name in _stages_to_mix(model, stages)
         ]
 
-    def _mixed(self, module: torch.nn.Module, _: object, maps: Tensor) -> Tensor:
+    def _mix(self, module: torch.nn.Module, _: object, maps: Tensor) -> Tensor:
         if not module.training or maps.dim() != 4 or maps[0, 0].numel() < 2:
             return maps
         if torch.rand((), generator=self.draws) >= self.probability:
             return maps
-        drawn = partners_in_the_other_half if self.across else shuffled
+        drawn = partners_in_the_other_half if self.across else shuffle_rows
         return mixed_styles(
             maps, drawn(len(maps), self.draws).to(maps.device), beta(self.alpha, len(maps), self.draws).to(maps)
         )
 
 
-def _chosen(network: Network, stages: tuple[str, ...] | None) -> list[str]:
+def _stages_to_mix(network: Network, stages: tuple[str, ...] | None) -> list[str]:
     if stages is not None:
         return list(stages)
     return [name for name in list(network.stages)[:-1] if name != STEM]
 
 
-def shuffled(number: int, generator: torch.Generator) -> Tensor:
+def shuffle_rows(number: int, generator: torch.Generator) -> Tensor:
     """Row numbers in a random order, (n,)."""
     return torch.randperm(number, generator=generator)
 

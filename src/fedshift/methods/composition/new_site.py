@@ -35,14 +35,14 @@ class NewSite:
     classifier: int | None = None
 
     def order(self, samples: int) -> Tensor | None:
-        """The order in which `adapted` should see the site's samples; None: any.
+        """The order in which `adapt` should see the site's samples; None: any.
 
         Files are often sorted by class. BatchNorm has to see mini-batches of all classes, since each of its layers
         reads what the layers before it normalise by their mini-batch.
         """
         return None if self.batch_norm is None else mixed_order(samples)
 
-    def adapted(self, network: Network, batches: Callable[[], Iterable[Tensor]]) -> Network:
+    def adapt(self, network: Network, batches: Callable[[], Iterable[Tensor]]) -> Network:
         """The network that predicts there, in evaluation mode.
 
         Args:
@@ -51,11 +51,11 @@ class NewSite:
         """
         if self.batch_norm is not None:
             network = adapted_to(network, batches(), self.batch_norm)
-        return network if self.classifier is None else _turned(network, batches(), self.classifier)
+        return network if self.classifier is None else _turn_classifier(network, batches(), self.classifier)
 
 
 @torch.no_grad()
-def _turned(network: Network, batches: Iterable[Tensor], prior: int) -> Network:
+def _turn_classifier(network: Network, batches: Iterable[Tensor], prior: int) -> Network:
     """A copy of ``network`` with a classifier turned towards the features of these inputs (`turned_templates`)."""
     made = copy.deepcopy(network).eval()
     if not turns(made) or made.objective != CLASSES:

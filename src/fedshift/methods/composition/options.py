@@ -29,7 +29,7 @@ from fedshift.methods.composition.prepare import PREPARATIONS, PreparationOption
 from fedshift.methods.composition.training_changes import TrainingChanges
 from fedshift.methods.robust import RULES, RobustAggregation, unfit
 from fedshift.methods.server import ServerOptimizer
-from fedshift.methods.settings import PAPER, described, with_setting
+from fedshift.methods.settings import PAPER, setting_name, with_setting
 from fedshift.methods.symbols import with_names
 from fedshift.methods.traits import Traits
 from fedshift.weights import Weights
@@ -166,12 +166,15 @@ class Composed(BaseModel, ABC):
 def plug_ins_of(method: Composed) -> tuple[LocalOption, ...]:
     """The plug-ins of ``local``, and nearest to the loss those of a preset that ``local`` does not name."""
     named = {plug_in.name for plug_in in method.local}
-    return (*method.local, *(_included(method, kind) for name, kind in _kinds(method, PLUG_INS) if name not in named))
+    return (
+        *method.local,
+        *(_build_included(method, kind) for name, kind in _kinds(method, PLUG_INS) if name not in named),
+    )
 
 
 def preparation_of(method: Composed) -> Preparation | None:
     """What goes before training: that of ``prepare``, or that of a preset."""
-    included = [_included(method, kind) for _, kind in _kinds(method, PREPARATIONS)]
+    included = [_build_included(method, kind) for _, kind in _kinds(method, PREPARATIONS)]
     return method.prepare or (included[0] if included else None)
 
 
@@ -180,7 +183,7 @@ def _kinds(method: Composed, kinds: Mapping[str, type[P]]) -> list[tuple[str, ty
     return [(name, kinds[name]) for name in method.traits.includes if name in kinds]
 
 
-def _included(method: Composed, kind: type[P]) -> P:
+def _build_included(method: Composed, kind: type[P]) -> P:
     """What a preset includes, with the options that are its fields."""
     return kind.model_validate({name: getattr(method, name) for name in kind.model_fields if name != "name"})
 
@@ -213,7 +216,7 @@ def composition_of(method: Composed) -> tuple[str, ...]:
 
 def described_setting(method: Composed) -> str:
     """The setting and what differs from it, as records name it: ``paper with mixup 0``."""
-    return described(type(method), method.traits.settings, method.model_dump(mode="json"))
+    return setting_name(type(method), method.traits.settings, method.model_dump(mode="json"))
 
 
 def check_options(method: Composed) -> None:

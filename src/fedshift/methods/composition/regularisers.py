@@ -104,14 +104,14 @@ class _Dropout(PlugIn):
         self._rate, self._draws = option.rate, site.generator_for("dropout")
 
     @contextmanager
-    def attached(self, model: Network) -> Iterator[None]:
-        handle = model.classifier.register_forward_pre_hook(self._dropped)
+    def attach(self, model: Network) -> Iterator[None]:
+        handle = model.classifier.register_forward_pre_hook(self._drop)
         try:
             yield
         finally:
             handle.remove()
 
-    def _dropped(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    def _drop(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         if not module.training:
             return None
         features, *others = inputs
@@ -147,7 +147,7 @@ class _StochasticDepth(PlugIn):
         self._rate, self._draws = option.rate, site.generator_for("stochastic depth")
 
     @contextmanager
-    def attached(self, model: Network) -> Iterator[None]:
+    def attach(self, model: Network) -> Iterator[None]:
         branches = residual_branches(model)
         handles = [
             branch.register_forward_hook(self._hook(self._rate * number / len(branches)))
@@ -160,13 +160,13 @@ class _StochasticDepth(PlugIn):
                 handle.remove()
 
     def _hook(self, rate: float) -> Callable[[nn.Module, object, Tensor], Tensor]:
-        def dropped(module: nn.Module, _: object, output: Tensor) -> Tensor:
+        def drop(module: nn.Module, _: object, output: Tensor) -> Tensor:
             if not module.training:
                 return output
             kept = torch.rand(len(output), generator=self._draws) >= rate
             return output * (kept.to(output) / (1 - rate)).view(-1, *[1] * (output.dim() - 1))
 
-        return dropped
+        return drop
 
 
 def residual_branches(network: nn.Module) -> list[nn.Module]:

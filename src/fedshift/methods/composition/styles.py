@@ -178,7 +178,7 @@ class StylesOption(StyleOptions, Preparation):
     def _styles(self, site: Site) -> Styles:
         space = self.space(site)
         if self.style_mode == "overall":
-            found = space.of_all(self.samples(site, torch.arange(site.samples)))
+            site_styles = space.of_all(self.samples(site, torch.arange(site.samples)))
         else:
             draws, number = site.generator_for("styles"), self.bank_size
             rows = torch.randperm(site.samples, generator=draws)[:number]
@@ -186,8 +186,8 @@ class StylesOption(StyleOptions, Preparation):
                 rows = torch.randint(site.samples, (number,), generator=draws)
             images, again = rows.unique(return_inverse=True)  # type: ignore[no-untyped-call]
             each = [space.of_each(samples) for samples in self.samples(site, images)]
-            found = {name: torch.cat([styles[name] for styles in each]).cpu()[again] for name in each[0]}
-        return Styles({name: tensor.cpu() for name, tensor in found.items()})
+            site_styles = {name: torch.cat([styles[name] for styles in each]).cpu()[again] for name in each[0]}
+        return Styles({name: tensor.cpu() for name, tensor in site_styles.items()})
 
     def samples(self, site: Site, rows: Tensor) -> Iterator[Tensor]:
         """What styles are computed from, a part after the other: stored samples, or what a stage of the start gives."""
@@ -206,10 +206,10 @@ class StylesOption(StyleOptions, Preparation):
                 )
             yield maps[stage]
 
-    def space(self, site: Site, own: Style | None = None) -> StyleSpace:
-        """Φ, which measures and applies styles; ``own`` is that of this site, which vectors need."""
+    def space(self, site: Site, site_style: Style | None = None) -> StyleSpace:
+        """Φ, which measures and applies styles; ``site_style`` is that of this site, which vectors need."""
         if len(site.data.input_shape) != 3:
-            return Columns(own)
+            return Columns(site_style)
         if self.style_space == "vgg":
             made = Vgg(self.unbiased_content, (self.vgg_encoder, self.vgg_decoder), self.vgg_size, _FIELD)
             return made.to(site.device)
@@ -232,11 +232,11 @@ class StylesOption(StyleOptions, Preparation):
             numbers = blocks[torch.arange(site.samples)[:, None] // batch, domains]
         else:
             numbers = torch.randint(number, domains.shape, generator=draws)
-        own = names.index(site.name)
+        position = names.index(site.name)
         space = None  # in the network's features, a hook applies the style
         if self.style_space != "feature":
-            space = self.space(site, {part: tensor[own, 0] for part, tensor in styles.items()})
-        return Styler(space, styles, domains, numbers, own, unbiased=self.unbiased_content)
+            space = self.space(site, {part: tensor[position, 0] for part, tensor in styles.items()})
+        return Styler(space, styles, domains, numbers, position, unbiased=self.unbiased_content)
 
     @contextmanager
     def inside(self, site: Site) -> Iterator[None]:
@@ -377,8 +377,8 @@ class Columns(StyleSpace):
         own: the style of the site whose samples are changed.
     """
 
-    def __init__(self, own: Style | None = None) -> None:
-        self.own = own
+    def __init__(self, site_style: Style | None = None) -> None:
+        self.site_style = site_style
 
     def of_each(self, samples: Tensor) -> Style:
         raise UserError("style_space: a single vector has no style; use style_mode: overall")
@@ -387,8 +387,8 @@ class Columns(StyleSpace):
         return overall(batches)
 
     def apply(self, samples: Tensor, style: Style) -> Tensor:
-        assert self.own is not None
-        own_mean, own_deviation = self.own["mean"].to(samples), self.own["deviation"].to(samples)
+        assert self.site_style is not None
+        own_mean, own_deviation = self.site_style["mean"].to(samples), self.site_style["deviation"].to(samples)
         return (samples - own_mean) / own_deviation * style["deviation"] + style["mean"]
 
 
@@ -414,10 +414,17 @@ class Styler:
     """
 
     def __init__(
-        self, space: StyleSpace | None, bank: Style, domains: Tensor, numbers: Tensor, own: int, *, unbiased: bool
+        self,
+        space: StyleSpace | None,
+        bank: Style,
+        domains: Tensor,
+        numbers: Tensor,
+        site_domain: int,
+        *,
+        unbiased: bool,
     ) -> None:
         self.domains, self.numbers = domains, numbers
-        self._space, self._bank, self._own, self._unbiased = space, bank, own, unbiased
+        self._space, self._bank, self._site_domain, self._unbiased = space, bank, site_domain, unbiased
         self._cache: Tensor | None = None
         self._filled = torch.zeros(domains.shape, dtype=torch.bool)
         self._now: tuple[Style, Tensor] | None = None
@@ -428,23 +435,23 @@ class Styler:
         version = torch.randint(self.domains.shape[1], (len(rows),), generator=draws)
         domains, numbers = (table[rows, version].to(samples.device) for table in (self.domains, self.numbers))
         style = {part: tensor[domains, numbers] for part, tensor in self._bank.items()}
-        foreign = domains != self._own
+        foreign = domains != self._site_domain
         if self._space is None:
             self._now = style, foreign
             return samples
         if self._space.cached:
-            return self._remembered(samples, style, foreign, rows, version)
+            return self._restyle_cached(samples, style, foreign, rows, version)
         return _where(foreign, self._space.apply(samples, style), samples)
 
-    def _remembered(self, samples: Tensor, style: Style, foreign: Tensor, rows: Tensor, version: Tensor) -> Tensor:
+    def _restyle_cached(self, samples: Tensor, style: Style, foreign: Tensor, rows: Tensor, version: Tensor) -> Tensor:
         """As `restyle`, for slow spaces: a version is computed once and kept with 8 bits, as in an image file."""
         assert self._space is not None
         if self._cache is None:
             self._cache = torch.empty((*self.domains.shape, *samples.shape[1:]), dtype=torch.uint8)
         new = (~self._filled[rows, version] & foreign.cpu()).nonzero().flatten()
         if len(new):
-            place = new.to(samples.device)
-            made = self._space.apply(samples[place], {part: tensor[place] for part, tensor in style.items()})
+            positions = new.to(samples.device)
+            made = self._space.apply(samples[positions], {part: tensor[positions] for part, tensor in style.items()})
             self._cache[rows[new], version[new]] = (made * 255).round().to(torch.uint8).cpu()
             self._filled[rows[new], version[new]] = True
         return _where(foreign, self._cache[rows, version].to(samples) / 255, samples)
@@ -455,13 +462,13 @@ class Styler:
         Copies of the stage do the same.
         """
 
-        def restyled(module: nn.Module, _inputs: object, output: Tensor) -> Tensor | None:
+        def apply_style(module: nn.Module, _inputs: object, output: Tensor) -> Tensor | None:
             if self._now is None or not module.training or len(output) != len(self._now[1]):
                 return None
             style, foreign = self._now
             return _where(foreign, adain(output, style["mean"], style["deviation"], unbiased=self._unbiased), output)
 
-        return stage.register_forward_hook(restyled)
+        return stage.register_forward_hook(apply_style)
 
 
 def _where(chosen: Tensor, first: Tensor, second: Tensor) -> Tensor:
@@ -498,7 +505,7 @@ def encoder(file: Path, field: str) -> nn.Sequential:
             continue
         layers += [nn.ReflectionPad2d(1), nn.Conv2d(width, part, 3), nn.ReLU()]
         width = part
-    return _loaded(nn.Sequential(*layers), file, field)
+    return _load_frozen(nn.Sequential(*layers), file, field)
 
 
 def decoder(file: Path, field: str) -> nn.Sequential:
@@ -519,17 +526,17 @@ def decoder(file: Path, field: str) -> nn.Sequential:
             continue
         layers += [nn.ReflectionPad2d(1), nn.Conv2d(width, part, 3), nn.ReLU()]
         width = part
-    return _loaded(nn.Sequential(*layers[:-1]), file, field)
+    return _load_frozen(nn.Sequential(*layers[:-1]), file, field)
 
 
-def _loaded(layers: nn.Sequential, file: Path, field: str) -> nn.Sequential:
+def _load_frozen(layers: nn.Sequential, file: Path, field: str) -> nn.Sequential:
     """``layers`` with the weights of ``file``, frozen. Layers of the file that come later are ignored."""
-    found = read_weights(find_file(file, field))
+    stored = read_weights(find_file(file, field))
     wanted: dict[str, Tensor] = layers.state_dict()
     for name, tensor in wanted.items():
-        if name not in found or found[name].shape != tensor.shape:
-            has = tuple(found[name].shape) if name in found else "nothing"
+        if name not in stored or stored[name].shape != tensor.shape:
+            has = tuple(stored[name].shape) if name in stored else "nothing"
             raise UserError(f"{field}: {file} has {has} under '{name}', expected {tuple(tensor.shape)}")
     with torch.no_grad():
-        layers.load_state_dict({name: found[name] for name in wanted})
+        layers.load_state_dict({name: stored[name] for name in wanted})
     return layers.eval().requires_grad_(False)

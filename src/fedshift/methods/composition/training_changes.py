@@ -37,7 +37,7 @@ class _Changes(BaseModel):
         return options
 
     @model_serializer(mode="wrap")
-    def _given(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _serialize_set(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
         written: dict[str, Any] = plain(self)
         return {name: value for name, value in written.items() if name in self.model_fields_set}
 

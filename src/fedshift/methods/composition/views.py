@@ -106,9 +106,9 @@ class _Augment(PlugIn):
         self._by, self._draws = option.by, site.generator_for("augment")
 
     def loss(self, loss_of: LossOf, batch: Batch) -> Tensor:
-        return loss_of(with_labelled(batch, self._moved))
+        return loss_of(with_labelled(batch, self._augment))
 
-    def _moved(self, batch: Batch) -> Batch:
+    def _augment(self, batch: Batch) -> Batch:
         pixels, labels = self.site.pixels(batch.inputs).clamp(0, 1), batch.targets
         if labels.dim() == 4:  # masks
             pixels, labels = augment_with_masks(pixels, labels, self._by, self._draws)

@@ -70,11 +70,11 @@ class APFL(FedAvg):
     adaptive: bool = Field(True, description="whether each site learns α")
 
     def own_weights(self, weights: Weights, memory: Mapping[str, Content]) -> Weights:
-        own, share = memory.get(PERSONAL), memory.get(SHARE)
-        if not isinstance(own, Weights) or not isinstance(share, float):
+        personal, share = memory.get(PERSONAL), memory.get(SHARE)
+        if not isinstance(personal, Weights) or not isinstance(share, float):
             return weights
-        mixed = {name: _mixed(value, weights[name], share) for name, value in parameters_of(own).items()}
-        return own.merge(mixed)
+        mixed = {name: _mix(value, weights[name], share) for name, value in parameters_of(personal).items()}
+        return personal.merge(mixed)
 
     def tune(self, site: Site, weights: Weights) -> Finished:
         finished = super().tune(site, weights)
@@ -97,7 +97,9 @@ class APFL(FedAvg):
         site.memory[PERSONAL], site.memory[SHARE] = site.weights_of(personal), share.item()
         return Update(site.weights_of(model), site.samples, loss)
 
-    def _loss_of_both(self, site: Site, model: Network, own: Network, share: Tensor) -> Callable[[Batch], Tensor]:
+    def _loss_of_both(
+        self, site: Site, model: Network, personal_model: Network, share: Tensor
+    ) -> Callable[[Batch], Tensor]:
         """f_i(w_i), and with the same steps f_i(v̄_i) as a function of v_i. The first call moves ``share``."""
         waiting = self.adaptive
 
@@ -105,8 +107,10 @@ class APFL(FedAvg):
             nonlocal waiting
             common = dict(model.named_parameters())
             part = share.clone().requires_grad_(waiting)
-            mixture = {name: _mixed(value, common[name].detach(), part) for name, value in own.named_parameters()}
-            personal = site.objective.loss(answer_at(own, mixture, batch.inputs, counts=True), batch.targets)
+            mixture = {
+                name: _mix(value, common[name].detach(), part) for name, value in personal_model.named_parameters()
+            }
+            personal = site.objective.loss(answer_at(personal_model, mixture, batch.inputs, counts=True), batch.targets)
             if waiting:
                 (slope,) = torch.autograd.grad(personal, part, retain_graph=True)
                 share.copy_((share - site.learning_rate * slope).clamp(0, 1))
@@ -117,6 +121,6 @@ class APFL(FedAvg):
         return loss
 
 
-def _mixed(own: Tensor, common: Tensor, share: Tensor | float) -> Tensor:
+def _mix(personal: Tensor, common: Tensor, share: Tensor | float) -> Tensor:
     """``α v + (1 − α) w``."""
-    return share * own + (1 - share) * common
+    return share * personal + (1 - share) * common

@@ -161,8 +161,8 @@ class COPA(Method):
     def bounds(self, call: str, about: About) -> Bounds:
         if call != "fit":
             return {}
-        own = cast(Experts, about.network.classifier).heads[0].state_dict()
-        shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+        head_weights = cast(Experts, about.network.classifier).heads[0].state_dict()
+        shapes = {name: tuple(tensor.shape) for name, tensor in head_weights.items()}
         return {"classifier": Tensors(shapes, low=-_LARGEST, high=_LARGEST)}
 
     def personal(self, weights: Weights) -> Collection[str]:
@@ -202,20 +202,20 @@ class COPA(Method):
         """Train features and the site's own classifier at a source. The others' classifiers are frozen."""
         model = site.model()
         heads = cast(Experts, model.classifier).heads
-        own = sorted([*others, site.name]).index(site.name)
+        position = sorted([*others, site.name]).index(site.name)
         # In its first round a site uses its classifier of the common start.
-        kept = site.memory.weights("classifier") if "classifier" in site.memory else heads[own].state_dict()
+        kept = site.memory.weights("classifier") if "classifier" in site.memory else heads[position].state_dict()
         classifiers = {**others, site.name: Weights(kept)}
         model.load_state_dict(dict(_whole(features, classifiers)))
         for number, head in enumerate(heads):
-            head.requires_grad_(number == own)
+            head.requires_grad_(number == position)
 
         def loss_of(batch: Batch) -> Tensor:
-            found = model.features(batch.inputs)
-            return torch.stack([site.objective.loss(head(found), batch.targets) for head in heads]).sum()
+            features = model.features(batch.inputs)
+            return torch.stack([site.objective.loss(head(features), batch.targets) for head in heads]).sum()
 
         loss = self._train(site, model, loss_of)
-        site.memory["classifier"] = site.weights_of(heads[own])
+        site.memory["classifier"] = site.weights_of(heads[position])
         trained = site.weights_of(model).select("features")
         return Part(trained, site.memory.weights("classifier"), site.samples, loss)
 
@@ -247,8 +247,8 @@ class COPA(Method):
 def _classifiers(weights: Weights) -> Iterator[Weights]:
     """The classifiers of a whole model, in order. Their tensors are named as in the classifier itself."""
     number = 0
-    while found := weights.select(f"{_HEADS}.{number}"):
-        yield Weights({name.removeprefix(f"{_HEADS}.{number}."): tensor for name, tensor in found.items()})
+    while part := weights.select(f"{_HEADS}.{number}"):
+        yield Weights({name.removeprefix(f"{_HEADS}.{number}."): tensor for name, tensor in part.items()})
         number += 1
 
 

@@ -196,7 +196,10 @@ class ELCFS(Method):
     def traffic(self, plan: RunPlan) -> Traffic:
         channels, *sides = plan.input_shape
         each = 4 * channels * math.prod(_window_shape(self._half_width(*sides), len(sides)))
-        more = sum(self._shared(number) - self._shared(plan.dry_samples[site]) for site, number in plan.samples.items())
+        more = sum(
+            self._number_shared(number) - self._number_shared(plan.dry_samples[site])
+            for site, number in plan.samples.items()
+        )
         return plan.dry + Traffic(up=more * each, down=(len(plan.samples) - 1) * more * each)
 
     def check_samples(self, samples: Samples) -> tuple[str, ...]:
@@ -222,7 +225,7 @@ class ELCFS(Method):
             return 0
         return max(1, half_width(self.window, *sides))
 
-    def _shared(self, samples: int) -> int:
+    def _number_shared(self, samples: int) -> int:
         """The number of a site's images whose spectra are shared."""
         return max(1, round(self.bank_share * samples))
 
@@ -230,7 +233,7 @@ class ELCFS(Method):
         if call != "share_spectra":
             return {}
         channels, *sides = about.input_shape
-        shape = (self._shared(about.samples), channels, *_window_shape(self._half_width(*sides), len(sides)))
+        shape = (self._number_shared(about.samples), channels, *_window_shape(self._half_width(*sides), len(sides)))
         sizes = {"channels": channels, "height": sides[-2], "width": sides[-1]}
         # An amplitude is at most the sum of all pixels, which are at most 1; its last digits may be rounded up.
         return {
@@ -267,7 +270,7 @@ class ELCFS(Method):
         windows = torch.cat(
             [low_frequencies(site.pixels(batch.inputs), half, axes).cpu().contiguous() for batch in site.all_batches()]
         )
-        number = self._shared(len(windows))
+        number = self._number_shared(len(windows))
         if number < len(windows):
             windows = windows[torch.randperm(len(windows), generator=site.generator)[:number].sort().values]
         return SharedSpectra(Spectra({"amplitude": windows}), channels, *sides[-2:])
@@ -325,11 +328,11 @@ class ELCFS(Method):
         targets = batch.targets.repeat(len(copies) // len(batch.inputs), *[1] * (batch.targets.dim() - 1))
         if targets.dim() < 4 or self.boundary_weight == 0:
             return site.objective.loss(self._answer(model, ahead, copies), targets)
-        own = len(batch.inputs)
+        number = len(batch.inputs)
         inputs = torch.cat([batch.inputs, copies]) if maps_at_start is None else copies
         maps = self._answer(model, ahead, inputs, part="features")
         maps = maps if maps_at_start is None else torch.cat([maps_at_start, maps])
-        scores = self._answer(model, ahead, maps[own:], part="classifier")
+        scores = self._answer(model, ahead, maps[number:], part="classifier")
         masks, added = torch.cat([batch.targets, targets]), maps_at_start is not None
         boundary = boundary_loss(maps, masks, self.temperature, added=added)
         return site.objective.loss(scores, targets) + self.boundary_weight * boundary

@@ -243,18 +243,18 @@ class FADA(Method):
 
     def finish(self, site: Site, gradients: Features) -> Update:
         """Train on a round's last mini-batch at a source."""
-        turn = self._ended(site, gradients)
+        turn = self._end_turn(site, gradients)
         return Update(site.weights_of(turn.model), site.samples, turn.loss())
 
     def aggregate(self, site: Site, gradients: Features, models: Mapping[str, Weights]) -> Aggregate:
         """Train on the last mini-batch at the target, then weight the sources' updates by dynamic attention (d)."""
-        turn = self._ended(site, gradients)
-        own = site.weights_of(turn.model)
-        updated = {source: shifted(own, turn.start, model) for source, model in models.items()}
+        turn = self._end_turn(site, gradients)
+        trained = site.weights_of(turn.model)
+        updated = {source: add_update(trained, turn.start, model) for source, model in models.items()}
         if self.variant == "I":
             shares = [1 / len(models)] * len(models)
         else:
-            before = self._dispersion(site, own)
+            before = self._dispersion(site, trained)
             after = [self._dispersion(site, weights) for weights in updated.values()]
             relative = self.gain == "relative"
             shares = gain_weights(relative_gains(before, after) if relative else [before - value for value in after])
@@ -268,7 +268,7 @@ class FADA(Method):
         assert isinstance(model.features, nn.Sequential)
         return model.features[0]
 
-    def _ended(self, site: Site, gradients: Features) -> _Turn:
+    def _end_turn(self, site: Site, gradients: Features) -> _Turn:
         turn: _Turn = site.scratch.pop("turn")
         turn.follow(gradients)
         turn.close()
@@ -333,11 +333,11 @@ class _Turn:
         return float(torch.stack(self._losses).mean()) if self._losses else 0.0
 
 
-def shifted(own: Weights, start: Weights, model: Weights) -> Weights:
-    """``own`` with the update ``model − start`` added to its parameters. Its buffers do not change."""
-    moved = parameters_of(own)
+def add_update(weights: Weights, start: Weights, model: Weights) -> Weights:
+    """``weights`` with the update ``model − start`` added to its parameters. Its buffers do not change."""
+    moved = parameters_of(weights)
     return Weights(
-        {name: tensor + (model[name] - start[name]) if name in moved else tensor for name, tensor in own.items()}
+        {name: tensor + (model[name] - start[name]) if name in moved else tensor for name, tensor in weights.items()}
     )
 
 
@@ -432,9 +432,9 @@ class DomainIdentifiers:
             source, other = (rows.clone().requires_grad_() for rows in (features["features"], theirs))
             module = self._train(site, source.detach(), other.detach())
             loss = self._weight * generator_loss(module(source), module(other))
-            slope, own = torch.autograd.grad(loss, (source, other))
+            slope, own_slope = torch.autograd.grad(loss, (source, other))
             out[site] = Features({"features": slope})
-            slopes.append(own.double())  # summed in float64: the order of sites does not matter
+            slopes.append(own_slope.double())  # summed in float64: the order of sites does not matter
         if theirs is not None and slopes:
             out[target] = Features({"features": torch.stack(slopes).sum(0).to(theirs.dtype)})
         return out

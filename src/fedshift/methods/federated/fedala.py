@@ -81,29 +81,29 @@ class FedALA(FedAvg):
 
     def fit(self, site: Site, weights: Weights) -> Update:
         """Mix, and train from there."""
-        update = super().fit(site, self._mixed(site, weights))
+        update = super().fit(site, self._mix_models(site, weights))
         site.memory["last"] = update.weights
         return update
 
     def mix(self, site: Site, weights: Weights) -> Finished:
         """Mix the last common model with the site's own for predictions."""
-        self._mixed(site, weights)
+        self._mix_models(site, weights)
         return Finished(site.mini_batches)
 
-    def _mixed(self, site: Site, weights: Weights) -> Weights:
+    def _mix_models(self, site: Site, weights: Weights) -> Weights:
         """Θ̂_i. In the site's first round that is the common model."""
         if "last" not in site.memory:
             return weights
         last = site.memory.weights("last").to(site.device)
         names = [name for name, _ in site.network.named_parameters()][-self.mixed_tensors :]
         gaps = {name: weights[name].to(site.device) - last[name] for name in names}
-        shares = self._learned(site, weights, last, gaps)
+        shares = self._learn_shares(site, weights, last, gaps)
         mixed = Weights({name: (last[name] + gaps[name] * shares[name]).cpu() for name in names})
         site.memory["shares"] = Weights({name: value.cpu() for name, value in shares.items()})
         site.memory[PERSONAL] = mixed
         return weights.merge(mixed)
 
-    def _learned(
+    def _learn_shares(
         self, site: Site, weights: Weights, last: Weights, gaps: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """The shares W after their passes (6)."""

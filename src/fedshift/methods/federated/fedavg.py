@@ -115,8 +115,8 @@ class LocalTraining(Method):
     def trains_in_parts(self) -> bool:
         """True if `fit` is the only call of a run and its loss is the task's."""
         kind = type(self)
-        own = kind.fit is not LocalTraining.fit or kind.loss_at is not LocalTraining.loss_at
-        return not own and self.fine_tune is None and set(calls_of(kind)) == {"fit", "tune"}
+        trains_otherwise = kind.fit is not LocalTraining.fit or kind.loss_at is not LocalTraining.loss_at
+        return not trains_otherwise and self.fine_tune is None and set(calls_of(kind)) == {"fit", "tune"}
 
     def in_parts(self, call: str, site: Site, content: Mapping[str, Any]) -> LocalFit:
         return self._fit_at(site, **content)

@@ -158,8 +158,8 @@ def _by_the_batch(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
 class _Measured(NewSite):
     """Statistics of all of a new site's samples, in place of those of each batch."""
 
-    def adapted(self, network: Network, batches: Callable[[], Iterable[Tensor]]) -> Network:
+    def adapt(self, network: Network, batches: Callable[[], Iterable[Tensor]]) -> Network:
         answering = copy.deepcopy(network)
         for layer in _layers(answering):
             layer.track_running_stats = layer.running_mean is not None
-        return super().adapted(answering, batches)
+        return super().adapt(answering, batches)

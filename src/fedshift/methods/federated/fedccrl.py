@@ -114,15 +114,18 @@ class FedCCRL(LocalTraining):
     def bounds(self, call: str, about: About) -> Bounds:
         if call != "share_styles":
             return {}
-        shape = (self._shared(about.samples), about.input_shape[0])
+        shape = (self._number_shared(about.samples), about.input_shape[0])
         return {"styles": Tensors({"mean": shape, "deviation": shape}, low=0.0, high=1.01)}
 
     def traffic(self, plan: RunPlan) -> Traffic:
-        more = sum(self._shared(number) - self._shared(plan.dry_samples[site]) for site, number in plan.samples.items())
+        more = sum(
+            self._number_shared(number) - self._number_shared(plan.dry_samples[site])
+            for site, number in plan.samples.items()
+        )
         each = plan.rounds * more * 2 * 4 * plan.input_shape[0]
         return plan.dry + Traffic(up=each, down=each * len(plan.samples))
 
-    def _shared(self, samples: int) -> int:
+    def _number_shared(self, samples: int) -> int:
         """How many styles a site of so many samples sends."""
         return max(1, int(self.shared * samples))
 
@@ -139,7 +142,7 @@ class FedCCRL(LocalTraining):
 
     def share_styles(self, site: Site) -> SomeStyles:
         """The styles of images that are drawn anew in each round."""
-        rows = torch.randperm(site.samples, generator=site.generator_for("styles"))[: self._shared(site.samples)]
+        rows = torch.randperm(site.samples, generator=site.generator_for("styles"))[: self._number_shared(site.samples)]
         means, deviations = channel_styles(site.pixels(site.data.batch(rows)[0]), EPSILON, unbiased=True)
         return SomeStyles(Styles({"mean": means.cpu(), "deviation": deviations.cpu()}))
 
@@ -180,12 +183,14 @@ class FedCCRL(LocalTraining):
         for _ in range(VERSIONS):
             pixels = site.pixels(inputs)
             if bank:
-                pixels = restyled(pixels, *self._drawn(bank, len(pixels), draws))
+                pixels = restyle(pixels, *self._draw_styles(bank, len(pixels), draws))
             if self.augmix:
-                pixels = augmixed(pixels, draws)
+                pixels = augmix(pixels, draws)
             yield site.inputs_of(pixels)
 
-    def _drawn(self, bank: Mapping[str, Tensor], number: int, draws: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    def _draw_styles(
+        self, bank: Mapping[str, Tensor], number: int, draws: torch.Generator
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """μ', σ' and λ for so many images; styles come twice only where there are too few."""
         known = len(bank["mean"])
         rows = torch.randperm(known, generator=draws)[:number]
@@ -194,15 +199,15 @@ class FedCCRL(LocalTraining):
         return bank["mean"][rows], bank["deviation"][rows], beta(self.alpha, number, draws)
 
 
-def restyled(images: Tensor, means: Tensor, deviations: Tensor, shares: Tensor) -> Tensor:
+def restyle(images: Tensor, means: Tensor, deviations: Tensor, shares: Tensor) -> Tensor:
     """Images (n, c, h, w) with a style between their own, of which they keep ``shares`` (n,), and another (n, c)."""
-    own = channel_styles(images, EPSILON, unbiased=True)
+    styles = channel_styles(images, EPSILON, unbiased=True)
     kept = shares[:, None].to(images)
-    mean, deviation = (torch.lerp(new.to(old), old, kept) for new, old in zip((means, deviations), own, strict=True))
+    mean, deviation = (torch.lerp(new.to(old), old, kept) for new, old in zip((means, deviations), styles, strict=True))
     return adain(images, mean, deviation, EPSILON, unbiased=True)
 
 
-def augmixed(images: Tensor, draws: torch.Generator) -> Tensor:
+def augmix(images: Tensor, draws: torch.Generator) -> Tensor:
     """AugMix of images with values from 0 to 1; others are clipped."""
     from torchvision.transforms import AugMix
 

@@ -101,10 +101,10 @@ class GeneralizationAdjustment(LocalTraining):
     def train(self, site: Site, weights: Weights) -> Judged:
         """Judge the common model, train, judge the own model for the next round."""
         common = loss_of(site, weights)
-        own = site.memory.get("own_loss", common)
+        own_loss = site.memory.get("own_loss", common)
         update = self.fit(site, weights)
         site.memory["own_loss"] = loss_of(site, update.weights)
-        return Judged(update.weights, update.samples, update.loss, common, float(cast(float, own)))
+        return Judged(update.weights, update.samples, update.loss, common, float(cast(float, own_loss)))
 
 
 @torch.no_grad()

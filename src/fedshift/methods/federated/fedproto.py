@@ -140,7 +140,7 @@ class FedProto(Method):
         )
         trained = site.weights_of(model)
         site.memory[PERSONAL], site.memory[HEAD] = trained.without(HEAD), trained.select(HEAD)
-        return Prototypes(*self._told(site, model.eval()), loss)
+        return Prototypes(*self._prototypes(site, model.eval()), loss)
 
     def _loss_near(self, site: Site, model: Network, means: Tensor, known: Tensor) -> Callable[[Batch], Tensor]:
         """The loss (7) of a mini-batch."""
@@ -153,7 +153,7 @@ class FedProto(Method):
 
         return loss
 
-    def _told(self, site: Site, model: Network) -> tuple[Statistics, Statistics]:
+    def _prototypes(self, site: Site, model: Network) -> tuple[Statistics, Statistics]:
         """Prototypes and numbers of the classes of which there are enough samples."""
         with torch.no_grad():
             pairs = [(model.features(batch.inputs).cpu(), batch.targets.cpu()) for batch in site.all_batches()]

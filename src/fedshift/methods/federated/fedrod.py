@@ -90,7 +90,7 @@ class FedROD(FedAvg):
         site.memory[PERSONAL] = Weights({f"{HEAD}.{name}": value for name, value in site.weights_of(personal).items()})
         return Update(site.weights_of(model), site.samples, loss)
 
-    def _loss_of_both(self, site: Site, model: Network, own: nn.Module) -> Callable[[Batch], Tensor]:
+    def _loss_of_both(self, site: Site, model: Network, personal_head: nn.Module) -> Callable[[Batch], Tensor]:
         """The balanced loss, and with the same steps the plain one as a function of the site's own classifier."""
         counts = torch.bincount(site.data.labels, minlength=site.classes)
 
@@ -98,7 +98,7 @@ class FedROD(FedAvg):
             features = model.features(batch.inputs)
             scores = model.classifier(features)
             balanced = site.objective.loss(balanced_scores(scores, counts, self.balance), batch.targets)
-            personal = site.objective.loss(scores.detach() + own(features.detach()), batch.targets)
+            personal = site.objective.loss(scores.detach() + personal_head(features.detach()), batch.targets)
             return balanced + (personal - personal.detach())
 
         return loss

@@ -71,9 +71,9 @@ class GPerXAN(FedBN):
 
         def loss(batch: Batch) -> Tensor:
             features = model.features(batch.inputs)
-            own = site.objective.loss(model.classifier(features), batch.targets)
+            own_loss = site.objective.loss(model.classifier(features), batch.targets)
             if self.guide_weight == 0:
-                return own
-            return own + self.guide_weight * site.objective.loss(guide(features), batch.targets)
+                return own_loss
+            return own_loss + self.guide_weight * site.objective.loss(guide(features), batch.targets)
 
         return loss

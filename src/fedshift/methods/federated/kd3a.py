@@ -299,7 +299,7 @@ class KD3A(Method):
         distilled = site.weights_of(student)
         self._keep(site, distilled)
 
-        value, confident = teachers.judged()
+        value, confident = teachers.focus_and_confidence()
         finite = teachers.finite(models)
         if value is not None:
             value = value[[name in finite for name in models]]
@@ -314,14 +314,14 @@ class KD3A(Method):
             confident if self.target_share == "confident" else None,
         )
         if previous and self.share_momentum:
-            alphas = smoothed(previous, alphas, self.share_momentum)
+            alphas = smooth_shares(previous, alphas, self.share_momentum)
         parts = {**trained, site.name: distilled}
         merged = weighted_average(
             list(parts.values()), list(alphas.values()), bn_merge="moments" if self.batch_norm == "moments" else "mean"
         )
         aggregate = with_private(site, merged)
         if self.batch_norm == "loss":
-            aggregate = self._aligned(site, aggregate, parts, alphas)
+            aggregate = self._align(site, aggregate, parts, alphas)
         shares = {name: alphas[name] for name in models}
         return Aggregate(aggregate, shares, alphas[site.name], confident, loss)
 
@@ -330,7 +330,7 @@ class KD3A(Method):
         steps = self._steps(site.batches_per_epoch, max(1.0, self.aggregations_per_epoch))
         return site.minimise(loss_of, model, steps=steps, remember=memory)
 
-    def _aligned(
+    def _align(
         self, site: Site, weights: Weights, models: Mapping[str, Weights], shares: Mapping[str, float]
     ) -> Weights:
         """The aggregate after training on BatchNorm-MMD (12) with the statistics and shares of all K + 1 models."""
@@ -432,8 +432,8 @@ def by_distance(site: Site, models: Sequence[Weights], samples: Sequence[int]) -
     d_k is the distance per channel between a source's BatchNorm statistics and those of the target's data under its
     model.
     """
-    own = (site.weights_of(with_own_statistics(site, model)) for model in models)
-    distances = [batchnorm_distance(*pair, per_channel=True) for pair in zip(models, own, strict=True)]
+    with_own = (site.weights_of(with_own_statistics(site, model)) for model in models)
+    distances = [batchnorm_distance(*pair, per_channel=True) for pair in zip(models, with_own, strict=True)]
     return source_weights.distance_weights(samples, distances)
 
 
@@ -454,7 +454,7 @@ def _dispersion(site: Site, weights: Weights) -> float:
     return dispersion(features, site.classes, derive_seed(site.seed))
 
 
-def smoothed(previous: Mapping[str, float], new: Mapping[str, float], momentum: float) -> dict[str, float]:
+def smooth_shares(previous: Mapping[str, float], new: Mapping[str, float], momentum: float) -> dict[str, float]:
     """Shares averaged over rounds. A site that was missing in the last round starts with its new share."""
     before = [previous.get(name, share) for name, share in new.items()]
     mixed = source_weights.smoothed_weights(before, list(new.values()), momentum)
@@ -516,11 +516,11 @@ class Teachers:
     def _ask_all(self) -> Iterator[Tensor]:
         return (self._ask(inputs) for inputs, _, _ in self._site.data.all_batches(_INFERENCE_BATCH))
 
-    def _judge(self, said: Tensor) -> None:
-        self._confident += int((said.amax(2) > self._gate).any(0).sum())
-        self._judged += said.shape[1]
+    def _judge(self, probabilities: Tensor) -> None:
+        self._confident += int((probabilities.amax(2) > self._gate).any(0).sum())
+        self._judged += probabilities.shape[1]
         if self._tally is not None:
-            self._tally.add(said)
+            self._tally.add(probabilities)
 
     def predictions(self, batch: Batch) -> Tensor:
         """The teachers' probabilities for a batch, (K, b, C)."""
@@ -530,7 +530,7 @@ class Teachers:
         self._judge(predictions)
         return predictions
 
-    def judged(self) -> tuple[Tensor | None, float]:
+    def focus_and_confidence(self) -> tuple[Tensor | None, float]:
         """Consensus focus (K,), or None without a tally; and the share of samples on which a teacher is confident."""
         if not self._judged:  # no batch was left for this exchange
             for network in self._networks:

@@ -106,11 +106,11 @@ class MCSAD(LentHeads):
             features: list[Tensor] = []
             for stage in (first, second):
                 style = HardStyle(self.through)
-                with changed_stages(model, {**changes, stage: style.measured}):
+                with changed_stages(model, {**changes, stage: style.with_style_gradient}):
                     scores = answers(model.features(batch.inputs))
                     wrong = torch.stack([F.cross_entropy(some, batch.targets) for some in scores]).mean()
                 style.move(wrong, self.style_rate)
-                changes[stage] = style.taken
+                changes[stage] = style.in_style
                 with changed_stages(model, changes):
                     features.append(model.features(batch.inputs))
             scores_each = [model.classifier(some) for some in features]
@@ -135,22 +135,22 @@ class HardStyle:
         self.through = through
         self.style: tuple[Tensor, ...] = ()
 
-    def measured(self, maps: Tensor) -> Tensor:
+    def with_style_gradient(self, maps: Tensor) -> Tensor:
         """The maps (n, c, h, w) as they are, with a gradient to their style alone."""
         self.style = tuple(part.requires_grad_() for part in channel_styles(maps.detach(), unbiased=True))
-        return _restyled(maps.detach(), *self.style)
+        return _restyle(maps.detach(), *self.style)
 
     def move(self, loss: Tensor, rate: float) -> None:
-        """One step up the loss of a pass with `measured`."""
+        """One step up the loss of a pass with `with_style_gradient`."""
         up = torch.autograd.grad(loss, self.style)
         self.style = tuple(part.detach() + rate * step for part, step in zip(self.style, up, strict=True))
 
-    def taken(self, maps: Tensor) -> Tensor:
+    def in_style(self, maps: Tensor) -> Tensor:
         """The maps in this style."""
-        return _restyled(maps if self.through else maps.detach(), *self.style)
+        return _restyle(maps if self.through else maps.detach(), *self.style)
 
 
-def _restyled(maps: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
+def _restyle(maps: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
     """σ'·(f − μ)/σ + μ', with μ and σ constants for the gradient."""
     centre, spread = (part[:, :, None, None] for part in channel_styles(maps.detach(), unbiased=True))
     return (maps - centre) / spread * deviation[:, :, None, None] + mean[:, :, None, None]

@@ -272,12 +272,12 @@ class MDFNet(Method):
         """Train with cross-entropy at a labelled site. ``extra`` mini-batches (by site) are added to its epochs."""
         seen: list[Tensor] = []
 
-        def supervised(batch: Batch, logits: Tensor) -> Tensor:
+        def supervised_loss(batch: Batch, logits: Tensor) -> Tensor:
             loss = F.cross_entropy(logits, batch.targets)
             seen.append(loss.detach())
             return loss
 
-        trained, loss = self._trained(site, _Halves(self, site, weights), supervised, r, extra)
+        trained, loss = self._train(site, _Halves(self, site, weights), supervised_loss, r, extra)
         # Without a mini-batch nothing was measured: use the cross-entropy of guessing.
         mean = float(torch.stack(seen).cpu().double().mean()) if seen else math.log(site.classes)
         return LabelledUpdate(trained, site.samples, loss, mean)
@@ -289,7 +289,7 @@ class MDFNet(Method):
         halves = _Halves(self, site, weights)
         labels = self._pseudo_labels(site, halves.model) if self.self_supervision else None
 
-        def unsupervised(batch: Batch, logits: Tensor) -> Tensor:
+        def unsupervised_loss(batch: Batch, logits: Tensor) -> Tensor:
             loss = self.entropy_weight * entropy_of_logits(logits).mean()
             if labels is None:
                 return loss
@@ -297,7 +297,7 @@ class MDFNet(Method):
             each = F.cross_entropy(logits, labels[batch.rows.to(labels.device)], reduction="none")
             return loss + (sure * each).mean()
 
-        trained, loss = self._trained(site, halves, unsupervised, r, extra)
+        trained, loss = self._train(site, halves, unsupervised_loss, r, extra)
         return UnlabelledUpdate(trained, site.samples, loss, 0 if labels is None else len(set(labels.tolist())))
 
     @torch.no_grad()
@@ -311,7 +311,7 @@ class MDFNet(Method):
 
     # Both ---------------------------------------------------------------------------------------------------------
 
-    def _trained(
+    def _train(
         self, site: Site, halves: _Halves, loss_of: Callable[[Batch, Tensor], Tensor], r: float, extra: Extra
     ) -> tuple[Weights, float]:
         """Train the model and the private modules; keep the latter. Returns the model and the mean loss."""

@@ -207,7 +207,7 @@ class Pardon(FedAvg):
         """What gives the features of images in the common style."""
         mean, deviation = (style[name].to(site.device) for name in ("mean", "deviation"))
 
-        def mixed(maps: Tensor) -> Tensor:
+        def mix(maps: Tensor) -> Tensor:
             number = len(maps)
             new = adain(maps, mean.expand(number, -1), deviation.expand(number, -1), unbiased=True)
             return torch.lerp(maps, new, self.strength)
@@ -216,7 +216,7 @@ class Pardon(FedAvg):
             stage = self._option.stage_of(model)
 
             def in_network(inputs: Tensor) -> Tensor:
-                with changed_stages(model, {stage: mixed}):
+                with changed_stages(model, {stage: mix}):
                     features: Tensor = model.features(inputs)
                 return features
 
@@ -225,7 +225,7 @@ class Pardon(FedAvg):
 
         def in_images(inputs: Tensor) -> Tensor:
             pixels = site.pixels(inputs)
-            changed = space.decode(mixed(space.encode(pixels)), pixels).clamp(0, 1)
+            changed = space.decode(mix(space.encode(pixels)), pixels).clamp(0, 1)
             features: Tensor = model.features(site.inputs_of(changed))
             return features
 

@@ -78,7 +78,7 @@ class PFedMe(FedAvg):
         followed = {name: value.detach().clone() for name, value in model.named_parameters()}
         penalty = lambda: proximal_penalty(model.named_parameters(), followed, self.proximal_weight)  # noqa: E731
         loss = site.minimise_over(
-            self._repeated(site, model, followed),
+            self._repeat_batches(site, model, followed),
             regularised(self.loss_at(site, model, weights), penalty),
             model,
             optimizers=[site.optimizer(model, rate=self.inner_rate)],
@@ -88,7 +88,7 @@ class PFedMe(FedAvg):
         moved = Weights({name: value.cpu() for name, value in followed.items()})
         return Update(personal.merge(moved), site.samples, loss)
 
-    def _repeated(self, site: Site, model: Network, followed: dict[str, Tensor]) -> Iterator[Batch]:
+    def _repeat_batches(self, site: Site, model: Network, followed: dict[str, Tensor]) -> Iterator[Batch]:
         """Every mini-batch K times. Then ``followed``, w, moves towards the model θ that was trained on it."""
         for batch in site.batches(self.local_epochs, self.steps_per_round):
             for _ in range(self.inner_steps):

@@ -142,10 +142,10 @@ class Recipe(FedAvg):
         """Its own parts for samples of this shape, before those of ``local``; what an option names takes its place."""
         given, kind = super().at_sites(input_shape), _kind(input_shape)
         named = {plug_in.name for plug_in in given.local}
-        own = tuple(plug_in for plug_in in self._plug_ins(kind) if plug_in.name not in named)
+        added = tuple(plug_in for plug_in in self._plug_ins(kind) if plug_in.name not in named)
         turned = kind in _TURNED and given.new_site.classifier is None
         new_site = replace(given.new_site, classifier=self.templates) if turned else given.new_site
-        return AtSites((*own, *given.local), new_site)
+        return AtSites((*added, *given.local), new_site)
 
     def _plug_ins(self, kind: str) -> tuple[LocalOption, ...]:
         if kind == "vectors":

@@ -148,11 +148,11 @@ class RecipeUnlabelled(FedAvg):
         (target,) = federation.targets
         waiting = math.floor(self.begin * federation.rounds)
         times = federation.rounds / (federation.rounds - waiting) if federation.round > waiting else 0.0
-        own = federation.ask(self.adapt, to=(target,), weights=labelled, times=times).only()
+        adapted = federation.ask(self.adapt, to=(target,), weights=labelled, times=times).only()
         report: dict[str, Any] = {"losses": losses, "aggregation_weights": shares}
         if times:
-            report |= {"losses": losses | {target: own.loss}, "kept_answers": {target: own.kept_answers}}
-        return state.advance(_both(labelled, own.weights), report=report)
+            report |= {"losses": losses | {target: adapted.loss}, "kept_answers": {target: adapted.kept_answers}}
+        return state.advance(_both(labelled, adapted.weights), report=report)
 
     # Target -------------------------------------------------------------------------------------------------------
 
@@ -217,9 +217,9 @@ class TwoSides(Network):
         return self.labelled
 
 
-def _both(labelled: Weights, own: Weights) -> Weights:
+def _both(labelled: Weights, target: Weights) -> Weights:
     """The weights of `TwoSides`."""
-    parts = {_LABELLED: labelled, _OWN: own}
+    parts = {_LABELLED: labelled, _OWN: target}
     return Weights({f"{side}.{name}": value for side, part in parts.items() for name, value in part.items()})
 
 

@@ -102,8 +102,8 @@ class Scaffold(LocalTraining):
     def train(self, site: Site, weights: Weights, control: Weights) -> Controlled:
         """Local steps along g − c_i + c, then the site's next control variate."""
         site.training.check_one_rate(self.name)
-        own = site.memory.weights("control") if "control" in site.memory else zeros(weights)
-        correction = {name: (control[name] - own[name]).to(site.device) for name in own}
+        own_control = site.memory.weights("control") if "control" in site.memory else zeros(weights)
+        correction = {name: (control[name] - own_control[name]).to(site.device) for name in own_control}
         model = site.model(weights)
         before = site.mini_batches
         loss = site.minimise(
@@ -115,9 +115,9 @@ class Scaffold(LocalTraining):
         )
         trained = site.weights_of(model)
         path = site.mean_learning_rate * plain_steps(self.name, site.training, site.mini_batches - before)
-        new = Weights(next_control(own, control, weights, trained, path)) if path else own
+        new = Weights(next_control(own_control, control, weights, trained, path)) if path else own_control
         site.memory["control"] = new
-        change = Weights({name: value - own[name] for name, value in new.items()})
+        change = Weights({name: value - own_control[name] for name, value in new.items()})
         return Controlled(trained, site.samples, loss, change)
 
     def loss_along(self, site: Site, model: Network, correction: Mapping[str, Tensor]) -> Callable[[Batch], Tensor]:

@@ -311,6 +311,6 @@ def member_weights(weights: Weights) -> Iterator[Weights]:
     members: dict[int, dict[str, Tensor]] = {}
     for name, tensor in weights.items():  # once, since there may be a thousand members
         if name.startswith("members."):
-            _, number, own = name.split(".", 2)
-            members.setdefault(int(number), {})[own] = tensor
+            _, number, key = name.split(".", 2)
+            members.setdefault(int(number), {})[key] = tensor
     yield from (Weights(members[number]) for number in sorted(members))

@@ -63,7 +63,7 @@ from fedshift.functional.clustering import kmeans_from, spread_rows
 from fedshift.functional.mixing import levelling_rows, next_of_class
 from fedshift.functional.styles import adain, channel_styles
 from fedshift.methods.base import Samples, State, trained_mean
-from fedshift.methods.composition.mixstyle import STEM, beta, shuffled
+from fedshift.methods.composition.mixstyle import STEM, beta, shuffle_rows
 from fedshift.methods.composition.plug_in import check_images
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.method_tests import MethodTests, tries
@@ -110,7 +110,7 @@ class Highlighted(nn.Module):
             handle.remove()
         return features, maps[0]
 
-    def joined(self, features: Tensor, maps: Tensor, partners: Tensor | None = None) -> Tensor:
+    def join(self, features: Tensor, maps: Tensor, partners: Tensor | None = None) -> Tensor:
         """What the classifier reads, (n, d + C)."""
         queries, keys = self.project(maps).chunk(2, dim=1)
         shares = common_positions(queries, keys, partners)
@@ -118,7 +118,7 @@ class Highlighted(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         features, maps = self.parts(inputs)
-        return self.joined(features, maps)
+        return self.join(features, maps)
 
 
 class StableFDG(FedAvg):
@@ -217,9 +217,9 @@ class StableFDG(FedAvg):
         features = cast(Highlighted, model.features)
 
         def loss(batch: Batch) -> Tensor:
-            with Styled(self, draws, batch.targets, other).attached(model) as styled:
+            with Styled(self, draws, batch.targets, other).attach(model) as styled:
                 plain, maps = features.parts(batch.inputs)
-            codes = features.joined(plain, maps, next_of_class(styled.labels))
+            codes = features.join(plain, maps, next_of_class(styled.labels))
             return site.objective.loss(model.classifier(codes), styled.labels)
 
         return loss
@@ -240,7 +240,7 @@ class Styled:
         self._size = len(labels)
 
     @contextmanager
-    def attached(self, model: Network) -> Iterator[Styled]:
+    def attach(self, model: Network) -> Iterator[Styled]:
         """A context in which the stages of ``model`` give other maps."""
         stages = [model.get_submodule(model.stages[name]) for name in list(_stages(model))[:-1]]
         with ExitStack() as attached:
@@ -259,11 +259,11 @@ class Styled:
             return maps
         fixed = maps.detach()
         styles = torch.stack(channel_styles(fixed, EPSILON, unbiased=True), 1).flatten(1)  # (n, 2c)
-        new = torch.cat([self._centres(styles), self._drawn(len(styles) // 2).to(styles)])
+        new = torch.cat([self._centres(styles), self._draw_styles(len(styles) // 2).to(styles)])
         means, deviations = new.chunk(2, dim=1)
-        own, spread = styles.chunk(2, dim=1)
+        centre, spread = styles.chunk(2, dim=1)
         scale = (deviations / spread)[:, :, None, None]
-        return maps * scale + (means - own * scale[:, :, 0, 0])[:, :, None, None]
+        return maps * scale + (means - centre * scale[:, :, 0, 0])[:, :, None, None]
 
     def _centres(self, styles: Tensor) -> Tensor:
         start = styles[spread_rows(styles, len(styles) - len(styles) // 2, self.draws)]
@@ -271,7 +271,7 @@ class Styled:
         empty = torch.bincount(groups, minlength=len(start)) == 0
         return torch.where(empty[:, None], start, centres)
 
-    def _drawn(self, number: int) -> Tensor:
+    def _draw_styles(self, number: int) -> Tensor:
         """So many styles (number, 2c) of the other site."""
         assert self.other is not None
         mean, deviation = self.other["mean"], self.other["deviation"]
@@ -290,7 +290,7 @@ class Styled:
                 torch.cat([style, style[rows] + self.options.exploration * (style[rows] - style.mean(0))])
                 for style in (means, deviations)
             )
-        order = shuffled(len(maps), self.draws).to(maps.device)
+        order = shuffle_rows(len(maps), self.draws).to(maps.device)
         shares = beta(self.options.mixing, len(maps), self.draws).to(maps)[:, None]
         mean, deviation = (torch.lerp(style[order], style, shares) for style in (means, deviations))
         return adain(maps, mean, deviation, EPSILON, unbiased=True)

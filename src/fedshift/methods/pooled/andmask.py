@@ -57,11 +57,11 @@ class ANDMask(DomainLoss):
         by_domain = [
             torch.autograd.grad(loss, trained, retain_graph=True, materialize_grads=True) for loss in step.losses
         ]
-        masked = [self.masked(torch.stack(gradients)) for gradients in zip(*by_domain, strict=True)]
+        masked = [self.mask_gradients(torch.stack(gradients)) for gradients in zip(*by_domain, strict=True)]
         linear = torch.stack([(value * gradient).sum() for value, gradient in zip(trained, masked, strict=True)]).sum()
         return step.losses.mean().detach() + linear - linear.detach()
 
-    def masked(self, gradients: Tensor) -> Tensor:
+    def mask_gradients(self, gradients: Tensor) -> Tensor:
         """The mean of the domains' gradients of a tensor, (K, …), where they agree."""
         kept = (gradients.sign().mean(0).abs() >= self.agreement).to(gradients)
         share = kept.mean() + 1e-10 if self.rescaled else 1.0

@@ -103,14 +103,14 @@ class CDAN(PooledAdaptation):
             features = model.features(torch.cat([batch.inputs for batch in sources]))
             logits = model.classifier(features)
             at_target = model.features(target.inputs)
-            source = self._judged(parts, features, logits, strength)
-            other = self._judged(parts, at_target, model.classifier(at_target), strength)
+            source = self._discriminate(parts, features, logits, strength)
+            other = self._discriminate(parts, at_target, model.classifier(at_target), strength)
             adversarial = conditional_adversarial_loss(source[0], other[0], source[1], other[1])
             return F.cross_entropy(logits, labels) + self.adversarial_weight * adversarial
 
-        return self.trained(site, self.with_target(site, steps), loss_of, model, parts)
+        return self.train(site, self.with_target(site, steps), loss_of, model, parts)
 
-    def _judged(self, parts: Parts, features: Tensor, logits: Tensor, strength: float) -> tuple[Tensor, Tensor]:
+    def _discriminate(self, parts: Parts, features: Tensor, logits: Tensor, strength: float) -> tuple[Tensor, Tensor]:
         """D's logits of one side, and the weights of its samples."""
         probabilities = logits.softmax(1)
         reversed_features = reverse_gradient(features, strength)

@@ -84,7 +84,7 @@ class CMSS(PooledAdaptation):
             )
             return site.objective.loss(model.classifier(features), labels) + adversarial
 
-        return self.trained(site, self.with_target(site, steps), loss_of, model, parts)
+        return self.train(site, self.with_target(site, steps), loss_of, model, parts)
 
 
 class Parts(nn.Module):

@@ -105,7 +105,7 @@ class CrossGrad(PooledTraining):
 
         optimizer = site.optimizer(model, domain_network, memory="optimizer")
         optimizer.register_step_pre_hook(self.clip_parameters)
-        return self.trained(site, self.of_all(site, steps), loss_of, model, domain_network, {"optimizer": optimizer})
+        return self.train(site, self.of_all(site, steps), loss_of, model, domain_network, {"optimizer": optimizer})
 
     def clip_parameters(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Before a step, bound the gradient of every parameter, if the experiment asks for that."""

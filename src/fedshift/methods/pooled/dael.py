@@ -106,18 +106,18 @@ class DAEL(PooledAdaptation):
             view = strong_view(target.inputs, self.strong, site.data.preprocessing, draws)
             return loss + self.unlabelled_weight * self.target_loss(model, target, view)
 
-        return self.trained(site, self.of_each(site, steps), loss_of, model)
+        return self.train(site, self.of_each(site, steps), loss_of, model)
 
     def source_loss(self, model: Network, sources: tuple[Batch, ...], strong: list[Tensor]) -> Tensor:
         """L_x + L_cr."""
         experts = cast(Experts, model.classifier)
         losses = []
         for number, (batch, view) in enumerate(zip(sources, strong, strict=True)):
-            own = experts.heads[number](model.features(batch.inputs)).softmax(1)
-            losses.append(terms.expert_cross_entropy(own, batch.targets).mean())
+            predicted = experts.heads[number](model.features(batch.inputs)).softmax(1)
+            losses.append(terms.expert_cross_entropy(predicted, batch.targets).mean())
             if len(sources) > 1 and self.consensus_weight > 0:
                 probabilities = experts.probabilities(model.features(view))
-                losses.append(self.consensus_weight * terms.consensus_regularisation(probabilities, own, number))
+                losses.append(self.consensus_weight * terms.consensus_regularisation(probabilities, predicted, number))
         return torch.stack(losses).sum() / len(sources)
 
     def target_loss(self, model: Network, target: Batch, strong: Tensor) -> Tensor:

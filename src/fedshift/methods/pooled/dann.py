@@ -79,15 +79,15 @@ class DANN(DomainLoss):
         judge = cast(Discriminator, step.parts)
         if self.updates == "reversal":
             strength = self.adversarial_weight * ramp(self.progress(step.site))
-            return step.losses.mean() + self.told(step, judge, reverse_gradient(step.features, strength))
+            return step.losses.mean() + self.discriminator_loss(step, judge, reverse_gradient(step.features, strength))
         begin_momentum(step.optimizer)  # a turn has gradients of one side
         judges = (step.number + 1) % (1 + self.discriminator_steps) < self.discriminator_steps
         judge.requires_grad_(judges)
-        told = self.told(step, judge, step.features.detach() if judges else step.features)
+        told = self.discriminator_loss(step, judge, step.features.detach() if judges else step.features)
         judge.requires_grad_(True)
         return told if judges else step.losses.mean() - self.adversarial_weight * told
 
-    def told(self, step: Step, judge: Discriminator, features: Tensor) -> Tensor:
+    def discriminator_loss(self, step: Step, judge: Discriminator, features: Tensor) -> Tensor:
         """ℓ_D, with the penalty on its gradient."""
         read = self.read(step, judge, features)
         if self.gradient_penalty and not read.requires_grad:

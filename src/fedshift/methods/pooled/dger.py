@@ -119,28 +119,28 @@ class DGER(DomainTraining):
             return loss
 
         batches = ((part, batches) for batches in self.of_sources(site, steps) for part in ("own", "others"))
-        update = self.trained(site, batches, loss_of, model, parts, optimizers)
+        update = self.train(site, batches, loss_of, model, parts, optimizers)
         return replace(update, loss=float(torch.stack(second).double().mean())) if second else update
 
     def domain_loss(self, parts: Parts, features: list[Tensor], weights: Tensor) -> Tensor:
         """L_D of (1)."""
         domains = torch.cat([torch.full((len(f),), number, device=f.device) for number, f in enumerate(features)])
-        said = parts.discriminator(reverse_gradient(torch.cat(features), self.reversal))
-        return F.cross_entropy(said, domains, weights)
+        logits = parts.discriminator(reverse_gradient(torch.cat(features), self.reversal))
+        return F.cross_entropy(logits, domains, weights)
 
     def balanced_entropy(self, parts: Parts, features: list[Tensor], labels: list[Tensor]) -> Tensor:
         """L_ge of (4, 5)."""
         return mean_of(
-            balanced_cross_entropy(head(reverse_gradient(feature, self.entropy_reversal)), own)
-            for head, feature, own in zip(parts.reversed, features, labels, strict=True)
+            balanced_cross_entropy(head(reverse_gradient(feature, self.entropy_reversal)), targets)
+            for head, feature, targets in zip(parts.reversed, features, labels, strict=True)
         )
 
 
 def own_loss(parts: Parts, features: list[Tensor], labels: list[Tensor]) -> Tensor:
     """L_er of (6) for T_i: on its own domain, without F."""
     return mean_of(
-        balanced_cross_entropy(head(feature.detach()), own)
-        for head, feature, own in zip(parts.own, features, labels, strict=True)
+        balanced_cross_entropy(head(feature.detach()), targets)
+        for head, feature, targets in zip(parts.own, features, labels, strict=True)
     )
 
 
@@ -148,11 +148,11 @@ def others_loss(parts: Parts, features: list[Tensor], labels: list[Tensor]) -> T
     """L_er of (6) for F: on the domains that T_i does not know, without T_i. 0 where there is one domain."""
     losses = []
     for number, head in enumerate(parts.own):
-        others = [one for one in range(len(features)) if one != number]
+        others = [other for other in range(len(features)) if other != number]
         if others:
             fixed = {name: parameter.detach() for name, parameter in head.named_parameters()}
-            said = functional_call(head, fixed, (torch.cat([features[one] for one in others]),))
-            losses.append(balanced_cross_entropy(said, torch.cat([labels[one] for one in others])))
+            logits = functional_call(head, fixed, (torch.cat([features[other] for other in others]),))
+            losses.append(balanced_cross_entropy(logits, torch.cat([labels[other] for other in others])))
     return mean_of(losses) if losses else features[0].sum() * 0.0
 
 

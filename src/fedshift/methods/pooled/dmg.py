@@ -84,7 +84,7 @@ class DMG(PooledTraining):
             loss = site.objective.loss(logits, batch.targets)
             return loss + self.overlap_weight * overlap(masked.masks.sigmoid())
 
-        return self.trained(site, self.of_all(site, steps), loss_of, model)
+        return self.train(site, self.of_all(site, steps), loss_of, model)
 
 
 class MaskedClassifier(nn.Module):
@@ -109,8 +109,8 @@ class MaskedClassifier(nn.Module):
     def under_own_mask(self, features: Tensor, domains: Tensor, draws: Tensor) -> Tensor:
         """Logits of training (1, 2): each sample under its domain's mask, decided by ``draws`` (n, d) in [0, 1)."""
         masks = torch.stack([straight_through_mask(mask, draws) for mask in self.masks])
-        own = masks[domains, torch.arange(len(features), device=features.device)]
-        logits: Tensor = self.classifier(features * own)
+        sample_masks = masks[domains, torch.arange(len(features), device=features.device)]
+        logits: Tensor = self.classifier(features * sample_masks)
         return logits
 
     def forward(self, features: Tensor) -> Tensor:

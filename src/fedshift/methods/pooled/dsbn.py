@@ -156,13 +156,13 @@ class DSBN(PooledAdaptation):
             rate = ramp((done - self.first_stage) / (1 - self.first_stage))
             return self.second_loss(model, parts, batches, teacher, rate)
 
-        return self.trained(site, self.with_target(site, steps), loss_of, model, parts)
+        return self.train(site, self.with_target(site, steps), loss_of, model, parts)
 
     def first_loss(self, model: Network, parts: Parts, batches: DomainBatches, rate: float) -> Tensor:
         """Stage 1: cross-entropy, adversarial and semantic alignment at the ramp's value ``rate``."""
         sources, target = batches
         at_target = model.features(target.inputs)
-        pseudo = self.said(model, target.inputs, model.classifier(at_target)).argmax(1)
+        pseudo = self.label_logits(model, target.inputs, model.classifier(at_target)).argmax(1)
         at_sources = [branch.features(batch.inputs) for branch, batch in zip(parts.branches, sources, strict=True)]
         losses = [
             F.cross_entropy(model.classifier(features), batch.targets)
@@ -193,13 +193,13 @@ class DSBN(PooledAdaptation):
         ]
         logits = model(target.inputs)
         with torch.no_grad():
-            both = teacher(target.inputs), self.said(model, target.inputs, logits)
+            both = teacher(target.inputs), self.label_logits(model, target.inputs, logits)
             of_teacher, of_student = both if self.mixed == "logits" else (predicted.softmax(1) for predicted in both)
             labels = ((1 - rate) * of_teacher + rate * of_student).argmax(1)
         return torch.stack(losses).mean() + F.cross_entropy(logits, labels)
 
     @torch.no_grad()
-    def said(self, model: Network, inputs: Tensor, trained: Tensor) -> Tensor:
+    def label_logits(self, model: Network, inputs: Tensor, trained: Tensor) -> Tensor:
         """Logits that label the target: those of the training pass, ``trained``, or of one in evaluation mode."""
         if self.pseudo_labels == "training":
             return trained
@@ -250,8 +250,8 @@ class Parts(nn.Module):
 
 def branches_of(model: Network, number: int) -> list[Network]:
     """``number`` networks with their own BatchNorm layers, which share all other parameters with the model."""
-    own = {id(parameter) for module in batch_norms(model) for parameter in module.parameters()}
-    shared = {id(parameter): parameter for parameter in model.parameters() if id(parameter) not in own}
+    norm_parameters = {id(parameter) for module in batch_norms(model) for parameter in module.parameters()}
+    shared = {id(parameter): parameter for parameter in model.parameters() if id(parameter) not in norm_parameters}
     return [copy.deepcopy(model, dict(shared)) for _ in range(number)]
 
 

@@ -126,7 +126,7 @@ class EISNet(PooledTraining):
 
         optimizer = site.optimizer(model, parts, memory="optimizer")
         optimizer.register_step_post_hook(lambda *_: parts.follow(model))
-        return self.trained(site, self.of_all(site, steps), loss_of, model, parts, {"optimizer": optimizer})
+        return self.train(site, self.of_all(site, steps), loss_of, model, parts, {"optimizer": optimizer})
 
     def beta(self, progress: float) -> float:
         """β of (1) after this share of the run."""

@@ -98,7 +98,7 @@ class EpiFCR(DomainTraining):
             published = self.published_loss(model, parts, batches, pair)
             return published + own_losses(parts, batches, site.objective)
 
-        return self.trained(site, self.of_sources(site, steps), loss_of, model, parts)
+        return self.train(site, self.of_sources(site, steps), loss_of, model, parts)
 
     def published_loss(
         self, model: Network, parts: Parts, batches: tuple[Batch, ...], pair: tuple[int, int] | None

@@ -103,7 +103,7 @@ class FACT(PooledTraining):
 
         optimizer = site.optimizer(model, memory="optimizer")
         optimizer.register_step_post_hook(lambda *_: teacher.follow(model))
-        return self.trained(site, self.of_all(site, steps), loss_of, model, teacher, {"optimizer": optimizer})
+        return self.train(site, self.of_all(site, steps), loss_of, model, teacher, {"optimizer": optimizer})
 
     def loss(self, model: Network, teacher: MeanTeacher, batch: Batch, mixed: Tensor, epoch: float) -> Tensor:
         """L of (6–9) at this epoch."""

@@ -68,7 +68,7 @@ class Fish(DomainTraining):
         def loss_of(batch: Batch) -> Tensor:
             return site.objective.loss(model(batch.inputs), batch.targets)
 
-        return self.trained(site, self.turns(site, model, steps), loss_of, model)
+        return self.train(site, self.turns(site, model, steps), loss_of, model)
 
     def turns(self, site: Site, model: Network, steps: int) -> Iterator[Batch]:
         """Batch after batch of a step; then ``model``, which has trained on them, goes back a part of the way."""

@@ -79,7 +79,7 @@ class Fishr(LaterPenalty):
         parts = zip(step.by_domain(step.features), step.by_domain(step.logits), step.batches, strict=True)
         with_bias = cast(nn.Linear, step.model.classifier).bias is not None
         result = [gradient_variances(z, logits, batch.targets, with_bias) for z, logits, batch in parts]
-        means = cast(Variances, step.parts).moved(result, self.decay)
+        means = cast(Variances, step.parts).move(result, self.decay)
         return (means - means.mean(0)).square().mean()
 
 
@@ -92,9 +92,9 @@ class Variances(nn.Module):
         super().__init__()
         self.register_buffer("means", torch.zeros(domains, weights))
 
-    def moved(self, found: Sequence[Tensor], decay: float) -> Tensor:
+    def move(self, variances: Sequence[Tensor], decay: float) -> Tensor:
         """v̄_e after a step, divided by 1 − γ; its gradient is that of the newest variances."""
-        means = decay * self.means + (1 - decay) * torch.stack(list(found))
+        means = decay * self.means + (1 - decay) * torch.stack(list(variances))
         self.means = means.detach()
         return means / (1 - decay)
 

@@ -62,7 +62,7 @@ class GroupDRO(DomainLoss):
         if self.adjustment:
             sizes = torch.bincount(step.site.data.domain_numbers.flatten(), minlength=len(raised))
             raised = raised + self.adjustment / sizes.to(raised).sqrt()
-        q = cast(DomainWeights, step.parts).moved(self.weights_rate * raised)
+        q = cast(DomainWeights, step.parts).move(self.weights_rate * raised)
         return (q * step.losses).sum()
 
 
@@ -75,7 +75,7 @@ class DomainWeights(nn.Module):
         super().__init__()
         self.register_buffer("q", torch.full((domains,), 1 / domains))
 
-    def moved(self, by: Tensor) -> Tensor:
+    def move(self, by: Tensor) -> Tensor:
         """q after a step of exponentiated gradient."""
         self.q = (self.q.log() + by.to(self.q)).softmax(0)
         return self.q

@@ -103,11 +103,11 @@ class JiGen(PooledTraining):
                 objective=site.objective,
             )
 
-        return self.trained(site, self.of_all(site, steps), loss_of, model, head)
+        return self.train(site, self.of_all(site, steps), loss_of, model, head)
 
 
 def jigsaw_loss(
-    said: Tensor,
+    logits: Tensor,
     labels: Tensor,
     named: Tensor,
     orders: Tensor,
@@ -119,7 +119,7 @@ def jigsaw_loss(
     """L of (1).
 
     Args:
-        said: Outputs of the classifier.
+        logits: Outputs of the classifier.
         labels: What they should be.
         named: Logits of the permutations, (n, P + 1).
         orders: Each image's permutation, (n,); 0: in order.
@@ -128,4 +128,4 @@ def jigsaw_loss(
         objective: Compares outputs and labels.
     """
     classified = orders == 0 if class_on == "ordered" else torch.ones_like(orders, dtype=torch.bool)
-    return objective.loss_of_some(classified, said, labels) + weight * F.cross_entropy(named, orders)
+    return objective.loss_of_some(classified, logits, labels) + weight * F.cross_entropy(named, orders)

@@ -119,7 +119,7 @@ class M3SDA(PooledAdaptation):
 
         phases = ("A", "B", *"C" * self.generator_steps)
         batches = ((phase, batches) for batches in self.with_target(site, steps) for phase in phases)
-        update = self.trained(site, batches, loss_of, model, rivals)
+        update = self.train(site, batches, loss_of, model, rivals)
         return replace(update, loss=float(torch.stack(first).double().mean())) if first else update
 
 

@@ -114,7 +114,7 @@ class MASF(DomainTraining):
                 return F.cross_entropy(model(batches[test].inputs), batches[test].targets)
             return self.loss(model, metric, train, batches[test], self.inner_rate or site.learning_rate)
 
-        return self.trained(site, self.of_sources(site, steps), loss_of, model, metric)
+        return self.train(site, self.of_sources(site, steps), loss_of, model, metric)
 
     def loss(self, model: Network, metric: nn.Module, train: Sequence[Batch], test: Batch, rate: float) -> Tensor:
         """L_task(θ) + β_1 L_global(θ') + β_2 L_local(θ') of a step. Its gradient is known by then, and clipped."""

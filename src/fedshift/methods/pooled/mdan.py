@@ -87,4 +87,4 @@ class MDAN(PooledAdaptation):
                 torch.stack(source_losses), torch.stack(domain_losses), self.mu, self.gamma, self.rule
             )
 
-        return self.trained(site, self.with_target(site, steps), loss_of, model, identifiers)
+        return self.train(site, self.with_target(site, steps), loss_of, model, identifiers)

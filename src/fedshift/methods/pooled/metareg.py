@@ -116,10 +116,10 @@ class MetaReg(DomainTraining):
             group["lr"] = self.regulariser_rate * site.learning_rate
         losses: list[Tensor] = []
 
-        def loss_of(own: tuple[int, Batch] | None) -> Tensor:
-            if own is None:
+        def loss_of(of_domain: tuple[int, Batch] | None) -> Tensor:
+            if of_domain is None:
                 return self.episode(model, parts, streams, self.inner_rate or site.learning_rate, draws)
-            number, batch = own
+            number, batch = of_domain
             loss = model.objective.loss(parts.tasks[number](model.features(batch.inputs)), batch.targets)
             losses.append(loss.detach())
             return loss
@@ -142,19 +142,19 @@ class MetaReg(DomainTraining):
         pairs = list(itertools.permutations(range(len(streams)), 2))
         a, b = pairs[int(torch.randint(len(pairs), (), generator=draws))]
 
-        def drawn(domain: int) -> tuple[Tensor, Tensor]:
+        def draw(domain: int) -> tuple[Tensor, Tensor]:
             batch = next(streams[domain])
             with torch.no_grad():
                 return answer_at(model, {}, batch.inputs, part="features"), batch.targets
 
-        near = [drawn(a) for _ in range(self.inner_steps)]
-        return episode_loss(model.objective.loss, parts.tasks[a], list(parts.penalties), near, drawn(b), rate)
+        near = [draw(a) for _ in range(self.inner_steps)]
+        return episode_loss(model.objective.loss, parts.tasks[a], list(parts.penalties), near, draw(b), rate)
 
     def second_stage(self, model: Network, parts: Parts, batches: tuple[Batch, ...]) -> Tensor:
         """L + R_φ on all sources."""
         inputs, labels = torch.cat([b.inputs for b in batches]), torch.cat([b.targets for b in batches])
         penalties = [penalty.detach() for penalty in parts.penalties]
-        regulariser = weighted_l1(regularised(dict(model.classifier.named_parameters())), penalties)
+        regulariser = weighted_l1(penalised_parameters(dict(model.classifier.named_parameters())), penalties)
         return model.objective.loss(model(inputs), labels) + regulariser
 
 
@@ -167,7 +167,7 @@ class Parts(nn.Module):
         super().__init__()
         self.tasks = nn.ModuleList(redrawn(model.classifier) for _ in range(domains))
         self.fresh = redrawn(model.classifier).requires_grad_(False)
-        result = regularised(dict(model.classifier.named_parameters()))
+        result = penalised_parameters(dict(model.classifier.named_parameters()))
         self.penalties = nn.ParameterList(torch.zeros_like(parameter) for parameter in result)
         self.register_buffer("second_stage", torch.zeros((), dtype=torch.bool))
 
@@ -178,7 +178,7 @@ class Parts(nn.Module):
             penalty.clamp_min_(0)
 
 
-def regularised(parameters: dict[str, Tensor]) -> list[Tensor]:
+def penalised_parameters(parameters: dict[str, Tensor]) -> list[Tensor]:
     """The parameters that R_φ is about: all but biases."""
     return [value for name, value in parameters.items() if not name.endswith("bias")]
 
@@ -204,7 +204,7 @@ def episode_loss(
     ahead = {name: value.detach().requires_grad_(True) for name, value in task.named_parameters()}
     for features, labels in near:
         loss = loss_of(answer_at(task, ahead, features), labels)
-        loss = loss + weighted_l1(regularised(ahead), penalties)
+        loss = loss + weighted_l1(penalised_parameters(ahead), penalties)
         gradients = torch.autograd.grad(loss, list(ahead.values()), create_graph=True, materialize_grads=True)
         ahead = inner_step(ahead, gradients, rate, second_order=True)
     return loss_of(answer_at(task, ahead, far[0]), far[1])

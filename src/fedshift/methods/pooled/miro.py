@@ -96,7 +96,7 @@ class MIRO(PooledTraining):
             )
 
         optimizers = {"optimizer": site.optimizer(model, memory="optimizer"), "deviations": deviations}
-        return self.trained(site, self.of_all(site, steps), loss_of, model, parts, optimizers)
+        return self.train(site, self.of_all(site, steps), loss_of, model, parts, optimizers)
 
 
 class Oracle(nn.Module):
@@ -124,12 +124,12 @@ class Oracle(nn.Module):
         """Only the deviations train."""
         return self
 
-    def distance(self, inputs: Tensor, found: dict[str, Tensor]) -> Tensor:
+    def distance(self, inputs: Tensor, features: dict[str, Tensor]) -> Tensor:
         """½ Σ_l mean(log σ_l² + (z_l − z_l^0)²/σ_l²) for the stages of the trained network, by name."""
         with torch.no_grad():
             _, wanted = self.network.with_stages(inputs, self.stages)
         terms = []
         for name, deviation in zip(self.stages, self.deviations, strict=True):
             variance = functional.softplus(deviation) + EPSILON
-            terms.append(((found[name] - wanted[name]).square() / variance + variance.log()).mean())
+            terms.append(((features[name] - wanted[name]).square() / variance + variance.log()).mean())
         return torch.stack(terms).sum() / 2

@@ -118,7 +118,7 @@ class DomainLoss(DomainTraining):
             return self.loss(Step(next(numbers), site, model, parts.others, optimizer, batches, draws))
 
         batches = self.of_sources(site, steps)
-        return self.trained(site, batches, loss_of, model, parts, {"optimizer": optimizer})
+        return self.train(site, batches, loss_of, model, parts, {"optimizer": optimizer})
 
 
 class DomainPenalty(DomainLoss):

@@ -60,7 +60,7 @@ class PooledTraining(DeepAll):
             module.load_state_dict(dict(site.memory.weights("parts")))
         return site.place(module)
 
-    def trained(
+    def train(
         self,
         site: Site,
         batches: Iterable[B],

@@ -111,7 +111,7 @@ class SRDC(PooledAdaptation):
         """Cluster the target's samples, then train on this round's mini-batches in the pool."""
         model = site.model(weights)
         first = site.envelope.progress == 0
-        result = self.clustered(site, model, first)
+        result = self.cluster_target(site, model, first)
         centres = nn.ParameterList([nn.Parameter(result.centres.clone())])
         optimizer = site.optimizer(model, memory="optimizer")
         slow = site.training.build_optimizer(centres, self.centre_rate * site.learning_rate)
@@ -119,12 +119,12 @@ class SRDC(PooledAdaptation):
         def loss_of(batches: DomainBatches) -> Tensor:
             sources, target = batches
             rows = target.rows.to(site.device)
-            at_target, at_source, truth, weight = self._passed(model, sources, target, result)
-            own = F.one_hot(result.clusters[rows], model.classes).to(at_target)
+            at_target, at_source, truth, weight = self._pass_batches(model, sources, target, result)
+            assigned = F.one_hot(result.clusters[rows], model.classes).to(at_target)
 
             def to_target(log_probabilities: Tensor, fixed: Tensor) -> Tensor:
                 """L_t or L_t^emb."""
-                labels = own if first else self._labels(own, log_probabilities, fixed[rows])
+                labels = assigned if first else self._labels(assigned, log_probabilities, fixed[rows])
                 return soft_cross_entropy(labels, log_probabilities)
 
             rate = ramp(self.progress(site))
@@ -140,38 +140,38 @@ class SRDC(PooledAdaptation):
         site.remember_optimizer(optimizer, "optimizer")
         return Update(site.weights_of(model), site.samples, loss)
 
-    def _passed(
-        self, model: Network, sources: tuple[Batch, ...], target: Batch, found: Clustered
+    def _pass_batches(
+        self, model: Network, sources: tuple[Batch, ...], target: Batch, clusters: Clustered
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Features of the target and of all sources together, and the latter's labels and weights."""
         at_target = model.features(target.inputs)
         at_source = model.features(torch.cat([batch.inputs for batch in sources]))
         truth = torch.cat([batch.targets for batch in sources])
         rows = torch.cat([batch.rows for batch in sources]).to(truth.device)
-        return at_target, at_source, truth, found.weights[rows]
+        return at_target, at_source, truth, clusters.weights[rows]
 
-    def _labels(self, own: Tensor, log_probabilities: Tensor, fixed: Tensor) -> Tensor:
+    def _labels(self, assigned: Tensor, log_probabilities: Tensor, fixed: Tensor) -> Tensor:
         """(1 − β)·1[ŷ] + β·q."""
         mixed = fixed
         if self.auxiliary == "batch":
             mixed = auxiliary_distribution((log_probabilities.detach() if self.detach else log_probabilities).exp())
-        return (1 - self.beta) * own + self.beta * mixed
+        return (1 - self.beta) * assigned + self.beta * mixed
 
     @torch.no_grad()
-    def clustered(self, site: Site, model: Network, first: bool) -> Clustered:
+    def cluster_target(self, site: Site, model: Network, first: bool) -> Clustered:
         """k-means of the target's features, and what a round takes from it; all of it in evaluation mode."""
         assert site.unlabelled is not None
         model.eval()
-        own = torch.cat([model.features(inputs) for inputs, _, _ in site.unlabelled.all_batches(_BATCH)])
-        predicted = model.classifier(own).softmax(1)
+        at_target = torch.cat([model.features(inputs) for inputs, _, _ in site.unlabelled.all_batches(_BATCH)])
+        predicted = model.classifier(at_target).softmax(1)
         batches = [(model.features(batch.inputs), batch.targets) for batch in site.all_batches()]
         model.train()
         features, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
         start, present = class_means(features, labels, model.classes)
         if not first:
-            start, _ = class_means(own, predicted.argmax(1), model.classes)
-        clusters, centres = kmeans_from(own, start, self.cluster_passes, present)
-        pair = predicted, student_assignment(own, centres).exp()
+            start, _ = class_means(at_target, predicted.argmax(1), model.classes)
+        clusters, centres = kmeans_from(at_target, start, self.cluster_passes, present)
+        pair = predicted, student_assignment(at_target, centres).exp()
         weights = torch.ones_like(features[:, 0])
         if self.source_selection and not first:
             weights = affinity(features, centres[labels])

@@ -135,7 +135,7 @@ def methods_grid(used: Mapping[str, Conditions], kinds: Mapping[str, Sequence[st
     for name, sent in kinds.items():
         row = used[name]
         known = ENTRIES.get(row.name)
-        title = f"{known.place.split(':')[1]} ({known.citation})" if known else "a method of your own"
+        title = f"{known.class_path.split(':')[1]} ({known.citation})" if known else "a method of your own"
         more = "; ".join(row.words) or "the sources' samples as they are"
         left = "; ".join(KINDS.get(kind, kind) for kind in sent) or MISSING
         numbers = number(row.exchanges, 0), number(row.sent / 1e6, 2)
