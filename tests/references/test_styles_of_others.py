@@ -55,7 +55,7 @@ def test_a_step_of_fedccrl(reference: Reference, monkeypatch: pytest.MonkeyPatch
             augmix=False, contrast_weight=contrast, agreement_weight=agreement, temperature=options["temperature"]
         )
         drawn = iter(zip(given["means"], given["deviations"], torch.tensor(options["shares"]), strict=True))
-        monkeypatch.setattr(FedCCRL, "_drawn", lambda *_: next(drawn))
+        monkeypatch.setattr(FedCCRL, "_draw_styles", lambda *_: next(drawn))
         model = flat(reference)
         others = [Styles({"mean": given["means"][0], "deviation": given["deviations"][0]})]
         return method.beside(site_of(images), model, others)(batch(images, labels)), model

@@ -193,7 +193,7 @@ def test_the_run_s_first_round_alone_starts_from_the_sources() -> None:
     seen = []
     with pytest.MonkeyPatch.context() as patch:
         original = SRDC.clustered
-        patch.setattr(SRDC, "clustered", lambda *given: (seen.append(given[-1]), original(*given))[1])
+        patch.setattr(SRDC, "cluster_target", lambda *given: (seen.append(given[-1]), original(*given))[1])
         method = SRDC()
         site = pool_of(method)
         for exchange, progress in enumerate((0.0, 0.1, 0.6), 1):
