@@ -125,7 +125,7 @@ def gains(name: str, found: Collected, select: Selection) -> list[Column]:
     baseline = BASELINES.get(name, "fedavg")
     by_name = {line.name: line for line in tested(name, found, select)}
     cells = {
-        method: f"{difference_words.signed(line.comparison.test.mean)} ({difference_words.p_value(p)})".replace(
+        method: f"{difference_words.with_sign(line.comparison.test.mean)} ({difference_words.p_value(p)})".replace(
             "<", "\\<"
         )
         for method in found.order.methods

@@ -19,7 +19,7 @@ def measure(folder: Path, experiment: Experiment) -> None:
     """Write where the model of each method's first run places samples. The models are in the runs' folders."""
     samples, found = ShownSamples(experiment), dict[str, list[Point]]()
     for run in collect(folder).runs:
-        placed = None if run.result.method in found else samples.placed(run)
+        placed = None if run.result.method in found else samples.placement(run)
         if placed is not None:
             named = zip(placed.classes, placed.sites, placed.points.round(2).tolist(), strict=True)
             found[run.result.method] = [{"class": label, "site": site, "x": x, "y": y} for label, site, (x, y) in named]

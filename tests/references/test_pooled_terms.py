@@ -168,7 +168,7 @@ def test_srdc_s_start_of_k_means(reference: Reference) -> None:
         original = srdc.kmeans_from
         patch.setattr(srdc, "kmeans_from", lambda *one: (starts.append(one[1]), original(*one))[1])
         for first, name in ((True, "epoch 0"), (False, "later epochs")):
-            found = method.clustered(site, model, first)
+            found = method.cluster_target(site, model, first)
             reference.agree(f"clusters in {name}", found.clusters)
             reference.agree(f"centres after k-means in {name}", found.centres)
     reference.agree("start in epoch 0 (means of the sources' classes)", starts[0])

@@ -18,7 +18,7 @@ from fedshift.digests import write_object
 from fedshift.errors import UserError
 from fedshift.evaluation.site_bytes import write_site_bytes
 from fedshift.report.watch.deployments import SeenSite
-from fedshift.report.watch.live_page import watch_page, watched
+from fedshift.report.watch.live_page import experiments_in, watch_page
 from fedshift.report.watch.page_server import server
 
 Write = Callable[..., Path]
@@ -44,7 +44,7 @@ def running(write_part: Write) -> Path:
 
 
 def test_what_runs_have_done(running: Path) -> None:
-    (one,) = watched(running)
+    (one,) = experiments_in(running)
     assert (one.name, one.planned, one.deployment) == ("exp", 4, None)
     by_target = {run.names[1]: run for run in one.runs}
     assert [record.round for record in by_target["b"].rounds] == [1, 2], "a line that is being written does not count"
@@ -59,7 +59,7 @@ def test_experiments_that_are_not_finished_come_first(tmp_path: Path, writer: Ca
         folder = writer(tmp_path / name)("fedavg", "t", 0, 70.0)
         if not done:
             (folder / "result.json").unlink()
-    found = watched(tmp_path)
+    found = experiments_in(tmp_path)
     assert [one.finished for one in found] == [False, True, True]
 
 
@@ -95,7 +95,7 @@ def test_a_method_that_trains_less_in_a_round_has_more_rounds(running: Path) -> 
     run = running / "exp" / "fedavg" / "b"
     settings = "training: {rounds: 8, mini_batches: {x: 120, y: 80}}"
     (run / "seed-0" / "experiment.yaml").write_text(settings)
-    (one,) = watched(running)
+    (one,) = experiments_in(running)
     pace = {record.round: record.mini_batches for record in one.runs[1].rounds}
     assert one.runs[1].planned_rounds == 2 + (100 - pace[2]) / (pace[2] - pace[1])
 
@@ -135,7 +135,7 @@ def test_a_deployment_says_whom_it_waits_for_and_who_does_not_answer(kit: Path) 
         {"what": "trained", "site": "north", "mini_batches": 5},
     ):
         append_event(study / "progress.jsonl", event)
-    (one,) = watched(kit)
+    (one,) = experiments_in(kit)
     assert one.planned == 6
     assert one.deployment is not None
     assert one.deployment.warnings == ("clock of <south>",)
@@ -147,7 +147,7 @@ def test_a_deployment_says_whom_it_waits_for_and_who_does_not_answer(kit: Path) 
     write_object(study / "state.json", {"state": "finished", "request": 1})
     assert "Deployment waiting" in watch_page(study), "what has ended was an earlier request"
     write_object(study / "state.json", {"state": "finished", "request": 2})
-    (one,) = watched(study)
+    (one,) = experiments_in(study)
     assert (one.deployment.stopped, one.deployment.sites) == ("", ()), "nobody is missing once it has ended"
 
 
@@ -161,7 +161,7 @@ def heard(kit: Path, *events: dict[str, Any]) -> dict[str, SeenSite]:
     (study / "progress.jsonl").unlink(missing_ok=True)
     for event in timed:
         append_event(study / "progress.jsonl", event)
-    (one,) = watched(kit)
+    (one,) = experiments_in(kit)
     assert one.deployment is not None
     return {site.name: site for site in one.deployment.sites}
 
@@ -234,7 +234,7 @@ def test_empty_folders(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert "no run" in watch_page(tmp_path / "empty")
     with pytest.raises(UserError, match="no folder"):
-        watched(tmp_path / "absent")
+        experiments_in(tmp_path / "absent")
 
 
 @pytest.fixture

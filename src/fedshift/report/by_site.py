@@ -39,14 +39,14 @@ def rounds_at(result: RunResult, rounds: Sequence[RoundRecord]) -> list[RoundRec
     if not measures_each(result):
         return list(rounds)
     return [
-        one.model_copy(
+        record.model_copy(
             update={
                 "target_accuracy": {
-                    name: one.target_accuracy[name] for name in (result.target,) if name in one.target_accuracy
+                    name: record.target_accuracy[name] for name in (result.target,) if name in record.target_accuracy
                 }
             }
         )
-        for one in rounds
+        for record in rounds
     ]
 
 
@@ -56,9 +56,9 @@ def _apart(result: RunResult, part: str) -> Iterator[RunResult]:
         if site.part in (part, "held_out"):
             by_site.setdefault(site.site, []).append(site)
     last = result.selected.get("last")
-    for name in {} if last is None else (last.common if part == "common" else _measured(last, result)):
+    for name in {} if last is None else (last.common if part == "common" else _measured_sites(last, result)):
         selected: dict[Selection, SelectedRound | None] = {
-            rule: None if one is None else _at(one, name, part) for rule, one in result.selected.items()
+            rule: None if chosen is None else _at(chosen, name, part) for rule, chosen in result.selected.items()
         }
         sites = [
             site.model_copy(update={"part": "target"}) if site.part == part else site for site in by_site.get(name, ())
@@ -66,14 +66,14 @@ def _apart(result: RunResult, part: str) -> Iterator[RunResult]:
         yield result.model_copy(update={"target": name, "selected": selected, "sites": sites})
 
 
-def _measured(last: SelectedRound, result: RunResult) -> Iterable[str]:
+def _measured_sites(last: SelectedRound, result: RunResult) -> Iterable[str]:
     """The sites with a test part, in the order of the data; all that a record has where it does not say which."""
     known = result.data.get("measured_samples")
     return [name for name in known if name in last.sites] if isinstance(known, Mapping) else last.sites
 
 
-def _at(one: SelectedRound, name: str, part: str) -> SelectedRound | None:
-    value = (one.common if part == "common" else one.sites).get(name)
+def _at(selected: SelectedRound, name: str, part: str) -> SelectedRound | None:
+    value = (selected.common if part == "common" else selected.sites).get(name)
     if value is None:
         return None
-    return one.model_copy(update={"accuracy": value, "sites": {name: value}, "common": {}, "per_class": []})
+    return selected.model_copy(update={"accuracy": value, "sites": {name: value}, "common": {}, "per_class": []})

@@ -37,12 +37,12 @@ class Line:
 Block = Line | Folded
 
 
-def of_plan(experiment: Experiment, found: Check) -> Iterator[Block]:
+def of_plan(experiment: Experiment, check: Check) -> Iterator[Block]:
     """Of data, network, methods and privacy."""
-    yield from _of_data(found)
-    yield from _of_model(found)
-    yield from _of_methods(experiment, found)
-    yield from _of_privacy(found)
+    yield from _of_data(check)
+    yield from _of_model(check)
+    yield from _of_methods(experiment, check)
+    yield from _of_privacy(check)
 
 
 def print_blocks(console: Console, blocks: Iterator[Block]) -> None:
@@ -54,39 +54,39 @@ def print_blocks(console: Console, blocks: Iterator[Block]) -> None:
             console.print(block)
 
 
-def check_text(experiment: Experiment, found: Check, runs: Path) -> str:
+def check_text(experiment: Experiment, check: Check, runs: Path) -> str:
     """All of it as plain text."""
     console = Console(file=io.StringIO(), width=_WIDTH)
-    print_blocks(console, of_plan(experiment, found))
-    print_blocks(console, of_runs(experiment, found, runs / experiment.name))
+    print_blocks(console, of_plan(experiment, check))
+    print_blocks(console, of_runs(experiment, check, runs / experiment.name))
     assert isinstance(console.file, io.StringIO)
     return printable(console.file.getvalue(), keep="\n").rstrip()
 
 
-def _of_data(found: Check) -> Iterator[Block]:
+def _of_data(check: Check) -> Iterator[Block]:
     """The data set and its domains."""
-    shape = "×".join(str(size) for size in found.input_shape)
-    yield Line(f"data {found.data} ({found.fingerprint}): {found.learned}, samples of {shape}", whole=False)
-    yield domain_table(found.domains)
-    yield from map(Line, unlike(found.domains))
-    if fixed := [one.name for one in found.domains if one.fixed_split]:
+    shape = "×".join(str(size) for size in check.input_shape)
+    yield Line(f"data {check.data} ({check.fingerprint}): {check.learned}, samples of {shape}", whole=False)
+    yield domain_table(check.domains)
+    yield from map(Line, unlike(check.domains))
+    if fixed := [domain.name for domain in check.domains if domain.fixed_split]:
         yield Line(f"test samples fixed by data.split, not by protocol.test_fraction: {join_names(fixed)}")
-    yield from map(Line, without_labels(found.domains))
-    yield from map(Line, _missing(found))
+    yield from map(Line, without_labels(check.domains))
+    yield from map(Line, _missing(check))
 
 
-def _of_model(found: Check) -> Iterator[Block]:
+def _of_model(check: Check) -> Iterator[Block]:
     """The network, and what runs it."""
     yield Line(
-        f"model {found.model}: {found.parameters:,} parameters, {found.payload:,} bytes; on {found.device}, "
-        f"{found.threads} thread(s) per process",
+        f"model {check.model}: {check.parameters:,} parameters, {check.payload:,} bytes; on {check.device}, "
+        f"{check.threads} thread(s) per process",
         whole=False,
     )
-    for sentence in found.found:
+    for sentence in check.found:
         yield Line(f"  {sentence}")
 
 
-def _of_methods(experiment: Experiment, found: Check) -> Iterator[Block]:
+def _of_methods(experiment: Experiment, check: Check) -> Iterator[Block]:
     """What each method trains and sends, and how long all take."""
     columns = (
         "method",
@@ -111,51 +111,51 @@ def _of_methods(experiment: Experiment, found: Check) -> Iterator[Block]:
             ", ".join(method.shares),
             method.reads,
         ]
-        for method in found.methods
+        for method in check.methods
     ]
     yield Folded(columns, methods, words=(len(columns) - 2, len(columns) - 1))
     yield Line(
-        f"training of all runs, measuring included: about {_duration(sum(method.hours for method in found.methods))}; "
+        f"training of all runs, measuring included: about {_duration(sum(method.hours for method in check.methods))}; "
         "starting and saving add to this",
         whole=False,
     )
-    if (slow := _faster(experiment, found)) is not None:
+    if (slow := _faster(experiment, check)) is not None:
         yield Line(slow)
     if (drawn := experiment.protocol.sites_per_round) is not None:
         number = f"{drawn}" if isinstance(drawn, int) else f"{drawn:g} of the"
         yield Line(f"{number} sources are drawn for each round; mini-batches and bytes count only these")
-    if (why := _why_rounds_differ(found.methods)) is not None:
+    if (why := _why_rounds_differ(check.methods)) is not None:
         yield Line(why, whole=False)
-    steps = steps_in_words({method.label: method.steps for method in found.methods if method.steps is not None})
+    steps = steps_in_words({method.label: method.steps for method in check.methods if method.steps is not None})
     if steps is not None:
         yield Line(steps)
 
 
-def _of_privacy(found: Check) -> Iterator[Block]:
+def _of_privacy(check: Check) -> Iterator[Block]:
     """The ε that each site spends."""
-    if found.privacy:
-        delta = next(iter(found.privacy.values())).delta
-        sites = privacy_rows({site: (spent.run, spent.together) for site, spent in found.privacy.items()})
+    if check.privacy:
+        delta = next(iter(check.privacy.values())).delta
+        sites = privacy_rows({site: (spent.run, spent.together) for site, spent in check.privacy.items()})
         yield Folded(["site", f"ε of a run at δ = {delta:g}", "ε of all runs together"], sites)
 
 
-def of_runs(experiment: Experiment, found: Check, place: Path) -> Iterator[Block]:
+def of_runs(experiment: Experiment, check: Check, folder: Path) -> Iterator[Block]:
     """What is finished, what is sent before training, and warnings."""
-    progress = found.progress
+    progress = check.progress
     if progress.finished or progress.others or progress.refused:
         others = f"; {progress.others} more in this folder are not of this experiment" if progress.others else ""
-        yield Line(f"{place}: {progress.finished} of {progress.planned} runs are finished{others}")
-    for kind in found.encoding_shares:
+        yield Line(f"{folder}: {progress.finished} of {progress.planned} runs are finished{others}")
+    for kind in check.encoding_shares:
         yield Line(f"before training, each source sends {kind}, from which all sites get one encoding", whole=False)
     refused = () if progress.refused is None else (f"fedshift run will refuse to start: {progress.refused}",)
-    for warning in (*found.warnings, *(refused or _place(experiment, place))):
+    for warning in (*check.warnings, *(refused or _check_folder(experiment, folder))):
         yield Line(f"warning: {warning}")
 
 
-def _faster(experiment: Experiment, found: Check) -> str | None:
+def _faster(experiment: Experiment, check: Check) -> str | None:
     """That a frozen backbone takes far less, where training a pre-trained network takes hours on a processor."""
-    hours, weights = sum(method.hours for method in found.methods), getattr(experiment.model, "pretrained", False)
-    if found.device != "cpu" or hours < _LONG or not weights or ":" in experiment.model.name:
+    hours, weights = sum(method.hours for method in check.methods), getattr(experiment.model, "pretrained", False)
+    if check.device != "cpu" or hours < _LONG or not weights or ":" in experiment.model.name:
         return None
     given = "true" if weights is True else weights
     return (
@@ -164,9 +164,9 @@ def _faster(experiment: Experiment, found: Check) -> str | None:
     )
 
 
-def _missing(found: Check) -> Iterator[str]:
+def _missing(check: Check) -> Iterator[str]:
     """How many cells of each column are missing at each site, before they are filled; those with most first."""
-    columns = sorted(found.missing.items(), key=lambda column: -sum(absent for absent, _ in column[1].values()))
+    columns = sorted(check.missing.items(), key=lambda column: -sum(absent for absent, _ in column[1].values()))
     for name, sites in columns[:_MOST_COLUMNS]:
         yield missing_cells_of(name, sites)
     if len(columns) > _MOST_COLUMNS:
@@ -184,7 +184,7 @@ def _why_rounds_differ(methods: Sequence[MethodCheck]) -> str | None:
     )
 
 
-def _place(experiment: Experiment, folder: Path) -> Iterator[str]:
+def _check_folder(experiment: Experiment, folder: Path) -> Iterator[str]:
     """Warns if runs in ``folder`` have other settings."""
     try:
         check_place(experiment, folder)

@@ -43,7 +43,7 @@ class Choice:
 
     def plain(self) -> dict[str, Any]:
         """The same as JSON has it."""
-        gains = {name: list(one) for name, one in self.gains.items()}
+        gains = {name: list(values) for name, values in self.gains.items()}
         plain = {"target": self.target, "method": self.method, "common": self.common, "gains": gains, "why": self.why}
         return plain | ({} if self.constant is None else {"constant": self.constant})
 
@@ -77,7 +77,7 @@ def choice_at(collected: Collected, target: str, estimates: Estimates | None = N
     }
     unfit = set[str]() if choose(gains) is None else _unfit(estimates or estimates_of(collected), target)
     frequent, always = _most_frequent(results, target, scores.get(first, {}))
-    fit = {name: one for name, one in gains.items() if name not in unfit}
+    fit = {name: values for name, values in gains.items() if name not in unfit}
     chosen = choose({**fit, **({} if frequent is None else {_CONSTANT: always})})
     if chosen == _CONSTANT:
         return Choice(target, first, first, gains, f"{_gain(always)}, whatever the model", frequent)
@@ -98,30 +98,34 @@ def _most_frequent(
         for site in result.sites
         if site.part == "target" and site.site in common and site.site != target and None not in site.support
     }
-    lengths = {len(one) for one in supports.values()}
+    lengths = {len(support) for support in supports.values()}
     if len(supports) < FEWEST or lengths != {len(results[0].classes)}:
         return None, []
     whole = np.sum(list(supports.values()), axis=0)
-    found = []
-    for name, own in supports.items():
-        said = int(np.argmax(whole - own))
-        found.append(100.0 * float(own[said]) / float(own.sum()) - common[name])
-    return results[0].classes[int(np.argmax(whole))], found
+    differences = []
+    for name, support in supports.items():
+        usual = int(np.argmax(whole - support))
+        differences.append(100.0 * float(support[usual]) / float(support.sum()) - common[name])
+    return results[0].classes[int(np.argmax(whole))], differences
 
 
 def _scores(collected: Collected, target: str, methods: set[str]) -> dict[str, dict[str, float]]:
     """Method → other target → the mean of its accuracy over seeds."""
-    found: dict[str, dict[str, list[float]]] = {name: {} for name in methods}
+    by_method: dict[str, dict[str, list[float]]] = {name: {} for name in methods}
     for result in collected.results:
         accuracy = result.accuracy()
         if result.target != target and result.method in methods and accuracy is not None:
-            found[result.method].setdefault(result.target, []).append(accuracy)
-    return {name: {site: fmean(one) for site, one in sites.items()} for name, sites in found.items()}
+            by_method[result.method].setdefault(result.target, []).append(accuracy)
+    return {name: {site: fmean(values) for site, values in sites.items()} for name, sites in by_method.items()}
 
 
 def _unfit(estimates: Estimates, target: str) -> set[str]:
     """The methods whose models find the target too unlike: none of them is handed out."""
-    return {name for name, of_seeds in estimates.get(target, {}).items() if any(one.too_unlike for one in of_seeds)}
+    return {
+        name
+        for name, of_seeds in estimates.get(target, {}).items()
+        if any(estimate.too_unlike for estimate in of_seeds)
+    }
 
 
 def _gain(gains: Sequence[float]) -> str:
@@ -138,24 +142,24 @@ def _why(chosen: str | None, gains: Mapping[str, Sequence[float]], unfit: set[st
     most = max(map(len, gains.values()))
     if most < FEWEST:
         return f"{most} other targets were measured, and {FEWEST} are needed to trust an adapted model"
-    if any((margin(one) or 0.0) > 0 for one in gains.values()):
+    if any((margin(values) or 0.0) > 0 for values in gains.values()):
         return f"adapting lost {HARM:.0f} points or more at another target"
     return "adapting does not gain at the other targets"
 
 
 def choices(collected: Collected, estimates: Estimates) -> tuple[Choice, ...]:
     """The choice at each target without labels at which some method adapted and another one did not."""
-    found = []
+    choices_at = []
     for target in dict.fromkeys(run.result.target for run in collected.unmeasured):
         with contextlib.suppress(UserError):  # there is no common model
-            found.append(choice_at(collected, target, estimates))
-    return tuple(one for one in found if one.gains)
+            choices_at.append(choice_at(collected, target, estimates))
+    return tuple(choice for choice in choices_at if choice.gains)
 
 
-def choices_in_words(found: Sequence[Choice]) -> Iterator[str]:
+def choices_in_words(choices_made: Sequence[Choice]) -> Iterator[str]:
     """A sentence for each choice."""
-    for one in found:
-        if one.constant is None:
-            yield f"At {one.target} the model of {one.method} should answer: {one.why}."
+    for choice in choices_made:
+        if choice.constant is None:
+            yield f"At {choice.target} the model of {choice.method} should answer: {choice.why}."
         else:
-            yield f"At {one.target} no model should answer, but '{one.constant}' for every sample: {one.why}."
+            yield f"At {choice.target} no model should answer, but '{choice.constant}' for every sample: {choice.why}."

@@ -80,7 +80,7 @@ class Collected:
     @property
     def seen(self) -> tuple[FinishedRun, ...]:
         """`results` with their folders."""
-        return tuple(FinishedRun(run.folder, one) for run in self.runs for one in at_sites([run.result]))
+        return tuple(FinishedRun(run.folder, result) for run in self.runs for result in at_sites([run.result]))
 
     @property
     def all_runs(self) -> tuple[FinishedRun, ...]:
@@ -135,14 +135,14 @@ def collect(folder: str | os.PathLike[str]) -> Collected:
     _check_unique(runs)
 
     order = read_order(experiments[0] / ORDER)
-    planned = max(_planned(root, experiments[0], order, folders), len(folders))
-    methods = _ordered(order.methods, (run.result.method for run in runs))
-    targets = _ordered(order.targets, (run.result.target for run in runs))
+    planned = max(_number_planned(root, experiments[0], order, folders), len(folders))
+    methods = _in_planned_order(order.methods, (run.result.method for run in runs))
+    targets = _in_planned_order(order.targets, (run.result.target for run in runs))
     runs.sort(key=lambda p: (methods.index(p.result.method), targets.index(p.result.target), p.result.seed))
     measured = [run for run in runs if run.result.is_measured]
     seen = list(at_sites(run.result for run in measured))
-    there = {name for one in seen for name in (one.method, one.target)}
-    targets = list(dict.fromkeys((*targets, *(one.target for one in seen))))
+    there = {name for run in seen for name in (run.method, run.target)}
+    targets = list(dict.fromkeys((*targets, *(run.target for run in seen))))
     return Collected(
         name=experiments[0].name,
         runs=tuple(measured),
@@ -243,26 +243,26 @@ def _check_unique(runs: Sequence[FinishedRun]) -> None:
             raise UserError(f"{seen[key]} and {run.folder} hold the same run {key}: remove one of the two")
         seen[key] = run.folder
         twin = packed_run(run.folder) if (run.folder / RESULT).exists() else None
-        if twin is not None and _kept(twin.result) != _kept(run.result.model_dump(mode="json")):
+        if twin is not None and _as_packed(twin.result) != _as_packed(run.result.model_dump(mode="json")):
             raise UserError(
                 f"{run.folder} and {RUNS} hold the same run {key} with other results: remove the folder, or move it "
                 "elsewhere"
             )
 
 
-def _kept(result: Mapping[str, Any]) -> RunResult:
+def _as_packed(result: Mapping[str, Any]) -> RunResult:
     """The result with the digits that packing keeps."""
     return RunResult.model_validate(with_kept_digits(result))
 
 
-def _ordered(planned: Iterable[str], present: Iterable[str]) -> list[str]:
+def _in_planned_order(planned: Iterable[str], present: Iterable[str]) -> list[str]:
     """``present`` without duplicates: the planned ones in their order, then the others in natural order."""
     names = set(present)
     first = [name for name in dict.fromkeys(planned) if name in names]
     return first + sorted(names - set(first), key=lambda name: (natural(name), name))
 
 
-def _planned(root: Path, experiment: Path, order: Order, begun: Sequence[Path]) -> int:
+def _number_planned(root: Path, experiment: Path, order: Order, begun: Sequence[Path]) -> int:
     """The number of planned runs in or below ``root``, which may be the folder of one method, target or seed."""
     depth = len(root.relative_to(experiment).parts) if root.is_relative_to(experiment) else 0
     seeds = len(order.seeds) or len({run.name for run in begun})

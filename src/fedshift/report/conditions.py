@@ -125,24 +125,24 @@ def badges_of(used: Mapping[str, Conditions]) -> dict[str, tuple[str, ...]]:
 
 
 def _uses(result: RunResult) -> frozenset[Use]:
-    found: set[Use] = set()
+    uses: set[Use] = set()
     if _images(result):
-        found.add("augmented")
+        uses.add("augmented")
     if _reads_target(result):
-        found.add("target")
-    return frozenset(found)
+        uses.add("target")
+    return frozenset(uses)
 
 
 def _images(result: RunResult) -> frozenset[str]:
     """How training images were moved or recoloured: by the experiment, a plug-in, or the method itself."""
     method = _section(result, "method")
-    plug_ins = [one for one in method.get("local") or () if isinstance(one, Mapping)]
+    plug_ins = [plug_in for plug_in in method.get("local") or () if isinstance(plug_in, Mapping)]
     given = [_section(result, "training").get("augmentation")]
-    given += [one.get("by") for one in plug_ins if one.get("name") == "augment"]
-    if method_name(result) == "recipe" and not any(one.get("name") == "augment" for one in plug_ins):
+    given += [plug_in.get("by") for plug_in in plug_ins if plug_in.get("name") == "augment"]
+    if method_name(result) == "recipe" and not any(plug_in.get("name") == "augment" for plug_in in plug_ins):
         channels = _channels(result)
         given.append(method.get("augmentation" if channels == 1 else "colour_augmentation") if channels else None)
-    return frozenset(json.dumps(one, sort_keys=True) for one in given if _changes(one))
+    return frozenset(json.dumps(augmentation, sort_keys=True) for augmentation in given if _changes(augmentation))
 
 
 def _changes(augmentation: object) -> bool:
@@ -193,13 +193,13 @@ def _momentum(result: RunResult) -> bool:
     if server is not None:
         return isinstance(server, Mapping) and server.get("optimizer") == "momentum"
     channels = _channels(result)
-    own = method.get("momentum" if channels == 1 else "colour_momentum")
-    return method_name(result) == "recipe" and channels is not None and bool(own)
+    momentum = method.get("momentum" if channels == 1 else "colour_momentum")
+    return method_name(result) == "recipe" and channels is not None and bool(momentum)
 
 
 def _section(result: RunResult, name: str) -> Mapping[str, Any]:
-    found = result.options.get(name)
-    return found if isinstance(found, Mapping) else {}
+    section = result.options.get(name)
+    return section if isinstance(section, Mapping) else {}
 
 
 def scale_note(results: Sequence[RunResult], methods: Sequence[str]) -> Iterator[Note]:
@@ -246,20 +246,20 @@ def used_notes(used: Mapping[str, Conditions], methods: Sequence[str]) -> Iterat
 
 def _explaining(recipe: str, rows: Mapping[str, Conditions]) -> dict[str, str]:
     """The rows that say what the recipe is worth: of the same images and samples, and without the target's."""
-    own = rows[recipe]
+    its = rows[recipe]
 
     def those(name: str, wanted: Callable[[Conditions], bool]) -> str:
         return ", ".join(row for row, used in rows.items() if row != recipe and used.name == name and wanted(used))
 
     def same(row: Conditions) -> bool:
-        return (row.uses, row.images) == (own.uses, own.images)
+        return (row.uses, row.images) == (its.uses, its.images)
 
-    found = {"deepall with the same images and samples": those("deepall", same)}
-    if "target" in own.uses:
-        found["itself without the target's samples"] = those(
-            "recipe", lambda row: row.images == own.images and row.uses == own.uses - {"target"}
+    explaining = {"deepall with the same images and samples": those("deepall", same)}
+    if "target" in its.uses:
+        explaining["itself without the target's samples"] = those(
+            "recipe", lambda row: row.images == its.images and row.uses == its.uses - {"target"}
         )
-    if "augmented" in own.uses:
-        what = f"fedavg with the same images{' and momentum' if own.momentum else ''}"
-        found[what] = those("fedavg", lambda row: same(row) and row.momentum == own.momentum)
-    return dict(reversed(found.items()))
+    if "augmented" in its.uses:
+        what = f"fedavg with the same images{' and momentum' if its.momentum else ''}"
+        explaining[what] = those("fedavg", lambda row: same(row) and row.momentum == its.momentum)
+    return dict(reversed(explaining.items()))

@@ -226,7 +226,7 @@ def _facts(collected: Collected, unit: str) -> Iterator[tuple[str, str]]:
     classes = results[0].classes
     what = "predicted" if results[0].metric in ("rmse", "concordance") else f"{unit}{'es' if unit == 'class' else 's'}"
     missing = f", {collected.unfinished} unfinished" if collected.unfinished else ""
-    found = (
+    facts = (
         ("data", ", ".join(sorted({str(result.data["name"]) for result in results if "name" in result.data}))),
 <<<<<<< HEAD
         ("methods", listed(order.methods, most=8)),
@@ -239,17 +239,17 @@ def _facts(collected: Collected, unit: str) -> Iterator[tuple[str, str]]:
         (what, ", ".join(classes) if what == "predicted" else str(len(classes))),
         ("runs", f"{len(collected.runs)} finished{missing}"),
     )
-    return ((name, text) for name, text in found if text)
+    return ((name, text) for name, text in facts if text)
 
 
 def _kinds(results: Sequence[RunResult], methods: Sequence[str]) -> dict[str, list[str]]:
     """Method → the kinds of content that left the sites."""
-    found: dict[str, dict[str, None]] = {name: {} for name in methods}
+    by_method: dict[str, dict[str, None]] = {name: {} for name in methods}
     for result in results:
-        found.setdefault(result.method, {}).update(
+        by_method.setdefault(result.method, {}).update(
             dict.fromkeys(kind for kind, size in result.bytes_up.items() if size)
         )
-    return {name: list(kinds) for name, kinds in found.items()}
+    return {name: list(kinds) for name, kinds in by_method.items()}
 
 
 def _sites(results: Sequence[RunResult]) -> SiteSamples | None:
@@ -257,14 +257,14 @@ def _sites(results: Sequence[RunResult]) -> SiteSamples | None:
     sizes: dict[str, dict[str, set[int]]] = {}
     for result in {id(result.data): result for result in results}.values():  # of a run that measures each site, one
         for part in _PARTS:
-            found = result.data.get(f"{part}_samples")
-            for site, count in (found if isinstance(found, Mapping) else {}).items():
+            counts = result.data.get(f"{part}_samples")
+            for site, count in (counts if isinstance(counts, Mapping) else {}).items():
                 sizes.setdefault(site, {}).setdefault(part, set()).add(int(count))
     if not sizes:
         return None
     classes = results[0].classes
     few = len(classes) <= MOST_CLASSES and all(result.classes == classes for result in results)
-    parts = [part for part in _PARTS if any(part in found for found in sizes.values())]
+    parts = [part for part in _PARTS if any(part in by_part for by_part in sizes.values())]
     ranges = {site: {part: _range(sizes[site].get(part, set())) for part in parts} for site in _few_sites(sizes)}
     return SiteSamples(len(sizes), ranges, _shares(results) if few else {}, classes)
 
@@ -337,19 +337,19 @@ class _Curves:
 
     def on_average(self, methods: Sequence[str]) -> dict[str, dict[str, Curve]]:
         """Label of the horizontal axis → method → curve."""
-        found = {method: curves for method in methods if (curves := self._of(method)) is not None}
+        of_methods = {method: curves for method in methods if (curves := self._of(method)) is not None}
         axes = ("round", "local mini-batches per site")
-        return {axis: {method: curves[at] for method, curves in found.items()} for at, axis in enumerate(axes)}
+        return {axis: {method: curves[at] for method, curves in of_methods.items()} for at, axis in enumerate(axes)}
 
     def at_targets(self, methods: Sequence[str], targets: Sequence[str]) -> dict[str, dict[str, Curve]]:
         """Target → method → curve over rounds, at each of several targets."""
         if len(targets) < 2:
             return {}
-        found = {
+        of_targets = {
             target: {method: curves[0] for method in methods if (curves := self._of(method, target)) is not None}
             for target in targets[:MOST_TARGETS]
         }
-        return {target: lines for target, lines in found.items() if lines}
+        return {target: lines for target, lines in of_targets.items() if lines}
 
 
 def _weights(
@@ -416,11 +416,11 @@ def warnings_with_places(results: Sequence[RunResult], measured: Sequence[RunRes
     for result in results:
         for warning in dict.fromkeys(result.warnings):
             where[warning].append(f"{result.method} / {result.target} / seed {result.seed}")
-    found = cautions(measured or results)
+    texts = cautions(measured or results)
     for warning, places in where.items():
         more = f" and {len(places) - 3} more" if len(places) > 3 else ""
-        found.append(f"{warning} ({'; '.join(places[:3])}{more})")
-    return tuple(found)
+        texts.append(f"{warning} ({'; '.join(places[:3])}{more})")
+    return tuple(texts)
 
 
 def _settings(collected: Collected) -> Settings:
@@ -430,7 +430,9 @@ def _settings(collected: Collected) -> Settings:
     for result in results:
         for name, value in {**result.versions, "device": result.device, "threads": str(result.threads)}.items():
             seen[name].setdefault(value)
-    first = {method: next(one for one in results if one.method == method) for method in collected.order.methods}
+    first = {
+        method: next(result for result in results if result.method == method) for method in collected.order.methods
+    }
     return Settings(
         {name: list(values) for name, values in seen.items()},
         experiment_file(collected),

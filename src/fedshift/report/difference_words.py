@@ -21,7 +21,7 @@ def line(difference: Difference, targets: Sequence[str], unit: str = "%") -> lis
     comparison, by_target = difference.comparison, difference.comparison.targets
     clustered, seeds = comparison.clustered, comparison.seeds
     cells = [difference.name, _mean(comparison.test, unit)]
-    cells.append(MISSING if clustered is None or clustered.t is None else signed(clustered.t))
+    cells.append(MISSING if clustered is None or clustered.t is None else with_sign(clustered.t))
     cells.append(MISSING if clustered is None or clustered.freedom is None else f"{clustered.freedom:.1f}")
     cells += [p_value(clustered.p if clustered else None), p_value(difference.corrected)]
     cells += [str(seeds.n) if seeds else MISSING, p_value(difference.here)]
@@ -65,21 +65,21 @@ def _mean(test: TTest | None, unit: str) -> str:
         like = max(abs(test.mean), error or 0.0)
         sign = "−" if test.mean < 0 else "+"
         return f"{sign}{in_unit(abs(test.mean), like)}" + ("" if error is None else f" ± {in_unit(error, like)}")
-    return signed(test.mean) + ("" if error is None else f" ± {error:.2f}")
+    return with_sign(test.mean) + ("" if error is None else f" ± {error:.2f}")
 
 
-def signed(value: float) -> str:
+def with_sign(value: float) -> str:
     """A number with its sign and two decimals.
 
     Example:
-        >>> signed(-0.281), signed(-0.001)
+        >>> with_sign(-0.281), with_sign(-0.001)
         ('−0.28', '+0.00')
     """
     return f"{round(value, 2) + 0.0:+.2f}".replace("-", "−")  # + 0.0 turns −0 into 0
 
 
-def markdown(found: Sequence[Difference], targets: Sequence[str], measure: Measure) -> str:
+def markdown(tests: Sequence[Difference], targets: Sequence[str], measure: Measure) -> str:
     """The table in Markdown."""
-    lines = [head(targets, measure), *(line(difference, targets, measure.unit) for difference in found)]
+    lines = [head(targets, measure), *(line(difference, targets, measure.unit) for difference in tests)]
     names, *rows = ([escape_markdown(cell) for cell in cells] for cells in lines)
     return pipes(names, rows) + "\n"

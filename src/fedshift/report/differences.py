@@ -52,21 +52,24 @@ def differences(
     by_method: dict[str, list[RunResult]] = {}
     for result in results:
         by_method.setdefault(result.method, []).append(result)
-    found = [
+    compared = [
         (f"{first} − {second}", comparison)
         for first, second in pairs
         if (comparison := compare(by_method.get(first, ()), by_method.get(second, ()), select, value)) is not None
     ]
     corrected, here = (
         holm([test.p if test is not None else None for test in tests])
-        for tests in ([one.clustered for _, one in found], [one.seeds for _, one in found])
+        for tests in (
+            [comparison.clustered for _, comparison in compared],
+            [comparison.seeds for _, comparison in compared],
+        )
     )
     return [
-        Difference(name, one, p, p_here, frozenset(_marked(one)))
-        for (name, one), p, p_here in zip(found, corrected, here, strict=True)
+        Difference(name, comparison, p, p_here, frozenset(_differing_targets(comparison)))
+        for (name, comparison), p, p_here in zip(compared, corrected, here, strict=True)
     ]
 
 
-def _marked(comparison: Comparison) -> Iterable[str]:
+def _differing_targets(comparison: Comparison) -> Iterable[str]:
     corrected = holm([test.p for test in comparison.targets.values()])
     return (target for target, p in zip(comparison.targets, corrected, strict=True) if p is not None and p < LEVEL)

@@ -63,26 +63,26 @@ class Folded:
     def blocks(self, console: Console, options: ConsoleOptions) -> list[list[int]]:
         """The columns of each block, at a terminal."""
         names, others = list(range(self.names)), list(range(self.names, len(self.head)))
-        found = self._filled(console, options, names, others, len(others))
-        if len(found) > 1:  # blocks of about as many columns each
-            even = self._filled(console, options, names, others, -(-len(others) // len(found)))
-            found = even if len(even) == len(found) else found
-        return [[*names, *block] for block in found]
+        blocks = self._fill_blocks(console, options, names, others, len(others))
+        if len(blocks) > 1:  # blocks of about as many columns each
+            even = self._fill_blocks(console, options, names, others, -(-len(others) // len(blocks)))
+            blocks = even if len(even) == len(blocks) else blocks
+        return [[*names, *block] for block in blocks]
 
-    def _filled(
+    def _fill_blocks(
         self, console: Console, options: ConsoleOptions, names: list[int], others: list[int], most: int
     ) -> list[list[int]]:
         """Blocks of at most so many columns, as long as these fit beside the names."""
         from rich.measure import Measurement
 
-        found: list[list[int]] = [[]]
+        blocks: list[list[int]] = [[]]
         for column in others:
-            tried = self._grid([*names, *found[-1], column], options.max_width)
+            tried = self._grid([*names, *blocks[-1], column], options.max_width)
             needed = Measurement.get(console, options.update(max_width=_ANY), tried).minimum
-            if found[-1] and (needed > options.max_width or len(found[-1]) == most):
-                found.append([])
-            found[-1].append(column)
-        return found
+            if blocks[-1] and (needed > options.max_width or len(blocks[-1]) == most):
+                blocks.append([])
+            blocks[-1].append(column)
+        return blocks
 
     def _grid(self, columns: Sequence[int], widest: int = _ANY) -> Grid:
         from rich import box

@@ -19,7 +19,7 @@ def render(template: str, **content: Any) -> str:
     return environment().get_template(template).render(content)
 
 
-def trusted(html: str) -> Markup:
+def mark_trusted(html: str) -> Markup:
     """HTML that fedshift made itself, which is shown as it is."""
     from markupsafe import Markup
 
@@ -37,9 +37,9 @@ def environment() -> Environment:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=_shown,
+        finalize=_printable_text,
     )
-    made.globals["script"] = trusted(source("page.js"))
+    made.globals["script"] = mark_trusted(source("page.js"))
     made.globals["script_digest"] = base64.b64encode(hashlib.sha256(source("page.js").encode()).digest()).decode()
     return made
 
@@ -52,6 +52,6 @@ def source(template: str) -> str:
     return (files("fedshift.report") / "templates" / template).read_text(encoding="utf-8")
 
 
-def _shown(value: Any) -> Any:
+def _printable_text(value: Any) -> Any:
     """Plain text without control characters; a template's own HTML as it is."""
     return printable(value, keep="\n") if type(value) is str else value

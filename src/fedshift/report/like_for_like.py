@@ -64,33 +64,35 @@ def comparable(
         methods: their order.
     """
     at: dict[str, dict[str, set[int]]] = {name: {} for name in methods}
-    for one in results:
-        if value(one, select) is not None:
-            at.setdefault(one.method, {}).setdefault(one.target, set()).add(one.seed)
+    for result in results:
+        if value(result, select) is not None:
+            at.setdefault(result.method, {}).setdefault(result.target, set()).add(result.seed)
     whole = {
         name: frozenset(set[int].intersection(*(by_target[target] for target in targets)))
         for name, by_target in at.items()
         if targets and by_target.keys() >= set(targets)
     }
-    found = Comparable({}, {name: seeds for name, seeds in whole.items() if seeds})
-    common = found.common
-    kept: Iterable[RunResult] = results if found.alike or not common else (one for one in results if one.seed in common)
+    comparable = Comparable({}, {name: seeds for name, seeds in whole.items() if seeds})
+    common = comparable.common
+    kept: Iterable[RunResult] = (
+        results if comparable.alike or not common else (result for result in results if result.seed in common)
+    )
     averages = rows(kept, select, methods, targets, value)
-    means = {row.method: row for row in averages if row.target == AVERAGE and row.method in found.seeds}
-    return Comparable(means, found.seeds)
+    means = {row.method: row for row in averages if row.target == AVERAGE and row.method in comparable.seeds}
+    return Comparable(means, comparable.seeds)
 
 
-def unlike_seeds(found: Comparable, repeat: str) -> str:
+def unlike_seeds(comparable: Comparable, repeat: str) -> str:
     """Which methods have which seeds, as a sentence without its end; "" if all have the same.
 
     Args:
-        found: the averages of methods.
+        comparable: the averages of methods.
         repeat: what a seed is: "seed" or "split".
     """
-    if found.alike:
+    if comparable.alike:
         return ""
     names: dict[frozenset[int], list[str]] = {}
-    for name, seeds in found.seeds.items():
+    for name, seeds in comparable.seeds.items():
         names.setdefault(seeds, []).append(name)
     parts = (f"{', '.join(those)} {', '.join(map(str, sorted(seeds)))}" for seeds, those in names.items())
     return f"Methods have different {repeat}s ({'; '.join(parts)})"

@@ -12,19 +12,22 @@ from fedshift.text import join_names
 FEW = 20
 """So many sites have a row each."""
 _NUMBERS: Mapping[str, Callable[[DomainCheck], int]] = {
-    "samples": lambda one: one.samples,
-    "trains": lambda one: one.train,
-    "held out": lambda one: one.held_out,
-    "measured as target": lambda one: one.measured_as_target,
+    "samples": lambda domain: domain.samples,
+    "trains": lambda domain: domain.train,
+    "held out": lambda domain: domain.held_out,
+    "measured as target": lambda domain: domain.measured_as_target,
 }
 
 
 def domain_table(domains: Sequence[DomainCheck]) -> Folded:
     """A row for each domain; of many the fewest, the median and the most samples of any."""
     if len(domains) <= FEW:
-        rows = [[one.name, *(str(of(one)) for of in _NUMBERS.values()), ", ".join(one.missing)] for one in domains]
+        rows = [
+            [domain.name, *(str(of(domain)) for of in _NUMBERS.values()), ", ".join(domain.missing)]
+            for domain in domains
+        ]
         return Folded(("domain", *_NUMBERS, "without samples of"), rows, words=(len(_NUMBERS) + 1,))
-    columns = [[of(one) for one in domains] for of in _NUMBERS.values()]
+    columns = [[of(domain) for domain in domains] for of in _NUMBERS.values()]
     parts: dict[str, Callable[[list[int]], int]] = {"fewest": min, "median": statistics.median_low, "most": max}
     return Folded(
         (f"{len(domains)} domains", *_NUMBERS),
@@ -38,35 +41,40 @@ def unlike(domains: Sequence[DomainCheck]) -> Iterator[str]:
         return
     for heading in ("samples", "held out"):
         of = _NUMBERS[heading]
-        numbers = [of(one) for one in domains if of(one)]
+        numbers = [of(domain) for domain in domains if of(domain)]
         fewest = min(numbers, default=0)
         if numbers and fewest < max(numbers):
-            yield f"  fewest {heading}, {fewest}: {join_names([one.name for one in domains if of(one) == fewest])}"
+            with_fewest = [domain.name for domain in domains if of(domain) == fewest]
+            yield f"  fewest {heading}, {fewest}: {join_names(with_fewest)}"
     without: dict[str, Callable[[DomainCheck], bool]] = {
-        "that do not train": lambda one: one.train == 0,
-        "that hold nothing out": lambda one: one.train > 0 and one.held_out == 0,
+        "that do not train": lambda domain: domain.train == 0,
+        "that hold nothing out": lambda domain: domain.train > 0 and domain.held_out == 0,
     }
     for what, holds in without.items():
-        if names := [one.name for one in domains if holds(one)]:
+        if names := [domain.name for domain in domains if holds(domain)]:
             yield f"  {what}: {join_names(names)}"
-    for name in dict.fromkeys(name for one in domains for name in one.missing):
-        lacking = [one.name for one in domains if name in one.missing]
+    for name in dict.fromkeys(name for domain in domains for name in domain.missing):
+        lacking = [domain.name for domain in domains if name in domain.missing]
         yield f"  without samples of {name}: {join_names(lacking)}"
 
 
 def without_labels(domains: Sequence[DomainCheck]) -> Iterator[str]:
     """Where samples have no label, and how many: a line for each of a few domains, or one for all."""
-    some = [one for one in domains if one.without_label]
+    some = [domain for domain in domains if domain.without_label]
     if len(some) <= FEW:
-        for one in some:
-            what = "not measured" if one.without_label == one.samples else f"{one.measured_as_target} samples measured"
-            yield f"{one.name}: {one.without_label} samples without labels, which no source trains on; {what}"
+        for domain in some:
+            what = (
+                "not measured"
+                if domain.without_label == domain.samples
+                else f"{domain.measured_as_target} samples measured"
+            )
+            yield f"{domain.name}: {domain.without_label} samples without labels, which no source trains on; {what}"
         return
     number, none = (
-        sum(one.without_label for one in some),
-        [one.name for one in some if one.without_label == one.samples],
+        sum(domain.without_label for domain in some),
+        [domain.name for domain in some if domain.without_label == domain.samples],
     )
-    yield f"{number} samples without labels, which no source trains on: {join_names([one.name for one in some])}"
+    yield f"{number} samples without labels, which no source trains on: {join_names([domain.name for domain in some])}"
     if none:
         yield f"not measured, without any label: {join_names(none)}"
 
@@ -83,7 +91,7 @@ def missing_cells_of(column: str, sites: Mapping[str, tuple[int, int]]) -> str:
     counts = join_names([f"{site} {some[site][0]} of {some[site][1]}" for site in shown])
     if len(some) <= FEW:
         return f"missing in column {column}: {counts}"
-    cells, rows = sum(one for one, _ in sites.values()), sum(whole for _, whole in sites.values())
+    cells, rows = sum(cells_missing for cells_missing, _ in sites.values()), sum(whole for _, whole in sites.values())
     return f"missing in column {column}: {cells} of {rows} at {len(some)} of {len(sites)} sites; most at {counts}"
 
 

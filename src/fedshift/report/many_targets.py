@@ -14,7 +14,7 @@ FEW = 30
 _WORST = 5
 
 
-def shown(table: Table) -> Table:
+def with_worst_columns(table: Table) -> Table:
     """The table and those below it, of more than `FEW` targets with the columns of the worst few alone.
 
     The rows keep all targets, for files.
@@ -33,14 +33,14 @@ def _worst(table: Table) -> frozenset[str]:
     means = {}
     for column in _targets(table):
         cells = (line[column] for line in table.cells.values())
-        if found := [cell.row.mean for cell in cells if cell is not None]:
-            means[column] = fmean(found)
+        if means_of_target := [cell.row.mean for cell in cells if cell is not None]:
+            means[column] = fmean(means_of_target)
     return frozenset(sorted(means, key=means.__getitem__, reverse=table.measure.less_is_better)[:_WORST])
 
 
 def _with(table: Table, named: frozenset[str], *, noted: bool = False) -> Table:
     """The table with these targets alone, and the average."""
-    more = tuple(_with(one, named) if len(_targets(one)) > FEW else one for one in table.more)
+    more = tuple(_with(below, named) if len(_targets(below)) > FEW else below for below in table.more)
     columns = tuple(column for column in table.columns if column in named or column == AVERAGE)
     cells = {method: {column: line[column] for column in columns} for method, line in table.cells.items()}
     number = len(_targets(table))

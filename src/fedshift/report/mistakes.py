@@ -93,12 +93,12 @@ def predictions_of(
     classes = runs[0].result.classes
     if runs[0].result.metric != "accuracy" or any(run.result.classes != classes for run in runs):
         return None
-    found = [predicted for run in runs if (predicted := _read(run, classes)) is not None]
-    chosen = [one for one in found if one.run.result.method == method]
+    predictions = [predicted for run in runs if (predicted := _read(run, classes)) is not None]
+    chosen = [run for run in predictions if run.run.result.method == method]
     return Predictions(
         classes,
-        _confusion(found, classes) if len(classes) <= MOST_CLASSES else {},
-        _roc(found),
+        _confusion(predictions, classes) if len(classes) <= MOST_CLASSES else {},
+        _roc(predictions),
         method,
         _mistakes(chosen, classes, samples),
         samples is not None,
@@ -118,8 +118,8 @@ def _read(run: FinishedRun, classes: Sequence[str]) -> _Predicted | None:
         table = pq.read_table(path, filters=[("part", "=", "target")])
         columns = {name: table.column(name).to_pylist() for name in ("site", "row", "id", "label", "predicted")}
         scores = np.stack([table.column(f"score_{name}").to_numpy() for name in classes], axis=1)
-        place = {name: number for number, name in enumerate(classes)}
-        labels, predicted = ([place[name] for name in columns[what]] for what in ("label", "predicted"))
+        position = {name: number for number, name in enumerate(classes)}
+        labels, predicted = ([position[name] for name in columns[what]] for what in ("label", "predicted"))
     except (OSError, KeyError, pa.ArrowException):
         return None  # of another program, or damaged: the page has the numbers of result.json
     names = [name or f"row {row}" for name, row in zip(columns["id"], columns["row"], strict=True)]
@@ -128,21 +128,21 @@ def _read(run: FinishedRun, classes: Sequence[str]) -> _Predicted | None:
     )
 
 
-def _confusion(found: Sequence[_Predicted], classes: Sequence[str]) -> dict[str, NDArray[Any]]:
-    counts = {one.run.result.method: np.zeros((len(classes), len(classes)), int) for one in found}
-    for one in found:
-        np.add.at(counts[one.run.result.method], (one.labels, one.predicted), 1)
+def _confusion(predictions: Sequence[_Predicted], classes: Sequence[str]) -> dict[str, NDArray[Any]]:
+    counts = {run.run.result.method: np.zeros((len(classes), len(classes)), int) for run in predictions}
+    for run in predictions:
+        np.add.at(counts[run.run.result.method], (run.labels, run.predicted), 1)
     return counts
 
 
-def _roc(found: Sequence[_Predicted]) -> dict[str, dict[str, Curve]]:
+def _roc(predictions: Sequence[_Predicted]) -> dict[str, dict[str, Curve]]:
     """A ROC curve for each target and method, over the samples of all seeds."""
     curves: dict[str, dict[str, Curve]] = {}
-    for target in list(dict.fromkeys(one.run.result.target for one in found))[:_MOST_TARGETS]:
-        for method in dict.fromkeys(one.run.result.method for one in found):
-            here = [one for one in found if (one.run.result.method, one.run.result.target) == (method, target)]
-            labels = np.concatenate([one.labels for one in here]) if here else np.empty(0, np.int64)
-            scores = np.concatenate([one.scores for one in here]) if here else np.empty((0, 1))
+    for target in list(dict.fromkeys(run.run.result.target for run in predictions))[:_MOST_TARGETS]:
+        for method in dict.fromkeys(run.run.result.method for run in predictions):
+            here = [run for run in predictions if (run.run.result.method, run.run.result.target) == (method, target)]
+            labels = np.concatenate([run.labels for run in here]) if here else np.empty(0, np.int64)
+            scores = np.concatenate([run.scores for run in here]) if here else np.empty((0, 1))
             if len(np.unique(labels)) >= 2 and np.isfinite(scores).all():
                 curves.setdefault(target, {})[method] = _mean_roc(labels, scores)
     return curves
@@ -157,7 +157,7 @@ def _mean_roc(labels: NDArray[np.int64], scores: NDArray[np.float64]) -> Curve:
         at = np.unique(np.linspace(0, len(wrong) - 1, _POINTS).round().astype(int))
         return (100 * wrong[at]).tolist(), (100 * right[at]).tolist(), None
     places = np.linspace(0, 1, _POINTS)
-    single = [roc_curve(labels == one, scores[:, one])[:2] for one in np.unique(labels)]
+    single = [roc_curve(labels == label, scores[:, label])[:2] for label in np.unique(labels)]
     mean = np.mean([np.interp(places, wrong, right) for wrong, right in single], axis=0)
     return [0.0, *(100 * places).tolist()], [0.0, *(100 * mean).tolist()], None
 
@@ -168,19 +168,19 @@ def _mistakes(
     """The samples that were wrong with the highest mean score of the wrong class."""
     seen: dict[tuple[str, int], list[tuple[int, int, float]]] = {}
     names: dict[tuple[str, int], str] = {}
-    for one in chosen:
-        surest = one.scores[np.arange(len(one.labels)), one.predicted]
-        for at, place in enumerate(zip(one.sites, one.rows, strict=True)):
-            names[place] = one.names[at]
-            seen.setdefault(place, []).append((int(one.labels[at]), int(one.predicted[at]), float(surest[at])))
+    for run in chosen:
+        surest = run.scores[np.arange(len(run.labels)), run.predicted]
+        for at, sample in enumerate(zip(run.sites, run.rows, strict=True)):
+            names[sample] = run.names[at]
+            seen.setdefault(sample, []).append((int(run.labels[at]), int(run.predicted[at]), float(surest[at])))
     wrong = []
-    for (site, row), said in seen.items():
-        scores = [score if label != predicted else 0.0 for label, predicted, score in said]
+    for (site, row), answers in seen.items():
+        scores = [score if label != predicted else 0.0 for label, predicted, score in answers]
         if any(scores):
-            label, predicted, _ = max(said, key=lambda one: one[2] if one[0] != one[1] else 0.0)
-            times = sum(one[0] != one[1] for one in said)
-            wrong.append((float(np.mean(scores)), site, row, label, predicted, times, len(said)))
-    wrong.sort(key=lambda one: (-one[0], one[1], one[2]))
+            label, predicted, _ = max(answers, key=lambda answer: answer[2] if answer[0] != answer[1] else 0.0)
+            times = sum(answer[0] != answer[1] for answer in answers)
+            wrong.append((float(np.mean(scores)), site, row, label, predicted, times, len(answers)))
+    wrong.sort(key=lambda wrong_sample: (-wrong_sample[0], wrong_sample[1], wrong_sample[2]))
     return tuple(
         Mistake(
             names[site, row],
@@ -206,4 +206,4 @@ def placed_of(runs: Sequence[FinishedRun], methods: Sequence[str], samples: Show
         return ()
     first = {method: next(run for run in runs if run.result.method == method) for method in methods}
     one_model = [run for run in first.values() if role_of(run.result) != "alone"]
-    return tuple(found for run in one_model[:_MOST_PLACED] if (found := samples.placed(run)) is not None)
+    return tuple(placement for run in one_model[:_MOST_PLACED] if (placement := samples.placement(run)) is not None)

@@ -81,7 +81,7 @@ def page(report: Report) -> str:
         name=report.name,
         question="" if verdict is None or details is None else verdict.question,
         facts=() if details is None else details.facts,
-        sections=[one for one in sections if one is not None],
+        sections=[section for section in sections if section is not None],
         light=LIGHT,
         dark=DARK,
     )

@@ -69,8 +69,8 @@ class PairRow(Row):
     proxy_a_distance: float | None = None
 
 
-def rows_of(results: Sequence[RunResult], found: Iterable[Row], select: Selection) -> Iterable[PairRow]:
-    """The rows ``found`` of harmonic means, with the accuracies, gains and distances of the same runs."""
+def rows_of(results: Sequence[RunResult], table_rows: Iterable[Row], select: Selection) -> Iterable[PairRow]:
+    """The rows ``table_rows`` of harmonic means, with the accuracies, gains and distances of the same runs."""
     at_source, at_target, distances, labelled_gain, unlabelled_gain = (
         {(row.method, row.target): row.mean for row in rows(results, select, value=value)}
         for value in (
@@ -81,7 +81,7 @@ def rows_of(results: Sequence[RunResult], found: Iterable[Row], select: Selectio
             _Gain(results, "unlabelled"),
         )
     )
-    for row in found:
+    for row in table_rows:
         key = row.method, row.target
         here = [result for result in results if (result.method, result.target) == key]
         first = here[0] if here else None
@@ -102,19 +102,19 @@ def rows_of(results: Sequence[RunResult], found: Iterable[Row], select: Selectio
         )
 
 
-def site_gains(found: Iterable[Row]) -> dict[str, dict[str, float]]:
+def site_gains(table_rows: Iterable[Row]) -> dict[str, dict[str, float]]:
     """Method → site → what it gains over the best model that it can train alone, mean over pairs and splits."""
     gains: dict[str, dict[str, list[float]]] = {}
-    for row in found:
+    for row in table_rows:
         if isinstance(row, PairRow) and row.target != AVERAGE:
             for site, gain in row.gain.items():
                 gains.setdefault(row.method, {}).setdefault(site, []).append(gain)
-    return {method: {site: fmean(one) for site, one in sites.items()} for method, sites in gains.items()}
+    return {method: {site: fmean(values) for site, values in sites.items()} for method, sites in gains.items()}
 
 
-def notes(found: Sequence[PairRow], metric: Metric) -> Iterable[Note]:
+def notes(pair_rows: Sequence[PairRow], metric: Metric) -> Iterable[Note]:
     """Notes with numbers that the averages do not show."""
-    averages = [row for row in found if row.target == AVERAGE]
+    averages = [row for row in pair_rows if row.target == AVERAGE]
     if averages:
         listing = ", ".join(f"{row.method} {row.harmonic_mean_of_averages:.2f}" for row in averages)
         what = f"Harmonic mean of the average {_PLURALS[metric]}"
@@ -136,9 +136,9 @@ def beside(results: Sequence[RunResult]) -> Iterable[tuple[Measure, Sequence[Run
     yield Measure(name, RunResult.accuracy, title=f"{name} at the unlabelled sites"), results
     for distance in DISTANCES:
         yield replace(distance, title=f"{distance.name} at the unlabelled sites", repeat="split"), results
-    own = "Points over the model that each labelled site trains alone, at equal work."
+    text = "Points over the model that each labelled site trains alone, at equal work."
     gain = _Gain(results, "labelled")
-    yield Measure("Win-win gain", gain, title="Win-win gain of the labelled sites", notes=(own,)), results
+    yield Measure("Win-win gain", gain, title="Win-win gain of the labelled sites", notes=(text,)), results
     apart = "2(1 − 2ε), ε the error of a linear classifier that tells the sites' inputs apart; 2: it always can."
     yield Measure("Proxy A-distance", _distance, title="Proxy A-distance", notes=(apart,)), _one_method(results)
 
@@ -151,8 +151,8 @@ def _one_method(results: Sequence[RunResult]) -> Sequence[RunResult]:
 
 def _distance(result: RunResult, select: Selection) -> float | None:
     """Mean proxy A-distance over the labelled and unlabelled sites of a run."""
-    found = result.data.get("proxy_a_distance") or {}
-    return fmean(found.values()) if found else None
+    distances = result.data.get("proxy_a_distance") or {}
+    return fmean(distances.values()) if distances else None
 
 
 Reference = dict[tuple[str, int], RunResult]
@@ -191,8 +191,8 @@ def _gains(result: RunResult, references: Reference, select: Selection) -> dict[
 
 def _mean_by_site(gains: Sequence[Mapping[str, float]]) -> dict[str, float | None]:
     """Site → mean over splits."""
-    sites = dict.fromkeys(site for one in gains for site in one)
-    return {site: fmean(one[site] for one in gains if site in one) for site in sites}
+    sites = dict.fromkeys(site for by_site in gains for site in by_site)
+    return {site: fmean(by_site[site] for by_site in gains if site in by_site) for site in sites}
 
 
 class _Gain:
@@ -203,5 +203,5 @@ class _Gain:
 
     def __call__(self, result: RunResult, select: Selection) -> float | None:
         gains = _gains(result, self._references, select)
-        own = [gains[site] for site in getattr(result, self._side) if site in gains]
-        return fmean(own) if own else None
+        of_site = [gains[site] for site in getattr(result, self._side) if site in gains]
+        return fmean(of_site) if of_site else None

@@ -147,9 +147,9 @@ def accuracy_per_target(table: Table, names: Mapping[str, str] | None = None) ->
         )
         name = (names or {}).get(method, table.label(method))
         means = [row.mean for _, row in present]
-        for place, row in zip(x, (row for _, row in present), strict=True):
+        for position, row in zip(x, (row for _, row in present), strict=True):
             if row.interval:
-                axes.vlines(place, *row.interval, color=color, linewidth=0.8, alpha=0.45)
+                axes.vlines(position, *row.interval, color=color, linewidth=0.8, alpha=0.45)
         axes.errorbar(x, means, errors, color=color, capsize=2.5, linewidth=1.4, label=name, **drawn)
     _draw_majority(axes, table, shown)
     axes.axvline(0.5, color=GRID, linewidth=1)
@@ -173,7 +173,7 @@ def _draw_majority(axes: Axes, table: Table, shown: Sequence[str]) -> None:
     label = "most frequent class"
     for column, name in enumerate(shown):
         shares = [cell.row.majority for line in table.cells.values() if (cell := line[name])]
-        share = next((one for one in shares if one is not None), None)
+        share = next((known for known in shares if known is not None), None)
         if share is not None and table.measure.metric == "accuracy":
             axes.hlines(share, column - 0.45, column + 0.45, color=INK, linewidth=1, linestyle=":", label=label)
 
@@ -196,20 +196,20 @@ def reliability(curves: Mapping[str, Sequence[tuple[float, float, int]]]) -> Fig
     return figure
 
 
-def estimates(found: Mapping[str, tuple[float, float, float, float | None]]) -> Figure:
+def estimates(by_site: Mapping[str, tuple[float, float, float, float | None]]) -> Figure:
     """Estimates with their intervals, a line for each, the first at the top.
 
     Args:
-        found: name → estimate, low and high end, and the usual number or None, in percent.
+        by_site: name → estimate, low and high end, and the usual number or None, in percent.
     """
-    figure, [axes] = new_figure(9.6, 0.9 + 0.4 * len(found))
-    for place, (middle, low, high, usual) in enumerate(found.values()):
-        axes.plot([low, high], [place, place], color=SERIES[0], linewidth=2)
-        axes.plot([middle], [place], color=SERIES[0], marker="o", markersize=6)
+    figure, [axes] = new_figure(9.6, 0.9 + 0.4 * len(by_site))
+    for height, (middle, low, high, usual) in enumerate(by_site.values()):
+        axes.plot([low, high], [height, height], color=SERIES[0], linewidth=2)
+        axes.plot([middle], [height], color=SERIES[0], marker="o", markersize=6)
         if usual is not None:
-            axes.plot([usual], [place], color=INK, marker="x", markersize=6, linestyle="none")
-    axes.set_yticks(range(len(found)), list(found))
-    axes.set_ylim(len(found) - 0.5, -0.5)
+            axes.plot([usual], [height], color=INK, marker="x", markersize=6, linestyle="none")
+    axes.set_yticks(range(len(by_site)), list(by_site))
+    axes.set_ylim(len(by_site) - 0.5, -0.5)
     axes.set_xlim(0, 100)
     axes.set_xlabel("accuracy, %")
     return figure
@@ -227,7 +227,7 @@ def placed_samples(placed: Mapping[str, tuple[NDArray[np.float32], Sequence[str]
         names = groups[number % 2]
         for index, name in enumerate(sorted(set(names), key=natural)):
             color, _, marker = style_of(index)
-            chosen = points[[one == name for one in names]]
+            chosen = points[[other == name for other in names]]
             axes.plot(*chosen.T, linestyle="", marker=marker, markersize=3.5, color=color, label=name)
         axes.set_title(f"{method}, by {('class', 'site')[number % 2]}", color=INK, fontsize="medium")
         axes.tick_params(labelleft=False, labelbottom=False, length=0)

@@ -23,9 +23,9 @@ def steps_of(runs: Sequence[RunResult]) -> float | None:
     """
     if role_of(runs[0]) != "pooled":
         return None
-    found = [_steps_of_run(run.options, method_name(run)) for run in runs]
-    known = [steps for steps in found if steps is not None]
-    return fmean(known) if len(known) == len(found) else None
+    steps_of_runs = [_steps_of_run(run.options, method_name(run)) for run in runs]
+    known = [steps for steps in steps_of_runs if steps is not None]
+    return fmean(known) if len(known) == len(steps_of_runs) else None
 
 
 def _steps_of_run(options: Mapping[str, Any], name: str) -> float | None:

@@ -12,7 +12,7 @@ from fedshift.report.collect import Collected
 from fedshift.report.conditions import Conditions, conditions
 from fedshift.report.details import Details, details_of, warnings_with_places
 from fedshift.report.estimates import Unmeasured, estimates_of, unmeasured_of
-from fedshift.report.many_targets import shown
+from fedshift.report.many_targets import with_worst_columns
 from fedshift.report.method_roles import Role
 from fedshift.report.shown_samples import ShownSamples
 from fedshift.report.table import Table, table_of
@@ -86,9 +86,9 @@ def verdict_of(collected: Collected) -> Verdict:
     Raises:
         UserError: as `report_of`.
     """
-    found = report_of(collected).verdict
-    assert found is not None
-    return found
+    verdict = report_of(collected).verdict
+    assert verdict is not None
+    return verdict
 
 
 class _Computing:
@@ -107,7 +107,7 @@ class _Computing:
         usual = select == "last" and not metric
         return Report(
             self._runs.name,
-            shown(table),
+            with_worst_columns(table),
             len(table.columns) - 1,
             self._used,
             unmeasured_of(self._runs, self._estimates),
@@ -130,7 +130,7 @@ class _Computing:
 
     def _other(self, rule: Selection) -> Table | None:
         measured = any(result.score(rule) is not None for result in self._runs.results)
-        return shown(self._table(rule)) if measured else None
+        return with_worst_columns(self._table(rule)) if measured else None
 
 
 _OTHERS: tuple[Selection, ...] = ("source", "oracle")

@@ -24,29 +24,29 @@ def experiment_file(collected: Collected) -> dict[str, Any]:
     results, order = collected.results, collected.order
     whole = {name: value for name, value in results[0].options.items() if name not in _OF_A_RUN}
     for section_name, left_out in (("data", "fingerprint"), ("training", "mini_batches")):
-        if isinstance(found := whole.get(section_name), Mapping):
-            whole[section_name] = {name: value for name, value in found.items() if name != left_out}
+        if isinstance(section := whole.get(section_name), Mapping):
+            whole[section_name] = {name: value for name, value in section.items() if name != left_out}
     common = _common_budget(results, results[0].method)
     if common is not None and "steps" not in whole["training"]:
         whole["training"]["mini_batches"] = common
     if (protocol := protocol_of(whole.get("protocol"))) is not None:
         pairs = {result.target: (result.labelled, result.unlabelled) for result in results}
         whole["protocol"] = {**whole["protocol"], **protocol.extent_of(order.targets, order.seeds, pairs)}
-    first = {method: next(one for one in results if one.method == method) for method in order.methods}
+    first = {method: next(run for run in results if run.method == method) for method in order.methods}
     methods = [
         # Packing does not keep the order of options.
-        {"name": own.get("name"), **own, **_changes(results, method, common)}
-        for method, one in first.items()
-        if isinstance(own := one.options.get("method"), Mapping)
+        {"name": options.get("name"), **options, **_changes(results, method, common)}
+        for method, result in first.items()
+        if isinstance(options := result.options.get("method"), Mapping)
     ]
     return whole | ({"methods": methods} if methods else {})
 
 
 def _changes(results: Sequence[RunResult], method: str, common: int | None) -> dict[str, Any]:
     """The ``training`` of a method that trained otherwise than the first run, whose runs have the budget ``common``."""
-    own = next(one for one in results if one.method == method)
-    changes, budget = otherwise(own, results[0]), _common_budget(results, method)
-    if budget != common and "steps" not in own.options.get("training", {}):
+    result = next(run for run in results if run.method == method)
+    changes, budget = otherwise(result, results[0]), _common_budget(results, method)
+    if budget != common and "steps" not in result.options.get("training", {}):
         changes["mini_batches"] = budget
     return {"training": changes} if changes else {}
 

@@ -30,7 +30,7 @@ def rules_page(experiment: Experiment, chosen: Sequence[Chosen], targets: Sequen
         error = "" if pair[1] is None else f" ± {format_metric(metric, pair[1])}"
         return f"{format_metric(metric, pair[0])}{error}"
 
-    seeds = sorted({one.seed for one in chosen})
+    seeds = sorted({choice.seed for choice in chosen})
     lines = [
         f"# Search: {experiment.name}",
         "",
@@ -46,11 +46,11 @@ def rules_page(experiment: Experiment, chosen: Sequence[Chosen], targets: Sequen
     lines += ["", *(f"* `{rule}`: {RULES[rule]}." for rule in search.rules), "", "## What was chosen", ""]
     lines += ["| chosen by | method | target | draw of each seed | settings of the most frequent |"]
     lines += ["| --- | --- | --- | --- | --- |"]
-    for rule, method, target in dict.fromkeys((one.rule, one.method, one.target) for one in chosen):
-        own = [one for one in chosen if (one.rule, one.method, one.target) == (rule, method, target)]
-        usual = Counter(one.draw.number for one in own).most_common(1)[0][0]
-        values = next(one.draw.values for one in own if one.draw.number == usual)
+    for rule, method, target in dict.fromkeys((choice.rule, choice.method, choice.target) for choice in chosen):
+        same = [choice for choice in chosen if (choice.rule, choice.method, choice.target) == (rule, method, target)]
+        usual = Counter(choice.draw.number for choice in same).most_common(1)[0][0]
+        values = next(choice.draw.values for choice in same if choice.draw.number == usual)
         written = ", ".join(f"{name} {json.dumps(value)}" for name, value in values.items()) or "as in the file"
-        numbers = ", ".join(f"{one.draw.number}" for one in own)
+        numbers = ", ".join(f"{choice.draw.number}" for choice in same)
         lines.append(f"| {rule} | {method} | {target} | {numbers} | {written} |")
     return "\n".join(lines) + "\n"

@@ -64,21 +64,23 @@ def curve_of(runs: Sequence[tuple[RunResult, list[RoundRecord]]]) -> tuple[Curve
 
 def rows_of_sites(runs: Sequence[SiteBytes]) -> list[SiteBytesRow]:
     """What left each site and reached it, means over the runs that it took part in; of many sites their spread."""
-    found: list[SiteBytesRow] = []
-    for site in sorted({name for one in runs for name in one.sites}, key=lambda name: (natural(name), name)):
-        own = [one.sites[site] for one in runs if site in one.sites]
-        found.append((site, len(own), {way: mean_by_kind([both.get(way, {}) for both in own]) for way in DIRECTIONS}))
-    many = [one for one in runs if one.spread]
+    rows: list[SiteBytesRow] = []
+    for site in sorted({name for run in runs for name in run.sites}, key=lambda name: (natural(name), name)):
+        of_site = [run.sites[site] for run in runs if site in run.sites]
+        rows.append(
+            (site, len(of_site), {way: mean_by_kind([both.get(way, {}) for both in of_site]) for way in DIRECTIONS})
+        )
+    many = [run for run in runs if run.spread]
     if many:
-        numbers = sorted({one.number for one in many})
+        numbers = sorted({run.number for run in many})
         of = f"of {numbers[0]:,}" + (f" to {numbers[-1]:,}" if len(numbers) > 1 else "") + " sites"
         for rank in ("least", "median", "most"):
-            found.append((f"{rank} {of}", len(many), {way: _ranked(many, way, rank) for way in DIRECTIONS}))
-    return found
+            rows.append((f"{rank} {of}", len(many), {way: _at_rank(many, way, rank) for way in DIRECTIONS}))
+    return rows
 
 
-def _ranked(many: Sequence[SiteBytes], way: Direction, rank: str) -> dict[str, float]:
-    spreads = [{kind: getattr(one, rank) for kind, one in run.spread[way].items()} for run in many]
+def _at_rank(many: Sequence[SiteBytes], way: Direction, rank: str) -> dict[str, float]:
+    spreads = [{kind: getattr(spread, rank) for kind, spread in run.spread[way].items()} for run in many]
     return mean_by_kind(spreads)
 
 
@@ -107,7 +109,7 @@ def mean_site_metrics(runs: Sequence[RunResult]) -> dict[SiteMetric, float]:
             value = run.site_metric(metric)
             if value is not None:
                 values[metric].append(value)
-    return {metric: fmean(found) for metric, found in values.items()}
+    return {metric: fmean(measured) for metric, measured in values.items()}
 
 
 def pooled_reliability(runs: Sequence[RunResult]) -> list[tuple[float, float, int]]:
@@ -155,11 +157,13 @@ def weights_by_layer(runs: Sequence[Sequence[RoundRecord]]) -> dict[str, dict[st
         runs: the rounds of each seed at one target.
     """
     reported = [record.aggregation_weights for rounds in runs for record in rounds]
-    layers = dict.fromkeys(name for one in reported for name, value in one.items() if isinstance(value, Mapping))
+    layers = dict.fromkeys(
+        name for weights_of_round in reported for name, value in weights_of_round.items() if isinstance(value, Mapping)
+    )
 
     def only(record: RoundRecord, layer: str) -> RoundRecord:
-        found = record.aggregation_weights.get(layer)
-        return record.model_copy(update={"aggregation_weights": found if isinstance(found, Mapping) else {}})
+        of_layer = record.aggregation_weights.get(layer)
+        return record.model_copy(update={"aggregation_weights": of_layer if isinstance(of_layer, Mapping) else {}})
 
     return {
         layer: weights_over_rounds([[only(record, layer) for record in rounds] for rounds in runs]) for layer in layers
@@ -173,8 +177,8 @@ def moving(curves: Iterable[Curve]) -> bool:
 
 def mean_weights(runs: Sequence[Sequence[RoundRecord]], site: str, number: int) -> float | None:
     """The mean weight of ``site`` in round ``number`` over the ``runs`` that report it; None if none does."""
-    found = [weights[number][site] for weights in map(_numbers, runs) if site in weights.get(number, {})]
-    return fmean(found) if found else None
+    shares = [weights[number][site] for weights in map(_numbers, runs) if site in weights.get(number, {})]
+    return fmean(shares) if shares else None
 
 
 def _numbers(rounds: Sequence[RoundRecord]) -> dict[int, dict[str, float]]:

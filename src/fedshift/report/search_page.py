@@ -109,5 +109,5 @@ def _difference(level: Climbed, method: Method) -> TTest | None:
     """The method minus the first, with the sites that were left out as clusters."""
     first = level.experiment.methods[0].display
     by_name = {name: [result for result in level.results if result.method == name] for name in (method.display, first)}
-    found = compare(by_name[method.display], by_name[first])
-    return found.test if found else None
+    comparison = compare(by_name[method.display], by_name[first])
+    return comparison.test if comparison else None

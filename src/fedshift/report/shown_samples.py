@@ -57,19 +57,19 @@ class ShownSamples:
     def __init__(self, experiment: Experiment) -> None:
         self._experiment = experiment
 
-    def placed(self, run: FinishedRun) -> Placed | None:
+    def placement(self, run: FinishedRun) -> Placed | None:
         """t-SNE of the features that a run's model has of some training samples of each source and of its target's.
 
         The model is the one that predicts at the target. None if its file is gone, or if there are too few samples.
         """
-        planned = next((one for one in self._plan.runs if _is(one, run)), None)
+        planned = next((planned_run for planned_run in self._plan.runs if _is(planned_run, run)), None)
         if planned is None:
             return None
         try:
             trained = load_model(run.folder, planned.run.method, self._experiment.model.code)
         except UserError:
             return None
-        found: list[tuple[str, NDArray[np.int64], NDArray[np.float32]]] = []
+        feature_parts: list[tuple[str, NDArray[np.int64], NDArray[np.float32]]] = []
         data, split = planned.data, planned.split
         parts = [(name, rows, False) for name, rows in split.train.items()]
         parts += [(name, rows, True) for name, rows in split.measured.items()]
@@ -82,12 +82,12 @@ class ShownSamples:
             network = answering(trained.network, view, new_site if is_target else None)
             with torch.no_grad():
                 features = [network.features(inputs).flatten(1) for inputs, _, _ in view.all_batches(_PER_SITE)]
-            found.append((name, view.labels.numpy(), torch.cat(features).numpy()))
-        every = np.concatenate([one for *_, one in found])
+            feature_parts.append((name, view.labels.numpy(), torch.cat(features).numpy()))
+        every = np.concatenate([features for *_, features in feature_parts])
         if len(every) < 8 or not np.isfinite(every).all():
             return None
-        labels = [data.classes[label] for _, some, _ in found for label in some]
-        return Placed(run, _tsne(every), labels, [name for name, some, _ in found for _ in some])
+        labels = [data.classes[label] for _, some, _ in feature_parts for label in some]
+        return Placed(run, _tsne(every), labels, [name for name, some, _ in feature_parts for _ in some])
 
     def picture(self, site: str, row: int) -> bytes | None:
         """A PNG of a sample; None if the data are no images."""
@@ -121,8 +121,12 @@ class ShownSamples:
 
 
 def _is(planned: PlannedRun, run: FinishedRun) -> bool:
-    one, result = planned.run, run.result
-    return (one.method.display, one.target, one.seed) == (result.method, result.target, result.seed)
+    planned_run, result = planned.run, run.result
+    return (planned_run.method.display, planned_run.target, planned_run.seed) == (
+        result.method,
+        result.target,
+        result.seed,
+    )
 
 
 def _tsne(features: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -140,13 +144,13 @@ def _tsne(features: NDArray[np.float32]) -> NDArray[np.float32]:
 def _columns(encoding: TableEncoding, row: NDArray[np.float32]) -> list[str]:
     """Name and value of each column of an encoded row."""
     gone = iter(row[len(encoding.numeric) :])
-    said = []
+    texts = []
     for value, numeric in zip(row, encoding.numeric, strict=False):
         missing = numeric.can_be_missing and next(gone) > 0
-        said.append(f"{numeric.name} {'missing' if missing else f'{value * numeric.std + numeric.mean:.4g}'}")
+        texts.append(f"{numeric.name} {'missing' if missing else f'{value * numeric.std + numeric.mean:.4g}'}")
     flags = list(gone)
     for categorical in encoding.categorical:
         here, flags = flags[: len(categorical.categories)], flags[len(categorical.categories) :]
         named = [name for name, flag in zip(categorical.categories, here, strict=True) if flag > 0]
-        said.append(f"{categorical.name} {named[0] if named else 'unknown'}")
-    return said
+        texts.append(f"{categorical.name} {named[0] if named else 'unknown'}")
+    return texts

@@ -156,10 +156,10 @@ def table(
     """
     results = list(results)
     measure = measure or headline(results)
-    found = rows(results, select, methods, targets, measure.value)
+    table_rows = rows(results, select, methods, targets, measure.value)
     if measure.metric:
-        found = with_samples(found, results, measure.metric)
-    if not found and not (measure.metric and select == "last"):
+        table_rows = with_samples(table_rows, results, measure.metric)
+    if not table_rows and not (measure.metric and select == "last"):
         raise UserError(
             f"no result has a round selected by '{select}': the sources keep no held-out part; "
             "set protocol.test_fraction above 0, or use 'last'"
@@ -168,13 +168,13 @@ def table(
         )
     names = tuple(dict.fromkeys([*methods, *(result.method for result in results)]))
     columns = (*dict.fromkeys([*targets, *(result.target for result in results)]), AVERAGE)
-    by_place = {(row.method, row.target): row for row in found}
+    by_place = {(row.method, row.target): row for row in table_rows}
     partial = {
         method for method in names if any((method, target) not in by_place for target in columns[:-1])
     }  # averages over different targets cannot be compared, so these are never the best
     every_two = [(first, second) for index, first in enumerate(names) for second in names[:index]]
     tests = tuple(differences(results, every_two, select, measure.value))
-    best = _best(found, partial, tests, measure.less_is_better)
+    best = _best(table_rows, partial, tests, measure.less_is_better)
     cells: dict[str, dict[str, Cell | None]] = {method: {} for method in names}
     for method in names:
         for column in columns:
@@ -186,7 +186,7 @@ def table(
     if measure.what and ranked.unseen:
         text = f"{unlike_seeds(ranked, measure.repeat)}: their averages are not of the same runs."
         notes += (Note("seeds", text),)
-    return Table(select, measure, names, columns, cells, tuple(found), notes, tests=tests, ranked=ranked)
+    return Table(select, measure, names, columns, cells, tuple(table_rows), notes, tests=tests, ranked=ranked)
 
 
 def measure_notes(measure: Measure) -> Iterator[Note]:
@@ -247,14 +247,14 @@ def table_of(
     notes += _site_notes(results, measure) if at_sites else []
     rows = whole.rows
     if any(map(measures_each, results)):
-        rows += tuple(row for one in more for row in one.rows if row.target not in whole.columns)
+        rows += tuple(row for below_it in more for row in below_it.rows if row.target not in whole.columns)
         notes.append(Note("average", "Average: the mean over the sites, each counts alike."))
     elif both:
         pair_rows = tuple(pairs.rows_of(results, rows, select))
         rows = pair_rows
         notes += pairs.notes(pair_rows, results[0].metric)
     badges = badges_of(used)
-    below = tuple(replace(one, badges=badges) for one in more)
+    below = tuple(replace(below_it, badges=badges) for below_it in more)
     return replace(whole, rows=rows, notes=tuple(notes), badges=badges, more=below)
 
 
@@ -267,12 +267,12 @@ def _notes_on_rows(
     yield from trained_note(results, methods)
     yield from (Note("settings", text) for text in settings_note(results, methods))
     yield from (Note("privacy", text, (text.partition(": ")[2],)) for text in privacy_note(results, methods))
-    alike = groupby(unequal_work(results, methods), key=lambda one: (one[0], one[2]))
+    alike = groupby(unequal_work(results, methods), key=lambda unequal: (unequal[0], unequal[2]))
     parts = [
         f"{method} {numbers}"
-        if len(where := [target for _, target, _ in found]) > 1
+        if len(where := [target for _, target, _ in unequal]) > 1
         else f"{method} at {where[0]} {numbers}"
-        for (method, numbers), found in alike
+        for (method, numbers), unequal in alike
     ]
     yield from (Note("work", text, tuple(parts)) for text in work_note(results, methods))
 
@@ -281,7 +281,7 @@ def _other_measures(
     results: Sequence[RunResult], whole: Table, both: bool, arrange: Callable[..., Table]
 ) -> Iterator[Table]:
     """The tables of further measures: distances, and where both sides are measured those of either side."""
-    for measure, chosen in pairs.beside(results) if both else [(one, results) for one in DISTANCES]:
+    for measure, chosen in pairs.beside(results) if both else [(measure, results) for measure in DISTANCES]:
         if measure is not whole.measure and any(measure.value(result, whole.select) is not None for result in chosen):
             methods = [name for name in whole.methods if any(result.method == name for result in chosen)]
             yield arrange(chosen, methods=methods, measure=measure)
@@ -298,19 +298,19 @@ def _common_tests(collected: Collected, whole: Table, arrange: Callable[..., Tab
 def _measure(collected: Collected, select: Selection, metric: str) -> Measure:
     """The measure that was asked for, else the experiment's headline as far as it was measured in these rounds."""
     if metric:
-        found = measure_of(metric, collected.results)
-        if select != "last" and found.metric not in ("", collected.results[0].metric):
+        measure = measure_of(metric, collected.results)
+        if select != "last" and measure.metric not in ("", collected.results[0].metric):
             raise UserError(f"--metric: {metric} is measured in the last round only: leave out --select")
-        return found
+        return measure
     named, usual = collected.order.headline, headline(collected.results)
     return MEASURES[named] if named != "accuracy" and select == "last" and usual is not METRICS["dice"] else usual
 
 
 def _site_notes(results: Sequence[RunResult], measure: Measure) -> Iterator[Note]:
     """What a model without inputs would reach at every target, and warnings."""
-    found = baselines(results)
-    if found and measure.metric == results[0].metric:
-        listing = join_names([f"{target} {decimals(number, measure.unit)}" for target, number in found.items()])
+    guesses = baselines(results)
+    if guesses and measure.metric == results[0].metric:
+        listing = join_names([f"{target} {decimals(number, measure.unit)}" for target, number in guesses.items()])
         yield Note("baseline", f"{BASELINES[results[0].metric]}: {listing}.")
     below = {text: (method, join_names(targets)) for method, targets, text in below_in_words(results)}
     for text in warnings_of(results):
@@ -347,7 +347,7 @@ def _worst(whole: Table, results: Sequence[RunResult]) -> Iterator[Table]:
     if len(targets) < 2:
         return
     worst, best = (max, min) if measure.less_is_better else (min, max)
-    found, names = [], []
+    table_rows, names = [], []
     for method in whole.methods:
         by_seed: dict[int, dict[str, float]] = {}
         for result in results:
@@ -356,15 +356,19 @@ def _worst(whole: Table, results: Sequence[RunResult]) -> Iterator[Table]:
                 by_seed.setdefault(result.seed, {})[result.target] = value
         complete = [by_seed[seed] for seed in sorted(by_seed) if len(by_seed[seed]) == len(targets)]
         if complete:
-            means = {target: fmean(one[target] for one in complete) for target in targets}
+            means = {target: fmean(by_target[target] for by_target in complete) for target in targets}
             names.append(f"{method} {worst(means, key=means.__getitem__)}")
-            found.append(row_of(method, WORST, whole.select, [worst(one.values()) for one in complete]))
-            gaps = [abs(best(one.values()) - worst(one.values())) for one in complete]
-            found.append(row_of(method, GAP, whole.select, gaps))
-            found.append(row_of(method, SPREAD, whole.select, [stdev(one.values()) for one in complete]))
+            table_rows.append(
+                row_of(method, WORST, whole.select, [worst(by_target.values()) for by_target in complete])
+            )
+            gaps = [abs(best(by_target.values()) - worst(by_target.values())) for by_target in complete]
+            table_rows.append(row_of(method, GAP, whole.select, gaps))
+            table_rows.append(
+                row_of(method, SPREAD, whole.select, [stdev(by_target.values()) for by_target in complete])
+            )
     columns = (WORST, GAP, SPREAD) if any(map(measures_each, results)) else (WORST, GAP)
-    if found:
-        by_place = {(row.method, row.target): row for row in found}
+    if table_rows:
+        by_place = {(row.method, row.target): row for row in table_rows}
         cells: dict[str, dict[str, Cell | None]] = {
             method: {
                 column: (Cell(row, False, False, measure.unit) if (row := by_place.get((method, column))) else None)
@@ -377,17 +381,17 @@ def _worst(whole: Table, results: Sequence[RunResult]) -> Iterator[Table]:
         )
         note += " Spread: the standard deviation over the sites (n−1)." if SPREAD in columns else ""
         shown = replace(measure, title=f"{measure.name}: {', '.join(columns)}", what="", notes=(note,))
-        rows_shown = tuple(found) if SPREAD in columns else ()
+        rows_shown = tuple(table_rows) if SPREAD in columns else ()
         yield Table(whole.select, shown, whole.methods, columns, cells, rows_shown, tuple(measure_notes(shown)))
 
 
 def _best(
-    found: Sequence[Row], partial: set[str], tested: Sequence[Difference], less_is_better: bool
+    table_rows: Sequence[Row], partial: set[str], tested: Sequence[Difference], less_is_better: bool
 ) -> set[tuple[str, str]]:
     """(method, column) of what is best in each column, or not shown to be worse; none where no other is shown to be."""
-    by_name = {one.name: one for one in tested}
+    by_name = {test.name: test for test in tested}
     columns: dict[str, dict[str, float]] = {}
-    for row in found:
+    for row in table_rows:
         if row.target != AVERAGE or row.method not in partial:
             columns.setdefault(row.target, {})[row.method] = -row.mean if less_is_better else row.mean
     best = set()
@@ -427,8 +431,10 @@ def _notes(
     progress: str | None,
     measure: Measure,
 ) -> Iterable[Note]:
-    said = RULES[select].description
-    yield Note("selection", f"Selection: {said if measure.unit else said.replace('accuracy', measure.name)}.")
+    description = RULES[select].description
+    yield Note(
+        "selection", f"Selection: {description if measure.unit else description.replace('accuracy', measure.name)}."
+    )
     present = [cell for line in cells.values() for cell in line.values() if cell is not None]
     if not present and cells:
         yield Note(

@@ -26,10 +26,10 @@ def terminal(table: Table) -> RenderableType:
     """
     from rich.console import Group
 
-    return Group(*(part for one in (table, *table.more) for part in _titled(one)))
+    return Group(*(part for part_table in (table, *table.more) for part in _with_title(part_table)))
 
 
-def _titled(table: Table) -> Iterable[RenderableType]:
+def _with_title(table: Table) -> Iterable[RenderableType]:
     from rich.text import Text
 
     if table.measure.title:
@@ -94,7 +94,9 @@ def _part(table: Table) -> str:
 
 def latex(table: Table) -> str:
     """A LaTeX `table` environment for each table, the average first, its notes below. Needs the package booktabs."""
-    return "% needs \\usepackage{booktabs}\n" + "\n".join(_environment(one) for one in (table, *table.more))
+    return "% needs \\usepackage{booktabs}\n" + "\n".join(
+        _environment(part_table) for part_table in (table, *table.more)
+    )
 
 
 _LONGEST_IN_A_CAPTION = 60

@@ -25,10 +25,10 @@ def otherwise(result: RunResult, other: RunResult) -> dict[str, Any]:
         >>> otherwise(fast, slow)
         {'lr': 0.5}
     """
-    own, others = _training(result), _training(other)
+    section, others = _training(result), _training(other)
     return {
         name: value
-        for name, value in own.items()
+        for name, value in section.items()
         if name not in (_OF_THE_RUN, *SAME_BITS) and name in others and _differ(value, others[name])
     }
 

@@ -63,16 +63,16 @@ def test_images_are_drawn_anew_in_each_round() -> None:
 
 def test_few_styles_come_more_than_once() -> None:
     bank = {"mean": torch.tensor([[0.1], [0.2], [0.3]]), "deviation": torch.tensor([[1.0], [2.0], [3.0]])}
-    means, deviations, shares = FedCCRL()._drawn(bank, 40, torch.Generator().manual_seed(0))
+    means, deviations, shares = FedCCRL()._draw_styles(bank, 40, torch.Generator().manual_seed(0))
     assert set(means.flatten().tolist()) == set(bank["mean"].flatten().tolist())
     torch.testing.assert_close(deviations, 10 * means)
     assert len(shares) == 40
-    few, _, _ = FedCCRL()._drawn(bank, 3, torch.Generator().manual_seed(0))
+    few, _, _ = FedCCRL()._draw_styles(bank, 3, torch.Generator().manual_seed(0))
     assert sorted(few.flatten().tolist()) == bank["mean"].flatten().tolist()
 
 
 def test_a_site_sends_at_least_one_style() -> None:
-    assert [FedCCRL(shared=0.1)._shared(number) for number in (1, 9, 10, 29)] == [1, 1, 1, 2]
+    assert [FedCCRL(shared=0.1)._number_shared(number) for number in (1, 9, 10, 29)] == [1, 1, 1, 2]
 
 
 def test_alone_it_keeps_its_styles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,5 +98,5 @@ def test_shares_of_styles_are_drawn_from_its_beta_distribution() -> None:
     """Of variance 1/(4(2α + 1)), Casella & Berger: nearly all of Beta(0.1, 0.1) is at the ends."""
     bank = {name: torch.ones(1, 1) for name in ("mean", "deviation")}
     for alpha in (0.1, 1.0):
-        shares = FedCCRL(alpha=alpha)._drawn(bank, 4000, torch.Generator().manual_seed(0))[2]
+        shares = FedCCRL(alpha=alpha)._draw_styles(bank, 4000, torch.Generator().manual_seed(0))[2]
         assert shares.var().item() == pytest.approx(1 / (4 * (2 * alpha + 1)), abs=0.01)

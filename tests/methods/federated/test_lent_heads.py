@@ -128,15 +128,15 @@ def test_a_hard_style_is_up_the_loss_and_keeps_what_is_normalised() -> None:
     def loss() -> Tensor:
         return functional.cross_entropy(model(batch.inputs), batch.targets)
 
-    with changed_stages(model, {"conv1": style.measured}):
+    with changed_stages(model, {"conv1": style.with_style_gradient}):
         before = loss()
     torch.testing.assert_close(before, loss())
     style.move(before, 5.0)
-    with changed_stages(model, {"conv1": style.taken}):
+    with changed_stages(model, {"conv1": style.in_style}):
         after = loss()
     assert after > before + 1e-3
     maps = model.with_stages(batch.inputs, ("conv1",))[1]["conv1"]
-    moved = style.taken(maps)
+    moved = style.in_style(maps)
     mean, deviation = channel_styles(moved, unbiased=True)
     assert not torch.allclose(mean, maps.mean((2, 3)), atol=1e-3)
 

@@ -38,7 +38,7 @@ def test_a_step_by_hand(later: bool) -> None:
     site.begin(Envelope(2, 2, begun, LEFT))
     sources, target = first_batches(site)
     model = site.model(weights)
-    found = method.clustered(site, model, not later)
+    found = method.cluster_target(site, model, not later)
     clusters, centres = found.clusters, found.centres
     update = fit(method, site, weights)
 
@@ -73,7 +73,7 @@ def test_centres_move_at_their_own_rate() -> None:
     method = SRDC(centre_rate=5e10, embedding_weight=0.8, source_selection=False)
     site, weights = pool_of(method, lr=1e-12), start(method)
     model = site.model(weights)
-    found = method.clustered(site, model, True)
+    found = method.cluster_target(site, model, True)
     drawn = list(site.domain_batches(2))
     site.mini_batches = 0
     centres, losses = found.centres.clone().requires_grad_(), []
@@ -101,7 +101,7 @@ def test_clusters_have_the_numbers_of_the_classes() -> None:
     """Far apart classes: k-means from the sources' means finds the target's classes, without a look at its labels."""
     method = SRDC()
     site = pool_of(method, network={"name": "linear"})
-    found = method.clustered(site, site.model(), True)
+    found = method.cluster_target(site, site.model(), True)
     clusters, centres, auxiliary = found.clusters, found.centres, found.auxiliary
     torch.testing.assert_close(auxiliary.sum(2), torch.ones(2, len(clusters)))
     assert site.unlabelled is not None
@@ -116,11 +116,11 @@ def test_a_class_without_source_samples_takes_no_part_and_a_tiny_target_is_no_ob
     assert isinstance(where, LocalFederation)
     site = where._runners["pool"].site
     site.begin(Envelope(1, 1, 0.0, LEFT))
-    clusters = method.clustered(site, site.model(), True).clusters
+    clusters = method.cluster_target(site, site.model(), True).clusters
     assert set(clusters.tolist()) <= {0, 1}
     assert site.unlabelled is not None
     site.unlabelled._rows = site.unlabelled._rows[:1]
-    assert method.clustered(site, site.model(), True).clusters.shape == (1,)
+    assert method.cluster_target(site, site.model(), True).clusters.shape == (1,)
 
 
 def test_labels_of_the_target_stand_still_within_a_round() -> None:
@@ -129,7 +129,7 @@ def test_labels_of_the_target_stand_still_within_a_round() -> None:
     site = pool_of(method)
     site.begin(Envelope(2, 2, 1.0, LEFT))
     model = site.model(start(method))
-    expected = method.clustered(site, model, False).auxiliary[0]
+    expected = method.cluster_target(site, model, False).auxiliary[0]
     seen: list[Tensor] = []
     with pytest.MonkeyPatch.context() as patch:
         original = srdc.soft_cross_entropy
@@ -164,7 +164,7 @@ def test_clusters_are_of_the_classes_that_sources_have() -> None:
     assert site.unlabelled is not None
     site.unlabelled._rows = np.flatnonzero(vectors("target", 14).labels > 0)
     site.begin(Envelope(1, 1, 0.0, LEFT))
-    found = method.clustered(site, site.model(), True)
+    found = method.cluster_target(site, site.model(), True)
     clusters, centres = found.clusters, found.centres
     truth = vectors("target", 14).labels
     assert clusters.tolist() == truth[truth > 0].tolist()
@@ -178,21 +178,21 @@ def test_a_later_round_starts_from_the_classes_that_are_predicted_now() -> None:
     method = SRDC()
     site = pool_of(method, LINEAR)
     model = site.model()
-    first = method.clustered(site, model, True)
+    first = method.cluster_target(site, model, True)
     assert len(first.clusters.unique()) == 3
     with torch.no_grad():  # as near to a class as to its centre: its logits are those of the nearest mean
         model.classifier.weight.copy_(2 * first.centres.roll(1, 0))  # type: ignore[operator, arg-type]
         model.classifier.bias.copy_(-first.centres.roll(1, 0).square().sum(1))  # type: ignore[operator, arg-type]
-    then = method.clustered(site, model, False)
+    then = method.cluster_target(site, model, False)
     assert then.clusters.tolist() == ((first.clusters + 1) % 3).tolist()
     torch.testing.assert_close(then.centres, first.centres.roll(1, 0))
-    assert not torch.equal(method.clustered(site, model, True).clusters, then.clusters)
+    assert not torch.equal(method.cluster_target(site, model, True).clusters, then.clusters)
 
 
 def test_the_run_s_first_round_alone_starts_from_the_sources() -> None:
     seen = []
     with pytest.MonkeyPatch.context() as patch:
-        original = SRDC.clustered
+        original = SRDC.cluster_target
         patch.setattr(SRDC, "cluster_target", lambda *given: (seen.append(given[-1]), original(*given))[1])
         method = SRDC()
         site = pool_of(method)
@@ -206,7 +206,7 @@ def test_source_samples_near_the_target_s_centre_of_their_class_have_more_weight
     """From the second round on; not at all as the authors' script runs."""
     site = pool_of(SRDC())
     model = site.model()
-    found = SRDC().clustered(site, model, False)
+    found = SRDC().cluster_target(site, model, False)
     model.eval()
     with torch.no_grad():
         for number, batch in enumerate(site.all_batches()):
@@ -214,7 +214,7 @@ def test_source_samples_near_the_target_s_centre_of_their_class_have_more_weight
             expected = 0.5 + 0.5 * (f * c).sum(1) / (f.norm(dim=1) * c.norm(dim=1)).clamp_min(1e-12)
             torch.testing.assert_close(found.weights[batch.rows], expected, msg=f"batch {number}")
     for method, first in ((SRDC(), True), (SRDC(setting="released"), False)):  # type: ignore[call-arg]
-        assert (method.clustered(site, model, first).weights == 1).all()
+        assert (method.cluster_target(site, model, first).weights == 1).all()
 
 
 def test_clusters_are_of_the_network_in_evaluation_mode() -> None:
@@ -227,7 +227,7 @@ def test_clusters_are_of_the_network_in_evaluation_mode() -> None:
             if name.endswith("running_mean"):
                 buffer.fill_(0.7)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    found = method.clustered(site, model, False)
+    found = method.cluster_target(site, model, False)
     assert model.training
     assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
     assert site.unlabelled is not None
@@ -244,7 +244,7 @@ def test_predictions_and_assignments_have_labels_of_their_own() -> None:
     site, weights = pool_of(method), start(method)
     site.begin(Envelope(2, 2, 0.5, LEFT))
     model = site.model(weights)
-    centres = method.clustered(site, model, False).centres
+    centres = method.cluster_target(site, model, False).centres
     assert site.unlabelled is not None
     with torch.no_grad():
         features = torch.cat([model.features(inputs) for inputs, _, _ in site.unlabelled.all_batches(500)])

@@ -55,23 +55,23 @@ def next_site(method: str, able: Sequence[str], table: Table, few: Collection[st
     """
     targets = [target for target in table.columns[:-1] if target not in few] or list(table.columns[:-1])
     rows = {name: _rows_of(table, name, targets) for name in able}
-    own, average = rows[method], table.cells[method][AVERAGE]
+    chosen, average = rows[method], table.cells[method][AVERAGE]
     assert average is not None
     left = tuple(target for target in table.columns[:-1] if target not in targets)
-    mean = fmean(row.mean for row in own.values()) if left and own else average.row.mean
-    k = len(own)
+    mean = fmean(row.mean for row in chosen.values()) if left and chosen else average.row.mean
+    k = len(chosen)
     if k < 2 or table.measure.repeat == "split":  # pairs share sites, so none is a new draw
         return Expected(mean, None, None, k, left, average.row.mean)
     share = table.measure.unit == "%"
     best = min if table.measure.less_is_better else max
     elsewhere = []
     sums = {name: sum(Fraction(row.mean) for row in line.values()) for name, line in rows.items()}
-    for target in own:
+    for target in chosen:
         others = {name: _mean_without(target, line, sums[name]) for name, line in rows.items()}
-        elsewhere.append(_scaled(rows[best(others, key=others.__getitem__)][target].mean, share))
-    ends = fmean(_scaled(row.mean, share) for row in own.values()), fmean(elsewhere)
-    half = _half(list(own.values()), share)
-    low, high = _unscaled(min(ends) - half, share), _unscaled(max(ends) + half, share)
+        elsewhere.append(_to_scale(rows[best(others, key=others.__getitem__)][target].mean, share))
+    ends = fmean(_to_scale(row.mean, share) for row in chosen.values()), fmean(elsewhere)
+    half = _half(list(chosen.values()), share)
+    low, high = _from_scale(min(ends) - half, share), _from_scale(max(ends) + half, share)
     return Expected(mean, max(0.0, min(low, mean)), max(high, mean), k, left, average.row.mean)
 
 
@@ -87,23 +87,23 @@ def _rows_of(table: Table, method: str, targets: Sequence[str]) -> ByTarget:
 
 
 def _half(rows: Sequence[Row], share: bool) -> float:
-    """Half the interval, on the scale of `_scaled`."""
+    """Half the interval, on the scale of `_to_scale`."""
     from scipy.special import stdtrit  # takes a second to import, and only this function needs it
 
     k, n = len(rows), max(row.n for row in rows)
-    spread = variance([_scaled(row.mean, share) for row in rows])
+    spread = variance([_to_scale(row.mean, share) for row in rows])
     of_samples = [
-        ((_scaled(row.interval[1], share) - _scaled(row.interval[0], share)) / (2 * _NORMAL)) ** 2
+        ((_to_scale(row.interval[1], share) - _to_scale(row.interval[0], share)) / (2 * _NORMAL)) ** 2
         for row in rows
         if row.interval is not None
     ]
-    within = [variance([_scaled(seed, share) for seed in row.seeds]) for row in rows if row.n > 1]
+    within = [variance([_to_scale(seed, share) for seed in row.seeds]) for row in rows if row.n > 1]
     whole = max(spread, fmean(of_samples) if of_samples else 0.0) * (1 + 1 / k)
     whole += (1 - 1 / n) * fmean(within) if within else 0.0
     return float(stdtrit(k - 1, 0.975)) * math.sqrt(whole)
 
 
-def _scaled(number: float, share: bool) -> float:
+def _to_scale(number: float, share: bool) -> float:
     """The logit of a share in percent; other numbers as they are."""
     if not share:
         return number
@@ -111,5 +111,5 @@ def _scaled(number: float, share: bool) -> float:
     return math.log(inside / (100.0 - inside))
 
 
-def _unscaled(number: float, share: bool) -> float:
+def _from_scale(number: float, share: bool) -> float:
     return 100.0 / (1.0 + math.exp(-min(max(number, -700.0), 700.0))) if share else number

@@ -178,26 +178,35 @@ class Verdict:
     @property
     def looks(self) -> int:
         """The number of tests between methods, which their correction counts."""
-        return sum(one.here is not None and not _with_guessing(one) for one in self.differences)
+        return sum(comparison.here is not None and not _with_guessing(comparison) for comparison in self.differences)
 
     @property
     def rivals(self) -> list[Against]:
         """The other methods of the same role that used the same, best first: these alone are ranked."""
-        return sorted((one for one in self.peers if not one.unlike), key=lambda one: one.gain)
+        return sorted(
+            (comparison for comparison in self.peers if not comparison.unlike), key=lambda comparison: comparison.gain
+        )
 
     @property
     def peers(self) -> list[Against]:
         """The other methods of the same role, whatever they used, best first."""
-        return sorted((one for one in self.against if one.role == self.role), key=lambda one: one.gain)
+        return sorted(
+            (comparison for comparison in self.against if comparison.role == self.role),
+            key=lambda comparison: comparison.gain,
+        )
 
     @property
     def equals(self) -> list[Against]:
         """Rivals that are not shown to be worse."""
-        return [one for one in self.rivals if not (one.told and one.gain > 0)]
+        return [comparison for comparison in self.rivals if not (comparison.told and comparison.gain > 0)]
 
     def best_of(self, role: Role) -> Against | None:
         """The best row of a role, such as the best pooled method."""
-        return min((one for one in self.against if one.role == role), key=lambda one: one.gain, default=None)
+        return min(
+            (comparison for comparison in self.against if comparison.role == role),
+            key=lambda comparison: comparison.gain,
+            default=None,
+        )
 
     def plain(self) -> dict[str, Any]:
         """The verdict for a file."""
@@ -210,21 +219,22 @@ class Verdict:
             "setting": self.setting,
             "expected": None if self.expected is None else asdict(self.expected),
             "against": [
-                asdict(one) | {"shown": one.shown, "shown_elsewhere": one.shown_elsewhere} for one in self.against
+                asdict(comparison) | {"shown": comparison.shown, "shown_elsewhere": comparison.shown_elsewhere}
+                for comparison in self.against
             ],
-            "not_shown_to_be_worse": [one.name for one in self.equals],
+            "not_shown_to_be_worse": [comparison.name for comparison in self.equals],
             "comparisons": self.looks,
-            **({"pays": [asdict(one) | {"shown": one.shown} for one in self.pays]} if self.pays else {}),
+            **({"pays": [asdict(gain) | {"shown": gain.shown} for gain in self.pays]} if self.pays else {}),
             "left_the_sites": dict(self.left),
             "privacy": self.guarantee,
             "at_sites_that_trained": not self.measured_new,
             "guessing": self.guess,
-            "unknown": [one.why for one in self.unknown],
+            "unknown": [reason.why for reason in self.unknown],
             "without_labels": {
-                site: {method: [one.plain() for one in estimates] for method, estimates in by_method.items()}
+                site: {method: [estimate.plain() for estimate in estimates] for method, estimates in by_method.items()}
                 for site, by_method in self.without_labels.items()
             },
-            **({"choices": [one.plain() for one in self.choices]} if self.choices else {}),
+            **({"choices": [choice.plain() for choice in self.choices]} if self.choices else {}),
         }
 
 
@@ -246,11 +256,11 @@ def verdict(
     """
     results = collected.results
     roles = {name: used[name].role for name in table.methods}
-    found = [*table.tests, *against_guessing(results, table)]
+    tests_of_all = [*table.tests, *against_guessing(results, table)]
     means = table.ranked.means
     role: Role = "federated" if "federated" in roles.values() else "pooled"
     able = {name: row for name, row in means.items() if roles[name] == role}
-    tests = {one.name: one for one in found}
+    tests = {test.name: test for test in tests_of_all}
     chosen = _choice(able, tests, roles, table.measure)
     against = _against(chosen, tests, roles, table.measure, means) if chosen is not None else ()
     runs = [result for result in results if result.method == chosen]
@@ -265,13 +275,15 @@ def verdict(
         expected=None if chosen is None else next_site(chosen, list(able), table, few_informative(results)),
         guess=_least_of_guessing(results, table.measure),
         against=tuple(
-            replace(one, unlike=used[chosen].unlike(used[one.name])) if chosen and one.name in used else one
-            for one in against
+            replace(comparison, unlike=used[chosen].unlike(used[comparison.name]))
+            if chosen and comparison.name in used
+            else comparison
+            for comparison in against
         ),
         left=mean_by_kind([run.bytes_up for run in runs]),
         guarantee=max(private, key=_epsilon).guarantee if runs and len(private) == len(runs) else None,
         unknown=tuple(_unknown(collected, table, set(roles.values()))),
-        differences=tuple(found),
+        differences=tuple(tests_of_all),
         measured_new=not measured_where_trained(results),
         without_labels=estimates,
         choices=tuple(chosen_at),
@@ -303,7 +315,7 @@ def measured_where_trained(results: Sequence[RunResult]) -> bool:
     """Whether every site that these runs are measured at trained with its labels, so that none is new to them."""
     # A run that is measured at thousands of sites is as many results, which share what is known of its data.
     data = {id(result.data.get("measured_samples")): result.data for result in results}.values()
-    parts = [(one.get("measured_samples"), one.get("training_samples")) for one in data]
+    parts = [(of_run.get("measured_samples"), of_run.get("training_samples")) for of_run in data]
     return bool(parts) and all(
         isinstance(measured, Mapping) and isinstance(training, Mapping) and measured and set(measured) <= set(training)
         for measured, training in parts
@@ -311,7 +323,7 @@ def measured_where_trained(results: Sequence[RunResult]) -> bool:
 
 
 def _epsilon(result: RunResult) -> float:
-    return max(one.epsilon for one in result.privacy.values())
+    return max(spent.epsilon for spent in result.privacy.values())
 
 
 def against_guessing(results: Sequence[RunResult], table: Table) -> list[Difference]:
@@ -337,8 +349,8 @@ Tests = Mapping[str, Difference]
 """Comparisons by name."""
 
 
-def _with_guessing(one: Difference) -> bool:
-    return one.name.endswith(f"− {MAJORITY}")
+def _with_guessing(comparison: Difference) -> bool:
+    return comparison.name.endswith(f"− {MAJORITY}")
 
 
 def _choice(able: Mapping[str, Row], tests: Tests, roles: Mapping[str, Role], measure: Measure) -> str | None:
@@ -346,8 +358,8 @@ def _choice(able: Mapping[str, Row], tests: Tests, roles: Mapping[str, Role], me
     beaten = {
         name
         for name in able
-        for one in _against(name, tests, roles, measure, able)
-        if one.name in able and one.told and one.gain < 0
+        for comparison in _against(name, tests, roles, measure, able)
+        if comparison.name in able and comparison.told and comparison.gain < 0
     }
     best = min if measure.less_is_better else max
     return best((name for name in able if name not in beaten), key=lambda name: able[name].mean, default=None)
@@ -458,7 +470,9 @@ def _of_targets(results: Sequence[RunResult], table: Table) -> Iterator[Unknown]
 
 def _of_samples(results: Sequence[RunResult], measure: Measure) -> Iterator[Unknown]:
     """What the measured samples are too few for, or what noise on their numbers hides."""
-    noise = {site: points for one in results for site, points in dict(one.data.get("measurement_noise") or {}).items()}
+    noise = {
+        site: points for result in results for site, points in dict(result.data.get("measurement_noise") or {}).items()
+    }
     if noise:
         listing = ", ".join(
             f"{site} (standard deviation at least {points:.1f} points)" for site, points in noise.items()
@@ -486,15 +500,15 @@ def _of_samples(results: Sequence[RunResult], measure: Measure) -> Iterator[Unkn
 
 def _least_of_guessing(results: Sequence[RunResult], measure: Measure) -> float | None:
     """What always naming the most frequent class is right for at the least where no private run says its share."""
-    if measure.metric != "accuracy" or not any(one.privacy for one in results) or majorities(results):
+    if measure.metric != "accuracy" or not any(result.privacy for result in results) or majorities(results):
         return None
-    classes = max((len(one.classes) for one in results), default=0)
+    classes = max((len(result.classes) for result in results), default=0)
     return 100.0 / classes if classes > 1 else None
 
 
 def _labels(results: Sequence[RunResult]) -> dict[str, set[str]]:
     """Method's name → the rows that have it."""
-    found: dict[str, set[str]] = {}
+    rows_of_name: dict[str, set[str]] = {}
     for result in results:
-        found.setdefault(method_name(result), set()).add(result.method)
-    return found
+        rows_of_name.setdefault(method_name(result), set()).add(result.method)
+    return rows_of_name

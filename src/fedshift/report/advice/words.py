@@ -44,14 +44,14 @@ def short_kind(kind: str) -> str:
 
 def two_sentences(verdict: Verdict) -> str:
     """The verdict in two sentences, and for whom it pays where that was asked."""
-    pays = f"It pays for {_paid(verdict)}. " if verdict.pays else ""
+    pays = f"It pays for {_where_it_pays(verdict)}. " if verdict.pays else ""
     return f"{first_sentence(verdict)} {pays}{_second_sentence(verdict)}"
 
 
-def _paid(verdict: Verdict) -> str:
+def _where_it_pays(verdict: Verdict) -> str:
     """At how many sites the chosen method is better than training alone."""
-    better = [one for one in verdict.pays if one.gain > 0]
-    shown = sum(one.shown for one in better)
+    better = [gain for gain in verdict.pays if gain.gain > 0]
+    shown = sum(gain.shown for gain in better)
     return f"{len(better)} of {len(verdict.pays)} sites, at {shown} of them more than chance"
 
 
@@ -60,9 +60,9 @@ def first_sentence(verdict: Verdict) -> str:
     method, expected = verdict.method, verdict.expected
     if method is None or expected is None:
         return "No method has results at every target, so none can be recommended."
-    number = _measured(verdict.measure, expected.average)
+    number = _with_name(verdict.measure, expected.average)
     alone = verdict.best_of("alone")
-    ahead = any(one.gain < 0 and one.role not in (verdict.role, "majority") for one in verdict.against)
+    ahead = any(against.gain < 0 and against.role not in (verdict.role, "majority") for against in verdict.against)
     best = "best federated method" if ahead else "best method"
     guessing = _no_better_than_guessing(verdict)
     if guessing:
@@ -71,7 +71,7 @@ def first_sentence(verdict: Verdict) -> str:
         how = "Do not federate yet: models" if alone.shown_elsewhere else "At these targets, models"
         by = _points(-alone.gain, alone.unit)
         return f"{how} that the sites train alone are better than {method} ({number}) by {by}."
-    expect = _expected(verdict, expected.mean if verdict.measured_new else expected.average)
+    expect = _to_expect(verdict, expected.mean if verdict.measured_new else expected.average)
     if verdict.role == "pooled":
         pooled = "All methods pool the samples, which is not private"
         return f"{pooled}; {method} has the best average: {expect}."
@@ -81,7 +81,7 @@ def first_sentence(verdict: Verdict) -> str:
     if not verdict.rivals:
         return f"{method} has the best average of methods that are not alike, the only one {kind}: {expect}."
     among = f" of those {kind}" if len(verdict.rivals) < len(verdict.peers) else ""
-    if all(one.shown_elsewhere and one.gain > 0 for one in verdict.rivals):
+    if all(against.shown_elsewhere and against.gain > 0 for against in verdict.rivals):
         return f"Take {method}{', the best' if among else ''}{among}: {expect}."
     if not verdict.equals:
         return f"{method} is the {best} at these targets{among}: {expect}."
@@ -108,7 +108,7 @@ def _kind(verdict: Verdict) -> str:
     return f"with {' and '.join(verdict.used)}" if verdict.used else "that used the sources' samples as they are"
 
 
-def _expected(verdict: Verdict, mean: float) -> str:
+def _to_expect(verdict: Verdict, mean: float) -> str:
     """What to expect at a site that took no part, or what was measured at those that did."""
     name = _quantity(verdict.measure.name)
     article = "an" if name[0] in "aeiouA" or name == "RMSE" else "a"
@@ -146,28 +146,28 @@ def _second_sentence(verdict: Verdict) -> str:
     pooled = verdict.best_of("pooled") if verdict.role != "pooled" else None
     if pooled is not None:
         parts.append(comparison(pooled, verdict.looks if not parts else 0))
-    unknown = f"not known: {'; '.join(one.short for one in verdict.unknown[:_MOST_NAMED])}."
+    unknown = f"not known: {'; '.join(reason.short for reason in verdict.unknown[:_MOST_NAMED])}."
     return f"{verdict.method} is {'; '.join(parts)}; {unknown}" if parts else unknown.capitalize()
 
 
-def comparison(one: Against, looks: int = 0) -> str:
+def comparison(against: Against, looks: int = 0) -> str:
     """How the chosen method compares with another, such as "1.20 points better than fedavg, which may be chance"."""
-    notes = ["pooled, not private"] if one.role == "pooled" else []
-    notes += [f"not alike: {', '.join(one.unlike)}"] if one.unlike else []
-    name = f"always naming the {MAJORITY}" if one.role == "majority" else one.name
+    notes = ["pooled, not private"] if against.role == "pooled" else []
+    notes += [f"not alike: {', '.join(against.unlike)}"] if against.unlike else []
+    name = f"always naming the {MAJORITY}" if against.role == "majority" else against.name
     name += f" ({'; '.join(notes)})" if notes else ""
-    how = f"{'better' if one.gain > 0 else 'worse'} than {name}"
-    what = f"level with {name}" if one.level else f"{_points(abs(one.gain), one.unit)} {how}"
-    if one.p is None:
+    how = f"{'better' if against.gain > 0 else 'worse'} than {name}"
+    what = f"level with {name}" if against.level else f"{_points(abs(against.gain), against.unit)} {how}"
+    if against.p is None:
         return f"{what}, which nothing here can tell from chance"
-    here, sites = _p(one.p), "" if one.p_sites is None else f", {_p(one.p_sites)} with targets as clusters"
+    here, sites = _p(against.p), "" if against.p_sites is None else f", {_p(against.p_sites)} with targets as clusters"
     tested = f"{here} over seeds{sites}" if sites else here
     tested += f" after correction for {looks} comparisons" if looks > 1 else ""
-    if one.shown_elsewhere:
+    if against.shown_elsewhere:
         return f"{what}, more than chance and likely at other sites ({tested})"
-    if not one.shown:
+    if not against.shown:
         return f"{what}, which may be chance ({tested})"
-    at = f"{one.better_at} of {one.sites} targets" if one.sites > 1 else "one target"
+    at = f"{against.better_at} of {against.sites} targets" if against.sites > 1 else "one target"
     return f"{what}, more than chance at these targets ({tested}; better at {at}) but open at other sites"
 
 
@@ -181,7 +181,7 @@ def _quantity(name: str) -> str:
     return name if first.isupper() or first in ("Dice", "Brier") else name.lower()
 
 
-def _measured(measure: Measure, number: float) -> str:
+def _with_name(measure: Measure, number: float) -> str:
     """The name of a measure and a number of it."""
     return f"{_quantity(measure.name)} {_value(measure, number)}"
 
@@ -239,45 +239,52 @@ class VerdictValues(dict[str, Any]):
 def paragraphs(verdict: Verdict) -> Iterator[tuple[str, list[str]]]:
     """The whole verdict: headings, and sentences below each."""
     yield "Which method", [first_sentence(verdict), *_equals(verdict)]
-    compared = [*verdict.rivals, *(one for one in verdict.peers if one.unlike)]
-    compared += [one for one in verdict.against if one.role != verdict.role]
+    compared = [*verdict.rivals, *(against for against in verdict.peers if against.unlike)]
+    compared += [against for against in verdict.against if against.role != verdict.role]
     if compared:
+<<<<<<< HEAD
         lines = [f"{verdict.method} is {comparison(one)}." for one in compared]
         yield DIFFERENCES, [*lines, *_correction(verdict)]
+=======
+        lines = [f"{verdict.method} is {comparison(against)}." for against in compared]
+        yield "By how much", [*lines, *_correction(verdict)]
+>>>>>>> fa3adcd6 (Names of the report say what they hold: a run, a comparison, an estimate)
     if verdict.pays:
         yield "Does it pay for each site", list(_pays(verdict))
     if verdict.method is not None and verdict.expected is not None:
         new, few = verdict.measured_new, verdict.expected.few
-        number = _measured(verdict.measure, verdict.expected.mean if new else verdict.expected.average)
+        number = _with_name(verdict.measure, verdict.expected.mean if new else verdict.expected.average)
         text = f"{verdict.method}: {number}{_interval(verdict)}."
         heading = "What to expect at the next site" if new else "What was measured where sites trained"
         yield heading, [text, f"The first number is the average over the {'other ' if few and new else ''}targets."]
         yield "What left the sites", [left_sites(verdict)]
     if verdict.without_labels:
         yield "What to expect where there are no labels", list(verdict.at_unlabelled)
-    yield "What is not known", [one.why for one in verdict.unknown]
+    yield "What is not known", [reason.why for reason in verdict.unknown]
 
 
 def _pays(verdict: Verdict) -> Iterator[str]:
     """How many sites gain by taking part, and which do not."""
-    better, worse = ([one for one in verdict.pays if (one.gain > 0) == up and one.gain] for up in (True, False))
-    shown, lost = ([one for one in sites if one.shown] for sites in (better, worse))
+    better, worse = ([gain for gain in verdict.pays if (gain.gain > 0) == up and gain.gain] for up in (True, False))
+    shown, lost = ([gain for gain in sites if gain.shown] for sites in (better, worse))
     whole = len(verdict.pays)
     yield (
         f"{verdict.method} is better than training alone at {len(better)} of {whole} sites, more than chance at "
         f"{len(shown)}; it is worse at {len(worse)}, more than chance at {len(lost)}."
     )
-    sorted_gains = sorted(verdict.pays, key=lambda one: one.gain)
+    sorted_gains = sorted(verdict.pays, key=lambda gain: gain.gain)
     ends = sorted_gains if whole <= 2 * _MOST_SITES else [*sorted_gains[:_MOST_SITES], *sorted_gains[-_MOST_SITES:]]
     unit = "Points" if verdict.measure.unit else "In the label's unit"
-    named = ", ".join(f"{one.site} {_signed(one.gain, verdict.measure.unit)}{'*' if one.shown else ''}" for one in ends)
+    named = ", ".join(
+        f"{gain.site} {_with_sign(gain.gain, verdict.measure.unit)}{'*' if gain.shown else ''}" for gain in ends
+    )
     yield (
         f"{unit} over training alone, least first{'' if len(ends) == whole else ', the least and the most'}: {named} "
         f"(* p < 0.05 over {verdict.measure.repeat}s, Holm's correction over the sites)."
     )
 
 
-def _signed(gain: float, unit: str) -> str:
+def _with_sign(gain: float, unit: str) -> str:
     return ("−" if gain < 0 else "+") + decimals(abs(gain), unit)
 
 
@@ -292,4 +299,4 @@ def _correction(verdict: Verdict) -> Iterator[str]:
 
 def _equals(verdict: Verdict) -> Iterator[str]:
     if verdict.method is not None and verdict.equals and verdict.rivals:
-        yield f"Not shown to be worse than {verdict.method}: {', '.join(one.name for one in verdict.equals)}."
+        yield f"Not shown to be worse than {verdict.method}: {', '.join(equal.name for equal in verdict.equals)}."

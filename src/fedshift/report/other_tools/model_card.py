@@ -68,14 +68,14 @@ def _target(trained: TrainedModel) -> tuple[str, str]:
 def _task(trained: TrainedModel) -> str:
     if trained.segments:
         return "image-segmentation"
-    found = _TASKS[trained.stored.kind]
-    return found if trained.objective.has_probabilities else found.replace("classification", "regression")
+    task = _TASKS[trained.stored.kind]
+    return task if trained.objective.has_probabilities else task.replace("classification", "regression")
 
 
 def _name(trained: TrainedModel) -> str:
-    said = trained.metadata
-    target = said.get("adapted_to") or said.get("unseen")
-    return "-".join([said["experiment"], said["method"]["name"], *filter(None, [target]), str(said["seed"])])
+    notes = trained.metadata
+    target = notes.get("adapted_to") or notes.get("unseen")
+    return "-".join([notes["experiment"], notes["method"]["name"], *filter(None, [target]), str(notes["seed"])])
 
 
 def _head(trained: TrainedModel, result: RunResult | None, hub: Any) -> dict[str, Any]:
@@ -110,19 +110,19 @@ def _title(data: str) -> str:
 
 
 def _intro(trained: TrainedModel, result: RunResult | None) -> Iterator[str]:
-    said, (target, role) = trained.metadata, _target(trained)
+    notes, (target, role) = trained.metadata, _target(trained)
     what = "structures" if trained.segments else "classes"
     yield f"# {text(_name(trained))}"
     yield ""
     yield (
-        f"A model that was trained with fedshift {said['versions']['fedshift']} across {len(said['sources'])} sites "
-        f"({', '.join(map(text, said['sources']))}), whose samples were not pooled"
+        f"A model that was trained with fedshift {notes['versions']['fedshift']} across {len(notes['sources'])} sites "
+        f"({', '.join(map(text, notes['sources']))}), whose samples were not pooled"
         if "raw_data" not in trained.method.calls.shares
-        else f"A model that was trained with fedshift {said['versions']['fedshift']} on the **pooled samples** of "
-        f"{len(said['sources'])} sites ({', '.join(map(text, said['sources']))})"
+        else f"A model that was trained with fedshift {notes['versions']['fedshift']} on the **pooled samples** of "
+        f"{len(notes['sources'])} sites ({', '.join(map(text, notes['sources']))})"
     ) + (f", and {'measured at' if _is_measured(result) else 'for'} {text(target)}, {role}." if target else ".")
     yield ""
-    yield f"* Network: {text(said['model']['name'])}, {_numbers(trained):,} parameters."
+    yield f"* Network: {text(notes['model']['name'])}, {_numbers(trained):,} parameters."
     yield f"* Input: {_input(trained)}."
     if trained.objective.has_probabilities:
         yield f"* Output: probabilities of the {what} {', '.join(map(text, trained.classes))}."
@@ -182,11 +182,11 @@ def _data(trained: TrainedModel, result: RunResult | None) -> Iterator[str]:
 
 
 def _method(trained: TrainedModel, result: RunResult | None) -> Iterator[str]:
-    said = trained.metadata
-    options = {name: value for name, value in said["method"].items() if name != "name" and value is not None}
+    notes = trained.metadata
+    options = {name: value for name, value in notes["method"].items() if name != "name" and value is not None}
     yield "## Method"
     yield ""
-    yield f"`{said['method']['name']}`, seed {said['seed']}. Options:"
+    yield f"`{notes['method']['name']}`, seed {notes['seed']}. Options:"
     yield ""
     yield "```yaml"
     yield yaml.safe_dump(options, sort_keys=False, allow_unicode=True).rstrip()
@@ -250,7 +250,7 @@ def _measures(trained: TrainedModel, result: RunResult) -> Iterator[str]:
                     [
                         text(name),
                         format_metric(name, value),
-                        *(_number(name, one) for one in site.intervals.get(name, (None, None))),
+                        *(_number(name, limit) for limit in site.intervals.get(name, (None, None))),
                     ]
                     for name, value in site.values.items()
                 ],
@@ -279,7 +279,7 @@ def _traffic(result: RunResult) -> Iterator[str]:
     if result.guarantee is None:
         yield "No differential privacy was used, so there is no ε that bounds what this model tells about a sample."
         return
-    units = sorted({f"{one.unit}s" for one in result.privacy.values()})
+    units = sorted({f"{spent.unit}s" for spent in result.privacy.values()})
     yield f"Differential privacy of each site's training {' or '.join(units)}: {result.guarantee}, for the site that"
     yield "paid most. It bounds what the models of this run tell about one of them; neither other runs of the"
     yield "experiment nor the measures above are counted."

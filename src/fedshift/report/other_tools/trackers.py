@@ -32,12 +32,12 @@ class Tracker(Callback, ABC):
         self._open: dict[Path, tuple[Any, int]] = {}
 
     def after_round(self, run: Run, record: RoundRecord, folder: Path) -> None:
-        place, last = self._open.get(folder) or (self.begin(run, folder), -1)
-        for found in read_rounds(folder / ROUNDS):
-            if found.round > last:
-                self.write(place, found)
-                last = found.round
-        self._open[folder] = place, last
+        tracked, last = self._open.get(folder) or (self.begin(run, folder), -1)
+        for each_round in read_rounds(folder / ROUNDS):
+            if each_round.round > last:
+                self.write(tracked, each_round)
+                last = each_round.round
+        self._open[folder] = tracked, last
 
     def after_run(self, run: Run, result: RunResult, folder: Path) -> None:
         if folder in self._open:
@@ -48,11 +48,11 @@ class Tracker(Callback, ABC):
         """Begin a run of the tracker. Returns what `write` and `end` need."""
 
     @abstractmethod
-    def write(self, place: Any, record: RoundRecord) -> None:
+    def write(self, tracked: Any, record: RoundRecord) -> None:
         """Write the numbers of one round."""
 
     @abstractmethod
-    def end(self, place: Any) -> None:
+    def end(self, tracked: Any) -> None:
         """End the run: it is finished."""
 
 
@@ -66,17 +66,17 @@ class TensorBoard(Tracker):
     def begin(self, run: Run, folder: Path) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
-        place = folder / "tensorboard"
-        shutil.rmtree(place, ignore_errors=True)  # of an interrupted run, whose rounds are written again
-        return SummaryWriter(str(place))
+        tracked = folder / "tensorboard"
+        shutil.rmtree(tracked, ignore_errors=True)  # of an interrupted run, whose rounds are written again
+        return SummaryWriter(str(tracked))
 
-    def write(self, place: Any, record: RoundRecord) -> None:
+    def write(self, tracked: Any, record: RoundRecord) -> None:
         for name, value in record.numbers().items():
-            place.add_scalar(name, value, record.round)
-        place.flush()
+            tracked.add_scalar(name, value, record.round)
+        tracked.flush()
 
-    def end(self, place: Any) -> None:
-        place.close()
+    def end(self, tracked: Any) -> None:
+        tracked.close()
 
 
 class MLflow(Tracker):
@@ -101,13 +101,13 @@ class MLflow(Tracker):
             client.log_param(made.info.run_id, name, value)
         return client, made.info.run_id
 
-    def write(self, place: Any, record: RoundRecord) -> None:
-        client, run_id = place
+    def write(self, tracked: Any, record: RoundRecord) -> None:
+        client, run_id = tracked
         for name, value in record.numbers().items():
             client.log_metric(run_id, name, value, step=record.round)
 
-    def end(self, place: Any) -> None:
-        client, run_id = place
+    def end(self, tracked: Any) -> None:
+        client, run_id = tracked
         client.set_terminated(run_id)
 
 
@@ -130,11 +130,11 @@ class WeightsAndBiases(Tracker):
             settings=self._wandb.Settings(silent=True),
         )
 
-    def write(self, place: Any, record: RoundRecord) -> None:
-        place.log(record.numbers(), step=record.round)
+    def write(self, tracked: Any, record: RoundRecord) -> None:
+        tracked.log(record.numbers(), step=record.round)
 
-    def end(self, place: Any) -> None:
-        place.finish()
+    def end(self, tracked: Any) -> None:
+        tracked.finish()
 
 
 def _names(run: Run) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fedshift.report import plots
-from fedshift.report.html import render, trusted
+from fedshift.report.html import mark_trusted, render
 from fedshift.report.method_roles import ROLES, Role
 from fedshift.report.page import DARK, LIGHT
 from fedshift.report.report import Report
@@ -41,5 +41,5 @@ def standalone(figure: Figure, description: str) -> str:
         description: the text for readers who do not see it.
     """
     width, height = (100 * size for size in figure.get_size_inches())
-    drawn = trusted(plots.svg(figure, description))
+    drawn = mark_trusted(plots.svg(figure, description))
     return render("picture.svg", drawn=drawn, width=width, height=height, light=LIGHT, dark=DARK)

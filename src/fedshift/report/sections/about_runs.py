@@ -39,13 +39,13 @@ def cost_section(costs: Mapping[str, Cost]) -> Section:
     ]
     head = ["method", "rounds", "mini-batches per site", "seconds", "ms per mini-batch", "MB up", "MB down"]
     note = "Means over the runs of a method. Up leaves the sites, down reaches them; all sites together; 1 MB = 10⁶ B."
-    own = sites_sent(
+    sent = sites_sent(
         "What left each site, in a run",
         "method",
         {method: cost.sites for method, cost in costs.items()},
         "Means over the runs in which the site took part; sites with equal numbers share a row.",
     )
-    return section("cost", "Cost", grid("Cost of a run", head, lines, [note]), own, *_bytes(costs))
+    return section("cost", "Cost", grid("Cost of a run", head, lines, [note]), sent, *_bytes(costs))
 
 
 def _bytes(costs: Mapping[str, Cost]) -> Iterator[Block]:
@@ -77,10 +77,10 @@ def warnings_section(warnings: Sequence[str]) -> Section:
     return section("warnings", "Warnings", content, folds=not warnings)
 
 
-def settings_section(name: str, found: Settings) -> Section:
+def settings_section(name: str, used: Settings) -> Section:
     """Versions, the command, and every setting of the experiment ``name``."""
-    rows = [[what, ", ".join(values)] for what, values in found.versions.items()]
-    mixed = [what for what, values in found.versions.items() if len(values) > 1]
+    rows = [[what, ", ".join(values)] for what, values in used.versions.items()]
+    mixed = [what for what, values in used.versions.items() if len(values) > 1]
     file = f"{name}.yaml"
     command = f"fedshift run {shlex.quote(file)}"
     return section(
@@ -89,7 +89,7 @@ def settings_section(name: str, found: Settings) -> Section:
         grid("Versions", ["what", "in these runs"], rows, css="facts"),
         Text(f"The runs were not run alike ({', '.join(mixed)}): compare with care.", "note") if mixed else None,
         Text(f"To run it again: {command}, with the file below. A file of your own is named there by its checksum."),
-        settings(file, found.experiment),
-        settings("Data", found.data),
-        *(settings(f"Settings of {method}", options) for method, options in found.methods.items()),
+        settings(file, used.experiment),
+        settings("Data", used.data),
+        *(settings(f"Settings of {method}", options) for method, options in used.methods.items()),
     )

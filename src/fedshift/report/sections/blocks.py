@@ -164,5 +164,5 @@ def curve_rows(what: Sequence[str], curves: Mapping[Any, Curve]) -> Iterable[Seq
     """The numbers of curves for a file: the names of each curve, then x, mean and standard deviation."""
     yield what
     for names, (x, mean, spread) in curves.items():
-        for place, (at, value) in enumerate(zip(x, mean, strict=True)):
-            yield *names, at, value, None if spread is None else spread[place]
+        for number, (at, value) in enumerate(zip(x, mean, strict=True)):
+            yield *names, at, value, None if spread is None else spread[number]

@@ -29,24 +29,24 @@ _NOTES: dict[Metric, tuple[str, str]] = {
 """The name of the baseline, and the note below the numbers, of tasks without classes."""
 
 
-def metrics_section(found: Metrics | None) -> Section | None:
+def metrics_section(measured: Metrics | None) -> Section | None:
     """All metrics of the last round; None if the results have none."""
-    if found is None:
+    if measured is None:
         return None
     columns = {  # several classes have no sensitivity and no specificity
         name: title
-        for name, title in columns_of(found.metric).items()
-        if any(values.get(name) is not None for values in found.means.values())
+        for name, title in columns_of(measured.metric).items()
+        if any(values.get(name) is not None for values in measured.means.values())
     }
     lines: list[Cells] = []
-    for (method, target), values in found.means.items():
-        told = [(found.metric, found.baselines.get(target)), *((name, values.get(name)) for name in columns)]
+    for (method, target), values in measured.means.items():
+        told = [(measured.metric, measured.baselines.get(target)), *((name, values.get(name)) for name in columns)]
         lines.append([method, target, *(_entry(name, value) for name, value in told)])
     title = "Further metrics at each target"
-    if found.metric in _NOTES:
-        baseline, note = _NOTES[found.metric]
+    if measured.metric in _NOTES:
+        baseline, note = _NOTES[measured.metric]
         head = ["method", "target", baseline, *columns.values()]
-        return section("metrics", title, grid("Metrics of the last round", head, lines, [note, *_base_rates(found)]))
+        return section("metrics", title, grid("Metrics of the last round", head, lines, [note, *_base_rates(measured)]))
     threshold = (
         " Sensitivity and specificity are at the threshold that the sources' held-out samples choose."
         if {"sensitivity", "specificity"} & columns.keys()
@@ -57,8 +57,8 @@ def metrics_section(found: Metrics | None) -> Section | None:
         f"class.{threshold} Brier score and calibration error: less is better."
     )
     head = ["method", "target", "most frequent", *columns.values()]
-    metrics = grid("Metrics of the last round", head, lines, [note, *_class_counts(found)], "classes")
-    return section("metrics", title, metrics, *_reliability(found))
+    metrics = grid("Metrics of the last round", head, lines, [note, *_class_counts(measured)], "classes")
+    return section("metrics", title, metrics, *_reliability(measured))
 
 
 def columns_of(metric: Metric) -> dict[SiteMetric, str]:
@@ -71,27 +71,28 @@ def _entry(metric: str, value: float | None) -> Entry:
     return Entry(MISSING) if value is None else Entry(format_metric(metric, value), value=value)
 
 
-def _class_counts(found: Metrics) -> Iterator[str]:
+def _class_counts(measured: Metrics) -> Iterator[str]:
     """How many of a target's samples are of each class; targets with equal numbers share a sentence."""
     counts = {
         site: ", ".join(f"{MISSING if count is None else f'{count:,}'} of {name}" for name, count in named)
-        for site, named in found.counts.items()
+        for site, named in measured.counts.items()
     }
     for named in list(dict.fromkeys(counts.values()))[:_MOST_SENTENCES]:
         yield f"Samples at {join_names([site for site, text in counts.items() if text == named])}: {named}."
 
 
-def _base_rates(found: Metrics) -> Iterator[str]:
+def _base_rates(measured: Metrics) -> Iterator[str]:
     """How many of a target's samples have each label, where there are several."""
     rates = [
-        f"{site}: {', '.join(f'{name} {share:.1f} %' for name, share in named)}" for site, named in found.rates.items()
+        f"{site}: {', '.join(f'{name} {share:.1f} %' for name, share in named)}"
+        for site, named in measured.rates.items()
     ]
     if rates:
         yield f"Base rates: {join_names(rates, sign='; ')}."
 
 
-def _reliability(found: Metrics) -> Iterator[Block]:
-    if curves := found.reliability:
+def _reliability(measured: Metrics) -> Iterator[Block]:
+    if curves := measured.reliability:
         rows = [[method, *point] for method, points in curves.items() for point in points]
         yield figure(
             "reliability",
@@ -102,12 +103,12 @@ def _reliability(found: Metrics) -> Iterator[Block]:
         )
 
 
-def classes_section(found: ByClass | None, unit: str) -> Section | None:
+def classes_section(by_class: ByClass | None, unit: str) -> Section | None:
     """Accuracy by class, at each method's worst target; None where there are no classes."""
-    if found is None:
+    if by_class is None:
         return None
     title = f"Per {unit}, at each method's worst target"
-    if not found.lines:
+    if not by_class.lines:
         text = "No accuracies per class were recorded for one common list of classes."
         return section("classes", title, Text(text, "note"))
     note = "Last round: percent of a class's samples recognised, mean over seeds; – where the target lacks the class."
@@ -115,15 +116,15 @@ def classes_section(found: ByClass | None, unit: str) -> Section | None:
         note = "Last round: Dice coefficient of each structure in percent, mean over seeds."
     if unit == "label":
         note = "Last round: percent of samples for which each label is right, mean over seeds."
-    if len(found.classes) > len(found.hardest):
-        note += f" The {len(found.hardest)} hardest of {len(found.classes)} classes."
+    if len(by_class.classes) > len(by_class.hardest):
+        note += f" The {len(by_class.hardest)} hardest of {len(by_class.classes)} classes."
     body: list[Cells] = [
-        [method, worst, *(_tinted(accuracies.get(index)) for index in found.hardest)]
-        for method, worst, accuracies in found.lines
+        [method, worst, *(_tint(accuracies.get(index)) for index in by_class.hardest)]
+        for method, worst, accuracies in by_class.lines
     ]
-    head = ["method", "target", *(found.classes[index] for index in found.hardest)]
+    head = ["method", "target", *(by_class.classes[index] for index in by_class.hardest)]
     return section("classes", title, grid("Recognised, %", head, body, [note], "classes"))
 
 
-def _tinted(accuracy: float | None) -> Entry:
+def _tint(accuracy: float | None) -> Entry:
     return number(accuracy, 0) if accuracy is None else number(accuracy, 0, miss=round(0.7 * (100 - accuracy)))

@@ -47,21 +47,21 @@ def _at_each_target(details: Details, targets: int) -> Iterator[Block]:
         )
 
 
-def weights_section(found: Sequence[Weights]) -> Section | None:
+def weights_section(weights: Sequence[Weights]) -> Section | None:
     """The weights of the sites, for methods that change them from round to round; None if none does."""
     figures = [
         figure(
             f"weights-{number}",
-            plots.site_weights(one.panels),
-            f"Weights of the sites over rounds, {one.method}",
-            one.note,
+            plots.site_weights(of_layer.panels),
+            f"Weights of the sites over rounds, {of_layer.method}",
+            of_layer.note,
             curve_rows(
                 ["panel", "site", "round", "mean", "standard_deviation"],
-                {(panel, site): curve for panel, lines in one.panels.items() for site, curve in lines.items()},
+                {(panel, site): curve for panel, lines in of_layer.panels.items() for site, curve in lines.items()},
             ),
-            title=one.method,
+            title=of_layer.method,
         )
-        for number, one in enumerate(found, 1)
+        for number, of_layer in enumerate(weights, 1)
     ]
     caption = "How much each site counts in the aggregate: mean and standard deviation over seeds."
     title = "Weights of the sites over training"

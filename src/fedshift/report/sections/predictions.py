@@ -25,20 +25,20 @@ from fedshift.report.shown_samples import Placed
 _TITLE = "Which mistakes are made"
 
 
-def predictions_section(found: Predictions | None) -> Section | None:
+def predictions_section(predictions: Predictions | None) -> Section | None:
     """What the stored predictions show; None for tasks that are no classification. Where there are none, it says so."""
-    if found is None:
+    if predictions is None:
         return None
-    blocks = [*_confusion(found), *_roc(found), *_mistakes(found)]
+    blocks = [*_confusion(predictions), *_roc(predictions), *_mistakes(predictions)]
     if not blocks:
         text = "No predictions per sample were kept, so there are no confusion matrices, ROC curves or worst mistakes."
         blocks = [Text(text, "note")]
     return section("predictions", _TITLE, *blocks)
 
 
-def _confusion(found: Predictions) -> Iterator[Block]:
-    classes = found.classes
-    for method, counts in found.confusion.items():
+def _confusion(predictions: Predictions) -> Iterator[Block]:
+    classes = predictions.classes
+    for method, counts in predictions.confusion.items():
         totals = counts.sum(1)
         rows: list[Cells] = [
             [name, f"{totals[at]:,}", *(_share(counts[at, to], totals[at], at == to) for to in range(len(classes)))]
@@ -46,7 +46,7 @@ def _confusion(found: Predictions) -> Iterator[Block]:
         ]
         head = ["true class", "predictions", *classes]
         yield grid(f"Confusion matrix of {method}", head, rows, css="confusion")
-    if found.confusion:
+    if predictions.confusion:
         yield Text(
             "Each row is a true class: percent of its samples that were called what the column says, all targets and "
             "seeds together. The stronger a cell is coloured, the more is wrong.",
@@ -61,47 +61,53 @@ def _share(count: int, total: int, right: bool) -> Entry:
     return number(share, 1, best=right, miss=round(0.7 * (100 - share if right else share)))
 
 
-def _roc(found: Predictions) -> Iterator[Block]:
-    which = found.classes[1] if len(found.classes) == 2 else "a class, mean over the classes,"
-    if found.roc:
+def _roc(predictions: Predictions) -> Iterator[Block]:
+    which = predictions.classes[1] if len(predictions.classes) == 2 else "a class, mean over the classes,"
+    if predictions.roc:
         yield figure(
             "roc",
-            plots.operating_curves(found.roc),
+            plots.operating_curves(predictions.roc),
             "ROC curves by target and method",
             f"ROC: what share of {which} is recognised, for each share of false alarms; samples of all seeds.",
             curve_rows(
                 ["target", "method", "false_alarms", "recognised", "standard_deviation"],
-                {(target, method): curve for target, lines in found.roc.items() for method, curve in lines.items()},
+                {
+                    (target, method): curve
+                    for target, lines in predictions.roc.items()
+                    for method, curve in lines.items()
+                },
             ),
             title="ROC curves",
         )
 
 
-def _mistakes(found: Predictions) -> Iterator[Block]:
+def _mistakes(predictions: Predictions) -> Iterator[Block]:
     rows: list[Cells] = [
         [
-            one.name,
-            *([_itself(one)] if found.shown else []),
-            one.site,
-            one.label,
-            one.predicted,
-            number(100 * one.score, 0),
-            f"{one.wrong} of {one.seeds}",
+            mistake.name,
+            *([_itself(mistake)] if predictions.shown else []),
+            mistake.site,
+            mistake.label,
+            mistake.predicted,
+            number(100 * mistake.score, 0),
+            f"{mistake.wrong} of {mistake.seeds}",
         ]
-        for one in found.mistakes
+        for mistake in predictions.mistakes
     ]
     if rows:
-        contents = ["contents"] if found.shown else []
+        contents = ["contents"] if predictions.shown else []
         head = ["sample", *contents, "site", "true class", "called", "score, %", "seeds"]
         note = "The samples whose wrong class had the highest score, mean over seeds (0 where a seed was right)."
-        yield grid(f"Worst mistakes of {found.method}", head, rows, [note], "facts")
+        yield grid(f"Worst mistakes of {predictions.method}", head, rows, [note], "facts")
 
 
-def _itself(one: Mistake) -> Entry:
+def _itself(mistake: Mistake) -> Entry:
     """A sample as it is: a picture, or the columns of a table."""
-    if one.picture is None:
-        return Entry(one.words or MISSING)
-    return Entry("", title=f"a sample of {one.label} at {one.site}", picture=base64.b64encode(one.picture).decode())
+    if mistake.picture is None:
+        return Entry(mistake.words or MISSING)
+    return Entry(
+        "", title=f"a sample of {mistake.label} at {mistake.site}", picture=base64.b64encode(mistake.picture).decode()
+    )
 
 
 def features_section(placed: Sequence[Placed]) -> Section | None:
@@ -115,13 +121,18 @@ def features_section(placed: Sequence[Placed]) -> Section | None:
         "model that generalises parts the classes and mixes the sites."
     )
     rows: list[Sequence[object]] = [
-        [one.run.result.method, site, label, float(x), float(y)]
-        for one in placed
-        for (x, y), label, site in zip(one.points, one.classes, one.sites, strict=True)
+        [placement.run.result.method, site, label, float(x), float(y)]
+        for placement in placed
+        for (x, y), label, site in zip(placement.points, placement.classes, placement.sites, strict=True)
     ]
     drawn = figure(
         "features",
-        plots.placed_samples({one.run.result.method: (one.points, one.classes, one.sites) for one in placed}),
+        plots.placed_samples(
+            {
+                placement.run.result.method: (placement.points, placement.classes, placement.sites)
+                for placement in placed
+            }
+        ),
         f"Features of samples by class and by site, target {result.target}",
         caption,
         [["method", "site", "class", "x", "y"], *rows],

@@ -67,16 +67,16 @@ def _averages(table: Table, roles: Mapping[str, Role]) -> Text | None:
     """The average of every method, the best first; None if no method has one."""
     measure = table.measure
     cells = [(name, cell) for name in table.methods if (cell := table.cells[name][AVERAGE]) and not cell.partial]
-    cells.sort(key=lambda one: one[1].row.mean, reverse=not measure.less_is_better)
+    cells.sort(key=lambda cell: cell[1].row.mean, reverse=not measure.less_is_better)
     if not cells:
         return None
-    named = ", ".join(f"{name} {cell.mean}{_shared(roles.get(name))}" for name, cell in cells[:_MOST_AVERAGES])
+    named = ", ".join(f"{name} {cell.mean}{_note_on_role(roles.get(name))}" for name, cell in cells[:_MOST_AVERAGES])
     more = f" and {len(cells) - _MOST_AVERAGES} more" if len(cells) > _MOST_AVERAGES else ""
     unit = f"{measure.name.lower()} in {measure.unit}" if measure.unit else measure.name
     return Text(f"Average over the targets ({unit}): {named}{more}.")
 
 
-def _shared(role: Role | None) -> str:
+def _note_on_role(role: Role | None) -> str:
     """What to know of a method that is no choice for sites which keep their samples."""
     return "" if role in (None, "federated") else f" ({_MARKS.get(role, ROLES[role])})"
 
@@ -168,21 +168,21 @@ def _numbers(table: Table) -> Iterator[Sequence[object]]:
         yield row.method, row.target, row.mean, row.standard_error, row.n
 
 
-def sites_grid(found: SiteSamples | None) -> Grid | None:
+def sites_grid(samples: SiteSamples | None) -> Grid | None:
     """How many samples each site has, and of which classes."""
-    if found is None:
+    if samples is None:
         return None
     rows: list[Cells] = []
-    for site, parts in found.ranges.items():
-        share = found.shares.get(site, [])
-        balance = [number(one, 1) for one in share] or [Entry(MISSING)] * len(found.classes)
-        rows.append([site, *(_range(*ends) for ends in parts.values()), *(balance if found.shares else [])])
-    more = f" The {len(rows)} of {found.number} sites with the fewest." if len(rows) < found.number else ""
+    for site, parts in samples.ranges.items():
+        share = samples.shares.get(site, [])
+        balance = [number(part, 1) for part in share] or [Entry(MISSING)] * len(samples.classes)
+        rows.append([site, *(_range(*ends) for ends in parts.values()), *(balance if samples.shares else [])])
+    more = f" The {len(rows)} of {samples.number} sites with the fewest." if len(rows) < samples.number else ""
     notes = ["Samples in a run: where a site trains, where it is held out, where it is the target." + more]
-    head = ["site", *(part.replace("_", " ") for part in next(iter(found.ranges.values())))]
-    if found.shares:
+    head = ["site", *(part.replace("_", " ") for part in next(iter(samples.ranges.values())))]
+    if samples.shares:
         notes.append("Classes: their share of the samples that were measured at the site, in percent.")
-        head += [f"{name}, %" for name in found.classes]
+        head += [f"{name}, %" for name in samples.classes]
     return grid("Samples at each site", head, rows, notes, "sites")
 
 
@@ -210,10 +210,10 @@ def differences_section(verdict: Verdict, table: Table) -> Section:
     title = "Differences between methods"
     if not verdict.differences:
         return section("differences", title, Text("One method: nothing to compare.", "note"))
-    lines = [difference_words.line(one, targets) for one in verdict.differences]
+    lines = [difference_words.line(difference, targets) for difference in verdict.differences]
     head = difference_words.head(targets, measure)
     notes = [f"Last round. {difference_words.note(measure)}"]
-    if any(MAJORITY in one.name for one in verdict.differences):
+    if any(MAJORITY in difference.name for difference in verdict.differences):
         notes.append(
             f"{MAJORITY.capitalize()}: what always naming a target's most frequent class would reach. Whether methods "
             "beat it is a question of its own: p (Holm) is corrected for these lines, and apart for the other lines."

@@ -23,14 +23,14 @@ def without_labels_section(report: Report) -> Section | None:
 
 
 def _blocks(report: Report) -> Iterator[Block]:
-    found = report.unmeasured
-    yield from (Text(paragraph, "verdict") for paragraph in found.for_a_board)
-    yield Text(" ".join([*found.sentences, *report.choices, _RESTS_ON]))
+    unmeasured = report.unmeasured
+    yield from (Text(paragraph, "verdict") for paragraph in unmeasured.for_a_board)
+    yield Text(" ".join([*unmeasured.sentences, *report.choices, _RESTS_ON]))
     rows = list[Cells]()
-    for site, method, samples, middle, usual in found.means:
+    for site, method, samples, middle, usual in unmeasured.means:
         ends = (Entry("–"),) * 3 if middle is None else tuple(number(part, 1) for part in middle)
         rows.append([site, method, f"{samples:,}", *ends, number(usual, 1)])
-    drawn = {f"{method} at {site}": (*middle, usual) for site, method, _, middle, usual in found.means if middle}
+    drawn = {f"{method} at {site}": (*middle, usual) for site, method, _, middle, usual in unmeasured.means if middle}
     if drawn:
         yield figure(
             "estimates",
@@ -41,9 +41,9 @@ def _blocks(report: Report) -> Iterator[Block]:
         )
     head = ["target", "method", "samples", "estimate, %", "low", "high", "mean of measured targets, %"]
     yield grid("Accuracy where it could not be measured", head, rows, ["Means over seeds; intervals of 90 %."])
-    further: list[Cells] = [[*names, *(number(part, 1) for part in ends)] for *names, ends in found.further]
+    further: list[Cells] = [[*names, *(number(part, 1) for part in ends)] for *names, ends in unmeasured.further]
     if further:
         head = ["target", "method", "measure", "estimate, %", "low", "high"]
         yield grid("AUROC, sensitivity and specificity there", head, further, ["Of the first seed; intervals of 90 %."])
-    if found.reasons:
-        yield Listing(found.reasons, "What is unlike, and what else to know")
+    if unmeasured.reasons:
+        yield Listing(unmeasured.reasons, "What is unlike, and what else to know")

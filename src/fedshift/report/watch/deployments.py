@@ -54,12 +54,12 @@ class Deployed:
 def deployments_in(root: Path) -> list[Path]:
     """The folders of the deployments in or below ``root``."""
     entrance = deploy_entrance()
-    found: list[Path] = entrance.deployments_in(root) if entrance is not None else []
-    return found
+    folders: list[Path] = entrance.deployments_in(root) if entrance is not None else []
+    return folders
 
 
-def deployed(folder: Path) -> Deployed | None:
+def deployment_at(folder: Path) -> Deployed | None:
     """What is known of the deployment in ``folder``; None if there is none."""
     entrance = deploy_entrance()
-    found: Deployed | None = entrance.deployed(folder) if entrance is not None else None
-    return found
+    deployment: Deployed | None = entrance.deployed(folder) if entrance is not None else None
+    return deployment

@@ -34,7 +34,7 @@ from fedshift.report.sections.blocks import (
     section,
 )
 from fedshift.report.sections.sites_sent import sites_sent
-from fedshift.report.watch.deployments import Deployed, deployed, deployments_in
+from fedshift.report.watch.deployments import Deployed, deployment_at, deployments_in
 from fedshift.text import one_line
 
 REFRESH = 5
@@ -67,8 +67,8 @@ class WatchedRun:
     @property
     def missing(self) -> dict[str, str]:
         """Site → why it was missing in the last round."""
-        found = self.rounds[-1].extra.get("missing") if self.rounds else None
-        return {str(site): str(why) for site, why in found.items()} if isinstance(found, Mapping) else {}
+        missing = self.rounds[-1].extra.get("missing") if self.rounds else None
+        return {str(site): str(why) for site, why in missing.items()} if isinstance(missing, Mapping) else {}
 
     @property
     def sent(self) -> int:
@@ -114,7 +114,7 @@ class Watched:
         return max(0.0, (self.planned - len(done)) * whole - begun)
 
 
-def watched(root: Path) -> list[Watched]:
+def experiments_in(root: Path) -> list[Watched]:
     """The experiments in or below a folder, which may be a coordinator's kit. Those that are not finished come first.
 
     Raises:
@@ -123,12 +123,12 @@ def watched(root: Path) -> list[Watched]:
     if not root.is_dir():
         raise UserError(f"no folder '{root}': give the folder of the runs, or a coordinator's kit")
     by_experiment: dict[Path, list[Path]] = {}
-    for place in deployments_in(root):  # also those whose first run has not begun
-        by_experiment[place / "runs" / place.name] = []
+    for deployed_folder in deployments_in(root):  # also those whose first run has not begun
+        by_experiment[deployed_folder / "runs" / deployed_folder.name] = []
     for folder in run_folders(root):
         by_experiment.setdefault(folder.parents[2], []).append(folder)
-    found = [_experiment(folder, runs) for folder, runs in by_experiment.items()]
-    return sorted(found, key=lambda one: one.finished)
+    experiments = [_experiment(folder, runs) for folder, runs in by_experiment.items()]
+    return sorted(experiments, key=lambda experiment: experiment.finished)
 
 
 def _experiment(folder: Path, folders: Sequence[Path]) -> Watched:
@@ -144,8 +144,8 @@ def _experiment(folder: Path, folders: Sequence[Path]) -> Watched:
     except UserError as error:
         faults.append(str(error))
         planned = len(folders)
-    found = deployed(folder.parents[1]) if folder.parent.name == "runs" else None
-    return Watched(folder.name, runs, max(planned, found.runs if found else 0), found, faults)
+    deployment = deployment_at(folder.parents[1]) if folder.parent.name == "runs" else None
+    return Watched(folder.name, runs, max(planned, deployment.runs if deployment else 0), deployment, faults)
 
 
 def _run(folder: Path) -> WatchedRun:
@@ -193,43 +193,50 @@ def watch_page(root: Path) -> str:
         UserError: there is no such folder.
     """
     sections = [
-        section(f"experiment-{place}", one.name, *_blocks(one)) for place, one in enumerate(watched(root), 1)
+        section(f"experiment-{number}", experiment.name, *_blocks(experiment))
+        for number, experiment in enumerate(experiments_in(root), 1)
     ] or [Section("none", "Nothing runs here", (Text("There is no run in this folder yet."),))]
     return render(
         "watch.html", root=root.resolve().name or str(root), sections=sections, refresh=REFRESH, light=LIGHT, dark=DARK
     )
 
 
-def _blocks(one: Watched) -> Iterator[Block]:
-    finished = sum(run.result is not None for run in one.runs)
-    failed = sum(bool(run.failure) for run in one.runs)
-    said = [] if one.deployment is None else [_state(one.deployment), *_lost(one.deployment)]
-    if one.planned:
-        said.append(f"{finished} of {one.planned} runs finished" + (f", {failed} failed." if failed else "."))
-    if one.seconds_left:
-        said.append(f"The rest takes {_clock(one.seconds_left)} at this pace, one run after the other.")
-    said.append(f"Sites sent {sum(run.sent for run in one.runs) / 1e6:,.2f} MB.")
-    yield Text(" ".join(said), "verdict")
-    if one.deployment is not None and one.deployment.sites:
+def _blocks(experiment: Watched) -> Iterator[Block]:
+    finished = sum(run.result is not None for run in experiment.runs)
+    failed = sum(bool(run.failure) for run in experiment.runs)
+    lines = (
+        [] if experiment.deployment is None else [_state(experiment.deployment), *_lost_sites(experiment.deployment)]
+    )
+    if experiment.planned:
+        lines.append(f"{finished} of {experiment.planned} runs finished" + (f", {failed} failed." if failed else "."))
+    if experiment.seconds_left:
+        lines.append(f"The rest takes {_clock(experiment.seconds_left)} at this pace, one run after the other.")
+    lines.append(f"Sites sent {sum(run.sent for run in experiment.runs) / 1e6:,.2f} MB.")
+    yield Text(" ".join(lines), "verdict")
+    if experiment.deployment is not None and experiment.deployment.sites:
         rows = [
             [site.name, site.trouble or MISSING, _ago(site.since), site.last, _ago(site.age)]
-            for site in one.deployment.sites
+            for site in experiment.deployment.sites
         ]
         yield grid("Sites", ["site", "missing", "since", "last event", "when"], rows, css="facts")
-    current = [run for run in one.runs if run.result is None]
+    current = [run for run in experiment.runs if run.result is None]
     if current:
         yield _runs("Begun", current)
         sent = {" / ".join(run.names): rows_of_sites([run.by_site]) for run in current if run.by_site is not None}
         if (left := sites_sent("What left each site so far", "run", sent)) is not None:
             yield left
-    told_above = {site.name for site in one.deployment.sites if site.lost} if one.deployment is not None else set()
+    told_above = (
+        {site.name for site in experiment.deployment.sites if site.lost} if experiment.deployment is not None else set()
+    )
     absent = [(run.names, site, why) for run in current for site, why in run.missing.items() if site not in told_above]
     missing = [f"{site}: {one_line(why)} ({' / '.join(names)})" for names, site, why in absent]
     if missing:
         yield Listing(tuple(missing), "Missing in the last round")
-    done = [run for run in one.runs if run.result is not None]
+    done = [run for run in experiment.runs if run.result is not None]
     told = [warning for run in done if run.result is not None for warning in run.result.warnings]
-    warnings = list(dict.fromkeys([*one.faults, *(one.deployment.warnings if one.deployment else ()), *told]))
+    warnings = list(
+        dict.fromkeys([*experiment.faults, *(experiment.deployment.warnings if experiment.deployment else ()), *told])
+    )
     if warnings:
         more = [f"and {len(warnings) - _MOST_WARNINGS} more"] if len(warnings) > _MOST_WARNINGS else []
         yield Listing((*warnings[:_MOST_WARNINGS], *more), "Warnings")
@@ -253,14 +260,14 @@ def _runs(caption: str, runs: Sequence[WatchedRun], under_way: bool = True) -> G
 
 
 def _state(deployment: Deployed) -> str:
-    said = f"Deployment {deployment.state}{f': {deployment.message}' if deployment.message else ''}."
+    text = f"Deployment {deployment.state}{f': {deployment.message}' if deployment.message else ''}."
     if not deployment.stopped:
-        return said
+        return text
     why = f"The coordinator's service does not run ({deployment.stopped})"
-    return f"{said} {why}: start it with fedshift coordinator start."
+    return f"{text} {why}: start it with fedshift coordinator start."
 
 
-def _lost(deployment: Deployed) -> list[str]:
+def _lost_sites(deployment: Deployed) -> list[str]:
     """Whom the runs go on without, as a sentence; empty if all sites take part."""
     lost = [site.name for site in deployment.sites if site.lost]
     return [f"Lost: {', '.join(lost)}."] if lost else []

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedshift.errors import UserError
-from fedshift.report.watch.live_page import watch_page, watched
+from fedshift.report.watch.live_page import experiments_in, watch_page
 
 ADDRESS = "127.0.0.1"
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -21,7 +21,7 @@ def server(folder: Path, port: int) -> ThreadingHTTPServer:
     Raises:
         UserError: there is no such folder, or the port is taken.
     """
-    watched(folder)
+    experiments_in(folder)
     try:
         return ThreadingHTTPServer((ADDRESS, port), partial(_Page, folder))
     except OSError as error:
@@ -38,8 +38,8 @@ class _Page(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         # A page of a stranger may have a name that leads here; this machine's own names are the only ones answered.
         assert isinstance(self.server, ThreadingHTTPServer)
-        own = [f"{name}:{self.server.server_port}" for name in (ADDRESS, "localhost")]
-        if self.headers.get("Host") not in own:
+        addresses = [f"{name}:{self.server.server_port}" for name in (ADDRESS, "localhost")]
+        if self.headers.get("Host") not in addresses:
             self.send_error(HTTPStatus.FORBIDDEN)
             return
         if self.path != "/":
