@@ -53,9 +53,9 @@ def difference(result: RunResult, experiment: Experiment) -> str | None:
     there = comparable(result.options)
     here = comparable(common_settings(experiment, described))
     for section in _SECTIONS:
-        found = first_difference(_section(there, section), _section(here, section), section)
-        if found is not None:
-            path, old, new = found
+        difference = first_difference(_section(there, section), _section(here, section), section)
+        if difference is not None:
+            path, old, new = difference
             return f"{path} is {old!r} in the result and {new!r} in the file"
     return None
 

@@ -87,7 +87,7 @@ def main() -> None:
         "parts": parts,
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(_rounded(report), indent=2) + "\n", encoding="utf-8")
+    options.output.write_text(json.dumps(_round_numbers(report), indent=2) + "\n", encoding="utf-8")
     console.print(f"{report['seconds']} s; written to {os.path.relpath(options.output)}")
 
 
@@ -122,7 +122,7 @@ def _measure(part: str, quick: bool, device: str) -> list[Row]:
         return bench_allocator.allocator(quick)
     keep_freed_memory()  # as every run does
     if part == "pooled":
-        return bench_pooled.pooled(quick, device)
+        return bench_pooled.measure_pooled(quick, device)
     if part == "workers":
         return bench_training.workers(quick)
     if part == "sites":
@@ -354,7 +354,7 @@ def _machine(load: float) -> Row:
         name = next((value.strip() for key, _, value in lines if key.strip() == "model name"), name)
     import torch
 
-    found: Row = {
+    machine: Row = {
         "cpu": name,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": "1 unless a row says two",
@@ -362,8 +362,8 @@ def _machine(load: float) -> Row:
         "system": platform.system(),
     }
     if torch.cuda.is_available():
-        found["accelerator"] = torch.cuda.get_device_name()
-    return found
+        machine["accelerator"] = torch.cuda.get_device_name()
+    return machine
 
 
 def _versions() -> dict[str, str]:
@@ -372,12 +372,12 @@ def _versions() -> dict[str, str]:
     return versions()
 
 
-def _rounded(value: Any) -> Any:
+def _round_numbers(value: Any) -> Any:
     """Four significant digits: more would be noise."""
     if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
+        return {key: _round_numbers(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_rounded(item) for item in value]
+        return [_round_numbers(item) for item in value]
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 

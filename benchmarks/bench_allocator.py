@@ -31,14 +31,14 @@ def allocator(quick: bool) -> list[Row]:
     """Processor milliseconds and new pages of a mini-batch, and the largest memory, each way in turn."""
     rows = []
     for case, (*_, steps) in CASES.items():
-        found: dict[str, list[Row]] = {"plain": [], "kept": []}
+        runs_of_way: dict[str, list[Row]] = {"plain": [], "kept": []}
         for _ in range(1 if quick else 5):
-            for way, done in found.items():
-                done.append(_measured(case, way, max(1, steps // 4) if quick else steps))
-        pairs = list(zip(found["kept"], found["plain"], strict=True))
+            for way, done in runs_of_way.items():
+                done.append(_run_case(case, way, max(1, steps // 4) if quick else steps))
+        pairs = list(zip(runs_of_way["kept"], runs_of_way["plain"], strict=True))
         row: Row = {"case": case, "ratio_of_processor_seconds": statistics.median(_ratio(*pair) for pair in pairs)}
         for key in ("milliseconds", "new_pages", "peak_bytes"):
-            row[key] = {way: statistics.median(one[key] for one in done) for way, done in found.items()}
+            row[key] = {way: statistics.median(run[key] for run in done) for way, done in runs_of_way.items()}
         rows.append(row)
     return rows
 
@@ -47,7 +47,7 @@ def _ratio(kept: Row, plain: Row) -> float:
     return float(kept["milliseconds"] / plain["milliseconds"])
 
 
-def _measured(case: str, way: str, steps: int) -> Row:
+def _run_case(case: str, way: str, steps: int) -> Row:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(_OWN)}
     command = [sys.executable, __file__, case, way, str(steps)]
     done = subprocess.run(command, env=clean, capture_output=True, text=True)

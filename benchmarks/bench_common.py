@@ -136,7 +136,7 @@ class Rounds:
         return sum(self.federation.progress.used.values())
 
 
-def timed(block: Callable[[int], None], rounds: int, device: str = "cpu") -> Seconds:
+def time_block(block: Callable[[int], None], rounds: int, device: str = "cpu") -> Seconds:
     """How long ``rounds`` of ``block`` take."""
     wall, processor = time.perf_counter(), time.process_time()
     block(rounds)
@@ -145,20 +145,20 @@ def timed(block: Callable[[int], None], rounds: int, device: str = "cpu") -> Sec
     return time.perf_counter() - wall, time.process_time() - processor
 
 
-def interleaved(
+def time_in_turn(
     blocks: Mapping[str, Callable[[int], None]], seconds: float, repeats: int, device: str = "cpu"
 ) -> dict[str, list[Seconds]]:
     """Seconds of one round of every block: A B C A B C …, so that all see the same machine, whatever else it does.
 
     Blocks have run before. Each turn takes about ``seconds``, or one round.
     """
-    rounds = {name: max(1, round(seconds / timed(block, 1, device)[0])) for name, block in blocks.items()}
-    found: dict[str, list[Seconds]] = {name: [] for name in blocks}
+    rounds = {name: max(1, round(seconds / time_block(block, 1, device)[0])) for name, block in blocks.items()}
+    seconds_of: dict[str, list[Seconds]] = {name: [] for name in blocks}
     for _ in range(repeats):
         for name, block in blocks.items():
-            wall, processor = timed(block, rounds[name], device)
-            found[name].append((wall / rounds[name], processor / rounds[name]))
-    return found
+            wall, processor = time_block(block, rounds[name], device)
+            seconds_of[name].append((wall / rounds[name], processor / rounds[name]))
+    return seconds_of
 
 
 def median(samples: Sequence[Seconds], clock: int = 0) -> float:
@@ -166,6 +166,6 @@ def median(samples: Sequence[Seconds], clock: int = 0) -> float:
     return statistics.median(sample[clock] for sample in samples)
 
 
-def paired(numerator: Sequence[Seconds], denominator: Sequence[Seconds], clock: int = 0) -> float:
+def median_ratio(numerator: Sequence[Seconds], denominator: Sequence[Seconds], clock: int = 0) -> float:
     """Median over the repeats of the ratio within a repeat."""
     return statistics.median(a[clock] / b[clock] for a, b in zip(numerator, denominator, strict=True))

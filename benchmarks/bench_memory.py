@@ -207,10 +207,10 @@ def measure_remote(part: str, sites: int) -> dict[str, Any]:
     options = dict(REMOTE[part])
     method = method_class(options.pop("name")).model_validate(options)
     names = [str(number) for number in range(sites)]
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as folder:
         # By another process, since freed memory may stay with the one that had it.
-        subprocess.run([sys.executable, __file__, "write", str(sites), place], check=True)
-        controller = _Controller(Path(place), like)
+        subprocess.run([sys.executable, __file__, "write", str(sites), folder], check=True)
+        controller = _Controller(Path(folder), like)
 
         class Transport(engine.FlareTransport):
             def _exchange(self, *given: Any) -> Any:
@@ -225,13 +225,13 @@ def measure_remote(part: str, sites: int) -> dict[str, Any]:
         about = About(network, 200, (3, 224, 224), 7, Training())
         setting = Setting(method, Training(), resnet, Preprocessing(kind="image"), (3, 224, 224), 7, sites, 0, "cpu")
         split = SeedSplit(test_fraction=0.2, split="auto", seed=0)
-        own = SitePart(role="source", number=0, split=split, whole=False, fingerprint="f")
+        site_part = SitePart(role="source", number=0, split=split, whole=False, fingerprint="f")
         federation = RemoteFederation(
             method,
             transport,
             run="memory",
             recipe=setting_recipe(setting),
-            parts=dict.fromkeys(names, own),
+            parts=dict.fromkeys(names, site_part),
             about=dict.fromkeys(names, about),
             deadline=600.0,
             sources=names,

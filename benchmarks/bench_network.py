@@ -150,15 +150,15 @@ def federation(sites: Sequence[str], methods: Sequence[str]) -> Iterator[tuple[P
 
 def measure(exchanges: int) -> dict[str, Any]:
     """Everything, as it goes into the file."""
-    with federation(SITES, ["bench_network:Echo"]) as (made, found):
+    with federation(SITES, ["bench_network:Echo"]) as (made, site_names):
         idle = usage(made.folder, 10.0)
-        return found | {"idle": idle} | _runs(made.coordinator, made.folder, exchanges)
+        return site_names | {"idle": idle} | _runs(made.coordinator, made.folder, exchanges)
 
 
 def measure_many(sites: int) -> dict[str, Any]:
     """Two rounds of FedAvg with a network of 45 MB: memory of the coordinator's processes, and seconds."""
     hidden = [3350, 3350]
-    with federation([f"site-{number:02}" for number in range(sites)], ["fedavg"]) as (made, found):
+    with federation([f"site-{number:02}" for number in range(sites)], ["fedavg"]) as (made, site_names):
         deployment, first, memory, _ = deploy(
             made.coordinator,
             made.folder,
@@ -171,7 +171,7 @@ def measure_many(sites: int) -> dict[str, Any]:
         lines = (deployment.folder / "runs/many/fedavg/sites/seed-0/rounds.jsonl").read_text().splitlines()
         ours = {name: size for name, size in memory.items() if name.startswith("coordinator,")}
         together = {"resident": sum(ours.values()), "anonymous": memory[TOGETHER]}
-        return found | {
+        return site_names | {
             "sites": sites,
             "model_mb": 4 * sum(a * b + b for a, b in pairwise([5, *hidden, 3])) / 1e6,
             "deployed_to_first_exchange_seconds": first,
@@ -207,8 +207,8 @@ def _runs(kit: Path, folder: Path, exchanges: int) -> dict[str, Any]:
 
 def _seconds_of_exchanges(deployment: Deployment) -> list[float]:
     (line,) = (deployment.folder / "runs" / deployment.name / "echo/sites/seed-0/rounds.jsonl").read_text().splitlines()
-    found: list[float] = json.loads(line)["extra"]["seconds_of_exchanges"]
-    return found
+    seconds: list[float] = json.loads(line)["extra"]["seconds_of_exchanges"]
+    return seconds
 
 
 def deploy(
@@ -287,8 +287,8 @@ def main() -> None:
     from importlib.metadata import version
 
     load = os.getloadavg()[0]
-    found = measure_many(arguments.many) if arguments.many else measure(arguments.exchanges)
-    found["machine"] = {
+    measurements = measure_many(arguments.many) if arguments.many else measure(arguments.exchanges)
+    measurements["machine"] = {
         "cores": os.cpu_count(),
         "load_average_before": round(load, 2),
         "load_average_after": round(os.getloadavg()[0], 2),
@@ -299,12 +299,12 @@ def main() -> None:
     out = arguments.out or RESULTS / (f"network_{arguments.many}_sites.json" if arguments.many else "network.json")
     out.parent.mkdir(parents=True, exist_ok=True)
     if arguments.many:
-        out.write_text(json.dumps(found, indent=2) + "\n")
-        print(json.dumps(found, indent=2))
+        out.write_text(json.dumps(measurements, indent=2) + "\n")
+        print(json.dumps(measurements, indent=2))
         return
-    found["aims_seconds"] = AIMS
-    out.write_text(json.dumps(found, indent=2) + "\n")
-    for label, row in found["exchanges"].items():
+    measurements["aims_seconds"] = AIMS
+    out.write_text(json.dumps(measurements, indent=2) + "\n")
+    for label, row in measurements["exchanges"].items():
         print(f"{label:16} {row['median_seconds']:.3f} s (aim {AIMS.get(label, '-')})")
 
 

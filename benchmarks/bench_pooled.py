@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from bench_common import ENDLESS, Row, Seconds, Synthetic, Work, median, paired, timed
+from bench_common import ENDLESS, Row, Seconds, Synthetic, Work, median, median_ratio, time_block
 from fedshift.federation.site import Envelope
 from fedshift.federation.site_runner import SiteRunner
 
@@ -67,13 +67,13 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.total = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        found = function(*arguments, **(options or {}))
+        output = function(*arguments, **(options or {}))
         count = flop_registry.get(function._overloadpacket)
-        self.total += count(*arguments, **(options or {}), out_val=found) if count else 0
-        return found
+        self.total += count(*arguments, **(options or {}), out_val=output) if count else 0
+        return output
 
 
-def pooled(quick: bool, device: str) -> list[Row]:
+def measure_pooled(quick: bool, device: str) -> list[Row]:
     """Seconds of a mini-batch of every pooled method of domain generalization and of DeepAll, in turn, one thread."""
     torch.set_num_threads(1)
     rows: list[Row] = []
@@ -83,10 +83,10 @@ def pooled(quick: bool, device: str) -> list[Row]:
         seconds: dict[str, list[Seconds]] = {name: [] for name in pools}
         for _ in range(5 if quick else 9):
             for name, pool in pools.items():
-                seconds[name].append(timed(pool, pool.steps))
+                seconds[name].append(time_block(pool, pool.steps))
         for name, passes in PASSES.items():
-            ratio = paired(seconds[name], seconds["deepall"])
-            processor = paired(seconds[name], seconds["deepall"], clock=1)
+            ratio = median_ratio(seconds[name], seconds["deepall"])
+            processor = median_ratio(seconds[name], seconds["deepall"], clock=1)
             rows.append(
                 {
                     "case": case,

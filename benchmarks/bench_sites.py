@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from bench_common import Rounds, Row, Synthetic, Work, interleaved, median, paired
+from bench_common import Rounds, Row, Synthetic, Work, median, median_ratio, time_in_turn
 
 _WIDE: dict[str, Any] = {"name": "mlp", "hidden": [256]}
 _SMALL: dict[str, Any] = {"name": "mlp"}
@@ -37,7 +37,7 @@ CASES: Mapping[str, tuple[Any, dict[str, Any]]] = {
 def sites(quick: bool) -> list[Row]:
     """Rounds of FedAvg of one epoch, momentum 0.5, mini-batches of 64, with one thread; all that a round has counts."""
     torch.set_num_threads(1)
-    found = []
+    rows = []
     for name, (data, model) in CASES.items():
         work = Work({"name": "fedavg"}, data, model, {"batch_size": 64, "lr": 0.01})
         blocks = {"one by one": Rounds(work), "side by side": Rounds(work, side_by_side=True)}
@@ -46,9 +46,9 @@ def sites(quick: bool) -> list[Row]:
         alone, together = (block.state.weights for block in blocks.values())
         difference = max(float((together[key] - value).abs().max()) for key, value in alone.items())
         per_round = blocks["one by one"].mini_batches
-        seconds = interleaved(blocks, 0.2 if quick else 0.5, 7 if quick else 15)
-        one, other = seconds.values()
-        found.append(
+        seconds = time_in_turn(blocks, 0.2 if quick else 0.5, 7 if quick else 15)
+        first, other = seconds.values()
+        rows.append(
             {
                 "case": name,
                 "sites": len(work.plans),
@@ -56,9 +56,9 @@ def sites(quick: bool) -> list[Row]:
                 "processor_milliseconds_per_mini_batch": {
                     key: 1000 * median(values, clock=1) / per_round for key, values in seconds.items()
                 },
-                "ratio": paired(one, other),
-                "ratio_of_processor_seconds": paired(one, other, clock=1),
+                "ratio": median_ratio(first, other),
+                "ratio_of_processor_seconds": median_ratio(first, other, clock=1),
                 "difference_of_weights_after_a_round": difference,
             }
         )
-    return found
+    return rows

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bench_common import ENDLESS, Row, Seconds, Synthetic, Work, median, paired
+from bench_common import ENDLESS, Row, Seconds, Synthetic, Work, median, median_ratio
 from fedshift.federation.messages import Reply
 from fedshift.federation.site import Batch, Envelope
 from fedshift.federation.site_runner import SiteRunner
@@ -54,14 +54,14 @@ class LocalSteps:
         self.exchange = 0
         self.seconds: list[Seconds] = []
         self._draw = self.runner.site.batches
-        self.runner.site.batches = self._noted  # type: ignore[method-assign]
+        self.runner.site.batches = self._note_steps  # type: ignore[method-assign]
 
     def _clock(self) -> Seconds:
         if self.device.startswith("cuda"):
             torch.cuda.synchronize()
         return time.perf_counter(), time.process_time()
 
-    def _noted(self, epochs: int = 1, steps: int | None = None) -> Iterator[Batch]:
+    def _note_steps(self, epochs: int = 1, steps: int | None = None) -> Iterator[Batch]:
         began = self._clock()
         for batch in self._draw(epochs, steps):
             yield batch
@@ -83,7 +83,7 @@ class LocalSteps:
 def csac(quick: bool, device: str) -> list[Row]:
     """Seconds of a local mini-batch of FedAvg and of both phases of CSAC, in turn, at one site with one thread."""
     torch.set_num_threads(1)
-    found = []
+    measured = []
     for name, (shape, model, training, samples, steps) in CSAC_CASES.items():
         data = Synthetic(shape=shape, samples=samples, sites=1)
         fedavg = Work({"name": "fedavg", "steps_per_round": steps}, data, model, training, device)
@@ -109,15 +109,17 @@ def csac(quick: bool, device: str) -> list[Row]:
             return [row[part] for row in rows]
 
         per_batch = {part: median(columns(part)) for part in sites}
-        ratios = {part: paired(columns(part), columns("fedavg")) for part in sites}
+        ratios = {part: median_ratio(columns(part), columns("fedavg")) for part in sites}
         epochs = sum(number for _, number in SETTINGS)
-        found.append(
+        measured.append(
             {
                 "case": name,
                 "frozen_features": "kept" if training.get("augmentation") is None else "computed for every batch",
                 "milliseconds_per_mini_batch": {part: 1000 * value for part, value in per_batch.items()},
                 "calibration_ratio": ratios["calibration"],
-                "calibration_ratio_of_processor_seconds": paired(columns("calibration"), columns("fedavg"), clock=1),
+                "calibration_ratio_of_processor_seconds": median_ratio(
+                    columns("calibration"), columns("fedavg"), clock=1
+                ),
                 "calibration_ratio_of_multiply_accumulates": arithmetic(
                     fedavg, training.get("augmentation") is None, options
                 ),
@@ -125,7 +127,7 @@ def csac(quick: bool, device: str) -> list[Row]:
                 "device": device,
             }
         )
-    return found
+    return measured
 
 
 # ELCFS ----------------------------------------------------------------------------------------------------
@@ -145,7 +147,7 @@ def elcfs(quick: bool, device: str) -> list[Row]:
     ELCFS goes through each mini-batch itself and its copy; with the boundary term through the mini-batch once more.
     """
     torch.set_num_threads(1)
-    found = []
+    rows = []
     for name, (shape, model, training, samples, passes, steps) in ELCFS_CASES.items():
         masked = model["name"] == "unet"
         data = Synthetic(shape=shape, samples=samples, sites=2, classes=2 if masked else 10, masks=masked)
@@ -155,9 +157,9 @@ def elcfs(quick: bool, device: str) -> list[Row]:
                 Work({"name": "elcfs", "setting": "light", "window": 0.05}, data, model, training, device), "fit"
             ),
         }
-        own = sites["elcfs"].run("share_spectra")
-        assert isinstance(own, SharedSpectra)
-        sites["elcfs"].run("receive", {"bank": {"site1": own.spectra}})
+        shared = sites["elcfs"].run("share_spectra")
+        assert isinstance(shared, SharedSpectra)
+        sites["elcfs"].run("receive", {"bank": {"site1": shared.spectra}})
         for site in sites.values():
             site()
         repeats: list[dict[str, Seconds]] = []
@@ -168,17 +170,17 @@ def elcfs(quick: bool, device: str) -> list[Row]:
             assert all(len(site.seconds) >= steps for site in sites.values())
             repeats.append({part: (median(site.seconds), median(site.seconds, 1)) for part, site in sites.items()})
         columns = {part: [row[part] for row in repeats] for part in sites}
-        found.append(
+        rows.append(
             {
                 "case": name,
                 "passes_per_image": passes,
                 "milliseconds_per_mini_batch": {part: 1000 * median(values) for part, values in columns.items()},
-                "ratio_per_image_gone_through": paired(columns["elcfs"], columns["fedavg"]) / passes,
-                "ratio_of_processor_seconds": paired(columns["elcfs"], columns["fedavg"], clock=1) / passes,
+                "ratio_per_image_gone_through": median_ratio(columns["elcfs"], columns["fedavg"]) / passes,
+                "ratio_of_processor_seconds": median_ratio(columns["elcfs"], columns["fedavg"], clock=1) / passes,
                 "device": device,
             }
         )
-    return found
+    return rows
 
 
 def arithmetic(work: Work, kept: bool, options: Mapping[str, Any]) -> float:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench_common import Rounds, Row, Synthetic, Work, interleaved, median, paired, timed
+from bench_common import Rounds, Row, Synthetic, Work, median, median_ratio, time_block, time_in_turn
 from fedshift.data.domain import SparseRows
 from fedshift.data.transforms import to_network
 from fedshift.federation.local.pool import WorkerPool
@@ -90,7 +90,7 @@ def engine(quick: bool, device: str) -> list[Row]:
         )
         for name, loop in bare.items()
     }
-    seconds = interleaved(blocks, 0.5 if quick else 1.2, 5 if quick else 11, device)
+    seconds = time_in_turn(blocks, 0.5 if quick else 1.2, 5 if quick else 11, device)
     images = sum(len(rows) for plan in work.plans for _, rows, _ in plan.parts)
     return [
         {
@@ -98,8 +98,8 @@ def engine(quick: bool, device: str) -> list[Row]:
             "bare_loop": name,
             "fedshift_images_per_second": images / median(seconds["fedshift"]),
             "bare_images_per_second": images / median(seconds[name]),
-            "ratio": paired(seconds[name], seconds["fedshift"]),
-            "ratio_of_processor_seconds": paired(seconds[name], seconds["fedshift"], clock=1),
+            "ratio": median_ratio(seconds[name], seconds["fedshift"]),
+            "ratio_of_processor_seconds": median_ratio(seconds[name], seconds["fedshift"], clock=1),
             "difference_of_weights_after_a_round": difference[name],
             "device": device,
         }
@@ -129,30 +129,30 @@ class Both:
 
 def workers(quick: bool) -> list[Row]:
     """One worker of one thread against two workers, two threads and two runs. Four equal sites, one epoch a round."""
-    found = []
+    rows = []
     pools = WorkerPool(2, 1), WorkerPool(1, 1), WorkerPool(1, 1)
     try:
         for name, (shape, model) in WORKER_MODELS.items():
             data = Synthetic(shape=shape, samples=512 if len(shape) == 3 else 4096)
             work = Work({"name": "fedavg", "local_epochs": 1}, data, model, {"batch_size": 64})
-            one, two_workers, two_threads = Rounds(work), Rounds(work, pools[0]), Rounds(work, threads=2)
+            one_worker, two_workers, two_threads = Rounds(work), Rounds(work, pools[0]), Rounds(work, threads=2)
             both = Both([Rounds(work, pool) for pool in pools[1:]])
             blocks: dict[str, Callable[[int], None]] = {
-                "one": one,
+                "one": one_worker,
                 "workers": two_workers,
                 "threads": two_threads,
                 "runs": both,
             }
             for block in blocks.values():
                 block(1)
-            mini_batches = one.mini_batches
-            seconds = interleaved(blocks, 0.4 if quick else 1.2, 3 if quick else 7)
+            mini_batches = one_worker.mini_batches
+            seconds = time_in_turn(blocks, 0.4 if quick else 1.2, 3 if quick else 7)
             gains = {
-                "two_workers": paired(seconds["one"], seconds["workers"]),
-                "two_threads": paired(seconds["one"], seconds["threads"]),
-                "two_runs": 2 * paired(seconds["one"], seconds["runs"]),
+                "two_workers": median_ratio(seconds["one"], seconds["workers"]),
+                "two_threads": median_ratio(seconds["one"], seconds["threads"]),
+                "two_runs": 2 * median_ratio(seconds["one"], seconds["runs"]),
             }
-            found.append(
+            rows.append(
                 {
                     "model": name,
                     "mini_batches_per_second_one_worker": mini_batches / median(seconds["one"]),
@@ -167,7 +167,7 @@ def workers(quick: bool) -> list[Row]:
         torch.set_num_threads(1)
         for pool in pools:
             pool.close()
-    return found
+    return rows
 
 
 def one_round(work: Work, pool: WorkerPool | None) -> Weights:
@@ -194,7 +194,7 @@ class BareKD3A:
         (self.target,) = (plan.name for plan in work.plans if plan.role == "target")
         self.exchange = 0
 
-    def _trained(self, name: str, loss_of: Callable[[nn.Module, Tensor], Tensor]) -> nn.Module:
+    def _train(self, name: str, loss_of: Callable[[nn.Module, Tensor], Tensor]) -> nn.Module:
         model = copy.deepcopy(self.network)
         optimizer = torch.optim.SGD(
             model.parameters(),
@@ -219,32 +219,34 @@ class BareKD3A:
             for name in sources:
                 inputs, labels = self.sites[name]
 
-                def supervised(
+                def supervised_loss(
                     model: nn.Module, rows: Tensor, inputs: Tensor = inputs, labels: Tensor = labels
                 ) -> Tensor:
                     return F.cross_entropy(model(inputs[rows]), labels[rows])
 
-                models.append(self._trained(name, supervised))
+                models.append(self._train(name, supervised_loss))
             self.exchange += 1
             inputs, _ = self.sites[self.target]
             with torch.no_grad():
-                said = torch.stack(
+                predicted = torch.stack(
                     [torch.cat([model(part).softmax(1) for part in torch.split(inputs, 500)]) for model in models]
                 )
 
-            def distilled(model: nn.Module, rows: Tensor, inputs: Tensor = inputs, said: Tensor = said) -> Tensor:
-                consensus = knowledge_vote(said[:, rows], self.gate)
+            def distilled_loss(
+                model: nn.Module, rows: Tensor, inputs: Tensor = inputs, predicted: Tensor = predicted
+            ) -> Tensor:
+                consensus = knowledge_vote(predicted[:, rows], self.gate)
                 return distillation_loss(model(inputs[rows]), consensus.probabilities, consensus.support)
 
-            models.append(self._trained(self.target, distilled))
+            models.append(self._train(self.target, distilled_loss))
             sizes = [len(self.sites[name][1]) for name in sources]
-            tally = FocusTally(len(said), self.gate)
-            tally.add(said)
-            shares, own = domain_weights(tally.focus(), sizes, len(inputs))
+            tally = FocusTally(len(predicted), self.gate)
+            tally.add(predicted)
+            shares, own_share = domain_weights(tally.focus(), sizes, len(inputs))
             states = [model.state_dict() for model in models]
             self.network.load_state_dict(
                 {
-                    key: sum(state[key] * share for state, share in zip(states, [*shares, own], strict=True))
+                    key: sum(state[key] * share for state, share in zip(states, [*shares, own_share], strict=True))
                     for key in states[0]
                 }
             )
@@ -275,15 +277,15 @@ def kd3a(quick: bool) -> list[Row]:
         block(1)
     network = bare.network.state_dict()
     difference = max((ours.state.weights[key] - tensor).abs().max().item() for key, tensor in network.items())
-    seconds = interleaved(blocks, 1.0, 3 if quick else 7)
+    seconds = time_in_turn(blocks, 1.0, 3 if quick else 7)
     return [
         {
             "data": "amazon_reviews",
             "mini_batches": sum(-(-len(rows) // 50) for plan in work.plans for _, rows, _ in plan.parts),
             "fedshift_seconds_per_epoch": median(seconds["fedshift"]),
             "bare_seconds_per_epoch": median(seconds["bare"]),
-            "ratio": paired(seconds["bare"], seconds["fedshift"]),
-            "ratio_of_processor_seconds": paired(seconds["bare"], seconds["fedshift"], clock=1),
+            "ratio": median_ratio(seconds["bare"], seconds["fedshift"]),
+            "ratio_of_processor_seconds": median_ratio(seconds["bare"], seconds["fedshift"], clock=1),
             "difference_of_weights_after_a_round": difference,
         }
     ]
@@ -314,7 +316,7 @@ def mdfnet(quick: bool) -> list[Row]:
             run = Rounds(work, pool)
             run(1)
             before, rounds = run.mini_batches, 10 if quick else 100
-            seconds = timed(run, rounds)[0]
+            seconds = time_block(run, rounds)[0]
             rows.append(
                 {
                     "features": features,

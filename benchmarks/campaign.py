@@ -83,7 +83,7 @@ class Campaign:
         options["training"] = {**options["training"], "rounds": ROUNDS}
         begun = time.monotonic()
         deployment = self.network.deploy(options, aggregation=aggregation, **(QUORUM if quorum else {}))
-        said: dict[str, Any] = {
+        study: dict[str, Any] = {
             "study": number,
             "quorum": quorum,
             "aggregation": aggregation,
@@ -92,20 +92,20 @@ class Campaign:
         }
         try:
             for fault in faults:
-                self._until(deployment, said, rounds(deployment) + chance.randint(1, 2))
+                self._until(deployment, study, rounds(deployment) + chance.randint(1, 2))
                 time.sleep(chance.uniform(0, 2 * SECONDS))
-                said["faults"].append(self._suffer(deployment, said, fault))
-            self._until(deployment, said, None)
-            said["wrong"] = self._compare(deployment, options, quorum, aggregation)
+                study["faults"].append(self._suffer(deployment, study, fault))
+            self._until(deployment, study, None)
+            study["wrong"] = self._compare(deployment, options, quorum, aggregation)
         except Hang as error:
-            said["hang"] = str(error)
+            study["hang"] = str(error)
             deployment.want("abort")
             time.sleep(5)
-        said["seconds"] = round(time.monotonic() - begun, 1)
-        self.studies.append(said)
-        print(json.dumps(said), flush=True)
+        study["seconds"] = round(time.monotonic() - begun, 1)
+        self.studies.append(study)
+        print(json.dumps(study), flush=True)
 
-    def _suffer(self, deployment: Deployment, said: dict[str, Any], fault: Fault) -> dict[str, Any]:
+    def _suffer(self, deployment: Deployment, study: dict[str, Any], fault: Fault) -> dict[str, Any]:
         before = rounds(deployment)
         if deployment.state["state"] in ENDS:
             return {"fault": fault.name, "after_round": before, "recovery": None}
@@ -114,12 +114,12 @@ class Campaign:
         time.sleep(fault.lasts)
         fault.end()
         over = time.monotonic()
-        self._until(deployment, said, before + 1)
+        self._until(deployment, study, before + 1)
         # A round that ends while the fault lasts has not suffered.
         recovery = max(0.0, time.monotonic() - (over if fault.lasts else begun))
         return {"fault": fault.name, "after_round": before, "recovery": round(recovery, 1)}
 
-    def _until(self, deployment: Deployment, said: dict[str, Any], number: int | None) -> None:
+    def _until(self, deployment: Deployment, study: dict[str, Any], number: int | None) -> None:
         """Wait for so many rounds, or for the end of the study."""
         last, since = -1, time.monotonic()
         while True:
@@ -128,9 +128,9 @@ class Campaign:
             if state["state"] == "finished" or (number is not None and done >= number):
                 return
             if state["state"] in ("failed", "aborted"):
-                said.setdefault("asked for a person", []).append(state.get("message", "")[:200])
-                said["resumed"] += 1
-                if said["resumed"] > 3:
+                study.setdefault("asked for a person", []).append(state.get("message", "")[:200])
+                study["resumed"] += 1
+                if study["resumed"] > 3:
                     raise Hang(f"it ends again and again: {state}")
                 deployment.want("run")
                 time.sleep(1)

@@ -68,7 +68,7 @@ def _obey(who: str) -> None:
 # Lies -----------------------------------------------------------------------------------------------------------------
 
 
-def _changed(change: Callable[[dict[str, Any], dict[str, Any]], None]) -> Callable[[Message], Message]:
+def _with_change(change: Callable[[dict[str, Any], dict[str, Any]], None]) -> Callable[[Message], Message]:
     """A message whose header or content is changed, with a digest that fits."""
 
     def lie(answer: Message) -> Message:
@@ -84,14 +84,14 @@ def _weights(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Messag
     def spoil(_: Mapping[str, Any], content: dict[str, Any]) -> None:
         content["weights"] = Weights({name: change(tensor) for name, tensor in content["weights"].items()})
 
-    return _changed(spoil)
+    return _with_change(spoil)
 
 
 def _field(name: str, value: Any) -> Callable[[Message], Message]:
-    return _changed(lambda _, content: content.update({name: value}))
+    return _with_change(lambda _, content: content.update({name: value}))
 
 
-def _flipped(answer: Message) -> Message:
+def _with_flipped_bit(answer: Message) -> Message:
     body = bytearray(answer.body)
     body[len(body) // 2] ^= 0x40
     return replace(answer, body=bytes(body))
@@ -102,16 +102,16 @@ LIES: Mapping[str, Callable[[Message], Message]] = {
     "weights of 3e38": _weights(lambda tensor: torch.full_like(tensor, 3e38)),
     "weights of another type": _weights(lambda tensor: tensor.to(torch.float8_e4m3fn)),
     "weights of another shape": _weights(lambda tensor: tensor.reshape(-1)[:-1]),
-    "no weights": _changed(lambda _, content: content.pop("weights")),
+    "no weights": _with_change(lambda _, content: content.pop("weights")),
     "a million samples": _field("samples", 10**6),
     "a loss that is no number": _field("loss", float("nan")),
     "text for a number": _field("samples", "many"),
-    "an answer to another request": _changed(lambda header, _: header.update({"answers": "0" * 64})),
-    "more work than there is": _changed(lambda header, _: header.update({"mini_batches": 10**9})),
-    "text that is not UTF-8": _changed(lambda header, _: header.update({"memory": {"\ud800": "x"}})),
-    "a changed byte": _flipped,
+    "an answer to another request": _with_change(lambda header, _: header.update({"answers": "0" * 64})),
+    "more work than there is": _with_change(lambda header, _: header.update({"mini_batches": 10**9})),
+    "text that is not UTF-8": _with_change(lambda header, _: header.update({"memory": {"\ud800": "x"}})),
+    "a changed byte": _with_flipped_bit,
     "half of a message": lambda answer: replace(answer, body=answer.body[: len(answer.body) // 2]),
-    "a forged refusal": _changed(
+    "a forged refusal": _with_change(
         lambda header, content: (header.update({"error": "Refused", "message": "\x1b[31mno"}), content.clear())  # type: ignore[func-returns-value, arg-type]
     ),
 }

@@ -29,15 +29,15 @@ Only rows of one panel had the same images. FedAvg on moved images was run at tw
 
 def averages(panel: str) -> dict[str, tuple[float, float]]:
     """Name → mean and standard error over seeds of the average over all targets, the most accurate first."""
-    found = {}
+    series = {}
     for experiment, names in PANELS[panel].items():
         table = report_of(collect(HERE / "results" / experiment)).table
         for method in table.methods if experiment == "rotated_mnist_family" else names:
             cell = table.cells[method][AVERAGE]
             assert cell is not None
             assert not cell.partial, method
-            found[names.get(method, method)] = (cell.row.mean, cell.row.standard_error or 0.0)
-    return dict(sorted(found.items(), key=lambda item: -item[1][0]))
+            series[names.get(method, method)] = (cell.row.mean, cell.row.standard_error or 0.0)
+    return dict(sorted(series.items(), key=lambda item: -item[1][0]))
 
 
 def chart(panels: dict[str, dict[str, tuple[float, float]]]) -> Figure:

@@ -89,8 +89,8 @@ def targets(name: str, seed: int, runs: Path) -> list[Target]:
     known: dict[tuple[str, str], Measured] = {}
     for run in results.runs:
         folder = results.folder / run.method / run.target / f"seed-{seed}"
-        (own,) = (one for one in measured(folder, tuple(run.classes)) if one.site == run.target)
-        known[run.target, run.method] = own
+        (at_target,) = (site for site in measured(folder, tuple(run.classes)) if site.site == run.target)
+        known[run.target, run.method] = at_target
     return [_target(name, seed, site, sites, reached, known) for site in sites]
 
 
@@ -102,17 +102,19 @@ def _target(
     reached: Mapping[tuple[str, str], float],
     known: Mapping[tuple[str, str], Measured],
 ) -> Target:
-    methods, others = (COMMON, *ADAPTED), [one for one in sites if one != site]
+    methods, others = (COMMON, *ADAPTED), [other for other in sites if other != site]
     estimated = {}
     for name in methods:
-        sums = [sums_of(known[one, name].known.scores[:MOST], known[one, name].known.labels[:MOST]) for one in others]
+        sums = [
+            sums_of(known[other, name].known.scores[:MOST], known[other, name].known.labels[:MOST]) for other in others
+        ]
         estimated[name] = 100 * read(reduce(add, sums), known[site, name].known.scores[:MOST]).centre(0.1)
     return Target(
         data,
         seed,
         site,
         {name: reached[site, name] for name in methods},
-        {name: [reached[one, name] for one in others] for name in methods},
+        {name: [reached[other, name] for other in others] for name in methods},
         estimated,
     )
 
@@ -125,9 +127,9 @@ def largest_mean(target: Target, methods: Sequence[str]) -> str:
 def nine_of_ten(target: Target, methods: Sequence[str]) -> str:
     """The method that gains at nine of ten further sites (prediction bound: Hahn, 1970)."""
     gains, bounds = target.gains(methods), {}
-    for name, one in gains.items():
-        spread = max(stdev(one), 2.0) * math.sqrt(1 + 1 / len(one))
-        bounds[name] = fmean(one) - float(stdtrit(len(one) - 1, 0.9)) * spread
+    for name, values in gains.items():
+        spread = max(stdev(values), 2.0) * math.sqrt(1 + 1 / len(values))
+        bounds[name] = fmean(values) - float(stdtrit(len(values) - 1, 0.9)) * spread
     return max((name for name in bounds if bounds[name] > 0), key=bounds.__getitem__, default=COMMON)
 
 
@@ -138,17 +140,17 @@ def larger_estimate(target: Target, methods: Sequence[str]) -> str:
 
 def both(target: Target, methods: Sequence[str]) -> str:
     """By the mean gain at the other targets and the difference of estimates here, in equal parts."""
-    gain = {name: fmean(one) for name, one in target.gains(methods).items()} | {COMMON: 0.0}
+    gain = {name: fmean(values) for name, values in target.gains(methods).items()} | {COMMON: 0.0}
     return max(gain, key=lambda name: gain[name] + target.estimated[name] - target.estimated[COMMON])
 
 
-def chosen(target: Target, methods: Sequence[str]) -> str:
+def chosen_method(target: Target, methods: Sequence[str]) -> str:
     """The rule of `Results.choice`."""
     return choose(target.gains(methods)) or COMMON
 
 
 RULES: Mapping[str, Callable[[Target, Sequence[str]], str]] = {
-    "the choice": chosen,
+    "the choice": chosen_method,
     "best mean at the other targets": largest_mean,
     "gains at nine of ten further sites": nine_of_ten,
     "best estimate here": larger_estimate,
@@ -158,14 +160,14 @@ RULES: Mapping[str, Callable[[Target, Sequence[str]], str]] = {
 }
 
 
-def summary(found: Sequence[Target], methods: Sequence[str], rule: Callable[[Target, Sequence[str]], str]) -> Any:
+def summary(all_targets: Sequence[Target], methods: Sequence[str], rule: Callable[[Target, Sequence[str]], str]) -> Any:
     """Regrets in points, right decisions in percent, and gains over the common model."""
     regrets, gains, right = [], [], []
-    for one in found:
-        able = [one.reached[name] for name in (COMMON, *methods)]
-        got = one.reached[rule(one, methods)]
+    for target in all_targets:
+        able = [target.reached[name] for name in (COMMON, *methods)]
+        got = target.reached[rule(target, methods)]
         regrets.append(max(able) - got)
-        gains.append(got - one.reached[COMMON])
+        gains.append(got - target.reached[COMMON])
         if max(able) - min(able) >= MATTERS:
             right.append(max(able) - got < MATTERS)
     return {
@@ -180,18 +182,20 @@ def summary(found: Sequence[Target], methods: Sequence[str], rule: Callable[[Tar
 
 def main() -> None:
     """Run, decide, write and print."""
-    found = [one for name, seeds in SEEDS.items() for seed in seeds for one in targets(name, seed, Path(sys.argv[1]))]
+    all_targets = [
+        target for name, seeds in SEEDS.items() for seed in seeds for target in targets(name, seed, Path(sys.argv[1]))
+    ]
     parts = {
-        "all": found,
-        "tuned on": [one for one in found if one.data in TUNED],
-        "others": [one for one in found if one.data not in TUNED],
+        "all": all_targets,
+        "tuned on": [target for target in all_targets if target.data in TUNED],
+        "others": [target for target in all_targets if target.data not in TUNED],
     }
     table = {
         f"{part}, {len(methods) + 1} models": {name: summary(some, methods, rule) for name, rule in RULES.items()}
         for methods in (ADAPTED[:1], ADAPTED[:2], ADAPTED)
         for part, some in parts.items()
     }
-    listed = [{**asdict(one), "chosen": chosen(one, ADAPTED[:2])} for one in found]
+    listed = [{**asdict(target), "chosen": chosen_method(target, ADAPTED[:2])} for target in all_targets]
     RESULT.write_text(json.dumps({"summary": table, "targets": listed}, indent=1) + "\n", encoding="utf-8")
     for part, rules in table.items():
         print(part)

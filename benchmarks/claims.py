@@ -1,7 +1,7 @@
 """What sentences claim of methods, recomputed from the committed results: ``python benchmarks/claims.py`` prints it.
 
-claims.yaml has a line for each difference that a sentence quotes. `recomputed` computes its numbers again; `unclaimed`
-finds a p in a sentence that is not the p of the gain beside it.
+claims.yaml has a line for each difference that a sentence quotes. `recompute` computes its numbers again;
+`p_values_without_claim` finds a p in a sentence that is not the p of the gain beside it.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ class Claim(BaseModel):
 
 def claims() -> list[Claim]:
     """Every claim, in the order of the file."""
-    found = plain_yaml((HERE / "claims.yaml").read_bytes())
-    assert isinstance(found, list)
-    return [Claim.model_validate(line) for line in found]
+    pages = plain_yaml((HERE / "claims.yaml").read_bytes())
+    assert isinstance(pages, list)
+    return [Claim.model_validate(line) for line in pages]
 
 
-def recomputed(claim: Claim) -> Claim:
+def recompute(claim: Claim) -> Claim:
     """The same claim with its numbers from the committed results.
 
     Raises:
@@ -103,12 +103,12 @@ def _within(claim: Claim) -> tuple[Comparison, float | None, float | None]:
 def _between(claim: Claim) -> tuple[Comparison, float | None, float | None]:
     """Methods of two tables: a comparison of its own."""
     sides = zip(claim.results, (claim.first, claim.second), strict=True)
-    first, second = ([one for one in _results(name).results if one.method == method] for name, method in sides)
-    found = compare(first, second, claim.select)
-    if found is None:
+    first, second = ([result for result in _results(name).results if result.method == method] for name, method in sides)
+    comparison = compare(first, second, claim.select)
+    if comparison is None:
         raise LookupError(f"{claim}: they share no target and seed")
-    p, here = (test.p if test is not None else None for test in (found.clustered, found.seeds))
-    return found, p, here
+    p, here = (test.p if test is not None else None for test in (comparison.clustered, comparison.seeds))
+    return comparison, p, here
 
 
 @cache
@@ -124,12 +124,12 @@ def sentences(page: Path) -> str:
     return _GENERATED.sub("", text)
 
 
-def unclaimed(page: Path, known: list[Claim]) -> list[str]:
+def p_values_without_claim(page: Path, known: list[Claim]) -> list[str]:
     """Every p in the sentences of ``page`` that the page's claims do not have for the nearest gain before it."""
     text = re.sub(r'"\s*\n\s*f?"', "", sentences(page))
     there = [claim for claim in known if page.relative_to(ROOT).as_posix() in claim.page]
     gains = sorted(
-        ((match.end(), claim) for claim in there for match in _gain(claim).finditer(text)), key=lambda one: one[0]
+        ((match.end(), claim) for claim in there for match in _gain(claim).finditer(text)), key=lambda gain: gain[0]
     )
     wrong = []
     for match in _P.finditer(text):
@@ -137,10 +137,10 @@ def unclaimed(page: Path, known: list[Claim]) -> list[str]:
         quoted = number if sign == "=" else f"{sign} {number}"
         if quoted == _LEVEL:
             continue
-        before = [place for place, _ in gains if match.start() - _BEFORE < place <= match.start()]
-        after = [place for place, _ in gains if match.start() < place < match.end() + _AFTER]
+        before = [position for position, _ in gains if match.start() - _BEFORE < position <= match.start()]
+        after = [position for position, _ in gains if match.start() < position < match.end() + _AFTER]
         nearest = max(before, default=min(after, default=None))
-        claimed = [claim for place, claim in gains if place == nearest]
+        claimed = [claim for position, claim in gains if position == nearest]
         if quoted not in [claim.here if here else claim.p for claim in claimed]:
             wrong.append(f"{match.group()} … {text[max(0, match.start() - 60) : match.end()]!r}")
     return wrong
@@ -155,8 +155,8 @@ def _gain(claim: Claim) -> re.Pattern[str]:
 def main() -> int:
     """Print every claim that is not what the results give, and every p that is no claim."""
     known = claims()
-    wrong = [f"{claim}\n    is {now}" for claim in known if (now := recomputed(claim)) != claim]
-    wrong += [f"{page.relative_to(ROOT)}: {p}" for page in PROSE for p in unclaimed(page, known)]
+    wrong = [f"{claim}\n    is {now}" for claim in known if (now := recompute(claim)) != claim]
+    wrong += [f"{page.relative_to(ROOT)}: {p}" for page in PROSE for p in p_values_without_claim(page, known)]
     print("\n".join(wrong))
     print(f"{len(known)} claims, {len(wrong)} differ")
     return 1 if wrong else 0

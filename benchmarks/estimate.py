@@ -162,14 +162,18 @@ def synthetic(data: DataSet, site: str, rows: NDArray[np.int64], seed: int) -> I
     yield from changed_columns(inputs, pooled.mean(axis=0), pooled.std(axis=0), draw)
 
 
-def moved(labels: NDArray[np.int64], classes: int, seed: int) -> Iterator[tuple[str, NDArray[np.int64]]]:
+def with_moved_classes(labels: NDArray[np.int64], classes: int, seed: int) -> Iterator[tuple[str, NDArray[np.int64]]]:
     """Rows drawn again so that class frequencies are those of a draw from a Dirichlet distribution."""
     draw = np.random.default_rng([seed, 1])
     for number, alpha in enumerate((0.3, 1.0, 1.0)):
         there = np.bincount(labels, minlength=classes) > 0
         shares = np.where(there, draw.dirichlet([alpha] * classes), 0)
         counts = draw.multinomial(min(len(labels), MOST), shares / shares.sum())
-        rows = [draw.choice(np.flatnonzero(labels == one), count) for one, count in enumerate(counts) if count]
+        rows = [
+            draw.choice(np.flatnonzero(labels == number_of_class), count)
+            for number_of_class, count in enumerate(counts)
+            if count
+        ]
         yield f"draw {number}", np.concatenate(rows)
 
 
@@ -207,22 +211,25 @@ class Federation:
         results = fedshift.run(experiment, runs)
         folder = results.folder / "fedavg"
         known = {
-            one.site: one
+            site_scores.site: site_scores
             for site in data.domains
-            for one in measured(folder / site / f"seed-{seed}", tuple(data.classes))
-            if one.unseen
+            for site_scores in measured(folder / site / f"seed-{seed}", tuple(data.classes))
+            if site_scores.unseen
         }
         models = {site: fedshift.Model.load(folder / site / f"seed-{seed}").trained for site in known}
-        cases = {site: looked_at(models[site], data, site, one.rows, one.known) for site, one in known.items()}
+        cases = {
+            site: looked_at(models[site], data, site, known_site.rows, known_site.known)
+            for site, known_site in known.items()
+        }
         return cls(name, seed, data, models, known, cases, sum(run.seconds for run in results.runs))
 
     def outcomes(self, prior: Prior) -> Iterator[Outcome]:
         """All targets, by what other data sets taught."""
-        for site, one in self.known.items():
+        for site, known_site in self.known.items():
             others = {name: case for name, case in self.cases.items() if name != site}
             trained, data, seed = self.models[site], self.data, self.seed
-            some = np.sort(np.random.default_rng(seed).permutation(len(one.rows))[:MOST])
-            scores, labels, rows = one.known.scores[some], one.known.labels[some], one.rows[some]
+            some = np.sort(np.random.default_rng(seed).permutation(len(known_site.rows))[:MOST])
+            scores, labels, rows = known_site.known.scores[some], known_site.known.labels[some], known_site.rows[some]
             cases = combination.Cases.of(others, prior)
             outcome = partial(outcome_of, others, cases, self.name, seed, site, accuracy(scores, labels))
             near = partial(nearby_answers, trained.scores, usual=usual_values(data, list(others)))
@@ -231,7 +238,7 @@ class Federation:
             yield outcome("natural", "", scores, labels, nearby, there.apart(natural))
             for shift, inputs in synthetic(data, site, rows, seed):
                 yield outcome("synthetic", shift, trained.scores(inputs), labels, near(inputs), there.apart(inputs))
-            for shift, chosen in moved(labels, len(data.classes), seed):
+            for shift, chosen in with_moved_classes(labels, len(data.classes), seed):
                 apart = there.apart(natural[chosen])
                 yield outcome("moved", shift, scores[chosen], labels[chosen], nearby[chosen], apart)
 
@@ -251,9 +258,9 @@ def outcome_of(
     apart: Apart,
 ) -> Outcome:
     """What is said of one target's scores, and what is known."""
-    found = estimate_accuracy(others, scores, cases=cases, nearby=nearby, apart=apart)
+    told = estimate_accuracy(others, scores, cases=cases, nearby=nearby, apart=apart)
     by_scores = estimate_accuracy(others, scores, cases=replace(cases, taught=None, apart=()))
-    assert found.usual is not None
+    assert told.usual is not None
     scores_alone = in_any_case(cases, scores)[0]
     estimate, low, high = in_any_case(cases, scores, nearby, apart)
     return Outcome(
@@ -264,17 +271,17 @@ def outcome_of(
         shift=shift,
         truth=accuracy(scores, labels),
         natural=natural,
-        usual=found.usual,
+        usual=told.usual,
         estimate=estimate,
         low=low,
         high=high,
         scores_alone=scores_alone,
-        abstain=found.abstain,
-        harmful=found.harmful,
+        abstain=told.abstain,
+        harmful=told.harmful,
         harmful_by_scores=by_scores.harmful,
-        unexplained=found.unexplained or 0.0,
-        far=found.far or 0.0,
-        parts=found.parts,
+        unexplained=told.unexplained or 0.0,
+        far=told.far or 0.0,
+        parts=told.parts,
         measures=of_two_classes(others, scores, labels),
     )
 
@@ -290,15 +297,15 @@ def of_two_classes(
     second, positive = scores[:, half:].sum(axis=1), labels >= half
     if min(positive.sum(), (~positive).sum()) < FEWEST:
         return {}
-    there = [(one.scores[:, half:].sum(axis=1), one.labels >= half) for one in others.values()]
-    every, chosen = (np.concatenate([one[part] for one in there]) for part in (0, 1))
+    there = [(other.scores[:, half:].sum(axis=1), other.labels >= half) for other in others.values()]
+    every, chosen = (np.concatenate([pair[part] for pair in there]) for part in (0, 1))
     threshold = best_threshold(chosen.astype(np.int64), every) or 0.5
     here = by_score(second, positive, threshold)
-    found = estimates([by_score(*one, threshold) for one in there], here.sum(axis=0))
+    by_name = estimates([by_score(*pair, threshold) for pair in there], here.sum(axis=0))
     truth = dict(zip(MEASURES, 100 * measures(here), strict=True)) | {"auroc": auroc(positive, second)}
     return {
-        name: {"truth": float(truth[name]), "estimate": one.estimate, "low": one.low, "high": one.high}
-        for name, one in found.items()
+        name: {"truth": float(truth[name]), "estimate": measure.estimate, "low": measure.low, "high": measure.high}
+        for name, measure in by_name.items()
     }
 
 
@@ -321,35 +328,44 @@ def accuracy(scores: Inputs, labels: NDArray[np.int64]) -> float:
     return 100 * float((scores.argmax(axis=1) == labels).mean())
 
 
-def by_set(found: list[Outcome], value: Any) -> float:
+def by_set(all_outcomes: list[Outcome], value: Any) -> float:
     """The mean over data sets of a value's mean."""
-    names = list(dict.fromkeys(one.data for one in found))
-    return float(np.mean([np.mean([value(one) for one in found if one.data == name]) for name in names]))
+    names = list(dict.fromkeys(outcome.data for outcome in all_outcomes))
+    return float(
+        np.mean([np.mean([value(outcome) for outcome in all_outcomes if outcome.data == name]) for name in names])
+    )
 
 
-def summary(found: list[Outcome]) -> dict[str, dict[str, float]]:
+def summary(all_outcomes: list[Outcome]) -> dict[str, dict[str, float]]:
     """By kind of target: mean absolute errors in points; coverage, width of intervals and abstentions in percent."""
     table = {}
     for kind in ("natural", "synthetic", "moved"):
-        own = [one for one in found if one.kind == kind]
-        errors = np.array([one.estimate - one.truth for one in own])
-        given = [one for one in own if not one.abstain]
+        of_kind = [outcome for outcome in all_outcomes if outcome.kind == kind]
+        errors = np.array([outcome.estimate - outcome.truth for outcome in of_kind])
+        given = [outcome for outcome in of_kind if not outcome.abstain]
         table[kind] = {
-            "targets": len(own),
-            "error": by_set(own, lambda one: abs(one.estimate - one.truth)),
-            "error where given": by_set(given, lambda one: abs(one.estimate - one.truth)),
-            "from scores alone": by_set(own, lambda one: abs(one.scores_alone - one.truth)),
-            "mean of the other sites": by_set(own, lambda one: abs(one.usual - one.truth)),
-            **{name: by_set(own, lambda one, name=name: abs(one.parts[name] - one.truth)) for name in own[0].parts},
-            "covered": by_set(own, lambda one: 100 * (one.low <= one.truth <= one.high)),
-            "width": by_set(own, lambda one: one.high - one.low),
+            "targets": len(of_kind),
+            "error": by_set(of_kind, lambda outcome: abs(outcome.estimate - outcome.truth)),
+            "error where given": by_set(given, lambda outcome: abs(outcome.estimate - outcome.truth)),
+            "from scores alone": by_set(of_kind, lambda outcome: abs(outcome.scores_alone - outcome.truth)),
+            "mean of the other sites": by_set(of_kind, lambda outcome: abs(outcome.usual - outcome.truth)),
+            **{
+                name: by_set(of_kind, lambda outcome, name=name: abs(outcome.parts[name] - outcome.truth))
+                for name in of_kind[0].parts
+            },
+            "covered": by_set(of_kind, lambda outcome: 100 * (outcome.low <= outcome.truth <= outcome.high)),
+            "width": by_set(of_kind, lambda outcome: outcome.high - outcome.low),
             "width of an oracle": float(np.quantile(errors, 0.95) - np.quantile(errors, 0.05)),
-            "no estimate": by_set(own, lambda one: 100 * one.abstain),
+            "no estimate": by_set(of_kind, lambda outcome: 100 * outcome.abstain),
         }
         for name in MEASURES:
-            table[kind] |= of_measure(own, name)
-    harmed = [one for one in found if one.natural - one.truth >= 10]
-    spared = [one for one in found if one.kind == "natural" or (one.kind == "moved" and one.natural - one.truth < 3)]
+            table[kind] |= of_measure(of_kind, name)
+    harmed = [outcome for outcome in all_outcomes if outcome.natural - outcome.truth >= 10]
+    spared = [
+        outcome
+        for outcome in all_outcomes
+        if outcome.kind == "natural" or (outcome.kind == "moved" and outcome.natural - outcome.truth < 3)
+    ]
     table["harmful shifts"] = {
         "targets": len(harmed),
         "noticed": _share(harmed, "harmful"),
@@ -361,62 +377,67 @@ def summary(found: list[Outcome]) -> dict[str, dict[str, float]]:
     return table
 
 
-def of_measure(found: list[Outcome], name: str) -> dict[str, float]:
+def of_measure(all_outcomes: list[Outcome], name: str) -> dict[str, float]:
     """Error and width in points, coverage and abstentions in percent, of one measure."""
-    known = [one for one in found if name in one.measures]
-    given = [one for one in known if one.measures[name]["estimate"] is not None]
+    known = [outcome for outcome in all_outcomes if name in outcome.measures]
+    given = [outcome for outcome in known if outcome.measures[name]["estimate"] is not None]
 
-    def value(one: Outcome, part: str) -> float:
-        return float(one.measures[name][part] or 0.0)
+    def value(outcome: Outcome, part: str) -> float:
+        return float(outcome.measures[name][part] or 0.0)
 
     if not given:
         return {}
     return {
-        f"{name} error": by_set(given, lambda one: abs(value(one, "estimate") - value(one, "truth"))),
+        f"{name} error": by_set(given, lambda outcome: abs(value(outcome, "estimate") - value(outcome, "truth"))),
         f"{name} covered": by_set(
-            given, lambda one: 100 * (value(one, "low") <= value(one, "truth") <= value(one, "high"))
+            given, lambda outcome: 100 * (value(outcome, "low") <= value(outcome, "truth") <= value(outcome, "high"))
         ),
-        f"{name} width": by_set(given, lambda one: value(one, "high") - value(one, "low")),
-        f"{name} no estimate": by_set(known, lambda one: 100 * (one.measures[name]["estimate"] is None)),
+        f"{name} width": by_set(given, lambda outcome: value(outcome, "high") - value(outcome, "low")),
+        f"{name} no estimate": by_set(known, lambda outcome: 100 * (outcome.measures[name]["estimate"] is None)),
     }
 
 
-def _share(found: list[Outcome], what: str) -> float:
-    return 100 * float(np.mean([getattr(one, what) for one in found])) if found else 0.0
+def _share(all_outcomes: list[Outcome], what: str) -> float:
+    return 100 * float(np.mean([getattr(outcome, what) for outcome in all_outcomes])) if all_outcomes else 0.0
 
 
 def main() -> None:
     """Measure all data sets with every seed."""
     seeds = [int(text) for text in sys.argv[1:]] or [0]
-    found: list[Outcome] = []
+    all_outcomes: list[Outcome] = []
     began = time.time()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as place:
-        runs = Path(os.environ.get("ESTIMATE_RUNS", place))
+    with tempfile.TemporaryDirectory() as folder:
+        runs = Path(os.environ.get("ESTIMATE_RUNS", folder))
         federations = [Federation.of(name, seed, runs / f"seed-{seed}") for seed in seeds for name in SETS]
         taught: dict[str, list[Lesson]] = {name: [] for name in SETS}
-        for one in federations:
-            taught[one.name] += lessons(one.cases)
-        for one in federations:
-            found += one.outcomes(learn_prior({name: some for name, some in taught.items() if name != one.name}))
-            print(f"{one.name}, seed {one.seed}: {time.time() - began:.0f} s", file=sys.stderr)
+        for federation in federations:
+            taught[federation.name] += lessons(federation.cases)
+        for federation in federations:
+            all_outcomes += federation.outcomes(
+                learn_prior({name: some for name, some in taught.items() if name != federation.name})
+            )
+            print(f"{federation.name}, seed {federation.seed}: {time.time() - began:.0f} s", file=sys.stderr)
     result = {
         "command": f"python benchmarks/estimate.py {' '.join(map(str, seeds))}",
         "seconds": round(time.time() - began),
-        "seconds of the runs": round(sum(one.seconds for one in federations)),
+        "seconds of the runs": round(sum(federation.seconds for federation in federations)),
         "versions": {"python": platform.python_version(), "fedshift": installed_version(), "torch": torch.__version__},
         "prior": plain(learn_prior(taught)),
-        "summary": summary(found),
+        "summary": summary(all_outcomes),
         "tuned on": list(TUNED),
-        "others": summary([one for one in found if one.data not in TUNED]),
-        "two classes": summary([one for one in found if one.data in ("heart_disease", "amazon_reviews")]),
+        "others": summary([outcome for outcome in all_outcomes if outcome.data not in TUNED]),
+        "two classes": summary(
+            [outcome for outcome in all_outcomes if outcome.data in ("heart_disease", "amazon_reviews")]
+        ),
         "by data set": {
-            name: summary([one for one in found if one.data == name]) for name in dict.fromkeys(o.data for o in found)
+            name: summary([outcome for outcome in all_outcomes if outcome.data == name])
+            for name in dict.fromkeys(o.data for o in all_outcomes)
         },
-        "targets": [asdict(one) for one in found],
+        "targets": [asdict(outcome) for outcome in all_outcomes],
     }
     result_file = RESULTS / f"estimate_{'_'.join(map(str, seeds))}.json"
-    result_file.write_text(json.dumps(rounded(result), indent=1) + "\n", encoding="utf-8")
+    result_file.write_text(json.dumps(round_numbers(result), indent=1) + "\n", encoding="utf-8")
     for kind, numbers in result["summary"].items():  # type: ignore[attr-defined]
         print(kind, {name: round(value, 1) for name, value in numbers.items()})
 
@@ -425,18 +446,18 @@ def plain(prior: Prior) -> dict[str, Any]:
     """The tables as `fedshift.evaluation.estimate.prior` has them."""
     moments = zip(prior.correction.mean, prior.correction.deviation, prior.correction.coefficients, strict=True)
     return {
-        "moments": [[float(one) for one in some] for some in moments],
+        "moments": [[float(moment) for moment in some] for some in moments],
         "weights": prior.weights.tolist(),
         "alarm": prior.alarm,
     }
 
 
-def rounded(value: Any) -> Any:
+def round_numbers(value: Any) -> Any:
     """Numbers to four digits."""
     if isinstance(value, dict):
-        return {name: rounded(one) for name, one in value.items()}
+        return {name: round_numbers(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [rounded(one) for one in value]
+        return [round_numbers(item) for item in value]
     return round(value, 4) if isinstance(value, float) else value
 
 

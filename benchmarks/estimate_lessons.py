@@ -51,24 +51,31 @@ class Lesson:
 def lessons(sites: Mapping[str, LeftOut]) -> Iterator[Lesson]:
     """The cases of each site, of which the others are what an estimate knows."""
     for seed, (name, site) in enumerate(sites.items()):
-        others = {other: one for other, one in sites.items() if other != name}
+        others = {other: cases_of_site for other, cases_of_site in sites.items() if other != name}
         cases = Cases.of(others)
         assert cases.taught is not None
         assert cases.taught.usual is not None
         known = list(known_cases(cases.whole, site, cases.unexplained, seed))
-        apart = [one.apart for one in site.looked_at]
-        usual = float(np.mean([(one.scores.argmax(axis=1) == one.labels).mean() for one in others.values()]))
-        for number, one in enumerate(known):
-            moved, loss = number >= len(apart), known[0].accuracy - one.accuracy
+        apart = [case.apart for case in site.looked_at]
+        usual = float(
+            np.mean(
+                [(case_of_site.scores.argmax(axis=1) == case_of_site.labels).mean() for case_of_site in others.values()]
+            )
+        )
+        for number, known_case in enumerate(known):
+            moved, loss = number >= len(apart), known[0].accuracy - known_case.accuracy
             there = apart[0 if moved else number]
-            assert one.signs is not None
+            assert known_case.signs is not None
             assert there is not None
-            odds = logit(one.accuracy) - one.case.off + cases.taught.here.at(one.case.features)
+            odds = logit(known_case.accuracy) - known_case.case.off + cases.taught.here.at(known_case.case.features)
             lost = 100 * (usual - 1 / (1 + np.exp(-odds))) / LOSS
-            right, wrong = one.accuracy * one.samples + 0.5, (1 - one.accuracy) * one.samples + 0.5
+            right, wrong = (
+                known_case.accuracy * known_case.samples + 0.5,
+                (1 - known_case.accuracy) * known_case.samples + 0.5,
+            )
             yield Lesson(
-                beside(one.signs, cases.taught.usual),
-                one.case.off,
+                beside(known_case.signs, cases.taught.usual),
+                known_case.case.off,
                 (1.0 if 0 < number < len(apart) else 2.0) / (1 / right + 1 / wrong + SITE_OFFSET),
                 harm_signs(cases, lost, there),
                 True if loss >= HARM else False if number == 0 or (moved and loss < SPARED) else None,
@@ -81,9 +88,9 @@ def learn_prior(taught: Mapping[str, Sequence[Lesson]]) -> Prior:
 
 
 def _correction(taught: Mapping[str, Sequence[Lesson]]) -> Correction:
-    every = [one for some in taught.values() for one in some]
-    features, off = np.stack([one.features for one in every]), np.array([one.off for one in every])
-    weights = np.concatenate([_balanced([one.weight for one in some], CASES) for some in taught.values()])
+    every = [case for some in taught.values() for case in some]
+    features, off = np.stack([case.features for case in every]), np.array([case.off for case in every])
+    weights = np.concatenate([_balance([case.weight for case in some], CASES) for some in taught.values()])
     mean, deviation = features.mean(axis=0), features.std(axis=0) + 1e-6
     rows = standard(features, mean, deviation)
     square = (rows * weights[:, None]).T @ rows + RIDGE * np.eye(rows.shape[1])
@@ -92,12 +99,12 @@ def _correction(taught: Mapping[str, Sequence[Lesson]]) -> Correction:
 
 def _alarm(taught: Mapping[str, Sequence[Lesson]]) -> tuple[NDArray[np.float64], float]:
     """The weights of a logistic regression, and the sum that five of a hundred unharmed cases of a data set exceed."""
-    known = {name: [one for one in some if one.harmed is not None] for name, some in taught.items()}
-    signs = np.stack([one.signs for some in known.values() for one in some])
-    harmed = np.array([one.harmed for some in known.values() for one in some])
+    known = {name: [case for case in some if case.harmed is not None] for name, some in taught.items()}
+    signs = np.stack([case.signs for some in known.values() for case in some])
+    harmed = np.array([case.harmed for some in known.values() for case in some])
     weights = np.concatenate(
         [
-            _balanced([one.harmed is True for one in some], 40) + _balanced([one.harmed is False for one in some], 40)
+            _balance([case.harmed is True for case in some], 40) + _balance([case.harmed is False for case in some], 40)
             for some in known.values()
         ]
     )
@@ -108,12 +115,12 @@ def _alarm(taught: Mapping[str, Sequence[Lesson]]) -> tuple[NDArray[np.float64],
         odds = np.where(harmed, -1, 1) * (rows @ coefficients)
         return float(weights @ np.logaddexp(0, odds) + LIGHTER / 2 * np.square(coefficients[:-1]).sum())
 
-    found = minimize(loss, np.zeros(rows.shape[1])).x[:-1] / deviation
-    sums = [np.array([found @ one.signs for one in some if not one.harmed]) for some in known.values()]
-    return found, float(np.mean([np.quantile(some, 1 - FALSE_ALARMS) for some in sums]))
+    direction = minimize(loss, np.zeros(rows.shape[1])).x[:-1] / deviation
+    sums = [np.array([direction @ case.signs for case in some if not case.harmed]) for some in known.values()]
+    return direction, float(np.mean([np.quantile(some, 1 - FALSE_ALARMS) for some in sums]))
 
 
-def _balanced(weights: Sequence[float], together: float) -> NDArray[np.float64]:
+def _balance(weights: Sequence[float], together: float) -> NDArray[np.float64]:
     """Weights whose sum is ``together``, or 0."""
     given = np.asarray(weights, dtype=np.float64)
     return np.asarray(given * (together / max(float(given.sum()), 1e-9)))

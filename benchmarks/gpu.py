@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from bench_common import Rounds, Row, Seconds, Synthetic, Work, interleaved, median, paired, timed
+from bench_common import Rounds, Row, Seconds, Synthetic, Work, median, median_ratio, time_block, time_in_turn
 from bench_training import BareFedAvg
 from fedshift import run
 from fedshift.data.locate import find
@@ -99,8 +99,8 @@ def engine(size: Size) -> list[Row]:
                 "fedshift": Rounds(work),
                 "bare": BareFedAvg(work, torch.channels_last),
             }
-            memory = {block: _memory(one, size.device) for block, one in blocks.items()}
-            seconds = interleaved(blocks, 0.1 if size.small else 5.0, 1 if size.small else 5, size.device)
+            memory = {block: _memory(block_of, size.device) for block, block_of in blocks.items()}
+            seconds = time_in_turn(blocks, 0.1 if size.small else 5.0, 1 if size.small else 5, size.device)
             images = sum(len(rows) for plan in work.plans for _, rows, _ in plan.parts)
             rows.append(
                 {
@@ -109,7 +109,7 @@ def engine(size: Size) -> list[Row]:
                     "pixels": size.pixels,
                     "fedshift_images_per_second": images / median(seconds["fedshift"]),
                     "bare_images_per_second": images / median(seconds["bare"]),
-                    "ratio": paired(seconds["bare"], seconds["fedshift"]),
+                    "ratio": median_ratio(seconds["bare"], seconds["fedshift"]),
                     "memory": memory,
                 }
             )
@@ -117,7 +117,7 @@ def engine(size: Size) -> list[Row]:
     return rows
 
 
-def compiled(size: Size) -> list[Row]:
+def measure_compiled(size: Size) -> list[Row]:
     """A round with torch's compiler beside one without, in bf16, and the seconds until the first one is done."""
     if size.small:
         return []  # to compile takes minutes on a processor
@@ -127,11 +127,15 @@ def compiled(size: Size) -> list[Row]:
         for kind in ("plain", "compiled"):
             work = size.work(size.networks[name], precision="bf16", compile=kind == "compiled")
             blocks[kind] = Rounds(work)
-        first = timed(blocks["compiled"], 1, size.device)[0]
+        first = time_block(blocks["compiled"], 1, size.device)[0]
         blocks["plain"](1)
-        seconds = interleaved(blocks, 5.0, 5, size.device)
+        seconds = time_in_turn(blocks, 5.0, 5, size.device)
         rows.append(
-            {"network": name, "speed_up": paired(seconds["plain"], seconds["compiled"]), "first_round_seconds": first}
+            {
+                "network": name,
+                "speed_up": median_ratio(seconds["plain"], seconds["compiled"]),
+                "first_round_seconds": first,
+            }
         )
         _free(blocks)
     return rows
@@ -145,7 +149,7 @@ def methods(size: Size) -> list[Row]:
         "csac": ({"name": "csac", "acquisition_epochs": 1, "calibration_epochs": 1}, None),
         "kd3a": ({"name": "kd3a"}, adapt),
     }
-    found: dict[str, float] = {}
+    memory_of: dict[str, float] = {}
     memory: dict[str, int | None] = {}
     for name, (method, protocol) in asked.items():
         gc.collect()
@@ -154,18 +158,18 @@ def methods(size: Size) -> list[Row]:
         turns: list[Seconds] = []
         for _ in range(1 if size.small else 3):
             before = rounds.mini_batches
-            seconds = timed(rounds, 1, size.device)
+            seconds = time_block(rounds, 1, size.device)
             turns.append((seconds[0] / (rounds.mini_batches - before), 0.0))
-        found[name] = median(turns)
+        memory_of[name] = median(turns)
     return [
         {
             "method": name,
             "network": "resnet18",
             "seconds_of_a_mini_batch": seconds,
-            "beside_fedavg": seconds / found["fedavg"],
+            "beside_fedavg": seconds / memory_of["fedavg"],
             "memory": memory[name],
         }
-        for name, seconds in found.items()
+        for name, seconds in memory_of.items()
     ]
 
 
@@ -194,8 +198,8 @@ def pacs(size: Size) -> list[Row]:
             run(experiment, Path(folder), callbacks=[_Ends(size.deadline)])
         results = [RunResult.model_validate_json(file.read_bytes()) for file in Path(folder).rglob("result.json")]
     return [
-        {"method": one.method, "target": one.target, "accuracy": one.accuracy(), "seconds": one.seconds}
-        for one in sorted(results, key=lambda one: (one.method, one.target))
+        {"method": result.method, "target": result.target, "accuracy": result.accuracy(), "seconds": result.seconds}
+        for result in sorted(results, key=lambda result: (result.method, result.target))
     ]
 
 
@@ -214,7 +218,7 @@ PARTS: Mapping[str, Callable[[Size], list[Row]]] = {
     "bits": bits,
     "engine": engine,
     "methods": methods,
-    "compiled": compiled,
+    "compiled": measure_compiled,
     "pacs": pacs,
 }
 
@@ -230,18 +234,18 @@ def main() -> None:
     output = options.output or (None if options.small else HERE / "results" / f"gpu_{name}.json")
     seconds = float(os.environ.get("FEDSHIFT_GPU_SECONDS", "1500"))
     size = Size(device, options.small, time.monotonic() + 0.9 * seconds)
-    found: dict[str, Any] = {"card": card, "small": options.small, "versions": versions(), "parts": {}, "seconds": {}}
+    results: dict[str, Any] = {"card": card, "small": options.small, "versions": versions(), "parts": {}, "seconds": {}}
     for part in options.only:
         begun = time.monotonic()
         try:
             with threads_set(1):
-                found["parts"][part] = PARTS[part](size)
+                results["parts"][part] = PARTS[part](size)
         except Exception as error:
-            found["parts"][part] = [{"error": f"{type(error).__name__}: {error}".partition("\n")[0]}]
-        found["seconds"][part] = round(time.monotonic() - begun, 1)
-        print(json.dumps({part: found["parts"][part]}, indent=2), flush=True)
+            results["parts"][part] = [{"error": f"{type(error).__name__}: {error}".partition("\n")[0]}]
+        results["seconds"][part] = round(time.monotonic() - begun, 1)
+        print(json.dumps({part: results["parts"][part]}, indent=2), flush=True)
         if output is not None:
-            output.write_text(json.dumps(found, indent=2) + "\n")
+            output.write_text(json.dumps(results, indent=2) + "\n")
 
 
 def _options() -> argparse.Namespace:

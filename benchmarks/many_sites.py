@@ -127,9 +127,9 @@ def rounds() -> Iterator[dict[str, Any]]:
                 "sites": sites,
                 "drawn": min(DRAWN, sites),
                 "seconds_to_start": started,
-                "milliseconds_of_a_round": 1000 * statistics.median(one for one, _ in pairs),
+                "milliseconds_of_a_round": 1000 * statistics.median(first for first, _ in pairs),
                 "milliseconds_of_its_arithmetic": 1000 * statistics.median(other for _, other in pairs),
-                "ratio": statistics.median(one / other for one, other in pairs),
+                "ratio": statistics.median(first / other for first, other in pairs),
                 "resident_bytes": memory(),
                 f"growth_in_{LATER}_rounds": memory() - before,
             }
@@ -144,7 +144,7 @@ def rounds_side_by_side() -> Iterator[dict[str, Any]]:
         stacked()
         few(1)
         pairs = in_turn(stacked, partial(few, 1), TURNS)
-        yield {"network": name, "sites": sites, "ratio": statistics.median(one / other for one, other in pairs)}
+        yield {"network": name, "sites": sites, "ratio": statistics.median(first / other for first, other in pairs)}
 
 
 # Side by side --------------------------------------------------------------------------------------------------------
@@ -219,9 +219,9 @@ def together() -> Iterator[dict[str, Any]]:
                     "weights": sum(value.numel() for value in alone.state.weights.values()),
                     "sites": sites,
                     "mini_batch": batch,
-                    "milliseconds_of_a_step": 1000 * statistics.median(one for one, _ in pairs) / (2 * sites),
+                    "milliseconds_of_a_step": 1000 * statistics.median(first for first, _ in pairs) / (2 * sites),
                     "side_by_side": 1000 * statistics.median(other for _, other in pairs) / (2 * sites),
-                    "ratio": statistics.median(one / other for one, other in pairs),
+                    "ratio": statistics.median(first / other for first, other in pairs),
                     "difference_of_weights_after_a_round": unlike,
                 }
 
@@ -239,8 +239,10 @@ def children() -> float:
     """Processor seconds of this process and of the workers that it started."""
     import psutil
 
-    own = psutil.Process()
-    return float(sum(sum(process.cpu_times()[:2]) for process in (own, *own.children(recursive=True))))
+    this_process = psutil.Process()
+    return float(
+        sum(sum(process.cpu_times()[:2]) for process in (this_process, *this_process.children(recursive=True)))
+    )
 
 
 def heavy(name: str, sites: int) -> Work:
@@ -348,8 +350,8 @@ def main() -> None:
             print(
                 *(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items())
             )
-        found = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
-        found[part] = {
+        results = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
+        results[part] = {
             "command": f"python benchmarks/many_sites.py {part}",
             "versions": {
                 "fedshift": installed_version(),
@@ -362,7 +364,7 @@ def main() -> None:
             "seconds": time.perf_counter() - began,
             "rows": rows,
         }
-        RESULT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        RESULT.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

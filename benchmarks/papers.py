@@ -28,7 +28,7 @@ from fedshift.report.folding import Folded
 from fedshift.report.measures import MISSING
 from paper_tables import distances, placements
 from paper_tables.catalogue import Catalogue, Entry, Source, read
-from paper_tables.comparison import Compared, Gain, Number, Runs, compared
+from paper_tables.comparison import Compared, Gain, Number, Runs, compare_panel
 from paper_tables.drawing import ours_and_published, svg_file
 from paper_tables.panels import csv_of, panels_of
 
@@ -86,11 +86,11 @@ def table(
         console.print(Text(entry.instead, style="dim"))
     for panel in entry.panels:
         if panel.kind == "cells":
-            found = compared(catalogue, panel, runs)
+            numbers = compare_panel(catalogue, panel, runs)
             if panel.title:
                 console.print(Text(panel.title, style="italic"))
-            console.print(_table(found))
-            for line in _below(found):
+            console.print(_table(numbers))
+            for line in _below(numbers):
                 console.print(Text(line))
         else:
             console.print(Text(f"{panel.title or panel.kind}: drawn by papers.py figure {name}"))
@@ -166,38 +166,38 @@ def _carry_on(catalogue: Catalogue, source: Source, errors: Console) -> None:
         stop()
 
 
-def _table(found: Compared) -> Folded:
+def _table(compared: Compared) -> Folded:
     """Three lines a row: ours, published, and the difference where the data are the paper's."""
-    panel = found.panel
+    panel = compared.panel
     rows: list[list[str]] = []
     for row in panel.rows:
-        ours = [found.ours.get((row, column)) for column in panel.columns]
-        printed = [found.published.get((row, column)) for column in panel.columns]
-        lines = [("ours", [_shown(number) for number in ours])] if found.ours else []
+        ours = [compared.ours.get((row, column)) for column in panel.columns]
+        printed = [compared.published.get((row, column)) for column in panel.columns]
+        lines = [("ours", [_in_words(number) for number in ours])] if compared.ours else []
         if any(printed):
-            lines.append(("published", [_shown(number) for number in printed]))
-        if any(printed) and found.ours and panel.comparable:
+            lines.append(("published", [_in_words(number) for number in printed]))
+        if any(printed) and compared.ours and panel.comparable:
             both = zip(ours, printed, strict=True)
             lines.append(("difference", [f"{a.mean - b.mean:+.2f}" if a and b else MISSING for a, b in both]))
         rows += [["" if number else row, kind, *cells] for number, (kind, cells) in enumerate(lines)]
     return Folded(["", "", *panel.columns], rows, names=2)
 
 
-def _shown(number: Number | None) -> str:
+def _in_words(number: Number | None) -> str:
     if number is None:
         return MISSING
     return f"{number.mean:.2f}" + ("" if number.error is None else f" ±{number.error:.2f}")
 
 
-def _below(found: Compared) -> list[str]:
+def _below(compared: Compared) -> list[str]:
     """The sentences below a table."""
-    baseline = found.panel.baseline
-    lines = [f"{gain.row} over {baseline}, average over targets: {_gain(gain)}" for gain in found.gains]
-    if found.source:
-        lines.append(f"published: {found.source}")
-    if found.others:
-        lines.append(f"published rows that are not shown: {', '.join(found.others)}")
-    if any(gain.here and gain.here.p is not None for gain in found.gains):
+    baseline = compared.panel.baseline
+    lines = [f"{gain.row} over {baseline}, average over targets: {_gain(gain)}" for gain in compared.gains]
+    if compared.source:
+        lines.append(f"published: {compared.source}")
+    if compared.others:
+        lines.append(f"published rows that are not shown: {', '.join(compared.others)}")
+    if any(gain.here and gain.here.p is not None for gain in compared.gains):
         lines.append(
             "p: a mixed model with targets as clusters; p here: over seeds, of these targets only; one line at a time, "
             "not corrected for their number"

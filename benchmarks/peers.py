@@ -90,12 +90,12 @@ def write_clients(folder: Path) -> dict[str, str]:
 
 def numbers(file: str, steps: int) -> Numbers:
     """The accuracies of a file, by method in small letters, in the order of the file."""
-    found: dict[str, list[float]] = defaultdict(list)
+    values: dict[str, list[float]] = defaultdict(list)
     with (PEERS / file).open(encoding="utf-8") as lines:
         for row in csv.DictReader(lines):
             if int(row["steps"]) == steps:
-                found[row["method"].lower()].append(float(row["accuracy_percent"]))
-    return found
+                values[row["method"].lower()].append(float(row["accuracy_percent"]))
+    return values
 
 
 def run(comparison: Comparison, folder: Path, steps: int) -> None:
@@ -117,7 +117,7 @@ def run(comparison: Comparison, folder: Path, steps: int) -> None:
     print(f"{sum(result.seconds for result in results):.0f} s of runs, {results[0].threads} thread")
 
 
-def _write(peer: str, steps: int, found: Mapping[tuple[str, int], float], versions: Mapping[str, str]) -> None:
+def _write(peer: str, steps: int, accuracies: Mapping[tuple[str, int], float], versions: Mapping[str, str]) -> None:
     """Put these numbers in the place of those of the same steps."""
     path = PEERS / f"{peer.lower()}_fedshift.csv"
     kept = []
@@ -127,7 +127,7 @@ def _write(peer: str, steps: int, found: Mapping[tuple[str, int], float], versio
     rows = [
         {"steps": steps, "method": method, "seed": seed, "accuracy_percent": f"{accuracy:.2f}"}
         | {name: versions[name] for name in ("fedshift", "torch")}
-        for (method, seed), accuracy in found.items()
+        for (method, seed), accuracy in accuracies.items()
     ]
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
@@ -142,7 +142,7 @@ def spread(values: Sequence[float]) -> float:
 
 def line(method: str, ours: Sequence[float], theirs: Sequence[float]) -> str:
     """A row of the table in Markdown."""
-    cells = [f"{mean(one):.1f} ± {spread(one):.1f}" if one else "–" for one in (ours, theirs)]
+    cells = [f"{mean(values):.1f} ± {spread(values):.1f}" if values else "–" for values in (ours, theirs)]
     error = math.hypot(spread(ours), spread(theirs)) if theirs else math.nan
     gap = f"{mean(ours) - mean(theirs):+.1f} ({(mean(ours) - mean(theirs)) / error:+.1f})" if error > 0 else "–"
     return f"| {method} | {cells[0]} | {cells[1]} | {gap} |"
@@ -158,7 +158,7 @@ def table(name: str, steps: int) -> list[str]:
     """The rows that the page has: ours and the peer's."""
     peer = COMPARISONS[name].peer.lower()
     theirs = numbers(f"{peer}_measured.csv", steps)
-    return [line(one, ours, theirs.get(one, ())) for one, ours in numbers(f"{peer}_fedshift.csv", steps).items()]
+    return [line(name, ours, theirs.get(name, ())) for name, ours in numbers(f"{peer}_fedshift.csv", steps).items()]
 
 
 def main(name: str, steps: int, folder: Path) -> None:

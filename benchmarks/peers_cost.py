@@ -139,7 +139,7 @@ def seconds_table() -> list[str]:
     return [*rows[:2], *sorted(rows[2:], key=lambda row: row.split("|")[1], reverse=True)]
 
 
-def filled() -> str:
+def fill_page() -> str:
     """The page with both tables between its marks."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(_MARK)
     _, _, after = rest.partition(_END)
@@ -157,7 +157,7 @@ def main(works: Sequence[str], beside: str | None) -> None:
             writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
-        PAGE.write_text(filled(), encoding="utf-8")
+        PAGE.write_text(fill_page(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -44,8 +44,8 @@ def theirs(folder: Path, seed: int) -> list[float]:
     strategy = strategies.FedAvg(
         train, network, heart.BaselineLoss(), torch.optim.SGD, 0.001, num_updates=100, nrounds=15
     )
-    found = utils.evaluate_model_on_tests(strategy.run()[0], test, heart.metric)
-    return [100 * float(found[f"client_test_{centre}"]) for centre in range(len(CENTRES))]
+    metrics = utils.evaluate_model_on_tests(strategy.run()[0], test, heart.metric)
+    return [100 * float(metrics[f"client_test_{centre}"]) for centre in range(len(CENTRES))]
 
 
 def ours(folder: Path, seed: int) -> list[float]:
@@ -62,16 +62,16 @@ def ours(folder: Path, seed: int) -> list[float]:
     experiment["protocol"] = {"kind": "participants", "seeds": [seed]}
     experiment |= {"methods": experiment["methods"][:1], "engine": {"threads": 1}, "device": "cpu"}
     (run,) = fedshift.run(experiment, folder / f"runs-{seed}").runs
-    found = {one.site: one.values for one in run.sites if one.part == "target"}
-    return [float(found[name]["label_accuracy"]) for name in CENTRES]
+    by_site = {site.site: site.values for site in run.sites if site.part == "target"}
+    return [float(by_site[name]["label_accuracy"]) for name in CENTRES]
 
 
 def main(folder: Path, seeds: list[int]) -> None:
     """Both of each seed, one after the other."""
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as scratch:
         for turn, seed in enumerate([seeds[0], *seeds]):  # the first turn also loads libraries, and is not shown
-            for name, run, where in (("FLamby", theirs, folder), ("fedshift", ours, Path(place, str(turn)))):
+            for name, run, where in (("FLamby", theirs, folder), ("fedshift", ours, Path(scratch, str(turn)))):
                 where.mkdir(exist_ok=True)
                 begin = time.process_time()
                 values = run(where, seed)

@@ -24,13 +24,15 @@ FIXED = "fixed"
 
 def main(folder: Path, figure: Path) -> None:
     """Draw the figure and print the differences."""
-    found = collect(folder)
-    accuracy_per_target(report_of(found, "last").table).savefig(figure, bbox_inches="tight")
-    print(f"{figure}: {len(found.results)} of {found.planned} runs")
-    pairs = [(label, FIXED) for label in found.order.methods if label != FIXED]
-    compared = differences.differences(found.results, pairs)
-    measure = headline(found.results)
-    print(difference_words.markdown(compared, found.order.targets, measure), difference_words.note(measure), sep="\n")
+    collected = collect(folder)
+    accuracy_per_target(report_of(collected, "last").table).savefig(figure, bbox_inches="tight")
+    print(f"{figure}: {len(collected.results)} of {collected.planned} runs")
+    pairs = [(label, FIXED) for label in collected.order.methods if label != FIXED]
+    compared = differences.differences(collected.results, pairs)
+    measure = headline(collected.results)
+    print(
+        difference_words.markdown(compared, collected.order.targets, measure), difference_words.note(measure), sep="\n"
+    )
 
 
 if __name__ == "__main__":

@@ -59,17 +59,18 @@ Column = tuple[str, Callable[[str], str]]
 """A head, and the entry of each method."""
 
 
-def page_table(found: Collected, select: Selection, warned: set[str], gains: Sequence[Column]) -> str:
+def page_table(collected: Collected, select: Selection, warned: set[str], gains: Sequence[Column]) -> str:
     """The table of an experiment, what each row adds, and one line of what only it has.
 
     Args:
-        found: the runs.
+        collected: the runs.
         select: the selection rule whose round is shown.
         warned: the warnings that the page has so far, for it has each once; those of this table are added.
         gains: what each method adds to the baseline.
     """
-    report = report_of(found, select)
+    report = report_of(collected, select)
     whole, used = report.table, report.used if select == "last" else {}
+<<<<<<< HEAD
     worst = [column for column in _worst(whole) if column[0] == WORST]
     labelled: list[Column] = [
         (one.measure.title, partial(_of_cell, one, AVERAGE)) for one in whole.more if _on_page(one)
@@ -92,6 +93,25 @@ def details(found: Collected, select: Selection) -> list[str]:
     grids = [_grid(whole, ", ".join(_corner(whole, found)), [*_worst(whole)], _last_row(whole, found.results))]
     grids += [_grid(one, escape_markdown(one.measure.title)) for one in further]
     settings = list(_settings(found.results, whole.methods)) if select == "last" else []
+=======
+    more = [*gains, *_worst(whole), *_number_columns(whole), *_costs(whole, used)]
+    grids = [_grid(whole, ", ".join(_corner(whole, collected)), more, _last_row(whole, collected.results))]
+    grids += [_grid(table, escape_markdown(table.measure.title)) for table in whole.more if _on_page(table)]
+    notes = [note for note in _notes(whole, used, collected.results[0].metric) if note not in warned]
+    warned.update(note for note in notes if note.startswith("Warning"))
+    notes += (
+        [f"**{collected.unfinished} of {collected.planned} runs are still to come.**"] if collected.unfinished else []
+    )
+    return "\n\n".join([*grids, " ".join(notes)]).rstrip()
+
+
+def details(collected: Collected, select: Selection) -> list[str]:
+    """The tables of an experiment that its page leaves out: intervals, further accuracies, settings."""
+    whole = report_of(collected, select).table
+    further = [table for table in whole.more if WORST not in table.columns and not _on_page(table)]
+    grids = [_grid(table, escape_markdown(table.measure.title)) for table in further]
+    settings = list(_settings(collected.results, whole.methods)) if select == "last" else []
+>>>>>>> e8ad4afe (Names of the benchmarks say what they hold)
     return [*grids, *([pipes(["method", "setting"], settings, "---")] if settings else [])]
 
 
@@ -99,9 +119,9 @@ def _on_page(table: Table) -> bool:
     return table.measure.title.startswith("Win-win gain")
 
 
-def _corner(whole: Table, found: Collected) -> Iterator[str]:
+def _corner(whole: Table, collected: Collected) -> Iterator[str]:
     """What the numbers are unless accuracies, repeats, runs, hours, and versions and threads that are unusual."""
-    results = found.results
+    results = collected.results
     if whole.measure.title:
         yield escape_markdown(whole.measure.title)
     for note in whole.notes:
@@ -144,7 +164,7 @@ def _of_cell(table: Table, column: str, name: str) -> str:
     return markdown_entry(table.cells[name][column])
 
 
-def _numbered(whole: Table) -> Iterator[Column]:
+def _number_columns(whole: Table) -> Iterator[Column]:
     """Numbers of pairs of sites that notes have elsewhere."""
     averages = {row.method: row for row in whole.rows if isinstance(row, PairRow) and row.target == AVERAGE}
     kinds = {note.kind for note in whole.notes}
@@ -180,12 +200,12 @@ def _settings(results: Sequence[RunResult], methods: Sequence[str]) -> Iterator[
 
 def _notes(whole: Table, used: Mapping[str, Conditions], metric: str) -> Iterator[str]:
     """What only this table has to say, in short sentences."""
-    tables = [one for one in whole.more if one.columns and not _intervals(one) and WORST not in one.columns]
-    notes = list(dict.fromkeys([*whole.notes, *chain.from_iterable(one.notes for one in tables)]))
+    tables = [table for table in whole.more if table.columns and not _intervals(table) and WORST not in table.columns]
+    notes = list(dict.fromkeys([*whole.notes, *chain.from_iterable(table.notes for table in tables)]))
     if common := common_badges(used):
         yield f"All rows: {', '.join(sorted(common))}."
     columns: dict[str, list[str]] = {}
-    for note in sorted(notes, key=lambda one: one.kind != "used"):
+    for note in sorted(notes, key=lambda note: note.kind != "used"):
         if match := _COLUMN.match(note.text):
             columns.setdefault(_CHECKS[match[2]], []).append(match[1])
         elif note.kind not in _ELSEWHERE and not (note.kind == "selection" and whole.select == "last"):

@@ -90,7 +90,7 @@ def cells(seeds: list[int]) -> Iterator[Cell]:
             yield from (Cell("csac", 5, attack, rule, seed) for attack in ATTACKS)
 
 
-def parted(data: DataSet) -> DataSet:
+def split_sites(data: DataSet) -> DataSet:
     """Each domain but the target as two sites, of every other row each."""
     domains: dict[str, Domain] = {TARGET: data.domains[TARGET]}
     for name, domain in data.domains.items():
@@ -102,21 +102,21 @@ def parted(data: DataSet) -> DataSet:
     return replace(data, domains=domains)
 
 
-def triggered(images: Any) -> Any:
+def with_trigger(images: Any) -> Any:
     """Images with the trigger."""
     out = images.copy()
     out[..., -TRIGGER:, -TRIGGER:] = 255
     return out
 
 
-def poisoned(domain: Domain, attack: str, seed: int) -> Domain:
+def poison(domain: Domain, attack: str, seed: int) -> Domain:
     """A bad site's data: every label the next class, or every other image with the trigger and its class."""
     if attack in ("label_flip", "scaled"):
         return replace(domain, labels=wrong_labels(domain.labels.astype(np.int64), 1.0, 10, seed, "shift"))
     if attack == "backdoor":
         rows = np.random.default_rng(seed).permutation(len(domain))[: len(domain) // 2]
         images, labels = np.array(domain.inputs), domain.labels.copy()
-        images[rows], labels[rows] = triggered(images[rows]), CLASS
+        images[rows], labels[rows] = with_trigger(images[rows]), CLASS
         return replace(domain, inputs=images, labels=labels)
     return domain
 
@@ -131,12 +131,12 @@ class Attacked(LocalFederation):
     def deliver(self, call: str, requests: Iterator[Request]) -> Generator[Answer[Any] | Missing, None, None]:
         sent: dict[str, Mapping[str, Any]] = {}
 
-        def seen() -> Iterator[Request]:
+        def requests_seen() -> Iterator[Request]:
             for request in requests:
                 sent[request.site] = request.content
                 yield request
 
-        for answer in super().deliver(call, seen()):
+        for answer in super().deliver(call, requests_seen()):
             if isinstance(answer, Answer) and answer.site in self.bad and self.factor != 1:
                 centre = sent[answer.site].get("weights", self.start)
                 answer = replace(
@@ -160,18 +160,18 @@ def experiment_of(cell: Cell) -> Plan:
         }
     )
     data = built(experiment)
-    plan = Plan(experiment, parted(data) if cell.sites == 10 else data)
+    plan = Plan(experiment, split_sites(data) if cell.sites == 10 else data)
     check_fit(plan)
     return plan
 
 
-def backdoored(planned: PlannedRun, weights: Weights) -> float:
+def backdoor_rate(planned: PlannedRun, weights: Weights) -> float:
     """Share of the target's test images of other classes that the trigger turns into `CLASS`, in per cent."""
     network = planned.run.method.evaluated_network(planned.network(), len(planned.split.train))
     network.load_state_dict(dict(weights))
     domain, rows = planned.data.domains[TARGET], planned.split.measured[TARGET]
     rows = rows[domain.labels[rows] != CLASS]
-    shown = replace(domain, inputs=triggered(domain.inputs))
+    shown = replace(domain, inputs=with_trigger(domain.inputs))
     view = SiteData([(shown, rows, 0)], planned.data.preprocessing, None, torch.device("cpu"))
     return 100 * float((predictions(network.eval(), view) == CLASS).mean())
 
@@ -182,7 +182,7 @@ def carried_out(cell: Cell) -> dict[str, Any]:
     bad = BAD[cell.sites] if cell.attack != "none" else ()
     shown = planned.data
     domains = {
-        name: poisoned(domain, cell.attack, cell.seed) if name in bad else domain
+        name: poison(domain, cell.attack, cell.seed) if name in bad else domain
         for name, domain in shown.domains.items()
     }
     sites = planned.sites(replace(shown, domains=domains))
@@ -192,34 +192,34 @@ def carried_out(cell: Cell) -> dict[str, Any]:
     where.bad, where.factor = bad, FACTORS.get(cell.attack, 1.0)
     where.start = Weights(network.state_dict()).clone()
     evaluator = Evaluator(planned.data, planned.split, torch.device("cpu"), planned.experiment.model)
-    with tempfile.TemporaryDirectory() as place, RunFolder(Path(place), planned.identity) as folder:
+    with tempfile.TemporaryDirectory() as scratch, RunFolder(Path(scratch), planned.identity) as folder:
         folder.write_settings()
         result = train_and_evaluate(Context("cpu", 1, Reporter()), planned, folder, where, evaluator, network)
-        weights = Weights(load_file(Path(place) / "model.safetensors"))
+        weights = Weights(load_file(Path(scratch) / "model.safetensors"))
     return {
         **asdict(cell),
         "accuracy": result.accuracy(),
-        "backdoor": backdoored(planned, weights),
+        "backdoor": backdoor_rate(planned, weights),
         "seconds": round(result.seconds, 2),
         "versions": result.versions,
     }
 
 
-def done() -> list[dict[str, Any]]:
+def finished_runs() -> list[dict[str, Any]]:
     """The runs that are finished."""
     return [json.loads(line) for line in RUNS.read_text(encoding="utf-8").splitlines()] if RUNS.exists() else []
 
 
 def table(method: str, sites: int) -> str:
     """Accuracy under each attack and rule, and how often the trigger works, over the seeds that every cell has."""
-    rows = [row for row in done() if (row["method"], row["sites"]) == (method, sites)]
-    found = {(row["rule"], row["attack"], row["seed"]): row for row in rows}
+    rows = [row for row in finished_runs() if (row["method"], row["sites"]) == (method, sites)]
+    by_case = {(row["rule"], row["attack"], row["seed"]): row for row in rows}
     names = [rule for rule in rules(sites) if any(row["rule"] == rule for row in rows)]
     keys = [(rule, attack) for rule in names for attack in ATTACKS]
-    seeds = [seed for seed in sorted({row["seed"] for row in rows}) if all((*key, seed) in found for key in keys)]
+    seeds = [seed for seed in sorted({row["seed"] for row in rows}) if all((*key, seed) in by_case for key in keys)]
 
     def cell(rule: str, attack: str, value: str) -> str:
-        values = [found[rule, attack, seed][value] for seed in seeds]
+        values = [by_case[rule, attack, seed][value] for seed in seeds]
         error = f" ± {stdev(values) / len(values) ** 0.5:.1f}" if len(values) > 1 else ""
         return f"{fmean(values):.1f}{error}"
 
@@ -239,7 +239,7 @@ def table(method: str, sites: int) -> str:
 
 def main(seeds: list[int]) -> None:
     """Carry out what is not finished yet."""
-    known = {Cell(**{name: row[name] for name in Cell.__dataclass_fields__}) for row in done()}
+    known = {Cell(**{name: row[name] for name in Cell.__dataclass_fields__}) for row in finished_runs()}
     RUNS.parent.mkdir(parents=True, exist_ok=True)
     with threads_set(1):
         for cell in cells(seeds):

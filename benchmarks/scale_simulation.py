@@ -144,8 +144,8 @@ def _up_the_tree(federation: Federation, ready: list[float]) -> tuple[float, int
         above = []
         for part in parts:
             free = 0.0
-            for one in part:
-                free = max(one, free) + federation.model / federation.server_link
+            for log in part:
+                free = max(log, free) + federation.model / federation.server_link
             above.append(free)
         if len(above) <= 1:
             return (above[0] if above else 0.0), (len(parts[0]) if parts else 0) * federation.model, nodes
@@ -164,7 +164,7 @@ def binomial_below(n: int, p: float, least: int) -> float:
     if p in (0.0, 1.0):
         return float(n * p < least)
     logs = [log_choose(n, k) + k * math.log(p) + (n - k) * math.log1p(-p) for k in range(least)]
-    return math.fsum(math.exp(one) for one in logs)
+    return math.fsum(math.exp(log) for log in logs)
 
 
 def neighbours(clients: int, corrupt: float, lost: float) -> tuple[int, int]:
@@ -219,16 +219,16 @@ def row(federation: Federation, rounds: int = 5) -> dict[str, Any]:
     played = [simulate(federation, seed) for seed in range(rounds)]
 
     def middle(name: str) -> float:
-        return float(statistics.median(getattr(one, name) for one in played))
+        return float(statistics.median(getattr(run, name) for run in played))
 
     group = federation.group or federation.drawn
     return {
         "federation": asdict(federation),
         "rounds": rounds,
         "seconds": middle("seconds"),
-        "answered_share": statistics.fmean(one.answered for one in played) / federation.drawn,
-        "counted_share": statistics.fmean(one.counted for one in played) / federation.drawn,
-        "groups_lost": statistics.fmean(one.groups_lost for one in played),
+        "answered_share": statistics.fmean(run.answered for run in played) / federation.drawn,
+        "counted_share": statistics.fmean(run.counted for run in played) / federation.drawn,
+        "groups_lost": statistics.fmean(run.groups_lost for run in played),
         "root_bytes": middle("root_bytes"),
         "busiest_bytes": middle("busiest_bytes"),
         "coordinators": middle("coordinators"),
@@ -255,19 +255,19 @@ def main() -> None:
             for k, t in [neighbours(clients, corrupt, lost)]
         ],
     }
-    RESULT.write_text(json.dumps(_rounded(result), indent=1) + "\n", encoding="utf-8")
+    RESULT.write_text(json.dumps(_round_numbers(result), indent=1) + "\n", encoding="utf-8")
     shown = ("seconds", "answered_share", "counted_share", "groups_lost", "expected_groups_lost", "root_bytes")
-    for one in result["rounds"]:
-        print(one["federation"]["name"], *(f"{key} {one[key]:.4g}" for key in shown), sep=", ")
-    for one in result["neighbours"]:
-        print(*(f"{key} {value:.4g}" for key, value in one.items()), sep=", ")
+    for line in result["rounds"]:
+        print(line["federation"]["name"], *(f"{key} {line[key]:.4g}" for key in shown), sep=", ")
+    for line in result["neighbours"]:
+        print(*(f"{key} {value:.4g}" for key, value in line.items()), sep=", ")
 
 
-def _rounded(value: Any) -> Any:
+def _round_numbers(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
+        return {key: _round_numbers(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_rounded(item) for item in value]
+        return [_round_numbers(item) for item in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 

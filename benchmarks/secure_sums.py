@@ -74,12 +74,12 @@ EXPERIMENTS["Rotated MNIST, small steps"] = {
 T = TypeVar("T")
 
 
-def timed(seconds: list[float], do: Callable[[], T]) -> T:
+def time_call(seconds: list[float], do: Callable[[], T]) -> T:
     """The result; the seconds of processor go to the list."""
     began = time.process_time()
-    found = do()
+    result = do()
     seconds.append(time.process_time() - began)
-    return found
+    return result
 
 
 def bytes_of(upload: Upload, order: Order) -> int:
@@ -94,41 +94,41 @@ def bytes_of(upload: Upload, order: Order) -> int:
 
 def cost(sites: int, folder: Path) -> dict[str, Any]:
     """Seconds and bytes of one sum. The last site is lost after the roster was made."""
-    names = [f"s{place:02d}" for place in range(sites)]
+    names = [f"s{number:02d}" for number in range(sites)]
     certificates = {name: Ed25519PrivateKey.generate() for name in names}
 
-    def verified(card: KeyCard, text: bytes) -> bool:
+    def is_verified(card: KeyCard, text: bytes) -> bool:
         try:
             certificates[card.site].public_key().verify(card.signature, text)
         except InvalidSignature:
             return False
         return True
 
-    everyone = {name: SecureSite(name, "run", folder / name, certificates[name].sign, verified) for name in names}
+    everyone = {name: SecureSite(name, "run", folder / name, certificates[name].sign, is_verified) for name in names}
     order = Order("run", 1, "fit", "00" * 32, tuple(site.card() for site in everyone.values()))
     answered, weights = names[:-1], torch.randn(NUMBERS)
     spent: dict[str, list[float]] = {part: [] for part in ("integers", "mask", "add", "confirm", "reveal", "unmask")}
     total, plain, size = SecureSum(order), torch.zeros(NUMBERS, dtype=torch.int64), 0
     for name in answered:
-        numbers = timed(spent["integers"], lambda: to_fixed(weights, sites, 1 / sites))
+        numbers = time_call(spent["integers"], lambda: to_fixed(weights, sites, 1 / sites))
         plain += numbers
-        upload = timed(spent["mask"], lambda: everyone[name].mask(order, numbers))  # noqa: B023 - called at once
+        upload = time_call(spent["mask"], lambda: everyone[name].mask(order, numbers))  # noqa: B023 - called at once
         size = size or bytes_of(upload, order)
-        timed(spent["add"], lambda: total.add(name, upload))  # noqa: B023
+        time_call(spent["add"], lambda: total.add(name, upload))  # noqa: B023
         everyone[name].forget_uploads(1)
     codes = {
-        name: timed(spent["confirm"], lambda: everyone[name].confirm(order, answered))  # noqa: B023
+        name: time_call(spent["confirm"], lambda: everyone[name].confirm(order, answered))  # noqa: B023
         for name in answered
     }
     told = {}
     for name in answered:
-        to_it = {by: own[name] for by, own in codes.items() if by != name}
-        told[name] = timed(
+        to_it = {by: code[name] for by, code in codes.items() if by != name}
+        told[name] = time_call(
             spent["reveal"],
             lambda: everyone[name].reveal(order, answered, total.sealed_for(name), to_it),  # noqa: B023
         )
-    found = timed(spent["unmask"], lambda: total.unmasked(told))
-    assert torch.equal(found, plain)
+    model = time_call(spent["unmask"], lambda: total.unmasked(told))
+    assert torch.equal(model, plain)
     whole = len(encode({"weights": Weights({"weights": weights})}))
     shares = sites * (28 + 33 * sites) + 32 * sites
     return {
@@ -146,7 +146,7 @@ def accuracy(options: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
 
     The control is plain, with another library's matrix products: what the last digits of numbers alone change.
     """
-    found = {}
+    times = {}
     for name, aggregation, products in (
         ("plain", "plain", "default"),
         ("secure", "secure", "default"),
@@ -155,15 +155,15 @@ def accuracy(options: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
         engine = {"name": "local", "workers": 1, "threads": 1, "aggregation": aggregation}
         training = {**options["training"], "matrix_products": products}
         done = fedshift.run({**options, "training": training, "engine": engine, "device": "cpu"}, folder / name)
-        found[name] = {run.folder.parts[-3:]: run for run in done.collected.runs}
+        times[name] = {run.folder.parts[-3:]: run for run in done.collected.runs}
     rows = []
-    for place, run in found["plain"].items():
+    for kind, run in times["plain"].items():
         row: dict[str, Any] = {"method": run.result.method, "target": run.result.target, "seed": run.result.seed}
         plain, first = run.result.accuracy("last"), load_file(run.folder / "model.safetensors")
         assert plain is not None
         row["plain"] = plain
         for name in ("secure", "control"):
-            other = found[name][place]
+            other = times[name][kind]
             measured, second = other.result.accuracy("last"), load_file(other.folder / "model.safetensors")
             assert measured is not None
             apart = max((first[key].double() - second[key].double()).abs().max().item() for key in first)
@@ -178,7 +178,7 @@ def rounds_over_flare(rounds: int = 6) -> dict[str, Any]:
 
     network, method = {"name": "mlp", "hidden": [1000, 990]}, {"name": "fedavg"}
     seconds: dict[str, list[float]] = {"plain": [], "secure": []}
-    found: dict[str, Any] = {"sites": len(SITES), "network_mb": 4.0, "rounds_of_a_deployment": rounds}
+    results: dict[str, Any] = {"sites": len(SITES), "network_mb": 4.0, "rounds_of_a_deployment": rounds}
     with federation(SITES, ["fedavg"]) as (made, _):
         for label in TURNS:
             way = label.split()[0]
@@ -188,9 +188,9 @@ def rounds_over_flare(rounds: int = 6) -> dict[str, Any]:
             lines = deployment.folder / "runs" / deployment.name / "fedavg" / "sites" / "seed-0" / "rounds.jsonl"
             records = [json.loads(line) for line in lines.read_text().splitlines()][1:]
             seconds[way] += [record["seconds"] for record in records]
-            found[f"{way}_bytes"] = records[-1]["bytes"]
+            results[f"{way}_bytes"] = records[-1]["bytes"]
     medians = {way: statistics.median(values) for way, values in seconds.items()}
-    return {**found, "seconds": seconds, "medians": medians, "ratio": medians["secure"] / medians["plain"]}
+    return {**results, "seconds": seconds, "medians": medians, "ratio": medians["secure"] / medians["plain"]}
 
 
 def main(parts: Sequence[str]) -> None:

@@ -87,56 +87,61 @@ MARKER = re.compile(r"<!-- table (\w+)(?: (\w+))? -->.*?<!-- end -->", re.DOTALL
 ATTACKS = re.compile(r"(<!-- attacks (\w+) (\d+) -->).*?<!-- end -->", re.DOTALL)
 
 
-def facts(found: Collected) -> str:
+def facts(collected: Collected) -> str:
     """Runs, seconds, versions, threads of a set of results."""
-    results = found.results
+    results = collected.results
     seconds = sum(result.seconds for result in results)
     versions = sorted({f"{name} {result.versions[name]}" for result in results for name in ("torch", "numpy")})
     threads = "/".join(map(str, sorted({result.threads for result in results})))
     text = f"{len(results)} runs, {seconds / 3600:.1f} hours of run time in all, {threads} thread(s) a run, "
     text += ", ".join(versions) + "."
-    if found.unfinished:
-        text += f" **{found.unfinished} of {found.planned} runs are still to come.**"
+    if collected.unfinished:
+        text += f" **{collected.unfinished} of {collected.planned} runs are still to come.**"
     return text
 
 
-def lines_of(name: str, found: Collected, select: Selection) -> list[differences.Difference]:
+def lines_of(name: str, collected: Collected, select: Selection) -> list[differences.Difference]:
     """How the methods of a table differ from its baseline, and as `PAIRS` says: all that are corrected together."""
     baseline = BASELINES.get(name, "fedavg")
-    others = [method for method in found.order.methods if method not in (baseline, "oracle")]
+    others = [method for method in collected.order.methods if method not in (baseline, "oracle")]
     pairs = dict.fromkeys([*((method, baseline) for method in others), *PAIRS])
-    return differences.differences(found.results, pairs, select)
+    return differences.differences(collected.results, pairs, select)
 
 
-def compared(name: str, found: Collected, select: Selection) -> str:
+def comparison_table(name: str, collected: Collected, select: Selection) -> str:
     """The table of `lines_of`; "" for one seed."""
-    lines = tested(name, found, select)
-    return difference_words.markdown(lines, found.order.targets, headline(found.results)) if lines else ""
+    lines = tested_lines(name, collected, select)
+    return difference_words.markdown(lines, collected.order.targets, headline(collected.results)) if lines else ""
 
 
-def tested(name: str, found: Collected, select: Selection) -> list[differences.Difference]:
+def tested_lines(name: str, collected: Collected, select: Selection) -> list[differences.Difference]:
     """`lines_of`; none for one seed."""
-    lines = lines_of(name, found, select)
+    lines = lines_of(name, collected, select)
     return lines if any(line.comparison.seeds and line.comparison.seeds.n > 1 for line in lines) else []
 
 
-def gains(name: str, found: Collected, select: Selection) -> list[Column]:
+def gains(name: str, collected: Collected, select: Selection) -> list[Column]:
     """What each method adds to the table's baseline, and its p: a column, or none for one seed."""
     baseline = BASELINES.get(name, "fedavg")
-    by_name = {line.name: line for line in tested(name, found, select)}
+    by_name = {line.name: line for line in tested_lines(name, collected, select)}
     cells = {
         method: f"{difference_words.with_sign(line.comparison.test.mean)} ({difference_words.p_value(p)})".replace(
             "<", "\\<"
         )
-        for method in found.order.methods
+        for method in collected.order.methods
         if (line := by_name.get(f"{method} − {baseline}")) is not None and line.comparison.test is not None
         if (p := line.corrected if line.comparison.clustered else line.here) is not None
     }
     return [(f"− {escape_markdown(baseline)} (p)", lambda method: cells.get(method, MISSING))] if cells else []
 
 
+<<<<<<< HEAD
 def published(name: str, most: int = 99) -> str:
     """The published rows as a Markdown table in the same order of columns; the last alone, the average, if ``most``."""
+=======
+def published_table(name: str) -> str:
+    """The published rows as a Markdown table in the same order of columns."""
+>>>>>>> e8ad4afe (Names of the benchmarks say what they hold)
     entry = json.loads((HERE / "published.json").read_text(encoding="utf-8"))[PUBLISHED[name]]
     names = list(next(iter(entry["rows"].values())))[-most:]
     head = f"| published: {entry['source']} | " + " | ".join(names) + " |"
@@ -148,12 +153,12 @@ def published(name: str, most: int = 99) -> str:
     return "\n".join(lines)
 
 
-def costs(found: Collected) -> str:
+def costs(collected: Collected) -> str:
     """What a method costs: bytes by kind and direction over all sites, a round and in all, and seconds."""
     lines = ["| method | rounds | mini-batches | up, MB a round | down, MB a round | MB in all | seconds a round |"]
     lines.append("|---|" + "---:|" * 6)
-    for label in found.order.methods:
-        results = [result for result in found.results if result.method == label]
+    for label in collected.order.methods:
+        results = [result for result in collected.results if result.method == label]
         if not results:
             continue
         rounds = sum(result.rounds for result in results)
@@ -176,28 +181,28 @@ def costs(found: Collected) -> str:
     return "\n".join(lines)
 
 
-def bad_weights(found: Collected) -> str:
+def bad_weights(collected: Collected) -> str:
     """What a source with wrong labels weighs in the aggregate in the course of training."""
-    (site,) = found.results[0].options["protocol"]["wrong_labels"]
-    last = max(result.rounds for result in found.results)
+    (site,) = collected.results[0].options["protocol"]["wrong_labels"]
+    last = max(result.rounds for result in collected.results)
     rounds = list(dict.fromkeys(max(1, round(share * last)) for share in (0, 0.1, 0.2, 0.3, 0.5, 0.75, 1)))
     lines = [f"| weight of {site} | " + " | ".join(f"round {number}" for number in rounds) + " |"]
     lines.append("|---|" + "---:|" * len(rounds))
-    for label in found.order.methods:
-        finished = [run for run in found.runs if run.result.method == label]
+    for label in collected.order.methods:
+        finished = [run for run in collected.runs if run.result.method == label]
         runs = [read_rounds(run.folder / ROUNDS) for run in finished]
         cells = [f"{mean_weights(runs, site, number) or 0.0:.3f}" for number in rounds]
         lines.append(f"| {label} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def by_protocol(found: Collected) -> str:
+def by_protocol(collected: Collected) -> str:
     """Averages over targets, and what each method adds to FedAvg, under three rules for the round that is reported.
 
     Work is equal where a method that trains before its first round has fewer rounds. Published tables count rounds, and
     the released code of CSAC reports the round that is best at the target: that one is an oracle.
     """
-    rounds = {id(run.result): read_rounds(run.folder / ROUNDS) for run in found.runs}
+    rounds = {id(run.result): read_rounds(run.folder / ROUNDS) for run in collected.runs}
 
     def up_to_plan(result: RunResult) -> list[float]:
         planned = result.options["training"]["rounds"]
@@ -208,18 +213,18 @@ def by_protocol(found: Collected) -> str:
         "last round, equal rounds": lambda result, _: up_to_plan(result)[-1],
         "best target round, equal rounds (oracle)": lambda result, _: max(up_to_plan(result)),
     }
-    targets = {result.target for result in found.results}
+    targets = {result.target for result in collected.results}
     lines = ["| method | " + " | ".join(protocols) + " |", "|---|" + "---:|" * len(protocols)]
-    for method in found.order.methods:
-        own = [result for result in found.results if result.method == method]
-        if {result.target for result in own} < targets:
+    for method in collected.order.methods:
+        of_method = [result for result in collected.results if result.method == method]
+        if {result.target for result in of_method} < targets:
             continue  # an average over fewer targets is no average of this table
         cells = []
         for value in protocols.values():
-            average = next(row for row in rows(own, value=value) if row.target == AVERAGE)
+            average = next(row for row in rows(of_method, value=value) if row.target == AVERAGE)
             error = "" if average.standard_error is None else f" ± {average.standard_error:.2f}"
-            base = [result for result in found.results if result.method == "fedavg"]
-            test = compare(own, base, value=value)
+            base = [result for result in collected.results if result.method == "fedavg"]
+            test = compare(of_method, base, value=value)
             gain = test.test if method != "fedavg" and test is not None else None
             more = f" ({gain.mean:+.2f}, p {_p(gain.p)})" if gain and gain.p is not None else ""
             cells.append(f"{average.mean:.2f}{error}{more}")
@@ -243,24 +248,37 @@ def section(match: re.Match[str], tests: bool, warned: set[str]) -> str:
     folder = HERE / "results" / name
     if not folder.exists():
         return match.group(0)
-    found = collect(folder)
+    collected = collect(folder)
     head = match.group(0).split("-->")[0] + "-->"
     others = dict(zip(OTHERS, (costs, bad_weights, by_protocol), strict=True))
     if select in others:
-        return "\n".join([head, others[select](found), "<!-- end -->"])
+        return "\n".join([head, others[select](collected), "<!-- end -->"])
     rule = cast(Selection, select)
     if not tests:
         return "\n".join(
-            [head, f"Measured:\n\n{markdown(report_of(found, rule).table).strip()}", "", facts(found), "<!-- end -->"]
+            [
+                head,
+                f"Measured:\n\n{markdown(report_of(collected, rule).table).strip()}",
+                "",
+                facts(collected),
+                "<!-- end -->",
+            ]
         )
+<<<<<<< HEAD
     parts = [head, page_table(found, rule, warned, gains(name, found, rule)), ""]
     if name in PUBLISHED and select == "last" and PUBLISHED[name] not in warned:
         warned.add(PUBLISHED[name])
         parts += [published(name, 1), ""]
+=======
+    parts = [head, page_table(collected, rule, warned, gains(name, collected, rule)), ""]
+    if name in PUBLISHED and select == "last":
+        parts += [published_table(name), ""]
+>>>>>>> e8ad4afe (Names of the benchmarks say what they hold)
     return "\n".join([*parts, "<!-- end -->"])
 
 
 def more(name: str, select: Selection = "last") -> str:
+<<<<<<< HEAD
     """All of a table: every site, intervals, further accuracies, settings, every difference, bytes and seconds."""
     found = collect(HERE / "results" / name)
     parts = [*details(found, select), compared(name, found, select)]
@@ -269,6 +287,11 @@ def more(name: str, select: Selection = "last") -> str:
     parts += [bad_weights(found)] if found.results[0].options["protocol"].get("wrong_labels") else []
     parts += [by_protocol(found)] if name in _BY_PROTOCOL else []
     return "\n\n".join(filter(None, parts))
+=======
+    """What a page leaves out of a table: intervals, further accuracies, settings, and every difference."""
+    collected = collect(HERE / "results" / name)
+    return "\n\n".join([*details(collected, select), *filter(None, [comparison_table(name, collected, select)])])
+>>>>>>> e8ad4afe (Names of the benchmarks say what they hold)
 
 
 OTHERS = ("cost", "weights", "protocols")
@@ -276,12 +299,16 @@ NAMES = sorted(folder.name for folder in (HERE / "results").iterdir() if folder.
 PAGES = [*sorted(HERE.glob("*.md")), HERE.parent / "README.md"]
 
 
+<<<<<<< HEAD
 def printed(text: str) -> set[str]:
     """The results that a page only names between backticks, for they are printed by a command."""
     return set(re.findall(r"`(\w+)`", text)) & set(NAMES)
 
 
 def filled(page: Path) -> str:
+=======
+def fill_page(page: Path) -> str:
+>>>>>>> e8ad4afe (Names of the benchmarks say what they hold)
     """The text of a page with every marker filled from the results."""
     tests = page.resolve().parent == HERE.resolve()
     text = MARKER.sub(partial(section, tests=tests, warned=set()), page.read_text(encoding="utf-8"))
@@ -302,7 +329,7 @@ def main() -> None:
         print(more(name))
     if not sys.argv[1:]:
         for page in PAGES:
-            page.write_text(filled(page), encoding="utf-8")
+            page.write_text(fill_page(page), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from fedshift.experiment.runs.run_identity import comparable
 from fedshift.files import plain_yaml
 from fedshift.methods.index import ENTRIES
 from paper_tables.catalogue import Entry, read
-from paper_tables.comparison import Runs, compared
+from paper_tables.comparison import Runs, compare_panel
 from paper_tables.panels import panels_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,7 +35,9 @@ def test_benchmarks_can_be_made_again(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     scripts = [block.replace("\\\n", " ") for block in re.findall(r"^```bash\n(.*?)^```", text, flags=re.M | re.S)]
     runs = [
-        found for script in scripts for found in re.findall(r"^fedshift run (?:'[^']*'|[^'\n])*", script, flags=re.M)
+        command
+        for script in scripts
+        for command in re.findall(r"^fedshift run (?:'[^']*'|[^'\n])*", script, flags=re.M)
     ]
     for command in runs:
         words = shlex.split(command, comments=True)[2:]
@@ -49,7 +51,7 @@ def test_benchmarks_can_be_made_again(page: Path) -> None:
 
 
 def test_tables_are_those_that_the_results_give() -> None:
-    other = [page.name for page in summarise.PAGES if summarise.filled(page) != page.read_text(encoding="utf-8")]
+    other = [page.name for page in summarise.PAGES if summarise.fill_page(page) != page.read_text(encoding="utf-8")]
     assert other == [], "run python benchmarks/summarise.py"
 
 
@@ -89,9 +91,11 @@ def test_the_first_number_of_an_advice_stands_in_a_row_of_the_method(filled_tabl
     rows = filled_tables.splitlines()
     absent = []
     for method, entry in ENTRIES.items():
-        own = [row for row in rows if re.match(rf"\| {method}\b", row)]
+        of_method = [row for row in rows if re.match(rf"\| {method}\b", row)]
         absent += [
-            (method, first) for first in numbers_of(entry.advice)[:1] if not any(stands_in(first, row) for row in own)
+            (method, first)
+            for first in numbers_of(entry.advice)[:1]
+            if not any(stands_in(first, row) for row in of_method)
         ]
     assert absent == []
 
@@ -105,13 +109,13 @@ CLAIMS = claims.claims()
 
 def test_every_claim_has_the_numbers_of_the_committed_results() -> None:
     assert len(CLAIMS) > 50
-    assert [str(claim) for claim in CLAIMS if claims.recomputed(claim) != claim] == []
+    assert [str(claim) for claim in CLAIMS if claims.recompute(claim) != claim] == []
     assert all((ROOT / page).is_file() for claim in CLAIMS for page in claim.page)
 
 
 @pytest.mark.parametrize("page", claims.PROSE, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_a_p_in_a_sentence_is_that_of_the_gain_beside_it(page: Path) -> None:
-    assert claims.unclaimed(page, CLAIMS) == [], "add the comparison to claims.yaml, or mend the sentence"
+    assert claims.p_values_without_claim(page, CLAIMS) == [], "add the comparison to claims.yaml, or mend the sentence"
 
 
 def test_a_wrong_p_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,9 +132,9 @@ def test_a_wrong_p_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "+5.46 (p < 0.001)": 1,
     }.items():
         page.write_text(text, encoding="utf-8")
-        assert len(claims.unclaimed(page, [claim])) == wrong, text
+        assert len(claims.p_values_without_claim(page, [claim])) == wrong, text
     for change in ({"gain": 5.0}, {"p": "0.001"}, {"here": "–"}):
-        assert claims.recomputed(CLAIMS[0].model_copy(update=change)) == CLAIMS[0]
+        assert claims.recompute(CLAIMS[0].model_copy(update=change)) == CLAIMS[0]
 
 
 def test_chart_shows_the_averages_of_the_tables() -> None:
@@ -151,9 +155,9 @@ def test_a_papers_entry_finds_its_numbers(entry: Entry) -> None:
     runs = Runs(PAPERS, entry)
     for panel in entry.panels:
         if panel.kind == "cells":
-            columns = [name for name, place in panel.columns.items() if place.experiment != "none"]
-            found = compared(PAPERS, panel, runs)
-            assert set(found.ours) == {(row, column) for row in panel.rows for column in columns}
+            columns = [name for name, source in panel.columns.items() if source.experiment != "none"]
+            numbers = compare_panel(PAPERS, panel, runs)
+            assert set(numbers.ours) == {(row, column) for row in panel.rows for column in columns}
     assert panels_of(PAPERS, entry)
 
 

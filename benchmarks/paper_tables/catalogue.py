@@ -33,7 +33,7 @@ class _Strict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Place(_Strict):
+class CellSource(_Strict):
     """The runs behind a number of ours. A cell's place is its row's, with what its column changes."""
 
     experiment: str = Field("", description="the experiment's name, or none; the entry's first if empty")
@@ -45,17 +45,17 @@ class Place(_Strict):
         "a round; memory: most MiB of the process",
     )
 
-    def at(self, column: Place) -> Place:
+    def at(self, column: CellSource) -> CellSource:
         """This place with what ``column`` says."""
         return self.model_copy(update={name: getattr(column, name) for name in column.model_fields_set})
 
 
-def _method(place: object) -> object:
-    return {"method": place} if isinstance(place, str) else place
+def _method(value: object) -> object:
+    return {"method": value} if isinstance(value, str) else value
 
 
-def _target(place: object) -> object:
-    return {"target": place} if isinstance(place, str) else place
+def _target(value: object) -> object:
+    return {"target": value} if isinstance(value, str) else value
 
 
 class Panel(_Strict):
@@ -72,9 +72,9 @@ class Panel(_Strict):
     comparable: bool = Field(
         True, description="whether both are of the same data, so that their difference says anything"
     )
-    rows: dict[str, Annotated[Place, BeforeValidator(_method)]] = Field(default_factory=dict)
-    columns: dict[str, Annotated[Place, BeforeValidator(_target)]] = Field(
-        default_factory=lambda: {AVERAGE: Place(target=AVERAGE)}
+    rows: dict[str, Annotated[CellSource, BeforeValidator(_method)]] = Field(default_factory=dict)
+    columns: dict[str, Annotated[CellSource, BeforeValidator(_target)]] = Field(
+        default_factory=lambda: {AVERAGE: CellSource(target=AVERAGE)}
     )
     along: Literal["rows", "columns"] = Field("columns", description="what the horizontal axis shows")
     axis: str = Field("", description="the label of the horizontal axis")
@@ -170,11 +170,11 @@ class Catalogue:
         Raises:
             UserError: there is none.
         """
-        found = next((entry for entry in self.entries if entry.name == name), None)
-        if found is None:
+        match = next((entry for entry in self.entries if entry.name == name), None)
+        if match is None:
             names = [entry.name for entry in self.entries]
             raise UserError(f"no table or figure is called '{name}'; {nearest(name, names)} (papers.py list)")
-        return found
+        return match
 
     def file(self, source: Source) -> Path:
         """The experiment file of a source."""
@@ -190,9 +190,9 @@ class Catalogue:
         folder = self.results / experiment.name
         if source.audit_iterations:
             return State(experiment, int((folder / "leakage.json").exists()), 1)
-        found = {run.relative_to(folder.absolute()).parts for run in run_folders(folder) if is_finished(run)}
+        finished = {run.relative_to(folder.absolute()).parts for run in run_folders(folder) if is_finished(run)}
         targets = experiment.protocol.named_targets or tuple(
-            dict.fromkeys([*read_order(folder / ORDER).targets, *(target for _, target, _ in found)])
+            dict.fromkeys([*read_order(folder / ORDER).targets, *(target for _, target, _ in finished)])
         )
         planned = {
             (method.display, target, f"seed-{seed}")
@@ -200,9 +200,12 @@ class Catalogue:
             for target in targets
             for seed in experiment.protocol.seeds
         }
-        done = bool(planned) and planned <= found
+        done = bool(planned) and planned <= finished
         return State(
-            experiment, len(planned & found), len(planned) if targets else None, "" if done else absent(experiment.data)
+            experiment,
+            len(planned & finished),
+            len(planned) if targets else None,
+            "" if done else absent(experiment.data),
         )
 
 
@@ -222,8 +225,8 @@ def read(folder: Path) -> Catalogue:
             "or give its benchmarks folder with --folder"
         ) from None
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
-        said = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-        raise UserError(f"{folder / ENTRIES} or {PUBLISHED} cannot be read: {' '.join(said.split())}") from error
+        message = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        raise UserError(f"{folder / ENTRIES} or {PUBLISHED} cannot be read: {' '.join(message.split())}") from error
     for entry in entries:
         for panel in entry.panels:
             if panel.published and panel.published not in published:

@@ -10,7 +10,7 @@ from fedshift.evaluation.significance import TTest, compare
 from fedshift.evaluation.stored import ROUNDS, is_finished, run_folders
 from fedshift.evaluation.summary import AVERAGE, Value, rows
 from fedshift.report.collect import collect, read_rounds
-from paper_tables.catalogue import Catalogue, Entry, Panel, Place, Quantity
+from paper_tables.catalogue import Catalogue, CellSource, Entry, Panel, Quantity
 
 
 def _megabytes(result: RunResult, _: Selection) -> float:
@@ -82,45 +82,45 @@ class Runs:
         self._names = [catalogue.experiment(source).name for source in entry.experiments]
         self._read: dict[str, dict[str, list[tuple[RunResult, str]]]] = {}
 
-    def folder(self, place: Place) -> str:
+    def folder(self, source: CellSource) -> str:
         """The name of the experiment's folder."""
-        return place.experiment or next(iter(self._names), "none")
+        return source.experiment or next(iter(self._names), "none")
 
-    def of(self, place: Place) -> list[RunResult]:
+    def of(self, source: CellSource) -> list[RunResult]:
         """The runs of the place's method, at all targets."""
-        return [result for result, _ in self._of(place)]
+        return [result for result, _ in self._of(source)]
 
-    def rounds(self, place: Place) -> list[tuple[RunResult, list[RoundRecord]]]:
+    def rounds(self, source: CellSource) -> list[tuple[RunResult, list[RoundRecord]]]:
         """The same, each with its rounds."""
-        return [(result, read_rounds(self._results / folder / ROUNDS)) for result, folder in self._of(place)]
+        return [(result, read_rounds(self._results / folder / ROUNDS)) for result, folder in self._of(source)]
 
-    def targets(self, place: Place) -> set[str]:
+    def targets(self, source: CellSource) -> set[str]:
         """The targets of all finished runs of the place's experiment."""
-        return {result.target for found in self._experiment(place).values() for result, _ in found}
+        return {result.target for runs_of_method in self._experiment(source).values() for result, _ in runs_of_method}
 
-    def _of(self, place: Place) -> list[tuple[RunResult, str]]:
-        return self._experiment(place).get(place.method, [])
+    def _of(self, source: CellSource) -> list[tuple[RunResult, str]]:
+        return self._experiment(source).get(source.method, [])
 
-    def _experiment(self, place: Place) -> dict[str, list[tuple[RunResult, str]]]:
-        name = self.folder(place)
+    def _experiment(self, source: CellSource) -> dict[str, list[tuple[RunResult, str]]]:
+        name = self.folder(source)
         if name not in self._read:
-            folder, found = self._results / name, dict[str, list[tuple[RunResult, str]]]()
+            folder, by_method = self._results / name, dict[str, list[tuple[RunResult, str]]]()
             runs = collect(folder).runs if any(map(is_finished, run_folders(folder))) else ()
             for run in runs:
                 relative = run.folder.relative_to(self._results.resolve())
-                found.setdefault(run.result.method, []).append((run.result, str(relative)))
-            self._read[name] = found
+                by_method.setdefault(run.result.method, []).append((run.result, str(relative)))
+            self._read[name] = by_method
         return self._read[name]
 
 
-def compared(catalogue: Catalogue, panel: Panel, runs: Runs) -> Compared:
+def compare_panel(catalogue: Catalogue, panel: Panel, runs: Runs) -> Compared:
     """The numbers of a panel of cells."""
     entry = catalogue.published.get(panel.published, {})
     printed = entry.get("rows", {})
     ours, published = {}, {}
-    for row, place in panel.rows.items():
+    for row, source in panel.rows.items():
         for column, change in panel.columns.items():
-            number = _ours(runs, place.at(change))
+            number = _ours(runs, source.at(change))
             if number is not None:
                 ours[row, column] = number
             if column in printed.get(row, {}):
@@ -129,10 +129,13 @@ def compared(catalogue: Catalogue, panel: Panel, runs: Runs) -> Compared:
     return Compared(panel, entry.get("source", ""), ours, published, others, _gains(panel, runs, published))
 
 
-def _ours(runs: Runs, place: Place) -> Number | None:
-    found = rows(runs.of(place), value=VALUES[place.value])
-    row = next((row for row in found if row.target == place.target), None)
-    if row is None or (place.target == AVERAGE and {one.target for one in found} - {AVERAGE} < runs.targets(place)):
+def _ours(runs: Runs, source: CellSource) -> Number | None:
+    table_rows = rows(runs.of(source), value=VALUES[source.value])
+    row = next((row for row in table_rows if row.target == source.target), None)
+    if row is None or (
+        source.target == AVERAGE
+        and {row_of_target.target for row_of_target in table_rows} - {AVERAGE} < runs.targets(source)
+    ):
         return None
     return Number(row.mean, row.standard_error, row.n)
 
@@ -141,10 +144,10 @@ def _gains(panel: Panel, runs: Runs, published: Mapping[tuple[str, str], Number]
     if not panel.baseline:
         return []
     base, gains = panel.rows[panel.baseline], []
-    for row, place in panel.rows.items():
+    for row, source in panel.rows.items():
         both = [published.get((name, AVERAGE)) for name in (row, panel.baseline)]
         printed = both[0].mean - both[1].mean if both[0] and both[1] else None
-        test = compare(runs.of(place), runs.of(base), value=VALUES[place.value])
+        test = compare(runs.of(source), runs.of(base), value=VALUES[source.value])
         if row != panel.baseline and (test or printed is not None):
             gains.append(Gain(row, test.test if test else None, test.seeds if test else None, printed))
     return gains

@@ -33,7 +33,7 @@ def distances(models: Mapping[str, Weights]) -> dict[str, dict[str, float]]:
     Args:
         models: site → the model that it trained.
     """
-    found: dict[str, dict[str, float]] = {WITHIN: {}, ACROSS: {}}
+    of_pairs: dict[str, dict[str, float]] = {WITHIN: {}, ACROSS: {}}
     names = [name for name, tensor in next(iter(models.values())).items() if tensor.ndim > 1]
     layers = sorted(names, key=lambda name: name.startswith("classifier"))  # files have them in alphabetical order
     for layer in layers:
@@ -42,9 +42,9 @@ def distances(models: Mapping[str, Weights]) -> dict[str, dict[str, float]]:
             same = first.rpartition(".")[0] == second.rpartition(".")[0]
             pairs[WITHIN if same else ACROSS].append(torch.linalg.vector_norm(a[layer] - b[layer]))
         norm = torch.stack([torch.linalg.vector_norm(model[layer]) for model in models.values()]).mean()
-        for place, values in pairs.items():
-            found[place][layer.removesuffix(".weight")] = float(torch.stack(values).mean() / norm)
-    return found
+        for pair, values in pairs.items():
+            of_pairs[pair][layer.removesuffix(".weight")] = float(torch.stack(values).mean() / norm)
+    return of_pairs
 
 
 def measure(folder: Path) -> None:
@@ -65,9 +65,9 @@ def measure(folder: Path) -> None:
                 weights = Weights({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
         except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
             raise UserError(f"{file} is damaged: remove its folder and run it again") from error
-        for place, layers in distances(members_by_name(weights, sources)).items():
+        for layer_pair, layers in distances(members_by_name(weights, sources)).items():
             for layer, distance in layers.items():
-                whole[place][layer].append(distance)
+                whole[layer_pair][layer].append(distance)
     if whole[WITHIN]:
         write_object(folder / DISTANCES, whole)
 
@@ -78,7 +78,7 @@ def read(folder: Path) -> Distances:
     Raises:
         UserError: the file is damaged.
     """
-    found: Distances = read_object(
+    stored: Distances = read_object(
         folder / DISTANCES, "restore it, or remove it and the experiment's folder, and run again"
     )
-    return found
+    return stored

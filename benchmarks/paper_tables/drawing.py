@@ -58,7 +58,7 @@ def ours_and_published(panels: Sequence[SeriesPanel], note: str = "") -> Figure:
         for number, series in enumerate(panel.series):
             color, _, marker = style_of(names.index(series.name))
             shift = (number - (len(panel.series) - 1) / 2) * step
-            x = [places.index(one) + shift if isinstance(one, str) else one for one in series.x]
+            x = [places.index(value) + shift if isinstance(value, str) else value for value in series.x]
             if panel.points:
                 axes.plot(x, series.mean, color=color, linestyle="", marker=marker, markersize=3.5, label=series.name)
                 continue

@@ -15,8 +15,8 @@ from fedshift.report.collect import natural
 from fedshift.report.run_means import mean_over_targets, weights_by_layer, weights_over_rounds
 from fedshift.text import csv_text
 from paper_tables import distances, placements
-from paper_tables.catalogue import By, Catalogue, Entry, Panel, Place
-from paper_tables.comparison import Compared, Number, Runs, compared
+from paper_tables.catalogue import By, Catalogue, CellSource, Entry, Panel
+from paper_tables.comparison import Compared, Number, Runs, compare_panel
 from paper_tables.drawing import Series, SeriesPanel
 
 
@@ -65,16 +65,16 @@ def _series(catalogue: Catalogue, panel: Panel, runs: Runs) -> Iterator[Series]:
     """What a panel shows, by its kind."""
     match panel.kind:
         case "cells":
-            return _cells(compared(catalogue, panel, runs))
+            return _cells(compare_panel(catalogue, panel, runs))
         case "leakage":
-            return _leakage(catalogue, runs.folder(Place()))
+            return _leakage(catalogue, runs.folder(CellSource()))
         case "distances":
-            return _distances(catalogue.results / runs.folder(Place()))
+            return _distances(catalogue.results / runs.folder(CellSource()))
         case "features":
-            folders = [(catalogue.results / runs.folder(place), place.method) for place in panel.rows.values()]
-            return chain.from_iterable(_placed(folder, method, panel.by) for folder, method in folders)
+            folders = [(catalogue.results / runs.folder(source), source.method) for source in panel.rows.values()]
+            return chain.from_iterable(_placements(folder, method, panel.by) for folder, method in folders)
         case "weights" if not panel.site:
-            return chain.from_iterable(_sites(panel, runs, place) for place in panel.rows.values())
+            return chain.from_iterable(_sites(panel, runs, source) for source in panel.rows.values())
         case _:
             return _curves(panel, runs)
 
@@ -86,25 +86,30 @@ def _distances(folder: Path) -> Iterator[Series]:
 
 
 def _curves(panel: Panel, runs: Runs) -> Iterator[Series]:
-    for name, place in panel.rows.items():
-        x, mean, error = _curve(panel, runs, place)
+    for name, source in panel.rows.items():
+        x, mean, error = _curve(panel, runs, source)
         if x:
             yield Series(name, x, mean, error)
 
 
-def _cells(found: Compared) -> Iterator[Series]:
-    rows, columns = list(found.panel.rows), list(found.panel.columns)
-    flipped = found.panel.along == "rows"
+def _cells(compared: Compared) -> Iterator[Series]:
+    rows, columns = list(compared.panel.rows), list(compared.panel.columns)
+    flipped = compared.panel.along == "rows"
     names, places = (columns, rows) if flipped else (rows, columns)
     numeric = all(map(_is_number, places))
     for name in names:
-        for numbers, published in ((found.ours, False), (found.published, True)):
-            cells = {place: numbers.get((place, name) if flipped else (name, place)) for place in places}
-            here: dict[str, Number] = {place: number for place, number in cells.items() if number is not None}
+        for numbers, published in ((compared.ours, False), (compared.published, True)):
+            cells = {
+                name_of_cell: numbers.get((name_of_cell, name) if flipped else (name, name_of_cell))
+                for name_of_cell in places
+            }
+            here: dict[str, Number] = {
+                name_of_cell: number for name_of_cell, number in cells.items() if number is not None
+            }
             if here:
                 yield Series(
                     name,
-                    [float(place) for place in here] if numeric else list(here),
+                    [float(name_of_cell) for name_of_cell in here] if numeric else list(here),
                     [number.mean for number in here.values()],
                     [number.error for number in here.values()],
                     published,
@@ -115,34 +120,34 @@ def _is_number(text: str) -> bool:
     return text.replace(".", "", 1).isdecimal()
 
 
-def _curve(panel: Panel, runs: Runs, place: Place) -> tuple[list[float | str], list[float], list[float | None]]:
+def _curve(panel: Panel, runs: Runs, source: CellSource) -> tuple[list[float | str], list[float], list[float | None]]:
     """The rounds, the means over runs, and for accuracies the standard deviation over seeds."""
-    found = _at(runs, place)
+    runs_there = _at(runs, source)
     if panel.kind == "rounds":
-        points = mean_over_targets(found)
+        points = mean_over_targets(runs_there)
         return [point[0] for point in points], [point[2] for point in points], [point[3] for point in points]
-    value = _weight(panel.site) if panel.kind == "weights" else _reported(panel.number)
+    value = _weight(panel.site) if panel.kind == "weights" else _reported_value(panel.number)
     by_run = [
-        {record.round: number for record in rounds if (number := value(record)) is not None} for _, rounds in found
+        {record.round: number for record in rounds if (number := value(record)) is not None} for _, rounds in runs_there
     ]
     common = sorted(set[int].intersection(*map(set[int], by_run))) if by_run else []
-    return list(common), [fmean(one[number] for one in by_run) for number in common], [None] * len(common)
+    return list(common), [fmean(values[number] for values in by_run) for number in common], [None] * len(common)
 
 
-def _at(runs: Runs, place: Place) -> list[tuple[RunResult, list[RoundRecord]]]:
+def _at(runs: Runs, source: CellSource) -> list[tuple[RunResult, list[RoundRecord]]]:
     """The runs of a place with their rounds: at its target, or at all."""
-    return [one for one in runs.rounds(place) if place.target in (AVERAGE, one[0].target)]
+    return [run for run in runs.rounds(source) if source.target in (AVERAGE, run[0].target)]
 
 
-def _sites(panel: Panel, runs: Runs, place: Place) -> Iterator[Series]:
+def _sites(panel: Panel, runs: Runs, source: CellSource) -> Iterator[Series]:
     """Every site's weight over rounds, in one layer if the panel names one: mean and standard deviation over seeds."""
-    rounds = [one for _, one in _at(runs, place)]
+    rounds = [records for _, records in _at(runs, source)]
     curves = weights_by_layer(rounds).get(panel.layer, {}) if panel.layer else weights_over_rounds(rounds)
     for site, (x, mean, spread) in curves.items():
         yield Series(site, list(x), list(mean), list(spread) if spread is not None else [None] * len(x))
 
 
-def _placed(folder: Path, method: str, by: By) -> Iterator[Series]:
+def _placements(folder: Path, method: str, by: By) -> Iterator[Series]:
     """Where a method's model places samples, by class or by site."""
     points = placements.read(folder).get(method, [])
     for name in sorted({point[by] for point in points}, key=natural):
@@ -158,7 +163,7 @@ def _weight(site: str) -> Callable[[RoundRecord], float | None]:
     return value
 
 
-def _reported(name: str) -> Callable[[RoundRecord], float | None]:
+def _reported_value(name: str) -> Callable[[RoundRecord], float | None]:
     def value(record: RoundRecord) -> float | None:
         number = record.extra.get(name)
         return float(number) if isinstance(number, int | float) else None

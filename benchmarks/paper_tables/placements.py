@@ -17,14 +17,16 @@ Point = TypedDict("Point", {"class": str, "site": str, "x": float, "y": float})
 
 def measure(folder: Path, experiment: Experiment) -> None:
     """Write where the model of each method's first run places samples. The models are in the runs' folders."""
-    samples, found = ShownSamples(experiment), dict[str, list[Point]]()
+    samples, points = ShownSamples(experiment), dict[str, list[Point]]()
     for run in collect(folder).runs:
-        placed = None if run.result.method in found else samples.placement(run)
+        placed = None if run.result.method in points else samples.placement(run)
         if placed is not None:
             named = zip(placed.classes, placed.sites, placed.points.round(2).tolist(), strict=True)
-            found[run.result.method] = [{"class": label, "site": site, "x": x, "y": y} for label, site, (x, y) in named]
-    if found:
-        write_object(folder / FEATURES, found, indent=None)
+            points[run.result.method] = [
+                {"class": label, "site": site, "x": x, "y": y} for label, site, (x, y) in named
+            ]
+    if points:
+        write_object(folder / FEATURES, points, indent=None)
 
 
 def read(folder: Path) -> dict[str, list[Point]]:

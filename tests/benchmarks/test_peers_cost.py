@@ -15,7 +15,7 @@ def test_lines_of_yaml_and_python() -> None:
 
 
 def test_the_page_has_what_is_committed() -> None:
-    assert peers_cost.PAGE.read_text(encoding="utf-8") == peers_cost.filled()
+    assert peers_cost.PAGE.read_text(encoding="utf-8") == peers_cost.fill_page()
 
 
 @pytest.mark.slow
