@@ -127,5 +127,5 @@ def test_a_centre_that_is_new_has_statistics_of_its_samples() -> None:
     assert answers(answering, NEW) == pytest.approx(wanted(net, NEW, at), abs=1e-5)
     # All its samples at once: a running variance, which has n − 1 below.
     of_all = paper.Statistics(at.mean, at.variance * len(NEW) / (len(NEW) - 1))
-    adapted = method.at_sites((1,)).new_site.adapted(answering, lambda: [torch.tensor(NEW)[:, None]])
+    adapted = method.at_sites((1,)).new_site.adapt(answering, lambda: [torch.tensor(NEW)[:, None]])
     assert answers(adapted, NEW) == pytest.approx(wanted(net, NEW, of_all), abs=1e-5)
