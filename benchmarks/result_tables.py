@@ -70,48 +70,30 @@ def page_table(collected: Collected, select: Selection, warned: set[str], gains:
     """
     report = report_of(collected, select)
     whole, used = report.table, report.used if select == "last" else {}
-<<<<<<< HEAD
     worst = [column for column in _worst(whole) if column[0] == WORST]
     labelled: list[Column] = [
-        (one.measure.title, partial(_of_cell, one, AVERAGE)) for one in whole.more if _on_page(one)
+        (table.measure.title, partial(_of_cell, table, AVERAGE)) for table in whole.more if _on_page(table)
     ]
-    more = [*gains, *labelled, *worst, *_numbered(whole), *_costs(whole, used)]
-    shown, last = whole, _last_row(whole, found.results)
+    more = [*gains, *labelled, *worst, *_number_columns(whole), *_costs(whole, used)]
+    shown, last = whole, _last_row(whole, collected.results)
     if len(whole.columns) > _FEW and AVERAGE in whole.columns:
         shown, last = replace(whole, columns=(AVERAGE,)), []
-    grid = _grid(shown, ", ".join(_corner(whole, found)), more, last)
-    notes = [note for note in _notes(whole, used, found.results[0].metric) if note not in warned]
-    warned.update(note for note in notes if note.startswith("Warning"))
-    notes += [f"**{found.unfinished} of {found.planned} runs are still to come.**"] if found.unfinished else []
-    return "\n\n".join([grid, " ".join(notes)]).rstrip()
-
-
-def details(found: Collected, select: Selection) -> list[str]:
-    """The tables of an experiment in full: every site, intervals, further accuracies, settings."""
-    whole = report_of(found, select).table
-    further = [one for one in whole.more if WORST not in one.columns]
-    grids = [_grid(whole, ", ".join(_corner(whole, found)), [*_worst(whole)], _last_row(whole, found.results))]
-    grids += [_grid(one, escape_markdown(one.measure.title)) for one in further]
-    settings = list(_settings(found.results, whole.methods)) if select == "last" else []
-=======
-    more = [*gains, *_worst(whole), *_number_columns(whole), *_costs(whole, used)]
-    grids = [_grid(whole, ", ".join(_corner(whole, collected)), more, _last_row(whole, collected.results))]
-    grids += [_grid(table, escape_markdown(table.measure.title)) for table in whole.more if _on_page(table)]
+    grid = _grid(shown, ", ".join(_corner(whole, collected)), more, last)
     notes = [note for note in _notes(whole, used, collected.results[0].metric) if note not in warned]
     warned.update(note for note in notes if note.startswith("Warning"))
     notes += (
         [f"**{collected.unfinished} of {collected.planned} runs are still to come.**"] if collected.unfinished else []
     )
-    return "\n\n".join([*grids, " ".join(notes)]).rstrip()
+    return "\n\n".join([grid, " ".join(notes)]).rstrip()
 
 
 def details(collected: Collected, select: Selection) -> list[str]:
-    """The tables of an experiment that its page leaves out: intervals, further accuracies, settings."""
+    """The tables of an experiment in full: every site, intervals, further accuracies, settings."""
     whole = report_of(collected, select).table
-    further = [table for table in whole.more if WORST not in table.columns and not _on_page(table)]
-    grids = [_grid(table, escape_markdown(table.measure.title)) for table in further]
+    further = [table for table in whole.more if WORST not in table.columns]
+    grids = [_grid(whole, ", ".join(_corner(whole, collected)), [*_worst(whole)], _last_row(whole, collected.results))]
+    grids += [_grid(table, escape_markdown(table.measure.title)) for table in further]
     settings = list(_settings(collected.results, whole.methods)) if select == "last" else []
->>>>>>> e8ad4afe (Names of the benchmarks say what they hold)
     return [*grids, *([pipes(["method", "setting"], settings, "---")] if settings else [])]
 
 

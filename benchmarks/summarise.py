@@ -135,13 +135,8 @@ def gains(name: str, collected: Collected, select: Selection) -> list[Column]:
     return [(f"− {escape_markdown(baseline)} (p)", lambda method: cells.get(method, MISSING))] if cells else []
 
 
-<<<<<<< HEAD
-def published(name: str, most: int = 99) -> str:
+def published_table(name: str, most: int = 99) -> str:
     """The published rows as a Markdown table in the same order of columns; the last alone, the average, if ``most``."""
-=======
-def published_table(name: str) -> str:
-    """The published rows as a Markdown table in the same order of columns."""
->>>>>>> e8ad4afe (Names of the benchmarks say what they hold)
     entry = json.loads((HERE / "published.json").read_text(encoding="utf-8"))[PUBLISHED[name]]
     names = list(next(iter(entry["rows"].values())))[-most:]
     head = f"| published: {entry['source']} | " + " | ".join(names) + " |"
@@ -264,34 +259,22 @@ def section(match: re.Match[str], tests: bool, warned: set[str]) -> str:
                 "<!-- end -->",
             ]
         )
-<<<<<<< HEAD
-    parts = [head, page_table(found, rule, warned, gains(name, found, rule)), ""]
+    parts = [head, page_table(collected, rule, warned, gains(name, collected, rule)), ""]
     if name in PUBLISHED and select == "last" and PUBLISHED[name] not in warned:
         warned.add(PUBLISHED[name])
-        parts += [published(name, 1), ""]
-=======
-    parts = [head, page_table(collected, rule, warned, gains(name, collected, rule)), ""]
-    if name in PUBLISHED and select == "last":
-        parts += [published_table(name), ""]
->>>>>>> e8ad4afe (Names of the benchmarks say what they hold)
+        parts += [published_table(name, 1), ""]
     return "\n".join([*parts, "<!-- end -->"])
 
 
 def more(name: str, select: Selection = "last") -> str:
-<<<<<<< HEAD
     """All of a table: every site, intervals, further accuracies, settings, every difference, bytes and seconds."""
-    found = collect(HERE / "results" / name)
-    parts = [*details(found, select), compared(name, found, select)]
-    parts += [published(name)] if name in PUBLISHED else []
-    parts += [costs(found)]
-    parts += [bad_weights(found)] if found.results[0].options["protocol"].get("wrong_labels") else []
-    parts += [by_protocol(found)] if name in _BY_PROTOCOL else []
-    return "\n\n".join(filter(None, parts))
-=======
-    """What a page leaves out of a table: intervals, further accuracies, settings, and every difference."""
     collected = collect(HERE / "results" / name)
-    return "\n\n".join([*details(collected, select), *filter(None, [comparison_table(name, collected, select)])])
->>>>>>> e8ad4afe (Names of the benchmarks say what they hold)
+    parts = [*details(collected, select), comparison_table(name, collected, select)]
+    parts += [published_table(name)] if name in PUBLISHED else []
+    parts += [costs(collected)]
+    parts += [bad_weights(collected)] if collected.results[0].options["protocol"].get("wrong_labels") else []
+    parts += [by_protocol(collected)] if name in _BY_PROTOCOL else []
+    return "\n\n".join(filter(None, parts))
 
 
 OTHERS = ("cost", "weights", "protocols")
@@ -299,16 +282,12 @@ NAMES = sorted(folder.name for folder in (HERE / "results").iterdir() if folder.
 PAGES = [*sorted(HERE.glob("*.md")), HERE.parent / "README.md"]
 
 
-<<<<<<< HEAD
-def printed(text: str) -> set[str]:
+def printed_results(text: str) -> set[str]:
     """The results that a page only names between backticks, for they are printed by a command."""
     return set(re.findall(r"`(\w+)`", text)) & set(NAMES)
 
 
-def filled(page: Path) -> str:
-=======
 def fill_page(page: Path) -> str:
->>>>>>> e8ad4afe (Names of the benchmarks say what they hold)
     """The text of a page with every marker filled from the results."""
     tests = page.resolve().parent == HERE.resolve()
     text = MARKER.sub(partial(section, tests=tests, warned=set()), page.read_text(encoding="utf-8"))

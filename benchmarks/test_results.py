@@ -45,7 +45,7 @@ def test_benchmarks_can_be_made_again(page: Path) -> None:
         for override in words[1 : words.index("--runs")]:
             override_field(options, override)
         assert (RESULTS / parse(options, ROOT).name).is_dir(), command
-    for name in {*re.findall(r"^<!-- table (\S+)", text, flags=re.M), *summarise.printed(text)}:
+    for name in {*re.findall(r"^<!-- table (\S+)", text, flags=re.M), *summarise.printed_results(text)}:
         assert any(map(is_finished, run_folders(RESULTS / name))), name
     assert runs or page.name in ("README.md", "choice.md", "estimate.md", "robustness.md", "speed.md")
 
@@ -71,7 +71,7 @@ def filled_tables() -> str:
     """Every table of the results: on the pages, and what the pages leave out."""
     texts = [text for page in PAGES for text in re.findall(r"<!-- table .*?<!-- end -->", page.read_text(), re.DOTALL)]
     pages = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
-    names = {*(name for name, _ in summarise.MARKER.findall(pages)), *summarise.printed(pages)}
+    names = {*(name for name, _ in summarise.MARKER.findall(pages)), *summarise.printed_results(pages)}
     return "\n".join([*texts, *map(summarise.more, sorted(names))]).replace("-", "−").replace("\\", "")
 
 

@@ -189,7 +189,7 @@ def details_of(collected: Collected, table: Table, method: str | None, samples: 
     Args:
         collected: the runs, of which some are measured.
         table: of the last rounds, with all targets.
-        method: whose mistakes are listed.
+        method: whose mistakes are join_names.
         samples: the samples, if the page shows them.
 
     Raises:
@@ -228,13 +228,8 @@ def _facts(collected: Collected, unit: str) -> Iterator[tuple[str, str]]:
     missing = f", {collected.unfinished} unfinished" if collected.unfinished else ""
     facts = (
         ("data", ", ".join(sorted({str(result.data["name"]) for result in results if "name" in result.data}))),
-<<<<<<< HEAD
-        ("methods", listed(order.methods, most=8)),
-        ("targets", listed(order.targets)),
-=======
-        ("methods", ", ".join(order.methods)),
+        ("methods", join_names(order.methods, most=8)),
         ("targets", join_names(order.targets)),
->>>>>>> dac71305 (Names of evaluation, of the commands and of the modules at the top say what they hold)
         ("seeds", ", ".join(map(str, order.seeds))),
         (what, ", ".join(classes) if what == "predicted" else str(len(classes))),
         ("runs", f"{len(collected.runs)} finished{missing}"),

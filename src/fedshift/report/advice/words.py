@@ -242,13 +242,8 @@ def paragraphs(verdict: Verdict) -> Iterator[tuple[str, list[str]]]:
     compared = [*verdict.rivals, *(against for against in verdict.peers if against.unlike)]
     compared += [against for against in verdict.against if against.role != verdict.role]
     if compared:
-<<<<<<< HEAD
-        lines = [f"{verdict.method} is {comparison(one)}." for one in compared]
-        yield DIFFERENCES, [*lines, *_correction(verdict)]
-=======
         lines = [f"{verdict.method} is {comparison(against)}." for against in compared]
-        yield "By how much", [*lines, *_correction(verdict)]
->>>>>>> fa3adcd6 (Names of the report say what they hold: a run, a comparison, an estimate)
+        yield DIFFERENCES, [*lines, *_correction(verdict)]
     if verdict.pays:
         yield "Does it pay for each site", list(_pays(verdict))
     if verdict.method is not None and verdict.expected is not None:
@@ -289,7 +284,7 @@ def _with_sign(gain: float, unit: str) -> str:
 
 
 def _correction(verdict: Verdict) -> Iterator[str]:
-    """For how many comparisons p is corrected: also for those between other methods, which are not listed."""
+    """For how many comparisons p is corrected: also for those between other methods, which are not join_names."""
     if verdict.looks:
         other = (
             " Those with the most frequent class are corrected by themselves." if verdict.best_of("majority") else ""
