@@ -170,7 +170,7 @@ def _last_row(whole: Table, results: Sequence[RunResult]) -> list[str]:
     if not any(note.kind == "baseline" for note in whole.notes):
         return []
     known = baselines(results)
-    shown = next(cell for line in whole.cells.values() for cell in line.values() if cell).shown
+    shown = next(cell for line in whole.cells.values() for cell in line.values() if cell).format_number
     entries = [shown(known[column]) if column in known else MISSING for column in whole.columns]
     return [f"*{WITHOUT_INPUTS[metric]}*", *entries]
 

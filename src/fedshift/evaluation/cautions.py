@@ -224,8 +224,8 @@ def settings_of(results: Iterable[RunResult], methods: Sequence[str]) -> dict[st
     named = dict[str, dict[str, None]]()
     for result in results:
         if result.setting not in ("", "paper"):
-            own = result.setting.startswith(_CHANGED) and ":" in result.options["method"]["name"]
-            named.setdefault(result.method, {})[result.setting.removeprefix(_CHANGED if own else "")] = None
+            of_users = result.setting.startswith(_CHANGED) and ":" in result.options["method"]["name"]
+            named.setdefault(result.method, {})[result.setting.removeprefix(_CHANGED if of_users else "")] = None
     return {method: _brief(" / ".join(named[method])) for method in methods if method in named}
 
 

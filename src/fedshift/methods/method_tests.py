@@ -53,9 +53,9 @@ class MethodTests:
     golden: Mapping[str, Any] = field(default_factory=dict)
     rates: tuple[float, float] = (0.02, 0.02)
 
-    def derive(self, own: MethodTests) -> MethodTests:
+    def derive(self, written: MethodTests) -> MethodTests:
         """Those of a subclass, which inherits the options alone."""
-        return replace(own, options={**self.options, **own.options})
+        return replace(written, options={**self.options, **written.options})
 
 
 def other_values(annotation: Any, default: Any) -> tuple[Any, ...]:

@@ -58,16 +58,16 @@ class Cell:
 
     @property
     def mean(self) -> str:
-        return self.shown(self.row.mean) + ("*" if self.partial else "")
+        return self.format_number(self.row.mean) + ("*" if self.partial else "")
 
     @property
     def error(self) -> str | None:
         error = self.row.standard_error
         if error is None:
             return None
-        return self.shown(error) if self.unit else in_unit(error, like=self.row.mean)
+        return self.format_number(error) if self.unit else in_unit(error, like=self.row.mean)
 
-    def shown(self, number: float) -> str:
+    def format_number(self, number: float) -> str:
         """A number of this entry as it is printed."""
         return decimals(number, self.unit)
 
@@ -78,7 +78,7 @@ class IntervalCell(Cell):
     @property
     def mean(self) -> str:
         low, high = self.row.interval or (0.0, 0.0)
-        return f"{self.shown(low)} to {self.shown(high)}"
+        return f"{self.format_number(low)} to {self.format_number(high)}"
 
     @property
     def error(self) -> None:

@@ -157,7 +157,7 @@ def entry(cell: Cell | None) -> Entry:
     """A cell of a table of results."""
     if cell is None:
         return Entry(MISSING)
-    seeds = ", ".join(map(cell.shown, cell.row.seeds))
+    seeds = ", ".join(map(cell.format_number, cell.row.seeds))
     error = f"± {cell.error}" if cell.error else ""
     return Entry(cell.mean, error, f"seeds: {seeds}", cell.best, cell.row.mean)
 
