@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,21 +14,64 @@ from safetensors.torch import load_file
 from tiny import domains
 
 from fedshift.deploy.coordinator import EXPERIMENT, coordinate
-from fedshift.deploy.playground.in_process import Loopback
 from fedshift.deploy.remote.requests import PROTOCOL, request_key
-from fedshift.deploy.remote.wire import body_of, seal, unseal
+from fedshift.deploy.remote.transport import Lost
+from fedshift.deploy.remote.wire import Message, body_of, seal, unseal
+from fedshift.deploy.site_file import load_site
 from fedshift.deploy.site_server import SiteProgram
 from fedshift.digests import write_object
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.federation.exchange import Answer, Request
 from fedshift.federation.local.in_process import LocalFederation
+from fedshift.federation.messages import Content
 from fedshift.weights import Weights
 
 ADAPT = {"kind": "adapt_to_one", "targets": ["east"], "seeds": [0], "test_fraction": 0.3}
 SITES = {"north": 41, "south": 17, "east": 26}
 UNSEEN = {"west": 30}
 VECTOR_MODEL: dict[str, Any] = {"name": "mlp", "hidden": [8, 6]}
+
+Change = Callable[[str, dict[str, Any], Message | Lost], Message | Lost | list[Message]]
+
+
+class Loopback:
+    """Carries messages to site programs in this process. ``change`` may lose, double or spoil an answer."""
+
+    def __init__(self, places: Mapping[str, Path], change: Change | None = None) -> None:
+        self.programs = {name: SiteProgram(load_site(path)) for name, path in places.items()}
+        self.change = change or (lambda site, header, answer: answer)
+        self.asked: list[tuple[str, str]] = []
+        self.backwards = False
+
+    def exchange(
+        self, messages: Iterator[tuple[str, Message]], deadline: float, patience: Mapping[str, float]
+    ) -> Generator[tuple[str, Message | Lost], None, None]:
+        whole = list(messages)
+        for site, message in reversed(whole) if self.backwards else whole:
+            header = json.loads(message.header)
+            self.asked.append((site, header.get("call", header.get("do"))))
+            answer = self.programs[site].handle(message, "coordinator")
+            changed = self.change(site, header, answer)
+            for item in changed if isinstance(changed, list) else [changed]:
+                yield site, item
+
+
+def forge(request: Message, content: Mapping[str, Content] | None = None, **changes: Any) -> Message:
+    """A request with other fields or other content, as a coordinator can make it: key and digest fit.
+
+    A changed ``key`` stays. A change to None leaves the field out.
+    """
+    header, genuine, _ = unseal(request)
+    body = body_of(genuine if content is None else content)
+    header = {name: value for name, value in {**header, **changes}.items() if changes.get(name, 0) is not None}
+    key = {} if "key" in changes else {"key": request_key(header, body.sha256)}
+    return seal({**header, **key}, body)
+
+
+def answer_to(program: SiteProgram, request: Message) -> dict[str, Any]:
+    """The header of a site's answer."""
+    return unseal(program.handle(request, "an attacker"))[0]
 
 
 def write_data(folder: Path, sizes: Mapping[str, int]) -> dict[str, str]:

@@ -450,7 +450,6 @@ CALLS = {
     "deploy/flare/removal": 1,
     "deploy/flare/service": 1,
     "deploy/json_files": 3,
-    "deploy/playground/in_process": 1,
     "deploy/playground/played": 1,
     "deploy/privacy/ledger": 2,
     "deploy/remote/outbox": 1,

@@ -10,11 +10,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import yaml
-from loopback import Loopback, deploy, events, model, options_of, result, same, site_file
+from loopback import Loopback, deploy, events, forge, model, options_of, result, same, site_file
 from safetensors.torch import load_file
 
 import fedshift
-from fedshift.deploy.playground.in_process import forged
 from fedshift.deploy.remote.policy import AuditLog
 from fedshift.deploy.remote.wire import Message, body_of, seal, unseal
 from fedshift.deploy.site_estimates import SiteEstimates
@@ -298,7 +297,7 @@ def test_a_coordinator_gets_nothing_that_it_may_not(tmp_path: Path) -> None:
     deploy(tmp_path, options, sites={**LABELLED, "va": 70}, unseen={}, transport=transport)
 
     def said(site: str, message: Message, **changes: Any) -> str:
-        return str(unseal(handle[site](forged(message, **changes), "an attacker"))[0].get("message"))
+        return str(unseal(handle[site](forge(message, **changes), "an attacker"))[0].get("message"))
 
     predict, hello = caught["va", "predict"], caught["va", "hello"]
     assert unseal(handle["va"](hello, "a coordinator"))[0]["card"]["unlabelled"] is True
@@ -320,7 +319,7 @@ def test_a_coordinator_gets_nothing_that_it_may_not(tmp_path: Path) -> None:
             assert "Traceback" not in said("va", caught["va", do], **{field: [["x"]]})
     strict = places(tmp_path / "strict", held, send=["weights", "numbers", "accuracy", "metrics"])
     north = Loopback({"north": strict["north"]}).programs["north"]
-    refused = unseal(north.handle(forged(caught["north", "measure"], whole=whole), "an attacker"))[0]
+    refused = unseal(north.handle(forge(caught["north", "measure"], whole=whole), "an attacker"))[0]
     assert "refuses to send confidences" in refused["message"]
     assert (
         "refuses to send confidences" in unseal(north.handle(caught["north", "reading"], "an attacker"))[0]["message"]
@@ -335,7 +334,7 @@ def test_a_second_reading_of_other_sums_is_refused(tmp_path: Path) -> None:
         if header["do"] == "reading" and site == "north":
             others = {**header["sums"], "cost": 0.0}
             message = seal({**header, "sums": others}, body_of({}))
-            again = forged(message, sums=others)
+            again = forge(message, sums=others)
             told.append(unseal(transport.programs[site].handle(again, "an attacker"))[0].get("message"))
             told.append(unseal(transport.programs[site].handle(seal(header, body_of({})), "again"))[0].get("message"))
         return answer

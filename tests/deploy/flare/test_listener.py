@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from flooding import Flood, seconds_to_greet
 
 pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install -e '.[deploy]'")
 
@@ -29,7 +30,6 @@ from fedshift.deploy.flare import dialling, frames, roles
 from fedshift.deploy.flare.drivers import guarded_tcp
 from fedshift.deploy.flare.provision import Provisioned
 from fedshift.deploy.flare.roles import free_port
-from fedshift.deploy.playground.flooding import Flood, seconds_to_greet
 
 SOON = 5.0
 """Seconds within which a peer must be answered here: test machines are busy."""

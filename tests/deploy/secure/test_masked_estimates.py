@@ -12,11 +12,10 @@ import pytest
 import torch
 import yaml
 from federations import SECURE, write_kits
-from loopback import Loopback, deploy, events, options_of, site_file
+from loopback import Loopback, deploy, events, forge, options_of, site_file
 from test_fourth_site import PROTOCOL, SEND, samples
 from test_secure_deployments import fingerprints
 
-from fedshift.deploy.playground.in_process import forged
 from fedshift.deploy.privacy.ledger import LEDGER
 from fedshift.deploy.remote.policy import AuditLog
 from fedshift.deploy.remote.wire import body_of, seal, unseal
@@ -130,7 +129,7 @@ def test_another_sum_of_the_same_scores_is_refused(tmp_path: Path) -> None:
         if site == "north" and header["do"] == "mask" and header["step"] == 1:
             fewer = {name: card for name, card in header["cards"].items() if name != "west"}
             scores = {name: run for name, run in header["scores"].items() if name != "west"}
-            again = forged(seal(header, body_of({})), cards=fewer, scores=scores, threshold=2)
+            again = forge(seal(header, body_of({})), cards=fewer, scores=scores, threshold=2)
             said.append(unseal(transports[0].programs[site].handle(again, "an attacker"))[0]["message"])
         return answer
 

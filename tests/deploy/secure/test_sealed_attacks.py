@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from loopback import SITES
+from loopback import SITES, answer_to, forge
 
 pytest.importorskip("cryptography")
 pytest.importorskip("cryptography.hazmat.primitives.hpke")
@@ -19,7 +19,6 @@ from sealed import COPA, SHOT, Killed, between, run
 
 from fedshift.deploy.crypto.keys import KeyCard
 from fedshift.deploy.crypto.sealing import SealingKey, key_text
-from fedshift.deploy.playground.in_process import answer_to, forged
 from fedshift.deploy.remote.transport import Lost
 from fedshift.deploy.remote.wire import Message, body_of, seal, unseal
 from fedshift.deploy.secure.identity import signing
@@ -62,7 +61,7 @@ class Stopped:
         self, site: str, call: str, number: int, content: dict[str, Any] | None = None, to: str = "", **header: Any
     ) -> str:
         """What a site, or another one, says to a forged request; an earlier one may have had it forget its memory."""
-        request = forged(self.requests[site, call, number], content, memory={}, **header)
+        request = forge(self.requests[site, call, number], content, memory={}, **header)
         answer = answer_to(self.transport.programs[to or site], request)
         assert "error" in answer
         return str(answer["message"])

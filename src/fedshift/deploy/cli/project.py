@@ -187,20 +187,11 @@ def play(experiment: Experiment, folder: Path, runs: Path, port: int | None) -> 
     file.write_text(yaml.safe_dump(project))
     made = roles.provision(roles.load_project(file), folder, lambda new: None)
     shutil.rmtree(made.folder / "authority")  # its key is not encrypted, and nobody needs it any more
-    started: list[tuple[Path, str]] = []
-    try:
-        console.print(f"starting a coordinator and {len(sites)} sites on this machine …", highlight=False)
-        roles.start(roles.load_kit(made.coordinator, "coordinator"))
-        started.append((made.coordinator, "coordinator"))
-        for site, options in sites.items():
-            path = made.sites[site] / "SITE.yaml"
-            path.write_text(yaml.safe_dump(options))
-            roles.start(roles.load_kit(made.sites[site], "site"), path, wait=0)
-            started.append((made.sites[site], "site"))
+    for site, options in sites.items():
+        (made.sites[site] / "SITE.yaml").write_text(yaml.safe_dump(options))
+    console.print(f"starting a coordinator and {len(sites)} sites on this machine …", highlight=False)
+    with roles.running_services(made.coordinator, made.sites.values()):
         return follow(made.coordinator, deployed, runs)
-    finally:
-        for kit, role in reversed(started):
-            roles.stop(roles.load_kit(kit, role))
 
 
 def spread(experiment: Experiment, folder: Path) -> tuple[Experiment, dict[str, dict[str, object]]]:

@@ -106,11 +106,9 @@ def selftest(
     console, result = safe_console(), []
     with tempfile.TemporaryDirectory(prefix="fedshift-selftest-", ignore_cleanup_errors=True) as folder:
         for outcome in every(keep or Path(folder)):
-            mark, promise = {True: "holds ", False: "BROKEN", None: "-     "}[outcome.held], outcome.promise
+            mark, promise = "holds " if outcome.holds else "BROKEN", outcome.promise
             line = f"{mark}  {promise.who} {promise.tries}: {outcome.what}"
             console.print(line, markup=False, highlight=False, soft_wrap=True)
-            result.append(outcome.held)
-    tried = [held for held in result if held is not None]
-    untried = f"; not tried: {len(result) - len(tried)}" if len(tried) < len(result) else ""
-    console.print(f"{sum(tried)} of {len(tried)} hold{untried}", highlight=False)
-    raise typer.Exit(0 if all(tried) else 1)
+            result.append(outcome.holds)
+    console.print(f"{sum(result)} of {len(result)} hold", highlight=False)
+    raise typer.Exit(0 if all(result) else 1)

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -251,6 +252,21 @@ def stop(kit: Kit) -> bool:
             raise FedshiftError(f"process {pid} does not end; kill it by hand")
         time.sleep(0.1)
     return True
+
+
+@contextlib.contextmanager
+def running_services(coordinator: Path, sites: Iterable[Path]) -> Iterator[None]:
+    """Run a federation on this machine inside the block: the services of a coordinator's kit and of sites' kits."""
+    started: list[Kit] = []
+    try:
+        for folder, role in ((coordinator, "coordinator"), *((site, "site") for site in sites)):
+            kit = load_kit(folder, role)
+            start(kit, folder / "SITE.yaml" if role == "site" else None, wait=0)
+            started.append(kit)
+        yield
+    finally:
+        for kit in reversed(started):
+            stop(kit)
 
 
 def _is_service(pid: int) -> bool:

@@ -17,7 +17,7 @@ _MOST_BYTES = 64 << 20
 """Bytes that a flood sends at most."""
 
 
-def connected(startup: Path, port: int, seconds: float = 10.0) -> ssl.SSLSocket:
+def connect(startup: Path, port: int, seconds: float = 10.0) -> ssl.SSLSocket:
     """A connection to the coordinator on this machine, with the certificate of a site's kit.
 
     Args:
@@ -38,8 +38,8 @@ def seconds_to_greet(startup: Path, port: int, name: str, most: float = 60.0) ->
     """Seconds from a new connection's HELLO to the first byte of the answer.
 
     Args:
-        startup: as for `connected`.
-        port: as for `connected`.
+        startup: as for `connect`.
+        port: as for `connect`.
         name: of the endpoint in FLARE's network; it begins with the site's name.
         most: after so many seconds it gives up.
 
@@ -48,7 +48,7 @@ def seconds_to_greet(startup: Path, port: int, name: str, most: float = 60.0) ->
     """
     from fedshift.deploy.flare.frames import greeting
 
-    with connected(startup, port, most) as connection:
+    with connect(startup, port, most) as connection:
         begun = time.monotonic()
         connection.sendall(greeting(name))
         if connection.recv(1) == b"":
@@ -79,7 +79,7 @@ class Flood:
         many = (frame(PING) + frame(PING, b"\x80abc")) * 1000
         while not self._stopping.is_set() and self.sent < _MOST_BYTES:
             before = self.sent
-            with contextlib.suppress(OSError), connected(self._startup, self._port) as connection:
+            with contextlib.suppress(OSError), connect(self._startup, self._port) as connection:
                 connection.sendall(greeting(name))
                 self._stopping.wait(0.2)
                 self._pour(connection, many)
