@@ -127,7 +127,7 @@ def cost(sites: int, folder: Path) -> dict[str, Any]:
             spent["reveal"],
             lambda: everyone[name].reveal(order, answered, total.sealed_for(name), to_it),  # noqa: B023
         )
-    model = time_call(spent["unmask"], lambda: total.unmasked(told))
+    model = time_call(spent["unmask"], lambda: total.unmask_total(told))
     assert torch.equal(model, plain)
     whole = len(encode({"weights": Weights({"weights": weights})}))
     shares = sites * (28 + 33 * sites) + 32 * sites

@@ -136,20 +136,20 @@ def test_agreements_of_before_hold(tmp_path: Path) -> None:
     file = tmp_path / TERMS
     file.write_text(json.dumps(before))
     terms = AgreedTerms(tmp_path, "north", Policy())
-    assert terms.agreed().models == ({"name": "linear"},)
-    assert terms.agreed().splits == (SplitTerm(**split),)
-    assert terms.agreed().peers == (Peer(**peer),)
-    assert [(one.number, one.times) for one in terms.asked()] == [(2, 1), (1, 1)]
+    assert terms.in_force().models == ({"name": "linear"},)
+    assert terms.in_force().splits == (SplitTerm(**split),)
+    assert terms.in_force().peers == (Peer(**peer),)
+    assert [(one.number, one.times) for one in terms.requests()] == [(2, 1), (1, 1)]
     terms.check_peers({"east": "34"})
     with pytest.raises(FedshiftError, match="has not agreed to the certificate of 'east'"):
         terms.check_peers({"east": "other"})
-    terms.agree(terms.asked()[1:2])
-    assert AgreedTerms(tmp_path, "north", Policy()).agreed().splits[-1].seed in (0, 1)
+    terms.agree(terms.requests()[1:2])
+    assert AgreedTerms(tmp_path, "north", Policy()).in_force().splits[-1].seed in (0, 1)
     assert "_sha256" in json.loads(file.read_text())
     for spoiled in ({**before, "peers": {"agreed": [{"site": "east"}]}}, {**before, "more": {}}):
         file.write_text(json.dumps(spoiled))
         with pytest.raises(Damaged, match="restore it, or remove it to agree anew"):
-            terms.agreed()
+            terms.in_force()
 
 
 @pytest.mark.case("files of earlier versions", "sums that were masked before the sets of sites were recorded")

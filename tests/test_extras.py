@@ -15,7 +15,7 @@ import pytest
 from fedshift.api import Results
 from fedshift.data.builders import medical
 from fedshift.data.table_files import read_table
-from fedshift.deploy.flare.roles import installed
+from fedshift.deploy.flare.roles import check_installed
 from fedshift.errors import UserError
 from fedshift.experiment.export import _onnx
 from fedshift.functional.differential_privacy import NoisySteps, epsilon
@@ -50,7 +50,7 @@ WITHOUT: list[tuple[str, str, Callable[[Path], object]]] = [
     ("tensorboard", "trackers", lambda _: TensorBoard()),
     ("mlflow", "trackers", lambda _: MLflow()),
     ("wandb", "trackers", lambda _: WeightsAndBiases()),
-    ("nvflare", "deploy", lambda _: installed()),
+    ("nvflare", "deploy", lambda _: check_installed()),
     ("cryptography.hazmat.primitives.ciphers", "deploy", lambda _: SecretStream(b"s" * 32, "noise")),
     ("cryptography.hazmat.primitives.ciphers", "deploy", lambda _: _stream(b"s" * 32)),
 ]

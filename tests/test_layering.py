@@ -50,7 +50,7 @@ SAME_SUBJECT = (
     *("cards", "exposure", "leakage", "membership", "mmd", "mixstyle", "new_site", "preparation", "site_scale"),
     *("averages", "styles", "survival"),
     # the same at a site, at the server or on the page
-    *("choice", "estimates", "few_rows", "in_process", "labelling", "metrics", "predictions", "replies"),
+    *("choice", "estimates", "few_rows", "labelling", "metrics", "predictions", "replies"),
     # FLARE calls its jobs so, and `recipe` is a method
     "recipe",
 )

@@ -78,7 +78,7 @@ class ConnectProxy:
                 end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        for one in (self._door, *self._open):
+        for connection in (self._door, *self._open):
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()

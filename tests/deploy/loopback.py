@@ -104,8 +104,8 @@ def options_of(method: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 def site_file(folder: Path, name: str, data: str, **policy: Any) -> Path:
     """A SITE.yaml of one npz."""
-    place = folder / name / "SITE.yaml"
-    place.parent.mkdir(parents=True, exist_ok=True)
+    site_yaml = folder / name / "SITE.yaml"
+    site_yaml.parent.mkdir(parents=True, exist_ok=True)
     options = {
         "site": name,
         "data": {"name": "arrays", "sites": {name: data}},
@@ -114,8 +114,8 @@ def site_file(folder: Path, name: str, data: str, **policy: Any) -> Path:
         "threads": 1,
         "policy": {"smallest_group": 1, **policy},
     }
-    place.write_text(yaml.safe_dump(options))
-    return place
+    site_yaml.write_text(yaml.safe_dump(options))
+    return site_yaml
 
 
 def deploy(
@@ -131,17 +131,17 @@ def deploy(
     """Run a deployed experiment over a `Loopback`; ``(folder of the runs, the transport)``."""
     files = write_data(folder / "data", {**sites, **unseen})
     transport = transport or Loopback({name: site_file(folder, name, files[name], **policy) for name in sites})
-    own = {"name": "arrays", "sites": {name: files[name] for name in unseen}} if unseen else None
+    unseen_section = {"name": "arrays", "sites": {name: files[name] for name in unseen}} if unseen else None
     whole = {
         **options,
-        "data": {"name": "sites", "unseen": own},
+        "data": {"name": "sites", "unseen": unseen_section},
         "engine": {"name": "flare", "threads": 1, **(engine or {})},
     }
-    place = folder / "deployment"
-    place.mkdir(exist_ok=True)
-    write_object(place / EXPERIMENT, parse(whole).dump())
-    coordinate(place, transport, list(sites))
-    return place / "runs" / options["name"], transport
+    deployment_folder = folder / "deployment"
+    deployment_folder.mkdir(exist_ok=True)
+    write_object(deployment_folder / EXPERIMENT, parse(whole).dump())
+    coordinate(deployment_folder, transport, list(sites))
+    return deployment_folder / "runs" / options["name"], transport
 
 
 class Without(LocalFederation):
@@ -194,8 +194,8 @@ def model(folder: Path, method: str, target: str) -> dict[str, torch.Tensor]:
 
 
 def result(folder: Path, method: str, target: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / method / target / "seed-0" / "result.json").read_text())
-    return found
+    stored: dict[str, Any] = json.loads((folder / method / target / "seed-0" / "result.json").read_text())
+    return stored
 
 
 def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
@@ -232,7 +232,7 @@ CARD: dict[str, Any] = {
 """What a site says of itself."""
 
 
-def answered(
+def full_answer(
     program: SiteProgram, weights: Weights, sender: str = "someone", **changes: Any
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a site answers to a request for a call with something in it changed: the header, and the content."""
@@ -262,6 +262,6 @@ def answered(
 
 
 def request(program: SiteProgram, **changes: Any) -> dict[str, Any]:
-    """The header of what a site `answered`, to a linear model of zeros."""
+    """The header of what a site `full_answer`, to a linear model of zeros."""
     start = Weights({"classifier.weight": torch.zeros(3, 5), "classifier.bias": torch.zeros(3)})
-    return answered(program, start, **changes)[0]
+    return full_answer(program, start, **changes)[0]

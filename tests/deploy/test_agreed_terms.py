@@ -38,8 +38,8 @@ def ask(terms: AgreedTerms, width: int, run: str = "study", coordinator: str = "
     return ""
 
 
-def widths(found: Any) -> list[int]:
-    return [term["hidden"][0] for one in found for term in one.lacks.models]
+def widths(requests: Any) -> list[int]:
+    return [term["hidden"][0] for request in requests for term in request.lacks.models]
 
 
 @pytest.fixture
@@ -58,12 +58,12 @@ def test_a_flood_drops_the_oldest_and_an_honest_request_is_the_newest_again(site
     for width in range(1000, 1030):
         ask(terms, width, run="flood")
     assert ask(terms, 8, run="honest")
-    waiting = terms.asked()
+    waiting = terms.requests()
     assert len(waiting) == 20
     assert widths(waiting)[0] == 8
     assert waiting[0].run == "honest"
     assert widths(waiting)[1:] == list(range(1029, 1010, -1))
-    assert len({one.number for one in waiting}) == 20
+    assert len({request.number for request in waiting}) == 20
 
 
 @pytest.mark.case("requests to agree", "one of several is agreed to by its number, which stays the same meanwhile")
@@ -71,10 +71,10 @@ def test_requests_are_chosen_by_number(site: tuple[AgreedTerms, Path]) -> None:
     terms, path = site
     for width in (4, 5, 6):
         ask(terms, width)
-    number = terms.asked()[1].number
+    number = terms.requests()[1].number
     ask(terms, 7)  # a request that comes since moves no number
     agree_site(path, yes=True, only=[number])
-    assert widths(terms.asked()) == [7, 6, 4]
+    assert widths(terms.requests()) == [7, 6, 4]
     assert ask(terms, 5) == ""
     assert ask(terms, 4)
     with pytest.raises(UserError, match="--only 99"):
@@ -90,17 +90,17 @@ def test_what_was_refused_is_not_asked_again(tmp_path: Path) -> None:
     other = {"network": {"name": "mlp", "hidden": [4]}}
     assert "site agree" in request(program, do="hello", **hello(**other))["message"]
     agree_site(program.config.path, refuse=True)
-    assert program.terms.asked() == ()
+    assert program.terms.requests() == ()
     for changes in (other, {**other, "seeds": [0, 7]}):
         assert "has refused" in request(program, do="hello", **hello(**changes))["message"]
-    (waiting,) = program.terms.asked()  # of the second, what nobody decided about
-    assert (waiting.lacks.models, [one.seed for one in waiting.lacks.splits]) == ((), [7])
-    (refused,) = program.terms.refused()
+    (waiting,) = program.terms.requests()  # of the second, what nobody decided about
+    assert (waiting.lacks.models, [split.seed for split in waiting.lacks.splits]) == ((), [7])
+    (refused,) = program.terms.refusals()
     agree_site(program.config.path, yes=True, only=[refused.number])  # minds change
-    assert program.terms.refused() == ()
-    said = request(program, do="hello", **hello(**other, seeds=[0, 7]))["message"]
-    assert "has refused" not in said
-    assert "policy.splits" in said
+    assert program.terms.refusals() == ()
+    message = request(program, do="hello", **hello(**other, seeds=[0, 7]))["message"]
+    assert "has refused" not in message
+    assert "policy.splits" in message
 
 
 @pytest.mark.case("requests to agree", "a person is shown who asked, when, for which run, and for what")
@@ -117,9 +117,9 @@ def test_a_person_decides_about_one_request_after_another(
     shown = CliRunner().invoke(app, ["site", "agree", str(path)], input=typed)
     assert "fl.example.org for study-6" in shown.output
     assert "hidden [6]" in shown.output
-    assert [one["hidden"][0] for one in terms.agreed().models][1:] == agreed
-    assert widths(terms.refused()) == refused
-    assert set(widths(terms.asked())) == {4, 5, 6} - {*agreed, *refused}
+    assert [network["hidden"][0] for network in terms.in_force().models][1:] == agreed
+    assert widths(terms.refusals()) == refused
+    assert set(widths(terms.requests())) == {4, 5, 6} - {*agreed, *refused}
 
 
 @pytest.mark.case("requests to agree", "certificates of other sites stand apart from networks")
@@ -129,20 +129,20 @@ def test_peers_stand_apart_from_networks(site: tuple[AgreedTerms, Path]) -> None
     ask(terms, 4)
     with pytest.raises(Refused, match=r"policy\.peers"):
         terms.check_peers({"south": "b" * 64})
-    peers, network = terms.asked()
+    peers, network = terms.requests()
     assert (peers.lacks.models, network.lacks.peers) == ((), ())
     agree_site(path, yes=True, only=[network.number])
-    assert terms.agreed().peers == (Peer(site="south", certificate="a" * 64),)
+    assert terms.in_force().peers == (Peer(site="south", certificate="a" * 64),)
     agree_site(path, yes=True)
-    assert terms.agreed().peers == (Peer(site="south", certificate="b" * 64),)
+    assert terms.in_force().peers == (Peer(site="south", certificate="b" * 64),)
 
 
 @pytest.mark.case("requests to agree", "one answer names network, splits and training options that are not agreed to")
 def test_one_answer_names_all_that_is_missing(tmp_path: Path) -> None:
     program = program_of(tmp_path, training="first", smallest_group=1000)
-    said = request(program, do="hello", **hello(network={"name": "linear"}, seeds=list(range(9))))["message"]
-    assert "policy.smallest_group" in said
-    assert "policy.splits" in said
+    message = request(program, do="hello", **hello(network={"name": "linear"}, seeds=list(range(9))))["message"]
+    assert "policy.smallest_group" in message
+    assert "policy.splits" in message
     program = program_of(tmp_path / "other", training="first")
     assert "error" not in request(program)
     changes: dict[str, Any] = {
@@ -150,13 +150,13 @@ def test_one_answer_names_all_that_is_missing(tmp_path: Path) -> None:
         "seeds": [8],
         "training": {**SETTING["training"], "lr": 0.2},
     }
-    said = request(program, do="hello", **hello(**changes))["message"]
-    assert all(rule in said for rule in ("policy.models", "policy.splits", "policy.training"))
-    (waiting,) = program.terms.asked()
+    message = request(program, do="hello", **hello(**changes))["message"]
+    assert all(rule in message for rule in ("policy.models", "policy.splits", "policy.training"))
+    (waiting,) = program.terms.requests()
     assert waiting.lacks.models
     assert waiting.lacks.splits
     assert waiting.lacks.training
-    assert program.terms.agreed().splits  # of the first request; a hello that is refused agrees to nothing
+    assert program.terms.in_force().splits  # of the first request; a hello that is refused agrees to nothing
     assert "error" not in request(program)
 
 
@@ -165,7 +165,7 @@ BOUNDS = {"lr": 0.1, "batch_size": 8, "rounds": 3, "mini_batches": 40, "local_ep
 
 @pytest.mark.threat("other_terms")
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         pytest.param({}, None, marks=pytest.mark.case("bounds of training", "just within all of them")),
         pytest.param({"lr": 1e4}, "lr", marks=pytest.mark.case("bounds of training", "a rate of 10,000")),
@@ -192,7 +192,7 @@ BOUNDS = {"lr": 0.1, "batch_size": 8, "rounds": 3, "mini_batches": 40, "local_ep
     ],
 )
 @pytest.mark.parametrize("rule", ["bounds", "first"])
-def test_training_is_bound(rule: str, changes: dict[str, Any], said: str | None, tmp_path: Path) -> None:
+def test_training_is_bound(rule: str, changes: dict[str, Any], message: str | None, tmp_path: Path) -> None:
     """By numbers in SITE.yaml, or by the first experiment that was answered."""
     program = program_of(tmp_path, training=BOUNDS if rule == "bounds" else "first")
     plain = {**SETTING["training"], "lr": 0.1, "batch_size": 8, "rounds": 3}
@@ -204,16 +204,16 @@ def test_training_is_bound(rule: str, changes: dict[str, Any], said: str | None,
     envelope = asked.pop("envelope", envelope)
     setting |= {"method": asked.pop("method", setting["method"])}
     answer = request(program, setting={**setting, "training": {**plain, **asked}}, envelope=envelope, run="other")
-    if said is None:
+    if message is None:
         assert "error" not in answer, answer
         return
     assert "policy.training" in answer["message"]
     if rule == "bounds":
-        assert f"{said} " in answer["message"]
-        assert program.terms.asked() == ()
+        assert f"{message} " in answer["message"]
+        assert program.terms.requests() == ()
     else:
-        (waiting,) = program.terms.asked()
-        assert getattr(waiting.lacks.training[0], said) != BOUNDS[said]
+        (waiting,) = program.terms.requests()
+        assert getattr(waiting.lacks.training[0], message) != BOUNDS[message]
         agree_site(program.config.path, yes=True)
         again = request(program, setting={**setting, "training": {**plain, **asked}}, envelope=envelope, run="third")
         assert "policy.training" not in again.get("message", "")
@@ -225,7 +225,7 @@ def test_without_the_rule_nothing_is_bound(tmp_path: Path) -> None:
     assert "error" not in request(program)
     training = {**SETTING["training"], "lr": 1e-6, "batch_size": 1}
     assert "error" not in request(program, setting={**SETTING, "training": training}, run="other")
-    assert program.terms.agreed().training == ()
+    assert program.terms.in_force().training == ()
     assert not TrainingBounds(lr=1.0).beyond(TrainingBounds())
 
 
@@ -258,7 +258,7 @@ def test_a_damaged_file_agrees_to_nothing(content: str | dict[str, Any], tmp_pat
 def test_names_of_strangers_are_bound(site: tuple[AgreedTerms, Path]) -> None:
     terms, path = site
     ask(terms, 4, run="x" * 10_000, coordinator="\x1b[31m" + "y" * 10_000)
-    (waiting,) = terms.asked()
+    (waiting,) = terms.requests()
     assert len(waiting.run) == len(waiting.coordinator) == 200
     assert "\x1b" not in CliRunner().invoke(app, ["site", "agree", str(path)], input="l\n").output
 
@@ -273,6 +273,6 @@ def test_the_program_of_a_site_notes_who_asks(tmp_path: Path) -> None:
     program: SiteProgram = program_of(tmp_path)
     assert "error" not in request(program)
     request(program, setting={**SETTING, "network": {"name": "mlp", "hidden": [4]}}, run="s")
-    (waiting,) = program.terms.asked()
+    (waiting,) = program.terms.requests()
     assert (waiting.coordinator, waiting.run) == ("someone", "s")
     assert waiting.when > 1e9

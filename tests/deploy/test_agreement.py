@@ -44,14 +44,14 @@ def write_tables(folder: Path) -> dict[str, str]:
 
 def begin(folder: Path, options: dict[str, Any], unseen: dict[str, Any] | None) -> Path:
     """A deployment's folder."""
-    place = folder / "deployment"
-    place.mkdir()
+    deployment_folder = folder / "deployment"
+    deployment_folder.mkdir()
     whole = {**options, "data": {"name": "sites", "unseen": unseen}, "engine": {"name": "flare", "threads": 1}}
-    write_object(place / "experiment.json", parse(whole).dump())
-    return place
+    write_object(deployment_folder / "experiment.json", parse(whole).dump())
+    return deployment_folder
 
 
-def simulated(folder: Path, options: dict[str, Any], data: dict[str, Any]) -> Path:
+def simulate_tables(folder: Path, options: dict[str, Any], data: dict[str, Any]) -> Path:
     return run_experiment(parse({**options, "data": data, "engine": {"threads": 1}}), folder / "simulated")
 
 
@@ -65,18 +65,20 @@ def test_tables_agree_on_one_encoding_without_an_unseen_target(target: str, tmp_
         whole = yaml.safe_load(places[site].read_text())
         whole |= {"data": {**TABLE, "sites": {site: files[site]}}, "classes": ["n", "y"]}
         places[site].write_text(yaml.safe_dump(whole))
-    own = {"west": files["west"]} if target == "west" else {}
+    unseen_files = {"west": files["west"]} if target == "west" else {}
     options = options_of({"name": "fedavg"}, protocol={"targets": [target], "seeds": [0], "test_fraction": 0.3})
-    here = simulated(tmp_path, options, {**TABLE, "sites": {**{site: files[site] for site in SITES}, **own}})
-    place = begin(tmp_path, options, {**TABLE, "sites": own} if own else None)
-    coordinate(place, Loopback(places), list(SITES))
-    there = place / "runs" / "tiny"
+    here = simulate_tables(
+        tmp_path, options, {**TABLE, "sites": {**{site: files[site] for site in SITES}, **unseen_files}}
+    )
+    deployment_folder = begin(tmp_path, options, {**TABLE, "sites": unseen_files} if unseen_files else None)
+    coordinate(deployment_folder, Loopback(places), list(SITES))
+    there = deployment_folder / "runs" / "tiny"
     assert same(model(here, "fedavg", target), model(there, "fedavg", target))
     assert result(here, "fedavg", target)["selected"] == result(there, "fedavg", target)["selected"]
 
     places["north"].write_text(places["north"].read_text().replace("- statistics", "- spectra"))
     with pytest.raises(UserError, match=r"refuses to send statistics for the encoding .*policy.send"):
-        coordinate(place, Loopback(places), list(SITES))
+        coordinate(deployment_folder, Loopback(places), list(SITES))
 
 
 @pytest.mark.case("deployed predictions", "rows have names at all sites that name any: predictions give them back")
@@ -95,13 +97,13 @@ def test_names_of_rows_are_kept_and_codings_compared(tmp_path: Path) -> None:
         whole |= {"data": {**TABLE, **named, "sites": {site: files[site]}}, "classes": ["n", "y"]}
         places[site].write_text(yaml.safe_dump(whole))
     options = options_of({"name": "fedavg"}, protocol={"targets": ["sites"], "seeds": [0], "test_fraction": 0.3})
-    place = begin(tmp_path, options, None)
-    coordinate(place, Loopback(places), list(SITES))
-    run = next((place / "runs").rglob("model.safetensors")).parent
+    deployment_folder = begin(tmp_path, options, None)
+    coordinate(deployment_folder, Loopback(places), list(SITES))
+    run = next((deployment_folder / "runs").rglob("model.safetensors")).parent
     assert Model.load(run).predictions(files["east"])["id"].tolist()[:2] == ["east-1", "east-2"]
-    said = [event["message"] for event in events(tmp_path) if event["what"] == "warning"]
-    assert [text for text in said if "'sex'" in text and "'M' at 'south' is 'm'" in text]
-    sentence = first_sentence(verdict_of(collect(place / "runs" / "tiny")))
+    messages = [event["message"] for event in events(tmp_path) if event["what"] == "warning"]
+    assert [text for text in messages if "'sex'" in text and "'M' at 'south' is 'm'" in text]
+    sentence = first_sentence(verdict_of(collect(deployment_folder / "runs" / "tiny")))
     assert "next site" not in sentence
     assert "at the sites that trained" in sentence or "Take none" in sentence
 
@@ -115,10 +117,10 @@ def test_standardised_arrays_agree_on_one_scale(tmp_path: Path) -> None:
         whole = yaml.safe_load(places[site].read_text()) | {"data": {**arrays, "sites": {site: files[site]}}}
         places[site].write_text(yaml.safe_dump(whole))
     options = options_of({"name": "fedavg"})
-    here = simulated(tmp_path, options, {**arrays, "sites": files})
-    place = begin(tmp_path, options, {**arrays, "sites": {"west": files["west"]}})
-    coordinate(place, Loopback(places), list(SITES))
-    assert same(model(here, "fedavg", "west"), model(place / "runs" / "tiny", "fedavg", "west"))
+    here = simulate_tables(tmp_path, options, {**arrays, "sites": files})
+    deployment_folder = begin(tmp_path, options, {**arrays, "sites": {"west": files["west"]}})
+    coordinate(deployment_folder, Loopback(places), list(SITES))
+    assert same(model(here, "fedavg", "west"), model(deployment_folder / "runs" / "tiny", "fedavg", "west"))
 
 
 # Found before training ----------------------------------------------------------------------------------------------
@@ -127,43 +129,43 @@ def test_standardised_arrays_agree_on_one_scale(tmp_path: Path) -> None:
 def test_sites_that_differ_are_found_before_training(tmp_path: Path) -> None:
     files = write_data(tmp_path / "data", SITES)
 
-    def spoiled(**arrays: Any) -> Loopback:
-        with np.load(files["south"]) as found:
-            np.savez(tmp_path / "other.npz", **{"x": found["x"], "y": found["y"], **arrays})
+    def spoil_data(**arrays: Any) -> Loopback:
+        with np.load(files["south"]) as arrays_of_south:
+            np.savez(tmp_path / "other.npz", **{"x": arrays_of_south["x"], "y": arrays_of_south["y"], **arrays})
         places = {site: site_file(tmp_path, site, files[site]) for site in SITES}
         places["south"] = site_file(tmp_path, "south", str(tmp_path / "other.npz"))
         return Loopback(places)
 
-    wider = spoiled(x=np.zeros((17, 9), dtype=np.float32))
+    wider = spoil_data(x=np.zeros((17, 9), dtype=np.float32))
     with pytest.raises(UserError, match=r"sites differ in a sample's shape: 'north' has 5, 'south' has 9"):
         deploy(tmp_path, options_of({"name": "fedavg"}), transport=wider)
     assert {what for _, what in wider.asked} == {"hello"}
 
     other = Loopback({site: site_file(tmp_path, site, files[site]) for site in SITES})
-    place = site_file(tmp_path, "south", files["south"])
-    place.write_text(place.read_text().replace("- '2'", "- '2'\n- '3'"))
-    other.programs["south"] = SiteProgram(load_site(place))
+    site_yaml = site_file(tmp_path, "south", files["south"])
+    site_yaml.write_text(site_yaml.read_text().replace("- '2'", "- '2'\n- '3'"))
+    other.programs["south"] = SiteProgram(load_site(site_yaml))
     with pytest.raises(UserError, match=r"sites differ in classes: 'north' has 0, 1, 2, 'south' has 0, 1, 2, 3"):
         deploy(tmp_path, options_of({"name": "fedavg"}), transport=other)
 
 
-@pytest.mark.parametrize(("off", "said"), [(-3600.0, "behind"), (3600.0, "ahead of"), (20.0, None)])
-def test_clocks_that_differ_are_said(off: float, said: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("off", "message"), [(-3600.0, "behind"), (3600.0, "ahead of"), (20.0, None)])
+def test_clocks_that_differ_are_said(off: float, message: str | None, tmp_path: Path) -> None:
     def wrong(site: str, header: dict[str, Any], answer: Any) -> Any:
         if site != "south" or header["do"] != "hello":
             return answer
-        found, content, _ = unseal(answer)
-        return seal({**found, "time": found["time"] + off}, body_of(content))
+        answer_header, content, _ = unseal(answer)
+        return seal({**answer_header, "time": answer_header["time"] + off}, body_of(content))
 
     files = write_data(tmp_path / "data", SITES)
     places = {site: site_file(tmp_path, site, files[site]) for site in SITES}
     deploy(tmp_path, options_of({"name": "fedavg"}), transport=Loopback(places, wrong))
-    found = [event["message"] for event in events(tmp_path) if event["what"] == "warning"]
-    if said is None:
-        assert found == []
+    messages = [event["message"] for event in events(tmp_path) if event["what"] == "warning"]
+    if message is None:
+        assert messages == []
     else:
-        (line,) = found
-        assert re.fullmatch(rf"site 'south': its clock is 3[56]\d\d s {said} the coordinator's: [^\n]*", line)
+        (line,) = messages
+        assert re.fullmatch(rf"site 'south': its clock is 3[56]\d\d s {message} the coordinator's: [^\n]*", line)
 
 
 def test_another_version_is_refused_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,10 +183,10 @@ def test_requests_of_another_version_are_refused_in_one_line(
     monkeypatch.setattr(f"{older}.PROTOCOL", PROTOCOL - 1)
     with pytest.raises(UserError) as caught:
         deploy(tmp_path, options_of({"name": "fedavg"}))
-    said = str(caught.value)
-    assert "\n" not in said
-    assert f"version {PROTOCOL}" in said or f"coordinator {PROTOCOL}" in said
-    assert "install the same fedshift" in said
+    text = str(caught.value)
+    assert "\n" not in text
+    assert f"version {PROTOCOL}" in text or f"coordinator {PROTOCOL}" in text
+    assert "install the same fedshift" in text
 
 
 @pytest.mark.parametrize(
@@ -202,8 +204,8 @@ def test_experiments_that_cannot_be_deployed_are_explained(
     files = write_data(tmp_path / "data", SITES)
     transport = Loopback({site: site_file(tmp_path, site, files[site]) for site in SITES})
     options = {**options_of({"name": "fedavg"}), "data": {"name": "sites"}, "engine": {"name": "flare"}, **change}
-    place = tmp_path / "deployment"
-    place.mkdir()
-    write_object(place / "experiment.json", parse(options).dump())
+    deployment_folder = tmp_path / "deployment"
+    deployment_folder.mkdir()
+    write_object(deployment_folder / "experiment.json", parse(options).dump())
     with pytest.raises(UserError, match=message):
-        coordinate(place, transport, list(SITES))
+        coordinate(deployment_folder, transport, list(SITES))

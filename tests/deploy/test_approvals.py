@@ -26,11 +26,11 @@ def two_people(folder: Path, **policy: Any) -> AgreedTerms:
 
 def test_nothing_is_agreed_to_as_the_first(tmp_path: Path) -> None:
     program = program_of(tmp_path, approvals=2, training="first")
-    said = request(program, do="hello", **hello())["message"]
-    assert "2 people there may" in said
-    (waiting,) = program.terms.asked()
+    message = request(program, do="hello", **hello())["message"]
+    assert "2 people there may" in message
+    (waiting,) = program.terms.requests()
     assert waiting.lacks.splits
-    assert not program.terms.agreed()
+    assert not program.terms.in_force()
 
 
 @pytest.mark.threat("other_terms")
@@ -38,10 +38,10 @@ def test_nothing_is_agreed_to_as_the_first(tmp_path: Path) -> None:
 def test_one_name_twice_is_one_person(second: str, tmp_path: Path) -> None:
     terms = two_people(tmp_path)
     assert ask(terms, 4)
-    assert terms.agree(terms.asked(), Approver("Ana")) == ("Ana",)
-    assert len(terms.agree(terms.asked(), Approver(second))) == 1
+    assert terms.agree(terms.requests(), Approver("Ana")) == ("Ana",)
+    assert len(terms.agree(terms.requests(), Approver(second))) == 1
     assert ask(terms, 4)  # asked again, which keeps what was approved
-    assert len(terms.agree(terms.asked(), Approver("Ben"))) == 2
+    assert len(terms.agree(terms.requests(), Approver("Ben"))) == 2
     assert ask(terms, 4) == ""
 
 
@@ -49,18 +49,18 @@ def test_an_approval_is_of_one_request_as_it_was_shown(tmp_path: Path) -> None:
     terms = two_people(tmp_path)
     ask(terms, 4)
     ask(terms, 5)
-    five, four = terms.asked()
+    five, four = terms.requests()
     terms.agree([four], Approver("Ana"))
     terms.agree([five], Approver("Ben"))
-    assert widths(terms.asked()) == [5, 4]
-    assert [terms.approvals(one) for one in terms.asked()] == [("Ben",), ("Ana",)]
-    other = terms.asked()[1].model_copy(update={"lacks": five.lacks})
+    assert widths(terms.requests()) == [5, 4]
+    assert [terms.approvals(request) for request in terms.requests()] == [("Ben",), ("Ana",)]
+    other = terms.requests()[1].model_copy(update={"lacks": five.lacks})
     assert terms.approvals(other) == ()
-    terms.refuse([terms.asked()[1]])  # one person is enough for a no, and it ends what was approved
-    terms.agree([terms.refused()[0]], Approver("Ben"))
+    terms.refuse([terms.requests()[1]])  # one person is enough for a no, and it ends what was approved
+    terms.agree([terms.refusals()[0]], Approver("Ben"))
     assert "has refused" in ask(terms, 4)
     with pytest.raises(Refused, match="rule policy"):
-        terms.agree(terms.asked())
+        terms.agree(terms.requests())
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ def test_two_people_sign_with_their_keys(site: tuple[AgreedTerms, Path], keys: P
     assert ask(terms, 4)
     agree_site(path, yes=True, name="Ben", key=keys / "ben")
     assert ask(terms, 4) == ""
-    (line,) = [one for one in AuditLog.check(path.parent / "memory" / "audit.jsonl")[0] if one["do"] == "agree"]
+    (line,) = [entry for entry in AuditLog.check(path.parent / "memory" / "audit.jsonl")[0] if entry["do"] == "agree"]
     assert line["people"] == ["ana", "ben"]
 
 
@@ -124,7 +124,7 @@ def test_a_signature_that_somebody_wrote_into_the_file_does_not_count(
 ) -> None:
     terms, path = site
     agree_site(path, yes=True, name="ana", key=keys / "ana")
-    (waiting,) = terms.asked()
+    (waiting,) = terms.requests()
     (approval,) = waiting.approvals
     for forged in (
         approval.model_copy(update={"person": "ben"}),

@@ -44,12 +44,12 @@ def cut_short(folder: Path) -> dict[str, Path]:
     return places
 
 
-def kept(folder: Path) -> list[Path]:
+def kept_files(folder: Path) -> list[Path]:
     """Checkpoints, memory and kept answers of all roles."""
-    found = [*folder.glob("*/memory/**/*.safetensors"), *folder.glob("deployment/runs/**/*.safetensors")]
-    assert {"checkpoint", "answer", "owed"} <= {path.name.partition("-")[0].partition(".")[0] for path in found}
-    assert len(found) > 8
-    return found
+    files = [*folder.glob("*/memory/**/*.safetensors"), *folder.glob("deployment/runs/**/*.safetensors")]
+    assert {"checkpoint", "answer", "owed"} <= {path.name.partition("-")[0].partition(".")[0] for path in files}
+    assert len(files) > 8
+    return files
 
 
 @pytest.mark.threat("other_user_weights")
@@ -57,7 +57,7 @@ def test_files_with_weights_are_for_their_user_only(wide_open: None, tmp_path: P
     cut_short(tmp_path)
     answers = list(tmp_path.glob("*/memory/*/answer-*.json"))
     assert answers
-    for path in (*kept(tmp_path), *answers):
+    for path in (*kept_files(tmp_path), *answers):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
 
 
@@ -67,7 +67,7 @@ def test_an_encrypted_run_goes_on_to_the_same_bits(tmp_path: Path, monkeypatch: 
     key, folder = new_key(), tmp_path / "encrypted"
     monkeypatch.setenv(KEY, key)
     places = cut_short(folder)
-    assert all(path.read_bytes().startswith(b"fedshift encrypted") for path in kept(folder))
+    assert all(path.read_bytes().startswith(b"fedshift encrypted") for path in kept_files(folder))
 
     monkeypatch.setenv(KEY, new_key())
     with pytest.raises(UserError, match=r"checkpoint.safetensors cannot be decrypted: .*key") as error:
@@ -87,11 +87,11 @@ def test_a_simulation_is_encrypted_too(tmp_path: Path, monkeypatch: pytest.Monke
 
     real = message_files.write_private
 
-    def watched(path: Path, data: bytes, **options: Any) -> None:
+    def note_write(path: Path, data: bytes, **options: Any) -> None:
         real(path, data, **options)
         written.append(path.read_bytes()[:18])
 
-    monkeypatch.setattr(message_files, "write_private", watched)
+    monkeypatch.setattr(message_files, "write_private", note_write)
     encrypted = simulate(tmp_path / "encrypted", options_of(CSAC))
     assert set(written) == {b"fedshift encrypted"}
     assert same(model(plain, "csac", "west"), model(encrypted, "csac", "west"))

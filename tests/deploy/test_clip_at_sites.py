@@ -49,8 +49,8 @@ def write_images(folder: Path, side: int = 32) -> dict[str, str]:
     for number, (site, samples) in enumerate({**SITES, **UNSEEN}.items()):
         drawn, y = np.random.default_rng(number), np.arange(samples) % 3
         x = drawn.integers(0, 150, (samples, 3, side, side), dtype=np.uint8)
-        for place, label in enumerate(y):
-            x[place, label] += 100
+        for index, label in enumerate(y):
+            x[index, label] += 100
         files[site] = str(folder / f"{site}.npz")
         np.savez(files[site], x=x, y=y)
     return files
@@ -101,9 +101,9 @@ def test_a_site_with_another_clip_stops_the_experiment(
         whole = handshake.features_for
 
         def other(*asked: Any) -> Any:
-            found = whole(*asked)
-            backbone = {**(found.preprocessing.backbone or {}), "weights": "0" * 32}
-            return found._replace(preprocessing=found.preprocessing.model_copy(update={"backbone": backbone}))
+            message = whole(*asked)
+            backbone = {**(message.preprocessing.backbone or {}), "weights": "0" * 32}
+            return message._replace(preprocessing=message.preprocessing.model_copy(update={"backbone": backbone}))
 
         monkeypatch.setattr(handshake, "features_for", other)
     with pytest.raises(UserError, match=r"site '.*FEDSHIFT_WEIGHTS") as told:
@@ -113,18 +113,18 @@ def test_a_site_with_another_clip_stops_the_experiment(
 
 def test_what_a_tower_says_is_in_its_checksum(tmp_path: Path) -> None:
     def checksum(folder: Path) -> str:
-        found: Any = registry.parse({**HEAD, "pretrained": str(folder)})
-        return str(found.fingerprint())
+        options: Any = registry.parse({**HEAD, "pretrained": str(folder)})
+        return str(options.fingerprint())
 
-    one = checksum(write_clip(tmp_path / "one"))
-    assert one == checksum(write_clip(tmp_path / "two"))
-    assert one != checksum(write_clip(tmp_path / "three", seed=1))
+    of_first = checksum(write_clip(tmp_path / "one"))
+    assert of_first == checksum(write_clip(tmp_path / "two"))
+    assert of_first != checksum(write_clip(tmp_path / "three", seed=1))
     changed = write_clip(tmp_path / "four")
     read = json.loads((changed / "tokenizer.json").read_text())
     vocabulary = read["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (changed / "tokenizer.json").write_text(json.dumps(read))
-    assert one != checksum(changed)
+    assert of_first != checksum(changed)
 
 
 @pytest.mark.threat("files_and_errors")

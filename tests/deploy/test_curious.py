@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from loopback import SETTING, answered, request
+from loopback import SETTING, full_answer, request
 from test_hostile_coordinator import hello, program_of
 
 from fedshift.deploy.agreed_terms import AgreedTerms
@@ -41,20 +41,20 @@ def site(tmp_path: Path, samples: int, **policy: Any) -> SiteProgram:
     draws = np.random.default_rng(5)
     file = tmp_path / "data.npz"
     np.savez(file, x=draws.normal(size=(samples, WIDTH)).astype(np.float32), y=np.arange(samples) % 3)
-    place = tmp_path / "SITE.yaml"
+    site_yaml = tmp_path / "SITE.yaml"
     data = {"name": "arrays", "sites": {"north": str(file)}}
     rules = {"policy": policy} if policy else {}
-    place.write_text(
+    site_yaml.write_text(
         yaml.safe_dump({"site": "north", "data": data, "classes": ["0", "1", "2"], "device": "cpu", **rules})
     )
-    return SiteProgram(load_site(place))
+    return SiteProgram(load_site(site_yaml))
 
 
-def asked(
+def ask_with(
     program: SiteProgram, weights: Weights, network: Mapping[str, Any], exchange: int = 1, **training: Any
 ) -> tuple[dict[str, Any], Weights | None]:
     """What FedAvg's call answers to these weights: the header, and the model if there is one."""
-    answer, content = answered(
+    answer, content = full_answer(
         program,
         weights,
         "curious",
@@ -81,7 +81,7 @@ def attack(program: SiteProgram, network: Mapping[str, Any], layout: Layout, **t
     built = models.build(models.parse(network), (WIDTH,), 3, 0)
     like = torch.randn(4000, WIDTH, generator=torch.Generator().manual_seed(1))  # the attacker knows mean and deviation
     crafted = craft(built, like, len(rows), layout, torch.Generator().manual_seed(2))
-    answer, after = asked(program, crafted, network, **training)
+    answer, after = ask_with(program, crafted, network, **training)
     read = 0 if after is None else samples_read(read_off(built, crafted, after, layout), rows)
     return read, len(rows), str(answer.get("message", ""))
 
@@ -102,7 +102,7 @@ def test_a_crafted_network_reads_a_site_and_is_refused(layout: Layout, samples: 
 def test_a_plain_round_of_the_same_site_is_answered(tmp_path: Path) -> None:
     program = site(tmp_path, 60)
     plain = models.build(models.parse({"name": "mlp"}), (WIDTH,), 3, 0)
-    answer, after = asked(program, weights_of(plain), {"name": "mlp"}, batch_size=32, lr=0.1)
+    answer, after = ask_with(program, weights_of(plain), {"name": "mlp"}, batch_size=32, lr=0.1)
     assert after is not None, answer
     line = json.loads(program.config.audit_log.read_text().splitlines()[-1])
     assert 0 < line["exposure"] < program.policy.exposure_limit(42)
@@ -120,7 +120,7 @@ def test_what_a_refused_call_made_is_not_kept(tmp_path: Path) -> None:
     assert "policy.exposure" in first
     assert "policy.exposure" in again
     assert not list(program.config.memory.glob("r/answer-*"))
-    assert program.terms.agreed().models == ()
+    assert program.terms.in_force().models == ()
     assert "exposure" not in first.partition("policy.exposure")[0]
     line = json.loads(program.config.audit_log.read_text().splitlines()[-1])
     assert line["exposure"] > program.policy.exposure  # for the site's eyes
@@ -134,7 +134,7 @@ def test_what_remains_a_few_rows(tmp_path: Path) -> None:
     rows = rows_of(program)
     built = models.build(models.parse({"name": "mlp", "hidden": [4]}), (WIDTH,), 3, 0)
     crafted = craft(built, rows, len(rows), "traps", torch.Generator().manual_seed(2))
-    answer, after = asked(program, crafted, {"name": "mlp", "hidden": [4]})
+    answer, after = ask_with(program, crafted, {"name": "mlp", "hidden": [4]})
     assert after is not None, answer
     assert samples_read(read_off(built, crafted, after, "traps"), rows) > 0
 
@@ -151,7 +151,7 @@ def test_what_remains_a_coordinator_that_aims_below_the_limit(tmp_path: Path) ->
     measured = like @ crafted[f"{name}.weight"][0]
     wide, narrow = torch.linspace(0.02, 0.8, 12), torch.linspace(0.802, 0.9999, 1488)
     crafted[f"{name}.bias"].copy_(-measured.quantile(torch.cat([wide, narrow])))
-    answer, after = asked(program, crafted, WIDE)
+    answer, after = ask_with(program, crafted, WIDE)
     assert after is not None, answer
     assert 0.1 * len(rows) < samples_read(read_off(built, crafted, after, "bins"), rows) < 0.4 * len(rows)
 
@@ -168,13 +168,13 @@ def test_another_network_is_refused_until_the_site_agrees(tmp_path: Path) -> Non
     other = {**SETTING, "network": HEADS[1]}
     for do in ("call", "measure"):
         assert "policy.models" in request(program, do=do, round=1, setting=other)["message"]
-    (waiting,) = program.terms.asked()
+    (waiting,) = program.terms.requests()
     assert ([term["hidden"] for term in waiting.lacks.models], waiting.times) == ([[4]], 2)
     assert (waiting.coordinator, waiting.run) == ("someone", "r")
     assert "error" not in request(program)  # the first one still works
     agree_site(program.config.path, yes=True)
     assert "policy.models" not in request(program, setting=other)["message"]  # its weights are those of another network
-    assert program.terms.asked() == ()
+    assert program.terms.requests() == ()
     assert "policy.models" not in request(open_site(program.config.path), setting=other)["message"]
 
 
@@ -193,8 +193,8 @@ def test_a_person_agrees_to_what_was_shown_and_to_nothing_that_came_since(
 
     monkeypatch.setattr("typer.prompt", while_asked)
     agree_site(program.config.path)
-    assert [term.get("hidden") for term in program.terms.agreed().models][1:] == [[4]]
-    assert [term["hidden"] for one in program.terms.asked() for term in one.lacks.models] == [[999]]
+    assert [term.get("hidden") for term in program.terms.in_force().models][1:] == [[4]]
+    assert [term["hidden"] for asks in program.terms.requests() for term in asks.lacks.models] == [[999]]
 
 
 def test_terms_that_several_processes_write_are_all_kept(tmp_path: Path) -> None:
@@ -209,15 +209,17 @@ def test_terms_that_several_processes_write_are_all_kept(tmp_path: Path) -> None
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(ask, range(4)))
-    waiting = program.terms.asked()
-    assert sorted(one.lacks.models[0]["hidden"] for one in waiting) == [[width + 1] for width in range(20)]
-    assert len({one.number for one in waiting}) == 20
+    waiting = program.terms.requests()
+    assert sorted(waiting_request.lacks.models[0]["hidden"] for waiting_request in waiting) == [
+        [width + 1] for width in range(20)
+    ]
+    assert len({waiting_request.number for waiting_request in waiting}) == 20
 
 
 def test_networks_that_the_site_file_lists(tmp_path: Path) -> None:
     program = program_of(tmp_path, models=[HEADS[1]])
     assert "policy.models" in request(program)["message"]
-    assert program.terms.asked() == ()  # the file decides
+    assert program.terms.requests() == ()  # the file decides
     assert "error" not in request(program_of(tmp_path, models=list(HEADS)))
     assert "error" not in request(program_of(tmp_path, models="all"))
     with pytest.raises(UserError, match="policy"):
@@ -229,7 +231,7 @@ def test_other_splits_are_refused_until_the_site_agrees(tmp_path: Path) -> None:
     program = program_of(tmp_path)
     many = request(program, do="hello", **hello(seeds=list(range(6))))
     assert "policy.splits: 5" in many["message"]
-    assert program.terms.agreed().splits == ()
+    assert program.terms.in_force().splits == ()
     program = program_of(tmp_path / "fresh")
     assert "error" not in request(program, do="hello", **hello(seeds=[0, 1]))
     part = request_part(program)

@@ -21,5 +21,5 @@ def test_counts_of_scores_arrive_and_fit_the_classes() -> None:
     other = np.roll(sums.by_score, 1, axis=0)
     with pytest.raises(ValidationError, match="scores are not those of the classes"):
         GivenSums.model_validate({**plain_sums(sums), "by_score": (other + 1).tolist()})
-    before = {name: one for name, one in plain_sums(sums).items() if name != "by_score"}
+    before = {name: value for name, value in plain_sums(sums).items() if name != "by_score"}
     assert GivenSums.model_validate(before).by_score is None

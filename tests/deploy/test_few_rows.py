@@ -66,10 +66,10 @@ def test_a_category_of_few_rows_does_not_leave(tmp_path: Path) -> None:
     assert card["given"]["categories"] == [["blue", "red"]]
     assert "Doe" not in json.dumps(card)
     assert card["shape"] == [3]  # age, blue, red
-    said = lines(file)
-    assert "categories of ward: blue, red" in said
-    assert "1 categories of ward in fewer than 10 rows (9 rows)" in said
-    assert "Doe" not in said
+    output = lines(file)
+    assert "categories of ward: blue, red" in output
+    assert "1 categories of ward in fewer than 10 rows (9 rows)" in output
+    assert "Doe" not in output
     ten = ["red"] * 31 + ["blue"] * 10 + ["green"] * 10 + ["hospice Doe"] * 9
     assert answer(site(tmp_path / "ten", ten, AGES))[0]["card"]["given"]["categories"] == [["blue", "green", "red"]]
 
@@ -148,17 +148,17 @@ def test_a_site_knows_what_it_will_refuse_for_its_size(samples: int, share: floa
     """What `site check` says is what a greeting is answered."""
     file = site(tmp_path, ["red"] * samples, AGES[:samples])
     config = load_site(file)
-    said = few_samples(read_holding(config).domain, config.file.policy)
+    output = few_samples(read_holding(config).domain, config.file.policy)
     refused = "error" in answer(file, split={"test_fraction": share, "split": "auto"})[0]
-    if said is None:
+    if output is None:
         assert not refused
-    elif "no experiment" in said:
+    elif "no experiment" in output:
         assert refused
-    elif "about" in said:
-        low, high = (float(found) for found in re.findall(r"0\.\d\d", said))
+    elif "about" in output:
+        low, high = (float(text) for text in re.findall(r"0\.\d\d", output))
         assert refused == (share != 0.0 and not low <= share <= high)
     else:
-        assert "test_fraction: 0" in said
+        assert "test_fraction: 0" in output
         assert refused == (share != 0.0)
 
 
@@ -182,9 +182,9 @@ def test_patients_do_not_leave_as_categories(tmp_path: Path) -> None:
 
 @pytest.mark.case("few rows", "site check: a kit's file without statistics under policy.send is told so")
 def test_what_a_table_needs_is_foretold(tmp_path: Path) -> None:
-    said = lines(site(tmp_path, ["red"] * ROWS, AGES, send=["weights", "numbers", "accuracy"]))
-    assert "statistics under policy.send" in said
-    assert "mean, deviation and number of values of age" in said
+    output = lines(site(tmp_path, ["red"] * ROWS, AGES, send=["weights", "numbers", "accuracy"]))
+    assert "statistics under policy.send" in output
+    assert "mean, deviation and number of values of age" in output
 
 
 @pytest.mark.case("exports per site", "a site's card tells nothing of how its file is written")

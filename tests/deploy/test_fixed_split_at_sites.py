@@ -55,7 +55,7 @@ def test_a_deployment_is_its_simulation(protocol: dict[str, Any], tmp_path: Path
     data = {"name": "table", **FIELDS, "sites": files_of(tmp_path)}
     simulated = run_experiment(parse({**options, "data": data, "engine": {"threads": 1}}), tmp_path / "simulated")
     assert same(model(deployed, "fedavg", target), model(simulated, "fedavg", target))
-    here, there = (result(place, "fedavg", target) for place in (deployed, simulated))
+    here, there = (result(folder, "fedavg", target) for folder in (deployed, simulated))
     assert here["selected"] == there["selected"]
     sizes = {site["site"]: site["samples"] for site in here["sites"] if site["part"] == "target"}
     assert sizes == {site: len(range(0, SITES[site], 4)) for site in sizes}
@@ -69,7 +69,7 @@ def test_site_check_counts_both_sides_and_foretells_a_refusal(
     check_site(places["north"])
     assert "30 samples train and 11 are a fixed test set" in capsys.readouterr().out
     config = load_site(places["east"])
-    said = few_samples(read_holding(config).domain, config.file.policy)
-    assert said is not None
-    assert "no experiment" in said
+    output = few_samples(read_holding(config).domain, config.file.policy)
+    assert output is not None
+    assert "no experiment" in output
     assert few_samples(read_holding(load_site(places["north"])).domain, config.file.policy) is None

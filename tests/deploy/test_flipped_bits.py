@@ -89,11 +89,11 @@ class Noticed(FedshiftError):
     """A reader that raises nothing has told of the damage in its own way, such as a warning."""
 
 
-def told(found: Any, damaged: bool, place: str = "") -> Any:
+def outcome_of(content: Any, damaged: bool, text: str = "") -> Any:
     """What a reader found, unless it told of damage."""
     if damaged:
-        raise Noticed(place)
-    return found
+        raise Noticed(text)
+    return content
 
 
 # At a site ------------------------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def order_of(folder: Path) -> Order:
     return Order("r", 1, "fit", "aa", tuple(site_in(folder, name).card() for name in "abc"))
 
 
-def masked(folder: Path) -> None:
+def mask_one(folder: Path) -> None:
     site, order = site_in(folder), order_of(folder)
     site.mask(order, torch.arange(5))
     site.confirm(order, "abc")
@@ -161,13 +161,13 @@ def read_boxes(folder: Path) -> None:
 
 
 def write_answer(folder: Path) -> None:
-    said = CallAnswer(mini_batches=1, memory={"optimizer": "o"})
-    keep_answer(folder, 1, "k" * 64, answer_of("k" * 64, said, body_of({"weights": MODEL})))
+    answer = CallAnswer(mini_batches=1, memory={"optimizer": "o"})
+    keep_answer(folder, 1, "k" * 64, answer_of("k" * 64, answer, body_of({"weights": MODEL})))
 
 
 def read_answer(folder: Path) -> object:
-    found = kept_answer(folder, 1, "k" * 64)
-    return told(found and (found[0].header, found[0].body), found is None)  # it is made again
+    answer = kept_answer(folder, 1, "k" * 64)
+    return outcome_of(answer and (answer[0].header, answer[0].body), answer is None)  # it is made again
 
 
 # At the coordinator ---------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def deployment_in(folder: Path) -> Deployment:
 
 def events_of(folder: Path) -> list[dict[str, Any]]:
     events = list(deployment_in(folder).events())
-    return told(events, any(event.get("what") == "warning" for event in events))
+    return outcome_of(events, any(event.get("what") == "warning" for event in events))
 
 
 def write_events(folder: Path) -> None:
@@ -192,21 +192,21 @@ def write_events(folder: Path) -> None:
         deployment_in(folder).record({"what": "round", "round": number})
 
 
-def settled(write: Callable[[Deployment], None], read: Callable[[Deployment], Any], file: str) -> Kind:
+def deployment_kind(write: Callable[[Deployment], None], read: Callable[[Deployment], Any], file: str) -> Kind:
     return Kind(
         lambda folder: write(deployment_in(folder)), f"deployments/study/{file}", lambda f: read(deployment_in(f))
     )
 
 
-def spent(folder: Path) -> list[str]:
+def note_spending(folder: Path) -> list[str]:
     budget = GivenPrivacy(epsilon=8.0, delta=1e-5, measurement_noise=None, spent=((3.0, 0.1, 40),))
-    said, _ = noted_spending(folder / "spent.json", {"north": budget})
-    return told(said, bool(said), "spent.json")
+    warnings, _ = noted_spending(folder / "spent.json", {"north": budget})
+    return outcome_of(warnings, bool(warnings), "spent.json")
 
 
 def service_said(folder: Path) -> object:
-    found = status(kit_in(folder))
-    return told(found, "service.json" in found.message)
+    status_now = status(kit_in(folder))
+    return outcome_of(status_now, "service.json" in status_now.message)
 
 
 @functools.cache
@@ -224,10 +224,10 @@ def write_authority(folder: Path) -> None:
 
 
 def read_authority(folder: Path) -> object:
-    found = Authority.load(folder, "p", lambda new: None)
-    assert found is not None
+    authority = Authority.load(folder, "p", lambda new: None)
+    assert authority is not None
     # Other bytes may be the same certificate: PEM ignores some of them.
-    return x509.load_pem_x509_certificate(found.certificate), found.key.private_numbers(), found.issued
+    return x509.load_pem_x509_certificate(authority.certificate), authority.key.private_numbers(), authority.issued
 
 
 # Runs and results -----------------------------------------------------------------------------------------------------
@@ -242,19 +242,19 @@ def write_pack(folder: Path) -> None:
 
 
 def read_pack(folder: Path) -> object:
-    found = pack_of(folder / "demo")
-    assert found is not None
-    return found.runs["fedavg/D0/seed-0"], found.lines("fedavg/D0/seed-0"), found.order
+    pack = pack_of(folder / "demo")
+    assert pack is not None
+    return pack.runs["fedavg/D0/seed-0"], pack.lines("fedavg/D0/seed-0"), pack.order
 
 
 def site_bytes_of(folder: Path) -> object:
-    found = read_site_bytes(folder)
-    return told(found, found is None)  # it is shown to those who watch, and a damaged one is not
+    counted = read_site_bytes(folder)
+    return outcome_of(counted, counted is None)  # it is shown to those who watch, and a damaged one is not
 
 
 def failure_of(folder: Path) -> object:
-    said = read_failure(folder) or ""
-    return told(said, "failure.json" in said)
+    failure = read_failure(folder) or ""
+    return outcome_of(failure, "failure.json" in failure)
 
 
 def packed_kind(name: str) -> Kind:
@@ -265,16 +265,16 @@ KINDS: dict[str, Kind] = {
     "sealing key": Kind(lambda f: SealingKey.of(f / "key"), "key", lambda f: SealingKey.of(f / "key").public),
     "masking key": Kind(lambda f: PrivateKey.of(f / "key"), "key", lambda f: PrivateKey.of(f / "key").public),
     "secret of the noise": Kind(write_ledger, SECRET, lambda f: PrivacyLedger(f, "north", None).secret()),
-    "ledger of privacy": Kind(write_ledger, LEDGER, lambda f: PrivacyLedger(f, "north", None).spent()),
+    "ledger of privacy": Kind(write_ledger, LEDGER, lambda f: PrivacyLedger(f, "north", None).noisy_steps()),
     "audit log": Kind(write_log, "audit.jsonl", lambda f: AuditLog.check(f / "audit.jsonl")),
     "end of the audit log": Kind(write_log, "audit-end.json", lambda f: AuditLog.check(f / "audit.jsonl")),
-    "rosters": Kind(write_rosters, ROSTERS, lambda f: Rosters(f, "north", Policy(roster="any")).known()),
-    "kept upload": Kind(masked, "a/1-fit-upload", asked_again),
-    "what was masked": Kind(masked, "a/1-fit-masked.json", asked_again),
-    "who was confirmed": Kind(masked, "a/1-fit-confirmed.json", asked_again),
-    "what was asked": Kind(masked, "a/asked.json", asked_again),
-    "keys of other sites": Kind(masked, "a/pins.json", asked_again),
-    "agreed terms": Kind(write_terms, "agreed.json", lambda f: AgreedTerms(f, "north", Policy()).agreed()),
+    "rosters": Kind(write_rosters, ROSTERS, lambda f: Rosters(f, "north", Policy(roster="any")).recorded_sets()),
+    "kept upload": Kind(mask_one, "a/1-fit-upload", asked_again),
+    "what was masked": Kind(mask_one, "a/1-fit-masked.json", asked_again),
+    "who was confirmed": Kind(mask_one, "a/1-fit-confirmed.json", asked_again),
+    "what was asked": Kind(mask_one, "a/asked.json", asked_again),
+    "keys of other sites": Kind(mask_one, "a/pins.json", asked_again),
+    "agreed terms": Kind(write_terms, "agreed.json", lambda f: AgreedTerms(f, "north", Policy()).in_force()),
     "method of sealed models": Kind(write_boxes, "method.json", read_boxes),
     "newest sealed models": Kind(write_boxes, "newest.json", read_boxes),
     "kept answer": Kind(write_answer, "answer-1-kkkkkkkkkkkkkkkk.json", read_answer),
@@ -284,19 +284,33 @@ KINDS: dict[str, Kind] = {
         "m.safetensors",
         lambda f: (lambda content, header: (content["model"].equal(MODEL), header))(*read_message(f / "m.safetensors")),  # type: ignore[union-attr]
     ),
-    "what is wanted": settled(lambda one: one.want("run"), lambda one: one.wanted, "wanted.json"),
-    "state": settled(lambda one: one.set_state("running", request=1), lambda one: one.state, "state.json"),
-    "outcome": settled(lambda one: one.end("j", "failed", "why", 2), lambda one: one.outcome("j"), "outcome.json"),
-    "process": settled(lambda one: one.note_process("j"), lambda one: one.process_gone("j"), "process.json"),
-    "a new job": settled(lambda one: one.request_new_job("r"), lambda one: one.new_job_requested(), "elsewhere.json"),
-    "experiment of a deployment": settled(
-        lambda one: write_object(one.folder / "experiment.json", {"engine": {"tries": 3}}),
-        lambda one: one.engine,
+    "what is wanted": deployment_kind(
+        lambda deployment: deployment.want("run"), lambda deployment: deployment.wanted, "wanted.json"
+    ),
+    "state": deployment_kind(
+        lambda deployment: deployment.set_state("running", request=1), lambda deployment: deployment.state, "state.json"
+    ),
+    "outcome": deployment_kind(
+        lambda deployment: deployment.end("j", "failed", "why", 2),
+        lambda deployment: deployment.outcome("j"),
+        "outcome.json",
+    ),
+    "process": deployment_kind(
+        lambda deployment: deployment.note_process("j"), lambda deployment: deployment.process_gone("j"), "process.json"
+    ),
+    "a new job": deployment_kind(
+        lambda deployment: deployment.request_new_job("r"),
+        lambda deployment: deployment.new_job_requested(),
+        "elsewhere.json",
+    ),
+    "experiment of a deployment": deployment_kind(
+        lambda deployment: write_object(deployment.folder / "experiment.json", {"engine": {"tries": 3}}),
+        lambda deployment: deployment.engine,
         "experiment.json",
     ),
     "progress": Kind(write_events, "deployments/study/progress.jsonl", events_of),
     "cards": Kind(lambda f: write_object(f / CARDS, {"north": {"samples": 4}}), CARDS, read_cards),
-    "what sites spent": Kind(spent, "spent.json", spent),
+    "what sites spent": Kind(note_spending, "spent.json", note_spending),
     "accepted certificates": Kind(
         lambda f: write_issued(f, {"north": "ab", "south": "cd"}),
         "certificates.json",
@@ -330,7 +344,7 @@ KINDS: dict[str, Kind] = {
     "kept scores": Kind(
         lambda f: keep_scores(f, "r", KeptScores(np.full((4, 2), 0.5, dtype=np.float32), np.zeros(4, dtype=np.int64))),
         "r.scores",
-        lambda f: (lambda found: None if found is None else found.scores.tolist())(kept_scores(f, "r")),
+        lambda f: (lambda kept: None if kept is None else kept.scores.tolist())(kept_scores(f, "r")),
     ),
     "reading that was asked for": Kind(
         lambda f: note_reading(f, "r", "k" * 64), "r-reading.json", lambda f: asked_reading(f, "r")
@@ -405,7 +419,7 @@ TRIED = [
 
 
 def test_every_kind_is_tried() -> None:
-    assert [one.values[0] for one in TRIED] == list(KINDS)
+    assert [case.values[0] for case in TRIED] == list(KINDS)
 
 
 @pytest.mark.threat("flipped_bit")
@@ -419,16 +433,16 @@ def test_a_flipped_bit_is_noticed_or_changes_nothing(kind: str, tmp_path: Path) 
     for number, data in enumerate(flips(whole, kind)):
         file.write_bytes(data)
         try:
-            found = read(tmp_path)
+            content = read(tmp_path)
         except Noticed:
             pass
         except FedshiftError as error:
             told_of.add(str(error))
         else:
-            assert found == expected, number
+            assert content == expected, number
             silent += 1
         file.write_bytes(whole)
-    assert all(file.name in said and "\n" not in said for said in told_of)
+    assert all(file.name in text and "\n" not in text for text in told_of)
     assert silent < FLIPS or kind == "digests of packed runs"
     assert read(tmp_path) == expected
 
@@ -479,10 +493,10 @@ CALLS = {
 def test_no_kind_of_file_is_forgotten() -> None:
     """Whoever writes another kind adds it to `KINDS`, and its call to `CALLS`."""
     source = Path(fedshift.__file__).parent
-    found = {}
+    calls = {}
     for file in sorted(source.rglob("*.py")):
         nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         called = [node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
         if number := sum(name in WRITERS for name in called):
-            found[file.relative_to(source).with_suffix("").as_posix()] = number
-    assert found == CALLS
+            calls[file.relative_to(source).with_suffix("").as_posix()] = number
+    assert calls == CALLS

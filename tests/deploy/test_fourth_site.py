@@ -45,12 +45,12 @@ def files(folder: Path, classes: int = 3, few: int = 0) -> dict[str, str]:
 def places(
     folder: Path, held: dict[str, str], without: dict[str, Any] | None = None, labels: str = "none", **policy: Any
 ) -> dict[str, Path]:
-    found = {site: site_file(folder, site, held[site], **{"send": SEND, **policy}) for site in LABELLED}
-    found["va"] = site_file(folder, "va", held["va"], **(without or {}))
-    options = yaml.safe_load(found["va"].read_text())
+    site_files = {site: site_file(folder, site, held[site], **{"send": SEND, **policy}) for site in LABELLED}
+    site_files["va"] = site_file(folder, "va", held["va"], **(without or {}))
+    options = yaml.safe_load(site_files["va"].read_text())
     options["data"]["site_labels"] = {"va": labels}
-    found["va"].write_text(yaml.safe_dump(options))
-    return found
+    site_files["va"].write_text(yaml.safe_dump(options))
+    return site_files
 
 
 def both(
@@ -61,8 +61,8 @@ def both(
     options = options_of(method, protocol=protocol, evaluation={"resamples": 0})
     options["methods"] = method if isinstance(method, list) else [method]
     at = places(folder, held, labels=labels)
-    for place in at.values():
-        place.write_text(yaml.safe_dump({**yaml.safe_load(place.read_text()), "classes": [*"012"[:classes]]}))
+    for path in at.values():
+        path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "classes": [*"012"[:classes]]}))
     transport = Loopback(at)
     deployed, _ = deploy(folder, options, sites={**LABELLED, "va": 70}, unseen={}, transport=transport, engine=engine)
     data = {"name": "arrays", "sites": held, "classes": [*"012"[:classes]], "site_labels": {"va": labels}}
@@ -105,9 +105,9 @@ def test_it_ends_as_the_simulation_does(tmp_path: Path) -> None:
     assert noted["bytes_by_site"]["sites"]["va"]["down"].keys() == {"weights"}
     assert result(deployed, "fedavg", "north")["bytes_by_site"]["sites"]["north"]["up"]["confidences"] > 0
     assert [event["is"] for event in events(tmp_path) if event["what"] == "estimate"] == ["made"]
-    said = fedshift.results(deployed).markdown()
-    assert "va has no labels, so it is not measured" in said
-    assert "the site keeps it beside its predictions" in said
+    output = fedshift.results(deployed).markdown()
+    assert "va has no labels, so it is not measured" in output
+    assert "the site keeps it beside its predictions" in output
     assert transport.asked.count(("va", "fit")) == 0
 
 
@@ -129,8 +129,8 @@ def test_few_labels_measure_and_train_nothing(kind: str, tmp_path: Path) -> None
     right = (measured["predicted"].astype(int) == samples(3, 70)[1][:20]).mean()
     assert noted["selected"]["last"]["accuracy"] == pytest.approx(100 * right)
     expected = simulated.predictions("va")
-    for one in (told, expected):
-        one.sort_values("row", inplace=True)
+    for estimate in (told, expected):
+        estimate.sort_values("row", inplace=True)
     assert np.allclose(told[["score_0", "score_2"]], expected[["score_0", "score_2"]], atol=1e-7)
     lines, _ = AuditLog.check(tmp_path / "va" / "memory" / "audit.jsonl")
     assert {kind["kind"] for line in lines for kind in line.get("sent", {}).values()} >= {"numbers", "accuracy"}
@@ -149,13 +149,13 @@ def test_few_labels_train_and_measure_nothing(kind: str, scaled: bool, tmp_path:
     options["methods"] = [method]
     at = places(tmp_path, held, labels="few_train")
     at[labelled] = site_file(tmp_path, labelled, held["va"], send=SEND)
-    own = yaml.safe_load(at["va"].read_text())
-    at[labelled].write_text(yaml.safe_dump({**yaml.safe_load(at[labelled].read_text()), "data": own["data"]}))
-    for place in at.values() if scaled else ():
-        written = yaml.safe_load(place.read_text())
+    options_of_va = yaml.safe_load(at["va"].read_text())
+    at[labelled].write_text(yaml.safe_dump({**yaml.safe_load(at[labelled].read_text()), "data": options_of_va["data"]}))
+    for path in at.values() if scaled else ():
+        written = yaml.safe_load(path.read_text())
         written["data"]["standardise"] = True
         written["policy"]["send"] = SEND
-        place.write_text(yaml.safe_dump(written))
+        path.write_text(yaml.safe_dump(written))
     sites, transport = {**LABELLED, "va": 70, labelled: 30}, Loopback(at)
     (tmp_path / "data" / f"{labelled}.npz").touch()
     deployed, _ = deploy(tmp_path, options, sites=sites, unseen={}, transport=transport)
@@ -182,20 +182,20 @@ def test_auroc_and_the_rates_at_the_threshold_are_those_of_the_simulation(tmp_pa
     run = next((tmp_path / "va" / "received").iterdir())
     there = json.loads((run / "estimate.json").read_text())
     assert there["threshold"] == here.threshold != 0.5
-    for name, one in here.measures.items():
-        assert one.estimate is not None
+    for name, measure in here.measures.items():
+        assert measure.estimate is not None
         told = [there["measures"][name][part] for part in ("estimate", "low", "high")]
-        assert told == pytest.approx([one.estimate, one.low, one.high])
+        assert told == pytest.approx([measure.estimate, measure.low, measure.high])
 
 
 def test_the_coordinator_knows_whose_model_should_answer(tmp_path: Path) -> None:
     """As in a simulation, by what adapting gained at the sites with labels; nothing of the fourth site is asked."""
     protocol = {"kind": "adapt_to_one", "targets": "all", "seeds": [0], "test_fraction": 0.3}
     deployed, simulated, _ = both(tmp_path, ["fedavg", {"name": "shot", "bottleneck": 4}], protocol)
-    found, same_there = fedshift.results(deployed).choice("va"), simulated.choice("va")
-    assert (found.method, found.common, found.why) == (same_there.method, "fedavg", same_there.why)
-    assert found.gains["shot"] == pytest.approx(same_there.gains["shot"])
-    assert f"At va the model of {found.method} should answer" in fedshift.results(deployed).markdown()
+    choice, same_there = fedshift.results(deployed).choice("va"), simulated.choice("va")
+    assert (choice.method, choice.common, choice.why) == (same_there.method, "fedavg", same_there.why)
+    assert choice.gains["shot"] == pytest.approx(same_there.gains["shot"])
+    assert f"At va the model of {choice.method} should answer" in fedshift.results(deployed).markdown()
 
 
 @pytest.mark.parametrize("method", ["kd3a", {"name": "shot", "bottleneck": 4}, "recipe_unlabelled"])
@@ -215,13 +215,13 @@ def test_it_trains_where_a_method_takes_it(method: Any, tmp_path: Path) -> None:
 
 
 def table_site(folder: Path, site: str, frame: pd.DataFrame, **data: Any) -> Path:
-    place = folder / site / "SITE.yaml"
-    place.parent.mkdir(parents=True)
-    frame.to_csv(place.parent / "t.csv", index=False)
+    site_yaml = folder / site / "SITE.yaml"
+    site_yaml.parent.mkdir(parents=True)
+    frame.to_csv(site_yaml.parent / "t.csv", index=False)
     source = {"name": "table", "sites": {site: "t.csv"}, "label": "ill", "numeric": ["a", "b"], "categorical": ["sex"]}
     options = {"site": site, "data": {**source, **data}, "classes": ["no", "yes"], "device": "cpu", "threads": 1}
-    place.write_text(yaml.safe_dump({**options, "policy": {"send": SEND}}))
-    return place
+    site_yaml.write_text(yaml.safe_dump({**options, "policy": {"send": SEND}}))
+    return site_yaml
 
 
 def patients(seed: int, months: bool = False, sex: tuple[str, str] = ("f", "m")) -> pd.DataFrame:
@@ -243,14 +243,14 @@ def patients(seed: int, months: bool = False, sex: tuple[str, str] = ("f", "m"))
     ],
 )
 def test_a_table_is_guarded_where_it_lies(va: pd.DataFrame, reason: str | None, tmp_path: Path) -> None:
-    found = {site: table_site(tmp_path, site, patients(seed)) for seed, site in enumerate(LABELLED)}
-    found["va"] = table_site(tmp_path, "va", va.drop(columns="ill"), site_labels={"va": "none"})
+    site_files = {site: table_site(tmp_path, site, patients(seed)) for seed, site in enumerate(LABELLED)}
+    site_files["va"] = table_site(tmp_path, "va", va.drop(columns="ill"), site_labels={"va": "none"})
     options = options_of("fedavg", protocol=PROTOCOL, evaluation={"resamples": 0})  # type: ignore[arg-type]
-    deploy(tmp_path, options, sites={**LABELLED, "va": len(va)}, unseen={}, transport=Loopback(found))
+    deploy(tmp_path, options, sites={**LABELLED, "va": len(va)}, unseen={}, transport=Loopback(site_files))
     run = next((tmp_path / "va" / "received").iterdir())
     there = json.loads((run / "estimate.json").read_text())
     assert there["abstain"] is (reason is not None)
-    assert reason is None or any(reason in one for one in there["reasons"])
+    assert reason is None or any(reason in text for text in there["reasons"])
     if len(va) < 20:
         assert there["high"] - there["low"] > 30
 
@@ -260,18 +260,21 @@ def test_few_labels_of_a_table_train(tmp_path: Path) -> None:
     frames = {site: patients(seed) for seed, site in enumerate((*LABELLED, "va"))}
     frames["va"].loc[30:, "ill"] = ""
     frames["va"].loc[40:45, "a"] = np.nan
-    found = {site: table_site(tmp_path, site, frames[site]) for site in LABELLED}
-    found["va"] = table_site(tmp_path, "va", frames["va"], site_labels={"va": "few_train"})
-    found["va.labelled"] = table_site(tmp_path, "va.labelled", frames["va"], site_labels={"va": "few_train"})
-    written = yaml.safe_load(found["va.labelled"].read_text())
+    site_files = {site: table_site(tmp_path, site, frames[site]) for site in LABELLED}
+    site_files["va"] = table_site(tmp_path, "va", frames["va"], site_labels={"va": "few_train"})
+    site_files["va.labelled"] = table_site(tmp_path, "va.labelled", frames["va"], site_labels={"va": "few_train"})
+    written = yaml.safe_load(site_files["va.labelled"].read_text())
     written["data"]["sites"] = {"va": "t.csv"}
-    for place, own in ((found["va.labelled"], written), *((one, None) for one in found.values())):
-        options = own or yaml.safe_load(place.read_text())
-        place.write_text(yaml.safe_dump({**options, "policy": {"send": SEND, "smallest_group": 1}}))
+    for path, expected in (
+        (site_files["va.labelled"], written),
+        *((other_path, None) for other_path in site_files.values()),
+    ):
+        options = expected or yaml.safe_load(path.read_text())
+        path.write_text(yaml.safe_dump({**options, "policy": {"send": SEND, "smallest_group": 1}}))
     options = options_of("fedavg", protocol=PROTOCOL, evaluation={"resamples": 0})  # type: ignore[arg-type]
     sites = {**LABELLED, "va": 80, "va.labelled": 30}
-    deployed, _ = deploy(tmp_path, options, sites=sites, unseen={}, transport=Loopback(found))
-    held = {site: str(found[site].parent / "t.csv") for site in (*LABELLED, "va")}
+    deployed, _ = deploy(tmp_path, options, sites=sites, unseen={}, transport=Loopback(site_files))
+    held = {site: str(site_files[site].parent / "t.csv") for site in (*LABELLED, "va")}
     data = {"name": "table", "sites": held, "label": "ill", "numeric": ["a", "b"], "categorical": ["sex"]}
     whole = {**data, "site_labels": {"va": "few_train"}}
     simulated = fedshift.run({**options, "data": whole, "engine": {"threads": 1}}, tmp_path / "simulated")
@@ -296,27 +299,27 @@ def test_a_coordinator_gets_nothing_that_it_may_not(tmp_path: Path) -> None:
     options = options_of("fedavg", protocol={**PROTOCOL, "targets": "all"}, evaluation={"resamples": 0})  # type: ignore[arg-type]
     deploy(tmp_path, options, sites={**LABELLED, "va": 70}, unseen={}, transport=transport)
 
-    def said(site: str, message: Message, **changes: Any) -> str:
+    def answer_of(site: str, message: Message, **changes: Any) -> str:
         return str(unseal(handle[site](forge(message, **changes), "an attacker"))[0].get("message"))
 
     predict, hello = caught["va", "predict"], caught["va", "hello"]
     assert unseal(handle["va"](hello, "a coordinator"))[0]["card"]["unlabelled"] is True
-    assert "has no labels (its data.site_labels) and measures no model" in said("va", predict, do="measure")
+    assert "has no labels (its data.site_labels) and measures no model" in answer_of("va", predict, do="measure")
     whole = {"part": "target", "sums": True}
-    assert "measures no model" in said("va", caught["north", "measure"], whole=whole)
+    assert "measures no model" in answer_of("va", caught["north", "measure"], whole=whole)
     header = unseal(caught["north", "call"])[0]
     for role in ("source", "unseen"):
         part = {**header["part"], "role": role, "fingerprint": transport.programs["va"].holding.fingerprint}
-        assert "trains as a target only" in said("va", caught["north", "call"], part=part)
-    assert "has no scores" in said("va", caught["north", "reading"]) or "refuses" in said(
+        assert "trains as a target only" in answer_of("va", caught["north", "call"], part=part)
+    assert "has no scores" in answer_of("va", caught["north", "reading"]) or "refuses" in answer_of(
         "va", caught["north", "reading"]
     )
-    assert "has labels" in said("north", predict)
-    assert "has labels" in said("north", caught["va", "estimate"])
+    assert "has labels" in answer_of("north", predict)
+    assert "has labels" in answer_of("north", caught["va", "estimate"])
     # Of one run a site gives one reading, and none where its policy does not let it out.
     for do in ("predict", "estimate"):
         for field in ("metadata", "known"):
-            assert "Traceback" not in said("va", caught["va", do], **{field: [["x"]]})
+            assert "Traceback" not in answer_of("va", caught["va", do], **{field: [["x"]]})
     strict = places(tmp_path / "strict", held, send=["weights", "numbers", "accuracy", "metrics"])
     north = Loopback({"north": strict["north"]}).programs["north"]
     refused = unseal(north.handle(forge(caught["north", "measure"], whole=whole), "an attacker"))[0]
@@ -349,10 +352,10 @@ def test_impossible_sums_make_no_case(tmp_path: Path) -> None:
     """A site that lies about its sums in a way that shows is no case, and the estimate rests on the others."""
 
     def spoil(site: str, header: dict[str, Any], answer: Any) -> Any:
-        said, content, _ = unseal(answer)
+        answer_header, content, _ = unseal(answer)
         if site == "north" and header["do"] == "reading":
-            said["reading"]["parts"]["transport"] = 7.0
-            return seal(said, body_of(content))
+            answer_header["reading"]["parts"]["transport"] = 7.0
+            return seal(answer_header, body_of(content))
         return answer
 
     transport = Loopback(places(tmp_path, files(tmp_path / "data")), spoil)
@@ -374,13 +377,13 @@ def test_without_confidences_there_is_no_estimate(tmp_path: Path) -> None:
 
 def test_what_a_site_says_of_its_labels_is_held_to(tmp_path: Path) -> None:
     held = files(tmp_path / "data")
-    place = site_file(tmp_path, "va", held["north"])
-    options = yaml.safe_load(place.read_text())
+    site_yaml = site_file(tmp_path, "va", held["north"])
+    options = yaml.safe_load(site_yaml.read_text())
 
     def read(**changes: Any) -> Any:
         labels = changes.pop("site_labels", {"va": "none"})
-        place.write_text(yaml.safe_dump({**options, "data": {**options["data"], "site_labels": labels}, **changes}))
-        return read_holding(load_site(place))
+        site_yaml.write_text(yaml.safe_dump({**options, "data": {**options["data"], "site_labels": labels}, **changes}))
+        return read_holding(load_site(site_yaml))
 
     (warning,) = read().data.warnings
     assert "has labels in an array y, which are not read, since data.site_labels says none" in warning
@@ -399,8 +402,8 @@ def test_what_a_site_says_of_its_labels_is_held_to(tmp_path: Path) -> None:
 
 
 def test_a_site_with_a_budget_of_privacy_sends_no_sums_without_noise(tmp_path: Path) -> None:
-    place = site_file(tmp_path, "north", files(tmp_path / "data")["north"], send=SEND)
-    written = yaml.safe_load(place.read_text())
-    place.write_text(yaml.safe_dump({**written, "privacy": {"epsilon": 5.0, "measurement_noise": 5.0}}))
+    site_yaml = site_file(tmp_path, "north", files(tmp_path / "data")["north"], send=SEND)
+    written = yaml.safe_load(site_yaml.read_text())
+    site_yaml.write_text(yaml.safe_dump({**written, "privacy": {"epsilon": 5.0, "measurement_noise": 5.0}}))
     with pytest.raises(Refused, match="sends no confidences without noise"):
-        SiteEstimates(load_site(place)).check_gives(masked=True)
+        SiteEstimates(load_site(site_yaml)).check_gives(masked=True)

@@ -45,11 +45,14 @@ class Role:
         status, body = self.get("/metrics")
         assert status == 200
         samples = [sample for family in parsed(body) for sample in family.samples]
-        return {f"{one.name}{''.join(f' {value}' for value in one.labels.values())}": one.value for one in samples}
+        return {
+            f"{measurement.name}{''.join(f' {value}' for value in measurement.labels.values())}": measurement.value
+            for measurement in samples
+        }
 
 
 @pytest.fixture
-def made(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Role]:
+def role(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Role]:
     pytest.importorskip("prometheus_client", reason=REASON)
     role = Role(tmp_path, getattr(request, "param", "site"))
     yield role
@@ -57,76 +60,76 @@ def made(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Role]:
     role.server.server_close()
 
 
-def test_health_is_that_of_the_service(made: Role) -> None:
-    status, body = made.get("/healthz")
+def test_health_is_that_of_the_service(role: Role) -> None:
+    status, body = role.get("/healthz")
     assert (status, json.loads(body)["state"]) == (503, "starting")
-    made.health = Health("connected")
-    status, body = made.get("/healthz")
+    role.health = Health("connected")
+    status, body = role.get("/healthz")
     assert (status, json.loads(body)["ready"]) == (200, True)
-    made.health = Health("retrying")
-    assert made.get("/healthz")[0] == 503
+    role.health = Health("retrying")
+    assert role.get("/healthz")[0] == 503
 
 
-def test_requests_and_bytes_of_a_site_are_counted_once(made: Role) -> None:
+def test_requests_and_bytes_of_a_site_are_counted_once(role: Role) -> None:
     for number in range(3):
-        append_line(made.log, {"time": 5.0 + number, "do": "call", "sent_bytes": 10, "received_bytes": 7})
-    append_line(made.log, {"time": 9.5, "do": "call", "refused": "no", "received_bytes": 7})
-    append_line(made.log, {"do": "x" * 40, "failed": "no"})
+        append_line(role.log, {"time": 5.0 + number, "do": "call", "sent_bytes": 10, "received_bytes": 7})
+    append_line(role.log, {"time": 9.5, "do": "call", "refused": "no", "received_bytes": 7})
+    append_line(role.log, {"do": "x" * 40, "failed": "no"})
     for _ in range(2):
-        found = made.metrics()
-    assert found["fedshift_requests_total call answered"] == 3
-    assert found["fedshift_requests_total call refused"] == 1
-    assert found["fedshift_requests_total other failed"] == 1
-    assert (found["fedshift_sent_bytes_total"], found["fedshift_received_bytes_total"]) == (30, 28)
-    assert found["fedshift_last_event_timestamp_seconds"] == 9.5
-    assert found["fedshift_disk_free_bytes"] > 0
-    append_line(made.log, {"time": 10.0, "do": "call"})
-    made.log.open("a").write('{"do": "call", "half')
-    assert made.metrics()["fedshift_requests_total call answered"] == 4
-    made.log.unlink()
-    append_line(made.log, {"time": 11.0, "do": "hello"})
-    assert made.metrics()["fedshift_requests_total hello answered"] == 1
+        metrics = role.metrics()
+    assert metrics["fedshift_requests_total call answered"] == 3
+    assert metrics["fedshift_requests_total call refused"] == 1
+    assert metrics["fedshift_requests_total other failed"] == 1
+    assert (metrics["fedshift_sent_bytes_total"], metrics["fedshift_received_bytes_total"]) == (30, 28)
+    assert metrics["fedshift_last_event_timestamp_seconds"] == 9.5
+    assert metrics["fedshift_disk_free_bytes"] > 0
+    append_line(role.log, {"time": 10.0, "do": "call"})
+    role.log.open("a").write('{"do": "call", "half')
+    assert role.metrics()["fedshift_requests_total call answered"] == 4
+    role.log.unlink()
+    append_line(role.log, {"time": 11.0, "do": "hello"})
+    assert role.metrics()["fedshift_requests_total hello answered"] == 1
 
 
-@pytest.mark.parametrize("made", ["coordinator"], indirect=True)
-def test_a_coordinator_counts_sites_rounds_and_losses(made: Role) -> None:
-    made.health = Health("connected", starts=2, sites=(3, 4))
+@pytest.mark.parametrize("role", ["coordinator"], indirect=True)
+def test_a_coordinator_counts_sites_rounds_and_losses(role: Role) -> None:
+    role.health = Health("connected", starts=2, sites=(3, 4))
     for event in (
         {"what": "run", "is": "begun"},
         {"what": "round", "round": 1},
         {"what": "fit", "site": "north", "is": "lost", "reason": "patient 17"},
         {"what": "trained", "site": "north"},
     ):
-        append_line(made.log, event)
-    found = made.metrics()
-    assert (found["fedshift_sites_connected"], found["fedshift_sites"], found["fedshift_ready"]) == (3, 4, 1)
-    assert (found["fedshift_flare_starts_total"], found["fedshift_state connected"]) == (2, 1)
-    assert (found["fedshift_events_total round done"], found["fedshift_events_total exchange lost"]) == (1, 1)
+        append_line(role.log, event)
+    metrics = role.metrics()
+    assert (metrics["fedshift_sites_connected"], metrics["fedshift_sites"], metrics["fedshift_ready"]) == (3, 4, 1)
+    assert (metrics["fedshift_flare_starts_total"], metrics["fedshift_state connected"]) == (2, 1)
+    assert (metrics["fedshift_events_total round done"], metrics["fedshift_events_total exchange lost"]) == (1, 1)
 
 
-@pytest.mark.parametrize("made", ["site", "coordinator"], indirect=True)
-def test_no_name_and_no_reason_gets_out(made: Role) -> None:
+@pytest.mark.parametrize("role", ["site", "coordinator"], indirect=True)
+def test_no_name_and_no_reason_gets_out(role: Role) -> None:
     secret = "patient17"
     line = {"run": secret, "coordinator": secret, "method": secret, "do": secret, "site": secret, "reason": secret}
-    append_line(made.log, {**line, "refused": secret, "what": "fit", "is": "refused"})
-    assert secret not in made.get("/metrics")[1] + made.get("/healthz")[1]
+    append_line(role.log, {**line, "refused": secret, "what": "fit", "is": "refused"})
+    assert secret not in role.get("/metrics")[1] + role.get("/healthz")[1]
 
 
-def test_only_this_machine_is_answered(made: Role) -> None:
-    port = made.server.server_port
-    assert made.server.server_address[0] == "127.0.0.1"
-    assert made.get("/healthz", Host="evil.example.org")[0] == 403
-    assert made.get("/metrics", Host=f"evil.example.org:{port}")[0] == 403
-    assert made.get("/metrics", Host=f"localhost:{port}")[0] == 200
+def test_only_this_machine_is_answered(role: Role) -> None:
+    port = role.server.server_port
+    assert role.server.server_address[0] == "127.0.0.1"
+    assert role.get("/healthz", Host="evil.example.org")[0] == 403
+    assert role.get("/metrics", Host=f"evil.example.org:{port}")[0] == 403
+    assert role.get("/metrics", Host=f"localhost:{port}")[0] == 200
     for path, method in (("/", "GET"), ("/metrics", "POST"), ("/metrics/../etc", "GET")):
-        assert made.get(path, method)[0] == 404
+        assert role.get(path, method)[0] == 404
     with socket.socket() as elsewhere, pytest.raises(OSError, match="refused"):
         elsewhere.connect(("127.0.0.2", port))
 
 
-def test_a_client_that_says_nothing_keeps_nobody_out(made: Role) -> None:
-    with socket.create_connection(("127.0.0.1", made.server.server_port)):
-        assert made.get("/healthz")[0] == 503
+def test_a_client_that_says_nothing_keeps_nobody_out(role: Role) -> None:
+    with socket.create_connection(("127.0.0.1", role.server.server_port)):
+        assert role.get("/healthz")[0] == 503
 
 
 def test_mistakes_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

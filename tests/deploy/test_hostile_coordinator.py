@@ -142,11 +142,11 @@ def test_a_fault_in_the_data_is_said_without_them(tmp_path: Path) -> None:
     file = tmp_path / "data.csv"
     rows = [f"{40 + row},{'ny'[row % 2]}" for row in range(20)]
     file.write_text("\n".join(["age,ill", *rows]) + "\n")
-    place = site_file(tmp_path, "north", str(file))
-    whole = yaml.safe_load(place.read_text())
+    site_yaml = site_file(tmp_path, "north", str(file))
+    whole = yaml.safe_load(site_yaml.read_text())
     data = {"name": "table", "sites": {"north": str(file)}, "label": "ill", "numeric": ["age"]}
-    place.write_text(yaml.safe_dump({**whole, "data": data, "classes": ["n", "y"]}))
-    program = open_site(place)
+    site_yaml.write_text(yaml.safe_dump({**whole, "data": data, "classes": ["n", "y"]}))
+    program = open_site(site_yaml)
     file.write_text(file.read_text().replace("41,", "Jane Doe,"))
     answer = request(program)
     assert "error" in answer

@@ -44,30 +44,30 @@ STRANGE = Weights({"x": torch.zeros(1)})
 Spoil = Callable[[dict[str, Any], dict[str, Any]], None]
 
 
-def attacked(folder: Path, spoil: Spoil, do: str = "call", call: str | None = None, **policy: Any) -> Loopback:
+def attack(folder: Path, spoil: Spoil, do: str = "call", call: str | None = None, **policy: Any) -> Loopback:
     """Sites of which one changes the header and content of what it answers to requests to ``do`` something."""
 
     def change(site: str, header: dict[str, Any], answer: Any) -> Any:
         if site != HOSTILE or header["do"] != do or call not in (None, header.get("call")):
             return answer
-        said, content, _ = unseal(answer)
-        spoil(said, content)
-        return seal(said, body_of(content))
+        answer_header, content, _ = unseal(answer)
+        spoil(answer_header, content)
+        return seal(answer_header, body_of(content))
 
     files = write_data(folder / "data", SITES)
     return Loopback({site: site_file(folder, site, files[site], **policy) for site in SITES}, change)
 
 
-def refused(folder: Path) -> set[str]:
+def refusals(folder: Path) -> set[str]:
     return {event["site"] for event in events(folder) if event.get("is") in ("refused", "lost")}
 
 
 def puts(**content: Any) -> Spoil:
-    return lambda said, found: found.update(content)
+    return lambda header, reply: reply.update(content)
 
 
 def says(**header: Any) -> Spoil:
-    return lambda said, found: said.update(header)
+    return lambda reply_header, content: reply_header.update(header)
 
 
 # Models --------------------------------------------------------------------------------------------------------------
@@ -85,7 +85,11 @@ def says(**header: Any) -> Spoil:
         ({"name": "csac", **METHODS["csac"]}, "acquire", puts(weights=STRANGE)),
         ({"name": "copa"}, "fit", puts(features=STRANGE)),
         ({"name": "copa"}, "fit", puts(classifier=STRANGE)),
-        ({"name": "copa"}, "fit", lambda said, found: found.update(classifier=found["features"])),
+        (
+            {"name": "copa"},
+            "fit",
+            lambda reply_header, reply: reply.update(classifier=reply["features"]),
+        ),
     ],
     ids=["sent", "nothing", "samples", "more-samples", "less-samples", "not-sent", "part", "other-part", "wrong-part"],
 )
@@ -93,13 +97,13 @@ def test_the_first_reply_does_not_say_how_the_others_must_be(
     method: dict[str, Any], call: str, spoil: Spoil, tmp_path: Path
 ) -> None:
     """Refused in every exchange of the call, and nobody else is."""
-    deploy(tmp_path, options_of(method), transport=attacked(tmp_path, spoil, call=call), engine={"quorum": 2})
-    assert refused(tmp_path) == {HOSTILE}
+    deploy(tmp_path, options_of(method), transport=attack(tmp_path, spoil, call=call), engine={"quorum": 2})
+    assert refusals(tmp_path) == {HOSTILE}
 
 
 def test_a_target_cannot_send_a_part_of_a_model(tmp_path: Path) -> None:
-    def less(said: dict[str, Any], content: dict[str, Any]) -> None:
-        content["models"] = {source: found.select("classifier") for source, found in content["models"].items()}
+    def less(header: dict[str, Any], content: dict[str, Any]) -> None:
+        content["models"] = {source: model.select("classifier") for source, model in content["models"].items()}
 
     protocol = {**ADAPT, "targets": [HOSTILE]}
     for call in ("receive_and_adapt", "adapt"):  # the models come, or are there already
@@ -109,7 +113,7 @@ def test_a_target_cannot_send_a_part_of_a_model(tmp_path: Path) -> None:
                 folder,
                 options_of({"name": "shot"}, protocol=protocol),
                 unseen={},
-                transport=attacked(folder, less, call=call),
+                transport=attack(folder, less, call=call),
             )
 
 
@@ -134,7 +138,7 @@ def test_no_honest_reply_is_refused(name: str, tmp_path: Path) -> None:
     )
     unseen = {} if method.traits.needs_target else UNSEEN
     deploy(tmp_path, options, unseen=unseen, send=[*KINDS, "numbers", "accuracy"], engine={"quorum": 1})
-    assert refused(tmp_path) == set()
+    assert refusals(tmp_path) == set()
 
 
 LIKE = {"features.weight": torch.zeros(2, 3), "classifier.heads.0.weight": torch.zeros(4, 2)}
@@ -213,30 +217,30 @@ def test_models_that_nobody_was_sent_are_whole(tensors: dict[str, torch.Tensor],
 def test_mini_batches_that_cannot_be_are_refused(number: Any, tmp_path: Path) -> None:
     options = options_of({"name": "fedavg"})
     spoil = says(mini_batches=number)
-    there, _ = deploy(tmp_path, options, transport=attacked(tmp_path, spoil), engine={"quorum": 2})
-    assert refused(tmp_path) == {HOSTILE}
+    there, _ = deploy(tmp_path, options, transport=attack(tmp_path, spoil), engine={"quorum": 2})
+    assert refusals(tmp_path) == {HOSTILE}
     lines = [json.loads(line) for line in (there / "fedavg/west/seed-0/rounds.jsonl").read_text().splitlines()]
     assert len(lines) == 3
     assert {site for line in lines for site in line["aggregation_weights"]} == {"south", "east"}
 
 
 def test_a_site_may_use_up_all_that_it_had_left(tmp_path: Path) -> None:
-    def all_of_it(said: dict[str, Any], content: dict[str, Any]) -> None:
-        said["mini_batches"] = left[-1]
+    def all_of_it(header: dict[str, Any], content: dict[str, Any]) -> None:
+        header["mini_batches"] = left[-1]
 
     left: list[int] = []
-    transport = attacked(tmp_path, all_of_it)
+    transport = attack(tmp_path, all_of_it)
     handle = transport.programs[HOSTILE].handle
 
-    def seen(message: Message, coordinator: str) -> Message:
+    def note_message(message: Message, coordinator: str) -> Message:
         header = json.loads(message.header)
         left.append(header.get("envelope", {}).get("mini_batches_left"))
         return handle(message, coordinator)
 
-    transport.programs[HOSTILE].handle = seen  # type: ignore[method-assign]
+    transport.programs[HOSTILE].handle = note_message  # type: ignore[method-assign]
     deploy(tmp_path, options_of({"name": "fedavg"}), transport=transport)
-    assert refused(tmp_path) == set()
-    assert [one for one in left if one is not None] == [12, 0, 0]
+    assert refusals(tmp_path) == set()
+    assert [count for count in left if count is not None] == [12, 0, 0]
 
 
 @pytest.mark.parametrize("number", [HUGE, pytest.param(-(10**400), id="-huge"), 2**53 + 1])
@@ -305,7 +309,7 @@ def table(categories: list[str], **changes: Any) -> dict[str, Any]:
     ],
 )
 def test_a_card_that_cannot_be_ends_with_one_line(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    transport = attacked(tmp_path, lambda said, found: said["card"].update(changes), do="hello")
+    transport = attack(tmp_path, lambda header, content: header["card"].update(changes), do="hello")
     with pytest.raises(UserError, match=rf"'{HOSTILE}'.*{message}|{message}.*'{HOSTILE}'") as told:
         deploy(tmp_path, options_of({"name": "fedavg"}), transport=transport)
     assert "\n" not in str(told.value)
@@ -315,23 +319,23 @@ def test_a_card_that_cannot_be_ends_with_one_line(changes: dict[str, Any], messa
 
 @pytest.mark.parametrize("card", [None, [], "card", 3, {}])
 def test_no_card_at_all(card: Any, tmp_path: Path) -> None:
-    def without(said: dict[str, Any], found: dict[str, Any]) -> None:
-        said.pop("card") if card is None else said.update(card=card)
+    def without(header: dict[str, Any], content: dict[str, Any]) -> None:
+        header.pop("card") if card is None else header.update(card=card)
 
     with pytest.raises(UserError, match=f"site '{HOSTILE}': its answer cannot be read: card") as told:
-        deploy(tmp_path, options_of({"name": "fedavg"}), transport=attacked(tmp_path, without, do="hello"))
+        deploy(tmp_path, options_of({"name": "fedavg"}), transport=attack(tmp_path, without, do="hello"))
     assert "\n" not in str(told.value)
 
 
 @pytest.mark.parametrize("moment", [None, "now", True, HUGE, 1e300, -1])
 def test_a_clock_that_shows_no_time(moment: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"site '{HOSTILE}': its answer cannot be read: time"):
-        deploy(tmp_path, options_of({"name": "fedavg"}), transport=attacked(tmp_path, says(time=moment), do="hello"))
+        deploy(tmp_path, options_of({"name": "fedavg"}), transport=attack(tmp_path, says(time=moment), do="hello"))
 
 
 def test_without_an_attack_the_bits_are_the_same(tmp_path: Path) -> None:
     options = options_of({"name": "copa"})
-    there, _ = deploy(tmp_path / "a", options, transport=attacked(tmp_path / "a", lambda said, found: None))
+    there, _ = deploy(tmp_path / "a", options, transport=attack(tmp_path / "a", lambda header, content: None))
     again, _ = deploy(tmp_path / "b", options)
     assert same(model(there, "copa", "west"), model(again, "copa", "west"))
 

@@ -19,13 +19,13 @@ from fedshift.errors import FedshiftError, UserError
 @pytest.fixture(scope="module")
 def kits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kit]:
     """The kits of two projects: north and the coordinator of one, a stranger's north of the other."""
-    found = {}
+    kits_by_name = {}
     for project in ("own", "other"):
         options = {"name": project, "contact": "a@example.org", "server": "localhost", "sites": ("north", "south")}
         made = roles.provision(Project.model_validate(options), tmp_path_factory.mktemp(project), lambda new: None)
-        found |= {f"{project} {name}": load_kit(kit) for name, kit in made.sites.items()}
-        found[f"{project} coordinator"] = load_kit(made.coordinator)
-    return found
+        kits_by_name |= {f"{project} {name}": load_kit(kit) for name, kit in made.sites.items()}
+        kits_by_name[f"{project} coordinator"] = load_kit(made.coordinator)
+    return kits_by_name
 
 
 @pytest.fixture
@@ -42,10 +42,10 @@ def authority(kit: Kit) -> Path:
 @pytest.mark.parametrize("who", ["own north", "own coordinator"])
 def test_an_export_says_whose_it_is(who: str, kits: dict[str, Kit], log: Path, tmp_path: Path) -> None:
     assert export_log(log, kits[who], "audit", tmp_path / "export") == 5
-    found = verify_export(tmp_path / "export", authority(kits["own south"]), log)
-    assert (found.role, found.log) == (kits[who].role, "audit")
-    assert found.name == ("north" if who == "own north" else "localhost")
-    assert list(found.lines) == lines_of(log)
+    export = verify_export(tmp_path / "export", authority(kits["own south"]), log)
+    assert (export.role, export.log) == (kits[who].role, "audit")
+    assert export.name == ("north" if who == "own north" else "localhost")
+    assert list(export.lines) == lines_of(log)
 
 
 @pytest.mark.threat("cut_log")

@@ -49,7 +49,7 @@ def test_names_are_checked_before_anything_starts(protocol: dict[str, Any], mess
     assert "\n" not in str(raised.value)
 
 
-def asked(transport: Loopback) -> set[str]:
+def sites_asked(transport: Loopback) -> set[str]:
     return {site for site, _ in transport.asked}
 
 
@@ -59,10 +59,10 @@ def test_an_experiment_goes_on_with_the_sites_that_it_began_with(tmp_path: Path)
     transport = Loopback({name: site_file(tmp_path, name, files[name], smallest_group=1) for name in files})
     options = options_of({"name": "fedavg"}, protocol=EVERY)
 
-    def interrupted(site: str, header: Mapping[str, Any], answer: Any) -> Any:
+    def interrupt(site: str, header: Mapping[str, Any], answer: Any) -> Any:
         return Lost("it is down") if header.get("call") and header["envelope"]["round"] == 2 else answer
 
-    transport.change = interrupted
+    transport.change = interrupt
     with pytest.raises(FedshiftError):
         deploy(tmp_path, options, unseen={}, transport=transport, engine={"quorum": 2})
     assert cards_of(tmp_path / "deployment").keys() == SITES.keys()
@@ -72,7 +72,7 @@ def test_an_experiment_goes_on_with_the_sites_that_it_began_with(tmp_path: Path)
 
     transport.change, transport.asked = south_is_gone, []
     coordinate(tmp_path / "deployment", transport, ["north", "east", "up"])
-    assert asked(transport) == SITES.keys(), "up has joined since, and south is revoked"
+    assert sites_asked(transport) == SITES.keys(), "up has joined since, and south is revoked"
     warned = [event["message"] for event in events(tmp_path) if event["what"] == "warning"]
     assert any("'up'" in text for text in warned)
     assert any("'south'" in text for text in warned)
@@ -85,7 +85,7 @@ def test_an_experiment_that_never_began_is_of_the_sites_of_now(tmp_path: Path) -
         deploy(tmp_path, options, unseen={}, engine={"quorum": 4})
     assert not (tmp_path / "deployment" / CARDS).exists()
     folder, transport = deploy(tmp_path, options, sites={"north": 41, "east": 26}, unseen={})
-    assert asked(transport) == {"north", "east"}
+    assert sites_asked(transport) == {"north", "east"}
     assert (folder / "fedavg" / "sites" / "seed-0" / "result.json").exists()
 
 
@@ -111,7 +111,7 @@ def test_what_all_sites_lack_is_one_answer(tmp_path: Path) -> None:
         assert f"policy.{rule}" in parts[site]
         assert "SITE.yaml" in parts[site] or "fedshift site agree" in parts[site]
     assert "site 'up'" not in text
-    assert asked(transport) == {*SITES, "up"}
+    assert sites_asked(transport) == {*SITES, "up"}
     refused = {event["site"] for event in events(tmp_path) if event["what"] == "hello"}
     assert refused == SITES.keys(), "deploy logs has one line for each"
     for path in places.values():

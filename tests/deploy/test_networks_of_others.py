@@ -116,9 +116,9 @@ def test_sites_of_text_agree_on_its_tokenizer_without_sending_a_word(tmp_path: P
     for name, known in (("one", words), ("other", words[::-1])):
         made[name] = tmp_path / f"{name}.json"
         vocabulary = {word: number for number, word in enumerate(["?", *known])}
-        one = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "?"))
-        one.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-        one.save(str(made[name]))
+        word_tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "?"))
+        word_tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        word_tokenizer.save(str(made[name]))
     places, files = {}, {}
     for number, (site, samples) in enumerate(SITES.items()):
         drawn = np.random.default_rng(number)
@@ -131,10 +131,10 @@ def test_sites_of_text_agree_on_its_tokenizer_without_sending_a_word(tmp_path: P
         return {"name": "table", "label": "label", "text": "said", "tokenizer": str(made[tokenizer]), "length": 6}
 
     def sites(of_south: str) -> Loopback:
-        for site, place in places.items():
-            whole = yaml.safe_load(place.read_text())
-            own = {**section(of_south if site == "south" else "one"), "sites": {site: str(files[site])}}
-            place.write_text(yaml.safe_dump({**whole, "classes": ["0", "1"], "data": own}))
+        for site, path in places.items():
+            whole = yaml.safe_load(path.read_text())
+            data_section = {**section(of_south if site == "south" else "one"), "sites": {site: str(files[site])}}
+            path.write_text(yaml.safe_dump({**whole, "classes": ["0", "1"], "data": data_section}))
         return Loopback(places)
 
     options = options_of({"name": "fedavg"}, model=bert, protocol={"targets": ["south"], "seeds": [0]})

@@ -26,7 +26,7 @@ from loopback import (
     site_file,
     write_data,
 )
-from test_hostile_site import HOSTILE, Spoil, attacked, puts, refused, says
+from test_hostile_site import HOSTILE, Spoil, attack, puts, refusals, says
 from test_refusals import EVERYTHING
 from test_refusals import images as write_images
 from test_remote import Killed
@@ -47,10 +47,10 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor], rename: str = "") -> Spoil:
+def change_tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor], rename: str = "") -> Spoil:
     """Every tensor of a field changed, and renamed if ``rename`` is given."""
 
-    def spoil(said: dict[str, Any], content: dict[str, Any]) -> None:
+    def spoil(header: dict[str, Any], content: dict[str, Any]) -> None:
         tensors: NamedTensors = content[name]
         content[name] = type(tensors)({rename or key: change(tensor) for key, tensor in tensors.items()})
 
@@ -61,40 +61,40 @@ def to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda tensor: tensor.to(dtype)
 
 
-def filled(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+def fill_with(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda tensor: torch.full_like(tensor, value) if tensor.is_floating_point() else tensor
 
 
-def forged(error: str) -> Spoil:
-    return lambda said, found: said.update(error=error, message="site 'south' refuses to send weights")
+def forge_error(error: str) -> Spoil:
+    return lambda header, content: header.update(error=error, message="site 'south' refuses to send weights")
 
 
 CASES: dict[str, tuple[str, str, Spoil]] = {
-    "numbers without extremes": ("fedavg", "fit", changed("weights", to(torch.float8_e4m3fn))),
+    "numbers without extremes": ("fedavg", "fit", change_tensor("weights", to(torch.float8_e4m3fn))),
     "half a character": ("fedavg", "fit", puts(loss="\ud800")),
     "a loss of nan": ("fedavg", "fit", puts(loss=float("nan"))),
     "a loss of infinity": ("fedavg", "fit", puts(loss=float("inf"))),
-    "weights of 3e38": ("fedavg", "fit", changed("weights", filled(3e38))),
-    "a forged refusal": ("fedavg", "fit", forged("Refused")),
-    "a forged refusal of a kind": ("fedavg", "fit", forged("KindRefused")),
+    "weights of 3e38": ("fedavg", "fit", change_tensor("weights", fill_with(3e38))),
+    "a forged refusal": ("fedavg", "fit", forge_error("Refused")),
+    "a forged refusal of a kind": ("fedavg", "fit", forge_error("KindRefused")),
     "more memory than there is": ("fedavg", "fit", says(memory={str(number): "" for number in range(9)})),
     "memory outside of the folder": ("fedavg", "fit", says(memory={"optimizer": "../optimizer"})),
     "memory in a file without a name": ("fedavg", "fit", says(memory={"optimizer": ""})),
-    "spectra of another window": ("elcfs", "share_spectra", changed("spectra", lambda t: t[..., :1, :1])),
-    "spectra of fewer images": ("elcfs", "share_spectra", changed("spectra", lambda t: t[:3])),
-    "spectra of 3e38": ("elcfs", "share_spectra", changed("spectra", filled(3e38))),
-    "spectra of another type": ("elcfs", "share_spectra", changed("spectra", to(torch.float64))),
+    "spectra of another window": ("elcfs", "share_spectra", change_tensor("spectra", lambda t: t[..., :1, :1])),
+    "spectra of fewer images": ("elcfs", "share_spectra", change_tensor("spectra", lambda t: t[:3])),
+    "spectra of 3e38": ("elcfs", "share_spectra", change_tensor("spectra", fill_with(3e38))),
+    "spectra of another type": ("elcfs", "share_spectra", change_tensor("spectra", to(torch.float64))),
     "another size of images": ("elcfs", "share_spectra", puts(height=5)),
     "spectra by another name": ("elcfs", "share_spectra", puts(spectra=Spectra({"x": torch.zeros(1)}))),
-    "styles of two channels": ("ccst", "share_styles", changed("styles", lambda t: torch.cat([t, t], 1))),
-    "styles of 3e38": ("ccst", "share_styles", changed("styles", filled(3e38))),
+    "styles of two channels": ("ccst", "share_styles", change_tensor("styles", lambda t: torch.cat([t, t], 1))),
+    "styles of 3e38": ("ccst", "share_styles", change_tensor("styles", fill_with(3e38))),
     "no styles": ("ccst", "share_styles", puts(styles=Styles({}))),
-    "features of another width": ("fada", "begin", changed("features", lambda t: t[:, :2])),
-    "features of too many samples": ("fada", "go_on", changed("features", lambda t: t.repeat(3, 1))),
-    "features of another type": ("fada", "begin", changed("features", to(torch.float64))),
-    "features by another name": ("fada", "begin", changed("features", lambda t: t, rename="x")),
+    "features of another width": ("fada", "begin", change_tensor("features", lambda t: t[:, :2])),
+    "features of too many samples": ("fada", "go_on", change_tensor("features", lambda t: t.repeat(3, 1))),
+    "features of another type": ("fada", "begin", change_tensor("features", to(torch.float64))),
+    "features by another name": ("fada", "begin", change_tensor("features", lambda t: t, rename="x")),
     "features that are none": ("fada", "begin", puts(features=Features({"features": torch.zeros(())}))),
-    "a classifier of 3e38": ("copa", "fit", changed("classifier", filled(3e38))),
+    "a classifier of 3e38": ("copa", "fit", change_tensor("classifier", fill_with(3e38))),
 }
 
 
@@ -110,7 +110,7 @@ def test_a_quorum_goes_on_without_it(case: str, tmp_path: Path) -> None:
         training={"rounds": 2, "batch_size": 8, "lr": 0.05},
         **({"protocol": ADAPT} if adapts else {"model": CNN}),
     )
-    transport = attacked(tmp_path, spoil, call=call, send=EVERYTHING)
+    transport = attack(tmp_path, spoil, call=call, send=EVERYTHING)
     there, _ = deploy(
         tmp_path,
         options,
@@ -120,14 +120,14 @@ def test_a_quorum_goes_on_without_it(case: str, tmp_path: Path) -> None:
     )
     target = "east" if adapts else "west"
     run = there / method / target / "seed-0"
-    assert refused(tmp_path) == {HOSTILE}
+    assert refusals(tmp_path) == {HOSTILE}
     named = [json.loads(line)["extra"] for line in (run / "rounds.jsonl").read_text().splitlines()]
     assert {site for extra in named for part in ("missing", "refused") for site in extra.get(part, {})} == {HOSTILE}
     Weights(model(there, method, target)).check_finite("the model")
 
 
 def test_without_a_quorum_the_run_ends_and_names_it(tmp_path: Path) -> None:
-    transport = attacked(tmp_path, changed("weights", filled(3e38)), call="fit")
+    transport = attack(tmp_path, change_tensor("weights", fill_with(3e38)), call="fit")
     with pytest.raises(FedshiftError, match=f"site '{HOSTILE}' .*norm"):
         deploy(tmp_path, options_of({"name": "fedavg"}), transport=transport)
 
@@ -146,7 +146,7 @@ def test_an_answer_that_breaks_the_check_itself_is_only_that_sites_loss(
 
     monkeypatch.setattr(replies.ReplyCheck, "check", fails)
     deploy(tmp_path, options_of({"name": "fedavg"}), engine={"quorum": 2})
-    assert refused(tmp_path) == {HOSTILE}
+    assert refusals(tmp_path) == {HOSTILE}
 
 
 # What sites say of themselves -----------------------------------------------------------------------------------------
@@ -156,10 +156,10 @@ def test_an_answer_that_breaks_the_check_itself_is_only_that_sites_loss(
 def test_claimed_samples_make_no_more_rounds(tmp_path: Path) -> None:
     """A site of 41 samples that says 4,100: as many rounds as planned, and in each of them the others train."""
 
-    def claims(said: dict[str, Any], found: dict[str, Any]) -> None:
-        said["card"] |= {"samples": 4100, "rows": {"0": [2870, 1230]}}
+    def claims(header: dict[str, Any], content: dict[str, Any]) -> None:
+        header["card"] |= {"samples": 4100, "rows": {"0": [2870, 1230]}}
 
-    there, _ = deploy(tmp_path, options_of({"name": "fedavg"}), transport=attacked(tmp_path, claims, do="hello"))
+    there, _ = deploy(tmp_path, options_of({"name": "fedavg"}), transport=attack(tmp_path, claims, do="hello"))
     lines = (there / "fedavg/west/seed-0/rounds.jsonl").read_text().splitlines()
     assert len(lines) == 3
     trained = [event for event in events(tmp_path) if event["what"] == "trained" and event["site"] != HOSTILE]
@@ -179,7 +179,7 @@ def test_a_refusal_when_the_run_is_resumed_does_not_end_it(tmp_path: Path) -> No
 
     places = {site: site_file(tmp_path, site, str(tmp_path / "data" / f"{site}.npz")) for site in SITES}
     deploy(tmp_path, options, transport=Loopback(places, refuses), engine={"quorum": 2})
-    assert refused(tmp_path) == {HOSTILE}
+    assert refusals(tmp_path) == {HOSTILE}
     with pytest.raises(FedshiftError, match=f"site '{HOSTILE}' cannot take part"):
         deploy(tmp_path, options, transport=Loopback(places, refuses))
 
@@ -198,27 +198,27 @@ def test_a_reply_that_cannot_be_used_is_recorded_and_the_quorum_goes_on(how: str
             return seal({"error": "TrainingDiverged", "message": "site 'south' in round 2: no number"}, body_of({}))
         if how == "garbage":
             return Message(answer.header, answer.body[:-7], answer.digest)
-        said, content, _ = unseal(answer)
-        found = content["weights"]
-        assert isinstance(found, Weights)
-        name, tensor = next(iter(found.items()))
+        answer_header, content, _ = unseal(answer)
+        weights = content["weights"]
+        assert isinstance(weights, Weights)
+        name, tensor = next(iter(weights.items()))
         if how == "nan":
-            content["weights"] = found.merge({name: tensor * float("nan")})
+            content["weights"] = weights.merge({name: tensor * float("nan")})
         elif how == "shape":
-            content["weights"] = found.merge({name: tensor[:-1]})
+            content["weights"] = weights.merge({name: tensor[:-1]})
         elif how == "other":
-            said["answers"] = "0" * 64
+            answer_header["answers"] = "0" * 64
         else:
             content["more"] = 1
-        return seal(said, body_of(content))
+        return seal(answer_header, body_of(content))
 
     files = write_data(tmp_path / "data", SITES)
     places = {site: site_file(tmp_path, site, files[site]) for site in SITES}
     options = options_of({"name": "fedavg"})
     there, _ = deploy(tmp_path, options, transport=Loopback(places, spoil), engine={"quorum": 2})
-    found = [event for event in events(tmp_path) if event.get("is") in ("lost", "refused")]
-    assert {(event["site"], event["round"]) for event in found} == {("south", 2)}
-    assert ("refused" in {event["is"] for event in found}) == (how not in ("late", "error", "diverged"))
+    losses = [event for event in events(tmp_path) if event.get("is") in ("lost", "refused")]
+    assert {(event["site"], event["round"]) for event in losses} == {("south", 2)}
+    assert ("refused" in {event["is"] for event in losses}) == (how not in ("late", "error", "diverged"))
     lines = [json.loads(line) for line in (there / "fedavg/west/seed-0/rounds.jsonl").read_text().splitlines()]
     assert [set(line["aggregation_weights"]) for line in lines] == [set(SITES), {"north", "east"}, set(SITES)]
     assert [list(line["extra"].get("missing", {})) for line in lines] == [[], ["south"], []]

@@ -23,7 +23,7 @@ KEEPING = [name for name in registry.names() if PERSONAL in registry.method_clas
 TUNED = {"name": "fedavg", "fine_tune": {"steps": 3, "lr": 0.2}}
 
 
-def measured(folder: Path, name: str) -> dict[str, dict[str, float]]:
+def accuracies(folder: Path, name: str) -> dict[str, dict[str, float]]:
     """Site → its metrics at the end of the run, with its test part."""
     sites = result(folder, name, "sites")["sites"]
     return {site["site"]: site["values"] for site in sites if site["part"] == "target"}
@@ -42,12 +42,14 @@ def test_a_deployment_measures_as_its_simulation(tmp_path: Path, name: str) -> N
     tuned = {"fine_tune": {"steps": 2}} if name == "fedbabu" else {}
     send = ["weights", "numbers", "statistics", "accuracy", "metrics"]
     deployed, simulated = both(tmp_path, {**method, **tuned}, send)
-    place = next(one.name for one in simulated.iterdir() if one.is_dir())
-    assert same(model(deployed, place, "sites"), model(simulated, place, "sites"))
-    there, here = measured(deployed, place), measured(simulated, place)
+    method_folder = next(path.name for path in simulated.iterdir() if path.is_dir())
+    assert same(model(deployed, method_folder, "sites"), model(simulated, method_folder, "sites"))
+    there, here = accuracies(deployed, method_folder), accuracies(simulated, method_folder)
     assert there.keys() == here.keys() == {"north", "south", "east"}
     assert there == here
-    rounds = [(folder / place / "sites" / "seed-0" / "rounds.jsonl").read_text() for folder in (deployed, simulated)]
+    rounds = [
+        (folder / method_folder / "sites" / "seed-0" / "rounds.jsonl").read_text() for folder in (deployed, simulated)
+    ]
     of_targets = [[json.loads(line)["target_accuracy"] for line in text.splitlines()] for text in rounds]
     assert of_targets[0] == of_targets[1]
 
@@ -56,11 +58,11 @@ def test_a_classifier_of_its_own_is_in_no_message(tmp_path: Path, monkeypatch: p
     answers: list[Message] = []
     handle = SiteProgram.handle
 
-    def noted(self: SiteProgram, message: Message, coordinator: str) -> Message:
+    def note_message(self: SiteProgram, message: Message, coordinator: str) -> Message:
         answers.append(handle(self, message, coordinator))
         return answers[-1]
 
-    monkeypatch.setattr(SiteProgram, "handle", noted)
+    monkeypatch.setattr(SiteProgram, "handle", note_message)
     deploy(tmp_path, options_of({"name": "fedper"}, protocol=EVERY), unseen={})
     sent = {path for answer in answers for path, content in leaves(unseal(answer)[1]) if isinstance(content, Weights)}
     tensors = {
@@ -77,7 +79,7 @@ def test_a_classifier_of_its_own_is_in_no_message(tmp_path: Path, monkeypatch: p
 def test_prototypes_travel_where_models_may_not(tmp_path: Path) -> None:
     options = options_of({"name": "fedproto"}, protocol=EVERY)
     deployed, _ = deploy(tmp_path, options, unseen={}, send=["numbers", "statistics", "accuracy", "metrics"])
-    assert measured(deployed, "fedproto") == measured(simulate(tmp_path, options, unseen={}), "fedproto")
+    assert accuracies(deployed, "fedproto") == accuracies(simulate(tmp_path, options, unseen={}), "fedproto")
 
 
 def test_what_a_site_has_not_allowed_stays(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from connect_proxy import ConnectProxy
 
-from fedshift.deploy.proxy import connected, proxy_address, proxy_for, proxy_variables
+from fedshift.deploy.proxy import connect_to, proxy_address, proxy_for, proxy_variables
 from fedshift.deploy.role_file import role_file
 from fedshift.errors import UserError
 
@@ -39,7 +39,7 @@ def server() -> Iterator[int]:
 def test_a_connection_goes_through_the_proxy(user: str, server: int) -> None:
     proxy = ConnectProxy(user.replace("%40", "@"))
     url = f"http://{user + '@' if user else ''}127.0.0.1:{proxy.port}"
-    with connected("localhost", server, url, 10) as way:
+    with connect_to("localhost", server, url, 10) as way:
         way.sendall(b"hello")
         assert way.recv(5) == b"hello"
     assert proxy.asked == [f"localhost:{server}"]
@@ -57,11 +57,11 @@ def test_a_connection_goes_through_the_proxy(user: str, server: int) -> None:
 def test_a_proxy_that_refuses_is_said(user: str, answers: bytes, message: str, server: int) -> None:
     proxy = ConnectProxy(user, answers)
     with pytest.raises(OSError, match=message) as error:
-        connected("localhost", server, f"http://127.0.0.1:{proxy.port}", 10)
+        connect_to("localhost", server, f"http://127.0.0.1:{proxy.port}", 10)
     assert str(proxy.port) in str(error.value)
     proxy.close()
     with pytest.raises(OSError, match="proxy 127"):
-        connected("localhost", server, "http://127.0.0.1:9", 10)
+        connect_to("localhost", server, "http://127.0.0.1:9", 10)
 
 
 def test_the_environment_is_asked_only_where_the_site_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

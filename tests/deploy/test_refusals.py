@@ -74,8 +74,8 @@ def model(run: Path) -> dict[str, torch.Tensor]:
 
 
 def same(first: Path, second: Path) -> bool:
-    one, two = model(first), model(second)
-    return all(torch.equal(one[name], two[name]) for name in one)
+    left_model, two = model(first), model(second)
+    return all(torch.equal(left_model[name], two[name]) for name in left_model)
 
 
 # An experiment ----------------------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ def test_the_run_goes_on_without_it_and_says_so(method: str, tmp_path: Path) -> 
             assert "refused" not in line["extra"]
         result = json.loads((run / "result.json").read_text())
         assert any(reason in warning for warning in result["warnings"])
-        left, before = (json.loads((place / "result.json").read_text())["bytes_up"][kind] for place in (run, whole))
+        left, before = (json.loads((folder / "result.json").read_text())["bytes_up"][kind] for folder in (run, whole))
         assert 0 < left < before
         assert reason in html.unescape(page(whole_report(collect(run.parents[2]))))
 
@@ -221,10 +221,10 @@ def test_kinds_that_a_reply_promises() -> None:
 
 def test_what_a_call_promises_is_refused_before_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
     method = ELCFS()
-    found = domains(CNN, {"large": 9})
-    (plan,) = plans(method, found)
+    built_domains = domains(CNN, {"large": 9})
+    (plan,) = plans(method, built_domains)
     runner = SiteRunner(
-        replace(plan, refuse=frozenset(["spectra"])), replace(setting(method, found), on_refusal="leave_out")
+        replace(plan, refuse=frozenset(["spectra"])), replace(setting(method, built_domains), on_refusal="leave_out")
     )
     monkeypatch.setattr(ELCFS, "share_spectra", ELCFS.share_spectra)
     monkeypatch.setattr(ELCFS, "_half_width", lambda *_: pytest.fail("it worked"))

@@ -39,8 +39,14 @@ def sites(folder: Path, changes: dict[str, dict[str, Any]] | None = None, **poli
                                                                       "statistics"], **policy})  # fmt: skip
         whole = yaml.safe_load(places[site].read_text())
         del whole["classes"]
-        own = {"name": "table", "task": "regression", "sites": {site: str(file)}, "label": "y", "numeric": ["x"]}
-        whole["data"] = own | (changes or {}).get(site, {})
+        data_section = {
+            "name": "table",
+            "task": "regression",
+            "sites": {site: str(file)},
+            "label": "y",
+            "numeric": ["x"],
+        }
+        whole["data"] = data_section | (changes or {}).get(site, {})
         places[site].write_text(yaml.safe_dump(whole))
     return Loopback(places)
 
@@ -51,12 +57,12 @@ def test_a_deployment_is_its_simulation(tmp_path: Path) -> None:
     data = {"name": "table", "task": "regression", "sites": tables(tmp_path), "label": "y", "numeric": ["x"]}
     simulated = run_experiment(parse({**OPTIONS, "data": data, "engine": {"threads": 1}}), tmp_path / "simulated")
     assert same(model(deployed, "fedavg", "east"), model(simulated, "fedavg", "east"))
-    here, there = (result(place, "fedavg", "east") for place in (deployed, simulated))
+    here, there = (result(folder, "fedavg", "east") for folder in (deployed, simulated))
     assert here["metric"] == "rmse"
     assert here["selected"] == there["selected"]
-    (one,), (other,) = ([site for site in run["sites"] if site["part"] == "target"] for run in (here, there))
-    assert one["values"] == other["values"]
-    assert one["baseline"] == other["baseline"] > 0
+    (deployed_site,), (other,) = ([site for site in run["sites"] if site["part"] == "target"] for run in (here, there))
+    assert deployed_site["values"] == other["values"]
+    assert deployed_site["baseline"] == other["baseline"] > 0
 
 
 def test_a_small_group_gives_no_error(tmp_path: Path) -> None:

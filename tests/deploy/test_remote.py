@@ -199,8 +199,8 @@ def test_data_that_change_during_a_run_end_it(tmp_path: Path) -> None:
         nonlocal touched
         if not touched and header["do"] == "call" and header["envelope"]["round"] == 2:
             touched = True
-            with np.load(files["east"]) as found:
-                changed = {"x": found["x"] + 1, "y": found["y"]}
+            with np.load(files["east"]) as arrays:
+                changed = {"x": arrays["x"] + 1, "y": arrays["y"]}
             np.savez(files["east"], **changed)
         return answer
 

@@ -42,11 +42,16 @@ class Collector:
                 if outer.status == 200:
                     for resource in otlp.ExportLogsServiceRequest.FromString(body).resource_logs:
                         told = resource.resource.attributes
-                        outer.resources.append({one.key: one.value.string_value for one in told})
-                        for record in (one for scope in resource.scope_logs for one in scope.log_records):
+                        outer.resources.append(
+                            {record_of_scope.key: record_of_scope.value.string_value for record_of_scope in told}
+                        )
+                        for record in (
+                            record_of_scope for scope in resource.scope_logs for record_of_scope in scope.log_records
+                        ):
                             whole = {
-                                one.key.removeprefix("fedshift."): one.value.int_value or one.value.string_value
-                                for one in record.attributes
+                                record_of_scope.key.removeprefix("fedshift."): record_of_scope.value.int_value
+                                or record_of_scope.value.string_value
+                                for record_of_scope in record.attributes
                             }
                             outer.got.append({**whole, "line": record.body.string_value})
                 self.send_response(outer.status)
@@ -70,9 +75,11 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     made.server.server_close()
 
 
-def forwarder(folder: Path, sink: Any, said: list[str] | None = None) -> Forwarder:
+def forwarder(folder: Path, sink: Any, messages: list[str] | None = None) -> Forwarder:
     logs = {"audit": folder / "audit.jsonl"}
-    return Forwarder("north", sink, lambda: logs, folder / "sent.json", (said if said is not None else []).append)
+    return Forwarder(
+        "north", sink, lambda: logs, folder / "sent.json", (messages if messages is not None else []).append
+    )
 
 
 def write(folder: Path, *numbers: int) -> None:
@@ -88,8 +95,8 @@ def test_each_line_arrives_once_and_whole(collector: Collector, tmp_path: Path) 
     with open(tmp_path / "audit.jsonl", "a") as log:
         log.write('{"half')
     assert forwarder(tmp_path, sink).forward()  # a service that was started anew
-    assert [one["line"] for one in collector.got] == lines_of(tmp_path / "audit.jsonl")
-    assert [(one["from"], one["log"], one["number"]) for one in collector.got] == [
+    assert [record["line"] for record in collector.got] == lines_of(tmp_path / "audit.jsonl")
+    assert [(record["from"], record["log"], record["number"]) for record in collector.got] == [
         ("north", "audit", number) for number in (1, 2, 3)
     ]
     assert collector.paths == {"/v1/logs"}
@@ -98,30 +105,30 @@ def test_each_line_arrives_once_and_whole(collector: Collector, tmp_path: Path) 
 
 @pytest.mark.threat("stopped_sink")
 def test_a_sink_that_fails_is_said_once_and_misses_nothing(collector: Collector, tmp_path: Path) -> None:
-    said: list[str] = []
-    sent = forwarder(tmp_path, OtlpSink(kind="otlp", url=collector.url), said)
+    messages: list[str] = []
+    sent = forwarder(tmp_path, OtlpSink(kind="otlp", url=collector.url), messages)
     collector.status = 503
     for number in range(3):
         write(tmp_path, number)
         assert not sent.forward()
-    assert len(said) == 1
-    assert collector.url in said[0]
+    assert len(messages) == 1
+    assert collector.url in messages[0]
     assert len(checked_lines(tmp_path / "audit.jsonl")) == 3
     collector.status = 200
     assert sent.forward()
-    assert [json.loads(one["line"])["number"] for one in collector.got] == [0, 1, 2]
-    assert len(said) == 2
+    assert [json.loads(record["line"])["number"] for record in collector.got] == [0, 1, 2]
+    assert len(messages) == 2
 
 
 def test_nobody_listens(tmp_path: Path) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     write(tmp_path, 0)
     for sink in (
         FileSink(kind="file", path=tmp_path / "absent" / "file"),
         SyslogSink(kind="syslog", address=str(tmp_path / "absent")),
     ):
-        assert not forwarder(tmp_path, sink, said).forward()
-    assert len(said) == 2
+        assert not forwarder(tmp_path, sink, messages).forward()
+    assert len(messages) == 2
 
 
 @pytest.mark.threat("cut_log")
@@ -133,7 +140,7 @@ def test_lines_that_were_cut_off_are_told(tmp_path: Path) -> None:
     write(tmp_path, 5)
     forwarder(tmp_path, sink).forward()
     copy = [json.loads(line) for line in (tmp_path / "copy").read_text().splitlines()]
-    assert [one.get("number", f"cut after {one.get('cut_after')}") for one in copy] == [1, 2, "cut after 2", 1]
+    assert [entry.get("number", f"cut after {entry.get('cut_after')}") for entry in copy] == [1, 2, "cut after 2", 1]
     assert os.stat(tmp_path / "copy").st_mode & 0o777 == 0o600
 
 
@@ -170,10 +177,10 @@ def test_a_service_sends_until_it_is_told_to_stop(collector: Collector, tmp_path
 
 def test_without_opentelemetry_one_line_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry._logs", None)
-    said: list[str] = []
+    messages: list[str] = []
     write(tmp_path, 0)
-    assert not forwarder(tmp_path, OtlpSink(kind="otlp"), said).forward()
-    assert "fedshift[monitoring]" in said[0]
+    assert not forwarder(tmp_path, OtlpSink(kind="otlp"), messages).forward()
+    assert "fedshift[monitoring]" in messages[0]
 
 
 @pytest.mark.parametrize(
@@ -220,12 +227,12 @@ def test_a_roles_service_forwards_its_logs(role: Any, tmp_path: Path) -> None:
 
     options = {"name": "p", "contact": "a@example.org", "server": "localhost", "sites": ("north",)}
     kit = Kit(tmp_path, role, "north" if role == "site" else "coordinator", Project.model_validate(options))
-    own = tmp_path / ("SITE.yaml" if role == "site" else "COORDINATOR.yaml")
+    role_file = tmp_path / ("SITE.yaml" if role == "site" else "COORDINATOR.yaml")
     log = tmp_path / ("memory/audit.jsonl" if role == "site" else "deployments/study/progress.jsonl")
     log.parent.mkdir(parents=True)
-    service = Service(kit, own if role == "site" else None)
+    service = Service(kit, role_file if role == "site" else None)
     assert service._forward_logs() is None
-    own.write_text(yaml.safe_dump({"sink": {"kind": "file", "path": "copy"}}))
+    role_file.write_text(yaml.safe_dump({"sink": {"kind": "file", "path": "copy"}}))
     thread = service._forward_logs()
     assert thread is not None
     append_line(log, {"number": 0})

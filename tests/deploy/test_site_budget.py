@@ -41,18 +41,18 @@ def _with_opacus() -> None:
     pytest.importorskip("opacus")
 
 
-def budgeted(folder: Path, name: str = "north", **privacy: Any) -> Path:
+def site_with_budget(folder: Path, name: str = "north", **privacy: Any) -> Path:
     """The SITE.yaml of a site with a budget; 10 at δ = 1e-5 unless ``privacy`` says otherwise."""
-    place = site_file(folder, name, write_data(folder / "data", SITES)[name])
-    options = yaml.safe_load(place.read_text())
+    site_yaml = site_file(folder, name, write_data(folder / "data", SITES)[name])
+    options = yaml.safe_load(site_yaml.read_text())
     options["privacy"] = {"epsilon": 10.0, "delta": 1e-5, **privacy}
-    place.write_text(yaml.safe_dump(options))
-    return place
+    site_yaml.write_text(yaml.safe_dump(options))
+    return site_yaml
 
 
 def program(folder: Path, **privacy: Any) -> SiteProgram:
     """The site, with a secret that is always the same."""
-    config = load_site(budgeted(folder, **privacy))
+    config = load_site(site_with_budget(folder, **privacy))
     draw_secret(config.memory, bytes(range(32)))
     return SiteProgram(config)
 
@@ -79,26 +79,26 @@ def weights_of(site: SiteProgram, header: dict[str, Any]) -> torch.Tensor:
     return torch.cat([value.flatten() for _, value in sorted(load(read_private(file)).items())])
 
 
-def deployed(
+def deploy_private(
     folder: Path, training: dict[str, Any], protocol: dict[str, Any] | None = None, change: Any = None, **privacy: Any
 ) -> Path:
     """The folder of the runs of an experiment over two sites with budgets."""
     options = options_of({"name": "fedavg"}, training={**PRIVATE, "rounds": 3, **training}, name="tiny")
     options |= {"protocol": protocol} if protocol else {}
-    transport = Loopback({name: budgeted(folder, name, **privacy) for name in SITES}, change)
+    transport = Loopback({name: site_with_budget(folder, name, **privacy) for name in SITES}, change)
     return deploy(folder, options, sites=SITES, transport=transport)[0]
 
 
 def test_a_deployed_run_is_private_and_counted(tmp_path: Path) -> None:
     """28 of 40 samples train in batches of 8: four steps a round. The result says what each site paid."""
-    runs = deployed(tmp_path, {})
-    said = result(runs, "fedavg", "west")["privacy"]
-    assert set(said) == set(SITES)
+    runs = deploy_private(tmp_path, {})
+    record = result(runs, "fedavg", "west")["privacy"]
+    assert set(record) == set(SITES)
     for name in SITES:
         ledger = PrivacyLedger(tmp_path / name / "memory", name, PrivacyBudget(epsilon=10))
-        (spent,) = ledger.spent()
-        assert (spent.steps, spent.noise_multiplier) == (said[name]["steps"], SIGMA)
-        assert spent.sample_rate == pytest.approx(said[name]["sample_rate"])
+        (spent,) = ledger.noisy_steps()
+        assert (spent.steps, spent.noise_multiplier) == (record[name]["steps"], SIGMA)
+        assert spent.sample_rate == pytest.approx(record[name]["sample_rate"])
         assert ledger.epsilon() >= adaptive_epsilon([spent], 10, 1e-5) > 0
         assert (tmp_path / name / "memory" / SECRET).stat().st_mode & 0o777 == 0o600
 
@@ -110,22 +110,22 @@ class Killed(BaseException):
 @pytest.mark.threat("spent_budget")
 def test_noise_is_of_the_secret_and_a_run_that_was_killed_repeats_it(tmp_path: Path) -> None:
     """Only the secrets differ between the first two. The third has those of the first, and is killed in round 2."""
-    whole, other = (model(deployed(tmp_path / name, {}), "fedavg", "west") for name in ("a", "b"))
+    whole, other = (model(deploy_private(tmp_path / name, {}), "fedavg", "west") for name in ("a", "b"))
     assert not same(whole, other)
     for name in SITES:
         secret = read_private(tmp_path / "a" / name / "memory" / SECRET)
         draw_secret(tmp_path / "c" / name / "memory", secret, name)
 
-    def killed(site: str, header: dict[str, Any], answer: Any) -> Any:
+    def kill_site(site: str, header: dict[str, Any], answer: Any) -> Any:
         if header["do"] == "call" and header["envelope"]["round"] == 2 and site == "south":
             raise Killed
         return answer
 
     with pytest.raises(Killed):
-        deployed(tmp_path / "c", {}, change=killed)
+        deploy_private(tmp_path / "c", {}, change=kill_site)
     for file in (tmp_path / "c").rglob("answer-*"):
         file.unlink()
-    assert same(model(deployed(tmp_path / "c", {}), "fedavg", "west"), whole)
+    assert same(model(deploy_private(tmp_path / "c", {}), "fedavg", "west"), whole)
     counts = {
         folder: len((tmp_path / folder / "north" / "memory" / LEDGER).read_text().splitlines()) for folder in "ac"
     }
@@ -164,12 +164,12 @@ def _part(site: SiteProgram) -> dict[str, Any]:
 def test_another_request_has_other_noise_and_counts(tmp_path: Path) -> None:
     """The same update under two samples of noise would show what lies beneath; so each sample is paid for."""
     site = program(tmp_path)
-    found = []
+    answers = []
     for changes in ({}, {"run": "s"}, {"setting": {**ASKED, "seed": 1}}):
         header = request(site, **{"setting": ASKED, **changes})
         assert "error" not in header, header
-        found.append(sorted(site.config.memory.rglob("answer-*.safetensors"), key=os.path.getmtime)[-1].read_bytes())
-    assert len(set(found)) == 3
+        answers.append(sorted(site.config.memory.rglob("answer-*.safetensors"), key=os.path.getmtime)[-1].read_bytes())
+    assert len(set(answers)) == 3
     assert len(lines(site)) == 3
     assert len({line["mark"] for line in lines(site)}) == 3
 
@@ -261,7 +261,7 @@ def test_further_steps_of_an_exchange_are_checked_and_paid(tmp_path: Path) -> No
     ledger.check("m", NoisySteps(SIGMA, 0.1, 1))
     ledger.pay("m", NoisySteps(SIGMA, 0.1, 3))
     ledger.pay("m", NoisySteps(SIGMA, 0.1, 2))
-    assert ledger.spent() == [NoisySteps(SIGMA, 0.1, 3)]
+    assert ledger.noisy_steps() == [NoisySteps(SIGMA, 0.1, 3)]
     for asked in (NoisySteps(SIGMA, 0.1, 10**6), NoisySteps(0.05, 0.1, 1)):
         with pytest.raises(Refused, match=r"privacy\.epsilon"):
             ledger.check("m", asked)
@@ -275,9 +275,9 @@ def test_a_model_that_mixes_samples_is_not_measured(tmp_path: Path) -> None:
     for changes in ({"method": {"name": "fedbn", "options": {"unseen": "target"}}}, {"network": mixing}):
         site = program(tmp_path / next(iter(changes)), epsilon=50.0, measurement_noise=20.0)
         part = {**_part(site), "role": "unseen", "whole": True}
-        said = request(site, do="measure", round=1, setting={**ASKED, **changes}, part=part)
-        assert said.get("error") == "Refused", said
-        assert "measures only what can train privately" in said["message"]
+        answer = request(site, do="measure", round=1, setting={**ASKED, **changes}, part=part)
+        assert answer.get("error") == "Refused", answer
+        assert "measures only what can train privately" in answer["message"]
         assert not lines(site)
 
 
@@ -285,12 +285,12 @@ def test_measurements_have_noise_and_are_counted(tmp_path: Path) -> None:
     """A model of zeros is right for 14 of 40 samples; each request has its own noise, a repeated one the same."""
     site = program(tmp_path, epsilon=50.0, measurement_noise=2.0)
     part = {**_part(site), "role": "unseen", "whole": True}
-    found = [request(site, do="measure", round=round, setting=ASKED, part=part)["measures"] for round in range(30)]
-    right = torch.tensor([one["accuracy"] * 0.4 for one in found])
+    measures = [request(site, do="measure", round=round, setting=ASKED, part=part)["measures"] for round in range(30)]
+    right = torch.tensor([measure["accuracy"] * 0.4 for measure in measures])
     assert 1.0 < float(right.std()) < 3.5
     assert float(right.mean()) == pytest.approx(14, abs=2)
-    assert all(one["classes"] == [None] * 3 and one["metrics"] is None for one in found)
-    assert request(site, do="measure", round=3, setting=ASKED, part=part)["measures"] == found[3]
+    assert all(measure["classes"] == [None] * 3 and measure["metrics"] is None for measure in measures)
+    assert request(site, do="measure", round=3, setting=ASKED, part=part)["measures"] == measures[3]
     assert len(lines(site)) == 30
 
 
@@ -299,49 +299,49 @@ def test_models_are_measured_until_the_budget_is_spent(tmp_path: Path) -> None:
     site = program(tmp_path, epsilon=3.0, measurement_noise=8.0)
     part = {**_part(site), "role": "unseen", "whole": True}
 
-    def measured(number: int, run: str = "r") -> Any:
+    def measure_once(number: int, run: str = "r") -> Any:
         return request(site, do="measure", round=number, run=run, setting=ASKED, part=part)
 
-    number = next(number for number in range(200) if "error" in measured(number))
+    number = next(number for number in range(200) if "error" in measure_once(number))
     assert number > 2
-    assert "privacy.epsilon" in measured(number)["message"]
+    assert "privacy.epsilon" in measure_once(number)["message"]
     assert len(lines(site)) == number
     assert site.rules.ledger.epsilon() <= 3.0
-    assert "privacy.epsilon" in measured(0, "another")["message"]
-    assert "error" not in measured(0)  # answered and paid before
+    assert "privacy.epsilon" in measure_once(0, "another")["message"]
+    assert "error" not in measure_once(0)  # answered and paid before
 
 
 def test_a_result_says_how_much_noise_its_accuracies_have(tmp_path: Path) -> None:
     """Of 12 samples that a site holds out, two more or fewer may be said to be right: 17 points."""
     protocol = {"targets": ["sites"], "seeds": [0], "test_fraction": 0.3}
-    runs = deployed(tmp_path / "a", {}, protocol, epsilon=50.0, measurement_noise=2.0)
-    said = result(runs, "fedavg", "sites")["data"]
-    noise = {site: pytest.approx(200 / samples) for site, samples in said["measured_samples"].items()}
-    assert said["measurement_noise"] == noise
+    runs = deploy_private(tmp_path / "a", {}, protocol, epsilon=50.0, measurement_noise=2.0)
+    record = result(runs, "fedavg", "sites")["data"]
+    noise = {site: pytest.approx(200 / samples) for site, samples in record["measured_samples"].items()}
+    assert record["measurement_noise"] == noise
     assert noise["north"] == 200 / 12
-    plain = deployed(tmp_path / "b", {})
+    plain = deploy_private(tmp_path / "b", {})
     assert "measurement_noise" not in result(plain, "fedavg", "west")["data"]
 
 
 def test_the_coordinator_foresees_what_sites_cannot_pay(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"'north' has spent ε = 0 of 1 .* it would be"):
-        deployed(tmp_path / "a", {}, epsilon=1.0)
-    assert not PrivacyLedger(tmp_path / "a" / "north" / "memory", "north", None).spent()
+        deploy_private(tmp_path / "a", {}, epsilon=1.0)
+    assert not PrivacyLedger(tmp_path / "a" / "north" / "memory", "north", None).noisy_steps()
     with pytest.raises(UserError, match=r"measured at site 'north'"):
-        deployed(tmp_path / "b", {}, {"targets": ["north"], "seeds": [0], "test_fraction": 0.3})
+        deploy_private(tmp_path / "b", {}, {"targets": ["north"], "seeds": [0], "test_fraction": 0.3})
     with pytest.raises(UserError, match=r"write training\.privacy"):
-        deployed(tmp_path / "c", {"privacy": None})
+        deploy_private(tmp_path / "c", {"privacy": None})
 
 
 def test_what_a_card_tells_of_the_data(tmp_path: Path) -> None:
     """Two sites that differ in one sample tell the same: no fingerprint, no split by class, no classes."""
-    place = budgeted(tmp_path)
-    options = yaml.safe_load(place.read_text())
+    site_yaml = site_with_budget(tmp_path)
+    options = yaml.safe_load(site_yaml.read_text())
     del options["classes"]
     (tmp_path / "other.yaml").write_text(yaml.safe_dump(options))
     with pytest.raises(UserError, match="classes"):
         load_site(tmp_path / "other.yaml")
-    site = SiteProgram(load_site(place))
+    site = SiteProgram(load_site(site_yaml))
     plain = SiteProgram(
         load_site(site_file(tmp_path / "plain", "north", write_data(tmp_path / "data", SITES)["north"]))
     )
@@ -359,7 +359,7 @@ def test_a_changed_ledger_is_noticed(tmp_path: Path) -> None:
     file = tmp_path / LEDGER
     with open(file, "a") as half:
         half.write('{"mark": "x')  # of a process that was killed
-    assert ledger.spent() == [NoisySteps(2.0, 0.1, 10)]
+    assert ledger.noisy_steps() == [NoisySteps(2.0, 0.1, 10)]
     file.write_text(file.read_text().replace('"steps": 5', '"steps": 1', 1))
     with pytest.raises(FedshiftError, match="line 2"):
         ledger.pay(ledger.mark(number=2), NoisySteps(2.0, 0.1, 5))

@@ -17,11 +17,11 @@ from loopback import (
     result,
 )
 from test_hostile_coordinator import program_of
-from test_hostile_site import HOSTILE, attacked, refused
+from test_hostile_site import HOSTILE, attack, refusals
 
 from fedshift.deploy.coordinator import _recall
 from fedshift.deploy.handshake import clock_difference
-from fedshift.deploy.remote.policy import described, whole_number
+from fedshift.deploy.remote.policy import sent_kinds, whole_number
 from fedshift.deploy.remote.replies import MeasureAnswer, Measures, check_measures
 from fedshift.deploy.remote.requests import SeedSplit
 from fedshift.errors import FedshiftError
@@ -31,7 +31,7 @@ from fedshift.federation.setting_json import SettingRecipe
 from fedshift.weights import Weights
 
 
-def answered(tmp_path: Path, **policy: object) -> tuple[dict[str, object], np.ndarray, np.ndarray]:  # type: ignore[type-arg]
+def answer_and_rows(tmp_path: Path, **policy: object) -> tuple[dict[str, object], np.ndarray, np.ndarray]:  # type: ignore[type-arg]
     """What site ``north`` (40 samples) measures of a model of zeros; labels of its training and held-out rows."""
     program = program_of(tmp_path, **policy)
     header = request(program, do="measure", round=1)
@@ -42,7 +42,7 @@ def answered(tmp_path: Path, **policy: object) -> tuple[dict[str, object], np.nd
 
 def test_it_measures_on_its_held_out_rows(tmp_path: Path) -> None:
     """A model of zeros says class 0 of everything: right where a held-out label is 0."""
-    header, train, held_out = answered(tmp_path, smallest_group=1)
+    header, train, held_out = answer_and_rows(tmp_path, smallest_group=1)
     measures = header["measures"]
     assert len(train) + len(held_out) == 40
     assert measures["samples"] == len(held_out) != len(train)  # type: ignore[index]
@@ -53,10 +53,10 @@ def test_it_measures_on_its_held_out_rows(tmp_path: Path) -> None:
 
 def test_classes_of_few_samples_are_not_told(tmp_path: Path) -> None:
     """12 held out, 4 of each class: with groups of 5 no class is told, the accuracy of all is."""
-    header, _, held_out = answered(tmp_path, smallest_group=5)
+    header, _, held_out = answer_and_rows(tmp_path, smallest_group=5)
     assert max(int((held_out == label).sum()) for label in range(3)) < 5
     assert header["measures"]["classes"] == [None, None, None]  # type: ignore[index]
-    refused, _, _ = answered(tmp_path / "more", smallest_group=len(held_out) + 1)
+    refused, _, _ = answer_and_rows(tmp_path / "more", smallest_group=len(held_out) + 1)
     assert "smallest_group" in str(refused["message"])
 
 
@@ -69,26 +69,26 @@ def test_the_recall_of_a_class_over_sites() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "ahead"),
+    ("site_time", "ahead"),
     [(100.0, 0.0), (104.9, 0.0), (105.0, 0.0), (110.0, 5.0), (99.0, -1.0), (40.0, -60.0), (165.0, 60.0)],
 )
-def test_clocks(said: float, ahead: float) -> None:
+def test_clocks(site_time: float, ahead: float) -> None:
     """Asked at 100 s, answered by 105 s: times between say nothing, others how far the clock is off at least."""
-    assert clock_difference(said, 100.0, 105.0) == ahead
+    assert clock_difference(site_time, 100.0, 105.0) == ahead
 
 
 def test_numbers_and_descriptions() -> None:
     assert [whole_number(value) for value in (0, 7, -1, True, 1.0, "3", None, 2**53)] == [0, 7, -1, -1, -1, -1, -1, -1]
     content: dict[str, Content] = {"m": {"a": Weights({"w": torch.zeros(2, 3)})}, "n": 4}
-    assert described(content) == {
+    assert sent_kinds(content) == {
         "m/a": {"kind": "weights", "bytes": 24, "shapes": {"w": [2, 3]}},
         "n": {"kind": "numbers"},
     }
 
 
-def checked(said: dict[str, Any], setting: dict[str, Any]) -> Measures:
+def check_header(header: dict[str, Any], setting: dict[str, Any]) -> Measures:
     """A site's report, parsed and checked as the coordinator does it."""
-    report = parsed(MeasureAnswer, json.dumps({"measures": said}), "it").measures
+    report = parsed(MeasureAnswer, json.dumps({"measures": header}), "it").measures
     check_measures(report, SettingRecipe.model_validate(setting, strict=False))
     return report
 
@@ -119,8 +119,8 @@ GOOD: dict[str, Any] = {"accuracy": 50.0, "samples": 4, "classes": [[1, 2], None
 )
 def test_measures_that_cannot_be_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(FedshiftError, match="measure"):
-        checked({**GOOD, **changes}, SETTING)
-    assert checked(GOOD, SETTING) == Measures(accuracy=50.0, samples=4, classes=((1, 2), None, (1, 2)))
+        check_header({**GOOD, **changes}, SETTING)
+    assert check_header(GOOD, SETTING) == Measures(accuracy=50.0, samples=4, classes=((1, 2), None, (1, 2)))
 
 
 METRICS: dict[str, Any] = {
@@ -156,10 +156,10 @@ METRICS: dict[str, Any] = {
 )
 def test_metrics_that_cannot_be_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(FedshiftError, match="metrics"):
-        checked({**GOOD, "metrics": {**METRICS, **changes}}, SETTING)
-    found = checked({**GOOD, "metrics": METRICS}, SETTING).metrics
-    assert found is not None
-    assert (found.values, found.support) == ({"accuracy": 50.0, "brier": 20.0}, [2, None, 2])
+        check_header({**GOOD, "metrics": {**METRICS, **changes}}, SETTING)
+    metrics = check_header({**GOOD, "metrics": METRICS}, SETTING).metrics
+    assert metrics is not None
+    assert (metrics.values, metrics.support) == ({"accuracy": 50.0, "brier": 20.0}, [2, None, 2])
 
 
 WHOLE = {"part": "target", "resamples": 50, "threshold": 0.5}
@@ -173,7 +173,7 @@ def whole(tmp_path: Path, asked: Any = WHOLE, **policy: object) -> dict[str, Any
 def test_a_site_reports_all_metrics_when_it_is_asked(tmp_path: Path) -> None:
     """A model of zeros says class 0 with a probability of a third: its Brier score is ½(4/9 + 1/9 + 1/9)."""
     measures = whole(tmp_path, smallest_group=1)["measures"]
-    metrics = checked(measures, SETTING).metrics
+    metrics = check_header(measures, SETTING).metrics
     assert metrics is not None
     assert metrics.values["brier"] == pytest.approx(100 / 3, abs=1e-4)
     assert metrics.values["auroc"] == pytest.approx(50.0)
@@ -200,12 +200,12 @@ def test_metrics_keep_to_the_policy(tmp_path: Path) -> None:
 
 
 def test_measures_of_no_class_leave_the_run_whole(tmp_path: Path) -> None:
-    def empty(said: dict[str, Any], content: dict[str, Any]) -> None:
-        said["measures"]["classes"] = []
+    def empty(header: dict[str, Any], content: dict[str, Any]) -> None:
+        header["measures"]["classes"] = []
 
     options = options_of({"name": "fedavg"}, protocol={"targets": ["sites"], "seeds": [0], "test_fraction": 0.3})
-    there, _ = deploy(tmp_path, options, unseen={}, transport=attacked(tmp_path, empty, do="measure"))
-    assert refused(tmp_path) == {HOSTILE}
+    there, _ = deploy(tmp_path, options, unseen={}, transport=attack(tmp_path, empty, do="measure"))
+    assert refusals(tmp_path) == {HOSTILE}
     last = json.loads((there / "fedavg/sites/seed-0/rounds.jsonl").read_text().splitlines()[-1])
     assert set(last["target_accuracy"]) == {"south", "east"}
     assert result(there, "fedavg", "sites")
@@ -216,6 +216,6 @@ def test_measures_of_no_class_leave_the_run_whole(tmp_path: Path) -> None:
 def test_an_accuracy_lies_between_0_and_100(accuracy: float) -> None:
     good = {"accuracy": 100.0, "samples": 4, "classes": [[2, 2], [2, 2]]}
     for possible in (0, 100):
-        assert checked({**good, "accuracy": possible}, {**SETTING, "classes": 2}).accuracy == possible
+        assert check_header({**good, "accuracy": possible}, {**SETTING, "classes": 2}).accuracy == possible
     with pytest.raises(FedshiftError, match="accuracy"):
-        checked({**good, "accuracy": accuracy}, {**SETTING, "classes": 2})
+        check_header({**good, "accuracy": accuracy}, {**SETTING, "classes": 2})

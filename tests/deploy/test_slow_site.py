@@ -37,7 +37,7 @@ class Threads(Loopback):
         self.go = threading.Event()
         self.idle = {site: threading.Lock() for site in self.programs}
         self.clock = [0.0]
-        self.one = threading.Lock()
+        self.turn = threading.Lock()
         self.late: list[str] = []
 
     def _let_come_back(self, number: int) -> None:
@@ -62,13 +62,13 @@ class Threads(Loopback):
                 arrived.put((site, Sign.FETCHED))
                 if site == self.slow and number >= self.from_round:
                     self.go.wait(20)
-                with self.one:  # a site watches all layers of its process
+                with self.turn:  # a site watches all layers of its process
                     answer = self.programs[site].handle(message, "coordinator")
                 if over.is_set():
                     self.late.append(site)
                 arrived.put((site, answer))
 
-        threads = [threading.Thread(target=work, args=one, daemon=True) for one in whole]
+        threads = [threading.Thread(target=work, args=arguments, daemon=True) for arguments in whole]
         for thread in threads:
             thread.start()
         waiting = {site for site, _ in whole}
@@ -89,7 +89,7 @@ class Threads(Loopback):
 
 
 @pytest.fixture
-def played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[set[str]], Threads]]:
+def play_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[set[str]], Threads]]:
     return partial(play, tmp_path, monkeypatch)
 
 
@@ -108,10 +108,10 @@ def play(
 
 
 def test_a_slow_site_is_waited_for_once_and_counts_again_when_it_is_back(
-    played: Callable[..., Any], tmp_path: Path
+    play_slow: Callable[..., Any], tmp_path: Path
 ) -> None:
     engine = {"quorum": 3, "grace": 50, "deadline": 3600}
-    missing, transport = played(6, engine, from_round=2, back=5)
+    missing, transport = play_slow(6, engine, from_round=2, back=5)
     assert missing == [set(), {"far"}, {"far"}, {"far"}, set(), set()]
     assert transport.late == ["far"], "its late answer came, and did no harm"
     lost = [event for event in events(tmp_path) if event.get("is") == "lost" and event["what"] == "fit"]
@@ -122,12 +122,12 @@ def test_the_grace_is_for_sites_that_were_there(monkeypatch: pytest.MonkeyPatch)
     now = 100.0
     monkeypatch.setattr(incoming, "time", SimpleNamespace(monotonic=lambda: now))
     exchange = Grace(5.0, quorum=2, asked=5, lost={"busy", "back"})
-    exchange.fetched("back")
-    exchange.answered(usable=True)
-    exchange.answered(usable=False)
+    exchange.note_fetch("back")
+    exchange.note_answer(usable=True)
+    exchange.note_answer(usable=False)
     assert not exchange.over({"busy"}), "one usable answer is no quorum"
-    exchange.answered(usable=True)
-    exchange.fetched("busy")
+    exchange.note_answer(usable=True)
+    exchange.note_fetch("busy")
     assert exchange.over({"busy"}), "it is at work on an older request"
     assert not exchange.over({"back"}), "it took its request as soon as it was there"
     assert not exchange.over({"busy", "slow"}), "it was not lost before"
@@ -135,8 +135,8 @@ def test_the_grace_is_for_sites_that_were_there(monkeypatch: pytest.MonkeyPatch)
     assert exchange.over({"busy", "slow"})
 
 
-def test_nobody_is_left_out_who_answers_within_the_grace(played: Callable[..., Any]) -> None:
-    missing, _ = played(1, {"quorum": 1, "grace": 50}, from_round=10**6)
+def test_nobody_is_left_out_who_answers_within_the_grace(play_slow: Callable[..., Any]) -> None:
+    missing, _ = play_slow(1, {"quorum": 1, "grace": 50}, from_round=10**6)
     assert missing == [set()]
 
 
@@ -155,20 +155,20 @@ def test_answers_that_wait_are_held_in_files_beyond_a_bound(tmp_path: Path, monk
     spools: list[Spool] = []
     begin = Spool.__init__
 
-    def noted(spool: Spool) -> None:
+    def note_spool(spool: Spool) -> None:
         begin(spool)
         spools.append(spool)
 
-    monkeypatch.setattr(Spool, "__init__", noted)
+    monkeypatch.setattr(Spool, "__init__", note_spool)
     weights = []
-    for place, backwards in (("forwards", False), ("backwards", True)):
-        files = write_data(tmp_path / place / "data", {**FOUR, **UNSEEN})
-        transport = Loopback({name: site_file(tmp_path / place, name, files[name]) for name in FOUR})
+    for order, backwards in (("forwards", False), ("backwards", True)):
+        files = write_data(tmp_path / order / "data", {**FOUR, **UNSEEN})
+        transport = Loopback({name: site_file(tmp_path / order, name, files[name]) for name in FOUR})
         transport.backwards = backwards
         spools.clear()
         options = options_of({"name": "fedavg"})
         options["training"] = {**options["training"], "rounds": 1}
-        runs, _ = deploy(tmp_path / place, options, sites=FOUR, transport=transport)
+        runs, _ = deploy(tmp_path / order, options, sites=FOUR, transport=transport)
         weights.append((runs / "fedavg/west/seed-0/model.safetensors").read_bytes())
         assert [spool._files for spool in spools] == [2 if backwards else 0]
         assert all(spool._bytes <= 3000 for spool in spools)
@@ -179,10 +179,10 @@ def test_a_spool_forgets_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(incoming, "HELD_IN_MEMORY", 100)
     with Spool() as spool:
         held = [spool.hold(Message("{}", bytes([number]) * 60, "")) for number in range(5)]
-        files = [path for one in held if one is not None for path in one.paths]
+        files = [path for waiting in held if waiting is not None for path in waiting.paths]
         assert None not in held
         assert len(files) == 4
-        assert [spool.take(one).body[0] for one in held if one] == [0, 1, 2, 3, 4]
+        assert [spool.take(waiting).body[0] for waiting in held if waiting] == [0, 1, 2, 3, 4]
         assert not any(file.exists() for file in files)
         again = spool.hold(Message("{}", b"x" * 60, ""))
         assert again == Held(Message("{}", b"x" * 60, "")), "there is room again"

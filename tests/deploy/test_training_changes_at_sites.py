@@ -29,7 +29,7 @@ def test_each_method_trains_as_in_the_simulation(rule: str, tmp_path: Path) -> N
     if rule == "any":
         return
     # Agreed to as the first: all that the experiment announced, though its first method asks for less.
-    (agreed,) = transport.programs["north"].terms.agreed().training
+    (agreed,) = transport.programs["north"].terms.in_force().training
     assert (agreed.lr, agreed.batch_size, agreed.rounds) == (0.3, 5, 4)
 
 
@@ -42,7 +42,7 @@ def test_what_is_agreed_to_is_what_was_announced_last(tmp_path: Path) -> None:
     """An experiment whose methods train alike announces nothing beyond its training section."""
     alike = experiment() | {"methods": [METHODS[0]]}
     _, transport = deploy(tmp_path, alike, training="first")
-    (agreed,) = transport.programs["north"].terms.agreed().training
+    (agreed,) = transport.programs["north"].terms.in_force().training
     assert (agreed.lr, agreed.batch_size, agreed.rounds) == (0.1, 8, 3)
     with pytest.raises(UserError, match="has not agreed to these training options"):
         deploy(tmp_path / "again", experiment() | {"name": "more"}, transport=transport)

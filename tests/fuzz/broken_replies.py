@@ -13,7 +13,7 @@ from replay import Told
 from safetensors.torch import save
 from torch import Tensor
 
-from fedshift.deploy.remote.wire import Body, Message, body_of, narrowed, seal
+from fedshift.deploy.remote.wire import Body, Message, body_of, narrow, seal
 from fedshift.federation.messages import KINDS, Content, encode
 from fedshift.weights import NamedTensors
 
@@ -163,7 +163,7 @@ def _body(content: Mapping[str, Any], draws: random.Random) -> Body:
 
 def _packed(content: Mapping[str, Any], draws: random.Random) -> Body:
     """Models packed in 8 or 16 bits, with a manifest or an array that does not fit."""
-    crossing, manifest = narrowed(content, draws.choice(("int8", "bf16")))
+    crossing, manifest = narrow(content, draws.choice(("int8", "bf16")))
     manifest = json.loads(json.dumps(manifest))
     if manifest:
         path = draws.choice(list(manifest))

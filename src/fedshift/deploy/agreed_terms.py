@@ -131,7 +131,7 @@ class _OlderFile(_Model):
     splits: _OlderList = _OlderList()
     peers: _OlderList = _OlderList()
 
-    def renewed(self) -> _File:
+    def renew(self) -> _File:
         """The same as the file of today. Each request becomes one of its own, of which nobody knows who asked."""
         kinds = {"models": self.models, "splits": self.splits, "peers": self.peers}
         asked = [Terms.model_validate({kind: [item]}) for kind, lists in kinds.items() for item in lists.asked]
@@ -183,7 +183,7 @@ class AgreedTerms:
                 splits=tuple(splits),
                 training=() if training is None else (training,),
             )
-            first, lacks = self._sorted(terms.agreed, asked)
+            first, lacks = self._sort_terms(terms.agreed, asked)
             if lacks:
                 self._note(terms, lacks)
                 raise Refused(self._reason(terms, lacks))
@@ -193,7 +193,7 @@ class AgreedTerms:
             if first:
                 self._write(terms.model_copy(update={"agreed": terms.agreed.with_terms(first)}))
 
-    def _sorted(self, agreed: Terms, asked: Terms) -> tuple[Terms, Terms]:
+    def _sort_terms(self, agreed: Terms, asked: Terms) -> tuple[Terms, Terms]:
         """Of what is asked, the terms that the site agrees to as the first ones, and those that a person must look at.
 
         Raises:
@@ -238,7 +238,7 @@ class AgreedTerms:
         rules = {"models": self._policy.models, "splits": self._policy.splits, "training": self._policy.training}
         named = {"models": "this network", "splits": "these splits", "training": "these training options"}
         texts = [f"{text} (rule policy.{what}: {rules[what]})" for what, text in named.items() if getattr(lacks, what)]
-        refused = _refused(terms)
+        refused = _refused_terms(terms)
         if lacks.without(refused) != lacks:
             return (
                 f"site '{self._site}' does not train with {' and '.join(texts)}: a person there has refused it; ask "
@@ -253,22 +253,22 @@ class AgreedTerms:
     def _people(self) -> str:
         return "a person" if self._policy.approvals == 1 else f"{self._policy.approvals} people"
 
-    def check_peers(self, found: Mapping[str, str]) -> None:
+    def check_peers(self, fingerprints: Mapping[str, str]) -> None:
         """Raise Refused unless each site signs with the certificate that this site has on record for it.
 
         Args:
-            found: site → SHA-256 of the certificate that it signs with.
+            fingerprints: site → SHA-256 of the certificate that it signs with.
         """
         with hold_lock(self._lock):
-            self._check_peers(found)
+            self._check_peers(fingerprints)
 
-    def _check_peers(self, found: Mapping[str, str]) -> None:
+    def _check_peers(self, fingerprints: Mapping[str, str]) -> None:
         terms = self._read()
         known = {**{peer.site: peer.certificate for peer in terms.agreed.peers}, **self._policy.peers}
         by_people = self._policy.secure == "required" or self._policy.approvals > 1
-        first = {} if by_people else {site: found[site] for site in found if site not in known}
-        wrong = [site for site in found if {**first, **known}.get(site) != found[site]]
-        listed = Terms(peers=tuple(Peer(site=site, certificate=found[site]) for site in wrong or first))
+        first = {} if by_people else {site: fingerprints[site] for site in fingerprints if site not in known}
+        wrong = [site for site in fingerprints if {**first, **known}.get(site) != fingerprints[site]]
+        listed = Terms(peers=tuple(Peer(site=site, certificate=fingerprints[site]) for site in wrong or first))
         if first and not wrong:
             self._write(terms.model_copy(update={"agreed": terms.agreed.with_terms(listed)}))
         if not wrong:
@@ -288,7 +288,7 @@ class AgreedTerms:
 
     def _note(self, terms: _File, lacks: Terms) -> None:
         """Write down what was asked for and is not agreed to, as the newest request. What was refused is no news."""
-        lacks = lacks.without(_refused(terms))
+        lacks = lacks.without(_refused_terms(terms))
         if not lacks:
             return
         before = next((item for item in terms.asked if not item.refused and item.lacks == lacks), None)
@@ -307,15 +307,15 @@ class AgreedTerms:
         asked = (*waiting[:_MOST_ASKED], *refused)
         self._write(terms.model_copy(update={"asked": asked, "numbers": max(terms.numbers, number)}))
 
-    def asked(self) -> tuple[AskedTerms, ...]:
+    def requests(self) -> tuple[AskedTerms, ...]:
         """Requests that wait for a person, the newest first."""
         return tuple(item for item in self._read().asked if not item.refused)
 
-    def refused(self) -> tuple[AskedTerms, ...]:
+    def refusals(self) -> tuple[AskedTerms, ...]:
         """Requests that a person refused, the newest first."""
         return tuple(item for item in self._read().asked if item.refused)
 
-    def agreed(self) -> Terms:
+    def in_force(self) -> Terms:
         """What the site has agreed to."""
         return self._read().agreed
 
@@ -396,7 +396,7 @@ class AgreedTerms:
         content = read_object(self._file, _REMEDY, older=True)
         try:
             if content and content.keys() <= _OlderFile.model_fields.keys():
-                return _OlderFile.model_validate_json(json.dumps(content)).renewed()
+                return _OlderFile.model_validate_json(json.dumps(content)).renew()
             return _File.model_validate_json(json.dumps(content))
         except ValidationError:
             raise Damaged(self._file, _REMEDY) from None
@@ -405,7 +405,7 @@ class AgreedTerms:
         write_object(self._file, terms.model_dump(mode="json"), private=True)
 
 
-def _refused(terms: _File) -> Terms:
+def _refused_terms(terms: _File) -> Terms:
     """All terms that a person refused."""
     whole = Terms()
     for item in terms.asked:

@@ -44,7 +44,7 @@ class Approver:
 
     def approve(self, digest: str) -> Approval:
         """Approve what has this digest."""
-        signature = "" if self.sign is None else base64.b64encode(self.sign(_signed(digest))).decode()
+        signature = "" if self.sign is None else base64.b64encode(self.sign(_signed_text(digest))).decode()
         return Approval(person=self.name, of=digest, signature=signature)
 
 
@@ -131,7 +131,7 @@ def _is_signed(approval: Approval, key: str | None) -> bool:
     invalid = import_extra("cryptography.exceptions", extra="deploy", what=_WHAT).InvalidSignature
     keys = import_extra("cryptography.hazmat.primitives.serialization", extra="deploy", what=_WHAT)
     try:
-        keys.load_ssh_public_key(key.encode()).verify(base64.b64decode(approval.signature), _signed(approval.of))
+        keys.load_ssh_public_key(key.encode()).verify(base64.b64decode(approval.signature), _signed_text(approval.of))
     except (invalid, ValueError):
         return False
     return True
@@ -161,5 +161,5 @@ def _line_of(secret: Any) -> str:
     return str(secret.public_key().public_bytes(keys.Encoding.OpenSSH, keys.PublicFormat.OpenSSH).decode())
 
 
-def _signed(digest: str) -> bytes:
+def _signed_text(digest: str) -> bytes:
     return f"fedshift agreement\x1f{digest}".encode()

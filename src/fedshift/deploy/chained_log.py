@@ -117,8 +117,8 @@ def is_undamaged(line: str) -> bool:
     """Whether a line is the one that was written, by its own digest alone. Lines of earlier versions have none."""
     if _OLDER.search(line):
         return True
-    text, result, own = line.rpartition(_OWN)
-    return bool(result) and own == f'{digest_of(text + "}")}"}}'
+    text, result, ending = line.rpartition(_OWN)
+    return bool(result) and ending == f'{digest_of(text + "}")}"}}'
 
 
 def _split(path: Path) -> tuple[list[str], bytes]:

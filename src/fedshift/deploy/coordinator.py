@@ -106,7 +106,7 @@ def check_members(experiment: Experiment, sites: Sequence[str], revoked: Collect
     """
     protocol = experiment.protocol
     present = [site for site in sites if site not in revoked]
-    own = isinstance(experiment.data, AtSites) and experiment.data.unseen is not None
+    has_unseen = isinstance(experiment.data, AtSites) and experiment.data.unseen is not None
     for target in protocol.named_targets:
         if target in revoked and target in sites:
             raise UserError(
@@ -121,7 +121,7 @@ def check_members(experiment: Experiment, sites: Sequence[str], revoked: Collect
     }
     for field, (named, names) in known.items():
         unknown = [name for name in named if name not in names]
-        if unknown and not (own and field == "targets"):
+        if unknown and not (has_unseen and field == "targets"):
             raise UserError(f"protocol.{field}: no site is called '{unknown[0]}'; {nearest(unknown[0], present)}")
     if not set(present) - set(protocol.left_out):
         raise UserError("no site is left: all are revoked (fedshift project accept) or in protocol.drop")
@@ -359,7 +359,7 @@ def _recipe(setting: Setting) -> SettingRecipe:
 def _part(plan: DeployedPlan, run: Run, site: str, role: tuple[Role, int] | None) -> SitePart:
     """What a site is told of its own part in a run; ``role``: its role and domain number, None for an unseen one."""
     protocol = plan.experiment.protocol.deployed()
-    personal = {"own": True} if protocol.by_site and run.method.calls.keep_own_weights else {}
+    personal = {"personal": True} if protocol.by_site and run.method.calls.keep_own_weights else {}
     return SitePart(
         **personal,
         role=role[0] if role else "unseen",
@@ -377,20 +377,25 @@ class _AtSites:
     """Evaluates a model where the samples are: at the sites, and here on the coordinator's own."""
 
     def __init__(
-        self, plan: DeployedPlan, planned: PlannedRun, federation: RemoteFederation, device: torch.device, place: Path
+        self,
+        plan: DeployedPlan,
+        planned: PlannedRun,
+        federation: RemoteFederation,
+        device: torch.device,
+        sums_file: Path,
     ) -> None:
-        """``place``: the file for sums of confidences, if the target gives some."""
-        data, own = planned.data, planned.run.target in plan.unseen
+        """``sums_file``: the file for sums of confidences, if the target gives some."""
+        data, measured_here = planned.data, planned.run.target in plan.unseen
         split = measured_parts(planned.run.method, plan.experiment.engine.routing, planned.split)
         self._resamples, model = plan.experiment.evaluation.resamples, plan.experiment.model
         here = Split({}, {}, split.measured)
         new_site = plan.experiment.protocol.new_site_of(planned.run.method, data.input_shape)
-        self._here = Evaluator(data, here, device, model, self._resamples, new_site) if own else None
-        self._targets = [] if own else list(split.measured)
+        self._here = Evaluator(data, here, device, model, self._resamples, new_site) if measured_here else None
+        self._targets = [] if measured_here else list(split.measured)
         self._sources = [site for site, rows in split.held_out.items() if len(rows)]
         self._federation, self._classes = federation, len(data.classes)
         self._predicted, self._metadata = [*split.predicted], partial(model_metadata, planned)
-        self._sums, self._place = asks_sums(plan, planned), place
+        self._sums, self._sums_file = asks_sums(plan, planned), sums_file
         self._kept = {"kept": True} if plan.experiment.engine.sums_only else {}
 
     def measure(self, network: Network, weights: Weights) -> dict[str, Any]:
@@ -412,9 +417,9 @@ class _AtSites:
         asked |= {"sums": True, **self._kept} if self._sums else {}
         result |= self._ask(weights, self._targets, part="target", **asked)
         if self._sums:
-            keep_sums(self._place, {site: result[site].sums for site in self._targets if site in result})
+            keep_sums(self._sums_file, {site: result[site].sums for site in self._targets if site in result})
         if self._predicted:
-            write_object(threshold_file(self._place.parents[1], self._place.stem), {"threshold": threshold})
+            write_object(threshold_file(self._sums_file.parents[1], self._sums_file.stem), {"threshold": threshold})
             self._federation.hand_out(weights, self._predicted, self._metadata())
         record, held_out = self._record(result), _metrics(result, sources, "held_out")
         if self._here is not None:
@@ -437,24 +442,24 @@ class _AtSites:
             )
         return measure
 
-    def _record(self, found: Mapping[str, Measures]) -> dict[str, Any]:
+    def _record(self, measures: Mapping[str, Measures]) -> dict[str, Any]:
         """The fields of a `RoundRecord` that sites report."""
-        sources = {site: found[site].accuracy for site in self._sources if site in found}
+        sources = {site: measures[site].accuracy for site in self._sources if site in measures}
         if self._here is not None:
             return {"source_accuracy": sources}
-        targets = [found[site] for site in self._targets if site in found]
+        targets = [measures[site] for site in self._targets if site in measures]
         counted = self._classes if all(target.classes for target in targets) else 0  # of a quantity there are none
         pairs = [[target.classes[number] for target in targets] for number in range(counted)]
         return {
-            "target_accuracy": {site: found[site].accuracy for site in self._targets if site in found},
+            "target_accuracy": {site: measures[site].accuracy for site in self._targets if site in measures},
             "source_accuracy": sources,
             "per_class": [_recall(pair) for pair in pairs] if self._targets else [],
         }
 
 
-def _metrics(found: Mapping[str, Measures], sites: Sequence[str], part: Part) -> list[SiteMetrics]:
+def _metrics(measures: Mapping[str, Measures], sites: Sequence[str], part: Part) -> list[SiteMetrics]:
     """What sites said of the last round, under the names and parts that they have here."""
-    metrics = {site: found[site].metrics for site in sites if site in found}
+    metrics = {site: measures[site].metrics for site in sites if site in measures}
     return [
         metric.model_copy(update={"site": site, "part": part}) for site, metric in metrics.items() if metric is not None
     ]

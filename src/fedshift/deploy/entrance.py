@@ -59,8 +59,8 @@ def deployments_in(root: Path) -> list[Path]:
     return watched.deployments_in(root)
 
 
-def deployed(folder: Path) -> Deployed | None:
+def deployment_status(folder: Path) -> Deployed | None:
     """What is known of the deployment in ``folder``; None if there is none."""
     from fedshift.deploy import watched
 
-    return watched.deployed(folder)
+    return watched.deployment_status(folder)

@@ -169,7 +169,7 @@ class _Sums:
             return site
 
         self.asking.ask(dict.fromkeys(cards, (request, {})), _TENSORS, read)
-        total = added.unmasked(self._shares(order, added))
+        total = added.unmask_total(self._shares(order, added))
         if int(total[0]) != len(added.answered):
             raise FedshiftError("the masks of the sites did not cancel: one of them lied")
         return from_fixed(total[1:]).numpy(), added.answered

@@ -80,7 +80,7 @@ def features_here(holding: Holding, setting: Setting, device: str) -> Domain:
     """
     options, record = setting.network, setting.preprocessing.backbone
     if not isinstance(options, Frozen) or record is None:
-        return holding.encoded(setting.preprocessing, setting.input_shape)
+        return holding.encode(setting.preprocessing, setting.input_shape)
     domain, images = holding.domain, holding.data.preprocessing
     extractor = extractor_for(options, images, f"site '{domain.name}'")
     if described(options, extractor, images).backbone != record:

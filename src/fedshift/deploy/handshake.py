@@ -130,7 +130,7 @@ def agree(
             cards[site] = before[site]
             check_rows(site, before[site], experiment.protocol.seeds)
     _check_all_take_part(faults, len(sites))
-    agreed = _agreed(experiment, cards)
+    agreed = _agreement_of(experiment, cards)
     budgets = {site: card.privacy for site, card in cards.items()}
     warnings, spent_again = noted_spending(folder.parent / SPENT, budgets)
     for warning in warnings:
@@ -190,22 +190,22 @@ def _warn_of_clock(site: str, answer: Heard[HelloAnswer] | Lost | None, asked: f
         )
 
 
-def clock_difference(said: float, asked: float, arrived: float) -> float:
+def clock_difference(site_time: float, asked: float, arrived: float) -> float:
     """Seconds by which a site's clock is ahead of this machine's, at least; 0 when it fits, negative when it is behind.
 
     Args:
-        said: the site's time when it answered.
+        site_time: the site's time when it answered.
         asked: when it was asked, by the clock here.
         arrived: when its answer arrived, by the clock here.
     """
-    return max(said - arrived, 0.0) + min(said - asked, 0.0)
+    return max(site_time - arrived, 0.0) + min(site_time - asked, 0.0)
 
 
-def _agreed(experiment: Experiment, cards: Mapping[str, Card]) -> Agreed:
+def _agreement_of(experiment: Experiment, cards: Mapping[str, Card]) -> Agreed:
     first = next(iter(cards.values()))
     given = {site: card.given.model_dump(mode="json") for site, card in cards.items() if card.given is not None}
     _check_alike(cards, given)
-    shape, classes, preprocessing = first.shape, first.classes, _prepared(first.preprocessing)
+    shape, classes, preprocessing = first.shape, first.classes, _preparation(first.preprocessing)
     if given:
         preprocessing = _encoding(given, preprocessing)
         shape = preprocessing.shape or shape
@@ -263,23 +263,23 @@ def _check_alike(cards: Mapping[str, Card], given: Mapping[str, Mapping[str, Any
                     f"sites differ in {what}: '{first_name}' has {_short(here)}, '{site}' has "
                     f"{_short(there)}; agree on them in each SITE.yaml (classes: lists all of the federation)"
                 )
-        if _learned(card) != _learned(first):
+        if _objective_text(card) != _objective_text(first):
             raise UserError(
-                f"sites differ in what is learned: '{first_name}' has {_learned(first)}, '{site}' has "
-                f"{_learned(card)}; agree on data.task and data.loss in each SITE.yaml"
+                f"sites differ in what is learned: '{first_name}' has {_objective_text(first)}, '{site}' has "
+                f"{_objective_text(card)}; agree on data.task and data.loss in each SITE.yaml"
             )
         if card.preprocessing.standardise != first.preprocessing.standardise:
             raise UserError(
                 f"sites differ in data.standardise, which '{first_name}' or '{site}' has as per_site: write the same"
             )
-        if _prepared(card.preprocessing) != _prepared(first.preprocessing) and not given:
+        if _preparation(card.preprocessing) != _preparation(first.preprocessing) and not given:
             raise UserError(
                 f"sites differ in how inputs are prepared: '{first_name}' has {_short(first.preprocessing)}, '{site}' "
                 f"has {_short(card.preprocessing)}"
             )
 
 
-def _prepared(preprocessing: Preprocessing) -> Preprocessing:
+def _preparation(preprocessing: Preprocessing) -> Preprocessing:
     """How inputs are prepared; of text without how a site's own file is written."""
     return preprocessing.model_copy(update={"table": None}) if preprocessing.kind == "tokens" else preprocessing
 
@@ -319,7 +319,7 @@ def _common_id(cards: Mapping[str, Card]) -> str | None:
     return name
 
 
-def _learned(card: Card) -> str:
+def _objective_text(card: Card) -> str:
     """The task and the loss of a site's data, without the label's scale, on which sites agree only later."""
     objective = card.preprocessing.objective
     if objective is None:
@@ -390,7 +390,7 @@ def _unseen_set(
     for what, there, here in (
         ("classes", classes, data.classes),
         ("a sample's shape", shape, data.input_shape),
-        ("how inputs are prepared", _prepared(preprocessing), _prepared(data.preprocessing)),
+        ("how inputs are prepared", _preparation(preprocessing), _preparation(data.preprocessing)),
     ):
         if there != here:
             raise UserError(

@@ -85,10 +85,10 @@ def export_log(log: Path, kit: Kit, what: str, out: Path) -> int:
     if not log.exists():
         raise UserError(f"there is no log at {log}")
     lines = checked_lines(log)
-    own = kit.flare / "startup" / ("server" if kit.role == "coordinator" else "client")
+    stem = kit.flare / "startup" / ("server" if kit.role == "coordinator" else "client")
     try:
-        key = serialization.load_pem_private_key(own.with_suffix(".key").read_bytes(), None)
-        certificate = own.with_suffix(".crt").read_text(encoding="ascii")
+        key = serialization.load_pem_private_key(stem.with_suffix(".key").read_bytes(), None)
+        certificate = stem.with_suffix(".crt").read_text(encoding="ascii")
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"the kit in {kit.folder} has no usable key: {error}") from None
     head = {
@@ -101,7 +101,7 @@ def export_log(log: Path, kit: Kit, what: str, out: Path) -> int:
         "digests": [digest_of(line) for line in lines],
         "certificate": certificate,
     }
-    head["signature"] = base64.b64encode(key.sign(_signed(head), *signing())).decode()  # type: ignore[union-attr,call-arg]
+    head["signature"] = base64.b64encode(key.sign(_signed_bytes(head), *signing())).decode()  # type: ignore[union-attr,call-arg]
     write_bytes(out, "".join(f"{line}\n" for line in (json.dumps(head), *lines)).encode(), private=True)
     return len(lines)
 
@@ -137,7 +137,7 @@ def read_export(file: Path, authority: Path) -> Export:
     try:
         certificate.verify_directly_issued_by(root)
         public: Any = certificate.public_key()
-        public.verify(head.signature, _signed(signed), *signing())
+        public.verify(head.signature, _signed_bytes(signed), *signing())
     except (ValueError, TypeError, AttributeError, InvalidSignature):
         raise FedshiftError(
             f"{file}: the signature of its first line does not fit: it was changed, or is not by a kit of this project"
@@ -193,7 +193,7 @@ def verify_export(file: Path, authority: Path, log: Path | None = None) -> Expor
     return export
 
 
-def _signed(head: dict[str, Any]) -> bytes:
+def _signed_bytes(head: dict[str, Any]) -> bytes:
     return json.dumps({name: value for name, value in head.items() if name != "signature"}, sort_keys=True).encode()
 
 

@@ -56,7 +56,7 @@ def proxy_for(host: str, setting: str | None) -> str | None:
     return address
 
 
-def connected(host: str, port: int, proxy: str | None, seconds: float | None = None) -> socket.socket:
+def connect_to(host: str, port: int, proxy: str | None, seconds: float | None = None) -> socket.socket:
     """A TCP connection to a host, through a proxy if there is one, for a protocol in which this end speaks first.
 
     What the host says before would be lost with the proxy's answer, which is read ahead. In TLS it says nothing.

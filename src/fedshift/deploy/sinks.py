@@ -58,7 +58,7 @@ class SyslogSink(_Sink):
 
     @field_validator("address")
     @classmethod
-    def _place(cls, address: str) -> str:
+    def _check_address(cls, address: str) -> str:
         host, _, port = address.rpartition(":")
         if not address.startswith("/") and not (host and port.isdecimal() and 0 < int(port) < 65536):
             raise ValueError("must be the path of a socket, or host:port")
@@ -152,14 +152,14 @@ class Forwarder:
         name: the role's name, which goes with each line.
         sink: where to.
         logs: the logs that there are now, by name.
-        place: the file that remembers how far each log was sent.
+        position_file: the file that remembers how far each log was sent.
         say: is told when the sink fails, and when it works again.
     """
 
     name: str
     sink: AnySink
     logs: Callable[[], Mapping[str, Path]]
-    place: Path
+    position_file: Path
     say: Callable[[str], None]
     _failing: bool = field(default=False, init=False)
 
@@ -173,7 +173,7 @@ class Forwarder:
     def forward(self) -> bool:
         """Send what is new; return whether the sink took it all. It raises nothing."""
         try:
-            sent = read_object(self.place, "delete it, and all lines are sent again")
+            sent = read_object(self.position_file, "delete it, and all lines are sent again")
             for log, path in self.logs().items():
                 self._forward(log, path, sent)
         except Exception as error:  # a sink that fails must not stop the role's own log
@@ -208,7 +208,7 @@ class Forwarder:
                 if sent.get(log) != [begin, number]:
                     sent[log] = [begin, number]
                     with contextlib.suppress(UserError):
-                        write_object(self.place, sent, private=True)
+                        write_object(self.position_file, sent, private=True)
 
 
 def _short(line: str) -> str:

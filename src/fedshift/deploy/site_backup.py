@@ -92,7 +92,7 @@ def restore(backup: Path, path: Path, newest: Path | None = None) -> Restored:
         UserError: the backup is of another site or unreadable, or a copy is older than it.
         FedshiftError: records are there that do not go on from the backup's, nor the backup's from them.
     """
-    files, site = _unpacked(backup)
+    files, site = _unpack(backup)
     if not path.exists():
         write_bytes(path, files[SITE_FILE], private=True)
     config = load_site(path)
@@ -114,7 +114,7 @@ def restore(backup: Path, path: Path, newest: Path | None = None) -> Restored:
         write_bytes(config.audit_log, copied, private=True)
         end_file(config.audit_log).unlink(missing_ok=True)
     staying = tuple(file for file in (*targets, *records) if file not in written)
-    counted = "" if ledger_was_there else _counted(config, complete=copied is not None)
+    counted = "" if ledger_was_there else _count_spent(config, complete=copied is not None)
     return Restored(config, tuple(written), staying, counted)
 
 
@@ -128,7 +128,7 @@ def _records(memory: Path) -> list[Path]:
     return sorted([*files, *(path for path in memory.glob(f"{KEPT}/**/*") if path.is_file())])
 
 
-def _unpacked(backup: Path) -> tuple[dict[str, bytes], str]:
+def _unpack(backup: Path) -> tuple[dict[str, bytes], str]:
     """The files of a backup, by name, and whose it is.
 
     Raises:
@@ -229,7 +229,7 @@ def _copied_lines(text: str) -> Iterator[str]:
             yield str(result["line"])
 
 
-def _counted(config: SiteConfig, *, complete: bool) -> str:
+def _count_spent(config: SiteConfig, *, complete: bool) -> str:
     """Count what the site may have answered since the backup as spent."""
     if config.file.privacy is None and not (config.memory / LEDGER).exists():
         return ""

@@ -137,7 +137,7 @@ class Holding:
     listed: bool = False
     part: str | None = None
 
-    def encoded(self, preprocessing: Preprocessing, shape: Sequence[int]) -> Domain:
+    def encode(self, preprocessing: Preprocessing, shape: Sequence[int]) -> Domain:
         """The domain in an encoding that all sites share, where there is one.
 
         Raises:
@@ -184,11 +184,11 @@ def read_holding(config: SiteConfig) -> Holding:
     if config.file.classes is not None and data.task != "classification":
         raise UserError(f"{config.path}: classes: the data are for {data.task}: leave it out")
     if config.file.classes is not None and data.classes != config.file.classes:
-        domain, data = _renumbered(config, data, domain)
+        domain, data = _renumber(config, data, domain)
     columns = {config.file.site: data.columns[name]} if name in data.columns else {}
-    own = replace(data, domains={config.file.site: domain}, columns=columns)
+    held_data = replace(data, domains={config.file.site: domain}, columns=columns)
     listed = config.file.classes is not None
-    return Holding(source, own, domain, data_fingerprint(own), source.gives(), listed=listed, part=part)
+    return Holding(source, held_data, domain, data_fingerprint(held_data), source.gives(), listed=listed, part=part)
 
 
 def _without_labels(config: SiteConfig, source: SiteLabels) -> SiteLabels:
@@ -209,7 +209,7 @@ def _without_labels(config: SiteConfig, source: SiteLabels) -> SiteLabels:
     return source.of_federation(config.file.classes, wanted if few else None)
 
 
-def _renumbered(config: SiteConfig, data: DataSet, domain: Domain) -> tuple[Domain, DataSet]:
+def _renumber(config: SiteConfig, data: DataSet, domain: Domain) -> tuple[Domain, DataSet]:
     """Number the labels by the classes of the federation; the data set may hold only some of them."""
     wanted = config.file.classes or ()
     unknown = [name for name in data.classes if name not in wanted]

@@ -19,7 +19,7 @@ from fedshift.experiment.runs.evaluator import predictions, scored
 from fedshift.models.network import Network
 
 
-def measured(
+def measure_at_site(
     network: Network,
     view: SiteData,
     classes: int,

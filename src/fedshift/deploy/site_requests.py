@@ -106,16 +106,16 @@ def audit_entry(header: Mapping[str, Any], message: Message) -> dict[str, Any]:
     }
 
 
-def narrowed(memory: SiteMemory, request: CallRequest, sent: Mapping[str, Any]) -> Body:
+def narrow_reply(memory: SiteMemory, request: CallRequest, sent: Mapping[str, Any]) -> Body:
     """Write a reply as bytes, and remember its rounding residual for the call's next reply."""
     if request.wire == "float32":
         return body_of(sent)
     remembered = memory.get(RESIDUALS)
     whole: Residuals = dict(remembered) if isinstance(remembered, Statistics) else {}
     prefix = f"{request.call}|"
-    own = {name.removeprefix(prefix): value for name, value in whole.items() if name.startswith(prefix)}
-    body = body_of(sent, request.wire, own)
-    whole |= {f"{prefix}{name}": value for name, value in own.items()}
+    residuals = {name.removeprefix(prefix): value for name, value in whole.items() if name.startswith(prefix)}
+    body = body_of(sent, request.wire, residuals)
+    whole |= {f"{prefix}{name}": value for name, value in residuals.items()}
     memory[RESIDUALS] = Statistics(whole)
     return body
 

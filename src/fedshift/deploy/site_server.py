@@ -31,7 +31,7 @@ from fedshift.deploy.features_at_sites import check_text_towers, features_here
 from fedshift.deploy.privacy.exposure import ExposureWatch
 from fedshift.deploy.privacy.few_rows import check_classes, check_few
 from fedshift.deploy.privacy.site_rules import SiteRules
-from fedshift.deploy.remote.policy import ACCURACY, AuditLog, TrainingBounds, described
+from fedshift.deploy.remote.policy import ACCURACY, AuditLog, TrainingBounds, sent_kinds
 from fedshift.deploy.remote.replies import CallAnswer, MeasureAnswer
 from fedshift.deploy.remote.requests import (
     Asked,
@@ -61,7 +61,7 @@ from fedshift.deploy.site_requests import (
     drop_covered,
     keep_answer,
     kept_answer,
-    narrowed,
+    narrow_reply,
     shared_kinds,
 )
 from fedshift.errors import FedshiftError, Refused, UserError
@@ -149,7 +149,7 @@ class SiteProgram:
             torch.set_num_threads(config.file.threads)
         keep_freed_memory()
         self._stamp = self._stamp_now()
-        self.holding = self.rules.shown(read_holding(config))
+        self.holding = self.rules.public_view(read_holding(config))
         for warning in self.holding.data.warnings if in_service else ():
             print(f"warning: {printable(warning)}", flush=True)
         self._announced: TrainingBounds | None = None
@@ -219,7 +219,7 @@ class SiteProgram:
             partial(self._check_sums, hello),
         )
         self.rules.pay_statistics(self.holding, entry)
-        card = card_of(self.holding, rows, self.policy, self.device) | self.rules.told(rows)
+        card = card_of(self.holding, rows, self.policy, self.device) | self.rules.card_additions(rows)
         given = {} if self.holding.given is None else {"encoding": {"kind": "statistics"}}
         entry["sent"] = {"card": {"kind": "numbers"}, **given}
         return seal({"answers": asked.key, "card": card, "time": time.time()}, body_of({}))
@@ -283,7 +283,7 @@ class SiteProgram:
         permit = partial(self.policy.permit_network, self.name)
         network = None if hello.network is None else networks.parse(hello.network, permit=permit)
         training = None if hello.training is None else self._training(hello.training)
-        kinds = self._permitted(hello.methods) if training is not None else []
+        kinds = self._permitted_methods(hello.methods) if training is not None else []
         bounds = None if training is None else asked_bounds(training, kinds)
         self._announced = bounds if any(kind.training is not None for kind in kinds) else None
         splits = split_terms(hello.split, hello.seeds)
@@ -298,7 +298,7 @@ class SiteProgram:
         except ValidationError as error:
             raise UserError(f"site '{self.name}': training: {fault_of(error)}") from None
 
-    def _permitted(self, asked: Sequence[MethodRecipe]) -> list[Method]:
+    def _permitted_methods(self, asked: Sequence[MethodRecipe]) -> list[Method]:
         """Those of the methods that may run; of the others `_check_method` speaks."""
         result: list[Method] = []
         for wanted in asked:
@@ -347,7 +347,10 @@ class SiteProgram:
     def _check_unchanged(self, fingerprint: str | None = None) -> None:
         """Raise UserError if the data are not those that the run began with."""
         stamp = self._stamp_now()
-        if stamp != self._stamp and self.rules.shown(read_holding(self.config)).fingerprint == self.holding.fingerprint:
+        if (
+            stamp != self._stamp
+            and self.rules.public_view(read_holding(self.config)).fingerprint == self.holding.fingerprint
+        ):
             self._stamp = stamp  # the files were rewritten with the same content
         if stamp != self._stamp or (fingerprint is not None and fingerprint != self.holding.fingerprint):
             raise UserError(
@@ -368,23 +371,23 @@ class SiteProgram:
         drop_covered(call.folder, request)
         # Of noise that the coordinator alone decides on, a site without a budget cannot say that it is enough.
         noise = runner.site.training.privacy is not None and self.rules.budget is not None
-        summing = self.sums.begun(asked, call.method, noise=noise)
+        summing = self.sums.begin_sum(asked, call.method, noise=noise)
         if (answer := self._again(call, runner, summing)) is not None:
             return answer
         self._remember(runner, call.folder, request.memory)
         self._runner = None  # a call that fails may leave its memory half written
-        content = self.seals.opened(asked, runner, call.method)
-        with self.rules.paid(asked, call.method, runner.site), ExposureWatch(runner.site) as watch:
+        content = self.seals.open_content(asked, runner, call.method)
+        with self.rules.train_and_pay(asked, call.method, runner.site), ExposureWatch(runner.site) as watch:
             reply, mini_batches = runner.run(request.call, request.envelope.envelope, content)
         sent = reply_content(reply) if summing is None else summing.contribution(reply, request.call, runner, content)
-        sent = sent if call.sealing is None else call.sealing.sealed(reply, request, runner, content)
-        entry["sent"] = described(sent)
+        sent = sent if call.sealing is None else call.sealing.seal_reply(reply, request, runner, content)
+        entry["sent"] = sent_kinds(sent)
         for look in BEFORE_A_REPLY_LEAVES:
             look(self, call, watch)
         if summing is not None:
-            sent = summing.masked(entry)
+            sent = summing.mask(entry)
         memory = runner.site.memory
-        written = narrowed(memory, request, sent)
+        written = narrow_reply(memory, request, sent)
         files = memory.save(call.folder, request.envelope.exchange)
         self._runner = (request.digest, runner, dict(files))
         header = CallAnswer(mini_batches=mini_batches, memory=files)
@@ -402,9 +405,9 @@ class SiteProgram:
         if before is None:
             return None
         answer, held = before
-        call.asked.entry.update({"again": True, "sent": described(held)})
+        call.asked.entry.update({"again": True, "sent": sent_kinds(held)})
         # The policy may have changed.
-        self.policy.check_sent(self.name, described(held), call.request.call, runner.site.samples)
+        self.policy.check_sent(self.name, sent_kinds(held), call.request.call, runner.site.samples)
         return answer
 
     def check_shares(self, call: Call) -> None:
@@ -421,9 +424,9 @@ class SiteProgram:
         """Raise Refused unless what the reply's type promises may leave, as it leaves: masked, sealed or in clear."""
         promised = promised_kinds(reply_type(call.method, call.request.call))
         promised = promised_masked(promised) if call.request.sum is not None else promised
-        call.sealing = self.seals.begun(call.request, call.method, call.asked.entry)
+        call.sealing = self.seals.begin_sealing(call.request, call.method, call.asked.entry)
         if call.sealing is not None:
-            promised = call.sealing.promised(promised)
+            promised = call.sealing.sealed_kinds(promised)
         for field, kind in promised.items():
             self.policy.check_kind(self.name, kind, f"field '{field}' of call {call.request.call}")
 
@@ -528,7 +531,7 @@ class SiteProgram:
         network, view = self._network_of(asked, method, held_out)
         new_site, groups = method.at_sites(view.input_shape).new_site if unseen else None, self.holding.domain.groups
         groups, objective = None if groups is None else groups[held_out], objective_of(view.preprocessing)
-        measures = self.rules.measured(asked, network, view, objective, groups, new_site)
+        measures = self.rules.measure(asked, network, view, objective, groups, new_site)
         if request.whole is not None and request.whole.sums and objective.task == "classification":
             self.estimates.check_gives(masked=request.whole.kept)
             scores = scored(answering(network, view, new_site), view, objective, groups)
@@ -560,7 +563,7 @@ class SiteProgram:
         request = asked.request
         digest, setting = (request.digest, request.do), self._setting(request.setting, method)
         weights = self.seals.opened_model(asked, setting)
-        if request.do == "measure" and request.part.own:
+        if request.do == "measure" and request.part.personal:
             runner = self._runner_for(request, method)
             self._remember(runner, self.config.memory / request.run, request.memory)
             weights = method.own_weights(weights, runner.site.memory)

@@ -49,7 +49,7 @@ def deployments_in(root: Path) -> list[Path]:
     return sorted(file.parent for pattern in patterns for file in root.absolute().glob(pattern))
 
 
-def deployed(folder: Path) -> Deployed | None:
+def deployment_status(folder: Path) -> Deployed | None:
     """What is known of the deployment in ``folder``; None if there is none."""
     try:
         wanted, answer = read_object(folder / "wanted.json"), read_object(folder / "state.json")
@@ -67,7 +67,7 @@ def deployed(folder: Path) -> Deployed | None:
         if state not in ENDS:
             service = status(kit)
             stopped = "" if service.pid is not None else one_line(service.message or service.state)
-            sites = tuple(_seen(site, events) for site in kit.project.sites)
+            sites = tuple(_seen_site(site, events) for site in kit.project.sites)
     begun = [event.get("runs") for event in events if event.get("what") == "experiment"]
     return Deployed(
         state,
@@ -91,18 +91,18 @@ def _events(file: Path) -> Iterator[Mapping[str, Any]]:
         yield json.loads(line)
 
 
-def _seen(site: str, events: list[Mapping[str, Any]]) -> SeenSite:
-    own = [event for event in events if event.get("site") == site and event.get("is") in _TOLD]
-    if not own:
+def _seen_site(site: str, events: list[Mapping[str, Any]]) -> SeenSite:
+    of_site = [event for event in events if event.get("site") == site and event.get("is") in _TOLD]
+    if not of_site:
         return SeenSite(site, "nothing yet", None)
-    last, now = own[-1], time.time()
+    last, now = of_site[-1], time.time()
     told = _TOLD[last["is"]].format(call=_call(last), reason=one_line(str(last.get("reason", ""))))
     age = max(0.0, now - float(last.get("time", 0)))
-    troubles = _troubles(own)
-    lost = [one for one in troubles if one.kind == "lost"]
+    troubles = _troubles(of_site)
+    lost = [trouble for trouble in troubles if trouble.kind == "lost"]
     if not troubles:
         return SeenSite(site, told, age)
-    first, newest = min(lost or troubles, key=lambda one: one.since), (lost or troubles)[-1]
+    first, newest = min(lost or troubles, key=lambda trouble: trouble.since), (lost or troubles)[-1]
     trouble = f"{first.kind} since {first.call}: {newest.reason}"
     return SeenSite(site, told, age, trouble, max(0.0, now - first.since), bool(lost))
 

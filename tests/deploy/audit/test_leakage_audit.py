@@ -42,14 +42,14 @@ def audit(folder: Path, *, kind: Any = tiny, samples: int = 24, **rest: Any) -> 
     return audit_leakage(made, **{"batches": (1,), "iterations": 60, "starts": 2, **asked})
 
 
-def pick(found: LeakageAudit, exchange: str, attack: str, batch: int = 1) -> Case:
-    [case] = [c for c in found.cases if (c.exchange, c.attack, c.batch) == (exchange, attack, batch)]
+def pick(result: LeakageAudit, exchange: str, attack: str, batch: int = 1) -> Case:
+    [case] = [c for c in result.cases if (c.exchange, c.attack, c.batch) == (exchange, attack, batch)]
     return case
 
 
 def test_one_gradient_gives_the_sample_away_and_an_epoch_does_not(tmp_path: Path) -> None:
-    found = audit(tmp_path, batches=(1, 2), iterations=80)
-    assert [(case.exchange, case.batch, case.attack) for case in found.cases] == [
+    audit_result = audit(tmp_path, batches=(1, 2), iterations=80)
+    assert [(case.exchange, case.batch, case.attack) for case in audit_result.cases] == [
         ("batch", 1, "l2"),
         ("batch", 1, "cosine"),
         ("batch", 1, "analytic"),
@@ -61,16 +61,16 @@ def test_one_gradient_gives_the_sample_away_and_an_epoch_does_not(tmp_path: Path
         ("epoch", 2, "l2"),
         ("epoch", 2, "cosine"),
     ]
-    assert (found.site, found.target, found.samples) == ("b", "a", 18)
-    assert (pick(found, "batch", "l2").steps, pick(found, "epoch", "l2").steps) == (0, 18)
-    exact = pick(found, "batch", "analytic")
+    assert (audit_result.site, audit_result.target, audit_result.samples) == ("b", "a", 18)
+    assert (pick(audit_result, "batch", "l2").steps, pick(audit_result, "epoch", "l2").steps) == (0, 18)
+    exact = pick(audit_result, "batch", "analytic")
     assert fmean(exact.mse) < 1e-8
     assert exact.ssim == pytest.approx([1.0], abs=1e-4)
-    searched, later = pick(found, "batch", "l2"), pick(found, "epoch", "l2")
+    searched, later = pick(audit_result, "batch", "l2"), pick(audit_result, "epoch", "l2")
     assert fmean(searched.mse) < 1e-4 < searched.guess_mse
     assert fmean(later.mse) > 100 * fmean(searched.mse)
-    assert fmean(pick(found, "epoch", "analytic").mse) > 1e-3
-    for case in found.cases:
+    assert fmean(pick(audit_result, "epoch", "analytic").mse) > 1e-3
+    for case in audit_result.cases:
         assert case.originals.shape == case.reconstructions.shape == (case.batch, 1, 6, 6)
         assert 0 <= case.reconstructions.min() <= case.reconstructions.max() <= 1
         assert case.mse == pytest.approx(((case.originals - case.reconstructions) ** 2).mean((1, 2, 3)), abs=1e-7)
@@ -80,43 +80,43 @@ def test_one_gradient_gives_the_sample_away_and_an_epoch_does_not(tmp_path: Path
         if case.exchange == "epoch":
             assert case.labels_right is None
             assert fmean(case.mse) > 0.4 * case.guess_mse  # about what the mean sample is worth
-    record = json.dumps(found.record(), allow_nan=False)
+    record = json.dumps(audit_result.record(), allow_nan=False)
     assert "originals" not in record
-    assert picture(found.cases).startswith(b"\x89PNG")
+    assert picture(audit_result.cases).startswith(b"\x89PNG")
 
 
 def test_crafted_networks_read_samples_that_the_policy_keeps(tmp_path: Path) -> None:
     """The experiment's network and one of the coordinator's choice, in both layouts."""
     quick: dict[str, Any] = {"samples": 60, "iterations": 1, "starts": 1, "attack": "l2"}
-    found = audit(tmp_path, **quick)
-    assert [(case.chosen, case.layout) for case in found.crafted] == [
+    audit_result = audit(tmp_path, **quick)
+    assert [(case.chosen, case.layout) for case in audit_result.crafted] == [
         (False, "bins"), (False, "traps"), (True, "bins"), (True, "traps"),
     ]  # fmt: skip
-    assert all(case.samples == found.samples for case in found.crafted)
-    wide = [case for case in found.crafted if case.chosen]
-    assert max(case.read for case in wide) > 0.5 * found.samples
+    assert all(case.samples == audit_result.samples for case in audit_result.crafted)
+    wide = [case for case in audit_result.crafted if case.chosen]
+    assert max(case.read for case in wide) > 0.5 * audit_result.samples
     assert all(case.refused == "policy.exposure: 0.4" for case in wide)
-    json.dumps(found.record(), allow_nan=False)
+    json.dumps(audit_result.record(), allow_nan=False)
     pinned = audit(tmp_path, policy=Policy(exposure=1, models=(MLP,)), **quick)
     assert [case.refused for case in pinned.crafted] == [None, None, "policy.models", "policy.models"]
-    assert [case.read for case in pinned.crafted] == [case.read for case in found.crafted]
+    assert [case.read for case in pinned.crafted] == [case.read for case in audit_result.crafted]
 
 
 def test_of_a_network_with_convolutions_only_the_chosen_one_is_crafted(tmp_path: Path) -> None:
     cnn = {"name": "mnist_cnn", "channels": [2, 2], "hidden": 4}
-    found = audit(tmp_path, model=cnn, iterations=1, starts=1, attack="l2")
-    assert [case.chosen for case in found.crafted] == [True, True]
-    assert found.crafted[0].network["name"] == "mlp"
+    audit_result = audit(tmp_path, model=cnn, iterations=1, starts=1, attack="l2")
+    assert [case.chosen for case in audit_result.crafted] == [True, True]
+    assert audit_result.crafted[0].network["name"] == "mlp"
 
 
 def test_vectors_have_no_ssim(tmp_path: Path) -> None:
-    found = audit(tmp_path, kind=features, attack="l2", iterations=100)
-    case = pick(found, "batch", "l2")
-    assert not found.images
+    audit_result = audit(tmp_path, kind=features, attack="l2", iterations=100)
+    case = pick(audit_result, "batch", "l2")
+    assert not audit_result.images
     assert (case.psnr, case.ssim, case.guess_psnr, case.guess_ssim) == (None, None, None, None)
     assert case.correlation == pytest.approx([1.0], abs=1e-3)
     assert case.reconstructions.shape == (1, 5)
-    assert pick(found, "batch", "analytic").correlation == pytest.approx([1.0], abs=1e-6)
+    assert pick(audit_result, "batch", "analytic").correlation == pytest.approx([1.0], abs=1e-6)
 
 
 @pytest.mark.slow  # the import of transformers takes seconds
@@ -137,11 +137,11 @@ def test_tokens_are_refused_in_a_line(tmp_path: Path) -> None:
 
 def test_repeats_are_of_other_samples_and_give_bounds(tmp_path: Path) -> None:
     once, three = (audit(tmp_path, kind=features, attack="l2", iterations=2, repeats=number) for number in (1, 3))
-    for one, all_three in zip(once.cases, three.cases, strict=True):
-        assert (one.bounds, one.repeats, all_three.repeats) == (None, 1, 3)
+    for case, all_three in zip(once.cases, three.cases, strict=True):
+        assert (case.bounds, case.repeats, all_three.repeats) == (None, 1, 3)
         assert all_three.correlation is not None
         assert len(all_three.correlation) == len(set(all_three.mse)) == len(all_three.labels) == 3
-        assert all_three.correlation[:1] == one.correlation
+        assert all_three.correlation[:1] == case.correlation
         assert all_three.bounds is not None
         low, high = all_three.bounds
         assert (low + high) / 2 == pytest.approx(fmean(all_three.correlation))
@@ -158,22 +158,22 @@ def four(folder: Path, kind: Any, **changes: Any) -> LeakageAudit:
 
 
 def test_a_sum_hides_what_a_single_site_shows(tmp_path: Path) -> None:
-    found = four(tmp_path, tiny)
-    assert [(case.exchange, case.sites, case.attack) for case in found.cases] == [
+    result = four(tmp_path, tiny)
+    assert [(case.exchange, case.sites, case.attack) for case in result.cases] == [
         (exchange, sites, attack)
         for sites in (1, 3)
         for exchange in ("batch", "epoch")
         for attack in ("l2", "cosine", "analytic")
     ]
-    alone, summed = (case for case in found.cases if (case.exchange, case.attack) == ("batch", "analytic"))
+    alone, summed = (case for case in result.cases if (case.exchange, case.attack) == ("batch", "analytic"))
     assert fmean(alone.mse) < 1e-8
     assert fmean(summed.mse) > 1e-3
-    searched = found.cases[6]
+    searched = result.cases[6]
     assert searched.reconstructions.shape == searched.originals.shape == (3, 1, 6, 6)  # one sample of each site
     assert (len(searched.labels), len(searched.inferred)) == (3, 3)
     assert alone.originals.tolist() in searched.originals[:, None].tolist()  # the single site's is among them
-    assert found.cases[9].steps > found.cases[3].steps == found.samples
-    assert picture(found.cases).startswith(b"\x89PNG")
+    assert result.cases[9].steps > result.cases[3].steps == result.samples
+    assert picture(result.cases).startswith(b"\x89PNG")
 
 
 def test_the_sum_of_equal_samples_shows_the_sample(tmp_path: Path) -> None:
@@ -183,11 +183,11 @@ def test_the_sum_of_equal_samples_shows_the_sample(tmp_path: Path) -> None:
         drawn = images(1, samples, size=6)
         return {"x": np.repeat(drawn["x"][:1], samples, 0), "y": np.arange(samples) % 3}
 
-    found = four(tmp_path, same, training={"rounds": 1, "lr": 0.05, "momentum": 0.9})
-    for case in found.cases:
+    result = four(tmp_path, same, training={"rounds": 1, "lr": 0.05, "momentum": 0.9})
+    for case in result.cases:
         if case.attack == "analytic":
             assert fmean(case.mse) < 1e-6
-    for alone, summed in zip(found.cases[:6], found.cases[6:], strict=True):
+    for alone, summed in zip(result.cases[:6], result.cases[6:], strict=True):
         assert summed.guess_mse == pytest.approx(alone.guess_mse, abs=1e-9)
 
 
@@ -197,11 +197,11 @@ def test_an_epoch_of_one_step_is_a_gradient(tmp_path: Path) -> None:
     """
     training = {"rounds": 1, "lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}
     training["layer_rates"] = {"features": 0.5}
-    found = audit(tmp_path, samples=1, iterations=60, training=training)
-    whole = pick(found, "epoch", "analytic")
-    assert (whole.steps, whole.labels_right, found.samples) == (1, 1, 1)
+    audit_result = audit(tmp_path, samples=1, iterations=60, training=training)
+    whole = pick(audit_result, "epoch", "analytic")
+    assert (whole.steps, whole.labels_right, audit_result.samples) == (1, 1, 1)
     assert fmean(whole.mse) < 1e-6
-    assert fmean(pick(found, "epoch", "l2").mse) < 1e-3
+    assert fmean(pick(audit_result, "epoch", "l2").mse) < 1e-3
     assert pick(audit(tmp_path, samples=4, batches=(3,), iterations=1), "epoch", "l2", 3).labels_right is not None
 
 
@@ -210,10 +210,10 @@ def test_equal_samples_in_a_batch(tmp_path: Path) -> None:
         drawn = images(seed, samples, size=6)
         return {"x": np.repeat(drawn["x"][:1], samples, 0), "y": np.arange(samples) % 3 * (seed != 2)}
 
-    found = audit(tmp_path, kind=same, batches=(1, 2), iterations=5)
+    audit_result = audit(tmp_path, kind=same, batches=(1, 2), iterations=5)
     for exchange in ("batch", "epoch"):
-        assert fmean(pick(found, exchange, "analytic").mse) < 1e-6  # the mean of equal samples is the sample
-    pair = pick(found, "batch", "cosine", 2)
+        assert fmean(pick(audit_result, exchange, "analytic").mse) < 1e-6  # the mean of equal samples is the sample
+    pair = pick(audit_result, "batch", "cosine", 2)
     np.testing.assert_array_equal(pair.originals[0], pair.originals[1])
     assert pair.labels == ("0", "0")
     assert pair.guess_mse < 1e-9
@@ -222,14 +222,14 @@ def test_equal_samples_in_a_batch(tmp_path: Path) -> None:
 
 
 def test_the_same_again(tmp_path: Path) -> None:
-    def numbers(found: LeakageAudit) -> list[dict[str, Any]]:
-        records = [case.record() for case in found.cases]
+    def numbers(result: LeakageAudit) -> list[dict[str, Any]]:
+        records = [case.record() for case in result.cases]
         return [{key: value for key, value in record.items() if key != "seconds"} for record in records]
 
     first, second = (audit(tmp_path, batches=(1, 2), iterations=20) for _ in range(2))
     assert numbers(first) == numbers(second)
-    for one, other in zip(first.cases, second.cases, strict=True):
-        np.testing.assert_array_equal(one.reconstructions, other.reconstructions)
+    for left_case, other in zip(first.cases, second.cases, strict=True):
+        np.testing.assert_array_equal(left_case.reconstructions, other.reconstructions)
     protocol = {"targets": ["a"], "seeds": [7], "test_fraction": 0.3}
     assert numbers(audit(tmp_path, batches=(1, 2), iterations=20, protocol=protocol)) != numbers(first)
     # A size is attacked in the same way whatever else is.
@@ -247,7 +247,7 @@ class Counting(Watcher):
     def case(self, title: str) -> None:
         self.titles.append(title)
 
-    def evaluated(self, number: int) -> None:
+    def advance(self, number: int) -> None:
         self.done += number
 
 
@@ -271,28 +271,28 @@ def test_other_networks_and_training(tmp_path: Path) -> None:
 
     for model, kind, training in ((cnn, larger, adam), (drop, tiny, {"rounds": 1, "clip_norm": 0.1})):
         made = parse(options(tmp_path, kind, model=model, training=training))
-        found = audit_leakage(made, batches=(3,), iterations=8, starts=1)
-        assert {case.attack for case in found.cases} == {"l2", "cosine"}
-        for case in found.cases:
+        audit_result = audit_leakage(made, batches=(3,), iterations=8, starts=1)
+        assert {case.attack for case in audit_result.cases} == {"l2", "cosine"}
+        for case in audit_result.cases:
             assert np.isfinite([*case.mse, *(case.ssim or ()), case.distance or 0.0]).all()
 
 
 def test_after_training(tmp_path: Path) -> None:
     made = options(tmp_path, samples=24)
     folder = fedshift.run(made, tmp_path / "runs").folder / "fedavg" / "a" / "seed-0"
-    found = audit_leakage(parse(made), batches=(1,), iterations=5, starts=1, model=folder)
-    assert str(folder) in found.weights
-    assert fmean(pick(found, "batch", "analytic").mse) < 1e-6
+    audit_result = audit_leakage(parse(made), batches=(1,), iterations=5, starts=1, model=folder)
+    assert str(folder) in audit_result.weights
+    assert fmean(pick(audit_result, "batch", "analytic").mse) < 1e-6
     before = audit_leakage(parse(made), batches=(1,), iterations=5, starts=1)
-    assert pick(before, "batch", "l2").distance != pick(found, "batch", "l2").distance
+    assert pick(before, "batch", "l2").distance != pick(audit_result, "batch", "l2").distance
     other = parse(options(tmp_path, model={"name": "mlp", "hidden": [5]}))
     with pytest.raises(UserError, match="holds another network than the experiment's mlp"):
         audit_leakage(other, model=folder)
 
 
 def test_what_else_is_sent_is_said(tmp_path: Path) -> None:
-    found = audit(tmp_path, iterations=1, starts=1, methods=["fedavg", "deepall"])
-    assert found.notes == (
+    audit_result = audit(tmp_path, iterations=1, starts=1, methods=["fedavg", "deepall"])
+    assert audit_result.notes == (
         "deepall sends the samples themselves: there is nothing to reconstruct",
         "no sum was attacked: a sum needs 3 labelled sites, here are 2",
     )
@@ -301,9 +301,9 @@ def test_what_else_is_sent_is_said(tmp_path: Path) -> None:
 def test_what_is_sent_more_often_than_once_an_epoch_is_said(tmp_path: Path) -> None:
     often = [{"name": "kd3a", "aggregations_per_epoch": 5}]
     shown = {"methods": often, "protocol": {"kind": "adapt_to_one", "targets": ["a"]}}
-    found = audit_leakage(parse(options(tmp_path, **shown)), batches=(2,), iterations=1, starts=1)
-    steps = next(case.steps for case in found.cases if case.exchange == "epoch")
-    note, *sums = found.notes
+    audit_result = audit_leakage(parse(options(tmp_path, **shown)), batches=(2,), iterations=1, starts=1)
+    steps = next(case.steps for case in audit_result.cases if case.exchange == "epoch")
+    note, *sums = audit_result.notes
     assert "no sum was attacked" in sums[0]
     assert "kd3a cannot run with aggregation: secure" in sums[1]
     assert f"kd3a sends its model after {round(steps / 5)} of the {steps} mini-batches" in note
@@ -318,11 +318,11 @@ def test_sites(tmp_path: Path) -> None:
         "b",
         "a",
     )
-    found = audit(tmp_path, protocol=every, site="a", **quick)
-    assert (found.site, found.target) == ("a", "b")
+    audit_result = audit(tmp_path, protocol=every, site="a", **quick)
+    assert (audit_result.site, audit_result.target) == ("a", "b")
     adapt = {"kind": "adapt_to_one", "targets": ["b"], "seeds": [3], "test_fraction": 0.2}
-    found = audit(tmp_path, protocol=adapt, site="c", **quick)
-    assert (found.site, found.target, found.seed) == ("c", "b", 3)
+    audit_result = audit(tmp_path, protocol=adapt, site="c", **quick)
+    assert (audit_result.site, audit_result.target, audit_result.seed) == ("c", "b", 3)
 
 
 @pytest.mark.parametrize(

@@ -28,19 +28,19 @@ def file(tmp_path: Path) -> Path:
 def test_table_record_and_picture(cli: Cli, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     arguments = ("audit", "leakage", file, "training.lr=0.1", "--site", "c", "--batch", "1", "--batch", "3", *QUICK)
-    said = cli(*arguments)
-    assert said.code == 0, said.err
-    assert "site c of arrays: 14 training samples; mlp, 323 parameters, weights: initial, seed 0" in said.out
-    rows = [line.split() for line in said.out.splitlines() if line.startswith(("gradient", "epoch"))]
+    output = cli(*arguments)
+    assert output.code == 0, output.err
+    assert "site c of arrays: 14 training samples; mlp, 323 parameters, weights: initial, seed 0" in output.out
+    rows = [line.split() for line in output.out.splitlines() if line.startswith(("gradient", "epoch"))]
     assert [row[:5] for row in rows] == [
         [sent, "1", size, steps, attack]
         for size, every in (("1", ("l2", "cosine", "analytic")), ("3", ("l2", "cosine")))
         for sent, steps in (("gradient", "–"), ("epoch", "14" if size == "1" else "5"))
         for attack in every
     ]
-    assert "An attack that fails says nothing about better ones." in said.out
+    assert "An attack that fails says nothing about better ones." in output.out
     folder = Path("runs") / "small" / "audit"
-    assert said.err.splitlines() == [f"wrote {folder / name}" for name in ("leakage.json", "leakage.png")]
+    assert output.err.splitlines() == [f"wrote {folder / name}" for name in ("leakage.json", "leakage.png")]
     record = json.loads((folder / "leakage.json").read_text())
     assert record["command"].startswith("fedshift audit leakage")
     assert record["experiment"]["training"]["lr"] == 0.1
@@ -57,26 +57,26 @@ def test_table_record_and_picture(cli: Cli, file: Path, tmp_path: Path, monkeypa
 def test_vectors_have_a_correlation_and_no_picture(cli: Cli, tmp_path: Path) -> None:
     where = save(tmp_path, a=features(1), b=features(2))
     file = write(tmp_path / "e.yaml", experiment(where, methods=["deepall"]))
-    said = cli("audit", "leakage", file, "--batch", "1", "--attack", "l2", *QUICK, "--out", tmp_path / "out")
-    assert said.code == 0, said.err
-    assert "correlation" in said.out
-    assert "SSIM" not in said.out
-    assert "note: deepall sends the samples themselves" in said.out
+    output = cli("audit", "leakage", file, "--batch", "1", "--attack", "l2", *QUICK, "--out", tmp_path / "out")
+    assert output.code == 0, output.err
+    assert "correlation" in output.out
+    assert "SSIM" not in output.out
+    assert "note: deepall sends the samples themselves" in output.out
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["leakage.json"]
 
 
 def test_crafted_networks_meet_a_site_file(cli: Cli, file: Path, tmp_path: Path) -> None:
     def rows(*arguments: object) -> list[str]:
-        said = cli("audit", "leakage", file, "--batch", "2", *QUICK, "--out", tmp_path / "out", *arguments)
-        assert said.code == 0, said.err
-        return [line for line in said.out.splitlines() if line.startswith(("own mlp", "chosen mlp"))]
+        output = cli("audit", "leakage", file, "--batch", "2", *QUICK, "--out", tmp_path / "out", *arguments)
+        assert output.code == 0, output.err
+        return [line for line in output.out.splitlines() if line.startswith(("own mlp", "chosen mlp"))]
 
     kept = rows()
     assert [line.split()[0] for line in kept] == ["own", "own", "chosen", "chosen"]
     assert all("refused, policy.exposure" in line for line in kept[2:])
-    place = tmp_path / "SITE.yaml"
-    place.write_text("site: b\ndata: {name: rotated_digits}\npolicy: {exposure: 1}\n")
-    assert all("leave" in line for line in rows("--policy", place))
+    site_yaml = tmp_path / "SITE.yaml"
+    site_yaml.write_text("site: b\ndata: {name: rotated_digits}\npolicy: {exposure: 1}\n")
+    assert all("leave" in line for line in rows("--policy", site_yaml))
     assert len(json.loads((tmp_path / "out" / "leakage.json").read_text())["crafted"]) == 4
     gone = cli("audit", "leakage", file, *QUICK, "--out", tmp_path / "out", "--policy", tmp_path / "none.yaml")
     assert "none.yaml" in gone.error()
@@ -84,8 +84,8 @@ def test_crafted_networks_meet_a_site_file(cli: Cli, file: Path, tmp_path: Path)
 
 def test_the_table_fits_a_terminal(cli: Cli, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    said = cli("audit", "leakage", file, "--batch", "2", *QUICK, "--out", tmp_path / "out")
-    header = next(line for line in said.out.splitlines() if line.startswith("sent"))
+    output = cli("audit", "leakage", file, "--batch", "2", *QUICK, "--out", tmp_path / "out")
+    header = next(line for line in output.out.splitlines() if line.startswith("sent"))
     assert header.split() == (
         ["sent", "sites", "size", "steps", "attack", "MSE", "PSNR", "guess", "SSIM", "guess", "labels"]
     )
@@ -117,9 +117,9 @@ def test_interrupted(cli: Cli, file: Path, tmp_path: Path, monkeypatch: pytest.M
     def stop(self: object, number: int) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(audit.Bar, "evaluated", stop)
-    said = cli("audit", "leakage", file, "--batch", "1", "--out", tmp_path / "out")
-    assert (said.code, said.out, said.err) == (130, "", "interrupted: nothing was written\n")
+    monkeypatch.setattr(audit.Bar, "advance", stop)
+    output = cli("audit", "leakage", file, "--batch", "1", "--out", tmp_path / "out")
+    assert (output.code, output.out, output.err) == (130, "", "interrupted: nothing was written\n")
     assert not list((tmp_path / "out").iterdir())
 
 

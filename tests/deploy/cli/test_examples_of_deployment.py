@@ -36,10 +36,10 @@ def test_systemd_finds_nothing_wrong(unit: Path, tmp_path: Path) -> None:
         pytest.skip("the command systemd-analyze is not there")
     text = unit.read_text(encoding="utf-8")
     (tmp_path / unit.name).write_text(text.replace(command_of(text)[0], "/bin/true"), encoding="utf-8")
-    said = subprocess.run(
+    process = subprocess.run(
         ["systemd-analyze", "verify", str(tmp_path / unit.name)], capture_output=True, text=True, timeout=60
     )
-    assert (said.returncode, said.stdout + said.stderr) == (0, "")
+    assert (process.returncode, process.stdout + process.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
@@ -111,8 +111,8 @@ def test_the_compose_file_is_one(cli: Cli) -> None:
     pytest.importorskip("check_jsonschema", reason="check-jsonschema is not installed")
     file = EXAMPLES / "compose.yaml"
     words = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(file)]
-    said = subprocess.run(words, capture_output=True, text=True, timeout=120)
-    assert said.returncode == 0, said.stdout
+    process = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0, process.stdout
     site = yaml.safe_load(file.read_text(encoding="utf-8"))["services"]["site"]
     assert "/kit" in cli(*site["command"]).error()
     assert str(yaml.safe_load((EXAMPLES / "SITE.yaml").read_text())["monitor"]) in site["healthcheck"]["test"][-1]
@@ -123,15 +123,19 @@ def test_the_chart_makes_what_kubernetes_takes(values: dict[str, Any], cli: Cli)
     """By Helm's own code, and by the schemas of Kubernetes; make chart installs both."""
     helm = pytest.importorskip("helm_python", reason="helm-python-sdk is not installed: make chart")
     schemas = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed: make chart")
-    found = helm.lint(str(EXAMPLES / "chart"), values, strict=True)
-    assert (found["errors"], found["messages"]) == ([], [])
+    lint = helm.lint(str(EXAMPLES / "chart"), values, strict=True)
+    assert (lint["errors"], lint["messages"]) == ([], [])
     with helm.Chart.load(str(EXAMPLES / "chart")) as chart:
-        made = [one for text in chart.render(values=values, name="north").values() for one in yaml.safe_load_all(text)]
+        made = [
+            manifest
+            for text in chart.render(values=values, name="north").values()
+            for manifest in yaml.safe_load_all(text)
+        ]
         with pytest.raises(helm.HelmError):
             chart.render(values={"role": "pigeon"}, name="north")
-    assert [one["kind"] for one in made] == ["StatefulSet", "Service", "NetworkPolicy"]
-    for one in made:
-        schemas.validate(one, schemas.latest_version(), strict=True)
+    assert [manifest["kind"] for manifest in made] == ["StatefulSet", "Service", "NetworkPolicy"]
+    for manifest in made:
+        schemas.validate(manifest, schemas.latest_version(), strict=True)
     (container,) = made[0]["spec"]["template"]["spec"]["containers"]
     assert "/kit" in cli(*container["args"]).error()
     assert container["securityContext"]["readOnlyRootFilesystem"] is True

@@ -33,8 +33,8 @@ def fedshift(cli: Command) -> Cli:
     """A command's exit code, output and errors."""
 
     def call(*arguments: str) -> tuple[int, str, str]:
-        said = cli(*arguments)
-        return said.code, said.out, said.err
+        output = cli(*arguments)
+        return output.code, output.out, output.err
 
     return call
 
@@ -50,12 +50,12 @@ def kits(fedshift: Cli, tmp_path: Path) -> Path:
 
 def site_file(kits: Path, **changes: Any) -> Path:
     """North's SITE.yaml, with data beside it."""
-    place = kits / "sites" / "north"
+    kit_folder = kits / "sites" / "north"
     draws = np.random.default_rng(0)
-    np.savez(place / "data.npz", x=draws.normal(size=(24, 4)), y=np.arange(24) % 2)
-    options = yaml.safe_load((place / "SITE.yaml").read_text())
-    (place / "SITE.yaml").write_text(yaml.safe_dump({**options, "classes": ["well", "ill"], **changes}))
-    return place / "SITE.yaml"
+    np.savez(kit_folder / "data.npz", x=draws.normal(size=(24, 4)), y=np.arange(24) % 2)
+    options = yaml.safe_load((kit_folder / "SITE.yaml").read_text())
+    (kit_folder / "SITE.yaml").write_text(yaml.safe_dump({**options, "classes": ["well", "ill"], **changes}))
+    return kit_folder / "SITE.yaml"
 
 
 def test_init_writes_a_file_that_provisions(fedshift: Cli, tmp_path: Path) -> None:
@@ -116,18 +116,18 @@ def test_the_authority_needs_a_passphrase_or_a_decision(
 
 
 def test_a_kit_is_revoked_accepted_and_issued_again(fedshift: Cli, kits: Path) -> None:
-    def revoked() -> dict[str, bool]:
-        found = json.loads((kits / "coordinator" / "certificates.json").read_text())
-        return {site: found[site]["revoked"] for site in ("north", "south")}
+    def revocations() -> dict[str, bool]:
+        stored = json.loads((kits / "coordinator" / "certificates.json").read_text())
+        return {site: stored[site]["revoked"] for site in ("north", "south")}
 
     kit = ("--kit", str(kits / "coordinator"))
     assert fedshift("project", "revoke", "north", *kit)[0] == 0
-    assert revoked() == {"north": True, "south": False}
+    assert revocations() == {"north": True, "south": False}
     assert "unchanged" in fedshift("project", "revoke", "north", *kit)[1]
     assert "revoked: north\n" in fedshift("coordinator", "status", *kit)[1]
     assert fedshift("project", "accept", "north", *kit)[0] == 0
     assert "\nrevoked: " not in fedshift("coordinator", "status", *kit)[1]
-    assert revoked() == {"north": False, "south": False}
+    assert revocations() == {"north": False, "south": False}
     code, _, err = fedshift("project", "revoke", "nroth", *kit)
     assert (code, "did you mean 'north'" in err) == (2, True)
     file, key = str(kits.parents[1] / "project.yaml"), kits / "sites" / "north" / "flare" / "startup" / "client.key"
@@ -157,9 +157,9 @@ def test_a_site_that_is_removed_is_named_in_no_experiment(fedshift: Cli, kits: P
 def test_provision_says_which_kit_is_refused(fedshift: Cli, kits: Path) -> None:
     file, out = str(kits.parents[1] / "project.yaml"), ("--out", str(kits.parent))
     assert fedshift("project", "revoke", "south", "--kit", str(kits / "coordinator"))[0] == 0
-    said = fedshift("project", "provision", file, *out)[1]
-    assert [line for line in said.splitlines() if "revoked" in line and "accept south" in line]
-    assert "accept north" not in said
+    output = fedshift("project", "provision", file, *out)[1]
+    assert [line for line in output.splitlines() if "revoked" in line and "accept south" in line]
+    assert "accept north" not in output
 
 
 def test_a_site_with_a_filter_of_flares_does_not_start(fedshift: Cli, kits: Path) -> None:
@@ -216,7 +216,7 @@ def test_the_table_in_a_new_site_file_is_one(fedshift: Cli, kits: Path) -> None:
     file = kits / "sites" / "north" / "SITE.yaml"
     lines = file.read_text().splitlines()
     begin = lines.index("# data:")
-    end = next(place for place in range(begin + 1, len(lines)) if not lines[place].startswith("#   "))
+    end = next(index for index in range(begin + 1, len(lines)) if not lines[index].startswith("#   "))
     table = [line.removeprefix("# ") for line in lines[begin:end]]
     names = yaml.safe_load("\n".join(table))["data"].keys()
     assert {"label", "id", "numeric", "categorical"} <= names
@@ -383,7 +383,7 @@ def test_status_and_logs_of_a_deployment(fedshift: Cli, kits: Path) -> None:
 def test_without_the_engine_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roles, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"fedshift\[deploy\]"):
-        roles.installed()
+        roles.check_installed()
 
 
 def test_try_spreads_data_so_that_each_site_has_its_own(tmp_path: Path) -> None:

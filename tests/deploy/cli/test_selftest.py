@@ -24,12 +24,12 @@ ALLOW = trust.allow
 @pytest.mark.slow
 def test_every_promise_holds(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trust, "allow", ALLOW)  # other tests trust their own code
-    said = cli("security", "selftest", "--keep", tmp_path)
-    *lines, last = said.out.splitlines()
+    output = cli("security", "selftest", "--keep", tmp_path)
+    *lines, last = output.out.splitlines()
     held = len(module.PROMISES)
     assert [line for line in lines if not line.startswith("holds")] == []
     assert last == f"{held} of {held} hold"
-    assert said.code == 0
+    assert output.code == 0
     assert len(lines) == len(module.PROMISES)
 
 
@@ -47,12 +47,12 @@ def test_a_promise_that_does_not_hold_is_said(cli: Cli, monkeypatch: pytest.Monk
     promises = [Promise("somebody", how.__name__, how) for how in (fails, breaks, lambda _: "it was shut")]
     monkeypatch.setattr(module, "PROMISES", promises)
     monkeypatch.setattr(module, "playing", nothing)
-    said = cli("security", "selftest")
-    assert said.code == 1
-    assert [line.split()[0] for line in said.out.splitlines()] == ["BROKEN", "BROKEN", "holds", "1"]
-    assert "1 of 3 hold" in said.out
-    assert "the door [2J was open" in said.out
-    assert "could not be tried: KeyError" in said.out
+    output = cli("security", "selftest")
+    assert output.code == 1
+    assert [line.split()[0] for line in output.out.splitlines()] == ["BROKEN", "BROKEN", "holds", "1"]
+    assert "1 of 3 hold" in output.out
+    assert "the door [2J was open" in output.out
+    assert "could not be tried: KeyError" in output.out
 
 
 def test_promises_differ() -> None:
@@ -77,7 +77,7 @@ def test_logs_are_exported_and_verified(cli: Cli, tmp_path: Path) -> None:
     contact = ("--server", "localhost", "--contact", "a@example.org")
     assert cli("project", "init", file, "--site", "north", *contact).code == 0
     assert cli("project", "provision", file, "--no-passphrase", "--out", tmp_path).code == 0
-    north, coordinator = (tmp_path / "federation" / place for place in ("sites/north", "coordinator"))
+    north, coordinator = (tmp_path / "federation" / folder for folder in ("sites/north", "coordinator"))
     log = AuditLog(north / "memory" / "audit.jsonl")
     for number in range(3):
         log.append(do="call", round=number)
@@ -87,8 +87,8 @@ def test_logs_are_exported_and_verified(cli: Cli, tmp_path: Path) -> None:
     assert "3 lines" in cli("security", "export", north / "SITE.yaml", "--out", out).out
     assert "'audit' of site 'north'" in cli("security", "verify", out, *authority).out
     log.path.write_text(log.path.read_text().replace('"round": 1', '"round": 5'))
-    said = cli("security", "verify", out, *authority, "--log", log.path)
-    assert (said.code, "line 2 was changed" in said.err) == (1, True)
+    output = cli("security", "verify", out, *authority, "--log", log.path)
+    assert (output.code, "line 2 was changed" in output.err) == (1, True)
     assert "1 line" in cli("security", "export", "study", "--out", out, "--kit", coordinator).out
     assert "'study' of coordinator 'localhost'" in cli("security", "verify", out, *authority).out
     assert "did you mean 'study'" in cli("security", "export", "stduy", "--out", out, "--kit", coordinator).error()

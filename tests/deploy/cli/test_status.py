@@ -38,14 +38,14 @@ def lines_of(out: str) -> dict[str, str]:
 
 @pytest.mark.case("status", "a coordinator that never ran")
 def test_a_coordinator_that_never_ran(cli: Cli, kits: Path) -> None:
-    found = lines_of(cli("coordinator", "status", "--kit", kits / "coordinator").out)
-    assert found["coordinator"].startswith("stopped")
-    assert "fedshift coordinator start" in found["coordinator"]
-    assert found["deployment"] == "none yet"
-    assert found["last refusal or loss"] == "none"
-    assert " GB free at " in found["disk"]
-    assert "nvflare 2." in found["versions"]
-    assert "torch" in found["versions"]
+    lines = lines_of(cli("coordinator", "status", "--kit", kits / "coordinator").out)
+    assert lines["coordinator"].startswith("stopped")
+    assert "fedshift coordinator start" in lines["coordinator"]
+    assert lines["deployment"] == "none yet"
+    assert lines["last refusal or loss"] == "none"
+    assert " GB free at " in lines["disk"]
+    assert "nvflare 2." in lines["versions"]
+    assert "torch" in lines["versions"]
 
 
 @pytest.mark.case("status", "a coordinator in a run: sites, round, refusal, budget, last warning")
@@ -64,17 +64,17 @@ def test_a_coordinator_in_a_run(cli: Cli, kits: Path) -> None:
     assert cli("project", "revoke", "east", "--kit", kit.folder).code == 0
     with only_service(kit):
         begun = time.mktime((2026, 11, 26, 9, 30, 0, 0, 0, -1))
-        said = {"pid": os.getpid(), "state": "connected", "message": "listening on port 8002", "begun": begun}
-        write_object(kit.folder / "service.json", {**said, "sites": ["north"]})
-        found = lines_of(cli("coordinator", "status", "--kit", kit.folder).out)
-    assert f"process {os.getpid()}) since 2026-11-26 09:30 listening on port 8002" in found["coordinator"]
-    assert found["sites connected"] == "1 of 3: north; not connected: south"
-    assert found["revoked"] == "east"
-    assert found["deployment"] == "study running, csac → east, seed 2, round 7 done"
-    assert "fit: site south refused: rule policy.methods" in found["last refusal or loss"]
-    assert "north had spent ε = " in found["privacy"]
-    assert "south" not in found["privacy"]
-    assert [text for what, text in found.items() if what.startswith("last warning of")] == [f"{stamp} ERROR the last"]
+        status = {"pid": os.getpid(), "state": "connected", "message": "listening on port 8002", "begun": begun}
+        write_object(kit.folder / "service.json", {**status, "sites": ["north"]})
+        lines = lines_of(cli("coordinator", "status", "--kit", kit.folder).out)
+    assert f"process {os.getpid()}) since 2026-11-26 09:30 listening on port 8002" in lines["coordinator"]
+    assert lines["sites connected"] == "1 of 3: north; not connected: south"
+    assert lines["revoked"] == "east"
+    assert lines["deployment"] == "study running, csac → east, seed 2, round 7 done"
+    assert "fit: site south refused: rule policy.methods" in lines["last refusal or loss"]
+    assert "north had spent ε = " in lines["privacy"]
+    assert "south" not in lines["privacy"]
+    assert [text for what, text in lines.items() if what.startswith("last warning of")] == [f"{stamp} ERROR the last"]
 
 
 @pytest.mark.case("status", "a deployment that failed: how it goes on")
@@ -82,26 +82,26 @@ def test_a_deployment_that_failed_says_how_it_goes_on(cli: Cli, kits: Path) -> N
     deployment = Deployment(kits / "coordinator", "study")
     deployment.want("run")
     deployment.set_state("failed", message="5 jobs ended", request=1)
-    found = lines_of(cli("coordinator", "status", "--kit", kits / "coordinator").out)
-    assert found["deployment"].startswith("study failed: 5 jobs ended")
-    assert "fedshift deploy resume study" in found["deployment"]
+    lines = lines_of(cli("coordinator", "status", "--kit", kits / "coordinator").out)
+    assert lines["deployment"].startswith("study failed: 5 jobs ended")
+    assert "fedshift deploy resume study" in lines["deployment"]
 
 
 @pytest.mark.case("status", "a site: last request, last refusal, budget")
 def test_a_site(cli: Cli, kits: Path) -> None:
     privacy = {"epsilon": 4, "delta": 1e-5}
     file = site_file(kits, privacy=privacy)
-    found = lines_of(cli("site", "status", file).out)
-    assert found["site north"].startswith("stopped")
-    assert "fedshift site start" in found["site north"]
-    assert (found["last request"], found["last refusal"]) == ("none yet", "none")
-    assert found["privacy"].endswith("of 4 spent at δ = 1e-05")
+    lines = lines_of(cli("site", "status", file).out)
+    assert lines["site north"].startswith("stopped")
+    assert "fedshift site start" in lines["site north"]
+    assert (lines["last request"], lines["last refusal"]) == ("none yet", "none")
+    assert lines["privacy"].endswith("of 4 spent at δ = 1e-05")
     log = AuditLog(file.parent / "memory" / "audit.jsonl")
     log.append(do="call", call="fit", run="study", round=3, refused="site 'north' refuses (rule policy.send)")
     log.append(do="call", call="fit", run="study", round=4)
-    found = lines_of(cli("site", "status", file).out)
-    assert found["last request"].endswith("fit of study, round 4")
-    assert found["last refusal"].endswith("fit of study, round 3: site 'north' refuses (rule policy.send)")
+    lines = lines_of(cli("site", "status", file).out)
+    assert lines["last request"].endswith("fit of study, round 4")
+    assert lines["last refusal"].endswith("fit of study, round 3: site 'north' refuses (rule policy.send)")
 
 
 @pytest.mark.case("status", "a site whose audit log was changed")
@@ -111,18 +111,18 @@ def test_a_site_whose_log_was_changed(cli: Cli, kits: Path) -> None:
     for number in (1, 2):
         log.append(do="call", call="fit", run="study", round=number)
     log.path.write_text(log.path.read_text().replace('"round": 1', '"round": 7'))
-    said = cli("site", "status", file)
-    assert said.code == 0
-    assert "warning" in said.out
-    assert "line 1" in said.out
+    output = cli("site", "status", file)
+    assert output.code == 0
+    assert "warning" in output.out
+    assert "line 1" in output.out
 
 
 @pytest.mark.case("status", "a service's status that somebody else wrote: ESC, no numbers")
 def test_what_a_file_says_harms_no_terminal(cli: Cli, kits: Path) -> None:
     kit = roles.load_kit(kits / "coordinator", "coordinator")
     with only_service(kit):
-        said = {"pid": os.getpid(), "state": "connected", "message": "a\x1b[2Jb\nc", "begun": 1e300, "sites": 3}
-        write_object(kit.folder / "service.json", said)
+        status = {"pid": os.getpid(), "state": "connected", "message": "a\x1b[2Jb\nc", "begun": 1e300, "sites": 3}
+        write_object(kit.folder / "service.json", status)
         out = cli("coordinator", "status", "--kit", kit.folder)
     assert out.code == 0
     assert "\x1b" not in out.out

@@ -61,7 +61,7 @@ class Index:
         ]
         made = {(name, version): wheel(self.wheels, name, version, *self.needs(name)) for name, version in entries}
         self.project = wheel(folder, "project", "0.1", "needed-one", "of-an-extra ; extra == 'more'")
-        self.lock, pinned = folder / "requirements.lock", [one for one in entries if one != ("needed_one", "2.0")]
+        self.lock, pinned = folder / "requirements.lock", [entry for entry in entries if entry != ("needed_one", "2.0")]
         self.lock.write_text(
             "".join(
                 f"{name.replace('_', '-')}=={version} \\\n    --hash=sha256:{digest(made[name, version])}\n"
@@ -87,28 +87,28 @@ class Index:
         """As the script says, on a machine that has the folder alone."""
         house = self.folder / "house"
         words = ("--find-links", str(house), "--require-hashes", "-r", str(house / "requirements.lock"))
-        place = str(self.folder / target)
-        return self.run("-m", "pip", "install", "--quiet", "--no-index", *words, "--target", place, index=False)
+        target_folder = str(self.folder / target)
+        return self.run("-m", "pip", "install", "--quiet", "--no-index", *words, "--target", target_folder, index=False)
 
 
 @pytest.mark.threat("replaced_package")
 def test_one_command_collects_what_is_pinned_and_another_installs_it(tmp_path: Path) -> None:
     index = Index(tmp_path)
-    said = index.collect()
-    assert said.returncode == 0, said.stderr
-    assert "4 wheels" in said.stdout
-    assert "--no-index" in said.stdout
+    output = index.collect()
+    assert output.returncode == 0, output.stderr
+    assert "4 wheels" in output.stdout
+    assert "--no-index" in output.stdout
     wheels = sorted(path.name.split("-")[0] for path in (tmp_path / "house").glob("*.whl"))
     assert wheels == ["needed_by_it", "needed_one", "of_an_extra", "project"]
     index.wheels.rename(tmp_path / "gone")
-    said = index.install("there")
-    assert said.returncode == 0, said.stderr
+    output = index.install("there")
+    assert output.returncode == 0, output.stderr
     assert "VERSION = '1.0'" in (tmp_path / "there" / "needed_one.py").read_text()
     assert (tmp_path / "there" / "of_an_extra.py").exists()
     wheel(tmp_path / "house", "needed_by_it", "1.5", "evil")  # somebody changed one on the way
-    said = index.install("elsewhere")
-    assert said.returncode != 0
-    assert "HASHES" in said.stderr
+    output = index.install("elsewhere")
+    assert output.returncode != 0
+    assert "HASHES" in output.stderr
     assert not (tmp_path / "elsewhere" / "needed_by_it.py").exists()
 
 
@@ -116,11 +116,11 @@ def test_one_command_collects_what_is_pinned_and_another_installs_it(tmp_path: P
 def test_what_an_index_changed_or_the_lock_lacks_is_refused(tmp_path: Path) -> None:
     index = Index(tmp_path)
     wheel(index.wheels, "needed_one", "1.0")
-    said = index.collect("")
-    assert said.returncode != 0
-    assert "HASHES" in said.stderr or "hash" in said.stderr
+    output = index.collect("")
+    assert output.returncode != 0
+    assert "HASHES" in output.stderr or "hash" in output.stderr
     index.lock.write_text("".join(index.lock.read_text().splitlines(keepends=True)[4:]))
     wheel(index.wheels, "needed_one", "1.0", "needed-by-it")
-    said = index.collect("")
-    assert (said.returncode, "lacks" in said.stderr) == (1, True)
-    assert said.stderr.count("\n") == 1
+    output = index.collect("")
+    assert (output.returncode, "lacks" in output.stderr) == (1, True)
+    assert output.stderr.count("\n") == 1

@@ -41,7 +41,7 @@ def test_a_large_roster_with_as_many_lost_as_may_be(tmp_path: Path, number: int)
     where, draw = Federation(tmp_path, number), random.Random(number)
     first = draw.sample(where.names, number // 2 + 2)
     second = draw.sample(first, number // 2 + 1)
-    assert torch.equal(where.summed(where.order(), first, second), where.plain(first))
+    assert torch.equal(where.sum_of(where.order(), first, second), where.plain(first))
 
 
 @pytest.mark.parametrize(("number", "liars"), [(20, ["s00"]), (20, ["s00", "s07", "s10"]), (50, ["s03", "s20"])])
@@ -51,11 +51,14 @@ def test_wrong_shares_of_a_few_in_a_large_roster_are_left_out(tmp_path: Path, nu
     order, total = where.order(), SecureSum(where.order())
     for name in where.names[:-1]:
         total.add(name, where.sites[name].mask(order, where.numbers[name]))
-    told = where.told(total, total.answered)
+    told = where.tell_shares(total, total.answered)
     for name in liars:
-        own, pairs = ({one: b"\0" + draw.randbytes(32) for one in part} for part in (told[name].own, told[name].pairs))
-        told[name] = Revealed({**own, "s01": told[name].own["s01"]}, {**told[name].pairs, **pairs})
-    assert torch.equal(total.unmasked(told), where.plain(where.names[:-1]))
+        self_seeds, pairs = (
+            {name_of_seed: b"\0" + draw.randbytes(32) for name_of_seed in part}
+            for part in (told[name].self_seeds, told[name].pairs)
+        )
+        told[name] = Revealed({**self_seeds, "s01": told[name].self_seeds["s01"]}, {**told[name].pairs, **pairs})
+    assert torch.equal(total.unmask_total(told), where.plain(where.names[:-1]))
 
 
 @pytest.mark.threat("sum_predictable_masks")
@@ -81,8 +84,8 @@ def test_a_key_that_makes_masks_predictable_is_refused(five: Federation) -> None
 @pytest.mark.threat("sum_changed_roster")
 def test_what_remains_two_rosters_differ_by_a_model(five: Federation) -> None:
     """Two sums of the same models, one site lost in the second: their difference is its model."""
-    both = five.summed(five.order(exchange=1), five.names, five.names)
-    fewer = five.summed(five.order(exchange=2), five.names[:4], five.names[:4])
+    both = five.sum_of(five.order(exchange=1), five.names, five.names)
+    fewer = five.sum_of(five.order(exchange=2), five.names[:4], five.names[:4])
     assert torch.equal(both - fewer, five.numbers["s04"])
 
 
@@ -95,24 +98,24 @@ def test_two_processes_of_a_site_do_not_answer_twice(
     order, total = five.order(), SecureSum(five.order())
     for name in five.names if exchange == "confirm" else five.names[1:]:
         total.add(name, five.sites[name].mask(order, five.numbers[name]))
-    site, twin = five.started("s00"), five.started("s00")
+    site, twin = five.start_site("s00"), five.start_site("s00")
 
-    def asked(one: SecureSite, number: int) -> object:
+    def ask_once(site: SecureSite, number: int) -> object:
         if exchange == "mask":
-            return one.mask(five.order(five.names[:number]), five.numbers["s00"])
-        return one.confirm(order, five.names[:number])
+            return site.mask(five.order(five.names[:number]), five.numbers["s00"])
+        return site.confirm(order, five.names[:number])
 
     pool = ThreadPoolExecutor(1)
     second: list[Future[object]] = []
 
     def slow(file: Path, *arguments: Any, **options: Any) -> None:
         if not second and file.name.endswith(("masked.json", "confirmed.json")):
-            second.append(pool.submit(asked, twin, 4))
+            second.append(pool.submit(ask_once, twin, 4))
             assert not wait(second, timeout=0.3).done  # it does not end before this one has
         write_object(file, *arguments, **options)
 
     monkeypatch.setattr(at_site, "write_object", slow)
-    assert asked(site, 5)
+    assert ask_once(site, 5)
     with pytest.raises(Refused, match=r"masks it only once|for other sites already"):
         second[0].result(timeout=10)
 
@@ -131,22 +134,24 @@ def test_what_remains_one_of_three_sites_takes_csac_apart() -> None:
     weighted, distances = ({"w": torch.stack([part[side]["w"] for part in parts]).sum(0)} for side in (0, 1))
     fused = fused_from_sums(Weights({"w": mean}), weighted, distances)["w"]
 
-    own, toward = models[0] - mean, fused - mean
-    length = own.norm().item()
+    offset, toward = models[0] - mean, fused - mean
+    length = offset.norm().item()
 
     def second(d_2: float, d_3: float) -> Tensor:
-        return ((length + d_2 + d_3) * toward + (d_3 - length) * own) / (d_2 - d_3)
+        return ((length + d_2 + d_3) * toward + (d_3 - length) * offset) / (d_2 - d_3)
 
     def gaps(d: npt.NDArray[np.float64]) -> list[float]:
         guess = second(*d)
-        return [guess.norm().item() - d[0], (own + guess).norm().item() - d[1]]
+        return [guess.norm().item() - d[0], (offset + guess).norm().item() - d[1]]
 
     starts = [(a * length, b * length) for a in np.linspace(0.5, 1.5, 5) for b in np.linspace(0.55, 1.55, 5)]
-    solved = [found[0] for found in (fsolve(gaps, start, full_output=True) for start in starts) if found[2] == 1]
+    solved = [
+        solution[0] for solution in (fsolve(gaps, start, full_output=True) for start in starts) if solution[2] == 1
+    ]
     candidates = {tuple(np.round(d, 6)): mean + second(*d) for d in solved if max(map(abs, gaps(d))) < 1e-6}
     assert len(candidates) <= 4  # two, each also with both sites in the other order
     for other in models[1:]:
-        assert min((found - other).abs().max().item() for found in candidates.values()) < 1e-6
+        assert min((solution - other).abs().max().item() for solution in candidates.values()) < 1e-6
 
 
 @pytest.mark.threat("sum_questions")
@@ -164,7 +169,9 @@ def test_what_remains_a_coordinator_that_chooses_the_mean_takes_csac_apart(
     chosen = [mean, *(mean + 0.5 * draw.normal(size=numbers) for _ in range(answers - 1))]
 
     def answer(of: npt.NDArray[np.float64], to: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        parts = [distance_weighted(Weights({"w": torch.tensor(one)}), Weights({"w": torch.tensor(to)})) for one in of]
+        parts = [
+            distance_weighted(Weights({"w": torch.tensor(attempt)}), Weights({"w": torch.tensor(to)})) for attempt in of
+        ]
         weighted, distances = (sum(part[side]["w"].double().numpy() for part in parts) for side in (0, 1))
         return np.append(weighted, distances)
 
@@ -176,16 +183,16 @@ def test_what_remains_a_coordinator_that_chooses_the_mean_takes_csac_apart(
 
     def gaps(guess: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         apart = [whole(guess) - to for to in chosen]
-        lengths = [np.linalg.norm(one, axis=1) for one in apart]
-        said = [np.append(d @ one, d.sum()) for d, one in zip(lengths, apart, strict=True)]
-        return np.concatenate(said) - np.concatenate(seen)
+        lengths = [np.linalg.norm(attempt, axis=1) for attempt in apart]
+        answers = [np.append(d @ attempt, d.sum()) for d, attempt in zip(lengths, apart, strict=True)]
+        return np.concatenate(answers) - np.concatenate(seen)
 
     tries = (
         least_squares(gaps, (mean + draw.normal(size=(sites - 1, numbers))).ravel(), xtol=1e-15, ftol=1e-15, gtol=1e-15)
         for _ in range(10)
     )
-    best = next(one for one in tries if one.cost < 1e-12)
-    error = max(min(np.abs(found - model).max() for found in whole(best.x)) for model in models)
+    best = next(attempt for attempt in tries if attempt.cost < 1e-12)
+    error = max(min(np.abs(solution - model).max() for solution in whole(best.x)) for model in models)
     assert (error < 1e-7) == shown
 
 
@@ -195,8 +202,13 @@ def test_what_remains_one_of_three_sites_takes_scaffold_apart() -> None:
     draw = torch.Generator().manual_seed(2)
     start, *models = (Weights({"w": torch.randn(20, generator=draw, dtype=torch.float64)}) for _ in range(4))
     paths, zero = (0.3, 0.5, 0.9), Weights({"w": torch.zeros(20, dtype=torch.float64)})
-    controls = [next_control(zero, zero, start, one, path)["w"] for one, path in zip(models, paths, strict=True)]
-    of_models, of_controls = (torch.stack(each).sum(0) for each in ([one["w"] for one in models], controls))
+    controls = [
+        next_control(zero, zero, start, model_of_site, path)["w"]
+        for model_of_site, path in zip(models, paths, strict=True)
+    ]
+    of_models, of_controls = (
+        torch.stack(each).sum(0) for each in ([model_of_site["w"] for model_of_site in models], controls)
+    )
     rest = of_models - models[0]["w"]
     further = 2 * start["w"] - rest
     second = (of_controls - controls[0] - further / paths[2]) / (1 / paths[1] - 1 / paths[2])  # x − y_2

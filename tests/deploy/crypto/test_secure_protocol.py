@@ -30,20 +30,20 @@ class Federation:
     """Sites with certificates, and a server that may do what it likes."""
 
     def __init__(self, folder: Path, number: int, run: str = "run") -> None:
-        self.names = [f"s{place:02d}" for place in range(number)]
+        self.names = [f"s{index:02d}" for index in range(number)]
         self.folder, self.run = folder, run
         self.certificates = {name: Ed25519PrivateKey.generate() for name in self.names}
-        self.sites = {name: self.started(name) for name in self.names}
+        self.sites = {name: self.start_site(name) for name in self.names}
         draw = random.Random(number)
         self.numbers = {name: torch.tensor([1, draw.getrandbits(60), -draw.getrandbits(60)]) for name in self.names}
 
-    def started(self, name: str) -> SecureSite:
+    def start_site(self, name: str) -> SecureSite:
         """A site as a new process has it."""
         return SecureSite(
-            name, self.run, self.folder / name, self.certificates[name].sign, self._verified, smallest_sum=3
+            name, self.run, self.folder / name, self.certificates[name].sign, self._verify, smallest_sum=3
         )
 
-    def _verified(self, card: KeyCard, text: bytes) -> bool:
+    def _verify(self, card: KeyCard, text: bytes) -> bool:
         try:
             self.certificates[card.site].public_key().verify(card.signature, text)
         except (InvalidSignature, KeyError):
@@ -54,21 +54,21 @@ class Federation:
         cards = tuple(self.sites[name].card() for name in (self.names if names is None else names))
         return Order(self.run, exchange, "fit", content, cards)
 
-    def summed(self, order: Order, first: Sequence[str], second: Sequence[str]) -> Tensor:
+    def sum_of(self, order: Order, first: Sequence[str], second: Sequence[str]) -> Tensor:
         """Both exchanges: those that answer the first, and of these the second."""
         total = SecureSum(order)
         for name in first:
             total.add(name, self.sites[name].mask(order, self.numbers[name]))
-        return total.unmasked(self.told(total, second))
+        return total.unmask_total(self.tell_shares(total, second))
 
-    def masked(self, order: Order) -> SecureSum:
+    def mask_all(self, order: Order) -> SecureSum:
         """What all sites mask."""
         total = SecureSum(order)
         for name in self.names:
             total.add(name, self.sites[name].mask(order, self.numbers[name]))
         return total
 
-    def told(
+    def tell_shares(
         self, total: SecureSum, names: Sequence[str], answered: Sequence[str] | None = None
     ) -> dict[str, Revealed]:
         """The second exchange with these sites: they confirm to each other who answered, and tell their shares."""
@@ -102,7 +102,7 @@ def test_the_sum_is_the_plain_one_whoever_is_lost(tmp_path: Path, number: int) -
     for exchange in (1, 2):
         first = draw.sample(where.names, draw.randint(least, number))
         second = draw.sample(first, draw.randint(number // 2 + 1, len(first)))
-        total = where.summed(where.order(exchange=exchange), first, second)
+        total = where.sum_of(where.order(exchange=exchange), first, second)
         assert torch.equal(total, where.plain(first))
 
 
@@ -120,7 +120,7 @@ def test_self_masks_come_from_no_seed(five: Federation) -> None:
     again = five.folder / "again"
     again.mkdir()
     (again / "key").write_bytes((five.folder / "s00" / "key").read_bytes())
-    twin = SecureSite("s00", "run", again, five.certificates["s00"].sign, five._verified)
+    twin = SecureSite("s00", "run", again, five.certificates["s00"].sign, five._verify)
     other = twin.mask(five.order(), five.numbers["s00"]).numbers
     assert not (upload == other).any()
 
@@ -128,30 +128,30 @@ def test_self_masks_come_from_no_seed(five: Federation) -> None:
 @pytest.mark.parametrize(("first", "second"), [(5, 2), (3, 2)])
 def test_too_few_in_the_second_exchange(five: Federation, first: int, second: int) -> None:
     with pytest.raises(Refused, match="no majority"):
-        five.summed(five.order(), five.names[:first], five.names[:second])
+        five.sum_of(five.order(), five.names[:first], five.names[:second])
     total = SecureSum(five.order())
     for name in five.names[:first]:
         total.add(name, five.sites[name].mask(total.order, five.numbers[name]))
-    told = five.told(total, five.names[:3])
+    told = five.tell_shares(total, five.names[:3])
     with pytest.raises(FedshiftError, match="needs 3 of 5 sites"):
-        total.unmasked({name: told[name] for name in five.names[:second]})
+        total.unmask_total({name: told[name] for name in five.names[:second]})
 
 
 def test_too_few_in_the_first_exchange(five: Federation) -> None:
     with pytest.raises(Refused, match="at least 3"):
-        five.summed(five.order(), five.names[:2], five.names[:2])
+        five.sum_of(five.order(), five.names[:2], five.names[:2])
 
 
 def test_a_restarted_site_and_a_server_that_asks_again_end_in_the_same_bits(five: Federation) -> None:
     order = five.order()
     before = {name: five.sites[name].mask(order, five.numbers[name]) for name in five.names[:4]}
-    five.sites = {name: five.started(name) for name in five.names}  # as after a kill of all
+    five.sites = {name: five.start_site(name) for name in five.names}  # as after a kill of all
     assert five.order() == order
     assert all(torch.equal(five.sites[name].mask(order, torch.zeros(3, dtype=torch.int64)).numbers, upload.numbers)
                for name, upload in before.items())  # fmt: skip
-    assert torch.equal(five.summed(order, five.names[:4], five.names[:3]), five.plain(five.names[:4]))
-    five.sites = {name: five.started(name) for name in five.names}
-    assert torch.equal(five.summed(order, five.names[:4], five.names[1:4]), five.plain(five.names[:4]))
+    assert torch.equal(five.sum_of(order, five.names[:4], five.names[:3]), five.plain(five.names[:4]))
+    five.sites = {name: five.start_site(name) for name in five.names}
+    assert torch.equal(five.sum_of(order, five.names[:4], five.names[1:4]), five.plain(five.names[:4]))
 
 
 @pytest.mark.threat("sum_changed_roster")
@@ -172,21 +172,21 @@ def test_one_update_is_masked_for_one_roster_only(five: Federation) -> None:
 
 @pytest.mark.threat("sum_survivor_sets")
 def test_a_site_unmasks_for_one_set_of_survivors_only(five: Federation) -> None:
-    total = five.masked(five.order())
-    told = five.told(total, five.names[:4], five.names[:4])
-    five.sites = {name: five.started(name) for name in five.names}
-    assert five.told(total, five.names[:4], five.names[:4]) == told
+    total = five.mask_all(five.order())
+    told = five.tell_shares(total, five.names[:4], five.names[:4])
+    five.sites = {name: five.start_site(name) for name in five.names}
+    assert five.tell_shares(total, five.names[:4], five.names[:4]) == told
     for answered in (five.names, five.names[:3], [*five.names[:3], five.names[4]]):
         with pytest.raises(Refused, match="for other sites already"):
-            five.started("s00").confirm(total.order, answered)
+            five.start_site("s00").confirm(total.order, answered)
         with pytest.raises(Refused, match="for other sites already"):
-            five.started("s00").reveal(total.order, answered, total.sealed_for("s00"), {})
+            five.start_site("s00").reveal(total.order, answered, total.sealed_for("s00"), {})
 
 
 @pytest.mark.threat("sum_both_shares")
 def test_no_site_tells_both_kinds_of_shares_of_one(five: Federation) -> None:
-    told = five.told(five.masked(five.order()), five.names[:3], five.names[:3])
-    assert set(told["s00"].own) == set(five.names[:3])
+    told = five.tell_shares(five.mask_all(five.order()), five.names[:3], five.names[:3])
+    assert set(told["s00"].self_seeds) == set(five.names[:3])
     assert {pair[0] for pair in told["s00"].pairs} == set(five.names[:3])
     assert {pair[1] for pair in told["s00"].pairs} == set(five.names[3:])
 
@@ -198,8 +198,8 @@ would give the sum of s00 and s01, since each of the other three is left out in 
 
 @pytest.mark.threat("model_alone", "sum_survivor_sets")
 def test_different_sets_of_survivors_at_each_site_give_nothing(five: Federation) -> None:
-    total = five.masked(five.order())
-    sets = {name: [f"s0{place}" for place in places] for name, places in SETS_FOR_TWO.items()}
+    total = five.mask_all(five.order())
+    sets = {name: [f"s0{index}" for index in places] for name, places in SETS_FOR_TWO.items()}
     codes = {name: five.sites[name].confirm(total.order, answered) for name, answered in sets.items()}
     for name, answered in sets.items():
         to_it = {by: code[name] for by, code in codes.items() if name in code}
@@ -212,18 +212,20 @@ def test_the_attack_that_confirmations_stop_works_without_them(
     five: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So the test above is about an attack that is real: the server gets the sum of two sites of five."""
-    monkeypatch.setattr(at_site.hmac, "compare_digest", lambda one, other: True)
-    total = five.masked(five.order())
+    monkeypatch.setattr(at_site.hmac, "compare_digest", lambda item, other: True)
+    total = five.mask_all(five.order())
     told = {}
     for name, places in SETS_FOR_TWO.items():
-        answered = [f"s0{place}" for place in places]
+        answered = [f"s0{index}" for index in places]
         told[name] = five.sites[name].reveal(
             total.order, answered, total.sealed_for(name), dict.fromkeys(answered, b"")
         )
     two = SecureSum(total.order)
     for name in ("s00", "s01"):
         two.add(name, five.sites[name].mask(total.order, five.numbers[name]))
-    own = [two._seed(name, name, {by: shares.own[name] for by, shares in told.items()}) for name in two.answered]
+    self_seeds = [
+        two._seed(name, name, {by: shares.self_seeds[name] for by, shares in told.items()}) for name in two.answered
+    ]
     pairs = {
         (name, other): two._seed(
             name, other, {by: shares.pairs[name, other] for by, shares in told.items() if (name, other) in shares.pairs}
@@ -232,19 +234,19 @@ def test_the_attack_that_confirmations_stop_works_without_them(
         for other in five.names[2:]
     }
     assert two.total is not None
-    unmask(two.total, own, pairs)
+    unmask(two.total, self_seeds, pairs)
     assert torch.equal(two.total, five.plain(["s00", "s01"]))
 
 
 @pytest.mark.threat("sum_confirmation")
-@pytest.mark.parametrize("said", ["of another sum", "for another site", "of another set", "its own", "made up"])
-def test_a_confirmation_counts_only_for_its_sum_its_receiver_and_its_set(five: Federation, said: str) -> None:
-    totals = [five.masked(five.order(exchange=number)) for number in (1, 2)]
+@pytest.mark.parametrize("message", ["of another sum", "for another site", "of another set", "its own", "made up"])
+def test_a_confirmation_counts_only_for_its_sum_its_receiver_and_its_set(five: Federation, message: str) -> None:
+    totals = [five.mask_all(five.order(exchange=number)) for number in (1, 2)]
     codes = [
         {name: five.sites[name].confirm(total.order, five.names[:4]) for name in five.names[:3]} for total in totals
     ]
     sets = {
-        name: five.sites[name].confirm(five.masked(five.order(exchange=3)).order, five.names) for name in five.names
+        name: five.sites[name].confirm(five.mask_all(five.order(exchange=3)).order, five.names) for name in five.names
     }
     good = {by: codes[0][by]["s00"] for by in ("s01", "s02")}
     bad = {
@@ -253,13 +255,13 @@ def test_a_confirmation_counts_only_for_its_sum_its_receiver_and_its_set(five: F
         "of another set": sets["s02"]["s00"],
         "its own": codes[0]["s00"]["s02"],
         "made up": bytes(32),
-    }[said]
+    }[message]
     answer = five.sites["s00"].reveal, totals[0].order, five.names[:4], totals[0].sealed_for("s00")
     with pytest.raises(Refused, match="no majority"):
         answer[0](*answer[1:], {**good, "s02": bad})
     with pytest.raises(Refused, match="no majority"):  # nor a site twice, or one that is not in the sum
         answer[0](*answer[1:], {"s01": good["s01"], "s00": good["s01"], "s04": bytes(32), "x": good["s01"]})
-    assert answer[0](*answer[1:], good).own
+    assert answer[0](*answer[1:], good).self_seeds
 
 
 def seeds_of(five: Federation, order: Order, name: str) -> dict[str, bytes]:
@@ -290,19 +292,19 @@ def test_different_contents_give_noise(five: Federation) -> None:
 
 
 def _garbage(revealed: Revealed) -> Revealed:
-    return Revealed(dict.fromkeys(revealed.own, b"\x01" * SHARE_BYTES), dict.fromkeys(revealed.pairs, b""))
+    return Revealed(dict.fromkeys(revealed.self_seeds, b"\x01" * SHARE_BYTES), dict.fromkeys(revealed.pairs, b""))
 
 
 @pytest.mark.threat("sum_wrong_shares")
 @pytest.mark.parametrize("liars", [1, 2])
 def test_wrong_shares_of_a_minority_are_left_out(five: Federation, liars: int) -> None:
-    total = five.masked(five.order())
-    told = five.told(total, five.names)
+    total = five.mask_all(five.order())
+    told = five.tell_shares(total, five.names)
     told |= {name: _garbage(told[name]) for name in five.names[:liars]}
-    assert torch.equal(total.unmasked(told), five.plain(five.names))
+    assert torch.equal(total.unmask_total(told), five.plain(five.names))
     told |= {name: _garbage(told[name]) for name in five.names[:3]}
     with pytest.raises(FedshiftError, match="do not fit together"):
-        total.unmasked(told)
+        total.unmask_total(told)
 
 
 @pytest.mark.threat("sum_wrong_shares")
@@ -321,7 +323,7 @@ def test_a_spoilt_upload_is_in_no_sum(five: Federation, spoil: Callable[[Upload]
         total.add(name, five.sites[name].mask(order, five.numbers[name]))
     with pytest.raises(FedshiftError):
         total.add("s04", spoil(five.sites["s04"].mask(order, five.numbers["s04"])))
-    assert torch.equal(total.unmasked(five.told(total, total.answered)), five.plain(five.names[:4]))
+    assert torch.equal(total.unmask_total(five.tell_shares(total, total.answered)), five.plain(five.names[:4]))
     with pytest.raises(FedshiftError, match="no place"):
         total.add("s00", five.sites["s00"].mask(order, five.numbers["s00"]))
 
@@ -372,7 +374,7 @@ def test_an_order_that_is_wrong_is_refused(five: Federation, how: str) -> None:
 def test_another_key_in_the_same_run_is_refused(five: Federation) -> None:
     five.sites["s00"].mask(five.order(), five.numbers["s00"])
     (five.folder / "s01" / "key").unlink()
-    five.sites["s01"] = five.started("s01")
+    five.sites["s01"] = five.start_site("s01")
     with pytest.raises(Refused, match="'s01' has another key than before"):
         five.sites["s00"].mask(five.order(exchange=2), five.numbers["s00"])
     new = five.sites["s01"].card().public  # nor may a stranger's key take the place of its own

@@ -66,9 +66,9 @@ class Network:
             },
             **changes,
         }
-        place = self.made.sites[name] / "SITE.yaml"
-        place.write_text(yaml.safe_dump(options))
-        return place
+        site_yaml = self.made.sites[name] / "SITE.yaml"
+        site_yaml.write_text(yaml.safe_dump(options))
+        return site_yaml
 
     def start(self, *names: str) -> None:
         """Start the coordinator and all sites, or those named."""
@@ -100,7 +100,9 @@ class Network:
     def jobs(self, kit: Path) -> list[psutil.Process]:
         """The processes of a kit's jobs."""
         ends = ("worker_process", "runner_process")
-        return [one for one in self.processes(kit) if any(word.endswith(ends) for word in one.info["cmdline"])]
+        return [
+            process for process in self.processes(kit) if any(word.endswith(ends) for word in process.info["cmdline"])
+        ]
 
     def kill(self, kit: Path, only: str = "") -> int:
         """kill -9 of a kit's processes whose command holds ``only``; how many."""
@@ -114,10 +116,10 @@ class Network:
     # Deployments ------------------------------------------------------------------------------------------------------
 
     def options(self, options: dict[str, Any], *, unseen: bool = True, **engine: Any) -> dict[str, Any]:
-        own = {"name": "arrays", "sites": {name: self.files[name] for name in UNSEEN}} if unseen else None
+        unseen_section = {"name": "arrays", "sites": {name: self.files[name] for name in UNSEEN}} if unseen else None
         return {
             **options,
-            "data": {"name": "sites", "unseen": own},
+            "data": {"name": "sites", "unseen": unseen_section},
             "engine": {"name": "flare", "threads": 1, "deadline": PATIENCE, **engine},
         }
 
@@ -169,7 +171,7 @@ class Gates:
         for gate in gates:
             (self.folder / str(gate)).touch()
 
-    def reached(self, round_number: int, *sites: str) -> bool:
+    def has_reached(self, round_number: int, *sites: str) -> bool:
         """Whether these sites wait in a round, or did."""
         return all((self.folder / f"{round_number}-{site}-waits").exists() for site in sites)
 

@@ -27,8 +27,8 @@ class Slow(FedAvg):
     def fit(self, site: Site, weights: Weights) -> Update:
         if self.gates is not None and self.only_at in (None, site.name):
             every = Path(self.gates) / str(site.envelope.round)
-            own, waits = (every.with_name(f"{every.name}-{site.name}{end}") for end in ("", "-waits"))
+            notes, waits = (every.with_name(f"{every.name}-{site.name}{end}") for end in ("", "-waits"))
             waits.touch()
-            while not (every.exists() or own.exists()):
+            while not (every.exists() or notes.exists()):
                 time.sleep(0.02)
         return super().fit(site, weights)

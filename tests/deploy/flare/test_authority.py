@@ -60,9 +60,9 @@ def test_nobody_else_reads_a_kit_or_the_authority_whatever_the_umask(careless: N
     made = made_of(tmp_path, "north")
     roles.reissue(project(tmp_path, "north"), tmp_path, "north", lambda new: SECRET)
     roles.set_revoked(made.coordinator, "north", True)
-    found = [made.folder, *made.folder.rglob("*")]
+    paths = [made.folder, *made.folder.rglob("*")]
     assert len(list(private_keys(made.folder))) == 4  # authority, coordinator, its administrator, north
-    assert [path for path in found if stat.S_IMODE(path.stat().st_mode) & 0o077] == []
+    assert [path for path in paths if stat.S_IMODE(path.stat().st_mode) & 0o077] == []
 
 
 @pytest.mark.threat("copied_authority")
@@ -125,7 +125,7 @@ def test_what_is_revoked_stays_so_when_a_site_is_added(tmp_path: Path) -> None:
         roles.set_revoked(made.coordinator, "nroth", True)
     made_of(tmp_path, "south", "east")  # north has left the project
     listed = read_object(made.coordinator / "certificates.json")
-    assert {name for name, one in listed.items() if one["revoked"]} == {"north"}
+    assert {name for name, entry in listed.items() if entry["revoked"]} == {"north"}
     assert listed.keys() == {"north", "south", "east", "team@example.org"}
 
 
@@ -134,8 +134,8 @@ def test_the_services_user_can_read_what_root_revoked(tmp_path: Path) -> None:
     made = made_of(tmp_path, "north")
     os.chown(made.coordinator, 12345, 12345)
     roles.set_revoked(made.coordinator, "north", True)
-    found = (made.coordinator / "certificates.json").stat()
-    assert (found.st_uid, stat.S_IMODE(found.st_mode)) == (12345, 0o600)
+    list_file = (made.coordinator / "certificates.json").stat()
+    assert (list_file.st_uid, stat.S_IMODE(list_file.st_mode)) == (12345, 0o600)
 
 
 def as_of_before(made: Provisioned) -> None:
@@ -186,28 +186,30 @@ FILTERS = {
 @pytest.mark.parametrize("which", FILTERS)
 @pytest.mark.parametrize("chain", ["task_result_filters", "task_data_filters"])
 @pytest.mark.parametrize("role", ["site", "coordinator"])
-def test_filters_that_would_do_nothing_are_refused(which: str, chain: str, role: str, one: Provisioned) -> None:
-    kit = load_kit(one.coordinator if role == "coordinator" else one.sites["north"])
-    place = kit.flare / "local" / "privacy.json"
+def test_filters_that_would_do_nothing_are_refused(
+    which: str, chain: str, role: str, project_kits: Provisioned
+) -> None:
+    kit = load_kit(project_kits.coordinator if role == "coordinator" else project_kits.sites["north"])
+    file = kit.flare / "local" / "privacy.json"
     scopes = [{"name": "public", chain: [FILTERS[which]]}]
-    place.write_text(json.dumps({"scopes": scopes, "default_scope": "public"}))
+    file.write_text(json.dumps({"scopes": scopes, "default_scope": "public"}))
     try:
         for begin in (check_settings, lambda kit: roles.start(kit, wait=0)):
             with pytest.raises(UserError, match=r"(SVTPrivacy|PercentilePrivacy|Mine).*policy\.send") as raised:
                 begin(kit)
             assert "\n" not in str(raised.value)
     finally:
-        place.unlink()
+        file.unlink()
 
 
-def test_a_scope_without_filters_is_no_mistake(one: Provisioned) -> None:
-    place = one.sites["north"] / "flare" / "local" / "privacy.json"
-    place.write_text(json.dumps({"scopes": [{"name": "public"}], "default_scope": "public"}))
-    check_settings(load_kit(one.sites["north"]))
-    place.write_text("{broken")
+def test_a_scope_without_filters_is_no_mistake(project_kits: Provisioned) -> None:
+    file = project_kits.sites["north"] / "flare" / "local" / "privacy.json"
+    file.write_text(json.dumps({"scopes": [{"name": "public"}], "default_scope": "public"}))
+    check_settings(load_kit(project_kits.sites["north"]))
+    file.write_text("{broken")
     with pytest.raises(UserError, match=r"policy\.send"):
-        check_settings(load_kit(one.sites["north"]))
-    place.unlink()
+        check_settings(load_kit(project_kits.sites["north"]))
+    file.unlink()
 
 
 @pytest.mark.threat("useless_filters")
@@ -224,7 +226,7 @@ def test_what_flares_filter_does_to_a_message_of_ours() -> None:
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Provisioned:
+def project_kits(tmp_path_factory: pytest.TempPathFactory) -> Provisioned:
     return made_of(tmp_path_factory.mktemp("one"), "north")
 
 

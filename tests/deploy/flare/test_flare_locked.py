@@ -110,7 +110,7 @@ def agent_with(*processors: Any) -> Any:
     return agent
 
 
-def asked(agent: Any, topic: str, body: Any, origin: str = "server", **headers: Any) -> str:
+def ask_agent(agent: Any, topic: str, body: Any, origin: str = "server", **headers: Any) -> str:
     """What the agent answers to a raw message."""
     message = Message(topic=topic, body=body)
     message.set_headers(headers)
@@ -134,7 +134,7 @@ def deploying(body: bytes, **changes: Any) -> dict[str, Any]:
     return {"topic": "train.deploy", "body": body, **headers}
 
 
-def packed(folder: Path, *more: str) -> bytes:
+def pack(folder: Path, *more: str) -> bytes:
     """The app of a job of ours, signed as FLARE signs it, with more files than it should have."""
     from cryptography.hazmat.primitives.asymmetric import rsa
 
@@ -153,19 +153,19 @@ def test_a_raw_shell_message_reads_no_file(monkeypatch: pytest.MonkeyPatch, tmp_
     """The message says neither who asks nor that a right is needed: FLARE runs it."""
     (tmp_path / "patients.csv").write_text("Jane Doe")
     body = f"cat {tmp_path / 'patients.csv'}"
-    assert "Jane Doe" in asked(agent_with(), "sys.shell", body)
+    assert "Jane Doe" in ask_agent(agent_with(), "sys.shell", body)
     stock = list(ClientRequestProcessors.request_processors)
     lock(monkeypatch)
-    assert "'sys.shell' is not needed for a job" in asked(agent_with(), "sys.shell", body)
+    assert "'sys.shell' is not needed for a job" in ask_agent(agent_with(), "sys.shell", body)
     # Nor where something else registers FLARE's processors, as a component of the site's could.
-    assert "'sys.shell' is not needed for a job" in asked(agent_with(*stock), "sys.shell", body)
+    assert "'sys.shell' is not needed for a job" in ask_agent(agent_with(*stock), "sys.shell", body)
 
 
 def test_what_a_job_needs_remains_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = {topic for one in ClientRequestProcessors.request_processors for topic in one.get_topics()}
+    before = {topic for processor in ClientRequestProcessors.request_processors for topic in processor.get_topics()}
     commands = {command.get_command_name() for command in AdminCommands.commands}
     lock(monkeypatch)
-    after = {topic for one in ClientRequestProcessors.request_processors for topic in one.get_topics()}
+    after = {topic for processor in ClientRequestProcessors.request_processors for topic in processor.get_topics()}
     assert after == set(TOPICS)
     assert before - after >= {"sys.shell", "sys.info", "sys.configure_site_log", "train.shutdown", "info.reset_errors"}
     assert [command.get_command_name() for command in AdminCommands.commands] == ["abort"] != sorted(commands)
@@ -177,13 +177,13 @@ def test_what_a_job_needs_remains_and_nothing_else(monkeypatch: pytest.MonkeyPat
 
 def test_the_ordinary_messages_of_a_job_pass(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     lock(monkeypatch)
-    said = lockdown._refusal
+    refusal_of = lockdown._refusal
     for topic, command in TOPICS.items():
         if topic not in ("train.deploy", "train.notify_job_status"):
-            assert said(topic, {}, None, "server", "north", command=command, job=JOB_ID) == ""
-    assert said("train.notify_job_status", "", None, f"north.{JOB_ID}", "north", command=None, job=JOB_ID) == ""
+            assert refusal_of(topic, {}, None, "server", "north", command=command, job=JOB_ID) == ""
+    assert refusal_of("train.notify_job_status", "", None, f"north.{JOB_ID}", "north", command=None, job=JOB_ID) == ""
     processor = Deploying()
-    assert asked(agent_with(processor), **deploying(packed(tmp_path))) == "ok"
+    assert ask_agent(agent_with(processor), **deploying(pack(tmp_path))) == "ok"
     assert len(processor.got) == 1
 
 
@@ -203,33 +203,33 @@ def test_what_is_not_as_flares_server_sends_it_is_refused(
     topic: str, origin: str, headers: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock(monkeypatch)
-    assert reason in asked(agent_with(), topic, {}, origin, **headers)
+    assert reason in ask_agent(agent_with(), topic, {}, origin, **headers)
 
 
 def test_a_right_is_asked_for_whatever_the_headers_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     quiet = {RequestHeader.REQUIRE_AUTHZ: "false", ConnProps.USER_ROLE: "guest"}
-    body, processor = packed(tmp_path), Deploying()
-    assert asked(agent_with(processor), **deploying(body, **quiet)) == "ok"
+    body, processor = pack(tmp_path), Deploying()
+    assert ask_agent(agent_with(processor), **deploying(body, **quiet)) == "ok"
     lock(monkeypatch)
-    assert "not authorized" in asked(agent_with(processor), **deploying(body, **quiet))
+    assert "not authorized" in ask_agent(agent_with(processor), **deploying(body, **quiet))
     nobody = {RequestHeader.ADMIN_COMMAND: None}
-    assert "does not belong" in asked(agent_with(processor), **deploying(body, **nobody))
+    assert "does not belong" in ask_agent(agent_with(processor), **deploying(body, **nobody))
     assert len(processor.got) == 1
 
 
 @pytest.mark.threat("flare_rights")
 def test_role_super_has_no_rights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    body, processor = packed(tmp_path), Deploying()
+    body, processor = pack(tmp_path), Deploying()
     strong = Person("root", "fedshift", "super")
     asking = AuthzContext(right="submit_job", user=strong, submitter=strong)
     for_its_own = AuthzContext(right="submit_job", user=Person("a", "fedshift", "project_admin"))
     assert AuthorizationService.authorize(asking) == (True, "")
-    assert asked(agent_with(processor), **deploying(body, **{ConnProps.USER_ROLE: "super"})) == "ok"
+    assert ask_agent(agent_with(processor), **deploying(body, **{ConnProps.USER_ROLE: "super"})) == "ok"
     lock(monkeypatch)
     assert AuthorizationService.authorize(asking) == (False, "role 'super' has no rights here")
     assert AuthorizationService.authorize(for_its_own) == (True, "")
-    assert "'super'" in asked(agent_with(processor), **deploying(body, **{ConnProps.USER_ROLE: "super"}))
-    assert "'super'" in asked(agent_with(processor), **deploying(body, meta={"submitter_role": "Super"}))
+    assert "'super'" in ask_agent(agent_with(processor), **deploying(body, **{ConnProps.USER_ROLE: "super"}))
+    assert "'super'" in ask_agent(agent_with(processor), **deploying(body, meta={"submitter_role": "Super"}))
     assert len(processor.got) == 1
 
 
@@ -257,17 +257,17 @@ def test_without_rules_there_are_no_rights(authorizer: Any, monkeypatch: pytest.
 def test_a_job_with_code_is_not_deployed(
     more: list[str], meta: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    body, processor = packed(tmp_path, *more), Deploying()
-    assert asked(agent_with(processor), **deploying(body, meta=meta)) == "ok"
+    body, processor = pack(tmp_path, *more), Deploying()
+    assert ask_agent(agent_with(processor), **deploying(body, meta=meta)) == "ok"
     lock(monkeypatch)
-    assert reason in asked(agent_with(processor), **deploying(body, meta=meta))
+    assert reason in ask_agent(agent_with(processor), **deploying(body, meta=meta))
     assert len(processor.got) == 1
 
 
 @pytest.mark.parametrize("body", [b"", b"PK", None, "text"])
 def test_what_is_no_folder_is_not_deployed(body: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     lock(monkeypatch)
-    assert "no zip file" in asked(agent_with(), **deploying(body))
+    assert "no zip file" in ask_agent(agent_with(), **deploying(body))
 
 
 def test_code_of_a_job_has_no_way_past_the_class_list(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -376,12 +376,12 @@ def test_a_connection_is_freed_by_the_thread_that_reads_from_it() -> None:
             reader.start()
             assert busy.wait(10)
             connection.close()
-            found = int(here.fileno())
+            descriptor = int(here.fileno())
             assert there.recv(1) == b"", "the other side is told at once"
             go_on.set()
             reader.join(10)
             assert here.fileno() == -1
-        return found
+        return descriptor
 
     assert descriptor_after_close(SocketConnection) == -1
     assert descriptor_after_close(SharedConnection) != -1

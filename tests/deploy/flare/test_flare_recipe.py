@@ -81,12 +81,12 @@ def test_the_simulator_may_build_our_classes_and_poc_is_told_how(
 ) -> None:
     monkeypatch.setenv("NVFLARE_POC_WORKSPACE", str(tmp_path / "poc"))  # otherwise FLARE writes into the home folder
     recipe = FedshiftRecipe(experiment(), SITES)
-    place = tmp_path / "study" / "local" / "resources.json"
-    place.parent.mkdir(parents=True)
-    place.write_text(json.dumps({"class_allow_list": ["mine."], "kept": 1}))
+    file = tmp_path / "study" / "local" / "resources.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"class_allow_list": ["mine."], "kept": 1}))
     for _ in range(2):
         recipe.process_env(SimEnv(clients=SITES, workspace_root=str(tmp_path)))
-    assert json.loads(place.read_text()) == {"class_allow_list": ["mine.", CLASSES], "kept": 1}
+    assert json.loads(file.read_text()) == {"class_allow_list": ["mine.", CLASSES], "kept": 1}
     with pytest.raises(UserError, match="class_allow_list"):
         recipe.process_env(PocEnv(clients=SITES, num_clients=3))
     code = tmp_path / "my_method.py"
@@ -130,26 +130,26 @@ def test_a_site_and_not_the_job_says_where_its_file_is(tmp_path: Path, monkeypat
 
 
 def test_an_error_ends_the_job_with_its_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
+    reasons: list[str] = []
 
     def refuse(*_: Any) -> None:
         raise UserError("site 'north' refuses 'weights'")
 
     monkeypatch.setattr(in_project, "coordinate", refuse)
-    monkeypatch.setattr(ProjectCoordinator, "system_panic", lambda self, reason, fl_ctx: said.append(reason))
+    monkeypatch.setattr(ProjectCoordinator, "system_panic", lambda self, reason, fl_ctx: reasons.append(reason))
     ProjectCoordinator({"name": "study"}, SITES).control_flow(Signal(), Context(tmp_path, "server"))  # type: ignore[arg-type]
-    assert said == ["site 'north' refuses 'weights'"]
-    assert said[0] in (tmp_path / "job" / "fedshift" / "progress.jsonl").read_text()
+    assert reasons == ["site 'north' refuses 'weights'"]
+    assert reasons[0] in (tmp_path / "job" / "fedshift" / "progress.jsonl").read_text()
 
 
 def models(root: Path) -> dict[str, torch.Tensor]:
     """All numbers of the models of the example's runs below a folder."""
-    found = {path.relative_to(path.parents[3]): load_file(path) for path in root.rglob("model.safetensors")}
-    assert {run.parts[0] for run in found} == {"fedavg", "csac"}
-    return {f"{run} {name}": tensor for run, model in found.items() for name, tensor in model.items()}
+    models = {path.relative_to(path.parents[3]): load_file(path) for path in root.rglob("model.safetensors")}
+    assert {run.parts[0] for run in models} == {"fedavg", "csac"}
+    return {f"{run} {name}": tensor for run, model in models.items() for name, tensor in model.items()}
 
 
-def simulated(folder: Path) -> dict[str, torch.Tensor]:
+def simulate_run(folder: Path) -> dict[str, torch.Tensor]:
     """The models of the example's experiment with the local engine, on the same tables."""
     options = yaml.safe_load((EXAMPLES / "flare" / "study.yaml").read_text(encoding="utf-8"))
     sites = {
@@ -170,7 +170,7 @@ def test_the_example_runs_in_flares_simulator_with_the_bits_of_ours(tmp_path: Pa
     ended = subprocess.run(words, cwd=tmp_path / "run", capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
     assert "| csac |" in ended.stdout
-    assert same(models(tmp_path / "run"), simulated(tmp_path / "simulated"))
+    assert same(models(tmp_path / "run"), simulate_run(tmp_path / "simulated"))
     for site in SITES:  # each has a log of its own
         assert '"measure"' in (tmp_path / "flare" / site / "memory" / "audit.jsonl").read_text()
 
@@ -189,7 +189,9 @@ def test_poc_mode_gives_the_same_bits(tmp_path: Path, monkeypatch: pytest.Monkey
 
     call("prepare", "-c", *SITES)
     project = yaml.safe_load((workspace / "project.yml").read_text())
-    next(one for one in project["participants"] if one["type"] == "server")["fed_learn_port"] = roles.free_port()
+    next(participant for participant in project["participants"] if participant["type"] == "server")[
+        "fed_learn_port"
+    ] = roles.free_port()
     (tmp_path / "project.yml").write_text(yaml.safe_dump(project))
     shutil.rmtree(workspace)
     call("prepare", "-i", str(tmp_path / "project.yml"), "--force")
@@ -209,4 +211,4 @@ def test_poc_mode_gives_the_same_bits(tmp_path: Path, monkeypatch: pytest.Monkey
     finally:
         call("stop")
     assert result is not None
-    assert same(models(Path(result)), simulated(tmp_path / "simulated"))
+    assert same(models(Path(result)), simulate_run(tmp_path / "simulated"))

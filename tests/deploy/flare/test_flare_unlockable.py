@@ -122,6 +122,6 @@ def ends_in_one_line(
     with pytest.raises(SystemExit) as raised:
         lockdown.main()
     assert raised.value.code == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert message in output
+    assert output.count("\n") == 1

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install -e '.[deploy]'")
 
-from test_kits import provisioned
+from test_kits import provision_project
 
 from fedshift.deploy.flare.deployment_folder import Deployment
 from fedshift.deploy.flare.engine import KIT, SITE, TASK, FlareSite, message_from, shareable_of
@@ -29,7 +29,7 @@ from fedshift.digests import write_object
 
 @pytest.fixture(scope="module")
 def kits(tmp_path_factory: pytest.TempPathFactory) -> Provisioned:
-    return provisioned(tmp_path_factory.mktemp("kits"))
+    return provision_project(tmp_path_factory.mktemp("kits"))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_jobs_that_die_again_and_again_are_given_up(
 ) -> None:
     ticks = itertools.count(1000.0, 2.0)
     monkeypatch.setattr("fedshift.deploy.flare.jobs.time.monotonic", lambda: next(ticks))
-    made = provisioned(tmp_path)
+    made = provision_project(tmp_path)
     deployment = Deployment(made.coordinator, "study")
     deployment.want("run")
     write_object(deployment.folder / "experiment.json", {"engine": {"tries": 3}})
@@ -236,7 +236,7 @@ def test_a_reply_that_comes_while_the_coordinator_looks_who_is_lost_counts(monke
     monkeypatch.setattr(engine, "_LOOK_AGAIN", 0.01)
     transport = engine.FlareTransport(controller, None, Signal(), lambda: reply_comes(), 1024)
     arrived = transport.exchange(iter([("north", message)]), 60.0, {})
-    assert [one for one in arrived if not isinstance(one[1], Sign)] == [("north", message)]
+    assert [arrival for arrival in arrived if not isinstance(arrival[1], Sign)] == [("north", message)]
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_a_site_that_does_not_answer_is_lost(
 
     transport = engine.FlareTransport(controller, None, Signal(), endless, 1024, lambda: revoked)
     arrived = transport.exchange(iter([("north", Message("{}", b"", ""))]), deadline, patience)
-    assert [one for one in arrived if not isinstance(one[1], Sign)] == [("north", Lost(reason))]
+    assert [arrival for arrival in arrived if not isinstance(arrival[1], Sign)] == [("north", Lost(reason))]
 
 
 def test_what_flare_writes_of_a_message_is_plain_values() -> None:

@@ -45,13 +45,13 @@ def project_file(folder: Path, **changes: Any) -> Path:
     return file
 
 
-def provisioned(folder: Path, **changes: Any) -> Provisioned:
+def provision_project(folder: Path, **changes: Any) -> Provisioned:
     return roles.provision(roles.load_project(project_file(folder, **changes)), folder, lambda new: None)
 
 
 @pytest.fixture(scope="module")
 def kits(tmp_path_factory: pytest.TempPathFactory) -> Provisioned:
-    return provisioned(tmp_path_factory.mktemp("kits"))
+    return provision_project(tmp_path_factory.mktemp("kits"))
 
 
 @pytest.mark.parametrize(
@@ -106,11 +106,11 @@ def test_settings_of_a_kit(kits: Provisioned) -> None:
 
 @pytest.mark.parametrize("scheme", ["tcp", "grpc", "http"])
 def test_the_coordinator_listens_with_the_projects_scheme_and_sites_dial_it(scheme: str, tmp_path: Path) -> None:
-    made = provisioned(tmp_path, scheme=scheme, sites=["north"], largest_message=100)
+    made = provision_project(tmp_path, scheme=scheme, sites=["north"], largest_message=100)
     relocate(load_kit(made.coordinator))  # as at each start
-    own = json.loads((made.coordinator / "flare/startup/fed_server.json").read_text())["servers"][0]["service"]
+    service = json.loads((made.coordinator / "flare/startup/fed_server.json").read_text())["servers"][0]["service"]
     other = json.loads((made.sites["north"] / "flare/startup/fed_client.json").read_text())["servers"][0]["service"]
-    assert (own["scheme"], other["scheme"]) == ("guarded" if scheme == "tcp" else scheme, scheme)
+    assert (service["scheme"], other["scheme"]) == ("guarded" if scheme == "tcp" else scheme, scheme)
     for kit in (made.coordinator, made.sites["north"]):
         channels = json.loads((kit / "flare/local/comm_config.json").read_text())
         assert channels["streaming_max_blob_size"] == 100 << 20
@@ -136,10 +136,10 @@ def test_the_site_file_of_a_kit_has_the_defaults_of_every_rule(kits: Provisioned
 
 
 def test_a_site_that_is_added_later_leaves_the_others_as_they_are(tmp_path: Path) -> None:
-    first = provisioned(tmp_path)
+    first = provision_project(tmp_path)
     before = {path: path.read_bytes() for path in first.sites["north"].rglob("*") if path.is_file()}
     (first.sites["north"] / "SITE.yaml").write_text("site: north  # filled in\n")
-    more = provisioned(tmp_path, sites=["north", "south", "east"])
+    more = provision_project(tmp_path, sites=["north", "south", "east"])
     assert more.new == ("east",)
     for path, content in before.items():
         if path.name != "SITE.yaml":
@@ -164,11 +164,11 @@ MOVED: dict[str, Any] = {"port": 18742, "scheme": "grpc", "largest_message": 99}
 @pytest.mark.case("stale kits", "port, scheme and largest message change after kits were handed out")
 @pytest.mark.parametrize("changes", [{"port": 18742}, MOVED, {**MOVED, "server": "fl.example.org"}])
 def test_a_site_needs_only_another_kit_json_when_the_coordinator_moves(changes: dict[str, Any], tmp_path: Path) -> None:
-    first, fresh = provisioned(tmp_path / "a"), provisioned(tmp_path / "fresh", **changes)
+    first, fresh = provision_project(tmp_path / "a"), provision_project(tmp_path / "fresh", **changes)
     handed = tmp_path / "at north"
     shutil.copytree(first.sites["north"], handed)
     keys = {path: path.read_bytes() for path in handed.rglob("*.key")}
-    made = provisioned(tmp_path / "a", **changes)
+    made = provision_project(tmp_path / "a", **changes)
     assert made.changed.keys() == {"north", "south"}
     assert all(f"{name} " in " ".join(made.changed["north"]) for name in changes)
     shutil.copy(made.sites["north"] / "kit.json", handed / "kit.json")
@@ -179,13 +179,13 @@ def test_a_site_needs_only_another_kit_json_when_the_coordinator_moves(changes: 
     assert {path: path.read_bytes() for path in handed.rglob("*.key")} == keys
     check_certificates(load_kit(made.coordinator))
     check_certificates(load_kit(handed))
-    assert provisioned(tmp_path / "a", **changes).changed == {}
+    assert provision_project(tmp_path / "a", **changes).changed == {}
 
 
 @pytest.mark.case("stale kits", "a kit that names the classes and folders of an earlier fedshift")
 def test_a_kit_of_an_earlier_fedshift_runs_the_classes_of_this_one(tmp_path: Path) -> None:
     """The rooms of deployments had another name; each start writes what FLARE reads anew."""
-    made = provisioned(tmp_path)
+    made = provision_project(tmp_path)
     for kit in (made.coordinator, made.sites["north"]):
         before = settings_of(kit)
         for file in (kit / "flare" / "local").glob("*.json"):
@@ -199,19 +199,19 @@ def test_a_kit_of_an_earlier_fedshift_runs_the_classes_of_this_one(tmp_path: Pat
 @pytest.mark.case("stale kits", "a kit that is not on this machine any more")
 @pytest.mark.case("stale kits", "another contact, whose certificate the coordinator lacks")
 def test_kits_that_are_elsewhere_and_another_contact(tmp_path: Path) -> None:
-    made = provisioned(tmp_path)
+    made = provision_project(tmp_path)
     shutil.rmtree(made.sites["north"])
-    again = provisioned(tmp_path, contact="others@example.org")
+    again = provision_project(tmp_path, contact="others@example.org")
     assert again.changed.keys() == {"north", "south"}
     assert json.loads((again.sites["north"] / "kit.json").read_text())["name"] == "north"
     certificates = read_object(made.coordinator / "certificates.json")
-    assert {name for name, one in certificates.items() if one["revoked"]} == {PROJECT["contact"]}
+    assert {name for name, entry in certificates.items() if entry["revoked"]} == {PROJECT["contact"]}
     assert "others@example.org" in (made.coordinator / "admin" / "startup" / "fed_admin.json").read_text()
 
 
 @pytest.mark.case("stale kits", "a new kit is asked for, or a site removed, before the coordinator has its new name")
 def test_a_new_name_is_provisioned_first(tmp_path: Path) -> None:
-    provisioned(tmp_path)
+    provision_project(tmp_path)
     file = project_file(tmp_path, server="fl.example.org")
     for act in (
         lambda: roles.reissue(roles.load_project(file), tmp_path, "north", lambda new: None),
@@ -222,7 +222,7 @@ def test_a_new_name_is_provisioned_first(tmp_path: Path) -> None:
 
 
 def test_a_kit_that_was_moved_keeps_its_files_below_it(tmp_path: Path) -> None:
-    made = provisioned(tmp_path / "here")
+    made = provision_project(tmp_path / "here")
     moved = tmp_path / "there"
     shutil.move(made.coordinator, moved)
     relocate(load_kit(moved))
@@ -256,7 +256,7 @@ def test_kits_that_are_wrong(kits: Provisioned, tmp_path: Path) -> None:
     (other / "flare/startup/client.crt").write_text("nonsense")
     with pytest.raises(UserError, match=r"lacks a readable client.crt"):
         check_certificates(load_kit(other))
-    foreign = provisioned(tmp_path / "foreign")
+    foreign = provision_project(tmp_path / "foreign")
     mixed = tmp_path / "mixed"
     shutil.copytree(kits.sites["north"], mixed)
     shutil.copy(foreign.sites["north"] / "flare/startup/rootCA.pem", mixed / "flare/startup")
@@ -268,7 +268,7 @@ def test_port_in_use(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        kit = load_kit(provisioned(tmp_path, port=taken.getsockname()[1]).coordinator)
+        kit = load_kit(provision_project(tmp_path, port=taken.getsockname()[1]).coordinator)
         with pytest.raises(UserError, match=r"port \d+ cannot be used .*provision with another port"):
             check_port(kit, seconds=0.1)
 
@@ -326,7 +326,7 @@ def test_reaching_the_coordinator(kits: Provisioned, tmp_path: Path) -> None:
 
         assert check_reachable(kit_of(kits)) is None
         with pytest.raises(UserError, match=r"kit.*'hearts'"):
-            check_reachable(kit_of(provisioned(tmp_path)))
+            check_reachable(kit_of(provision_project(tmp_path)))
     finally:
         stop.set()
     kit = load_kit(kits.sites["north"])
@@ -334,13 +334,13 @@ def test_reaching_the_coordinator(kits: Provisioned, tmp_path: Path) -> None:
     assert "refused" in str(check_reachable(nobody)).lower()
 
 
-def dated(kit: Path, own: str, authority: Path, begin: int, end: int) -> None:
+def write_certificates(kit: Path, stem: str, authority: Path, begin: int, end: int) -> None:
     """Give a kit's certificate other dates, in days from now; signed by the project's authority all the same."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
 
     key = serialization.load_pem_private_key((authority / "rootCA.key").read_bytes(), None)
-    file = kit / "flare" / "startup" / f"{own}.crt"
+    file = kit / "flare" / "startup" / f"{stem}.crt"
     old, now = x509.load_pem_x509_certificate(file.read_bytes()), datetime.datetime.now(datetime.UTC)
     builder = x509.CertificateBuilder(old.issuer, old.subject, old.public_key(), old.serial_number)
     builder = builder.not_valid_before(now + datetime.timedelta(begin)).not_valid_after(now + datetime.timedelta(end))
@@ -353,8 +353,10 @@ def dated(kit: Path, own: str, authority: Path, begin: int, end: int) -> None:
 @pytest.mark.parametrize("whose", ["server", "client"])
 def test_a_clock_that_is_wrong_is_said_in_one_line(dates: tuple[int, int], whose: str, tmp_path: Path) -> None:
     """A certificate out of its dates by one side's clock: the site's sees the coordinator's so, or the other way."""
-    made = provisioned(tmp_path)
-    dated(made.coordinator if whose == "server" else made.sites["north"], whose, made.folder / "authority", *dates)
+    made = provision_project(tmp_path)
+    write_certificates(
+        made.coordinator if whose == "server" else made.sites["north"], whose, made.folder / "authority", *dates
+    )
     stop = threading.Event()
     try:
         port = answering(made.coordinator, stop)
@@ -372,7 +374,7 @@ def test_a_clock_that_is_wrong_is_said_in_one_line(dates: tuple[int, int], whose
 
 
 def test_a_site_that_cannot_reach_the_coordinator_says_so_and_tries_again(tmp_path: Path) -> None:
-    kit = load_kit(provisioned(tmp_path, port=roles.free_port()).sites["north"])
+    kit = load_kit(provision_project(tmp_path, port=roles.free_port()).sites["north"])
     service = Service(kit)
     waits: list[float] = []
 
@@ -382,13 +384,13 @@ def test_a_site_that_cannot_reach_the_coordinator_says_so_and_tries_again(tmp_pa
             service.stopping.set()
         return False
 
-    said: list[str] = []
-    service.say = lambda state, message, severity=0: said.append(f"{state} {message}")  # type: ignore[method-assign, misc]
+    messages: list[str] = []
+    service.say = lambda state, message, severity=0: messages.append(f"{state} {message}")  # type: ignore[method-assign, misc]
     service.stopping.wait = wait  # type: ignore[assignment, method-assign]
     service.run()
     assert waits == [1.0, 2.0, 4.0, 8.0]
-    assert said[0].strip() == "starting"
-    assert all("cannot reach the coordinator at localhost port" in line for line in said[1:5])
+    assert messages[0].strip() == "starting"
+    assert all("cannot reach the coordinator at localhost port" in line for line in messages[1:5])
 
 
 @pytest.mark.case(
@@ -397,7 +399,7 @@ def test_a_site_that_cannot_reach_the_coordinator_says_so_and_tries_again(tmp_pa
 def test_a_site_that_lost_its_coordinator_says_so_while_its_process_lives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kit = load_kit(provisioned(tmp_path, port=roles.free_port()).sites["north"])
+    kit = load_kit(provision_project(tmp_path, port=roles.free_port()).sites["north"])
     service, now = Service(kit), 1000.0
     service.child = SimpleNamespace(pid=os.getpid())  # type: ignore[assignment]
     monkeypatch.setattr("fedshift.deploy.flare.service.time.monotonic", lambda: now)
@@ -407,8 +409,8 @@ def test_a_site_that_lost_its_coordinator_says_so_while_its_process_lives(
         for _ in range(looks):
             now += 60
             service._look_at_line()
-        found = json.loads((kit.folder / "service.json").read_text())
-        return found["state"], found["message"]
+        stored = json.loads((kit.folder / "service.json").read_text())
+        return stored["state"], stored["message"]
 
     with socket.create_server(("localhost", kit.project.port)) as door:
         with socket.create_connection(("localhost", kit.project.port)):
@@ -430,4 +432,4 @@ def test_names_of_deployments(kits: Provisioned) -> None:
         with pytest.raises(UserError, match="no name of a deployment"):
             Deployment(kits.coordinator, name)
     with pytest.raises(UserError, match="there is no deployment 'x'"):
-        Deployment.named(kits.coordinator, "x")
+        Deployment.find(kits.coordinator, "x")

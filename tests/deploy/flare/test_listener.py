@@ -91,8 +91,8 @@ class Listening:
 
     def is_heard(self, startup: Path) -> bool:
         """Whether a frame that a kit sends is answered."""
-        with contextlib.suppress(OSError), self.peer(startup) as one:
-            return speaks(one)
+        with contextlib.suppress(OSError), self.peer(startup) as connection:
+            return speaks(connection)
         return False
 
     def is_heard_by_flare(self, startup: Path, name: str) -> bool:
@@ -102,22 +102,22 @@ class Listening:
         return False
 
 
-def speaks(one: ssl.SSLSocket) -> bool:
+def speaks(connection: ssl.SSLSocket) -> bool:
     """Whether a frame is answered on this connection."""
     whole = bytearray(20)
     Prefix(length=20).to_buffer(whole, 0)
     try:
-        one.sendall(whole)
-        return len(one.recv(20)) == 20
+        connection.sendall(whole)
+        return len(connection.recv(20)) == 20
     except OSError:
         return False
 
 
-def ended(one: socket.socket) -> bool:
+def has_ended(connection: socket.socket) -> bool:
     """Whether the other side ends a connection soon."""
-    one.settimeout(SOON)
+    connection.settimeout(SOON)
     with contextlib.suppress(ConnectionError):
-        return one.recv(1) == b""
+        return connection.recv(1) == b""
     return True
 
 
@@ -151,15 +151,15 @@ HELLO = bytes.fromhex("16030100c8010000c40303")
 
 
 @pytest.mark.threat("held_port")
-@pytest.mark.parametrize("said", [b"", HELLO, b"GET / HTTP/1.1\r\n"], ids=["nothing", "half a ClientHello", "no TLS"])
-def test_strangers_who_hold_the_port_keep_nobody_out(said: bytes, door: Listening, kits: Provisioned) -> None:
+@pytest.mark.parametrize("sent", [b"", HELLO, b"GET / HTTP/1.1\r\n"], ids=["nothing", "half a ClientHello", "no TLS"])
+def test_strangers_who_hold_the_port_keep_nobody_out(sent: bytes, door: Listening, kits: Provisioned) -> None:
     with contextlib.ExitStack() as stack:
         held = [stack.enter_context(door.plain()) for _ in range(60)]
-        for one in held:
+        for connection in held:
             with contextlib.suppress(ConnectionError):  # the oldest have given way
-                one.sendall(said)
+                connection.sendall(sent)
         assert door.is_heard(startup(kits, "north"))
-        if said in (b"", HELLO):
+        if sent in (b"", HELLO):
             assert door.driver._listener._greeted, "they hold it still"
 
 
@@ -174,16 +174,16 @@ def test_a_handshake_has_a_time_limit_also_for_bytes_that_drip_in(
             for byte in HELLO + bytes(200):
                 slow.sendall(bytes([byte]))
                 time.sleep(0.1)
-        assert ended(silent)
+        assert has_ended(silent)
     assert time.monotonic() - begun < SOON
 
 
 @pytest.mark.threat("held_port")
 def test_connections_that_are_reset_at_once_harm_nobody(door: Listening, kits: Provisioned) -> None:
     with door.peer(startup(kits, "north")) as before:
-        for said in (b"", HELLO) * 100:
+        for sent in (b"", HELLO) * 100:
             with door.plain() as rude:
-                rude.sendall(said)
+                rude.sendall(sent)
                 rude.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         assert door.is_heard(startup(kits, "north"))
         assert speaks(before)
@@ -214,7 +214,7 @@ def test_a_site_has_a_bounded_number_of_connections(door: Listening, kits: Provi
         for _ in range(guarded_tcp.CONNECTIONS_PER_CERTIFICATE + 2):
             mine.append(stack.enter_context(door.peer(startup(kits, "north"))))
             assert speaks(mine[-1])
-        assert all(ended(one) for one in mine[:2]), "the oldest give way"
+        assert all(has_ended(connection) for connection in mine[:2]), "the oldest give way"
         admitted = door.driver._listener._admitted
         assert eventually(lambda: len(admitted) == guarded_tcp.CONNECTIONS_PER_CERTIFICATE + 1)
         assert door.is_heard(startup(kits, "south")), "no other site's"
@@ -231,15 +231,15 @@ def test_a_connection_that_is_ended_keeps_its_descriptor_until_nobody_reads_from
         assert go_on.wait(2 * SOON)
 
     monkeypatch.setattr(guarded_tcp.Peer, "handle", hold)
-    with door.peer(startup(kits, "north")) as one:
+    with door.peer(startup(kits, "north")) as connection:
         whole = bytearray(20)
         Prefix(length=20).to_buffer(whole, 0)
-        one.sendall(whole)
+        connection.sendall(whole)
         assert busy.wait(SOON)
         (mine,) = door.driver._listener._admitted
         mine.close()
         mine.close()  # a second look may find it again
-        assert ended(one)
+        assert has_ended(connection)
         assert mine.sock.fileno() != -1
         go_on.set()
         assert eventually(lambda: mine.sock.fileno() == -1)
@@ -267,14 +267,14 @@ def test_a_frame_is_refused_before_memory_is_reserved_for_it(door: Listening, ki
     header = bytearray(16)
     Prefix(length=(2 << 30) - (3 << 20)).to_buffer(header, 0)
     before, most = psutil.Process().memory_info().rss, 0
-    with door.peer(startup(kits, "north")) as one:
-        one.sendall(header)
-        one.settimeout(0.05)
+    with door.peer(startup(kits, "north")) as connection:
+        connection.sendall(header)
+        connection.settimeout(0.05)
         deadline, over = time.monotonic() + SOON, False
         while not over and time.monotonic() < deadline:
             most = max(most, psutil.Process().memory_info().rss)
             with contextlib.suppress(TimeoutError):
-                over = one.recv(1) == b""
+                over = connection.recv(1) == b""
     assert over
     assert most - before < 64 << 20
     assert door.is_heard(startup(kits, "north"))
@@ -287,7 +287,7 @@ def test_a_revoked_kit_is_refused_and_the_others_go_on(door: Listening, kits: Pr
         assert speaks(south)
         assert roles.set_revoked(kits.coordinator, "north", True)
         try:
-            assert ended(north), "also the connection that it had"
+            assert has_ended(north), "also the connection that it had"
             assert not door.is_heard(startup(kits, "north"))
             assert speaks(south)
             assert not roles.set_revoked(kits.coordinator, "north", True)
@@ -297,17 +297,17 @@ def test_a_revoked_kit_is_refused_and_the_others_go_on(door: Listening, kits: Pr
 
 
 def test_a_list_that_cannot_be_read_locks_nobody_out(door: Listening, kits: Provisioned) -> None:
-    place = kits.coordinator / "certificates.json"
-    whole = place.read_text()
+    file = kits.coordinator / "certificates.json"
+    whole = file.read_text()
     with door.peer(startup(kits, "north")) as north:
         assert speaks(north)
         try:
-            place.write_text("")
+            file.write_text("")
             assert door.is_heard(startup(kits, "south"))
             time.sleep(0.3)  # it looks again meanwhile
             assert speaks(north)
         finally:
-            place.write_text(whole)
+            file.write_text(whole)
 
 
 @pytest.mark.threat("revoked_kit")
@@ -355,25 +355,25 @@ def deaf(door: Listening, kit: Path) -> Iterator[ssl.SSLSocket]:
     with socket.socket() as plain:
         plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         plain.connect(("127.0.0.1", door.port))
-        with context.wrap_socket(plain) as one:
-            yield one
+        with context.wrap_socket(plain) as connection:
+            yield connection
 
 
 def only(door: Listening) -> guarded_tcp.GuardedConnection:
     """The only connection that there is."""
     admitted = door.driver._listener._admitted
     assert eventually(lambda: len(admitted) == 1)
-    found: guarded_tcp.GuardedConnection = next(iter(admitted))
-    return found
+    admitted_connection: guarded_tcp.GuardedConnection = next(iter(admitted))
+    return admitted_connection
 
 
-def pour(one: ssl.SSLSocket, frame: bytes, seconds: float) -> int:
+def pour(connection: ssl.SSLSocket, frame: bytes, seconds: float) -> int:
     """Send frames until the other side takes no more, or ends the connection; how many bytes were taken."""
-    one.settimeout(0.3)
+    connection.settimeout(0.3)
     done, deadline = 0, time.monotonic() + seconds
     with contextlib.suppress(OSError):
         while time.monotonic() < deadline:
-            done += one.send(memoryview(frame)[done % len(frame) :])
+            done += connection.send(memoryview(frame)[done % len(frame) :])
     return done
 
 
@@ -381,12 +381,12 @@ def stalls(door: Listening, kit: Path) -> bool:
     """Whether a peer that reads nothing of what is sent to it is ended."""
     admitted = door.driver._listener._admitted
     before = set(admitted)
-    with deaf(door, kit) as one:
+    with deaf(door, kit) as connection:
         assert eventually(lambda: bool(set(admitted) - before))
         (mine,) = set(admitted) - before
         for _ in range(16):
             mine.send_frame(bytearray(frame_of(1 << 20)))
-        return eventually(lambda: mine not in admitted) and one.fileno() != -1
+        return eventually(lambda: mine not in admitted) and connection.fileno() != -1
 
 
 @pytest.fixture
@@ -413,7 +413,7 @@ def test_a_peer_that_reads_nothing_is_ended_and_then_refused(
         refused_at = time.monotonic()
         assert not door.is_heard(north)
         assert door.is_heard(south)
-        (line,) = [one.getMessage() for one in caplog.records if "is refused for" in one.getMessage()]
+        (line,) = [record.getMessage() for record in caplog.records if "is refused for" in record.getMessage()]
         assert "'north'" in line
         assert eventually(lambda: door.is_heard(north)), "it is not refused for ever"
         assert time.monotonic() - refused_at > 1
@@ -431,19 +431,19 @@ def test_a_line_that_breaks_twice_refuses_nobody(
 
 @pytest.mark.case("floods", "reads slowly: gets every byte in order and is not ended")
 def test_a_slow_peer_is_not_ended_while_it_takes_something(door: Listening, kits: Provisioned, impatient: None) -> None:
-    with deaf(door, startup(kits, "north")) as one:
+    with deaf(door, startup(kits, "north")) as connection:
         mine = only(door)
-        one.settimeout(SOON)
+        connection.settimeout(SOON)
         frames = [frame_of(100_000, bytes([number]) * 50_000) for number in range(200)]
         for frame in frames:
             mine.send_frame(bytearray(frame))
         read = bytearray()
         while len(read) < 100_000 * len(frames):
-            read += (piece := one.recv(1 << 14))
+            read += (piece := connection.recv(1 << 14))
             assert piece, "the connection was ended"
             time.sleep(0.0005)
         assert bytes(read) == b"".join(frames)
-        assert speaks(one)
+        assert speaks(connection)
 
 
 @pytest.mark.threat("flood")
@@ -463,8 +463,8 @@ def test_few_frames_of_one_certificate_are_handled_at_once(
 
     monkeypatch.setattr(Echo, "process_frame", hold)
     north = startup(kits, "north")
-    with door.peer(north) as one, door.peer(north) as two:
-        for peer in (one, two):
+    with door.peer(north) as first, door.peer(north) as two:
+        for peer in (first, two):
             assert pour(peer, frame_of(20, b"h") * 100, 1.0) > 20 * guarded_tcp.MOST_FRAMES
         assert eventually(lambda: len(held) == guarded_tcp.MOST_FRAMES)
         time.sleep(0.3)
@@ -491,8 +491,8 @@ def test_bytes_of_one_certificate_that_wait_are_bounded(
         assert go_on.wait(10 * SOON)
 
     monkeypatch.setattr(Echo, "process_frame", hold)
-    with door.peer(startup(kits, "north")) as one, door.peer(startup(kits, "north")) as two:
-        for peer in (one, two):
+    with door.peer(startup(kits, "north")) as first, door.peer(startup(kits, "north")) as two:
+        for peer in (first, two):
             pour(peer, frame_of(1 << 20), 1.0)
         time.sleep(0.3)
         assert sum(held) == 4 << 20
@@ -505,7 +505,7 @@ def test_nobody_waits_who_sends_to_a_peer_that_does_not_read(
     door: Listening, kits: Provisioned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FLARE sends from threads that serve all peers. A queue that grows beyond any use ends the connection."""
-    with deaf(door, startup(kits, "north")) as one:
+    with deaf(door, startup(kits, "north")) as connection:
         mine = only(door)
         begun, most = time.monotonic(), guarded_tcp.MOST_UNSENT * guarded_tcp.OVERFULL
         for _ in range(100):
@@ -517,7 +517,7 @@ def test_nobody_waits_who_sends_to_a_peer_that_does_not_read(
         assert mine.closing
         assert time.monotonic() - begun < 2
         assert eventually(lambda: not mine._unsent), "memory is given back"
-        assert ended(one) or one.recv(1 << 20)
+        assert has_ended(connection) or connection.recv(1 << 20)
 
 
 @pytest.mark.case("floods", "frames are sent on while a peer has much to read: it is not read")
@@ -525,22 +525,22 @@ def test_a_peer_that_has_much_to_read_is_not_read(
     door: Listening, kits: Provisioned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guarded_tcp, "MOST_UNSENT", 8)
-    with deaf(door, startup(kits, "north")) as one:
+    with deaf(door, startup(kits, "north")) as connection:
         mine = only(door)
-        pour(one, frame_of(200_000), 1.0)
+        pour(connection, frame_of(200_000), 1.0)
         assert len(mine._unsent) <= 8 + guarded_tcp.MOST_FRAMES
-        one.settimeout(SOON)
-        assert len(one.recv(1 << 14)) > 0
+        connection.settimeout(SOON)
+        assert len(connection.recv(1 << 14)) > 0
 
 
 @pytest.mark.case("floods", "more frames in a second than a site needs")
 def test_frames_in_a_second_are_bounded(door: Listening, kits: Provisioned, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guarded_tcp, "FRAMES_PER_SECOND", 20)
-    with door.peer(startup(kits, "north")) as one:
+    with door.peer(startup(kits, "north")) as connection:
         begun, got = time.monotonic(), 0
-        one.sendall(frame_of(20) * 50)
+        connection.sendall(frame_of(20) * 50)
         while got < 20 * 50:
-            got += len(one.recv(1 << 14))
+            got += len(connection.recv(1 << 14))
         assert time.monotonic() - begun > 1.5
         assert door.is_heard(startup(kits, "south"))
 
@@ -555,9 +555,9 @@ def test_frames_that_fail_give_their_room_back(
         echo.connection.send_frame(frame)
 
     monkeypatch.setattr(Echo, "process_frame", fail)
-    with door.peer(startup(kits, "north")) as one:
-        one.sendall(frame_of(20, b"f") * (3 * guarded_tcp.MOST_FRAMES))
-        assert speaks(one)
+    with door.peer(startup(kits, "north")) as connection:
+        connection.sendall(frame_of(20, b"f") * (3 * guarded_tcp.MOST_FRAMES))
+        assert speaks(connection)
 
 
 @pytest.mark.case("floods", "no thread is left to handle a frame")
@@ -569,13 +569,13 @@ def test_a_frame_for_which_there_is_no_thread_ends_its_connection_only(
 
     with door.peer(startup(kits, "south")) as honest:
         assert speaks(honest)
-        with door.peer(startup(kits, "north")) as one, monkeypatch.context() as patch:
-            assert speaks(one)
+        with door.peer(startup(kits, "north")) as connection, monkeypatch.context() as patch:
+            assert speaks(connection)
             peer = next(link.peer for link in door.driver._listener._admitted if link.peer.name == "north")
             assert eventually(lambda: peer._frames == 0)
             patch.setattr(peer._workers, "submit", none_left)
-            one.sendall(frame_of(20))
-            assert ended(one)
+            connection.sendall(frame_of(20))
+            assert has_ended(connection)
             assert peer._frames == peer._bytes == 0
         assert speaks(honest)
         assert door.is_heard(startup(kits, "north"))
@@ -607,7 +607,7 @@ def flares(kits: Provisioned, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple
     driver.register_conn_monitor(manager)
     listening = Listening(kits.coordinator, driver, manager)
     try:
-        assert eventually(lambda: _greeted(startup(kits, "south"), listening.port))
+        assert eventually(lambda: _greets(startup(kits, "south"), listening.port))
         yield listening, manager
     finally:
         driver.shutdown()
@@ -669,14 +669,14 @@ def test_frames_of_any_kind_harm_nobody(
     north, south = startup(kits, "north"), startup(kits, "south")
     sent, ends, waits = 0, 0, []
     while sent < FRAMES:
-        with listening.peer(north) as one:
-            one.settimeout(0.001)
+        with listening.peer(north) as connection:
+            connection.settimeout(0.001)
             for _ in range(min(500, FRAMES - sent)):
                 try:
-                    one.sendall(strange_frame(draws))
+                    connection.sendall(strange_frame(draws))
                     sent += 1
                     with contextlib.suppress(TimeoutError, ssl.SSLWantReadError):
-                        if draws.random() < 0.05 and one.recv(1 << 16) == b"":
+                        if draws.random() < 0.05 and connection.recv(1 << 16) == b"":
                             ends += 1
                             break
                 except (OSError, ssl.SSLError):
@@ -691,7 +691,7 @@ def test_frames_of_any_kind_harm_nobody(
     assert not manager.stopped
 
 
-def _greeted(kit: Path, port: int) -> bool:
+def _greets(kit: Path, port: int) -> bool:
     with contextlib.suppress(OSError):
         return seconds_to_greet(kit, port, "south") >= 0
     return False
@@ -701,31 +701,33 @@ def _greeted(kit: Path, port: int) -> bool:
 @pytest.mark.slow
 @pytest.mark.case("floods", "the coordinator's process, one connection for 40 s")
 def test_the_coordinator_answers_the_others_during_a_flood(tmp_path: Path) -> None:
-    _flooded(tmp_path, ["north"], 1, 40)
+    _flood(tmp_path, ["north"], 1, 40)
 
 
 @pytest.mark.slow
 @pytest.mark.case("floods", "the coordinator's process, four certificates with eight connections each")
 def test_the_coordinator_answers_the_others_during_a_flood_of_several(tmp_path: Path) -> None:
-    _flooded(tmp_path, ["north", "east", "west", "up"], 8, 20)
+    _flood(tmp_path, ["north", "east", "west", "up"], 8, 20)
 
 
-def _flooded(folder: Path, floods: list[str], connections: int, seconds: float) -> None:
+def _flood(folder: Path, floods: list[str], connections: int, seconds: float) -> None:
     options = {"name": "flood", "contact": "team@example.org", "server": "localhost", "port": free_port()}
     (folder / "project.yaml").write_text(yaml.safe_dump({**options, "sites": [*floods, "south"]}))
     made = roles.provision(roles.load_project(folder / "project.yaml"), folder, lambda new: None)
     kit = roles.load_kit(made.coordinator, "coordinator")
 
-    def taken() -> int:
-        words = [one for one in psutil.process_iter(["cmdline"]) if str(kit.flare) in (one.info["cmdline"] or [])]
-        return sum(one.memory_info().rss for one in words)
+    def memory_of_coordinator() -> int:
+        words = [
+            process for process in psutil.process_iter(["cmdline"]) if str(kit.flare) in (process.info["cmdline"] or [])
+        ]
+        return sum(process.memory_info().rss for process in words)
 
     roles.start(kit)
     try:
         south, port = startup(made, "south"), kit.project.port
         for _ in range(3):
             assert seconds_to_greet(south, port, "south") < 0.5
-        before, most, waits = taken(), 0, []
+        before, most, waits = memory_of_coordinator(), 0, []
         with contextlib.ExitStack() as stack:
             for site in floods:
                 stack.enter_context(Flood(startup(made, site), port, f"{site}.", connections).flowing())
@@ -733,7 +735,7 @@ def _flooded(folder: Path, floods: list[str], connections: int, seconds: float) 
             while time.monotonic() < deadline:
                 time.sleep(0.3)
                 waits.append(seconds_to_greet(south, port, "south"))
-                most = max(most, taken() - before)
+                most = max(most, memory_of_coordinator() - before)
         print(f"slowest answer {max(waits):.3f} s of {len(waits)}, +{most >> 20} MB")
         assert max(waits) < 0.5
         assert most < 100 << 20

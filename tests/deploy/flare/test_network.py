@@ -47,7 +47,7 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
 
 
 @contextlib.contextmanager
-def besieged(network: Network) -> Iterator[None]:
+def silent_connections(network: Network) -> Iterator[None]:
     """Strangers hold the coordinator's port all the time: silent connections, and halves of a ClientHello."""
     port, over = load_kit(network.coordinator).project.port, threading.Event()
 
@@ -60,9 +60,9 @@ def besieged(network: Network) -> Iterator[None]:
                     held[-1].setblocking(False)
                     if len(held) % 2:
                         held[-1].sendall(bytes.fromhex("16030100c8010000c40303"))
-            held = [one for one in held if not ended(one)]
-        for one in held:
-            one.close()
+            held = [connection for connection in held if not has_ended(connection)]
+        for connection in held:
+            connection.close()
 
     strangers = threading.Thread(target=hold, daemon=True)
     strangers.start()
@@ -73,15 +73,15 @@ def besieged(network: Network) -> Iterator[None]:
         strangers.join()
 
 
-def ended(one: socket.socket) -> bool:
+def has_ended(connection: socket.socket) -> bool:
     """Whether the coordinator has ended a connection."""
     try:
-        one.recv(1)
+        connection.recv(1)
     except BlockingIOError:
         return False
     except OSError:
         pass
-    one.close()
+    connection.close()
     return True
 
 
@@ -114,13 +114,13 @@ class Played:
             for process in network.processes(kit):
                 self.commands.append(process.cmdline())
                 held = process.net_connections(kind="inet")
-                self.sockets += [(kit == network.coordinator, self.commands[-1], one) for one in held]
+                self.sockets += [(kit == network.coordinator, self.commands[-1], connection) for connection in held]
             files = [stat.S_IMODE(path.stat().st_mode) for path in (kit / "channel").iterdir()]
             self.modes.append((stat.S_IMODE((kit / "channel").stat().st_mode), files))
 
 
 @pytest.fixture(scope="module")
-def played(network: Network) -> Played:
+def whole_run(network: Network) -> Played:
     """One deployment for several tests, as each job starts four processes.
 
     A whole site dies in mid-call, then the whole coordinator, each killed with -9; then the deployment is aborted, and
@@ -131,38 +131,38 @@ def played(network: Network) -> Played:
     options["training"] = {**options["training"], "rounds": 4}  # six of the slow method: as much work as CSAC's
     gates.open(1)
     deployment = network.deploy(options, unseen=False)
-    network.wait(deployment, lambda: gates.reached(2, *SOURCES))
-    played = Played(options, deployment, Path())
-    played.look(network)
-    with besieged(network):
+    network.wait(deployment, lambda: gates.has_reached(2, *SOURCES))
+    whole_run = Played(options, deployment, Path())
+    whole_run.look(network)
+    with silent_connections(network):
         assert network.kill(network.made.sites["south"]) >= 2
         gates.open(2)
         network.start("south")
 
-        network.wait(deployment, lambda: gates.reached(3, *SOURCES))
+        network.wait(deployment, lambda: gates.has_reached(3, *SOURCES))
         assert network.kill(network.coordinator) >= 2
         gates.open(3)
         network.start("coordinator")
 
-        network.wait(deployment, lambda: gates.reached(4, *SOURCES))
+        network.wait(deployment, lambda: gates.has_reached(4, *SOURCES))
         deployment.want("abort")
         network.reach(deployment, "aborted")
         network.until(lambda: not network.jobs(network.coordinator))
-        played.aborted = rounds(deployment)
+        whole_run.aborted = rounds(deployment)
         gates.open(4, 5, 6)
         deployment.want("run")
         network.leave(deployment, "aborted")
-        played.folder = network.finish(deployment)
-    return played
+        whole_run.folder = network.finish(deployment)
+    return whole_run
 
 
 @pytest.mark.threat("held_port")
-def test_every_method_ends_in_the_bits_of_the_local_engine(played: Played, tmp_path: Path) -> None:
+def test_every_method_ends_in_the_bits_of_the_local_engine(whole_run: Played, tmp_path: Path) -> None:
     """Whatever was killed, and although the run was aborted and resumed, while strangers held the port."""
-    here = simulate(tmp_path, {**played.options, "methods": [SLOW, *OTHERS]}, unseen={})
+    here = simulate(tmp_path, {**whole_run.options, "methods": [SLOW, *OTHERS]}, unseen={})
     for name in ("slow", "fedavg", "csac", "kd3a"):
-        assert same(model(here, name, "east"), model(played.folder, name, "east")), name
-    assert (played.folder / "order.json").read_text() == (here / "order.json").read_text()
+        assert same(model(here, name, "east"), model(whole_run.folder, name, "east")), name
+    assert (whole_run.folder / "order.json").read_text() == (here / "order.json").read_text()
 
 
 def test_sealed_models_end_in_the_same_bits(network: Network, tmp_path: Path) -> None:
@@ -175,22 +175,22 @@ def test_sealed_models_end_in_the_same_bits(network: Network, tmp_path: Path) ->
         assert same(model(here, name, "east"), load_file(tmp_path / name)), name
 
 
-def test_what_was_killed_or_aborted_is_gone_on_with(network: Network, played: Played) -> None:
+def test_what_was_killed_or_aborted_is_gone_on_with(network: Network, whole_run: Played) -> None:
     back = {"what": "site", "site": "south", "is": "back"}
-    assert any(back.items() <= event.items() for event in played.deployment.events())
-    lines = [json.loads(line) for line in (played.folder / "slow/east/seed-0/rounds.jsonl").read_text().splitlines()]
+    assert any(back.items() <= event.items() for event in whole_run.deployment.events())
+    lines = [json.loads(line) for line in (whole_run.folder / "slow/east/seed-0/rounds.jsonl").read_text().splitlines()]
     assert [line["round"] for line in lines] == list(range(1, len(lines) + 1))
-    assert played.aborted == 3 < len(lines), "it was aborted in the middle of a run"
+    assert whole_run.aborted == 3 < len(lines), "it was aborted in the middle of a run"
     for name in SITES:
         assert not list((network.made.sites[name] / "memory").glob("played-*")), "a finished run is forgotten at sites"
 
 
 @pytest.mark.threat("another_way_in")
-def test_only_the_coordinators_port_listens_and_nobody_dials_another(network: Network, played: Played) -> None:
+def test_only_the_coordinators_port_listens_and_nobody_dials_another(network: Network, whole_run: Played) -> None:
     """While a job runs: the sockets that every process of the federation holds."""
     port = load_kit(network.coordinator).project.port
     listening = set()
-    for coordinator, command, held in played.sockets:
+    for coordinator, command, held in whole_run.sockets:
         if held.status == psutil.CONN_LISTEN:
             listening.add((coordinator, held.laddr.ip, held.laddr.port))
         elif held.raddr:
@@ -201,8 +201,8 @@ def test_only_the_coordinators_port_listens_and_nobody_dials_another(network: Ne
             assert held.status == psutil.CONN_CLOSE, (command, held)
     assert listening == {(True, "127.0.0.1", port)}
     jobs = ("worker_process", "runner_process")
-    assert sum(any(word.endswith(jobs) for word in command) for command in played.commands) == 1 + len(SITES)
-    assert played.modes == [(0o700, [0o600])] * (1 + len(SITES))
+    assert sum(any(word.endswith(jobs) for word in command) for command in whole_run.commands) == 1 + len(SITES)
+    assert whole_run.modes == [(0o700, [0o600])] * (1 + len(SITES))
 
 
 @dataclass
@@ -214,7 +214,7 @@ class Reduced:
     folder: Path
     """Its results."""
 
-    def lost(self, label: str) -> dict[tuple[str, int], str]:
+    def losses(self, label: str) -> dict[tuple[str, int], str]:
         """Which sites a method's training lost in which rounds, and why."""
         wanted = {"what": "fit", "is": "lost"}
         events = [event for event in self.deployment.events() if wanted.items() <= event.items()]
@@ -222,7 +222,7 @@ class Reduced:
 
 
 @pytest.fixture(scope="module")
-def reduced(network: Network, played: Played) -> Reduced:
+def reduction(network: Network, whole_run: Played) -> Reduced:
     """One deployment for several tests. Models cross in parts.
 
     First a site never ends a call in time. In the next run it is there again, and dies as a whole in mid-call; then
@@ -232,44 +232,44 @@ def reduced(network: Network, played: Played) -> Reduced:
     large = {"name": "mlp", "hidden": [300, 300]}
     options = options_of({}, name="reduced", model=large, methods=[late.method, gates.method])
     deployment = network.deploy(options, quorum=1, grace=6.0, patience=1.0)
-    network.wait(deployment, lambda: gates.reached(1, *SOURCES))
+    network.wait(deployment, lambda: gates.has_reached(1, *SOURCES))
     late.open(1, 2, 3)
-    network.wait(deployment, lambda: gates.reached(1, "east"))
+    network.wait(deployment, lambda: gates.has_reached(1, "east"))
 
     gates.open(1)
-    network.wait(deployment, lambda: gates.reached(2, *SITES))
+    network.wait(deployment, lambda: gates.has_reached(2, *SITES))
     network.kill(network.made.sites["east"])
 
     gates.open(2)
-    network.wait(deployment, lambda: gates.reached(3, *SOURCES))
+    network.wait(deployment, lambda: gates.has_reached(3, *SOURCES))
     roles.set_revoked(network.coordinator, "south", True)
     gates.open("3-north")
     return Reduced(options, deployment, network.finish(deployment))
 
 
-def test_a_quorum_is_not_slowed_by_a_site_that_never_ends_a_call(reduced: Reduced) -> None:
+def test_a_quorum_is_not_slowed_by_a_site_that_never_ends_a_call(reduction: Reduced) -> None:
     """It is waited for in the first round, and in no other, as `test_slow_site` shows."""
-    lost = reduced.lost("late")
+    lost = reduction.losses("late")
     assert lost.keys() == {("east", 1), ("east", 2), ("east", 3)}
     assert "engine.grace" in lost["east", 1]
-    lines = (reduced.folder / "late" / "west" / "seed-0" / "rounds.jsonl").read_text().splitlines()
+    lines = (reduction.folder / "late" / "west" / "seed-0" / "rounds.jsonl").read_text().splitlines()
     assert [set(json.loads(line)["extra"].get("missing", {})) for line in lines] == [{"east"}] * 3
 
 
 @pytest.mark.threat("revoked_kit")
 def test_a_quorum_goes_on_without_a_killed_site_and_a_revoked_one(
-    network: Network, reduced: Reduced, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    network: Network, reduction: Reduced, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What docs/deploy.md says comes out."""
-    lost = reduced.lost("killed")
+    lost = reduction.losses("killed")
     assert lost.keys() == {("east", 2), ("east", 3), ("south", 3)}
     assert lost["south", 3] == "its kit was revoked"
-    sizes = [event["bytes"] for event in reduced.deployment.events() if event["what"] == "fit" and "bytes" in event]
+    sizes = [event["bytes"] for event in reduction.deployment.events() if event["what"] == "fit" and "bytes" in event]
     assert min(sizes) * len(SITES) > IN_FLIGHT << 20, "they are too large to travel as a whole"
     monkeypatch.setattr(Without, "absent", lost.keys())
     monkeypatch.setattr("fedshift.experiment.runs.round_loop.LocalFederation", Without)
-    here = simulate(tmp_path, {**reduced.options, "methods": [{**SLOW, "label": "killed"}]})
-    assert same(model(here, "killed", "west"), model(reduced.folder, "killed", "west"))
+    here = simulate(tmp_path, {**reduction.options, "methods": [{**SLOW, "label": "killed"}]})
+    assert same(model(here, "killed", "west"), model(reduction.folder, "killed", "west"))
 
 
 def answers(network: Network, certificate: Path | None) -> bool:
@@ -289,7 +289,7 @@ def answers(network: Network, certificate: Path | None) -> bool:
         return False
 
 
-def test_a_revoked_kit_is_refused_after_the_coordinator_was_started_again(network: Network, reduced: Reduced) -> None:
+def test_a_revoked_kit_is_refused_after_the_coordinator_was_started_again(network: Network, reduction: Reduced) -> None:
     from nvflare.fuel.flare_api.flare_api import new_secure_session
 
     south = network.made.sites["south"]
@@ -300,7 +300,7 @@ def test_a_revoked_kit_is_refused_after_the_coordinator_was_started_again(networ
     assert "revoked" in str(roles.unreachable(load_kit(south)))
     session = new_secure_session("test@example.org", str(network.coordinator / "admin"), timeout=PATIENCE)
     try:
-        network.until(lambda: {one.name for one in session.get_system_info().client_info} == {"north"})
+        network.until(lambda: {client.name for client in session.get_system_info().client_info} == {"north"})
     finally:
         session.close()
     (told,) = (network.coordinator / "flare").glob("**/disabled_clients.json")
@@ -318,7 +318,7 @@ def test_a_revoked_a_removed_and_a_dropped_site_are_not_waited_for(network: Netw
     file, kits = network.folder / "project.yaml", network.folder / "kits"
     text = file.read_bytes()
 
-    def trained(name: str, drop: tuple[str, ...] = (), **engine: Any) -> set[str]:
+    def sites_that_train(name: str, drop: tuple[str, ...] = (), **engine: Any) -> set[str]:
         options = options_of({"name": "fedavg"}, name=name, protocol={**every, "drop": list(drop)})
         deployment = network.deploy(options, unseen=False, **engine)
         network.finish(deployment)
@@ -327,14 +327,14 @@ def test_a_revoked_a_removed_and_a_dropped_site_are_not_waited_for(network: Netw
     network.start_again("east")
     try:
         roles.set_revoked(network.coordinator, "south", True)
-        assert trained("revoked") == {"north", "east"}
-        assert trained("revoked-quorum", quorum=2) == {"north", "east"}
-        assert trained("revoked-dropped", drop=("south",)) == {"north", "east"}
+        assert sites_that_train("revoked") == {"north", "east"}
+        assert sites_that_train("revoked-quorum", quorum=2) == {"north", "east"}
+        assert sites_that_train("revoked-dropped", drop=("south",)) == {"north", "east"}
         roles.stop(roles.load_kit(network.made.sites["south"], "site"))
         roles.set_revoked(network.coordinator, "south", False)
-        assert trained("dropped", drop=("south",)) == {"north", "east"}
+        assert sites_that_train("dropped", drop=("south",)) == {"north", "east"}
         roles.remove(file, kits, "south")
-        assert trained("removed") == {"north", "east"}
+        assert sites_that_train("removed") == {"north", "east"}
     finally:
         file.write_bytes(text)
         network.made = roles.provision(roles.load_project(file), kits, lambda new: None)
@@ -344,14 +344,14 @@ def test_a_revoked_a_removed_and_a_dropped_site_are_not_waited_for(network: Netw
 @pytest.mark.threat("copied_kit")
 def test_one_kit_on_two_machines_is_said(network: Network, tmp_path: Path) -> None:
     """Both would train in turn, half of what they are asked; the coordinator says so, and begins nothing."""
-    twin, said = tmp_path / "twin", "the kit of site 'north' is in use on two machines"
+    twin, message = tmp_path / "twin", "the kit of site 'north' is in use on two machines"
     shutil.copytree(network.made.sites["north"], twin, ignore=shutil.ignore_patterns("channel", "service.*"))
     coordinator = roles.load_kit(network.coordinator, "coordinator")
     try:
         roles.start(roles.load_kit(twin, "site"), twin / "SITE.yaml", wait=PATIENCE)
-        network.until(lambda: said in roles.status(coordinator).message)
+        network.until(lambda: message in roles.status(coordinator).message)
         deployment = network.deploy(options_of({"name": "fedavg"}, name="twins"))
-        network.wait(deployment, lambda: said in deployment.state.get("message", ""))
+        network.wait(deployment, lambda: message in deployment.state.get("message", ""))
         assert deployment.state["state"] == "waiting"
         deployment.want("abort")
         network.reach(deployment, "aborted")
@@ -375,12 +375,12 @@ def test_nobody_phones_home(network: Network) -> None:
     coordinator = load_kit(network.coordinator).project
     notes = {path.stem: path.read_text().splitlines() for path in network.watched.iterdir()}
     assert len(notes) >= 2 * (1 + len(SITES))
-    found = {tuple(json.loads(line)) for lines in notes.values() for line in lines}
-    dialled = {tuple(address) for event, *address in found if event == "dialled"}
+    touched = {tuple(json.loads(line)) for lines in notes.values() for line in lines}
+    dialled = {tuple(address) for event, *address in touched if event == "dialled"}
     assert {port for _, port in dialled} == {str(coordinator.port)}
     assert {host for host, _ in dialled} <= {"localhost", "127.0.0.1"}
-    looked_up = {address[0] for event, *address in found if event == "looked up"}
+    looked_up = {address[0] for event, *address in touched if event == "looked up"}
     assert looked_up <= {"localhost"}
     # FLARE asks the system which of its own addresses faces outwards; nothing is sent for that.
-    assert {tuple(address) for event, *address in found if event == "aimed"} <= {("10.255.255.255", "1")}
-    assert not [address for event, *address in found if event == "sent"]
+    assert {tuple(address) for event, *address in touched if event == "aimed"} <= {("10.255.255.255", "1")}
+    assert not [address for event, *address in touched if event == "sent"]

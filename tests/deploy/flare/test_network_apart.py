@@ -45,7 +45,7 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
                 started.disconnect()
 
 
-def happened(deployment: Deployment, what: str, outcome: str, round_number: int, site: str) -> bool:
+def has_happened(deployment: Deployment, what: str, outcome: str, round_number: int, site: str) -> bool:
     wanted = {"what": what, "is": outcome, "round": round_number, "site": site}
     return any(wanted.items() <= event.items() for event in deployment.events())
 
@@ -56,13 +56,13 @@ def halt(network: Network, gates: Gates, deployment: Deployment, round_number: i
     Another site is in the first until this one is halted. The second lasts until `engine.patience` is over, since this
     site confirms nothing.
     """
-    network.wait(deployment, lambda: happened(deployment, "fit", "answered", round_number, "east"))
-    jobs = [one.pid for one in network.jobs(network.made.sites["east"])]
+    network.wait(deployment, lambda: has_happened(deployment, "fit", "answered", round_number, "east"))
+    jobs = [process.pid for process in network.jobs(network.made.sites["east"])]
     for job in jobs:
         os.kill(job, signal.SIGSTOP)
     gates.open(round_number)
-    network.wait(deployment, lambda: happened(deployment, "confirm", "asked", round_number, "east"))
-    assert not happened(deployment, "confirm", "answered", round_number, "east")
+    network.wait(deployment, lambda: has_happened(deployment, "confirm", "asked", round_number, "east"))
+    assert not has_happened(deployment, "confirm", "answered", round_number, "east")
     return jobs
 
 
@@ -79,14 +79,14 @@ class Played:
 
 
 @pytest.fixture(scope="module")
-def played(network: Network) -> Played:
+def whole_run(network: Network) -> Played:
     gates = Gates(network.folder, "slow", only_at="south")
     options = options_of(gates.method, name="sums")
     deployment = network.deploy(options, aggregation="secure", patience=60.0)
-    played = Played(options, deployment, Path())
+    whole_run = Played(options, deployment, Path())
     assert halt(network, gates, deployment, 1)
     if isinstance(network, Namespaces):
-        played.sockets = {name: network.sockets(name) for name in ("coordinator", *network.names)}
+        whole_run.sockets = {name: network.sockets(name) for name in ("coordinator", *network.names)}
     assert network.kill(network.made.sites["east"], only="worker_process") == 1
 
     jobs = halt(network, gates, deployment, 2)
@@ -95,18 +95,20 @@ def played(network: Network) -> Played:
         os.kill(job, signal.SIGCONT)
     gates.open(3)
     network.start("coordinator")
-    played.folder = network.finish(deployment)
-    return played
+    whole_run.folder = network.finish(deployment)
+    return whole_run
 
 
 def test_killed_between_the_exchanges_a_run_ends_in_the_same_bits(
-    network: Network, played: Played, tmp_path: Path
+    network: Network, whole_run: Played, tmp_path: Path
 ) -> None:
-    assert [event["status"] for event in played.deployment.events() if event.get("is") == "died"] == ["SITE_FAILED"]
+    assert [event["status"] for event in whole_run.deployment.events() if event.get("is") == "died"] == ["SITE_FAILED"]
     here = simulate(
-        tmp_path, {**played.options, "methods": [{"name": "slow_method:Slow", "label": "slow"}]}, aggregation="secure"
+        tmp_path,
+        {**whole_run.options, "methods": [{"name": "slow_method:Slow", "label": "slow"}]},
+        aggregation="secure",
     )
-    assert same(model(here, "slow", "west"), model(played.folder, "slow", "west"))
+    assert same(model(here, "slow", "west"), model(whole_run.folder, "slow", "west"))
     for name in network.names:
         lines, _ = AuditLog.check(network.made.sites[name] / "memory" / "audit.jsonl")
         calls = [line for line in lines if line["do"] == "call"]
@@ -115,14 +117,14 @@ def test_killed_between_the_exchanges_a_run_ends_in_the_same_bits(
 
 
 @pytest.mark.threat("another_way_in")
-def test_in_network_namespaces_of_their_own(network: Network, played: Played) -> None:
+def test_in_network_namespaces_of_their_own(network: Network, whole_run: Played) -> None:
     """As on four machines: no socket of a site but to the coordinator, one port at the coordinator."""
     if not isinstance(network, Namespaces):
         pytest.skip(why_not())
     door = f"{COORDINATOR}:{PORT}"
     for name in network.names:
-        held = {(far, listens) for _, far, listens in played.sockets[name]}
-        assert held == {(door, False)}, played.sockets[name]
-    sockets = played.sockets["coordinator"]
+        held = {(far, listens) for _, far, listens in whole_run.sockets[name]}
+        assert held == {(door, False)}, whole_run.sockets[name]
+    sockets = whole_run.sockets["coordinator"]
     assert {near for near, _, listens in sockets if listens} == {f"0.0.0.0:{PORT}"}
     assert all(listens or door in (near, far) for near, far, listens in sockets), sockets

@@ -67,7 +67,7 @@ class Played:
 
     def send_aux_request(self, targets: Any, topic: str, request: Shareable, *_: Any, **__: Any) -> dict[str, Any]:
         reply = self.transport.parcels.answer(topic, request, None)
-        self.carried["parts"] += [len(one.get("part") or b"") for one in (request, reply)]
+        self.carried["parts"] += [len(parcel.get("part") or b"") for parcel in (request, reply)]
         self.lost_parts += 1
         if self.lost_parts % 3 == 0:
             return {"server": make_reply("TIMEOUT")}  # it arrived, and its answer was lost
@@ -86,7 +86,7 @@ class Played:
         arrivals = self.transport.exchange(iter([(name, message) for name in self.names]), 60.0, {})
         assert next(arrivals)[1] is Sign.QUIET
         self.work()
-        return ((name, one) for name, one in arrivals if not isinstance(one, Sign))
+        return ((name, arrival) for name, arrival in arrivals if not isinstance(arrival, Sign))
 
 
 @pytest.mark.parametrize("sites", [2, 16])
@@ -100,7 +100,7 @@ def test_what_is_carried_at_once_does_not_grow_with_the_number_of_sites(
     played = Played(monkeypatch, sites, answer)
     arrived = list(played.exchange(request))
     assert [name for name, _ in arrived] == played.names
-    assert {one for _, one in arrived} == {Message("answer", answer, "digest")}
+    assert {arrival for _, arrival in arrived} == {Message("answer", answer, "digest")}
     assert played.asked == [(len(request), crc32(request))] * sites
     around = 1000 * sites  # what FLARE writes around each message
     assert sum(played.carried["tasks"]) < (1 << 17) + around
@@ -128,14 +128,14 @@ def test_with_a_key_what_waits_is_encrypted(monkeypatch: pytest.MonkeyPatch) -> 
         return path
 
     played = Played(monkeypatch, 1, noise(9000))
-    assert [one for _, one in played.exchange(noise(9000, 1))] == [Message("answer", noise(9000), "digest")]
+    assert [part_data for _, part_data in played.exchange(noise(9000, 1))] == [Message("answer", noise(9000), "digest")]
     assert len(written) == 18, "parts of 1000 bytes"
-    assert all(one.startswith(MAGIC) for one in written)
+    assert all(part_data.startswith(MAGIC) for part_data in written)
 
 
 def test_small_messages_travel_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     played = Played(monkeypatch, 3, b"small")
-    assert [one for _, one in played.exchange(noise(50_000))] == [Message("answer", b"small", "digest")] * 3
+    assert [item for _, item in played.exchange(noise(50_000))] == [Message("answer", b"small", "digest")] * 3
     assert not played.carried["parts"], "which would cost a round trip"
 
 
@@ -207,7 +207,7 @@ def test_nothing_that_a_site_asks_does_harm(parcels: tuple[Parcels, str, Arrivin
         request.update(part=draw.choice([None, *strange[:-2]]), size=draw.choice(strange))
         reply = whole.answer("", request, None)
         assert "refused" in reply or "next" in reply or len(reply["part"]) <= 100_000
-    assert arriving.held("", "", 0) is not None, "nothing has come"
+    assert arriving.complete("", "", 0) is not None, "nothing has come"
     for begin, part in ((1 << 20, b"x"), (0, bytes(parts.LARGEST_PART + 1))):
         request = Shareable()
         request.update(ticket=ticket, begin=begin, part=part)
@@ -216,9 +216,9 @@ def test_nothing_that_a_site_asks_does_harm(parcels: tuple[Parcels, str, Arrivin
 
 def test_a_part_that_comes_twice_counts_once(parcels: tuple[Parcels, str, Arriving]) -> None:
     _, _, arriving = parcels
-    assert [arriving.add(*one) for one in ((0, b"ab"), (0, b"ab"), (5, b"no"), (2, b"cd"))] == [2, 2, 2, 4]
-    assert arriving.held("", "", 3) is None
-    assert arriving.held("", "", 4) is not None
+    assert [arriving.add(*part) for part in ((0, b"ab"), (0, b"ab"), (5, b"no"), (2, b"cd"))] == [2, 2, 2, 4]
+    assert arriving.complete("", "", 3) is None
+    assert arriving.complete("", "", 4) is not None
 
 
 def test_a_site_gives_up(parcels: tuple[Parcels, str, Arriving], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 MONITORED = importlib.util.find_spec("prometheus_client") is not None
 
 
-def fetched(port: int, page: str) -> str:
+def fetch(port: int, page: str) -> str:
     """What a monitor answers."""
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with direct.open(f"http://127.0.0.1:{port}/{page}", timeout=10) as answer:
@@ -32,7 +32,7 @@ def fetched(port: int, page: str) -> str:
 
 def ready(port: int) -> bool:
     try:
-        return bool(json.loads(fetched(port, "healthz"))["ready"])
+        return bool(json.loads(fetch(port, "healthz"))["ready"])
     except urllib.error.URLError:
         return False
 
@@ -57,8 +57,8 @@ def test_a_run_through_a_proxy_ends_in_the_same_bits(tmp_path: Path) -> None:
         for port in ports.values():
             assert ready(port)
         if ports:
-            assert 'fedshift_requests_total{do="call",outcome="answered"} ' in fetched(ports["north"], "metrics")
-            assert "fedshift_sites_connected 3.0" in fetched(ports["coordinator"], "metrics")
+            assert 'fedshift_requests_total{do="call",outcome="answered"} ' in fetch(ports["north"], "metrics")
+            assert "fedshift_sites_connected 3.0" in fetch(ports["coordinator"], "metrics")
     finally:
         network.stop()
         proxy.close()

@@ -38,11 +38,11 @@ class Server:
 
 @pytest.fixture
 def deployment(tmp_path: Path) -> Deployment:
-    found = Deployment(tmp_path, "study")
-    found.want("run")
+    deployment = Deployment(tmp_path, "study")
+    deployment.want("run")
     write_bytes(tmp_path / "kit.json", json.dumps({"project": {"sites": ["north"]}}).encode())
-    write_object(found.folder / "experiment.json", {"engine": {}})
-    return found
+    write_object(deployment.folder / "experiment.json", {"engine": {}})
+    return deployment
 
 
 def look(job: RunningDeployment, server: Server) -> int:

@@ -44,7 +44,7 @@ def _clean(kit: Kit) -> None:
         (kit.folder / name).unlink(missing_ok=True)
 
 
-def said(kit: Kit, pid: int, state: str = "connected") -> None:
+def write_status(kit: Kit, pid: int, state: str = "connected") -> None:
     write_object(kit.folder / "service.json", {"pid": pid, "state": state, "message": "there"})
 
 
@@ -58,7 +58,7 @@ def eventually(holds: Callable[[], bool], seconds: float = 60.0) -> bool:
 def test_a_number_that_another_process_has_now_is_no_service(kit: Kit) -> None:
     """As after a kill: of a container's first process, or of one whose number was given away."""
     for pid in (1, os.getpid(), 2**22):
-        said(kit, pid)
+        write_status(kit, pid)
         assert (roles.status(kit).state, roles.status(kit).pid) == ("stopped", None)
         assert not roles.stop(kit)
 
@@ -69,9 +69,9 @@ def test_only_one_service_has_the_lock_and_it_says_which(kit: Kit, monkeypatch: 
     with only_service(kit):
         assert holder(kit) == os.getpid()
         assert roles.status(kit).state == "starting", "it has said nothing yet"
-        said(kit, 1)  # by one before
+        write_status(kit, 1)  # by one before
         assert roles.status(kit).state == "starting"
-        said(kit, os.getpid())
+        write_status(kit, os.getpid())
         assert roles.status(kit) == roles.Status("connected", "there", os.getpid())
         with pytest.raises(UserError, match="runs already"), only_service(kit):
             pass
@@ -96,13 +96,15 @@ def test_a_process_that_is_no_service_of_ours_is_not_ended(kit: Kit) -> None:
 
 @pytest.mark.slow
 def test_of_two_services_at_once_one_goes_on_and_a_killed_one_is_followed(kit: Kit) -> None:
-    def begun() -> subprocess.Popen[str]:
+    def start_process() -> subprocess.Popen[str]:
         words = [sys.executable, "-m", MODULE, str(kit.folder)]
         return subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
 
-    both = [begun(), begun()]
-    assert eventually(lambda: any(one.poll() is not None for one in both))
-    (over,), (alive,) = ([one for one in both if (one.poll() is not None) == gone] for gone in (True, False))
+    both = [start_process(), start_process()]
+    assert eventually(lambda: any(process.poll() is not None for process in both))
+    (over,), (alive,) = (
+        [process for process in both if (process.poll() is not None) == gone] for gone in (True, False)
+    )
     assert over.returncode == 2
     assert "runs already" in over.communicate()[1]
     assert eventually(lambda: roles.status(kit).state == "retrying")
@@ -110,9 +112,9 @@ def test_of_two_services_at_once_one_goes_on_and_a_killed_one_is_followed(kit: K
 
     alive.kill()
     alive.communicate()
-    said(kit, 1, "retrying")  # as if the machine had given its number to another
+    write_status(kit, 1, "retrying")  # as if the machine had given its number to another
     assert roles.status(kit).pid is None
-    after = begun()
+    after = start_process()
     assert eventually(lambda: roles.status(kit).pid == after.pid and roles.status(kit).state == "retrying")
     assert roles.stop(kit)
     assert after.wait(30) == 0

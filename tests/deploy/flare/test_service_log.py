@@ -83,8 +83,8 @@ def test_what_is_an_event_of_what_flare_prints(line: str, event: str | None, tmp
     if event is None:
         assert events(tmp_path) == []
     else:
-        (found,) = events(tmp_path)
-        assert found.startswith(event)
+        (single_event,) = events(tmp_path)
+        assert single_event.startswith(event)
 
 
 @pytest.mark.case("logs", "an error of FLARE's a thousand times: one event")

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from loopback import request
 from test_ledger import AUDIT, END, ask
-from test_ledger import told as budget_of
-from test_site_budget import budgeted, program
+from test_ledger import budget_told as budget_of
+from test_site_budget import program, site_with_budget
 from typer.testing import CliRunner
 
 from fedshift.cli.app import app
@@ -69,12 +69,12 @@ def epsilon(path: Path) -> float:
 
 def today(world: Path, folder: Path) -> Path:
     """The site of today; its SITE.yaml."""
-    place = budgeted(folder)
-    shutil.copytree(world / "north" / "memory", place.parent / "memory")
-    return place
+    site_yaml = site_with_budget(folder)
+    shutil.copytree(world / "north" / "memory", site_yaml.parent / "memory")
+    return site_yaml
 
 
-def answered(path: Path) -> int:
+def count_answers(path: Path) -> int:
     """How many further exchanges the site answers with noise."""
     site, number = SiteProgram(load_site(path)), 10
     while number < 40 and "error" not in ask(site, number):
@@ -84,12 +84,12 @@ def answered(path: Path) -> int:
 
 @pytest.mark.threat("old_backup")
 def test_yesterdays_backup_over_todays_records_changes_nothing(world: Path, tmp_path: Path) -> None:
-    place = today(world, tmp_path)
-    before = {name: (place.parent / "memory" / name).read_bytes() for name in RECORDS}
-    done = restore(world / "yesterday.backup", place)
+    site_yaml = today(world, tmp_path)
+    before = {name: (site_yaml.parent / "memory" / name).read_bytes() for name in RECORDS}
+    done = restore(world / "yesterday.backup", site_yaml)
     assert done.counted == ""
-    assert {name: (place.parent / "memory" / name).read_bytes() for name in RECORDS} == before
-    assert epsilon(place) == truth(world)
+    assert {name: (site_yaml.parent / "memory" / name).read_bytes() for name in RECORDS} == before
+    assert epsilon(site_yaml) == truth(world)
     assert lost_records(done.config) == []
 
 
@@ -99,59 +99,59 @@ def test_yesterdays_backup_over_todays_records_changes_nothing(world: Path, tmp_
 )
 def test_with_records_lost_never_less_counts_than_was_spent(lost: tuple[str, ...], world: Path, tmp_path: Path) -> None:
     """Restore yesterday's backup, train again. Whichever files are gone: the site refuses, or counts them as spent."""
-    place = today(world, tmp_path)
+    site_yaml = today(world, tmp_path)
     for name in lost:
-        (place.parent / "memory" / name).unlink()
-    done = restore(world / "yesterday.backup", place)
+        (site_yaml.parent / "memory" / name).unlink()
+    done = restore(world / "yesterday.backup", site_yaml)
     if lost_records(done.config):
         with pytest.raises(FedshiftError, match="site recover"):
             SiteProgram(done.config)
         return
-    assert epsilon(place) >= truth(world)
+    assert epsilon(site_yaml) >= truth(world)
     if LEDGER in lost:
         assert "all of the budget" in done.counted
-        assert answered(place) == 0
+        assert count_answers(site_yaml) == 0
 
 
 @pytest.mark.threat("old_backup")
 def test_the_newest_copy_of_the_log_saves_what_is_left_of_the_budget(world: Path, tmp_path: Path) -> None:
-    place = tmp_path / "north" / "SITE.yaml"
-    done = restore(world / "yesterday.backup", place, world / "sink")
+    site_yaml = tmp_path / "north" / "SITE.yaml"
+    done = restore(world / "yesterday.backup", site_yaml, world / "sink")
     assert lost_records(done.config) == []
     assert AuditLog.check(done.config.audit_log)[0][-1]["do"] == "recover"
     assert "one exchange more" in done.counted
-    config = load_site(budgeted(tmp_path / "data-of-it"))
-    shutil.copy(config.path, place)  # its data lie elsewhere on the new machine
-    whole = epsilon(place)
+    config = load_site(site_with_budget(tmp_path / "data-of-it"))
+    shutil.copy(config.path, site_yaml)  # its data lie elsewhere on the new machine
+    whole = epsilon(site_yaml)
     assert whole > truth(world)
-    left = answered(today(world, tmp_path / "today"))
-    assert 0 < answered(place) <= left
-    again = restore(world / "yesterday.backup", place, world / "sink")
-    assert (again.counted, epsilon(place) >= whole) == ("", True)
+    left = count_answers(today(world, tmp_path / "today"))
+    assert 0 < count_answers(site_yaml) <= left
+    again = restore(world / "yesterday.backup", site_yaml, world / "sink")
+    assert (again.counted, epsilon(site_yaml) >= whole) == ("", True)
 
 
 @pytest.mark.threat("old_backup")
 def test_yesterdays_copy_with_yesterdays_backup_is_caught_at_the_coordinator(world: Path, tmp_path: Path) -> None:
     """As is a whole memory that somebody copied back by hand: the site cannot notice it, the coordinator does."""
 
-    def told(path: Path) -> Any:
+    def budget_told(path: Path) -> Any:
         config = load_site(path)
         ledger = PrivacyLedger(config.memory, "north", config.file.privacy)
-        return budget_of(*((one.noise_multiplier, one.sample_rate, one.steps) for one in ledger.spent()))
+        return budget_of(*((steps.noise_multiplier, steps.sample_rate, steps.steps) for steps in ledger.noisy_steps()))
 
-    assert noted_spending(tmp_path / "spent.json", {"north": told(world / "north" / "SITE.yaml")}) == ([], [])
-    by_hand = budgeted(tmp_path / "by-hand")
+    assert noted_spending(tmp_path / "spent.json", {"north": budget_told(world / "north" / "SITE.yaml")}) == ([], [])
+    by_hand = site_with_budget(tmp_path / "by-hand")
     shutil.copytree(world / "memory-of-yesterday", by_hand.parent / "memory")
     assert lost_records(load_site(by_hand)) == []
     restored = tmp_path / "restored" / "SITE.yaml"
     restore(world / "yesterday.backup", restored, world / "sink-of-yesterday")
     for path in (by_hand, restored):
-        warnings, (fault,) = noted_spending(tmp_path / "spent.json", {"north": told(path)})
+        warnings, (fault,) = noted_spending(tmp_path / "spent.json", {"north": budget_told(path)})
         assert not warnings
         assert "site restore" in fault
     whole = tmp_path / "whole" / "SITE.yaml"
     restore(world / "yesterday.backup", whole)
-    assert noted_spending(tmp_path / "spent.json", {"north": told(whole)}) == ([], [])
+    assert noted_spending(tmp_path / "spent.json", {"north": budget_told(whole)}) == ([], [])
 
 
 def test_a_log_of_another_life_is_not_mixed(world: Path, tmp_path: Path) -> None:
@@ -219,23 +219,23 @@ def test_a_damaged_backup_is_one_line(world: Path, tmp_path: Path) -> None:
 
 def test_the_commands(world: Path, tmp_path: Path) -> None:
     """One command each; the file is private, and an encrypted one opens with its key alone."""
-    place, out = today(world, tmp_path), tmp_path / "north.backup"
-    said = CliRunner().invoke(app, ["site", "backup", str(place), "--out", str(out)])
-    assert said.exit_code == 0, said.output
-    assert "private key" in said.output
+    site_yaml, out = today(world, tmp_path), tmp_path / "north.backup"
+    output = CliRunner().invoke(app, ["site", "backup", str(site_yaml), "--out", str(out)])
+    assert output.exit_code == 0, output.output
+    assert "private key" in output.output
     assert stat.S_IMODE(out.stat().st_mode) == 0o600
     new = tmp_path / "new" / "SITE.yaml"
-    said = CliRunner().invoke(app, ["site", "restore", str(out), str(new)])
-    assert said.exit_code == 0, said.output
-    assert "all of the budget" in said.output
+    output = CliRunner().invoke(app, ["site", "restore", str(out), str(new)])
+    assert output.exit_code == 0, output.output
+    assert "all of the budget" in output.output
     assert role_file(new).sink is None
     key = {"FEDSHIFT_KEY": base64.b64encode(bytes(range(32))).decode()}
-    shutil.rmtree(place.parent / "memory")
-    assert CliRunner().invoke(app, ["site", "backup", str(place), "--out", str(out)], env=key).exit_code == 0
+    shutil.rmtree(site_yaml.parent / "memory")
+    assert CliRunner().invoke(app, ["site", "backup", str(site_yaml), "--out", str(out)], env=key).exit_code == 0
     assert b"north" not in out.read_bytes()
     assert CliRunner().invoke(app, ["site", "restore", str(out), str(new)]).exception
-    said = CliRunner().invoke(app, ["site", "restore", str(out), str(tmp_path / "c" / "SITE.yaml")], env=key)
-    assert said.exit_code == 0, said.output
+    output = CliRunner().invoke(app, ["site", "restore", str(out), str(tmp_path / "c" / "SITE.yaml")], env=key)
+    assert output.exit_code == 0, output.output
 
 
 def test_a_site_without_a_budget_has_nothing_to_count(tmp_path: Path) -> None:

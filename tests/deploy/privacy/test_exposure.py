@@ -41,17 +41,17 @@ ONCE = {"batch_size": 10_000, "lr": 1.0}
 @pytest.fixture
 def scores(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The exposure of every call that is run, in parts of the limit."""
-    found: list[float] = []
+    scores: list[float] = []
     plain = SiteRunner.run
 
-    def watched(self: SiteRunner, call: str, envelope: Envelope, content: Mapping[str, Any]) -> tuple[Reply, int]:
+    def run_watched(self: SiteRunner, call: str, envelope: Envelope, content: Mapping[str, Any]) -> tuple[Reply, int]:
         with ExposureWatch(self.site) as watch:
             done = plain(self, call, envelope, content)
-        found.append(watch.score() / Policy().exposure_limit(watch.samples()))
+        scores.append(watch.score() / Policy().exposure_limit(watch.samples()))
         return done
 
-    monkeypatch.setattr(SiteRunner, "run", watched)
-    return found
+    monkeypatch.setattr(SiteRunner, "run", run_watched)
+    return scores
 
 
 @pytest.mark.threat("crafted_network")
@@ -109,14 +109,14 @@ def traps(network: Network) -> None:
     craft(network, like(), 100, "traps", draws())
 
 
-def mixed(network: Network) -> None:
+def mix(network: Network) -> None:
     """Bins whose units answer to each class differently: only sums of several units show a sample."""
     bins(network)
     last = fully_connected(network)[-1]
     last.weight.copy_(torch.randn(last.weight.shape, generator=draws()) * last.weight.abs().max())
 
 
-def doubled(network: Network) -> None:
+def double(network: Network) -> None:
     """Bins of which each comes four times: a unit is most like its copies, which show nothing."""
     bins(network)
     first = fully_connected(network)[0]
@@ -151,7 +151,7 @@ def second(network: Network) -> None:
     last.bias.zero_()
 
 
-def normed(network: Network) -> None:
+def add_norms(network: Network) -> None:
     """Thresholds by BatchNorm's shift."""
     linear, norm = network.features.hidden1[0], network.features.hidden1[1]  # type: ignore[union-attr,index]
     linear.weight.copy_(torch.randn(1, linear.in_features, generator=draws()).expand_as(linear.weight))
@@ -171,11 +171,11 @@ WIDE = {"name": "mlp", "hidden": [1000]}
     [
         (WIDE, bins),
         (WIDE, traps),
-        (WIDE, mixed),
-        (WIDE, doubled),
+        (WIDE, mix),
+        (WIDE, double),
         (WIDE, a_few),
         ({"name": "mlp", "hidden": [16, 1000]}, second),
-        ({**WIDE, "batch_norm": True}, normed),
+        ({**WIDE, "batch_norm": True}, add_norms),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -237,7 +237,7 @@ def test_the_running_mean_of_a_few_samples() -> None:
     """BatchNorm's means leave, too: here no gradient flows, and each mean tells of one sample."""
 
     def change(network: Network) -> None:
-        normed(network)
+        add_norms(network)
         linear = network.features.hidden1[0]  # type: ignore[union-attr,index]
         rows = torch.from_numpy(domain.inputs)
         linear.weight.copy_(1e4 * rows[: len(linear.weight)] / rows[: len(linear.weight)].norm(dim=1, keepdim=True))
@@ -262,8 +262,8 @@ def test_samples_of_zeros_count_by_the_bias() -> None:
 def test_shares_by_hand() -> None:
     """Units of three samples, and of two."""
     # (3, 1, 0) less ½ of (0, 1, 1) is (3, ½, −½); (0, 1, 1) less ⅒ of (3, 1, 0) is (−0.3, 0.9, 1).
-    found = largest_shares(torch.tensor([[3.0, 0.0], [1.0, 1.0], [0.0, 1.0]]), together=())
-    assert found.tolist() == pytest.approx([9 / 9.5, 0.5, 1 / 1.9])
+    shares = largest_shares(torch.tensor([[3.0, 0.0], [1.0, 1.0], [0.0, 1.0]]), together=())
+    assert shares.tolist() == pytest.approx([9 / 9.5, 0.5, 1 / 1.9])
     single = largest_shares(torch.tensor([[3.0], [1.0]]))
     assert single.tolist() == pytest.approx([0.9, 0.1])
     assert largest_shares(torch.tensor([[3.0], [1.0]]), of_all=9.0)[0] == pytest.approx(0.5)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from loopback import request
-from test_site_budget import ASKED, budgeted, lines, program
+from test_site_budget import ASKED, lines, program, site_with_budget
 from typer.testing import CliRunner
 
 from fedshift.cli.app import app
@@ -34,7 +34,7 @@ def _with_opacus() -> None:
 
 
 @pytest.fixture(scope="module")
-def spent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def noisy_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a site that answered four exchanges of four steps each."""
     folder = tmp_path_factory.mktemp("spent")
     site = program(folder)
@@ -51,11 +51,11 @@ def ask(site: SiteProgram, number: int, **changes: Any) -> dict[str, Any]:
     return request(site, setting=ASKED, envelope=envelope, **changes)
 
 
-def copied(spent: Path, folder: Path) -> Path:
+def copy_of(spent: Path, folder: Path) -> Path:
     """A site of its own with that memory; its SITE.yaml."""
-    place = budgeted(folder)
-    shutil.copytree(spent / "north" / "memory", place.parent / "memory")
-    return place
+    site_yaml = site_with_budget(folder)
+    shutil.copytree(spent / "north" / "memory", site_yaml.parent / "memory")
+    return site_yaml
 
 
 def cut(name: str, keep: int) -> Callable[[Path, Path], None]:
@@ -66,7 +66,7 @@ def cut(name: str, keep: int) -> Callable[[Path, Path], None]:
     return do
 
 
-def removed(*names: str) -> Callable[[Path, Path], None]:
+def remove(*names: str) -> Callable[[Path, Path], None]:
     def do(memory: Path, _: Path) -> None:
         for name in names:
             (memory / name).unlink()
@@ -90,15 +90,15 @@ HARM = [
     pytest.param(cut(LEDGER, 3), marks=pytest.mark.case("forgotten budget", "the ledger cut to three lines")),
     pytest.param(cut(LEDGER, 4), marks=pytest.mark.case("forgotten budget", "the ledger's last line cut off")),
     pytest.param(cut(LEDGER, 0), marks=pytest.mark.case("forgotten budget", "the ledger emptied")),
-    pytest.param(removed(LEDGER), marks=pytest.mark.case("forgotten budget", "the ledger removed")),
+    pytest.param(remove(LEDGER), marks=pytest.mark.case("forgotten budget", "the ledger removed")),
     pytest.param(put_back("half", LEDGER), marks=pytest.mark.case("forgotten budget", "the ledger from a backup")),
     pytest.param(put_back("before", LEDGER), marks=pytest.mark.case("forgotten budget", "the ledger of the beginning")),
-    pytest.param(removed(SECRET), marks=pytest.mark.case("forgotten budget", "the secret removed")),
+    pytest.param(remove(SECRET), marks=pytest.mark.case("forgotten budget", "the secret removed")),
     pytest.param(overwritten, marks=pytest.mark.case("forgotten budget", "another secret")),
-    pytest.param(removed(LEDGER, SECRET), marks=pytest.mark.case("forgotten budget", "ledger and secret removed")),
-    pytest.param(removed(LEDGER, AUDIT, END), marks=pytest.mark.case("forgotten budget", "only the secret is left")),
+    pytest.param(remove(LEDGER, SECRET), marks=pytest.mark.case("forgotten budget", "ledger and secret removed")),
+    pytest.param(remove(LEDGER, AUDIT, END), marks=pytest.mark.case("forgotten budget", "only the secret is left")),
     pytest.param(cut(AUDIT, 2), marks=pytest.mark.case("forgotten budget", "the audit log cut at a stopped site")),
-    pytest.param(removed(AUDIT, END), marks=pytest.mark.case("forgotten budget", "the audit log and its end removed")),
+    pytest.param(remove(AUDIT, END), marks=pytest.mark.case("forgotten budget", "the audit log and its end removed")),
     pytest.param(put_back("half", AUDIT), marks=pytest.mark.case("forgotten budget", "the audit log from a backup")),
     pytest.param(
         put_back("half", AUDIT, END), marks=pytest.mark.case("forgotten budget", "audit log and end from a backup")
@@ -115,8 +115,8 @@ def test_a_site_that_lacks_its_records_refuses_until_a_person_gives_them_up(
     harm: Callable[[Path, Path], None], spent: Path, tmp_path: Path
 ) -> None:
     """Started or running; then, what it gave up counts: never less than was spent."""
-    place = copied(spent, tmp_path)
-    config = load_site(place)
+    site_yaml = copy_of(spent, tmp_path)
+    config = load_site(site_yaml)
     running = SiteProgram(config)
     before = running.rules.ledger.epsilon()
     harm(config.memory, spent)
@@ -126,7 +126,7 @@ def test_a_site_that_lacks_its_records_refuses_until_a_person_gives_them_up(
     assert "\n" not in fault
     with pytest.raises(FedshiftError, match="site recover"):
         SiteProgram(config)
-    shown = CliRunner().invoke(app, ["site", "check", str(place)])
+    shown = CliRunner().invoke(app, ["site", "check", str(site_yaml)])
     assert isinstance(shown.exception, UserError | SystemExit), shown.output
 
     assert recover_records(config)
@@ -151,7 +151,7 @@ def test_a_running_site_notices_that_its_ledger_was_cut(tmp_path: Path) -> None:
 
 @pytest.mark.case("forgotten budget", "what the audit log knows is counted exactly once more")
 def test_what_the_audit_log_knows_is_counted_exactly(spent: Path, tmp_path: Path) -> None:
-    config = load_site(copied(spent, tmp_path))
+    config = load_site(copy_of(spent, tmp_path))
     site = SiteProgram(config)
     before = site.rules.ledger.epsilon()
     (config.memory / LEDGER).unlink()
@@ -166,7 +166,7 @@ def test_what_the_audit_log_knows_is_counted_exactly(spent: Path, tmp_path: Path
 
 @pytest.mark.case("forgotten budget", "lines of an earlier fedshift that do not say what they cost")
 def test_unknown_costs_use_up_the_budget(spent: Path, tmp_path: Path) -> None:
-    config = load_site(copied(spent, tmp_path))
+    config = load_site(copy_of(spent, tmp_path))
     old = [json.loads(line) for line in config.audit_log.read_text().splitlines()]
     for file in (AUDIT, END, LEDGER):
         (config.memory / file).unlink()
@@ -193,11 +193,11 @@ def test_a_kill_at_the_beginning_harms_nobody(tmp_path: Path) -> None:
 def test_a_kill_between_ledger_and_audit_log_is_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site = program(tmp_path)
 
-    def killed(**entry: Any) -> None:
+    def stop_here(**entry: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(site.log, "append", killed)
+        patch.setattr(site.log, "append", stop_here)
         with pytest.raises(KeyboardInterrupt):
             ask(site, 1)
     assert lost_records(site.config) == []
@@ -224,7 +224,7 @@ def test_limits_of_a_day_are_not_forgotten_with_the_log(tmp_path: Path) -> None:
         AuditLog(tmp_path / "log.jsonl")
 
 
-def told(*spent: tuple[float, float, int]) -> GivenPrivacy:
+def budget_told(*spent: tuple[float, float, int]) -> GivenPrivacy:
     return GivenPrivacy(epsilon=8.0, delta=1e-5, measurement_noise=None, spent=spent)
 
 
@@ -232,20 +232,23 @@ def told(*spent: tuple[float, float, int]) -> GivenPrivacy:
 @pytest.mark.case("forgotten budget", "a site tells the coordinator of fewer steps than before")
 def test_the_coordinator_refuses_a_site_that_told_more_before(tmp_path: Path) -> None:
     file = tmp_path / "spent.json"
-    assert noted_spending(file, {"north": told((3.0, 0.1, 40)), "south": told()}) == ([], [])
-    more = {"north": told((3.0, 0.1, 40), (2.0, 1.0, 1)), "south": told((3.0, 0.1, 1))}
+    assert noted_spending(file, {"north": budget_told((3.0, 0.1, 40)), "south": budget_told()}) == ([], [])
+    more = {"north": budget_told((3.0, 0.1, 40), (2.0, 1.0, 1)), "south": budget_told((3.0, 0.1, 1))}
     assert noted_spending(file, more) == ([], [])
-    fewer = {"north": told((3.0, 0.1, 39), (2.0, 1.0, 1)), "south": told((3.0, 0.1, 1))}
+    fewer = {"north": budget_told((3.0, 0.1, 39), (2.0, 1.0, 1)), "south": budget_told((3.0, 0.1, 1))}
     for _ in range(2):  # and again, until they are back
         _, (fault,) = noted_spending(file, fewer)
         assert "'north'" in fault
         assert "\n" not in fault
-    assert len(noted_spending(file, {"north": told(), "south": told()})[1]) == 2
+    assert len(noted_spending(file, {"north": budget_told(), "south": budget_told()})[1]) == 2
     (line,), faults = noted_spending(file, {**more, "south": None})
     assert ("has none now" in line, faults) == (True, [])
-    dear = {**more, "south": told((0.05, 1.0, 1))}  # what is lost was counted as something else, which costs more
+    dear = {
+        **more,
+        "south": budget_told((0.05, 1.0, 1)),
+    }  # what is lost was counted as something else, which costs more
     for _ in range(2):
         assert noted_spending(file, dear) == ([], [])
     assert len(noted_spending(file, more)[1]) == 1
     file.write_text("{")
-    assert "spent.json is damaged" in noted_spending(file, {"north": told()})[0][0]
+    assert "spent.json is damaged" in noted_spending(file, {"north": budget_told()})[0][0]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fedshift.deploy.remote import wire
-from fedshift.deploy.remote.wire import Body, Message, body_of, seal, unseal, widened
+from fedshift.deploy.remote.wire import Body, Message, body_of, seal, unseal, widen
 from fedshift.errors import FedshiftError
 from fedshift.federation import messages
 from fedshift.federation.messages import encode
@@ -24,7 +24,7 @@ def never(*_: Any, **__: Any) -> Any:
 
 def packed_message(change: Any, kind: wire.Wire = "int8") -> Message:
     """A message of rounded weights, whose arrays and manifest ``change`` has spoilt."""
-    crossing, manifest = wire.narrowed({"weights": WEIGHTS}, kind)
+    crossing, manifest = wire.narrow({"weights": WEIGHTS}, kind)
     arrays = dict(crossing["weights"].items())  # type: ignore[union-attr]
     manifest = change(arrays, manifest["weights"]) or manifest["weights"]
     data = encode({"weights": Weights(arrays)}, {"packed": {"weights": manifest}})
@@ -71,10 +71,10 @@ def test_a_message_of_too_many_tensors_is_not_read(monkeypatch: pytest.MonkeyPat
     with pytest.raises(FedshiftError, match="damaged"):
         unseal(message, most_tensors=1000)
     monkeypatch.undo()
-    crossing, manifest = wire.narrowed({"weights": WEIGHTS}, "int8")
-    assert widened(crossing, manifest, 2)["weights"]
+    crossing, manifest = wire.narrow({"weights": WEIGHTS}, "int8")
+    assert widen(crossing, manifest, 2)["weights"]
     with pytest.raises(FedshiftError):
-        widened(crossing, manifest, 1)
+        widen(crossing, manifest, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint32])

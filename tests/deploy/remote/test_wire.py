@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedshift.deploy.remote.transport import Done, opened
+from fedshift.deploy.remote.transport import Done, open_answer
 from fedshift.deploy.remote.wire import (
     BLOCK,
     LARGEST_CARD,
@@ -22,10 +22,10 @@ from fedshift.deploy.remote.wire import (
     Wire,
     body_of,
     error_answer,
-    narrowed,
+    narrow,
     seal,
     unseal,
-    widened,
+    widen,
 )
 from fedshift.errors import FedshiftError
 from fedshift.federation.messages import Content, Statistics, Update
@@ -84,11 +84,11 @@ def test_there_and_back(wire: Wire) -> None:
 
 @pytest.mark.parametrize(("wire", "share"), [("bf16", 0.5), ("int8", 0.25 + 1 / BLOCK)])
 def test_bytes_are_what_the_format_says(wire: Wire, share: float) -> None:
-    one = Weights({"w": torch.randn(64 * BLOCK)})
-    crossed, _ = narrowed({"weights": one}, wire)
+    weights = Weights({"w": torch.randn(64 * BLOCK)})
+    crossed, _ = narrow({"weights": weights}, wire)
     packed = crossed["weights"]
     assert isinstance(packed, Weights)
-    assert packed.nbytes == share * one.nbytes
+    assert packed.nbytes == share * weights.nbytes
 
 
 @given(st.integers(0, 2**31), st.sampled_from([1e-6, 1.0, 1e4]), st.integers(1, 700))
@@ -96,8 +96,8 @@ def test_bytes_are_what_the_format_says(wire: Wire, share: float) -> None:
 def test_rounding_is_bounded(seed: int, scale: float, size: int) -> None:
     values = scale * torch.randn(size, generator=torch.Generator().manual_seed(seed))
     for wire, bound in (("bf16", values.abs() / 256), ("int8", values.abs().max() / 254 * torch.ones(size))):
-        content, manifest = narrowed({"w": Weights({"t": values})}, wire)  # type: ignore[arg-type]
-        back = widened(content, manifest)["w"]
+        content, manifest = narrow({"w": Weights({"t": values})}, wire)  # type: ignore[arg-type]
+        back = widen(content, manifest)["w"]
         assert isinstance(back, Weights)
         assert bool(((back["t"] - values).abs() <= bound * (1 + 1e-5)).all())
 
@@ -106,11 +106,11 @@ def test_every_block_of_8_bit_integers_has_its_own_scale() -> None:
     """Small numbers beside large ones: each block is off by half a step of its own largest number, not of all."""
     sizes = torch.tensor([1e-3, 100.0, 1.0]).repeat_interleave(BLOCK)
     values = sizes * torch.randn(3 * BLOCK, generator=torch.Generator().manual_seed(5))
-    content, manifest = narrowed({"w": Weights({"t": values})}, "int8")
-    back = widened(content, manifest)["w"]
+    content, manifest = narrow({"w": Weights({"t": values})}, "int8")
+    back = widen(content, manifest)["w"]
     assert isinstance(back, Weights)
-    for found, block in zip(back["t"].view(3, BLOCK), values.view(3, BLOCK), strict=True):
-        assert (found - block).abs().max() <= block.abs().max() / 254 * (1 + 1e-5)
+    for block_back, block in zip(back["t"].view(3, BLOCK), values.view(3, BLOCK), strict=True):
+        assert (block_back - block).abs().max() <= block.abs().max() / 254 * (1 + 1e-5)
 
 
 @pytest.mark.parametrize("wire", ["bf16", "int8"])
@@ -122,8 +122,8 @@ def test_error_feedback_lets_the_mean_of_messages_converge(wire: Wire) -> None:
         residuals: dict[str, torch.Tensor] | None = {} if feedback else None
         total = torch.zeros(999)
         for _ in range(64):
-            content, manifest = narrowed({"w": value}, wire, residuals)
-            back = widened(content, manifest)["w"]
+            content, manifest = narrow({"w": value}, wire, residuals)
+            back = widen(content, manifest)["w"]
             assert isinstance(back, Weights)
             total += back["t"]
         return float((total / 64 - value["t"]).abs().max())
@@ -133,13 +133,13 @@ def test_error_feedback_lets_the_mean_of_messages_converge(wire: Wire) -> None:
 
 def test_zeros_and_infinities_survive() -> None:
     for wire in ("bf16", "int8"):
-        content, manifest = narrowed({"w": Weights({"t": torch.zeros(300)})}, wire)  # type: ignore[arg-type]
-        back = widened(content, manifest)["w"]
+        content, manifest = narrow({"w": Weights({"t": torch.zeros(300)})}, wire)  # type: ignore[arg-type]
+        back = widen(content, manifest)["w"]
         assert isinstance(back, Weights)
         assert torch.equal(back["t"], torch.zeros(300))
 
 
-def spoiled(message: Message, draws: random.Random, *, sealed: bool) -> Message:
+def spoil(message: Message, draws: random.Random, *, sealed: bool) -> Message:
     """A message with something changed; ``sealed``: with a digest that fits, as a malicious peer would write it."""
     header, body = message.header, bytearray(message.body)
     kind = draws.randrange(6)
@@ -149,8 +149,8 @@ def spoiled(message: Message, draws: random.Random, *, sealed: bool) -> Message:
     elif kind == 1:
         del body[draws.randrange(len(body)) :]
     elif kind == 2:
-        place = draws.randrange(len(body))
-        body[place:place] = draws.randbytes(draws.randrange(1, 40))
+        position = draws.randrange(len(body))
+        body[position:position] = draws.randbytes(draws.randrange(1, 40))
     elif kind == 3:  # in the part that describes the rest
         length = int.from_bytes(body[:8], "little")
         for _ in range(draws.randrange(1, 4)):
@@ -160,8 +160,10 @@ def spoiled(message: Message, draws: random.Random, *, sealed: bool) -> Message:
         letters[draws.randrange(len(letters))] = draws.choice('0123456789"{}[]:,-eE\\ü\ud800')
         header = "".join(letters)
     else:
-        place = draws.randrange(len(header))
-        header = header[:place] + draws.choice(["", "[" * 3000, "1e999", "NaN", "null", "{}"]) + header[place + 1 :]
+        position = draws.randrange(len(header))
+        header = (
+            header[:position] + draws.choice(["", "[" * 3000, "1e999", "NaN", "null", "{}"]) + header[position + 1 :]
+        )
     if not sealed:
         return Message(header, bytes(body), message.digest)
     inner = hashlib.sha256(bytes(body)).hexdigest()
@@ -180,7 +182,7 @@ def test_ten_thousand_mutations_are_refused_or_harmless() -> None:
     for number in range(MUTATIONS):
         original = draws.choice([*messages, whole])
         sealed = number % 2 == 1
-        message = spoiled(original, draws, sealed=sealed)
+        message = spoil(original, draws, sealed=sealed)
         if message == original:
             continue
         try:
@@ -211,7 +213,7 @@ def test_other_types_are_no_messages(message: Message) -> None:
 
 @pytest.mark.threat("no_message")
 def test_a_manifest_that_does_not_fit_is_refused() -> None:
-    content, manifest = narrowed({"w": weights()}, "int8")
+    content, manifest = narrow({"w": weights()}, "int8")
     for change in (
         lambda entry: entry[0].__setitem__(2, [10**9]),
         lambda entry: entry[0].__setitem__(1, "torch.int64"),
@@ -222,7 +224,7 @@ def test_a_manifest_that_does_not_fit_is_refused() -> None:
         other: Any = json.loads(json.dumps(manifest))
         change(other["w"])
         with pytest.raises(FedshiftError, match="manifest"):
-            widened(content, other)
+            widen(content, other)
 
 
 # What costs time to read ----------------------------------------------------------------------------------------------
@@ -234,7 +236,7 @@ def sealed_as(header: str, body: bytes) -> Message:
     return Message(header, body, hashlib.sha256(f"{inner}\n{header}".encode()).hexdigest())
 
 
-def described(layout: bytes) -> bytes:
+def body_with_layout(layout: bytes) -> bytes:
     """A body that describes its tensors so, and has none."""
     return len(layout).to_bytes(8, "little") + layout
 
@@ -253,14 +255,16 @@ def described(layout: bytes) -> bytes:
             id="text above 1 MiB",
         ),
         pytest.param(
-            sealed_as('{"answers": "k"}', described(b'{"__metadata__":{"message":"' + b"0," * 20_000_000 + b'"}}')),
+            sealed_as(
+                '{"answers": "k"}', body_with_layout(b'{"__metadata__":{"message":"' + b"0," * 20_000_000 + b'"}}')
+            ),
             marks=pytest.mark.case("large headers", "a body that describes no tensor in 40 MB"),
             id="layout of 40 MB",
         ),
         pytest.param(
             sealed_as(
                 '{"answers": "k"}',
-                described(
+                body_with_layout(
                     b'{"__metadata__":{"message":"{}"},'
                     + b",".join(
                         b'"%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}' % number for number in range(200_000)
@@ -277,7 +281,7 @@ def test_what_takes_long_to_read_is_not_read(message: Message, monkeypatch: pyte
     """An answer of a site, as the coordinator opens it."""
     begun = time.process_time()
     with pytest.raises(FedshiftError):
-        opened(Done, message, "k")
+        open_answer(Done, message, "k")
     assert time.process_time() - begun < 0.3
 
 
@@ -285,16 +289,16 @@ def test_what_takes_long_to_read_is_not_read(message: Message, monkeypatch: pyte
 def test_headers_that_honest_sites_need_are_read() -> None:
     header = {"answers": "k", "a": ""}
     header["a"] = "x" * (LARGEST_HEADER - len(json.dumps(header)))
-    assert opened(Done, seal(header, body_of({})), "k").answer == Done()
+    assert open_answer(Done, seal(header, body_of({})), "k").answer == Done()
     card = {"answers": "k", "card": {"numeric": [f"ENSG{n:011}" for n in range(60_000)], "total": [1 / 3] * 60_000}}
-    assert opened(Done, seal(card, body_of({})), "k", largest_header=LARGEST_CARD).answer == Done()
+    assert open_answer(Done, seal(card, body_of({})), "k", largest_header=LARGEST_CARD).answer == Done()
     with pytest.raises(FedshiftError, match="characters"):
-        opened(Done, seal(card, body_of({})), "k")
+        open_answer(Done, seal(card, body_of({})), "k")
 
 
 @pytest.mark.case("large headers", "a request whose body describes no tensor in 40 MB, at a site")
 def test_a_site_reads_no_description_of_any_length() -> None:
-    message = sealed_as("{}", described(b'{"__metadata__":{"message":"{}"},"a":[' + b"0," * 20_000_000 + b"0]}"))
+    message = sealed_as("{}", body_with_layout(b'{"__metadata__":{"message":"{}"},"a":[' + b"0," * 20_000_000 + b"0]}"))
     begun = time.process_time()
     with pytest.raises(FedshiftError):
         unseal(message)

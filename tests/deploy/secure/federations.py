@@ -84,8 +84,8 @@ def write_kits(folder: Path, sites: Sequence[str]) -> None:
     for name in sites:
         startup = folder / name / "flare" / "startup"
         startup.mkdir(parents=True, exist_ok=True)
-        own = key_of(name).private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-        (startup / "client.key").write_bytes(own)
+        key_pem = key_of(name).private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+        (startup / "client.key").write_bytes(key_pem)
         (startup / "client.crt").write_bytes(certificate_of(name, key_of(name)).public_bytes(pem))
         (startup / "rootCA.pem").write_bytes(certificate_of("authority", key_of("authority")).public_bytes(pem))
 
@@ -119,10 +119,10 @@ class Between(Loopback):
         self, messages: Iterator[tuple[str, Message]], deadline: float, patience: Mapping[str, float]
     ) -> Generator[tuple[str, Message | Lost], None, None]:
         yield from super().exchange(
-            ((site, self._changed(site, message)) for site, message in messages), deadline, patience
+            ((site, self._change_message(site, message)) for site, message in messages), deadline, patience
         )
 
-    def _changed(self, site: str, message: Message) -> Message:
+    def _change_message(self, site: str, message: Message) -> Message:
         header, content, _ = unseal(message)
         changed = self.meddle(site, header, dict(content))
         if changed is None:
@@ -136,7 +136,7 @@ def box_of(
     value: Any,
     keys: Mapping[str, bytes],
     signer: str = "",
-    said: Mapping[str, Weights] | None = None,
+    contents: Mapping[str, Weights] | None = None,
     plain: bytes | None = None,
 ) -> Sealed:
     """What a call is given of a box, with anything wrong in it.
@@ -146,13 +146,13 @@ def box_of(
         value: its model, or its models by site.
         keys: reader → the public key that it is sealed for.
         signer: who signs it; the sender if empty.
-        said: what it says is in it.
+        contents: what it says is in it.
         plain: what is in it instead.
     """
     models = {"": value} if isinstance(value, Weights) else value
     from fedshift.deploy.crypto.sealing import seal_for  # needs a newer cryptography than the other tests here
 
-    told, sealed = seal_for(keys, plain or body_of({passage.field: value}).data, passage, said or models)
+    told, sealed = seal_for(keys, plain or body_of({passage.field: value}).data, passage, contents or models)
     signature = key_of(signer or passage.sender).sign(Box.signed(passage, told, sealed), *signing())
     der = certificate_of(passage.sender, key_of(passage.sender)).public_bytes(serialization.Encoding.DER)
     box = Box.of(told, sealed, signature, der)

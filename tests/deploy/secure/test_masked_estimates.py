@@ -71,17 +71,17 @@ def test_masked_sums_give_the_estimate_of_plain_ones(
     added: list[torch.Tensor] = []
     numbers_of = SiteEstimateSums._numbers
 
-    def known(*args: Any) -> torch.Tensor:
+    def known_numbers(*args: Any) -> torch.Tensor:
         added.append(numbers_of(*args))
         return added[-1]
 
-    monkeypatch.setattr(SiteEstimateSums, "_numbers", known)
+    monkeypatch.setattr(SiteEstimateSums, "_numbers", known_numbers)
     uploads: list[tuple[str, int, Any]] = []
 
     def look(site: str, header: dict[str, Any], answer: Any) -> Any:
-        said, content, _ = unseal(answer)
+        answer_header, content, _ = unseal(answer)
         if header["do"] == "measure":
-            assert said["measures"].get("sums") is None
+            assert answer_header["measures"].get("sums") is None
         if header["do"] == "mask":
             uploads.append((site, header["step"], content["sum"]["sum"]))
         return answer
@@ -93,9 +93,9 @@ def test_masked_sums_give_the_estimate_of_plain_ones(
     assert (masked["sites"], masked["samples"], masked["abstain"]) == (4, 70, plain["abstain"])
     for name in ESTIMATED:
         assert masked[name] == pytest.approx(plain[name], abs=1e-5)
-    for name, one in plain["measures"].items():
-        assert (one["estimate"] is None) == (classes > 2)
-        assert masked["measures"][name] == pytest.approx(one, abs=1e-5)
+    for name, measures in plain["measures"].items():
+        assert (measures["estimate"] is None) == (classes > 2)
+        assert masked["measures"][name] == pytest.approx(measures, abs=1e-5)
     assert any("no site's are known" in reason for reason in masked["reasons"])
     assert sorted((step, site) for site, step, _ in uploads) == [(s, site) for s in (1, 2, 3) for site in sorted(FOUR)]
     for (*_, upload), part in zip(uploads, added, strict=True):
@@ -116,21 +116,21 @@ def test_a_sum_that_lost_a_site_is_of_the_others(tmp_path: Path) -> None:
     def lose(site: str, header: dict[str, Any], answer: Any) -> Any:
         return [] if site == "west" and header["do"] == "mask" else answer
 
-    found, _ = federation(tmp_path, 3, SECURE, lose)
-    assert (found["sites"], found["abstain"]) == (3, False)
+    result, _ = federation(tmp_path, 3, SECURE, lose)
+    assert (result["sites"], result["abstain"]) == (3, False)
     assert any("'west' gives nothing to a sum" in event.get("message", "") for event in events(tmp_path))
 
 
 def test_another_sum_of_the_same_scores_is_refused(tmp_path: Path) -> None:
     """Two sums of the same numbers over sites that differ by a few would show these."""
-    said: list[str] = []
+    messages: list[str] = []
 
     def ask_otherwise(site: str, header: dict[str, Any], answer: Any) -> Any:
         if site == "north" and header["do"] == "mask" and header["step"] == 1:
             fewer = {name: card for name, card in header["cards"].items() if name != "west"}
             scores = {name: run for name, run in header["scores"].items() if name != "west"}
             again = forge(seal(header, body_of({})), cards=fewer, scores=scores, threshold=2)
-            said.append(unseal(transports[0].programs[site].handle(again, "an attacker"))[0]["message"])
+            messages.append(unseal(transports[0].programs[site].handle(again, "an attacker"))[0]["message"])
         return answer
 
     transports: list[Loopback] = []
@@ -142,16 +142,16 @@ def test_another_sum_of_the_same_scores_is_refused(tmp_path: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(globals(), "Loopback", Known)
-        found, _ = federation(tmp_path, 3, SECURE, ask_otherwise)
-    assert not found["abstain"]
-    assert "masks it only once" in said[0]
+        result, _ = federation(tmp_path, 3, SECURE, ask_otherwise)
+    assert not result["abstain"]
+    assert "masks it only once" in messages[0]
 
 
 def test_a_budget_gives_noisy_counts_and_they_stand_in_the_ledger(tmp_path: Path) -> None:
     budget = {"epsilon": 100.0, "delta": 1e-5, "measurement_noise": 3.0, "confidences_noise": 2.0}
     private = {"privacy": {"epsilon": 20.0, "delta": 1e-5, "clip_norm": 1.0}}
-    found, _ = federation(tmp_path / "plain", 2, site={"privacy": budget}, training=private)
-    assert found["sites"] == 4
+    result, _ = federation(tmp_path / "plain", 2, site={"privacy": budget}, training=private)
+    assert result["sites"] == 4
     ledger = [json.loads(line) for line in (tmp_path / "plain" / "north" / "memory" / LEDGER).read_text().splitlines()]
     paid = [line for line in ledger if line.get("call") == "confidences"]
     assert [(line["noise_multiplier"], line["sample_rate"], line["steps"]) for line in paid] == [(2.0, 1.0, 1)]
@@ -179,8 +179,8 @@ def test_noisy_counts_are_near_the_true_ones() -> None:
 
 def test_a_part_of_a_sum_is_exact_in_counts() -> None:
     draw = np.random.default_rng(1)
-    own = sums_of(draw.dirichlet([1, 1, 1], 50), draw.integers(0, 3, 50))
-    part = first_part(own)
+    mine = sums_of(draw.dirichlet([1, 1, 1], 50), draw.integers(0, 3, 50))
+    part = first_part(mine)
     back = to_fixed(torch.from_numpy(part), 4).double().numpy() * 2.0**-32
     assert np.abs(back - part).max() <= 2.0**-33
     counts = part[3:404]

@@ -32,7 +32,7 @@ PRIVATE: dict[str, Any] = {"batch_size": 8, "lr": 0.1, "privacy": {"noise_multip
 AT_SITES = {"targets": ["sites"], "seeds": [0], "test_fraction": 0.3}
 
 
-def budgeted(folder: Path, change: Change | None = None, **privacy: Any) -> Loopback:
+def federation_with_budget(folder: Path, change: Change | None = None, **privacy: Any) -> Loopback:
     """Sites that send models masked only, and with noise only."""
     files, peers = write_data(folder / "data", FOUR), fingerprints(folder, list(FOUR))
     write_kits(folder, list(FOUR))
@@ -45,7 +45,7 @@ def budgeted(folder: Path, change: Change | None = None, **privacy: Any) -> Loop
     return Loopback(places, change)
 
 
-def paid(transport: Loopback, site: str) -> list[str]:
+def paid_calls(transport: Loopback, site: str) -> list[str]:
     """What a site's ledger has lines for."""
     file = transport.programs[site].config.memory / LEDGER
     return [call for line in file.read_text().splitlines() if (call := json.loads(line)["call"]) != "begin"]
@@ -57,25 +57,25 @@ def rounds(runs: Path, target: str = "west") -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def put(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Weights, int]]:
+def contributions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Weights, int]]:
     """The models that sites put into sums, before they become integers, and their numbers of samples."""
-    found: list[tuple[Weights, int]] = []
+    contributions: list[tuple[Weights, int]] = []
 
-    def watched(reply: Any, weighing: Weighing) -> Contribution:
-        found.append((reply.weights, reply.samples))
+    def note_contribution(reply: Any, weighing: Weighing) -> Contribution:
+        contributions.append((reply.weights, reply.samples))
         return contribution(reply, weighing)
 
-    for place in ("federation.federation", "deploy.secure.site_sums"):
-        monkeypatch.setattr(f"fedshift.{place}.contribution", watched)
-    return found
+    for module in ("federation.federation", "deploy.secure.site_sums"):
+        monkeypatch.setattr(f"fedshift.{module}.contribution", note_contribution)
+    return contributions
 
 
-def check_sum(put: list[tuple[Weights, int]], found: dict[str, torch.Tensor]) -> None:
+def check_sum(contributions: list[tuple[Weights, int]], total: dict[str, torch.Tensor]) -> None:
     """The model is the mean of those that were put in. These are further apart than clipped gradients alone lead."""
-    assert len(put) == len(FOUR)
-    mean = weighted_average([weights for weights, _ in put], [samples for _, samples in put])
-    assert all(torch.allclose(found[name], mean[name], atol=1e-6) for name in found)
-    (first, rows), (second, others) = put[:2]
+    assert len(contributions) == len(FOUR)
+    mean = weighted_average([weights for weights, _ in contributions], [samples for _, samples in contributions])
+    assert all(torch.allclose(total[name], mean[name], atol=1e-6) for name in total)
+    (first, rows), (second, others) = contributions[:2]
     apart = sum((first[name] - second[name]).square().sum().item() for name in first) ** 0.5
     steps = -(-rows // 8), -(-others // 8)
     assert apart > sum(number * 0.1 * samples / 8 for number, samples in zip(steps, (rows, others), strict=True))
@@ -83,22 +83,22 @@ def check_sum(put: list[tuple[Weights, int]], found: dict[str, torch.Tensor]) ->
 
 @pytest.mark.threat("spent_budget")
 def test_the_sum_is_of_models_with_noise_and_every_site_counts_it(
-    put: list[tuple[Weights, int]], tmp_path: Path
+    contributions: list[tuple[Weights, int]], tmp_path: Path
 ) -> None:
     """Accuracies have noise of their own, which is counted, too."""
-    transport = budgeted(tmp_path, measurement_noise=5.0)
+    transport = federation_with_budget(tmp_path, measurement_noise=5.0)
     options = secure_options(training={**PRIVATE, "rounds": 1}, protocol=AT_SITES)
     runs, _ = deploy_secure(tmp_path, options, unseen={}, transport=transport)
-    check_sum(put, model(runs, "fedavg", "sites"))
-    said = result(runs, "fedavg", "sites")
-    assert set(said["privacy"]) == set(FOUR)
-    assert set(said["bytes_up"]) == {"masked", "accuracy"}
-    assert all(paid(transport, name) == ["fit", "measure"] for name in FOUR)
+    check_sum(contributions, model(runs, "fedavg", "sites"))
+    stored = result(runs, "fedavg", "sites")
+    assert set(stored["privacy"]) == set(FOUR)
+    assert set(stored["bytes_up"]) == {"masked", "accuracy"}
+    assert all(paid_calls(transport, name) == ["fit", "measure"] for name in FOUR)
 
 
-def test_a_simulation_sums_models_with_noise(put: list[tuple[Weights, int]], tmp_path: Path) -> None:
+def test_a_simulation_sums_models_with_noise(contributions: list[tuple[Weights, int]], tmp_path: Path) -> None:
     runs = simulate_secure(tmp_path, secure_options(training={**PRIVATE, "rounds": 1}))
-    check_sum(put, model(runs, "fedavg", "west"))
+    check_sum(contributions, model(runs, "fedavg", "west"))
     assert set(result(runs, "fedavg", "west")["privacy"]) == set(FOUR)
 
 
@@ -109,9 +109,9 @@ def spending(transport: Loopback, moment: tuple[str, str, int]) -> Change:
         if (site, header["do"], header.get("envelope", header).get("round")) == moment:
             ledger = transport.programs["up"].rules.ledger
             for steps in (10_000, 1000, 100, 10, 1):
-                one, number = NoisySteps(30.0, 1.0, steps), 0
-                while ledger.epsilon(one) < 30:
-                    ledger.pay(f"another {steps} {number}", one, call="another project")
+                measurement, number = NoisySteps(30.0, 1.0, steps), 0
+                while ledger.epsilon(measurement) < 30:
+                    ledger.pay(f"another {steps} {number}", measurement, call="another project")
                     number += 1
         return answer
 
@@ -123,7 +123,7 @@ def test_a_budget_that_ends_between_the_exchanges_costs_the_next_sum_its_site(
     quorum: int | None, tmp_path: Path
 ) -> None:
     """Shares cost nothing: the sum under way is finished. In the next round the site is left out, or ends the run."""
-    transport = budgeted(tmp_path)
+    transport = federation_with_budget(tmp_path)
     transport.change = spending(transport, ("north", "unmask", 1))
     options = secure_options(training=PRIVATE)
     engine = {} if quorum is None else {"quorum": quorum}
@@ -135,19 +135,19 @@ def test_a_budget_that_ends_between_the_exchanges_costs_the_next_sum_its_site(
         extras = [record["extra"] for record in rounds(runs)[-2:]]
         assert [list(extra.get("missing", {})) for extra in extras] == [[], ["up"]]
         assert "privacy.epsilon" in extras[-1]["missing"]["up"]
-    assert paid(transport, "up").count("fit") == 1
-    assert paid(transport, "north").count("fit") == 2
+    assert paid_calls(transport, "up").count("fit") == 1
+    assert paid_calls(transport, "north").count("fit") == 2
 
 
 def test_killed_between_the_exchanges_noise_is_paid_for_once(tmp_path: Path) -> None:
     change, deaths = killed_at(("up", "call", 1), ("north", "unmask", 1), ("east", "unmask", 2)), 0
     options = secure_options(training=PRIVATE)
     while True:
-        transport = budgeted(tmp_path, change)
+        transport = federation_with_budget(tmp_path, change)
         try:
             deploy_secure(tmp_path, options, transport=transport)
             break
         except Killed:
             deaths += 1
     assert deaths == 3
-    assert all(paid(transport, name) == ["fit", "fit"] for name in FOUR)
+    assert all(paid_calls(transport, name) == ["fit", "fit"] for name in FOUR)

@@ -19,7 +19,7 @@ from loopback import SETTING, Loopback, events
 pytest.importorskip("cryptography")
 from federations import FOUR, call_request, deploy_secure, layout_of, secure_options, simulate_secure
 from loopback import model, same
-from test_private_sums import PRIVATE, budgeted
+from test_private_sums import PRIVATE, federation_with_budget
 from test_secure_deployments import FIVE, between, losing
 from test_secure_site import ENVELOPE, START, Coordinator
 
@@ -67,7 +67,7 @@ class Subtracting(Coordinator):
             if "error" in answer:
                 return answer["message"]
             told[name] = revealed_of(content, total.order, total.answered)
-        return from_fixed(total.unmasked(told)[1:])
+        return from_fixed(total.unmask_total(told)[1:])
 
 
 # The difference of two sums -------------------------------------------------------------------------------------------
@@ -88,15 +88,15 @@ def test_the_difference_of_two_sums_is_a_model_where_the_sites_allow_it(roster: 
             assert site != "east" or "policy.roster" in lines[-1]["refused"]
         return
     gap = whole - three
-    found = gap[2:] / gap[0]  # after the weight and the loss
-    assert np.allclose(found, plain(tmp_path, "north", WHOLE), rtol=0, atol=4e-8)
+    model = gap[2:] / gap[0]  # after the weight and the loss
+    assert np.allclose(model, plain(tmp_path, "north", WHOLE), rtol=0, atol=4e-8)
 
 
 def plain(folder: Path, site: str, setting: Mapping[str, Any], exchange: int = 1) -> Any:
     """The numbers of a site's model, which it sends in clear to this coordinator."""
     alone = Coordinator(folder / f"{site} alone {exchange}")
-    one = {**ENVELOPE, "exchange": exchange}
-    header, _ = alone.to_mask(site, setting=setting, envelope=one)
+    envelope = {**ENVELOPE, "exchange": exchange}
+    header, _ = alone.to_mask(site, setting=setting, envelope=envelope)
     del header["sum"]
     _, content = alone.ask(site, header, {"weights": START})
     weights: Any = content["weights"]
@@ -112,7 +112,7 @@ def test_sums_of_drawn_sites_are_equations_for_each_model(roster: str, tmp_path:
     triples = list(itertools.combinations(NAMES, 3))
     sums = [asking.sum_of(names, number) for number, names in enumerate(triples, 1)]
     if roster == "first":
-        assert [isinstance(one, str) for one in sums] == [False, True, True, True]
+        assert [isinstance(sum_or_text, str) for sum_or_text in sums] == [False, True, True, True]
         return
     matrix = np.array([[float(name in names) for name in NAMES] for names in triples])
     solved = np.linalg.lstsq(matrix, torch.stack(sums).numpy(), rcond=None)[0]
@@ -127,13 +127,13 @@ def test_what_remains_settings_that_fit_one_site(tmp_path: Path) -> None:
     weightings of like models are two equations. Only noise, or a site's own rules on settings, end this.
     """
     asking, twenty = Subtracting(tmp_path), {**SETTING, "training": {"batch_size": 20}}
-    one, two = asking.sum_of(NAMES, 1, setting=WHOLE), asking.sum_of(NAMES, 2, setting=twenty)
+    whole_epochs, two = asking.sum_of(NAMES, 1, setting=WHOLE), asking.sum_of(NAMES, 2, setting=twenty)
     first, second = plain(tmp_path, "north", WHOLE, 1), plain(tmp_path, "north", twenty, 2)
-    step = (two - one)[2:] * 2**8 / 29
+    step = (two - whole_epochs)[2:] * 2**8 / 29
     assert np.allclose(step, second - first, rtol=0, atol=1e-7)
     assert step.abs().max() > 1e-3
     alike = asking.sum_of(NAMES, 3, setting=WHOLE, weighing=["uniform", 0, 4])
-    without = (one * 2**8 - 11 * alike)[2:]  # the site of 11 samples is in it no more
+    without = (whole_epochs * 2**8 - 11 * alike)[2:]  # the site of 11 samples is in it no more
     others = [(samples - 11) * plain(tmp_path, name, WHOLE, 3) for name, samples in TRAIN.items()]
     assert np.allclose(without, sum(others), rtol=0, atol=1e-5)
 
@@ -197,11 +197,11 @@ def fewest(sets: Iterable[Collection[int]], sites: int, honest: Collection[int] 
     than the number of other sites allows.
     """
     seen = sorted(honest) or list(range(sites))
-    matrix = np.array([[int(place in one) for place in seen] for one in sets])
+    matrix = np.array([[int(number in members) for number in seen] for members in sets])
     rank = np.linalg.matrix_rank(matrix)
     for size in range(1, len(seen) + 1):
         for chosen in itertools.combinations(range(len(seen)), size):
-            rest = [place for place in range(len(seen)) if place not in chosen]
+            rest = [number for number in range(len(seen)) if number not in chosen]
             if rank > (np.linalg.matrix_rank(matrix[:, rest]) if rest else 0):
                 return size
     return 0
@@ -210,10 +210,10 @@ def fewest(sets: Iterable[Collection[int]], sites: int, honest: Collection[int] 
 def test_pairwise_differences_of_three_do_not_suffice() -> None:
     """Why a site has one set: any two of these differ by three sites or more, and a combination is of two."""
     sets = [{0, 1, 2, 3, 4, 5}, {0, 1, 2, 6, 7, 8}, {3, 4, 5, 6, 7, 9}, {3, 4, 5}]
-    assert all(len(one ^ other) >= 3 for one, other in itertools.combinations(sets, 2))
+    assert all(len(first ^ other) >= 3 for first, other in itertools.combinations(sets, 2))
     assert fewest(sets, 10) == 2
-    one, two, three, four = (np.array([int(place in each) for place in range(10)]) for each in sets)
-    assert (one - two + three - 2 * four).tolist() == [0] * 8 + [-1, 1]
+    first, two, three, four = (np.array([int(index in each) for index in range(10)]) for each in sets)
+    assert (first - two + three - 2 * four).tolist() == [0] * 8 + [-1, 1]
 
 
 @pytest.mark.threat("sum_changed_roster")
@@ -227,15 +227,15 @@ def test_combinations_of_sums_of_one_set_each_are_of_whole_sets(sites: int) -> N
         first, others = left[0] if left else 0, left[1:]
         for size in range(2, len(others) + 1):
             for more in itertools.combinations(others, size):
-                rest = [place for place in others if place not in more]
+                rest = [number for number in others if number not in more]
                 yield from ([{first, *more}, *further] for further in partitions(rest))
 
     for sets in partitions(list(range(sites))):
         assert fewest(sets, sites) >= 3
         for colluders in range(2):
             honest = range(colluders, sites)
-            left = min(len(one & {*honest}) for one in sets)
-            assert fewest([one for one in sets if one & {*honest}], sites, honest) == left
+            left = min(len(members & {*honest}) for members in sets)
+            assert fewest([members for members in sets if members & {*honest}], sites, honest) == left
 
 
 # The record ----------------------------------------------------------------------------------------------------------
@@ -333,8 +333,8 @@ def test_no_site_of_a_sum_is_let_do_a_part_of_its_work(tmp_path: Path) -> None:
     """A site whose training is cut short refuses, so none can be made to outweigh the others."""
     asking = Subtracting(tmp_path)
     setting = {**SETTING, "method": {"name": "fedavg", "options": {"local_epochs": 50}}, "training": {"batch_size": 8}}
-    said = asking.sum_of(NAMES, 1, {**dict.fromkeys(NAMES, 1), "north": 200}, setting=setting)
-    assert "mini_batches_left" in said
+    refusal = asking.sum_of(NAMES, 1, {**dict.fromkeys(NAMES, 1), "north": 200}, setting=setting)
+    assert "mini_batches_left" in refusal
     assert isinstance(asking.sum_of(NAMES, 2, setting=setting), torch.Tensor)  # sites of 12 to 29 samples, whole work
 
 
@@ -370,7 +370,7 @@ def test_an_honest_run_with_unequal_sites_is_never_refused(changes: dict[str, An
     there, transport = deploy_secure(tmp_path, options, sites)
     here = simulate_secure(tmp_path, options, sites)
     for method in options["methods"]:
-        (name,) = (found.name for found in there.iterdir() if found.name.startswith(method["name"]))
+        (name,) = (path.name for path in there.iterdir() if path.name.startswith(method["name"]))
         assert same(model(here, name, "west"), model(there, name, "west"))
     for program in transport.programs.values():
         lines, _ = AuditLog.check(program.config.audit_log)
@@ -438,7 +438,7 @@ def test_sites_that_train_with_noise_may_be_drawn_and_others_not(tmp_path: Path)
     options["protocol"] |= {"sites_per_round": 3}
     with pytest.raises(UserError, match=r"sites_per_round: site '\w+' has no budget"):
         deploy_secure(tmp_path / "without", options, FOUR)
-    _, transport = deploy_secure(tmp_path, options, FOUR, transport=budgeted(tmp_path))
+    _, transport = deploy_secure(tmp_path, options, FOUR, transport=federation_with_budget(tmp_path))
     rosters = set()
     for program in transport.programs.values():
         lines, _ = AuditLog.check(program.config.audit_log)
@@ -452,7 +452,7 @@ def test_sites_that_train_with_noise_may_be_drawn_and_others_not(tmp_path: Path)
 def test_survivors_are_the_whole_roster(tmp_path: Path) -> None:
     """A coordinator that leaves out a site between the exchanges, by itself."""
     asking = Coordinator(tmp_path)
-    total = asking.masked()
+    total = asking.mask_all()
     for three in itertools.combinations(NAMES, 3):
         for site in three:
             assert "unmasks no sum without" in asking.unmask(site, total, list(three))[0]["message"]
@@ -491,8 +491,12 @@ def test_sites_agree_on_how_many_unmask(tmp_path: Path) -> None:
     assert order.binding != other.binding
     for wrong in (2, 3, 5, True, "4"):
         header["sum"]["threshold"] = wrong
-        said = asking.ask("north", header, {"weights": START})[0]["message"]
-        assert "policy.colluders: 2" in said or "does not say what the sum is of" in said or "sum.threshold" in said
+        message = asking.ask("north", header, {"weights": START})[0]["message"]
+        assert (
+            "policy.colluders: 2" in message
+            or "does not say what the sum is of" in message
+            or "sum.threshold" in message
+        )
     assert "error" not in asking.mask("north", threshold=4)[0]
 
 

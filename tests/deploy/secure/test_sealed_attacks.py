@@ -101,23 +101,23 @@ def together(*parts: tuple[Box, str, str]) -> dict[str, Any]:
 def members(shot: Stopped, first: tuple[str, int], second: tuple[str, int]) -> dict[str, Any]:
     """SHOT's model with two members, each of a round."""
     packages = {of_round: parts_of(shot.content("east", "measure", of_round)) for _, of_round in (first, second)}
-    found = []
+    messages = []
     for number, (name, of_round) in enumerate((first, second)):
         boxes = packages[of_round].boxes
         box = next(box for box in boxes if name in (*box.models, box.passage.sender))
-        found.append((box, name if name in box.models else "", f"members.{number}."))
-    return together(*found)
+        messages.append((box, name if name in box.models else "", f"members.{number}."))
+    return together(*messages)
 
 
 def passage(run: Stopped, sender: str, call: str, field: str, exchange: int, readers: Any = ("east",)) -> Passage:
     return Passage(run.name, exchange, call, field, sender, tuple(sorted(readers)))
 
 
-def given(shot: Stopped, value: Any, plain: bytes | None = None, said: Any = None) -> dict[str, Any]:
+def answer_given(shot: Stopped, value: Any, plain: bytes | None = None, claims: Any = None) -> dict[str, Any]:
     """What SHOT's target is given if a source seals something else than its model."""
     content = shot.content("east", "receive_and_adapt", 1)
     way, keys = passage(shot, "north", "train_source", "weights", 1), {"east": shot.public("east")}
-    sealed = box_of(way, value, keys, said=said, plain=plain)
+    sealed = box_of(way, value, keys, contents=claims, plain=plain)
     return {"models": {**content["models"], "north": sealed}}
 
 
@@ -182,25 +182,25 @@ ON_SHOT: dict[str, tuple[Attack, str]] = {
         "not sealed for this site's key",
     ),
     "senders swapped": (
-        lambda run: run.says("east", "receive_and_adapt", 1, swapped(run)),
+        lambda run: run.says("east", "receive_and_adapt", 1, swap_sites(run)),
         "the model of 'south' .* that of 'north' from exchange 1",
     ),
     "a model of wrong shape from its source": (
-        lambda run: run.says("east", "receive_and_adapt", 1, given(run, FEW)),
+        lambda run: run.says("east", "receive_and_adapt", 1, answer_given(run, FEW)),
         "the model that 'north' sealed for it: 'weights' holds a part of the network's tensors",
     ),
     "a model that looks otherwise than it is said to": (
         lambda run: run.says(
-            "east", "receive_and_adapt", 1, given(run, FEW, said={"": Weights({"w": torch.zeros(3)})})
+            "east", "receive_and_adapt", 1, answer_given(run, FEW, claims={"": Weights({"w": torch.zeros(3)})})
         ),
         "its tensors are not those that its box declares",
     ),
     "garbage from a source": (
-        lambda run: run.says("east", "receive_and_adapt", 1, given(run, FEW, plain=bytes(1000))),
+        lambda run: run.says("east", "receive_and_adapt", 1, answer_given(run, FEW, plain=bytes(1000))),
         "the model that 'north' sealed for it: a message is damaged",
     ),
     "numbers that are none, from a source": (
-        lambda run: run.says("east", "receive_and_adapt", 1, given(run, unfinished(run))),
+        lambda run: run.says("east", "receive_and_adapt", 1, answer_given(run, nan_model(run))),
         "the model that 'north' sealed for it: .* holds NaN",
     ),
     "a model of its own in clear": (
@@ -214,26 +214,29 @@ ON_SHOT: dict[str, tuple[Attack, str]] = {
 }
 
 
-def swapped(shot: Stopped) -> dict[str, Any]:
+def swap_sites(shot: Stopped) -> dict[str, Any]:
     """The sources' models, each in the name of the other."""
     models = shot.content("east", "receive_and_adapt", 1)["models"]
     return {"models": dict(zip(reversed(models), models.values(), strict=True))}
 
 
-def unfinished(shot: Stopped) -> Weights:
+def nan_model(shot: Stopped) -> Weights:
     """A model of the right shape that diverged."""
     zeros = parts_of(shot.content("east", "measure", 0)).boxes[0].stand_ins()[""]
     return Weights(
-        {name: torch.full_like(one, torch.nan if one.is_floating_point() else 0) for name, one in zeros.items()}
+        {
+            name: torch.full_like(tensor, torch.nan if tensor.is_floating_point() else 0)
+            for name, tensor in zeros.items()
+        }
     )
 
 
 @pytest.mark.threat("kept_sealed")
 @pytest.mark.parametrize("attack", ON_SHOT)
 def test_shot_under_attack(attack: str, shot: Stopped) -> None:
-    tried, said = ON_SHOT[attack]
-    found = tried(shot)
-    assert re.search(said, found), found
+    tried, message = ON_SHOT[attack]
+    answer = tried(shot)
+    assert re.search(message, answer), answer
 
 
 def others(copa: Stopped, number: int, **changes: Any) -> dict[str, Any]:
@@ -283,6 +286,6 @@ ON_COPA: dict[str, tuple[Attack, str]] = {
 @pytest.mark.threat("kept_sealed")
 @pytest.mark.parametrize("attack", ON_COPA)
 def test_copa_under_attack(attack: str, copa: Stopped) -> None:
-    tried, said = ON_COPA[attack]
-    found = tried(copa)
-    assert re.search(said, found), found
+    tried, message = ON_COPA[attack]
+    answer = tried(copa)
+    assert re.search(message, answer), answer

@@ -82,10 +82,10 @@ def test_same_bits_as_the_local_engine_and_no_source_model_in_clear(
     assert ours["selected"] == theirs["selected"]
     assert set(crossed) == set(SOURCES)
     rounds = transport.asked.count(("north", made))
-    one = sum(tensor.nbytes for tensor in model(here, name, "east").values())
+    model_bytes = sum(tensor.nbytes for tensor in model(here, name, "east").values())
     sealed, up = theirs["bytes_up"]["sealed"], theirs["bytes_up"]["weights"]
-    assert up == rounds * one, "the target's model alone is in clear"
-    assert 1 < sealed / (rounds * one * len(SOURCES)) < 1 + 4000 / one
+    assert up == rounds * model_bytes, "the target's model alone is in clear"
+    assert 1 < sealed / (rounds * model_bytes * len(SOURCES)) < 1 + 4000 / model_bytes
     assert 0 <= theirs["bytes_down"]["sealed"] - sealed < 20 * rounds * len(SOURCES), "and where they belong"
     lines, _ = AuditLog.check(transport.programs["north"].config.audit_log)
     fits = [line for line in lines if line["call"] == made]
@@ -146,13 +146,13 @@ def to_target(change: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
     return meddle
 
 
-def flipped(header: dict[str, Any], models: dict[str, Any]) -> dict[str, Any]:
+def flip_byte(header: dict[str, Any], models: dict[str, Any]) -> dict[str, Any]:
     sealed = models["north"]["0|sealed"].clone()
     sealed[len(sealed) // 2] ^= 1
     return {**models, "north": Sealed({**models["north"], "0|sealed": sealed})}
 
 
-def swapped(header: dict[str, Any], models: dict[str, Any]) -> dict[str, Any]:
+def swap_models(header: dict[str, Any], models: dict[str, Any]) -> dict[str, Any]:
     return {"north": models["south"], "south": models["north"]}
 
 
@@ -162,7 +162,7 @@ def made_by(signer: str, run_name: str = RUN, **other: Any) -> Callable[..., dic
     def change(header: dict[str, Any], models: dict[str, Any]) -> dict[str, Any]:
         passage = Passage(run_name, header["envelope"]["exchange"] - 1, "fit", "weights", "north", ("east",))
         keys = other.get("keys", {"east": SealingKey(TARGET_KEY).public})
-        return {**models, "north": box_of(passage, OTHER, keys, signer, other.get("said"))}
+        return {**models, "north": box_of(passage, OTHER, keys, signer, other.get("contents"))}
 
     return change
 
@@ -173,10 +173,10 @@ NOT_SIGNED = "the sealed model of 'north' is not signed with a certificate"
 
 @pytest.mark.threat("handed_on_model")
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
-        (flipped, NOT_SIGNED),
-        (swapped, "the model of 'north' from exchange 1, call fit, run .* that of 'south' from exchange 1"),
+        (flip_byte, NOT_SIGNED),
+        (swap_models, "the model of 'north' from exchange 1, call fit, run .* that of 'south' from exchange 1"),
         (made_by("north", "another-run"), "run 'another-run'"),
         (made_by("coordinator"), NOT_SIGNED),
         (made_by("north"), "the model that 'north' sealed for it: 'weights' holds other tensors than"),
@@ -184,21 +184,21 @@ NOT_SIGNED = "the sealed model of 'north' is not signed with a certificate"
             made_by("north", keys={"east": SealingKey(bytes(range(1, 33))).public}),
             "model of 'north' was not sealed for this site's key",
         ),
-        (made_by("north", said={"": Weights({"w": torch.zeros(2)})}), "not those that its box declares"),
+        (made_by("north", contents={"": Weights({"w": torch.zeros(2)})}), "not those that its box declares"),
         (lambda header, models: {**models, "north": Sealed({"sealed": OTHER["features.w"]})}, "holds no sealed model"),
         (lambda header, models: {**models, "north": OTHER}, "holds no sealed model"),
     ],
 )
 def test_the_target_opens_what_its_sender_sealed_for_it_and_nothing_else(
-    change: Callable[..., dict[str, Any]], said: str, tmp_path: Path
+    change: Callable[..., dict[str, Any]], message: str, tmp_path: Path
 ) -> None:
     transport = between(tmp_path)
     give_key(transport, "east", RUN)
     transport.meddle = to_target(change)
-    with pytest.raises(FedshiftError, match=said):
+    with pytest.raises(FedshiftError, match=message):
         run(tmp_path, transport)
     lines, _ = AuditLog.check(transport.programs["east"].config.audit_log)
-    assert re.search(said, lines[-1]["refused"])
+    assert re.search(message, lines[-1]["refused"])
 
 
 def give_key(transport: Between, site: str, run_name: str) -> None:
@@ -250,7 +250,7 @@ def forged_card(name: str, header: dict[str, Any]) -> dict[str, Any] | None:
 
 @pytest.mark.threat("handed_on_model")
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("another key", "the key of 'east' is not signed"),
         ("another run", "the key of 'east' is not signed"),
@@ -262,7 +262,9 @@ def forged_card(name: str, header: dict[str, Any]) -> dict[str, Any] | None:
         ("in clear", "'north' refuses to send weights"),
     ],
 )
-def test_a_source_seals_for_a_key_that_the_target_signed_and_for_no_other(name: str, said: str, tmp_path: Path) -> None:
+def test_a_source_seals_for_a_key_that_the_target_signed_and_for_no_other(
+    name: str, message: str, tmp_path: Path
+) -> None:
     """Also where the authority signs a certificate in the target's name."""
     right = certificate_of("east", key_of("east")).fingerprint(signing()[1]).hex()
     send = ["sealed", "numbers", "accuracy", "metrics"]
@@ -273,10 +275,10 @@ def test_a_source_seals_for_a_key_that_the_target_signed_and_for_no_other(name: 
         return None if changed is None else (changed, content)
 
     transport.meddle = meddle
-    with pytest.raises(FedshiftError, match=said):
+    with pytest.raises(FedshiftError, match=message):
         run(tmp_path, transport)
     lines, _ = AuditLog.check(transport.programs["north"].config.audit_log)
-    assert re.search(said, lines[-1].get("refused") or lines[-1]["failed"])
+    assert re.search(message, lines[-1].get("refused") or lines[-1]["failed"])
 
 
 @pytest.mark.threat("handed_on_model")
@@ -303,7 +305,13 @@ def test_only_what_a_method_hands_on_is_sealed_or_opened(tmp_path: Path) -> None
 
 def test_server_code_cannot_read_what_is_sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed = ClosedTensor((None, "", "w"), torch.float32, (2,))  # type: ignore[arg-type]
-    for look in (list, torch.Tensor.sum, lambda one: one[0], lambda one: one + 1, lambda one: one.equal(one)):
+    for look in (
+        list,
+        torch.Tensor.sum,
+        lambda tensor: tensor[0],
+        lambda tensor: tensor + 1,
+        lambda tensor: tensor.equal(tensor),
+    ):
         with pytest.raises(FedshiftError, match="only hand it on"):
             look(closed)
     assert closed.shape == (2,)
@@ -322,12 +330,12 @@ def odd_box(exchange: int = 1, readers: tuple[str, ...] = ("east",), size: int =
     """A box that is sealed for another exchange or reader than was asked for, or says that it holds another model."""
     keys = {reader: SealingKey(TARGET_KEY).public for reader in readers}
     passage = Passage(RUN, exchange, "fit", "weights", "north", readers)
-    sealed = box_of(passage, OTHER, keys, said={"": Weights({"features.w": torch.zeros(size)})})
+    sealed = box_of(passage, OTHER, keys, contents={"": Weights({"features.w": torch.zeros(size)})})
     return Sealed({name.removeprefix("0|"): part for name, part in sealed.items() if name != "places"})
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "message"),
     [
         ({}, "holds no sealed model"),
         ({"weights": OTHER}, "holds no sealed model"),
@@ -338,7 +346,7 @@ def odd_box(exchange: int = 1, readers: tuple[str, ...] = ("east",), size: int =
         ({"weights": odd_box(size=2**20)}, "does not say what it is"),
     ],
 )
-def test_an_answer_that_is_not_sealed_as_asked_is_refused(spoil: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_an_answer_that_is_not_sealed_as_asked_is_refused(spoil: dict[str, Any], message: str, tmp_path: Path) -> None:
     transport = between(tmp_path)
 
     def change(site: str, header: dict[str, Any], answer: Message | Lost) -> Message | Lost:
@@ -350,4 +358,4 @@ def test_an_answer_that_is_not_sealed_as_asked_is_refused(spoil: dict[str, Any],
     transport.change = change
     there = run(tmp_path, transport, quorum=1)
     record = json.loads((there / "kd3a/east/seed-0/rounds.jsonl").read_text().splitlines()[0])
-    assert said in record["extra"]["missing"]["north"]
+    assert message in record["extra"]["missing"]["north"]

@@ -28,7 +28,7 @@ from fedshift.federation.messages import Sealed, leaves
 from fedshift.weights import Weights
 
 
-def opened(folder: Path, there: Path, method: str, site: str) -> dict[str, torch.Tensor]:
+def open_at_site(folder: Path, there: Path, method: str, site: str) -> dict[str, torch.Tensor]:
     """The run's model as a site opens it."""
     open_model(there / method / "east" / RUN, folder / site / "SITE.yaml", folder / f"{site}.safetensors")
     return load_file(folder / f"{site}.safetensors")
@@ -50,7 +50,7 @@ def test_same_bits_as_the_local_engine_and_its_readers_open_it(
 
     def watch(site: str, header: dict[str, Any], answer: Message | Lost) -> Message | Lost:
         assert isinstance(answer, Message)
-        crossed.extend(path for path, one in leaves(unseal(answer)[1]) if isinstance(one, Weights))
+        crossed.extend(path for path, value in leaves(unseal(answer)[1]) if isinstance(value, Weights))
         return answer
 
     transport.change = watch
@@ -69,13 +69,13 @@ def test_same_bits_as_the_local_engine_and_its_readers_open_it(
     whole = model(here, name, "east")
     for site in SITES:
         if site in readers:
-            assert same(whole, opened(tmp_path, there, name, site))
+            assert same(whole, open_at_site(tmp_path, there, name, site))
             load_model(tmp_path / f"{site}.safetensors")
             lines, _ = AuditLog.check(transport.programs[site].config.audit_log)
             assert any(line.get("opened") for line in lines)
         else:
             with pytest.raises(UserError, match=f"site '{site}' has no key that this model was sealed for"):
-                opened(tmp_path, there, name, site)
+                open_at_site(tmp_path, there, name, site)
         kept = [*transport.programs[site].config.memory.glob("*/sealing"), *(tmp_path / site).glob("memory/.models/*")]
         assert len(kept) == (site in readers), "the key goes with the run, or with its model"
 
@@ -114,7 +114,7 @@ def test_killed_anywhere_a_run_ends_in_the_same_bits(
     assert not left
     here = simulate(tmp_path, options(method), unseen={}, routing="sealed")
     name = method["name"]
-    assert same(model(here, name, "east"), opened(tmp_path, there, name, "east"))
+    assert same(model(here, name, "east"), open_at_site(tmp_path, there, name, "east"))
     assert result(here, name, "east")["selected"] == result(there, name, "east")["selected"]
 
 
@@ -136,11 +136,11 @@ def test_a_run_goes_on_without_a_site(method: dict[str, Any], lost: tuple[str, i
     rounds = [json.loads(line) for line in (there / name / "east" / RUN / "rounds.jsonl").read_text().splitlines()]
     assert [list(line["extra"]["missing"]) for line in rounds if "missing" in line["extra"]] == [["south"]]
     assert all("east" in line["target_accuracy"] for line in rounds)
-    whole = opened(tmp_path, there, name, "east")
+    whole = open_at_site(tmp_path, there, name, "east")
     if name == "shot":
         assert whole["counted"].tolist() == [1.0, 0.0]
     else:
-        assert same(whole, opened(tmp_path, there, name, "south"))
+        assert same(whole, open_at_site(tmp_path, there, name, "south"))
 
 
 def test_what_the_target_refuses_to_open_ends_the_run_with_its_words(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_what_the_target_refuses_to_open_ends_the_run_with_its_words(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("method", "said"),
+    ("method", "message"),
     [
         ({"name": "fedavg"}, "fedavg has none: choose copa, fada, shot, kd3a"),
         ({"name": "kd3a", "robust": {"rule": "norm_clipping"}}, "robust aggregation looks at"),
@@ -170,8 +170,8 @@ def test_what_the_target_refuses_to_open_ends_the_run_with_its_words(tmp_path: P
         ({**COPA, "average": "swa"}, "which average reads"),
     ],
 )
-def test_what_it_cannot_hide_is_refused_before_training(method: dict[str, Any], said: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=said):
+def test_what_it_cannot_hide_is_refused_before_training(method: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
         simulate(tmp_path, options(method), unseen={}, routing="sealed")
 
 
@@ -179,12 +179,12 @@ def test_check_says_what_leaves_and_what_the_server_reads(tmp_path: Path) -> Non
     files = write_data(tmp_path / "data", SITES)
     both = {**options(SHOT), "methods": [SHOT, {**COPA, "adaptation": True}]}
     experiment = parse({**both, "data": {"name": "arrays", "sites": files}, "engine": {"routing": "sealed"}})
-    found = check(experiment)
-    assert [(one.shares, one.reads) for one in found.methods] == [
+    result = check(experiment)
+    assert [(method.shares, method.reads) for method in result.methods] == [
         (("numbers", "sealed"), "no model"),
         (("weights", "numbers", "sealed"), "feature extractors"),
     ]
-    assert any("only the target can measure" in warning for warning in found.warnings)
+    assert any("only the target can measure" in warning for warning in result.warnings)
 
 
 def test_the_coordinator_cannot_measure_it_on_samples_of_its_own(tmp_path: Path) -> None:

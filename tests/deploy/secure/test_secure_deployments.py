@@ -228,8 +228,10 @@ def test_a_site_that_refuses_is_left_out_and_no_other(tmp_path: Path) -> None:
     options = secure_options()
     transport = between(tmp_path, losing(), FOUR)
     engine = {"quorum": 3, "on_refusal": "leave_out"}
-    place = site_file(tmp_path, "up", str(tmp_path / "data/up.npz"), send=["numbers", "accuracy", "metrics"])
-    transport = Loopback({**{name: one.config.path for name, one in transport.programs.items()}, "up": place})
+    site_yaml = site_file(tmp_path, "up", str(tmp_path / "data/up.npz"), send=["numbers", "accuracy", "metrics"])
+    transport = Loopback(
+        {**{name: program.config.path for name, program in transport.programs.items()}, "up": site_yaml}
+    )
     with pytest.raises(UserError, match=r"'up' refuses to send masked.*policy.send"):
         deploy_secure(tmp_path, options, transport=transport, engine={"quorum": 3})
     there, _ = deploy_secure(tmp_path / "again", options, transport=transport, engine=engine)

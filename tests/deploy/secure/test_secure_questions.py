@@ -36,19 +36,19 @@ class Asking(Coordinator):
         self.memory: dict[str, dict[str, str]] = {}
 
     def header(self, site: str, call: str, exchange: int, **changes: Any) -> dict[str, Any]:
-        one = {**ENVELOPE, "exchange": exchange}
+        envelope = {**ENVELOPE, "exchange": exchange}
         memory = self.memory.get(site, {})
-        asked = {"setting": CSAC, "weighing": ["uniform", 0, len(FOUR)], "envelope": one, **changes}
-        found, _ = self.to_mask(site, envelopes=dict.fromkeys(FOUR, one), memory=memory, kept=memory, **asked)
-        return {**found, "call": call}
+        asked = {"setting": CSAC, "weighing": ["uniform", 0, len(FOUR)], "envelope": envelope, **changes}
+        answer, _ = self.to_mask(site, envelopes=dict.fromkeys(FOUR, envelope), memory=memory, kept=memory, **asked)
+        return {**answer, "call": call}
 
     def answers(self, call: str, content: Mapping[str, Content], exchange: int, **changes: Any) -> dict[str, Any]:
         """The headers of the answers of all sites."""
-        found = {}
+        answers = {}
         for site in FOUR:
-            found[site], _ = self.ask(site, self.header(site, call, exchange, **changes), content)
-            self.memory[site] = found[site].get("memory", self.memory.get(site, {}))
-        return found
+            answers[site], _ = self.ask(site, self.header(site, call, exchange, **changes), content)
+            self.memory[site] = answers[site].get("memory", self.memory.get(site, {}))
+        return answers
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def asking(tmp_path: Path) -> Asking:
 
 
 @pytest.fixture
-def acquired(asking: Asking) -> Asking:
+def acquisition(asking: Asking) -> Asking:
     answers = asking.answers("acquire", {"keep": True}, 1)
     assert all("error" not in answer for answer in answers.values()), answers
     return asking
@@ -144,34 +144,34 @@ def test_a_high_power_of_the_distance_is_refused_before_training(power: float) -
 # How often a site is asked about its model ----------------------------------------------------------------------------
 
 
-def moved(asking: Asking, by: float) -> dict[str, Content]:
+def move_mean(asking: Asking, by: float) -> dict[str, Content]:
     return {"mean": Weights({name: tensor + by for name, tensor in START.items()})}
 
 
 @pytest.mark.threat("sum_questions")
-def test_a_site_is_asked_once_about_a_model(acquired: Asking) -> None:
+def test_a_site_is_asked_once_about_a_model(acquisition: Asking) -> None:
     """Distances to means that a coordinator chooses, one after the other, would show the models themselves."""
-    first = acquired.answers("weigh", moved(acquired, 0.1), 2)
-    again = acquired.answers("weigh", moved(acquired, 0.1), 2)
+    first = acquisition.answers("weigh", move_mean(acquisition, 0.1), 2)
+    again = acquisition.answers("weigh", move_mean(acquisition, 0.1), 2)
     assert first == again
     for site in FOUR:
-        acquired.restart(site)
+        acquisition.restart(site)
     for exchange, changes in ((2, {}), (3, {}), (3, {"setting": {**CSAC, "seed": 1}})):
-        for answer in acquired.answers("weigh", moved(acquired, 0.2), exchange, **changes).values():
+        for answer in acquisition.answers("weigh", move_mean(acquisition, 0.2), exchange, **changes).values():
             assert answer["error"] == "Refused"
             assert re.search("about this model before|masks it only once", answer["message"])
     whole = Weights({name: tensor + 0.3 for name, tensor in START.items()})
-    answers = acquired.answers("calibrate", {"weights": whole, "keep": True}, 4)
+    answers = acquisition.answers("calibrate", {"weights": whole, "keep": True}, 4)
     assert all("error" not in answer for answer in answers.values()), answers
-    answers = acquired.answers("weigh", moved(acquired, 0.2), 4)  # about another model
+    answers = acquisition.answers("weigh", move_mean(acquisition, 0.2), 4)  # about another model
     assert all("error" not in answer for answer in answers.values()), answers
 
 
 @pytest.mark.threat("sum_questions")
-def test_a_question_that_was_refused_was_asked(acquired: Asking) -> None:
+def test_a_question_that_was_refused_was_asked(acquisition: Asking) -> None:
     """Whether an answer is too large tells of the distance: one question for each model, answered or not."""
-    assert "too large for a sum" in acquired.answers("weigh", moved(acquired, 1e6), 2)["north"]["message"]
-    answers = acquired.answers("weigh", moved(acquired, 0.1), 3)
+    assert "too large for a sum" in acquisition.answers("weigh", move_mean(acquisition, 1e6), 2)["north"]["message"]
+    answers = acquisition.answers("weigh", move_mean(acquisition, 0.1), 3)
     assert all("about this model before" in answer["message"] for answer in answers.values())
 
 
@@ -180,28 +180,28 @@ def test_a_question_that_was_refused_was_asked(acquired: Asking) -> None:
 
 @pytest.mark.threat("sum_refusal_tells")
 @pytest.mark.parametrize(
-    ("setting", "weights", "said"),
+    ("setting", "weights", "expected"),
     [
         (SETTING, START["classifier.weight"] + 1e12, "too large for a sum"),
         ({**SETTING, "training": {"lr": 1e5}}, START["classifier.weight"], "training diverged"),
     ],
 )
 def test_a_refusal_tells_no_number_of_a_model(
-    setting: dict[str, Any], weights: torch.Tensor, said: str, asking: Asking
+    setting: dict[str, Any], weights: torch.Tensor, expected: str, asking: Asking
 ) -> None:
     """The coordinator is told what happened; how large the numbers are stands in the site's own log."""
     content = {"weights": Weights({**START, "classifier.weight": weights})}
     message = asking.ask("north", asking.header("north", "fit", 1, setting=setting), content)[0]["message"]
-    assert said in message
+    assert expected in message
     assert not re.search(r"\d", message)
     lines, _ = AuditLog.check(asking.sites["north"].config.audit_log)
     assert re.search(r"\d", lines[-1]["failed"])
 
 
 @pytest.mark.threat("sum_refusal_tells")
-def test_a_distance_that_is_too_large_is_not_told(acquired: Asking) -> None:
+def test_a_distance_that_is_too_large_is_not_told(acquisition: Asking) -> None:
     """A single site's distance to a mean of the coordinator's choice, to six digits, is what sums hide."""
-    for answer in acquired.answers("weigh", moved(acquired, 1e6), 2).values():
+    for answer in acquisition.answers("weigh", move_mean(acquisition, 1e6), 2).values():
         assert "too large for a sum" in answer["message"]
         assert not re.search(r"\d", answer["message"])
 
@@ -214,5 +214,5 @@ def test_orders_bind_role_and_split(asking: Asking) -> None:
         {**header["part"], "split": {**header["part"]["split"], "seed": 1}},
     ):
         assert order_in(call_request({**header, "part": part}), sha)[0].binding != order.binding
-    own = {**header["part"], "number": 1, "fingerprint": "f"}  # differ from site to site
-    assert order_in(call_request({**header, "part": own}), sha)[0].binding == order.binding
+    part_of_site = {**header["part"], "number": 1, "fingerprint": "f"}  # differ from site to site
+    assert order_in(call_request({**header, "part": part_of_site}), sha)[0].binding == order.binding

@@ -103,7 +103,7 @@ class Coordinator:
         header, _ = self.to_mask(site, weights=weights, **changes)
         return self.ask(site, header, {"weights": weights})
 
-    def masked(self, weights: Mapping[str, Weights] | None = None) -> SecureSum:
+    def mask_all(self, weights: Mapping[str, Weights] | None = None) -> SecureSum:
         """The sum of the masked answers of all sites, each of which may be sent other weights."""
         _, order = self.to_mask("north")
         total = SecureSum(order)
@@ -129,12 +129,12 @@ def asking(tmp_path: Path) -> Coordinator:
 
 
 def test_a_sum_by_hand(asking: Coordinator) -> None:
-    total = asking.masked()
+    total = asking.mask_all()
     told = {}
     for name in ("north", "up", "east"):
         _, content = asking.unmask(name, total, total.answered)
         told[name] = revealed_of(content, total.order, total.answered)
-    assert total.unmasked(told)[0].item() == len(FOUR)
+    assert total.unmask_total(told)[0].item() == len(FOUR)
     assert total.total is not None
     assert total.total[0].item() != len(FOUR)
 
@@ -164,7 +164,7 @@ def test_one_update_is_masked_once(asking: Coordinator) -> None:
 @pytest.mark.threat("model_alone")
 def test_a_site_tells_shares_of_one_kind_for_one_set_of_survivors(tmp_path: Path) -> None:
     asking = Coordinator(tmp_path, roster="any")
-    total = asking.masked()
+    total = asking.mask_all()
     three = ["east", "north", "south"]
     answer, content = asking.unmask("north", total, three)
     shares = content["shares"]
@@ -184,10 +184,10 @@ def test_a_site_tells_shares_of_one_kind_for_one_set_of_survivors(tmp_path: Path
 
 @pytest.mark.threat("model_alone")
 def test_sites_that_were_sent_different_models_unmask_nothing(asking: Coordinator) -> None:
-    total = asking.masked({"north": OTHER})
-    said = {name: asking.unmask(name, total, total.answered)[0]["message"] for name in FOUR}
-    assert "did not mask its reply for this roster and content" in said.pop("north")
-    assert all("not sealed for this sum" in one for one in said.values())
+    total = asking.mask_all({"north": OTHER})
+    messages = {name: asking.unmask(name, total, total.answered)[0]["message"] for name in FOUR}
+    assert "did not mask its reply for this roster and content" in messages.pop("north")
+    assert all("not sealed for this sum" in message for message in messages.values())
 
 
 @pytest.mark.threat("sum_of_one")
@@ -195,7 +195,7 @@ def test_how_many_sites_a_sum_has_is_the_sites_rule(tmp_path: Path) -> None:
     asking = Coordinator(tmp_path, smallest_sum=4)
     answer, _ = asking.mask("north", names=["north", "south", "east"])
     assert "at least 4 sites" in answer["message"]
-    total = asking.masked()
+    total = asking.mask_all()
     assert "at least 4 sites" in asking.unmask("north", total, ["east", "north", "south"])[0]["message"]
     assert "error" not in asking.unmask("north", total, total.answered)[0]
 
@@ -206,7 +206,7 @@ DONE = {**ENVELOPE, "progress": 1.0}
 
 @pytest.mark.threat("model_alone")
 @pytest.mark.parametrize(
-    ("others", "said"),
+    ("others", "message"),
     [
         ({"south": IDLE, "east": IDLE}, "at least 3 sites train, not 2"),
         ({"south": DONE}, "not asked for the same"),
@@ -217,11 +217,11 @@ DONE = {**ENVELOPE, "progress": 1.0}
         ({"south": {**ENVELOPE, "progress": "1"}}, "sum.envelopes.south.progress: input should be"),
     ],
 )
-def test_a_site_trains_only_where_others_do(others: dict[str, Any], said: str, asking: Coordinator) -> None:
+def test_a_site_trains_only_where_others_do(others: dict[str, Any], message: str, asking: Coordinator) -> None:
     """Who does no work contributes what it was sent, which the coordinator knows."""
     header, _ = asking.to_mask("north")
     header["sum"]["envelopes"] = {**dict.fromkeys(FOUR, ENVELOPE), **others}
-    assert said in asking.ask("north", header, {"weights": START})[0]["message"]
+    assert message in asking.ask("north", header, {"weights": START})[0]["message"]
     assert not list(asking.sites["north"].config.memory.glob("r/sums/*masked*"))
 
 
@@ -277,7 +277,7 @@ def prints(folder: Path) -> dict[str, str]:
     return {name: Identity.of_kit(folder / name, name).fingerprint for name in FOUR}
 
 
-def forged(asking: Coordinator, **certificate: Any) -> KeyCard:
+def forge_card(asking: Coordinator, **certificate: Any) -> KeyCard:
     """A key of the coordinator's own in the name of 'south', with a certificate that it made."""
     public = asking.cards["east"].public
     name, key = certificate.pop("name", "south"), key_of("coordinator")
@@ -295,13 +295,13 @@ def test_a_key_that_its_site_did_not_sign_is_refused(asking: Coordinator) -> Non
         replace(honest, certificate=b"none"),
         replace(honest, public=asking.cards["east"].public),  # the signature is of another key
         replace(asking.cards["east"], site="south"),
-        forged(asking, authority="coordinator"),
-        forged(asking, name="north"),
-        forged(asking, days=-1),
+        forge_card(asking, authority="coordinator"),
+        forge_card(asking, name="north"),
+        forge_card(asking, days=-1),
     ):
         asking.cards["south"] = card
         assert "the key of 'south' is not signed" in asking.mask("north")[0]["message"]
-    assert asking.sites["north"].terms.agreed().peers == ()
+    assert asking.sites["north"].terms.in_force().peers == ()
     asking.cards["south"] = honest
     assert "error" not in asking.mask("north")[0]
 
@@ -312,24 +312,27 @@ def test_whoever_holds_the_authority_cannot_be_the_others(rule: str, tmp_path: P
     """A certificate that the authority signed is not enough: it has to be the one that the site knows."""
     policy: dict[str, Any] = {
         "seen first": {},
-        "listed": {"secure": "required", "peers": {name: one.upper() for name, one in prints(tmp_path).items()}},
+        "listed": {
+            "secure": "required",
+            "peers": {name: request.upper() for name, request in prints(tmp_path).items()},
+        },
         "agreed": {"secure": "required"},
     }[rule]
     asking = Coordinator(tmp_path, **policy)
     program = asking.sites["north"]
     if rule == "agreed":
         assert "has not agreed to the certificate" in asking.mask("north")[0]["message"]
-        assert [len(one.lacks.peers) for one in program.terms.asked()] == [len(FOUR) - 1]
-        program.terms.agree(program.terms.asked())
+        assert [len(request.lacks.peers) for request in program.terms.requests()] == [len(FOUR) - 1]
+        program.terms.agree(program.terms.requests())
     assert "error" not in asking.mask("north")[0]
-    asking.cards["south"] = forged(asking)
+    asking.cards["south"] = forge_card(asking)
     answer, _ = asking.mask("north")
     assert ("policy.peers lists" if rule == "listed" else "has not agreed to the certificate") in answer["message"]
     if rule != "listed":
-        assert [peer.site for one in program.terms.asked() for peer in one.lacks.peers] == ["south"]
-        program.terms.agree(program.terms.asked())  # the kit was issued anew
+        assert [peer.site for request in program.terms.requests() for peer in request.lacks.peers] == ["south"]
+        program.terms.agree(program.terms.requests())  # the kit was issued anew
         assert "another key than before" in asking.mask("north")[0]["message"]  # in this run, all the same
-        assert [peer.site for peer in program.terms.agreed().peers].count("south") == 1
+        assert [peer.site for peer in program.terms.in_force().peers].count("south") == 1
 
 
 def test_a_site_without_a_kit_says_so(tmp_path: Path) -> None:

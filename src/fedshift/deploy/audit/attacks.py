@@ -90,8 +90,8 @@ class Attacker:
             began = time.perf_counter()
             of = f", sum of {number} sites" if number > 1 else ""
             self.watcher.case(f"{exchange}, {self.size}, {attack}{of}")
-            result = self._inverted(sent) if attack == "analytic" else self._searched(attack, sent)
-            yield self._measured(attack, sent, result, began)
+            result = self._invert(sent) if attack == "analytic" else self._search(attack, sent)
+            yield self._measure(attack, sent, result, began)
         self.attacked = whole
 
     def _batch(self) -> Sent:
@@ -135,13 +135,13 @@ class Attacker:
             return tensors[0]
         total = Total()
         weighing = Weighing.of("samples", [site.samples for site in self.sites])
-        for site, own in zip(self.sites, tensors, strict=True):
-            named = Weights({str(number): tensor.cpu() for number, tensor in enumerate(own)})
+        for site, of_site in zip(self.sites, tensors, strict=True):
+            named = Weights({str(number): tensor.cpu() for number, tensor in enumerate(of_site)})
             total.add(site.name, contribution(Update(named, site.samples, 0.0), weighing))
         mean = total.mean().model()
         return [mean[str(number)].to(self.site.device) for number in range(len(mean))]
 
-    def _searched(self, attack: Search, sent: Sent) -> _Found:
+    def _search(self, attack: Search, sent: Sent) -> _Found:
         """Search for samples whose gradient is the one that was sent; return the best of several attempts.
 
         Labels are inferred from the last layer's bias if that is exact (one sample) or the attack takes labels as given
@@ -160,7 +160,7 @@ class Attacker:
         by = "optimised with the samples" if fixed is None else "sign" if self.attacked.size == 1 else "counts"
         return _Found(self.attacked.space.inputs(best.dummies), best.logits.argmax(1).tolist(), by, best.distance)
 
-    def _inverted(self, sent: Sent) -> _Found:
+    def _invert(self, sent: Sent) -> _Found:
         """Compute the first layer's input from its gradients alone."""
         assert self.first is not None
         weight, bias = self._gradient(sent, self.first.weight), self._gradient(sent, self.first.bias)
@@ -187,23 +187,23 @@ class Attacker:
         pairs = zip(self.attacked.trained, sent.gradient, strict=True)
         return next((gradient for trained, gradient in pairs if trained is parameter), None)
 
-    def _measured(self, attack: Attack, sent: Sent, found: _Found, began: float) -> Case:
+    def _measure(self, attack: Attack, sent: Sent, result: _Found, began: float) -> Case:
         """Compare reconstructions, and the sites' mean sample, with the originals that they resemble most."""
         images = self.attacked.space.images
-        shown = self.attacked.space.shown(found.inputs)
-        sums = [self.attacked.space.shown(inputs).sum(0) for inputs in self._all_inputs()]
+        shown = self.attacked.space.comparable(result.inputs)
+        sums = [self.attacked.space.comparable(inputs).sum(0) for inputs in self._all_inputs()]
         guess = (torch.stack(sums).sum(0) / self.samples).expand_as(shown)
         originals, labels, number = self._beside(shown, sent)
         errors, likeness = _alike(shown, originals)
         guess_errors, guess_likeness = _alike(guess, self._beside(guess, sent)[0])
-        true, guessed = Counter(labels.tolist()), Counter(found.labels)
+        true, guessed = Counter(labels.tolist()), Counter(result.labels)
         return Case(
             exchange=sent.exchange,
             attack=attack,
             sites=len(self.sites),
             batch=self.size,
             steps=sent.steps,
-            distance=found.distance,
+            distance=result.distance,
             mse=errors,
             psnr=tuple(map(leakage.psnr, errors)) if images else None,
             ssim=likeness if images else None,
@@ -213,9 +213,9 @@ class Attacker:
             guess_ssim=fmean(guess_likeness) if images else None,
             guess_correlation=None if images else fmean(guess_likeness),
             labels=tuple(self.classes[label] for label in labels.tolist()),
-            inferred=tuple(self.classes[label] for label in found.labels),
-            labels_by=found.labels_by,
-            labels_right=(true & guessed).total() if found.labels and number == len(shown) else None,
+            inferred=tuple(self.classes[label] for label in result.labels),
+            labels_by=result.labels_by,
+            labels_right=(true & guessed).total() if result.labels and number == len(shown) else None,
             seconds=time.perf_counter() - began,
             originals=originals.cpu().numpy(),
             reconstructions=shown.cpu().numpy(),
@@ -224,11 +224,11 @@ class Attacker:
     def _beside(self, shown: Tensor, sent: Sent) -> tuple[Tensor, Tensor, int]:
         """The most similar original of each of ``shown``, its label, and the number of originals compared."""
         if sent.batch is not None:
-            originals, labels = self.attacked.space.shown(sent.batch[0]), sent.batch[1]
+            originals, labels = self.attacked.space.comparable(sent.batch[0]), sent.batch[1]
             result = leakage.best_match(leakage.mean_squared_errors(shown, originals)).to(labels.device)
             return originals[result], labels[result], len(labels)
         errors = [
-            leakage.mean_squared_errors(shown, self.attacked.space.shown(inputs)) for inputs in self._all_inputs()
+            leakage.mean_squared_errors(shown, self.attacked.space.comparable(inputs)) for inputs in self._all_inputs()
         ]
         beside = [self._original(row) for row in leakage.best_match(torch.cat(errors, dim=1)).tolist()]
         originals, labels = (torch.cat(parts) for parts in zip(*beside, strict=True))
@@ -241,7 +241,7 @@ class Attacker:
                 break
             row -= site.samples
         inputs, labels, _ = site.data.batch(torch.tensor([row]))
-        return self.attacked.space.shown(inputs), labels
+        return self.attacked.space.comparable(inputs), labels
 
     def _all_inputs(self) -> Iterator[Tensor]:
         """The samples of all sites, one site after the other."""

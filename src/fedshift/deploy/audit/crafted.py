@@ -75,7 +75,7 @@ class CraftedCase:
 
 
 def crafted_cases(
-    view: SiteData, others: SiteData, data: DataSet, own: NetworkOptions, policy: Policy, seed: int
+    view: SiteData, others: SiteData, data: DataSet, network_options: NetworkOptions, policy: Policy, seed: int
 ) -> Iterator[CraftedCase]:
     """Attack a site with the experiment's network, if it can be crafted, and with a wide one.
 
@@ -86,23 +86,23 @@ def crafted_cases(
         view: the site's training samples.
         others: samples of other sites, from which the attacker takes thresholds.
         data: the data set.
-        own: the experiment's network.
+        network_options: the experiment's network.
         policy: the site's.
         seed: what the directions are drawn from.
     """
     wide = Mlp(hidden=(min(_WIDEST, max(64, 8 * view.samples)),))
     rows = torch.linspace(0, others.samples - 1, min(others.samples, _KNOWN)).long()
     known = others.batch(rows)[0].cpu()
-    for options, chosen in ((own, False), (wide, True)):
+    for options, chosen in ((network_options, False), (wide, True)):
         try:
             fully_connected(models.build(options, data.input_shape, len(data.classes), seed))
         except UserError:
             continue
         for layout in LAYOUTS:
-            yield _tried(view, known, data, options, chosen, layout, policy, seed)
+            yield _try_network(view, known, data, options, chosen, layout, policy, seed)
 
 
-def _tried(
+def _try_network(
     view: SiteData,
     known: Tensor,
     data: DataSet,

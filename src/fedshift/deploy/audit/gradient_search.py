@@ -49,7 +49,7 @@ class Watcher:
     def case(self, title: str) -> None:
         """An attack begins."""
 
-    def evaluated(self, number: int) -> None:
+    def advance(self, number: int) -> None:
         """So many further evaluations are done."""
 
 
@@ -133,7 +133,7 @@ class Attempt:
             self._lbfgs()
         else:
             self._signed_adam()
-        self._watcher.evaluated(self._left)
+        self._watcher.advance(self._left)
 
     def _lbfgs(self) -> None:
         """Zhu et al.: L-BFGS without a line search."""
@@ -185,7 +185,7 @@ class Attempt:
             self.distance = self._last
             self.dummies, self.logits = self._dummies.detach().clone(), self._logits.detach().clone()
         self._left -= 1
-        self._watcher.evaluated(1)
+        self._watcher.advance(1)
         return distance.detach()
 
 
@@ -206,7 +206,7 @@ class Space:
         if self.images:
             dummies.detach().clamp_(-0.5 / _SPREAD, 0.5 / _SPREAD)
 
-    def shown(self, inputs: Tensor) -> Tensor:
+    def comparable(self, inputs: Tensor) -> Tensor:
         """What is compared: pixels in [0, 1], or vectors as the network reads them."""
         inputs = inputs.detach()
         return ((inputs - self._shift) / self._scale).clamp(0, 1) if self.images else inputs

@@ -155,12 +155,12 @@ def audit_leakage(
     summed = [size for size in sizes if not _no_sum(size, views)]
     watcher.begin(2 * (len(sizes) + len(summed)) * len(attacks) * iterations * starts * repeats)
 
-    def attacked(size: int, names: Sequence[str], number: int) -> list[Case]:
+    def attack_together(size: int, names: Sequence[str], number: int) -> list[Case]:
         """Both exchanges, at a size of mini-batch, of these sites together, in a repeat."""
         training = trained.for_classes(data.classes).model_copy(update={"batch_size": size})
         sites = []
         for source in names:
-            own, noise = views[source], draws.get(source)
+            view_here, noise = views[source], draws.get(source)
             if noise is not None and number:
                 noise = replace(noise, stream=f"{noise.stream} {number}")
             sites.append(
@@ -172,9 +172,9 @@ def audit_leakage(
                     training,
                     SiteMemory(()),
                     seed + number,
-                    own.device,
+                    view_here.device,
                     network,
-                    own,
+                    view_here,
                     draws=noise,
                 )
             )
@@ -186,7 +186,7 @@ def audit_leakage(
             together(same)
             for size in sizes
             for some in ([(name,), tuple(views)] if size in summed else [(name,)])
-            for same in zip(*(attacked(size, some, number) for number in range(repeats)), strict=True)
+            for same in zip(*(attack_together(size, some, number) for number in range(repeats)), strict=True)
         ]
         watcher.case("crafted networks")
         plain = SiteData([parts[name]], data.preprocessing, None, device)

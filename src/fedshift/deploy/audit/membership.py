@@ -59,7 +59,7 @@ class AtRate:
         rate: the share of the others that may be taken for members.
         false: how many were.
         others: of how many.
-        found: how many members were found.
+        caught: how many members were found.
         members: of how many.
         low: lower 95 % bound of the share of members that is found (Clopper and Pearson), two-sided.
         high: its upper bound.
@@ -68,7 +68,7 @@ class AtRate:
     rate: float
     false: int
     others: int
-    found: int
+    caught: int
     members: int
     low: float
     high: float
@@ -128,7 +128,12 @@ class MembershipAudit:
 
     def record(self) -> dict[str, Any]:
         """Plain data."""
-        return {**vars(self), "attacks": [asdict(attack) for attack in self.attacks]}
+        return {**vars(self), "attacks": [asdict(attack, dict_factory=_record_fields) for attack in self.attacks]}
+
+
+def _record_fields(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A record as it is stored, where `AtRate.caught` is called found."""
+    return {"found" if name == "caught" else name: value for name, value in fields}
 
 
 def audit_membership(
@@ -163,16 +168,16 @@ def audit_membership(
     seen = []
     with threads_set(threads):
         for number, planned in enumerate(runs):
-            seen.append([plan.by_unit(run) for run in _seen(_model(planned, device), planned.data, plan, device)])
+            seen.append([plan.by_unit(run) for run in _observe(_model(planned, device), planned.data, plan, device)])
             trained(number)
     losses, confidence, hits = (np.stack(each) for each in zip(*seen, strict=True))
     coins = np.stack([plan.coins(run.run.seed) for run in runs])
     rest = (losses.sum(0) - losses) / (trainings - 1)
-    attacks = [attacked("loss", -losses, coins), attacked("calibrated", rest - losses, coins)]
+    attacks = [guess_coins("loss", -losses, coins), guess_coins("calibrated", rest - losses, coins)]
     if (half := trainings // 2) >= FEWEST_SHADOWS:
         known, shadows = torch.from_numpy(confidence), torch.from_numpy(coins[:half])
         ratios = likelihood_ratios(known[half:], known[:half], shadows).numpy()
-        attacks.append(attacked("likelihood", ratios, coins[half:]))
+        attacks.append(guess_coins("likelihood", ratios, coins[half:]))
     privacy = runs[0].privacy.get(plan.site)
     return MembershipAudit(
         experiment=experiment.dump(),
@@ -196,7 +201,7 @@ def audit_membership(
     )
 
 
-def attacked(name: Guesses, scores: NDArray[np.float64], coins: NDArray[np.bool_]) -> MembershipAttack:
+def guess_coins(name: Guesses, scores: NDArray[np.float64], coins: NDArray[np.bool_]) -> MembershipAttack:
     """Guess from scores, (trainings, units), which are higher for likelier members, and compare with the coins."""
     sure = max(1, int(_SURE * scores.shape[1]))
     order = np.argsort(scores, axis=1, kind="stable")
@@ -236,7 +241,7 @@ class _Coins(Plan):
         split = super()._split(target, first)
         if self.site not in split.train:
             return split
-        rows = self.candidates[self.coins(seed)[self._place]]
+        rows = self.candidates[self.coins(seed)[self._unit_numbers]]
         return replace(split, train={**split.train, self.site: rows if len(rows) else self.candidates[:1]})
 
     @property
@@ -246,19 +251,19 @@ class _Coins(Plan):
         return np.sort(np.concatenate([split.train[self.site], split.held_out[self.site]])).astype(np.int64)
 
     @property
-    def _place(self) -> NDArray[np.int64]:
+    def _unit_numbers(self) -> NDArray[np.int64]:
         """The number of each candidate's group; its own number where all are apart."""
         groups, rows = self.data.domains[self.site].groups, self.candidates
         return np.arange(len(rows)) if groups is None else np.unique(groups[rows], return_inverse=True)[1].reshape(-1)
 
     def coins(self, seed: int) -> NDArray[np.bool_]:
         """Which units take part in the training with this seed."""
-        units = int(self._place.max()) + 1
+        units = int(self._unit_numbers.max()) + 1
         return np.random.default_rng([seed, 23]).random(units) < 0.5
 
     def by_unit(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """The mean of each unit's samples."""
-        position = self._place
+        position = self._unit_numbers
         return np.asarray(np.bincount(position, values) / np.bincount(position))
 
 
@@ -292,7 +297,7 @@ def _model(planned: PlannedRun, device: str) -> Network:
 
 
 @torch.no_grad()
-def _seen(network: Network, data: DataSet, plan: _Coins, device: str) -> tuple[NDArray[np.float64], ...]:
+def _observe(network: Network, data: DataSet, plan: _Coins, device: str) -> tuple[NDArray[np.float64], ...]:
     """What the attacker sees of each candidate: its loss, its scaled confidence, and whether its class is predicted."""
     view = SiteData([(data.domains[plan.site], plan.candidates, 0)], data.preprocessing, None, device)
     seen = []

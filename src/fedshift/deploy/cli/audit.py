@@ -54,7 +54,7 @@ def audit_file(
         experiment = load(path, overrides)
         folder = out or runs / experiment.name / "audit"
         _make(folder)  # fails before minutes of work, not after them
-        result = _watched(errors, experiment, options)
+        result = _audit_with_bar(errors, experiment, options)
         record = {"command": shlex.join(["fedshift", *sys.argv[1:]]), **result.record()}
         write_object(folder / RECORD, record, indent=2)
         written = [RECORD]
@@ -78,7 +78,7 @@ def _make(folder: Path) -> None:
         raise UserError(f"--out: cannot make the folder {folder}: {error.strerror or error}") from None
 
 
-def _watched(errors: Console, experiment: Any, options: dict[str, Any]) -> LeakageAudit:
+def _audit_with_bar(errors: Console, experiment: Any, options: dict[str, Any]) -> LeakageAudit:
     progress = Progress(
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
@@ -109,23 +109,23 @@ class Bar(Watcher):
     def case(self, title: str) -> None:
         self._progress.update(self._task, description=title)
 
-    def evaluated(self, number: int) -> None:
+    def advance(self, number: int) -> None:
         self._progress.advance(self._task, number)
 
 
-def _print(found: LeakageAudit) -> None:
+def _print(audit: LeakageAudit) -> None:
     console = safe_console()
     say = {"markup": False, "highlight": False, "soft_wrap": True}
     console.print(
-        f"site {found.site} of {found.data}: {found.samples} training samples; {found.model}, {found.parameters:,} "
-        f"parameters, weights: {found.weights}",
+        f"site {audit.site} of {audit.data}: {audit.samples} training samples; {audit.model}, {audit.parameters:,} "
+        f"parameters, weights: {audit.weights}",
         **say,  # type: ignore[arg-type]
     )
-    likeness = ("PSNR", "guess", "SSIM", "guess") if found.images else ("guess", "correlation", "guess")
-    bounds = ("95 % bounds",) if found.repeats > 1 else ()
+    likeness = ("PSNR", "guess", "SSIM", "guess") if audit.images else ("guess", "correlation", "guess")
+    bounds = ("95 % bounds",) if audit.repeats > 1 else ()
     head = ("sent", "sites", "size", "steps", "attack", "MSE", *likeness, *bounds, "labels")
-    console.print(Folded(head, [_row(case) for case in found.cases], names=1 + head.index("attack")))
-    measured = "SSIM" if found.images else "correlation"
+    console.print(Folded(head, [_row(case) for case in audit.cases], names=1 + head.index("attack")))
+    measured = "SSIM" if audit.images else "correlation"
     console.print(
         "Means over the reconstructions, each beside the original that it resembles most: of the mini-batch, or of all "
         "training samples of the sites for an epoch. sites: 1 is what the site itself sends, more are in the sum that "
@@ -134,14 +134,14 @@ def _print(found: LeakageAudit) -> None:
         "nothing about better ones.",
         **say,  # type: ignore[arg-type]
     )
-    _print_crafted(console, found)
-    for note in found.notes:
+    _print_crafted(console, audit)
+    for note in audit.notes:
         console.print(f"note: {note}", **say)  # type: ignore[arg-type]
 
 
-def _print_crafted(console: Console, found: LeakageAudit) -> None:
+def _print_crafted(console: Console, audit: LeakageAudit) -> None:
     rows = []
-    for case in found.crafted:
+    for case in audit.crafted:
         whose = "chosen" if case.chosen else "own"
         name = f"{whose} {case.network['name']} {case.network.get('hidden', '')}"
         left = f"{case.read} leave" if case.refused is None else f"refused, {case.refused}"
@@ -180,11 +180,11 @@ def membership_file(
     folder = out or runs / experiment.name / "audit"
     _make(folder)
 
-    def trained(number: int) -> None:
+    def say_done(number: int) -> None:
         errors.print(f"training {number + 1} of {trainings} is done", highlight=False)
 
     try:
-        result = audit_membership(experiment, site=site, trainings=trainings, trained=trained)
+        result = audit_membership(experiment, site=site, trainings=trainings, trained=say_done)
     except KeyboardInterrupt:
         errors.print("interrupted: nothing was written", highlight=False)
         sys.exit(130)
@@ -194,18 +194,18 @@ def membership_file(
     errors.print(f"wrote {folder / MEMBERSHIP}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _print_membership(found: MembershipAudit) -> None:
+def _print_membership(audit: MembershipAudit) -> None:
     console = safe_console()
     say: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
-    claimed = "no privacy" if found.claimed is None else f"ε ≤ {found.claimed[0]:.2f} at δ = {found.claimed[1]:g}"
+    claimed = "no privacy" if audit.claimed is None else f"ε ≤ {audit.claimed[0]:.2f} at δ = {audit.claimed[1]:g}"
     console.print(
-        f"site {found.site} of {found.data}, {found.method}, {claimed}: {found.trainings} trainings on half of "
-        f"{found.units} {found.unit}s; accuracy {found.accuracy_of_members:.1f} on those that trained, "
-        f"{found.accuracy_of_others:.1f} on the others",
+        f"site {audit.site} of {audit.data}, {audit.method}, {claimed}: {audit.trainings} trainings on half of "
+        f"{audit.units} {audit.unit}s; accuracy {audit.accuracy_of_members:.1f} on those that trained, "
+        f"{audit.accuracy_of_others:.1f} on the others",
         **say,
     )
     rows, at_rates = list[list[str]](), list[list[str]]()
-    for attack in found.attacks:
+    for attack in audit.attacks:
         share = 100 * attack.right / attack.guesses
         rows.append(
             [
@@ -218,7 +218,7 @@ def _print_membership(found: MembershipAudit) -> None:
             ]
         )
         for at in attack.at_rates:
-            accused, caught = 100 * at.false / at.others, 100 * at.found / at.members
+            accused, caught = 100 * at.false / at.others, 100 * at.caught / at.members
             at_rates.append([attack.name, f"{accused:.2f} %", f"{caught:.2f} %", _bounds(at, 2)])
     console.print(Folded(["attack", "guesses", "right", "95 % bounds", "AUC", "ε at least"], rows))
     console.print(
@@ -234,5 +234,5 @@ def _print_membership(found: MembershipAudit) -> None:
     )
 
 
-def _bounds(one: MembershipAttack | AtRate, digits: int = 1) -> str:
-    return f"{100 * one.low:.{digits}f} to {100 * one.high:.{digits}f}"
+def _bounds(measure: MembershipAttack | AtRate, digits: int = 1) -> str:
+    return f"{100 * measure.low:.{digits}f} to {100 * measure.high:.{digits}f}"

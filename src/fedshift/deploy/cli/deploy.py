@@ -17,7 +17,7 @@ from fedshift.cli.run import show_results
 from fedshift.deploy.coordinator import EXPERIMENT, check_deployable, check_members
 from fedshift.deploy.flare import roles
 from fedshift.deploy.flare.deployment_folder import ENDS, Deployment
-from fedshift.deploy.watched import deployed
+from fedshift.deploy.watched import deployment_status
 from fedshift.digests import Damaged, read_object, write_object
 from fedshift.errors import FedshiftError, UserError
 from fedshift.evaluation.records import with_unit
@@ -39,9 +39,9 @@ def deploy(what: str, rest: Sequence[str], kit: Path, runs: Path, detach: bool) 
     elif what == "logs":
         _logs(result.folder, name)
     elif what == "abort":
-        Deployment.named(result.folder, name).want("abort")
+        Deployment.find(result.folder, name).want("abort")
     else:
-        deployment = Deployment.named(result.folder, name)
+        deployment = Deployment.find(result.folder, name)
         _check_running(kit)
         before = len(list(deployment.events()))
         deployment.want("run")
@@ -171,7 +171,7 @@ def _show(console: Console, event: dict[str, Any]) -> None:
 
 def _status(kit: Path, name: str | None) -> None:
     console = safe_console()
-    chosen = [Deployment.named(kit, name)] if name else Deployment.all(kit)
+    chosen = [Deployment.find(kit, name)] if name else Deployment.all(kit)
     if not chosen:
         console.print("no deployments", highlight=False)
     for deployment in chosen:
@@ -183,7 +183,7 @@ def _status(kit: Path, name: str | None) -> None:
             highlight=False,
             markup=False,
         )
-        seen = deployed(deployment.folder)
+        seen = deployment_status(deployment.folder)
         for site in seen.sites if seen is not None else ():
             if site.trouble:
                 console.print(f"  {site.name}: {site.trouble}", highlight=False, markup=False, soft_wrap=True)
@@ -191,7 +191,7 @@ def _status(kit: Path, name: str | None) -> None:
 
 def _logs(kit: Path, name: str | None) -> None:
     console = safe_console()
-    for event in Deployment.named(kit, name).events():
+    for event in Deployment.find(kit, name).events():
         moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.pop("time", 0)))
         severity, advice = _severity(event)
         words = " ".join(f"{key}={value}" for key, value in event.items() if value not in (None, ""))

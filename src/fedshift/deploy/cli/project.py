@@ -155,7 +155,7 @@ def _asking(no_passphrase: bool) -> Ask:
 def try_project(path: Path | None, overrides: Sequence[str], runs: Path, port: int | None, keep: Path | None) -> None:
     """Run a whole federation on this machine: one process per role, TLS over loopback, a data file per site."""
     experiment = load(path, overrides) if path else load(Path(__file__).with_name("try.yaml"), overrides)
-    roles.installed()
+    roles.check_installed()
     if keep is not None:
         play(experiment, keep, runs, port)
         return
@@ -202,28 +202,28 @@ def spread(experiment: Experiment, folder: Path) -> tuple[Experiment, dict[str, 
     """
     data = experiment.protocol.taking_part(experiment.data.build())
     targets = experiment.protocol.targets_of(data)
-    own = targets if experiment.protocol.unseen and len(targets) == 1 else ()
+    at_coordinator = targets if experiment.protocol.unseen and len(targets) == 1 else ()
     files = getattr(experiment.data, "sites", None)  # of arrays and tables: each site uses its own file unchanged
     if not isinstance(files, Mapping) or not all(isinstance(file, Path | Database) for file in files.values()):
         files = None
 
-    def described(names: Sequence[str]) -> dict[str, object]:
+    def data_section(names: Sequence[str]) -> dict[str, object]:
         if files is not None:
             whole = experiment.data.model_dump(mode="json", exclude={"statistics_from"})
             whole["sites"] = {name: _whole(files[name]) for name in names}
             return whole
-        return _described(data, names, folder)
+        return _arrays_section(data, names, folder)
 
     sites: dict[str, dict[str, object]] = {}
     threads = experiment.engine.threads or 1
     for name, domain in data.domains.items():
         if files is None:
             _write(folder / "data" / f"{name}.npz", domain)
-        if name not in own:
+        if name not in at_coordinator:
             sites[name] = {
                 "site": name,
                 "kit": ".",
-                "data": described([name]),
+                "data": data_section([name]),
                 "classes": list(data.classes),
                 "device": "auto" if cards_of(experiment.device) else experiment.device,
                 "threads": threads,
@@ -245,7 +245,7 @@ def spread(experiment: Experiment, folder: Path) -> tuple[Experiment, dict[str, 
             }
         )
     whole = experiment.dump() | {
-        "data": {"name": "sites", "unseen": described(own) if own else None},
+        "data": {"name": "sites", "unseen": data_section(at_coordinator) if at_coordinator else None},
         "engine": engine.model_dump(mode="json"),
     }
     return parse(json.loads(json.dumps(whole))), sites
@@ -267,7 +267,7 @@ def _whole(held: Path | Database) -> str:
     return str(held.resolve() if isinstance(held, Path) else held)
 
 
-def _described(data: DataSet, names: Sequence[str], folder: Path) -> dict[str, object]:
+def _arrays_section(data: DataSet, names: Sequence[str], folder: Path) -> dict[str, object]:
     files = {name: str((folder / "data" / f"{name}.npz").resolve()) for name in names}
     described: dict[str, object] = {"name": "arrays", "sites": files, "classes": list(data.classes)}
     if data.preprocessing.mean is not None and data.preprocessing.std is not None:

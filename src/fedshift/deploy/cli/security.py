@@ -55,9 +55,9 @@ def export(
     else:
         from fedshift.deploy.flare.deployment_folder import Deployment
 
-        own = roles.load_kit(kit, "coordinator")
-        deployment = Deployment.named(own.folder, what)
-        lines = export_log(deployment.folder / "progress.jsonl", own, deployment.name, out)
+        coordinator_kit = roles.load_kit(kit, "coordinator")
+        deployment = Deployment.find(coordinator_kit.folder, what)
+        lines = export_log(deployment.folder / "progress.jsonl", coordinator_kit, deployment.name, out)
     typer.echo(f"{out}: signed, {_lines(lines)}")
 
 
@@ -100,7 +100,7 @@ def selftest(
     from fedshift.cli.console import safe_console
     from fedshift.deploy.flare import roles
 
-    roles.installed()
+    roles.check_installed()
     from fedshift.deploy.playground.selftest import selftest as every
 
     console, result = safe_console(), []

@@ -182,10 +182,10 @@ def _say_policy(config: SiteConfig, say: Callable[[str], None]) -> None:
     _say_sums(config, say)
     listed = f"{len(policy.peers)} listed" if policy.peers else "required" if policy.secure == "required" else "first"
     rules = {"models": policy.models, "splits": policy.splits, "training": policy.training, "peers": listed}
-    for what, agreed in terms.agreed().model_dump().items():
+    for what, agreed in terms.in_force().model_dump().items():
         listed = "; ".join(map(_term, agreed)) or "none yet"
         say(f"{what} agreed to: {listed} (rule policy.{what}: {_rule(rules[what])})")
-    if waiting := terms.asked():
+    if waiting := terms.requests():
         requests = "1 request waits" if len(waiting) == 1 else f"{len(waiting)} requests wait"
         say(f"asked: {requests} for a person: fedshift site agree {config.path.name}")
 
@@ -250,7 +250,7 @@ def agree_site(
     policy = config.file.policy
     by = None if refuse else approver(policy.approvals, policy.approvers, name, key, _asked_passphrase)
     terms = AgreedTerms(config.memory, config.file.site, policy)
-    waiting, refused = terms.asked(), terms.refused()
+    waiting, refused = terms.requests(), terms.refusals()
     known = {str(item.number): item for item in (*waiting, *refused)}
     for number in only:
         if str(number) not in known:
@@ -261,7 +261,7 @@ def agree_site(
     for request in chosen:
         _show_request(request, terms.approvals(request), say)
         answer = "a" if yes else "r" if refuse else _asked_person()
-        say(f"request {request.number}: {_answered(config, terms, request, answer, by)}")
+        say(f"request {request.number}: {_act_on_answer(config, terms, request, answer, by)}")
     if refused and not only:
         say(f"refused before: {', '.join(str(item.number) for item in refused)} (--only NUMBER shows one of them)")
 
@@ -269,7 +269,9 @@ def agree_site(
 _ANSWERS = {"a": "agreed to", "r": "refused", "l": "left for later"}
 
 
-def _answered(config: SiteConfig, terms: AgreedTerms, request: AskedTerms, answer: str, by: Approver | None) -> str:
+def _act_on_answer(
+    config: SiteConfig, terms: AgreedTerms, request: AskedTerms, answer: str, by: Approver | None
+) -> str:
     """Do what a person answered; say what came of it. Once an agreement of named people holds, the audit log has it."""
     if answer == "r":
         terms.refuse([request])

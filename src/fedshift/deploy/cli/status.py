@@ -40,8 +40,8 @@ def show_coordinator(folder: Path) -> None:
     revoked = [name for name in roles.revoked_sites(kit) if name in names]
     _say(_state("coordinator", status, "fedshift coordinator start"))
     absent = [name for name in names if name not in status.sites and name not in revoked]
-    present = f"{len(status.sites)} of {len(names)}{_listed(status.sites)}"
-    missing = f"; not connected{_listed(absent)}" if absent and status.pid is not None else ""
+    present = f"{len(status.sites)} of {len(names)}{_after_colon(status.sites)}"
+    missing = f"; not connected{_after_colon(absent)}" if absent and status.pid is not None else ""
     _say(f"sites connected: {present if status.pid is not None else 'none, since it does not run'}{missing}")
     if revoked:
         _say(f"revoked: {', '.join(revoked)}")
@@ -65,7 +65,7 @@ def show_site(path: Path) -> None:
         lines = []
     _say(f"last request: {_last_request([line for line in lines if line.get('do') not in (AGREED, RECOVERED)])}")
     refusals = [line for line in lines if line.get("refused") or line.get("failed")]
-    _say(f"last refusal: {_told(refusals[-1]) if refusals else 'none'}")
+    _say(f"last refusal: {_refusal_text(refusals[-1]) if refusals else 'none'}")
     _say(f"privacy: {_ledger(config)}")
     _say_machine(config.memory if config.memory.exists() else kit.folder, kit.folder)
     _say(f"kit valid until {roles.expiry(kit)}; project {kit.project.name}, coordinator {kit.project.server}")
@@ -91,7 +91,7 @@ def _moment(seconds: object) -> str:
         return "an unknown time"
 
 
-def _listed(names: Iterable[str]) -> str:
+def _after_colon(names: Iterable[str]) -> str:
     return f": {', '.join(names)}" if names else ""
 
 
@@ -125,10 +125,10 @@ def _budgets(deployment: Deployment | None) -> str:
     budgets = {site: card.privacy for site, card in cards.items() if card.privacy is not None}
     if not budgets:
         return "no site of the last deployment has a budget"
-    return "when the last job began, " + ", ".join(f"{site} {_spent(budget)}" for site, budget in budgets.items())
+    return "when the last job began, " + ", ".join(f"{site} {_spending(budget)}" for site, budget in budgets.items())
 
 
-def _spent(budget: GivenPrivacy) -> str:
+def _spending(budget: GivenPrivacy) -> str:
     steps = [NoisySteps(*step) for step in budget.spent]
     try:
         spent = f"{adaptive_epsilon(steps, budget.epsilon, budget.delta):.3g}"
@@ -157,7 +157,7 @@ def _last_request(lines: list[dict[str, Any]]) -> str:
     return f"{_moment(last.get('time'))} {last.get('call') or last.get('do')} of {last.get('run')}{where}"
 
 
-def _told(line: Mapping[str, Any]) -> str:
+def _refusal_text(line: Mapping[str, Any]) -> str:
     return f"{_last_request([dict(line)])}: {line.get('refused') or line.get('failed')}"
 
 

@@ -63,7 +63,7 @@ class SecureSum:
         """What those that answered sealed for a site."""
         return {sender: sealed[site] for sender, sealed in self._sealed.items()}
 
-    def unmasked(self, revealed: Mapping[str, Revealed]) -> Tensor:
+    def unmask_total(self, revealed: Mapping[str, Revealed]) -> Tensor:
         """The sum, (n,), from what the sites revealed.
 
         Raises:
@@ -76,8 +76,8 @@ class SecureSum:
                 f"{len(self._sealed)} answered the first and {len(revealed)} the second"
             )
         lost = [name for name in self.order.roster if name not in self._sealed]
-        own = {
-            name: self._seed(name, name, {by: shares.own.get(name, b"") for by, shares in revealed.items()})
+        self_seeds = {
+            name: self._seed(name, name, {by: shares.self_seeds.get(name, b"") for by, shares in revealed.items()})
             for name in self.answered
         }
         pairs = {
@@ -88,17 +88,17 @@ class SecureSum:
             for other in lost
         }
         total = self.total.clone()
-        unmask(total, own.values(), pairs)
+        unmask(total, self_seeds.values(), pairs)
         return total
 
     def _seed(self, site: str, of: str, shares: Mapping[str, bytes]) -> bytes:
         """The seed of ``site`` that its commitment ``of`` belongs to."""
         needed = self.order.needed
         places = {self.order.roster.index(by) + 1: share for by, share in shares.items() if by in self.order.roster}
-        ordered = sorted(places, key=lambda place: (place in self._wrong, place))
+        ordered = sorted(places, key=lambda number: (number in self._wrong, number))
         for chosen, dropped in itertools.islice(_choices(ordered, needed), _TRIES):
             try:
-                secret = join_shares({place: places[place] for place in chosen}, needed)
+                secret = join_shares({number: places[number] for number in chosen}, needed)
             except FedshiftError:
                 continue
             if commitment(self.order.binding, secret) == self._commitments[site][of]:

@@ -53,7 +53,7 @@ class Revealed:
     """What leaves a site at the end of the second exchange: its shares of the self seeds of those that answered, by
     name; and of the pairwise seeds between these and those that did not, by both names."""
 
-    own: Mapping[str, bytes]
+    self_seeds: Mapping[str, bytes]
     pairs: Mapping[tuple[str, str], bytes]
 
 
@@ -92,7 +92,7 @@ class SecureSite:
         signature = self._sign(signed_text(self.run, self.site, self._key.public))
         return KeyCard(self.site, self._key.public, signature, self._certificate)
 
-    def kept(self, order: Order) -> Upload | None:
+    def kept_upload(self, order: Order) -> Upload | None:
         """The upload that was made for this order; None if this exchange was not masked yet.
 
         Raises:
@@ -126,24 +126,24 @@ class SecureSite:
             return self._mask(order, numbers, whole)
 
     def _mask(self, order: Order, numbers: Tensor, whole: bool) -> Upload:
-        before = self.kept(order)
+        before = self.kept_upload(order)
         if before is not None:
             return before
-        own = os.urandom(SECRET_BYTES)  # never from the run's seed, which the server knows
+        self_seed = os.urandom(SECRET_BYTES)  # never from the run's seed, which the server knows
         others = [card for card in order.cards if card.site != self.site]
         seeds = {card.site: self._key.mask_seed(order, self.site, card) for card in others}
-        shares = {name: self._shares(order, secret) for name, secret in {self.site: own, **seeds}.items()}
+        shares = {name: self._shares(order, secret) for name, secret in {self.site: self_seed, **seeds}.items()}
         upload = Upload(
-            masked(numbers, self.site, own, seeds),
+            masked(numbers, self.site, self_seed, seeds),
             {
                 card.site: self._key.seal(
                     order, self.site, card, b"".join(shares[name][index] for name in order.roster)
                 )
                 for index, card in enumerate(order.cards)
             },
-            {name: commitment(order.binding, secret) for name, secret in {self.site: own, **seeds}.items()},
+            {name: commitment(order.binding, secret) for name, secret in {self.site: self_seed, **seeds}.items()},
         )
-        write_private(self._file(order, "upload"), _written(upload))
+        write_private(self._file(order, "upload"), _to_bytes(upload))
         if whole:
             write_bytes(self._file(order, "whole"), b"", private=True)
         write_object(self._file(order, "masked.json"), {"binding": order.binding.hex()}, private=True)
@@ -163,7 +163,7 @@ class SecureSite:
             Refused: this site did not mask for ``order``, the sum is of too few sites, or it confirmed another set.
         """
         with self._alone():
-            survivors = self._settled(order, answered)
+            survivors = self._settle_survivors(order, answered)
             others = [card for card in order.cards if card.site in survivors and card.site != self.site]
             return {card.site: self._key.confirmation(order, self.site, card.site, card, survivors) for card in others}
 
@@ -182,9 +182,9 @@ class SecureSite:
             Refused: as in `confirm`; or less than a majority of the roster confirms this set.
         """
         with self._alone():
-            return self._reveal(order, self._settled(order, answered), sealed, confirmed)
+            return self._reveal(order, self._settle_survivors(order, answered), sealed, confirmed)
 
-    def _settled(self, order: Order, answered: Sequence[str]) -> list[str]:
+    def _settle_survivors(self, order: Order, answered: Sequence[str]) -> list[str]:
         """The sites in the sum, by name. This site works for no other set of them, now that it is written down."""
         if self._masked_for(order) != order.binding.hex():
             raise Refused(f"site '{self.site}' did not mask its reply for this roster and content")
@@ -226,7 +226,7 @@ class SecureSite:
                 f"site '{self.site}': {len(agreed)} of {len(order.roster)} sites confirm who answered exchange "
                 f"{order.exchange}, which is no majority"
             )
-        own: dict[str, bytes] = {}
+        self_shares: dict[str, bytes] = {}
         pairs: dict[tuple[str, str], bytes] = {}
         for card in order.cards:
             if card.site not in survivors:
@@ -237,10 +237,10 @@ class SecureSite:
             for index, name in enumerate(order.roster):
                 share = plain[index * SHARE_BYTES : (index + 1) * SHARE_BYTES]
                 if name == card.site:
-                    own[name] = share
+                    self_shares[name] = share
                 elif name not in survivors:  # of two that answered the pairwise masks cancel, and stay secret
                     pairs[card.site, name] = share
-        return Revealed(own, pairs)
+        return Revealed(self_shares, pairs)
 
     def once(self, about: str, question: str) -> None:
         """Note that a call asks about a model that this site keeps.
@@ -305,7 +305,7 @@ class SecureSite:
         return self._folder / f"{int(order.exchange)}-{re.sub(r'[^A-Za-z0-9_]', '-', order.call)}-{what}"
 
 
-def _written(upload: Upload) -> bytes:
+def _to_bytes(upload: Upload) -> bytes:
     head = {
         "sealed": {name: value.hex() for name, value in upload.sealed.items()},
         "commitments": {name: value.hex() for name, value in upload.commitments.items()},

@@ -54,7 +54,7 @@ def _text(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def _decoded(text: Any) -> bytes:
+def _decode(text: Any) -> bytes:
     if isinstance(text, bytes):  # made here: no JSON has bytes
         return text
     if not isinstance(text, str):
@@ -62,7 +62,7 @@ def _decoded(text: Any) -> bytes:
     return base64.b64decode(text, validate=True)
 
 
-Encoded = Annotated[bytes, BeforeValidator(_decoded), PlainSerializer(_text)]
+Encoded = Annotated[bytes, BeforeValidator(_decode), PlainSerializer(_text)]
 """Bytes that a message holds as text in base 64."""
 KeyEntry = tuple[Encoded, Encoded, Encoded]
 """A key card without the site's name: key, signature, certificate."""
@@ -142,12 +142,12 @@ class PrivateKey:
 
     def mask_seed(self, order: Order, site: str, other: KeyCard) -> bytes:
         """s_uv, which both sites derive alike."""
-        return self._derived(order, other, ["mask", *sorted((site, other.site))])
+        return self._derive(order, other, ["mask", *sorted((site, other.site))])
 
     def seal(self, order: Order, site: str, other: KeyCard, plain: bytes) -> bytes:
         """Encrypt shares of ``site`` for ``other``."""
         nonce = os.urandom(_NONCE)
-        key = self._derived(order, other, ["shares", site, other.site])
+        key = self._derive(order, other, ["shares", site, other.site])
         return nonce + ChaCha20Poly1305(key).encrypt(nonce, plain, order.binding)
 
     def open(self, order: Order, site: str, sender: KeyCard, sealed: bytes) -> bytes:
@@ -156,7 +156,7 @@ class PrivateKey:
         Raises:
             Refused: it was not sealed by that site for this one and for this sum.
         """
-        key = self._derived(order, sender, ["shares", sender.site, site])
+        key = self._derive(order, sender, ["shares", sender.site, site])
         try:
             return ChaCha20Poly1305(key).decrypt(sealed[:_NONCE], sealed[_NONCE:], order.binding)
         except (InvalidTag, ValueError):
@@ -172,10 +172,10 @@ class PrivateKey:
             other: the card of the one of the two that is not this site.
             answered: the sites in the sum, by name.
         """
-        key = self._derived(order, other, ["confirm", sender, receiver])
+        key = self._derive(order, other, ["confirm", sender, receiver])
         return hmac.digest(key, json.dumps(list(answered)).encode(), hashlib.sha256)
 
-    def _derived(self, order: Order, other: KeyCard, purpose: Sequence[str]) -> bytes:
+    def _derive(self, order: Order, other: KeyCard, purpose: Sequence[str]) -> bytes:
         try:
             secret = self._key.exchange(X25519PublicKey.from_public_bytes(other.public))
         except ValueError:  # a point of low order, or of another length

@@ -93,8 +93,8 @@ def seal_for(
     wrapped: dict[str, tuple[bytes, bytes]] = {}
     for reader, public in keys.items():
         try:
-            own = X25519PublicKey.from_public_bytes(public)
-            wrapped[reader] = public, _SUITE.encrypt(secret, own, info=_purpose(passage, reader))
+            reader_key = X25519PublicKey.from_public_bytes(public)
+            wrapped[reader] = public, _SUITE.encrypt(secret, reader_key, info=_purpose(passage, reader))
         except ValueError:  # a point of low order, or of another length
             raise Refused(f"site '{passage.sender}': the key of '{reader}' is none") from None
     return Box.said(passage, wrapped, models), ChaCha20Poly1305(secret).encrypt(_NONCE, plain, passage.text)

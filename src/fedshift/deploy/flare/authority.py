@@ -45,7 +45,7 @@ class Authority:
         from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
         if not (folder / KEY).exists():
-            return cls._adopted(folder, project, ask)
+            return cls._adopt(folder, project, ask)
         text = (folder / KEY).read_bytes()
         passphrase = ask(False) if b"ENCRYPTED" in text else None
         try:
@@ -56,7 +56,7 @@ class Authority:
         return cls((folder / CERTIFICATE).read_bytes(), key, dict(read_object(folder / ISSUED, RENEW, older=True)))
 
     @classmethod
-    def _adopted(cls, folder: Path, project: str, ask: Ask) -> Authority | None:
+    def _adopt(cls, folder: Path, project: str, ask: Ask) -> Authority | None:
         """Convert the authority of an earlier fedshift, which had FLARE's form and every key unencrypted."""
         from cryptography.hazmat.primitives.serialization import load_pem_private_key
 

@@ -30,7 +30,7 @@ def write_issued(kit: Path, issued: Mapping[str, str]) -> None:
         issued: name → SHA-256 of its certificate.
     """
     with hold_lock(kit / _LOCK):
-        before = _listed(kit)
+        before = _read_list(kit)
         revoked = {item["certificate"] for item in before.values() if item["revoked"]}
         left = {name: {**item, "revoked": True} for name, item in before.items() if name not in issued}
         _write(kit, {name: {"certificate": item, "revoked": item in revoked} for name, item in issued.items()} | left)
@@ -44,7 +44,7 @@ def revoked_sites(kit: Kit) -> frozenset[str]:
     Raises:
         Damaged: the list is.
     """
-    result = _listed(kit.folder)
+    result = _read_list(kit.folder)
     unlisted = [site for site in kit.project.sites if result and site not in result]
     return frozenset([*unlisted, *(name for name, item in result.items() if item.get("revoked", True))])
 
@@ -65,7 +65,7 @@ def set_revoked(kit: Kit, site: str, revoked: bool) -> bool:
     """
     check_list(kit)
     with hold_lock(kit.folder / _LOCK):
-        result = _listed(kit.folder)
+        result = _read_list(kit.folder)
         if site not in kit.project.sites or site not in result:
             raise UserError(f"project '{kit.project.name}' has no site '{site}'; {nearest(site, kit.project.sites)}")
         changed = bool(result[site]["revoked"] != revoked)
@@ -76,14 +76,14 @@ def set_revoked(kit: Kit, site: str, revoked: bool) -> bool:
 
 def check_list(kit: Kit) -> None:
     """Raise UserError if the coordinator's kit does not say which certificates it accepts."""
-    if not _listed(kit.folder):
+    if not _read_list(kit.folder):
         raise UserError(
             f"the kit in {kit.folder} has no readable {CERTIFICATES}, since an earlier fedshift made it: fedshift "
             "project provision adds it, and all kits stay valid"
         )
 
 
-def _listed(kit: Path) -> dict[str, Any]:
+def _read_list(kit: Path) -> dict[str, Any]:
     return read_object(
         kit / CERTIFICATES,
         "restore it; or delete it, call fedshift project provision, and revoke again whom you had revoked",

@@ -39,7 +39,7 @@ class Deployment:
         return [cls(kit, path.name) for path in sorted(folders, key=lambda path: path.stat().st_ctime)]
 
     @classmethod
-    def named(cls, kit: Path, name: str | None) -> Deployment:
+    def find(cls, kit: Path, name: str | None) -> Deployment:
         """The deployment of that name, or the only one if ``name`` is None.
 
         Raises:

@@ -16,7 +16,7 @@ from nvflare.fuel.f3.drivers.tcp_driver import TcpDriver
 
 from fedshift.deploy.flare.drivers.shared_connection import SharedConnection
 from fedshift.deploy.flare.limits import RECONNECT
-from fedshift.deploy.proxy import connected, proxy_of_process
+from fedshift.deploy.proxy import connect_to, proxy_of_process
 
 _HANDSHAKE_SECONDS = 10.0
 _log = logging.getLogger("fedshift.dialling")
@@ -38,7 +38,7 @@ class DiallingTcpDriver(TcpDriver):  # type: ignore[misc]
         address = (params[DriverParams.HOST.value], int(params[DriverParams.PORT.value]))
         while not connector.stopped.is_set():
             try:
-                plain = connected(*address, proxy_of_process(), _HANDSHAKE_SECONDS)
+                plain = connect_to(*address, proxy_of_process(), _HANDSHAKE_SECONDS)
                 secure = context.wrap_socket(plain)  # it closes the plain socket if it fails
             except OSError as error:
                 _log.debug(f"{address[0]} port {address[1]} cannot be reached: {error}")

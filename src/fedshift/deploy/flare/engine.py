@@ -144,7 +144,7 @@ class FlareTransport:
         tasks: dict[str, Task] = {}
         tickets: list[str] = []
         try:
-            for site, ticket, task, arriving in self._packed(list(messages), spool):
+            for site, ticket, task, arriving in self._pack(list(messages), spool):
                 tickets.append(ticket)
                 tasks[site] = self._send(site, task, arrived, spool, arriving)
             begun = time.monotonic()
@@ -186,13 +186,13 @@ class FlareTransport:
         """
         revoked = self._revoked()
         for site, until_fetched in limits.items():
-            reason = self._lost(tasks[site], passed, deadline, until_fetched)
+            reason = self._why_lost(tasks[site], passed, deadline, until_fetched)
             if site in revoked:
                 reason = "its kit was revoked"
             if reason:
                 yield site, Lost(reason)
 
-    def _packed(self, messages: list[tuple[str, Message]], spool: Spool) -> list[tuple[str, str, Shareable, Arriving]]:
+    def _pack(self, messages: list[tuple[str, Message]], spool: Spool) -> list[tuple[str, str, Shareable, Arriving]]:
         """What FLARE carries to each site: name, ticket, task, and where the body of the answer goes if it is large.
 
         A large body is written to files, once for all sites that get the same, from which they fetch it.
@@ -213,23 +213,25 @@ class FlareTransport:
 
     def _send(self, site: str, data: Shareable, arrived: Arrivals, spool: Spool, arriving: Arriving) -> Task:
         # FLARE passes these parameters by name.
-        def sent(client_task: ClientTask, fl_ctx: FLContext) -> None:
+        def on_sent(client_task: ClientTask, fl_ctx: FLContext) -> None:
             arrived.put((client_task.client.name, Sign.FETCHED))
 
-        def received(client_task: ClientTask, fl_ctx: FLContext) -> None:
+        def on_received(client_task: ClientTask, fl_ctx: FLContext) -> None:
             answer, apart = message_from(client_task.result), size_apart(client_task.result)
             client_task.result = None  # otherwise FLARE holds the message until it next checks the task
             held: Held | Lost | None
             if isinstance(answer, Lost):
                 held = answer
             elif apart:
-                held = arriving.held(answer.header, answer.digest, apart) or Lost("its reply did not come as a whole")
+                held = arriving.complete(answer.header, answer.digest, apart) or Lost(
+                    "its reply did not come as a whole"
+                )
             else:
                 held = spool.hold(answer)
             if held is not None:
                 arrived.put((client_task.client.name, held))
 
-        task = Task(name=TASK, data=data, after_task_sent_cb=sent, result_received_cb=received)
+        task = Task(name=TASK, data=data, after_task_sent_cb=on_sent, result_received_cb=on_received)
         self._controller.send(task, self._context, targets=[site])
         return task
 
@@ -242,7 +244,7 @@ class FlareTransport:
             raise NewJobNeeded(reason)
 
     @staticmethod
-    def _lost(task: Task, passed: float, deadline: float, patience: float | None) -> str | None:
+    def _why_lost(task: Task, passed: float, deadline: float, patience: float | None) -> str | None:
         """Why a site is lost; None while it may still answer."""
         # OK is set after the reply was put into the queue, where it may have come since the queue was found empty.
         if task.completion_status not in (None, TaskCompletionStatus.OK):

@@ -251,11 +251,11 @@ class RunningDeployment:
             self._end("failed", message=outcome["message"], exit_code=outcome.get("exit_code", 1))
             return True
         if outcome.get("outcome") == "again":  # the old job ends while the next one starts
-            return self._ended("SITE_FAILED" if job in self._attendance.failed else "")
+            return self._end_job("SITE_FAILED" if job in self._attendance.failed else "")
         if outcome.get("outcome") == "aborted":
-            return self._ended("ABORTED")
+            return self._end_job("ABORTED")
         if killed:
-            return self._ended("KILLED")
+            return self._end_job("KILLED")
         if job in self._attendance.failed and deployment.new_job_requested() is None:
             deployment.request_new_job("the process of a site has ended")
         if self._runs:
@@ -265,7 +265,7 @@ class RunningDeployment:
         self._next_status = time.monotonic() + 1.0
         status = str(session.get_job_meta(job).get("status", ""))
         if status.startswith("FINISHED"):
-            return self._ended(status)
+            return self._end_job(status)
         self._runs = status == "RUNNING"
         return False
 
@@ -302,7 +302,7 @@ class RunningDeployment:
             return bool(missing)
         return False
 
-    def _ended(self, status: str) -> bool:
+    def _end_job(self, status: str) -> bool:
         """A job ended before its deployment: continue in a new job, or give up.
 
         Args:

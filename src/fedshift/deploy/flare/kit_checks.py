@@ -11,7 +11,7 @@ import time
 from fedshift.deploy.flare.certificates import check_list
 from fedshift.deploy.flare.kits import LAUNCHER_CLASS, Kit
 from fedshift.deploy.json_files import plain_object
-from fedshift.deploy.proxy import connected
+from fedshift.deploy.proxy import connect_to
 from fedshift.errors import UserError
 
 _DATES = ("SSLV3_ALERT_CERTIFICATE_EXPIRED", "SSLV3_ALERT_BAD_CERTIFICATE", 9, 10)
@@ -35,16 +35,16 @@ def check_certificates(kit: Kit, now: datetime.datetime | None = None) -> dateti
 
     now = now or datetime.datetime.now(datetime.UTC)
     startup = kit.flare / "startup"
-    own = "server" if kit.role == "coordinator" else "client"
+    stem = "server" if kit.role == "coordinator" else "client"
     result: dict[str, x509.Certificate] = {}
-    for file in (f"{own}.crt", "rootCA.pem"):
+    for file in (f"{stem}.crt", "rootCA.pem"):
         try:
             result[file] = x509.load_pem_x509_certificate((startup / file).read_bytes())
         except (OSError, ValueError):
             raise UserError(f"the kit in {kit.folder} lacks a readable {file}: unpack it again, whole") from None
-    if not (startup / f"{own}.key").exists():
-        raise UserError(f"the kit in {kit.folder} lacks {own}.key: unpack it again, whole")
-    certificate, root = result[f"{own}.crt"], result["rootCA.pem"]
+    if not (startup / f"{stem}.key").exists():
+        raise UserError(f"the kit in {kit.folder} lacks {stem}.key: unpack it again, whole")
+    certificate, root = result[f"{stem}.crt"], result["rootCA.pem"]
     for what, item in (("certificate", certificate), ("authority", root)):
         if now < item.not_valid_before_utc:
             raise UserError(
@@ -103,20 +103,20 @@ def check_launcher(kit: Kit) -> None:
         )
 
 
-def _filters(found: object) -> list[str]:
+def _filters(settings: object) -> list[str]:
     """The names of all filters in a privacy.json, at any depth."""
-    if isinstance(found, list):
-        return [name for item in found for name in _filters(item)]
-    if not isinstance(found, dict):
+    if isinstance(settings, list):
+        return [name for item in settings for name in _filters(item)]
+    if not isinstance(settings, dict):
         return []
-    own = [
+    names = [
         str(item.get("path") or item.get("name")).rpartition(".")[2]
         for key in ("task_data_filters", "task_result_filters")
-        if isinstance(found.get(key), list)
-        for item in found[key]
+        if isinstance(settings.get(key), list)
+        for item in settings[key]
         if isinstance(item, dict)
     ]
-    return own + [name for value in found.values() for name in _filters(value)]
+    return names + [name for value in settings.values() for name in _filters(value)]
 
 
 def check_reachable(kit: Kit, proxy: str | None = None, seconds: float = 5.0) -> str | None:
@@ -134,7 +134,7 @@ def check_reachable(kit: Kit, proxy: str | None = None, seconds: float = 5.0) ->
     context.check_hostname = False  # FLARE also checks only the authority: the name may be an alias
     context.load_cert_chain(startup / "client.crt", startup / "client.key")
     try:
-        with connected(*address, proxy, seconds) as plain, context.wrap_socket(plain) as connection:
+        with connect_to(*address, proxy, seconds) as plain, context.wrap_socket(plain) as connection:
             connection.settimeout(0.5)
             with contextlib.suppress(TimeoutError):
                 ended = (

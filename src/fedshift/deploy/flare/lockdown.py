@@ -89,12 +89,12 @@ def _changes() -> list[tuple[Any, str, Any]]:
     allow_list = _module("app_common.widgets.component_path_authorizer").ComponentPathAuthorizer
     rights = _module("fuel.sec.authz").AuthorizationService
     return [
-        (processors, "request_processors", _kept(processors.request_processors)),
-        (agent, "_dispatch_request", _guarded(_own(agent, "_dispatch_request"))),
+        (processors, "request_processors", _keep_needed(processors.request_processors)),
+        (agent, "_dispatch_request", _guard(_defined_attribute(agent, "_dispatch_request"))),
         (commands, "commands", _kept_commands(commands.commands)),
-        (rights, "authorize", staticmethod(_authorized(rights, _own(rights, "authorize").__func__))),
+        (rights, "authorize", staticmethod(_restrict(rights, _defined_attribute(rights, "authorize").__func__))),
         # The class allow list holds for a job that is marked as bringing code, too.
-        (allow_list, "_job_has_byoc", staticmethod(_never(_own(allow_list, "_job_has_byoc")))),
+        (allow_list, "_job_has_byoc", staticmethod(_never(_defined_attribute(allow_list, "_job_has_byoc")))),
         # FLARE's agent tells anybody in its network about this process, and stops it on request.
         (base, "NetAgent", _silent(base.NetAgent)),
     ]
@@ -121,7 +121,7 @@ def _module(name: str) -> Any:
     return importlib.import_module(f"nvflare.{name}")
 
 
-def _own(owner: type, name: str) -> Any:
+def _defined_attribute(owner: type, name: str) -> Any:
     """An attribute that a class itself defines; KeyError if it inherits it or has none."""
     return vars(owner)[name]
 
@@ -129,7 +129,7 @@ def _own(owner: type, name: str) -> Any:
 # The client -----------------------------------------------------------------------------------------------------------
 
 
-def _kept(processors: list[Any]) -> list[Any]:
+def _keep_needed(processors: list[Any]) -> list[Any]:
     """Those of the client's processors that a job needs; KeyError if one is missing."""
     kept = [processor for processor in processors if set(processor.get_topics()) <= TOPICS.keys()]
     topics = {topic for processor in kept for topic in processor.get_topics()}
@@ -138,7 +138,7 @@ def _kept(processors: list[Any]) -> list[Any]:
     return kept
 
 
-def _guarded(dispatch: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def _guard(dispatch: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """``_dispatch_request`` of FLARE's agent, after a check by `_refusal`."""
     replies = _module("private.admin_defs")
     messages, keys = _module("private.defs"), _module("fuel.f3.cellnet.defs").MessageHeaderKey
@@ -153,8 +153,8 @@ def _guarded(dispatch: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
             reason = "no message of FLARE's"
         else:
             asked = {"command": message.get_header(command_key), "job": message.get_header(job_key)}
-            origin, own = str(request.get_header(origin_key, "")), str(agent.cell.get_fqcn())
-            reason = _refusal(message.topic, message.body, message.get_header(meta_key), origin, own, **asked)
+            origin, client = str(request.get_header(origin_key, "")), str(agent.cell.get_fqcn())
+            reason = _refusal(message.topic, message.body, message.get_header(meta_key), origin, client, **asked)
         if reason:
             _log.warning(f"refused what {request.get_header(origin_key, 'somebody')} asked for: {reason}")
             return new_cell_message({}, error_reply(f"this site refuses it: {reason}"))
@@ -166,7 +166,7 @@ def _guarded(dispatch: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return dispatch_request
 
 
-def _refusal(topic: Any, body: Any, meta: Any, origin: str, own: str, *, command: Any, job: Any) -> str:
+def _refusal(topic: Any, body: Any, meta: Any, origin: str, client: str, *, command: Any, job: Any) -> str:
     """Why a request to the client is refused; empty if it is not.
 
     Args:
@@ -174,7 +174,7 @@ def _refusal(topic: Any, body: Any, meta: Any, origin: str, own: str, *, command
         body: its body.
         meta: the job's description.
         origin: the sender's name in FLARE's network.
-        own: this client's name there.
+        client: this client's name there.
         command: the command that the request names.
         job: the id of the job.
     """
@@ -183,7 +183,7 @@ def _refusal(topic: Any, body: Any, meta: Any, origin: str, own: str, *, command
     if command != TOPICS[topic]:
         return f"the command {str(command)[:80]!r} does not belong to {topic!r}"
     if topic == _NOTIFY:
-        if not origin.startswith(f"{own}."):
+        if not origin.startswith(f"{client}."):
             return "only a job of this site says how it is"
     elif origin != "server":
         return "only the coordinator may ask this"
@@ -231,10 +231,10 @@ def _app_refusal(body: Any, meta: Any, job: Any) -> str:
 # Rights ---------------------------------------------------------------------------------------------------------------
 
 
-def _authorized(service: Any, authorize: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _restrict(service: Any, authorize: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """FLARE's check of a right, except that no role has all rights, and that without rules nobody has any."""
 
-    def authorized(ctx: Any) -> Any:
+    def authorize_restricted(ctx: Any) -> Any:
         if not ctx or "super" in (ctx.user.role, ctx.submitter.role):
             return False, "role 'super' has no rights here"
         authorizer = service.the_authorizer
@@ -242,7 +242,7 @@ def _authorized(service: Any, authorize: Callable[[Any], Any]) -> Callable[[Any]
             return False, "this site has no authorization.json"
         return authorize(ctx)
 
-    return authorized
+    return authorize_restricted
 
 
 def _never(_: Any) -> Callable[..., bool]:

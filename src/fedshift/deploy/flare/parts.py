@@ -127,15 +127,15 @@ class Parcels:
         elif part is None:
             size = request.get("size")
             reply["part"] = parcel.at(begin, size if type(size) is int and size > 0 else 0)
-            self._crossed(len(reply["part"]))
+            self._count_bytes(len(reply["part"]))
         elif not isinstance(part, bytes) or len(part) > LARGEST_PART or begin + len(part) > self._largest:
             reply["refused"] = "that is no part of a message, or the message is too large"
         else:
             reply["next"] = parcel.arriving.add(begin, part)
-            self._crossed(len(part))
+            self._count_bytes(len(part))
         return reply
 
-    def _crossed(self, size: int) -> None:
+    def _count_bytes(self, size: int) -> None:
         """Collect garbage after many parts: FLARE keeps each part in objects that refer to each other in a circle."""
         with self._lock:
             self._since_collected += size

@@ -123,7 +123,7 @@ def provision(project: Project, out: Path, ask: Ask, *, renew: bool = False) -> 
         authority = None
     else:
         known = read_object(authority_folder / ISSUED, RENEW, older=True)
-        certified = coordinator.exists() and not _renamed(coordinator, project)
+        certified = coordinator.exists() and not _address_changes(coordinator, project)
         if certified and all(site in known for site in project.sites):
             return finish(project, folder, known, ())
         authority = Authority.load(authority_folder, project.name, ask)
@@ -275,14 +275,14 @@ def _changes(kit: Path, coordinator: Path, project: Project, fields: Sequence[st
     return tuple(f"{name} {before[name]} → {now[name]}" for name in fields if before.get(name, now[name]) != now[name])
 
 
-def _renamed(coordinator: Path, project: Project) -> tuple[str, ...]:
+def _address_changes(coordinator: Path, project: Project) -> tuple[str, ...]:
     """In what the coordinator's certificates differ from the project."""
     return _changes(coordinator, coordinator, project, ("server", "contact"))
 
 
 def check_certified(project: Project, coordinator: Path) -> None:
     """Raise UserError if the coordinator's certificates are of another server or contact than the project's."""
-    if changes := _renamed(coordinator, project):
+    if changes := _address_changes(coordinator, project):
         raise UserError(f"the project's file has changed ({', '.join(changes)}): call fedshift project provision first")
 
 

@@ -50,7 +50,7 @@ class FedshiftRecipe(Recipe):  # type: ignore[misc]
     def __init__(
         self, experiment: Experiment | Mapping[str, Any] | str | Path, sites: Sequence[str], largest_message: int = 1024
     ) -> None:
-        self.experiment = _parsed(experiment)
+        self.experiment = _parse(experiment)
         names = list(sites)
         engine = check_deployable(self.experiment)
         check_members(self.experiment, names, ())
@@ -93,7 +93,7 @@ class FedshiftRecipe(Recipe):  # type: ignore[misc]
             )
 
 
-def _parsed(experiment: Experiment | Mapping[str, Any] | str | Path) -> Experiment:
+def _parse(experiment: Experiment | Mapping[str, Any] | str | Path) -> Experiment:
     if isinstance(experiment, Experiment):
         return experiment
     if isinstance(experiment, str | Path):

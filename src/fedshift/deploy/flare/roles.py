@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _START_SECONDS, _STOP_SECONDS = 120.0, 40.0
 
 
-def installed() -> None:
+def check_installed() -> None:
     """Raise UserError if FLARE is not installed."""
     if find_spec("nvflare") is None:
         raise UserError("deploying needs NVIDIA FLARE, which is not installed: pip install 'fedshift[deploy]'")
@@ -47,7 +47,7 @@ def load_project(path: Path) -> Project:
 
 def provision(project: Project, out: Path, ask: Ask, *, renew: bool = False) -> Provisioned:
     """Make start-up kits below ``out``: one for the coordinator, one per site. ``ask`` asks for the passphrase."""
-    installed()
+    check_installed()
     from fedshift.deploy.flare.provision import provision
 
     return provision(project, out, ask, renew=renew)
@@ -55,7 +55,7 @@ def provision(project: Project, out: Path, ask: Ask, *, renew: bool = False) -> 
 
 def reissue(project: Project, out: Path, site: str, ask: Ask) -> Provisioned:
     """Make one site's kit anew, with a new key; the old one is refused from then on."""
-    installed()
+    check_installed()
     from fedshift.deploy.flare.provision import reissue
 
     return reissue(project, out, site, ask)
@@ -63,7 +63,7 @@ def reissue(project: Project, out: Path, site: str, ask: Ask) -> Provisioned:
 
 def remove(path: Path, out: Path, site: str) -> Provisioned:
     """Take a site out of a project's file and out of what the coordinator accepts."""
-    installed()
+    check_installed()
     from fedshift.deploy.flare.removal import remove
 
     return remove(path, out, site)
@@ -79,7 +79,7 @@ def set_revoked(folder: Path, site: str, revoked: bool) -> bool:
 
 def load_kit(folder: Path, role: str) -> Kit:
     """Read the kit of a role and check its certificates."""
-    installed()
+    check_installed()
     from fedshift.deploy.flare.kit_checks import check_certificates
     from fedshift.deploy.flare.kits import load_kit
 

@@ -303,9 +303,9 @@ class Service:
             "begun": self._begun,
             "sites": list(self._attendance.connected),
         }
-        if whole == getattr(self, "_said", None):
+        if whole == getattr(self, "_last_status", None):
             return
-        self._said = whole
+        self._last_status = whole
         if (line := f"{state}: {message}".removesuffix(": ")) != self._line:
             self._log.event(line, level)
         self._line = line

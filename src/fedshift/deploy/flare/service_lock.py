@@ -32,7 +32,7 @@ def only_service(kit: Kit) -> Iterator[None]:
     """
     with opened_lock(kit.folder / LOCK) as file:
         deadline = time.monotonic() + _SECONDS
-        while not _taken(file):
+        while not _take(file):
             if time.monotonic() > deadline:
                 raise UserError(f"{kit.role} '{kit.name}' runs already{_who(file)}; stop it first")
             time.sleep(0.05)
@@ -46,10 +46,10 @@ def holder(kit: Kit) -> int | None:
     if not (kit.folder / LOCK).exists():
         return None
     with opened_lock(kit.folder / LOCK) as file:
-        return None if _taken(file) else _number(file)
+        return None if _take(file) else _number(file)
 
 
-def _taken(file: int) -> bool:
+def _take(file: int) -> bool:
     """Take the lock, unless somebody has it. It is given back when the file is closed."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

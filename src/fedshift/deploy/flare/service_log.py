@@ -33,7 +33,7 @@ class ServiceLog:
     def __init__(self, folder: Path) -> None:
         self._events = _logger(folder / EVENTS, "%(asctime)s %(levelname)s %(message)s")
         self._raw = _logger(folder / RAW, "%(message)s")
-        self._said: dict[str, float] = {}
+        self._last_events: dict[str, float] = {}
 
     def event(self, text: str, level: int = logging.INFO) -> None:
         """Write an event. ``level``: a severity of `logging`."""
@@ -49,11 +49,11 @@ class ServiceLog:
 
     def _is_new(self, text: str) -> bool:
         key, now = _NUMBERS.sub("", text)[:300], time.monotonic()
-        if now - self._said.get(key, -_QUIET) < _QUIET:
+        if now - self._last_events.get(key, -_QUIET) < _QUIET:
             return False
-        if len(self._said) >= _MOST_REMEMBERED:
-            self._said.clear()
-        self._said[key] = now
+        if len(self._last_events) >= _MOST_REMEMBERED:
+            self._last_events.clear()
+        self._last_events[key] = now
         return True
 
 

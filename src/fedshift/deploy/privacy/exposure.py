@@ -40,7 +40,7 @@ class ExposureWatch:
         self._views = [view for view in (site.data, site.unlabelled, site.held_out) if view is not None]
         self._shapes = {tuple(tensor.shape) for tensor in site.network.state_dict().values()}
         self._step = -(-site.samples // _WATCHED)
-        self._found: dict[nn.Module, Tensor] = {}
+        self._contributions: dict[nn.Module, Tensor] = {}
         self._handle: RemovableHandle | None = None
 
     def __enter__(self) -> ExposureWatch:
@@ -61,9 +61,9 @@ class ExposureWatch:
 
     def score(self) -> float:
         """The exposure of the layer that shows most, 0 to 1; 0 if nothing was trained."""
-        work = _WORK / max(1, len(self._found))
+        work = _WORK / max(1, len(self._contributions))
         scores = [0.0]
-        for module, result in self._found.items():
+        for module, result in self._contributions.items():
             rows = result
             if isinstance(module, _BatchNorm):
                 used = result[result.abs().amax(1) > 0]  # a sample that was not read moves no mean
@@ -100,10 +100,10 @@ class ExposureWatch:
         rows = self._rows(len(contributions))
         kept = rows % self._step == 0
         rows, kept = rows.to(contributions.device), kept.to(contributions.device)
-        if module not in self._found:
+        if module not in self._contributions:
             number = -(-self._data.samples // self._step)
-            self._found[module] = contributions.new_zeros(number, contributions.shape[1], dtype=torch.float32)
-        self._found[module].index_add_(0, rows[kept] // self._step, contributions[kept].float())
+            self._contributions[module] = contributions.new_zeros(number, contributions.shape[1], dtype=torch.float32)
+        self._contributions[module].index_add_(0, rows[kept] // self._step, contributions[kept].float())
 
     def _rows(self, number: int) -> Tensor:
         """The site's rows that a mini-batch of ``number`` samples was made of: those read last, once or several times.

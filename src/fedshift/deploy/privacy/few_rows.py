@@ -45,7 +45,7 @@ def of_many_rows(holding: Holding, policy: Policy) -> Holding:
     before = holding.data.preprocessing
     update = {"shape": (encoding.width,), "objective": before.objective, "standardise": before.standardise}
     agreed = encoding.with_choices({}, {}, None, None).preprocessing().model_copy(update=update)
-    domain = shown.encoded(agreed, agreed.shape or ())
+    domain = shown.encode(agreed, agreed.shape or ())
     # The card's encoding keeps the name of the column that names rows.
     preprocessing = agreed.model_copy(update={"table": encoding.preprocessing().table})
     return replace(

@@ -101,7 +101,7 @@ class PrivacyLedger:
         """
         return len(self._lines())
 
-    def spent(self) -> list[NoisySteps]:
+    def noisy_steps(self) -> list[NoisySteps]:
         """All steps that were ever answered for.
 
         Raises:
@@ -140,7 +140,7 @@ class PrivacyLedger:
     def epsilon(self, *further: NoisySteps) -> float:
         """ε of all steps so far and of ``further`` ones. Without a budget, the accountant assumes one of ε = 8."""
         budget = self.budget or PrivacyBudget(epsilon=8)
-        return adaptive_epsilon([*self.spent(), *further], budget.epsilon, budget.delta)
+        return adaptive_epsilon([*self.noisy_steps(), *further], budget.epsilon, budget.delta)
 
     def fault(self) -> str | None:
         """Why the site may not answer with noise: what of ledger, secret and audit log does not fit; None if all do."""
@@ -178,7 +178,7 @@ class PrivacyLedger:
                 done.append("drew another secret: requests that come again have other noise, and count again")
             self._cached, self._known = None, 0
             self._begin()
-            dearest = max(costs.values(), key=lambda one: adaptive_epsilon([one], 8.0, 1e-5), default=_DEAR)
+            dearest = max(costs.values(), key=lambda steps: adaptive_epsilon([steps], 8.0, 1e-5), default=_DEAR)
             for mark, steps in costs.items():
                 self._write(mark[0], steps, {"call": "recovered"})
             for number in range(lost):
@@ -203,7 +203,7 @@ class PrivacyLedger:
                 if (further := _unpaid(lines, mark, steps)) is not None:
                     self._write(mark, further, {"call": "restored"})
             known = [_DEAR] if everything else list(costs.values())
-            dearest = max(known, key=lambda one: adaptive_epsilon([one], 8.0, 1e-5), default=_DEAR)
+            dearest = max(known, key=lambda steps: adaptive_epsilon([steps], 8.0, 1e-5), default=_DEAR)
             self._write(f"restored-{len(lines)}", dearest, {"call": "restored"})
 
     def _costs(
@@ -250,11 +250,11 @@ class PrivacyLedger:
         lines = self._read()
         counted = max(self._known, self._log.ledger if self._log is not None else 0)
         if len(lines) < counted:
-            raise self._refused(f"{self._file} has {len(lines)} of {counted} lines")
+            raise self._refusal(f"{self._file} has {len(lines)} of {counted} lines")
         if not lines and (self._memory / SECRET).exists():
-            raise self._refused(f"{self._file} is missing, and {SECRET} is not new")
+            raise self._refusal(f"{self._file} is missing, and {SECRET} is not new")
         if lines and self._log is not None and self._log.size < lines[-1].audit:
-            raise self._refused(f"{self._log.path} is shorter than it was when {LEDGER} was written")
+            raise self._refusal(f"{self._log.path} is shorter than it was when {LEDGER} was written")
         self._known = len(lines)
         return lines
 
@@ -266,13 +266,13 @@ class PrivacyLedger:
             try:
                 lines = [LedgerLine.model_validate_json(text) for text in checked_lines(self._file, RECOVER)]
             except ValidationError:
-                raise self._refused(f"{self._file} has a line that cannot be read") from None
+                raise self._refusal(f"{self._file} has a line that cannot be read") from None
             except FedshiftError as error:
                 raise Refused(f"site '{self.site}': {error}") from None
             self._cached = stamp, lines
         return self._cached[1]
 
-    def _refused(self, what: str) -> Refused:
+    def _refusal(self, what: str) -> Refused:
         return Refused(f"site '{self.site}' cannot tell what it has spent of its budget: {what}; {RECOVER}")
 
     def _without_secret(self) -> Refused:

@@ -61,6 +61,6 @@ def with_noise(holding: Holding, budget: PrivacyBudget, stream: SecretStream) ->
     given = agreement.table_given(told, numeric, categorical)
     preprocessing = agreement.agreed({holding.domain.name: given}, holding.data.preprocessing)
     shown = replace(holding, given=given)
-    domain = shown.encoded(preprocessing, preprocessing.shape or ())
+    domain = shown.encode(preprocessing, preprocessing.shape or ())
     data = replace(holding.data, domains={domain.name: domain}, preprocessing=preprocessing)
     return replace(shown, domain=domain, data=data)

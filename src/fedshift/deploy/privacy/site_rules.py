@@ -34,7 +34,7 @@ from fedshift.deploy.remote.requests import Asked, CallRequest, MeasureRequest, 
 from fedshift.deploy.remote.wire import body_of
 from fedshift.deploy.site_estimates import KeptScores
 from fedshift.deploy.site_file import Holding, SiteConfig
-from fedshift.deploy.site_measures import measured
+from fedshift.deploy.site_measures import measure_at_site
 from fedshift.errors import Refused, UserError
 from fedshift.evaluation.tasks.measuring import measuring_of
 from fedshift.experiment.environment import versions
@@ -66,7 +66,7 @@ class SiteRules:
 
     # What is told of the data -----------------------------------------------------------------------------------------
 
-    def shown(self, holding: Holding) -> Holding:
+    def public_view(self, holding: Holding) -> Holding:
         """The data as the site tells of them: nothing of few rows of a table.
 
         With a budget, statistics have noise, and the fingerprint is one of its own.
@@ -130,25 +130,25 @@ class SiteRules:
         groups it looks at their numbers alone.
         """
         fraction, seed = split.test_fraction, split.seed
-        own = split_kind(domain, split.split) == "official"
-        if self.budget is not None and not own and domain.groups is None:
+        official = split_kind(domain, split.split) == "official"
+        if self.budget is not None and not official and domain.groups is None:
             return random_split(len(domain), fraction, seed)
-        return part_rows(domain, fraction, seed, "official" if own else "random")
+        return part_rows(domain, fraction, seed, "official" if official else "random")
 
-    def told(self, rows: Mapping[str, list[int]]) -> dict[str, Any]:
+    def card_additions(self, rows: Mapping[str, list[int]]) -> dict[str, Any]:
         """What a card says in addition if the site has a budget. Without measurements nothing is held out."""
         if self.budget is None:
             return {}
         if self.budget.measurement_noise is None:
             rows = {seed: [train, 0] for seed, (train, _) in rows.items()}
-        spent = [[item.noise_multiplier, item.sample_rate, item.steps] for item in self.ledger.spent()]
+        spent = [[item.noise_multiplier, item.sample_rate, item.steps] for item in self.ledger.noisy_steps()]
         told = self.budget.model_dump(include={"epsilon", "delta", "measurement_noise", "confidences_noise"})
         return {"rows": dict(rows), "privacy": {**told, "spent": spent}}
 
     # Training ---------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def paid(self, call: Asked[CallRequest], method: Method, site: Site) -> Iterator[None]:
+    def train_and_pay(self, call: Asked[CallRequest], method: Method, site: Site) -> Iterator[None]:
         """Let a call train inside the block with noise that only this site knows, and count it, even if it fails.
 
         Args:
@@ -229,7 +229,7 @@ class SiteRules:
                 f"privacy.epsilon): {error}"
             ) from None
 
-    def measured(
+    def measure(
         self,
         asked: Asked[MeasureRequest],
         network: Network,
@@ -255,7 +255,9 @@ class SiteRules:
         classes = request.setting.classes
         if self.budget is None:
             network = answering(network, view, new_site)
-            measures, entry["sent"] = measured(network, view, classes, objective, self._policy, groups, request.whole)
+            measures, entry["sent"] = measure_at_site(
+                network, view, classes, objective, self._policy, groups, request.whole
+            )
             return measures
         self.check_measures()
         if not measuring_of(objective).counts_classes:

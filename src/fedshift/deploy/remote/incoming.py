@@ -123,7 +123,7 @@ class Arriving:
                 self._size += len(part)
             return self._size
 
-    def held(self, header: str, digest: str, size: int) -> Held | None:
+    def complete(self, header: str, digest: str, size: int) -> Held | None:
         """The answer whose body has come in parts; None unless ``size`` bytes have."""
         with self._lock:
             return Held(Message(header, b"", digest), tuple(self._paths)) if size == self._size else None
@@ -153,12 +153,12 @@ class Grace:
         """Why a site is lost for which the exchange no longer waits."""
         return Lost(f"no reply within {self.seconds} s of those of a quorum (engine.grace)")
 
-    def fetched(self, site: str) -> None:
+    def note_fetch(self, site: str) -> None:
         """A site has its request."""
         if self._since is None:
             self._lost -= {site}
 
-    def answered(self, usable: bool) -> None:
+    def note_answer(self, usable: bool) -> None:
         """An answer has come."""
         self.enough -= usable
         if self.enough <= 0 and self._since is None:

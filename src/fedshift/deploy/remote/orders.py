@@ -158,15 +158,15 @@ def sealed_of(content: Mapping[str, Content]) -> tuple[dict[str, bytes], dict[st
     return _by_site(content.get("sealed")), _by_site(content.get("confirmed"))
 
 
-def _by_site(found: Content | None) -> dict[str, bytes]:
-    parts = found.items() if isinstance(found, Masked) else ()
+def _by_site(masked: Content | None) -> dict[str, bytes]:
+    parts = masked.items() if isinstance(masked, Masked) else ()
     return {site: bytes(part.tolist()) for site, part in parts if part.dtype == torch.uint8 and part.dim() == 1}
 
 
 def revealed_content(revealed: Revealed, order: Order, answered: Sequence[str]) -> dict[str, Content]:
     """Shares as content of a message: of those that answered, and of their pairs with the lost."""
     pairs = [revealed.pairs[pair] for pair in _pairs(order, answered)]
-    return {"shares": Masked({"own": _bytes([revealed.own[site] for site in answered]), "pairs": _bytes(pairs)})}
+    return {"shares": Masked({"own": _bytes([revealed.self_seeds[site] for site in answered]), "pairs": _bytes(pairs)})}
 
 
 def revealed_of(content: Mapping[str, Content], order: Order, answered: Sequence[str]) -> Revealed:

@@ -63,7 +63,7 @@ class Outbox:
         """Forget what was written, but not the residuals."""
         self._written.clear()
 
-    def delivered(self, call: str, site: str, residuals: Residuals) -> None:
+    def note_delivery(self, call: str, site: str, residuals: Residuals) -> None:
         """The site did the call: add these residuals to its next request (error feedback)."""
         if residuals:
             self._residuals[site, call] = residuals

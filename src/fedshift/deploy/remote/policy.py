@@ -181,7 +181,7 @@ class Policy(BaseModel):
 
     @field_validator("roster")
     @classmethod
-    def _named(cls, roster: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    def _check_roster(cls, roster: str | tuple[str, ...]) -> str | tuple[str, ...]:
         if isinstance(roster, tuple):
             if len(set(roster)) != len(roster) or len(roster) < 3:
                 raise ValueError("list three sites or more, each once, or write first or any")
@@ -204,7 +204,7 @@ class Policy(BaseModel):
         if isinstance(listed, str):
             return listed
         try:
-            return tuple(networks.parse(model, permit=_installed).model_dump(mode="json") for model in listed)
+            return tuple(networks.parse(model, permit=_permit_installed).model_dump(mode="json") for model in listed)
         except UserError as error:
             raise ValueError(str(error)) from None
 
@@ -257,7 +257,7 @@ class Policy(BaseModel):
             raise Refused(f"{text}: {samples}{rule}", public=f"{text}{rule}")
 
     def check_sent(self, site: str, sent: Mapping[str, Any], call: str, samples: int) -> None:
-        """Raise Refused unless a reply made of so many ``samples`` may leave; ``sent``: the reply, as `described`."""
+        """Raise Refused unless a reply made of so many ``samples`` may leave; ``sent``: the reply, as `sent_kinds`."""
         for path, piece in sent.items():
             self.check_kind(site, piece["kind"], f"field '{path}' of call {call}")
             self.check_group(site, piece["kind"], samples, f"field '{path}'")
@@ -321,7 +321,7 @@ class PrivacyBudget(BaseModel):
         return ranges
 
 
-def _installed(name: str) -> None:
+def _permit_installed(name: str) -> None:
     """Raise UserError for a network in a file: sites name code that is installed."""
     if name.partition(":")[0].endswith(".py"):
         raise UserError(f"model '{name}' is a file; install it as a package and name it package.module:Class")
@@ -502,7 +502,7 @@ def whole_number(value: object) -> int:
     return value if fits and isinstance(value, int) else -1
 
 
-def described(content: Mapping[str, Content]) -> dict[str, Any]:
+def sent_kinds(content: Mapping[str, Content]) -> dict[str, Any]:
     """Kinds, shapes and bytes of content for the audit log; no values."""
     out: dict[str, Any] = {}
     for path, value in leaves(content):

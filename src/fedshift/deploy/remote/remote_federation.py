@@ -27,7 +27,7 @@ from fedshift.deploy.remote.replies import (
     sums_bytes,
 )
 from fedshift.deploy.remote.requests import CallRequest, MeasureRequest, PredictRequest, SitePart, Whole, Work
-from fedshift.deploy.remote.transport import Done, Lost, Sign, SiteError, Transport, drained, opened, stamped
+from fedshift.deploy.remote.transport import Done, Lost, Sign, SiteError, Transport, drain, open_answer, stamp
 from fedshift.deploy.remote.wire import Message, Residuals, Wire, body_of
 from fedshift.errors import FedshiftError, KindRefused, Refused, TrainingDiverged
 from fedshift.federation.exchange import Answer, Missing, Request
@@ -65,7 +65,7 @@ class _Exchange:
     def keep(self, site: str, taken: Taken | Lost, message: Message | Lost, *, awaited: bool) -> None:
         """Keep what a site answered; unless it is awaited, its message may go to a file."""
         # Whether an open field fits shows when all have answered, so such an exchange waits for all.
-        self.grace.answered(usable=isinstance(taken, Taken) and taken.layout is None)
+        self.grace.note_answer(usable=isinstance(taken, Taken) and taken.layout is None)
         if isinstance(taken, Taken) and isinstance(message, Message) and not awaited:
             taken = taken.put_by(self.spool.hold(message))
         self.waiting[site] = taken
@@ -136,7 +136,7 @@ class RemoteFederation(Federation):
             outgoing.append((request.site, self._message_to(call, request, keys, residuals)))
         self._outbox.clear()
         with Spool() as spool:
-            yield from self._received(call, asked, outgoing, keys, residuals, spool)
+            yield from self._receive(call, asked, outgoing, keys, residuals, spool)
 
     def _message_to(
         self, call: str, request: Request, keys: dict[str, str], residuals: dict[str, Residuals]
@@ -147,11 +147,11 @@ class RemoteFederation(Federation):
             envelope = {**envelope, "mini_batches_left": self.budget[site]}
         memory = self._memory.get(site, {})
         whole = CallRequest(call=call, envelope=Work(**envelope), memory=memory, **self._common(site))
-        keys[site], message = stamped(whole, written.body)
+        keys[site], message = stamp(whole, written.body)
         residuals[site] = written.residuals
         return message
 
-    def _received(
+    def _receive(
         self,
         call: str,
         asked: Mapping[str, Request],
@@ -173,7 +173,7 @@ class RemoteFederation(Federation):
             exchange.waiting[site] = Lost("handed on")
             self._lost.discard(site)
             self._memory[site] = outcome.memory
-            self._outbox.delivered(call, site, residuals[site])
+            self._outbox.note_delivery(call, site, residuals[site])
             assert outcome.answer is not None
             yield outcome.answer
             del outcome  # before the next is read
@@ -190,7 +190,7 @@ class RemoteFederation(Federation):
             self._compare(exchange.call, waiting, len(exchange.asked))
             outcome = waiting[site]
         if isinstance(outcome, Taken) and outcome.held is not None:
-            return self._taken_of(exchange, site, exchange.spool.take(outcome.held))
+            return self._read_reply_of(exchange, site, exchange.spool.take(outcome.held))
         return outcome
 
     def _takes_in(self, exchange: _Exchange, awaited: str) -> bool:
@@ -201,33 +201,35 @@ class RemoteFederation(Federation):
         if message is Sign.QUIET:
             exchange.stop_if_over()
         elif isinstance(message, Sign):
-            exchange.grace.fetched(site)
+            exchange.grace.note_fetch(site)
         elif site not in exchange.asked:
             self._record(exchange.call, site, "refused", "a reply from a site that was not asked")
         elif site in exchange.waiting:
             self._record(exchange.call, site, "refused", "a second reply to one request")
         else:
-            exchange.keep(site, self._taken_of(exchange, site, message), message, awaited=site == awaited)
+            exchange.keep(site, self._read_reply_of(exchange, site, message), message, awaited=site == awaited)
         return True
 
-    def _taken_of(self, exchange: _Exchange, site: str, message: Message | Lost) -> Taken | Lost:
-        return self._taken(exchange.kind, exchange.call, exchange.asked[site], message, exchange.keys[site])
+    def _read_reply_of(self, exchange: _Exchange, site: str, message: Message | Lost) -> Taken | Lost:
+        return self._read_reply(exchange.kind, exchange.call, exchange.asked[site], message, exchange.keys[site])
 
     def _arrivals(
         self, what: str, outgoing: list[tuple[str, Message]]
     ) -> Generator[tuple[str, Message | Lost | Sign], None, None]:
         patience = dict.fromkeys(self._lost, self.patience)
-        asked = map(partial(self._noted, what, "asked"), drained(outgoing))
+        asked = map(partial(self._note, what, "asked"), drain(outgoing))
         with closing(self.transport.exchange(asked, self.deadline, patience)) as arrivals:
-            yield from map(partial(self._noted, what, "answered"), arrivals)  # a loop would hold each until the next
+            yield from map(partial(self._note, what, "answered"), arrivals)  # a loop would hold each until the next
 
-    def _noted(self, what: str, happened: str, carried: tuple[str, Any]) -> tuple[str, Any]:
+    def _note(self, what: str, happened: str, carried: tuple[str, Any]) -> tuple[str, Any]:
         site, message = carried
         if isinstance(message, Message):
             self._event({"what": what, "site": site, "is": happened, "bytes": message.size, **self._where()})
         return carried
 
-    def _taken(self, kind: type[Reply], call: str, request: Request, message: Message | Lost, key: str) -> Taken | Lost:
+    def _read_reply(
+        self, kind: type[Reply], call: str, request: Request, message: Message | Lost, key: str
+    ) -> Taken | Lost:
         """The answer in a message, or why it cannot be used.
 
         Raises:
@@ -237,7 +239,7 @@ class RemoteFederation(Federation):
             return message
         site = request.site
         try:
-            result = opened(CallAnswer, message, key, self.checks.most_tensors(request.content))
+            result = open_answer(CallAnswer, message, key, self.checks.most_tensors(request.content))
             answer = result.answer
             if isinstance(answer, SiteError):
                 return self._site_error(site, answer)
@@ -246,9 +248,9 @@ class RemoteFederation(Federation):
         except Stop as stop:
             raise stop.reason from None
         except FedshiftError as error:
-            return self._refused(call, site, str(error))
+            return self._refuse(call, site, str(error))
         except Exception as error:  # nothing that a site sends may end the run
-            return self._refused(call, site, f"it cannot be read ({type(error).__name__})")
+            return self._refuse(call, site, f"it cannot be read ({type(error).__name__})")
         return Taken(Answer(site, reply, answer.mini_batches, result.crossed), answer.memory, layout)
 
     def reply_of(
@@ -257,7 +259,7 @@ class RemoteFederation(Federation):
         """The reply in a message, and the layout of its open fields; raises FedshiftError if it is not as declared."""
         return checked_reply(kind, content), self.checks.check(call, request.site, kind, content, request.content)
 
-    def _refused(self, call: str, site: str, reason: str) -> Lost:
+    def _refuse(self, call: str, site: str, reason: str) -> Lost:
         self._record(call, site, "refused", reason)
         return Lost(f"its reply was refused: {reason}")
 
@@ -267,11 +269,11 @@ class RemoteFederation(Federation):
         layouts = {site: item.layout for site, item in taken.items() if item.layout is not None}
         odd = self.checks.odd_ones(call, layouts, asked)
         for site in layouts:
-            waiting[site] = self._refused(call, site, odd[site]) if site in odd else replace(taken[site], layout=None)
+            waiting[site] = self._refuse(call, site, odd[site]) if site in odd else replace(taken[site], layout=None)
 
     def _site_error(self, site: str, error: SiteError) -> Lost:
         """The error that a site answered with. It ends the run only if the run cannot do without the site."""
-        lost = error.lost()
+        lost = error.as_lost()
         name, text = lost.error, lost.reason
         kinds: tuple[type[FedshiftError], ...] = (Refused, KindRefused, TrainingDiverged)
         kind = next((kind for kind in kinds if kind.__name__ == name), None)
@@ -332,7 +334,7 @@ class RemoteFederation(Federation):
         missing = dict.fromkeys(sites, grace.too_late)
         for site, message in self._arrivals("measure", outgoing):
             if message is Sign.FETCHED:
-                grace.fetched(site)
+                grace.note_fetch(site)
             elif isinstance(message, Sign):
                 if missing.keys().isdisjoint(needed) and grace.over(missing):
                     break
@@ -340,7 +342,7 @@ class RemoteFederation(Federation):
                 missing[site] = message
             else:
                 missing.pop(site, None)
-                grace.answered(usable=site in keys)
+                grace.note_answer(usable=site in keys)
                 self._take_measures(site, message, keys.get(site, ""), result)
         for site, lost in missing.items():
             self._record("measure", site, "lost", lost.reason)
@@ -366,7 +368,7 @@ class RemoteFederation(Federation):
                 missing[site] = message.reason
             elif isinstance(message, Message):
                 try:
-                    answer = opened(Done, message, keys.get(site, "")).answer
+                    answer = open_answer(Done, message, keys.get(site, "")).answer
                     missing[site] = answer.message[:2000] if isinstance(answer, SiteError) else ""
                 except FedshiftError as error:
                     missing[site] = str(error)
@@ -388,37 +390,37 @@ class RemoteFederation(Federation):
         outgoing: list[tuple[str, Message]] = []
         keys: dict[str, str] = {}
         for site in sites:
-            held = {"memory": self._memory.get(site, {})} if self._parts[site].own else {}
+            held = {"memory": self._memory.get(site, {})} if self._parts[site].personal else {}
             request = asks(**held, **self._common(site))
-            keys[site], message = stamped(request, body)
+            keys[site], message = stamp(request, body)
             outgoing.append((site, message))
             sent = measured_bytes(size) if request.do == "measure" else handed_bytes(size)
             self.ledger.record(0, request.do, site, "down", {"model": sent})
         return outgoing, keys
 
-    def _take_measures(self, site: str, message: Message, key: str, found: dict[str, Measures]) -> None:
-        """Add what a site measured to ``found``, or record why it is refused.
+    def _take_measures(self, site: str, message: Message, key: str, reports: dict[str, Measures]) -> None:
+        """Add what a site measured to ``reports``, or record why it is refused.
 
         Raises:
             FedshiftError: the site's own error, where it ends the run.
         """
         try:
-            answer = opened(MeasureAnswer, message, key).answer
+            answer = open_answer(MeasureAnswer, message, key).answer
             if isinstance(answer, SiteError):
                 self._record_error(site, self._site_error(site, answer))
                 return
-            if site in found:
+            if site in reports:
                 raise FedshiftError("a second reply to one request")
             check_measures(answer.measures, self._recipe)
-            found[site] = answer.measures
+            reports[site] = answer.measures
         except Stop as stop:
             raise stop.reason from None
         except FedshiftError as error:
             self._record("measure", site, "refused", str(error))
             return
-        sums = found[site].sums
+        sums = reports[site].sums
         told = {} if sums is None else {"sums": sums_bytes(sums)}
-        self.ledger.record(0, "measure", site, "up", {"measures": report_bytes(found[site]), **told})
+        self.ledger.record(0, "measure", site, "up", {"measures": report_bytes(reports[site]), **told})
 
     def _record_error(self, site: str, lost: Lost) -> None:
         self._record("measure", site, "refused" if lost.refused else "lost", lost.reason)

@@ -155,19 +155,19 @@ def check_measures(report: Measures, recipe: SettingRecipe) -> None:
             raise FedshiftError("its sums of confidences are of another number of samples than it measured")
 
 
-def _check_metrics(found: SiteMetrics, samples: int, classes: int, measuring: Measuring) -> None:
-    counts = [count for count in found.support if count is not None]
-    of_bins = [count for *_, count in found.reliability]
-    if len(found.support) != (classes if measuring.tells_support else 0) or len(of_bins) > BINS:
+def _check_metrics(metrics: SiteMetrics, samples: int, classes: int, measuring: Measuring) -> None:
+    counts = [count for count in metrics.support if count is not None]
+    of_bins = [count for *_, count in metrics.reliability]
+    if len(metrics.support) != (classes if measuring.tells_support else 0) or len(of_bins) > BINS:
         raise FedshiftError("its metrics are of another number of classes or bins than they were asked for")
     if (
-        found.samples != samples
+        metrics.samples != samples
         or (sum(counts) if measuring.counts_classes else max(counts, default=0)) > samples
         or sum(of_bins) > samples
-        or (found.events or 0) > samples
+        or (metrics.events or 0) > samples
     ):
         raise FedshiftError("its metrics are of another number of samples than it measured")
-    if any(low > high for low, high in found.intervals.values()):
+    if any(low > high for low, high in metrics.intervals.values()):
         raise FedshiftError("its metrics have an interval whose lower end is above the upper one")
-    if not set(measuring.metrics).issuperset((*found.values, *found.intervals)):
+    if not set(measuring.metrics).issuperset((*metrics.values, *metrics.intervals)):
         raise FedshiftError("its metrics are of another task")

@@ -63,13 +63,13 @@ def run_name(name: str) -> str:
     return name
 
 
-def _said(value: Any) -> Any:
+def _not_none(value: Any) -> Any:
     if value is None:
         raise ValueError("it is there and says nothing")
     return value
 
 
-Said = AfterValidator(_said)
+NotNone = AfterValidator(_not_none)
 """Of a field that may be left out: a site that is asked for a sum of nothing must not send its model alone."""
 RunName = Annotated[str, AfterValidator(run_name)]
 FileName = Annotated[str, AfterValidator(plain_name)]
@@ -160,15 +160,17 @@ class SitePart(Frozen):
     Attributes:
         number: the number of its domain.
         whole: whether it is measured on all its samples.
-        own: whether it is measured with its own model.
+        personal: whether it is measured with its own model.
     """
+
+    model_config = ConfigDict(populate_by_name=True)
 
     role: Literal["source", "target", "unseen"]
     number: int
     split: SeedSplit
     whole: bool
     fingerprint: str
-    own: bool = False
+    personal: Annotated[bool, Field(alias="own")] = False
 
 
 class SumAsked(Frozen):
@@ -215,14 +217,14 @@ class RunRequest(Request):
     aggregation: str = ""
     routing: str = ""
     at: int = 0
-    seal: Annotated[SealAsked | None, Said] = None
-    sum: Annotated[SumAsked | None, Said] = None
+    seal: Annotated[SealAsked | None, NotNone] = None
+    sum: Annotated[SumAsked | None, NotNone] = None
 
     @cached_property
     def digest(self) -> str:
         """A digest of run, setting and part: requests with equal digests use the same runner."""
-        own = [self.run, self.setting.plain(), self.part.model_dump(mode="json", exclude_unset=True)]
-        return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
+        covered = [self.run, self.setting.plain(), self.part.model_dump(mode="json", exclude_unset=True)]
+        return hashlib.sha256(json.dumps(covered, sort_keys=True).encode()).hexdigest()
 
 
 class CallRequest(RunRequest):
@@ -337,8 +339,8 @@ class MaskRequest(Request):
     @property
     def content(self) -> str:
         """A digest of all but the keys, which masks are bound to."""
-        own = self.model_dump(mode="json", exclude={"cards"})
-        return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
+        covered = self.model_dump(mode="json", exclude={"cards"})
+        return hashlib.sha256(json.dumps(covered, sort_keys=True).encode()).hexdigest()
 
 
 class EstimateRequest(Request):
@@ -398,8 +400,8 @@ def request_key(header: Mapping[str, Any], body_sha256: str) -> str:
 
     The checkpoint's number and files are left out, since they differ when a round is repeated.
     """
-    own = {name: value for name, value in header.items() if name not in ("key", "kept", "checkpoint")}
-    return hashlib.sha256(f"{json.dumps(own, sort_keys=True)}\n{body_sha256}".encode()).hexdigest()
+    covered = {name: value for name, value in header.items() if name not in ("key", "kept", "checkpoint")}
+    return hashlib.sha256(f"{json.dumps(covered, sort_keys=True)}\n{body_sha256}".encode()).hexdigest()
 
 
 def check_protocol(site: str, header: Mapping[str, Any], body: str) -> None:

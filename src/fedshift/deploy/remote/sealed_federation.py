@@ -35,7 +35,7 @@ class SealedFederation(RemoteFederation):
         self._cards: dict[str, KeyEntry] = {}
         self._readers: dict[str, list[str]] | None = None
         """Site → the readers for whom its reply is sealed, while an exchange is under way."""
-        self._said: dict[str, str] = {}
+        self._refusals: dict[str, str] = {}
         """Site → why it refused to measure a model."""
 
     def deliver(self, call: str, requests: Iterator[Request]) -> Generator[Answer[Any] | Missing, None, None]:
@@ -78,16 +78,16 @@ class SealedFederation(RemoteFederation):
         """
         boxes = {tensor.origin[0] for tensor in weights.values() if isinstance(tensor, ClosedTensor)}
         able = [site for site in sites if all(site in box.passage.readers for box in boxes)]
-        self._said.clear()
+        self._refusals.clear()
         measure = super().measure(weights, able, needed, **whole)
         for site in needed:
-            if site not in measure and site in self._said:
-                raise FedshiftError(self._said[site])
+            if site not in measure and site in self._refusals:
+                raise FedshiftError(self._refusals[site])
         return measure
 
     def _record(self, call: str, site: str, outcome: str, reason: str) -> None:
         if reason.startswith(f"site '{site}'"):
-            self._said[site] = reason
+            self._refusals[site] = reason
         super()._record(call, site, outcome, reason)
 
     def _content_for(self, site: str, name: str, value: Content | PerSite) -> Content:

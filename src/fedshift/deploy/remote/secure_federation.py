@@ -32,7 +32,7 @@ from fedshift.deploy.remote.outbox import HERE, Outbox, Written
 from fedshift.deploy.remote.remote_federation import RemoteFederation
 from fedshift.deploy.remote.replies import CallAnswer
 from fedshift.deploy.remote.requests import CallRequest, KeyRequest, SumAsked, UnmaskRequest, Work
-from fedshift.deploy.remote.transport import Done, Lost, Sign, SiteError, ask_plain, opened, stamped
+from fedshift.deploy.remote.transport import Done, Lost, Sign, SiteError, ask_plain, open_answer, stamp
 from fedshift.deploy.remote.wire import Message, Residuals, body_of
 from fedshift.digests import write_object
 from fedshift.errors import FedshiftError, KindRefused, Refused, ReplyRefused, UserError
@@ -94,7 +94,7 @@ class SecureFederation(RemoteFederation):
         """Sites that gave no key in this run → error and reason."""
         self._answered: dict[str, list[str]] = {}
         """Exchange and call → the sites of their sum, as the sites were told."""
-        self._said: list[str] | None = None
+        self._told_before: list[str] | None = None
         """The sites of the present sum as they were told before the coordinator was killed; None: it was not."""
         self._weighing: Weighing | None = None
         self._sum: SumAsked | None = None
@@ -107,7 +107,7 @@ class SecureFederation(RemoteFederation):
         # The first sum of a run decides who has a key, and other sources may be drawn for the next.
         self._fetch_keys(to if self.per_round is None else self.sources)
         number = self.progress.exchange
-        self._said = self._answered.get(f"{number}-{call}")
+        self._told_before = self._answered.get(f"{number}-{call}")
         sums: dict[Layout, SecureSum] = {}
         self._weighing = Weighing.of(by, [self.checks.samples_of(site) for site in to])
         self._shared.call = call
@@ -121,7 +121,7 @@ class SecureFederation(RemoteFederation):
         finally:
             self._weighing = self._sum = self._order = self._shared.call = None
         # Sites whose contribution is laid out otherwise than those of most are in no sum.
-        layout = max(sums, key=lambda one: len(sums[one].answered), default=None)
+        layout = max(sums, key=lambda candidate: len(sums[candidate].answered), default=None)
         answered = sums[layout].answered if layout is not None else []
         for site in (site for other, sum_ in sums.items() if other != layout for site in sum_.answered):
             reason = "it contributes other tensors than most sites"
@@ -131,15 +131,15 @@ class SecureFederation(RemoteFederation):
         self.check_number(answered, to)
         self._check_whole(call, answered, to)
         assert layout is not None
-        if self._said is not None and self._said != answered:
-            gone = next(site for site in self._said if site not in answered)
+        if self._told_before is not None and self._told_before != answered:
+            gone = next(site for site in self._told_before if site not in answered)
             raise FedshiftError(
                 f"round {self.round}, call {call}: site '{gone}' is in the sum that others may have unmasked already, "
                 "and did not answer: when it is back, continue with fedshift deploy resume"
             )
         self._answered[f"{number}-{call}"] = answered
         self._write()
-        return self._unmasked(call, sums[layout], layout)
+        return self._unmask(call, sums[layout], layout)
 
     def check_number(self, answered: Sequence[str], asked: Sequence[str]) -> None:
         needed = threshold(len(asked), self._colluders)
@@ -172,7 +172,7 @@ class SecureFederation(RemoteFederation):
         self._sum = sum_asked(self._weighing, cards, envelopes, self._colluders)
         whole = CallRequest(call=call, envelope=Work(**vars(asked[0].envelope)), **self._common(asked[0].site))
         self._order, _ = order_in(whole, self._outbox.write(call, ALL, first).body.sha256)
-        told = [site for site in envelopes if self._said is None or site in self._said]
+        told = [site for site in envelopes if self._told_before is None or site in self._told_before]
         with closing(super().deliver(call, (request for request in asked if request.site in told))) as answers:
             for request in asked:
                 yield next(answers) if request.site in told else self._not_asked(request.site)
@@ -192,13 +192,13 @@ class SecureFederation(RemoteFederation):
 
     # The second exchange: who answered, and shares --------------------------------------------------------------------
 
-    def _unmasked(self, call: str, masked: SecureSum, layout: Layout) -> Mean:
+    def _unmask(self, call: str, masked: SecureSum, layout: Layout) -> Mean:
         """The mean of a sum, once enough of its sites told their shares.
 
         Raises:
             FedshiftError: too few sites did.
         """
-        codes, reasons = self._confirmed(masked)
+        codes, reasons = self._confirm(masked)
         told: dict[str, Revealed] = {}
         if len(codes) >= masked.order.needed:  # otherwise the sites would refuse
             told, more_reasons = self._shares(masked, codes)
@@ -206,13 +206,13 @@ class SecureFederation(RemoteFederation):
         total = Total()
         total.sites, total.layout = masked.answered, layout
         try:
-            total.numbers = masked.unmasked(told)
+            total.numbers = masked.unmask_total(told)
             return total.mean()
         except FedshiftError as error:
             more = "".join(f"; {reason}" for reason in reasons)
             raise FedshiftError(f"round {self.round}, call {call}: {error}{more}") from None
 
-    def _confirmed(self, masked: SecureSum) -> tuple[dict[str, dict[str, bytes]], list[str]]:
+    def _confirm(self, masked: SecureSum) -> tuple[dict[str, dict[str, bytes]], list[str]]:
         """The codes of each site, by the site they are for, and why others give none."""
         answered = masked.answered
         read = {site: partial(confirmed_of, site=site, answered=answered) for site in answered}
@@ -224,7 +224,9 @@ class SecureFederation(RemoteFederation):
         """What the sites that confirmed reveal, by site, and why others reveal nothing."""
         order, answered = masked.order, masked.answered
         content = {  # whoever gave no code is not waited for again
-            site: sealed_content(masked.sealed_for(site), {by: own[site] for by, own in codes.items() if by != site})
+            site: sealed_content(
+                masked.sealed_for(site), {by: codes_of[site] for by, codes_of in codes.items() if by != site}
+            )
             for site in codes
         }
         return self._second(
@@ -250,7 +252,7 @@ class SecureFederation(RemoteFederation):
         keys: dict[str, str] = {}
         for site in content:
             body = body_of(content[site])
-            keys[site], asks = stamped(request, body)
+            keys[site], asks = stamp(request, body)
             outgoing.append((site, asks))
             self.ledger.record(order.exchange, do, site, "down", body.content)
         told: dict[str, _T] = {}
@@ -270,7 +272,7 @@ class SecureFederation(RemoteFederation):
                 if isinstance(message, Lost):
                     self._lost.add(site)
                     raise FedshiftError(message.reason)
-                result = opened(Done, message, keys[site], tensors)
+                result = open_answer(Done, message, keys[site], tensors)
                 if isinstance(result.answer, SiteError):
                     raise FedshiftError(result.answer.message[:2000])
                 told[site] = read[site](result.content)
@@ -278,7 +280,7 @@ class SecureFederation(RemoteFederation):
             except FedshiftError as error:
                 self._record(do, site, "lost" if isinstance(message, Lost) else "refused", str(error))
                 reasons.append(f"site '{site}': {error}")
-            grace.answered(usable=site in told)
+            grace.note_answer(usable=site in told)
         return told, reasons
 
     # Keys -------------------------------------------------------------------------------------------------------------
@@ -339,8 +341,8 @@ class SecureFederation(RemoteFederation):
         return files
 
     def load_memory(self, folder: Path, files: Mapping[str, Mapping[str, str]]) -> None:
-        own = {name: file for name, file in files.get(HERE, {}).items() if name != _ENTRY}
-        super().load_memory(folder, {**files, HERE: own})
+        residuals = {name: file for name, file in files.get(HERE, {}).items() if name != _ENTRY}
+        super().load_memory(folder, {**files, HERE: residuals})
 
     def _write(self) -> None:
         whole = _Record(
@@ -370,8 +372,8 @@ class _SharedOutbox(Outbox):
     def write(self, call: str, site: str, content: Mapping[str, Content]) -> Written:
         return super().write(call, ALL if call == self.call else site, content)
 
-    def delivered(self, call: str, site: str, residuals: Residuals) -> None:
-        super().delivered(call, ALL if call == self.call else site, residuals)
+    def note_delivery(self, call: str, site: str, residuals: Residuals) -> None:
+        super().note_delivery(call, ALL if call == self.call else site, residuals)
 
 
 def _exchange_of(name: str) -> int:

@@ -83,7 +83,7 @@ class SiteError(Frozen):
     error: str
     message: str
 
-    def lost(self) -> Lost:
+    def as_lost(self) -> Lost:
         """Why the site gave no answer."""
         return Lost(self.message[:2000], self.error[:100])
 
@@ -97,7 +97,7 @@ class Opened(Generic[A]):
     crossed: dict[str, Content]
 
 
-def opened(
+def open_answer(
     kind: type[A], message: Message, key: str, most_tensors: int = 0, largest_header: int = LARGEST_HEADER
 ) -> Opened[A]:
     """Open the answer to the request ``key``, which may be an error.
@@ -120,7 +120,7 @@ def opened(
     return Opened(parsed(kind, message.header, "its answer"), content, crossed)
 
 
-def stamped(request: Request, body: Body) -> tuple[str, Message]:
+def stamp(request: Request, body: Body) -> tuple[str, Message]:
     """The key of a request, and the message that is sent."""
     header = {"protocol": PROTOCOL, **request.plain()}
     key = request_key(header, body.sha256)
@@ -132,7 +132,7 @@ def answer_of(key: str, answer: Frozen, body: Body | None = None) -> Message:
     return seal({**answer.model_dump(mode="json", exclude_unset=True), "answers": key}, body or body_of({}))
 
 
-def drained(messages: list[tuple[str, Message]]) -> Iterator[tuple[str, Message]]:
+def drain(messages: list[tuple[str, Message]]) -> Iterator[tuple[str, Message]]:
     """The messages of a list, which forgets them: the transport may have their bytes elsewhere than in memory."""
     messages.reverse()
     while messages:
@@ -172,7 +172,7 @@ def ask_plain(
     outgoing: list[tuple[str, Message]] = []
     keys: dict[str, str] = {}
     for site, request in requests.items():
-        keys[site], message = stamped(request, body)
+        keys[site], message = stamp(request, body)
         outgoing.append((site, message))
     largest = LARGEST_CARD if any(request.do == "hello" for request in requests.values()) else LARGEST_HEADER
     result: dict[str, Heard[A] | Lost] = {}
@@ -201,7 +201,7 @@ def ask_for_content(
     outgoing: list[tuple[str, Message]] = []
     keys: dict[str, str] = {}
     for site, (request, content) in requests.items():
-        keys[site], message = stamped(request, body_of(content))
+        keys[site], message = stamp(request, body_of(content))
         outgoing.append((site, message))
     result: dict[str, dict[str, Content] | Lost] = {}
     for site, answer in transport.exchange(iter(outgoing), deadline, {}):
@@ -214,17 +214,17 @@ def ask_for_content(
 
 def _content(site: str, message: Message, key: str, most_tensors: int) -> dict[str, Content] | Lost:
     try:
-        answer = opened(Done, message, key, most_tensors)
+        answer = open_answer(Done, message, key, most_tensors)
     except FedshiftError as error:
         return Lost(f"site '{site}': {error}")
-    return answer.answer.lost() if isinstance(answer.answer, SiteError) else answer.content
+    return answer.answer.as_lost() if isinstance(answer.answer, SiteError) else answer.content
 
 
 def _heard(kind: type[A], site: str, message: Message, key: str, largest_header: int) -> Heard[A] | Lost:
     try:
-        answer = opened(kind, message, key, largest_header=largest_header).answer
+        answer = open_answer(kind, message, key, largest_header=largest_header).answer
     except Unreadable as error:
         return Lost(f"site '{site}': {error}", ReplyRefused.__name__)
     except FedshiftError as error:
         return Lost(str(error))
-    return answer.lost() if isinstance(answer, SiteError) else Heard(answer, time.time())
+    return answer.as_lost() if isinstance(answer, SiteError) else Heard(answer, time.time())

@@ -67,7 +67,7 @@ class Body:
 
 def body_of(content: Mapping[str, Content], wire: Wire = "float32", residuals: Residuals | None = None) -> Body:
     """Write ``content`` as bytes. ``residuals``, if given, are added before rounding and replaced by the new ones."""
-    crossing, manifest = narrowed(content, wire, residuals)
+    crossing, manifest = narrow(content, wire, residuals)
     data = encode(crossing, {"packed": manifest})
     return Body(data, hashlib.sha256(data).hexdigest(), crossing)
 
@@ -78,7 +78,7 @@ def seal(header: Mapping[str, Any], body: Body) -> Message:
     return Message(text, body.data, _digest(text, body.sha256))
 
 
-def resealed(message: Message, body: Body) -> Message:
+def reseal(message: Message, body: Body) -> Message:
     """A message with another body."""
     return Message(message.header, body.data, _digest(message.header, body.sha256))
 
@@ -110,7 +110,7 @@ def unseal(
         raise FedshiftError("a message's header is not a mapping")
     content, packed = decode(message.body, most_tensors, LARGEST_LAYOUT)
     list(pieces(content))  # nothing but what may travel
-    return header, widened(content, packed.get("packed"), most_tensors), content
+    return header, widen(content, packed.get("packed"), most_tensors), content
 
 
 def error_answer(request: Message | None, error: Exception) -> Message:
@@ -136,13 +136,13 @@ def _digest(header: str, body_sha256: str) -> str:
 # Narrow numbers -------------------------------------------------------------------------------------------------------
 
 
-def narrowed(
+def narrow(
     content: Mapping[str, Content], wire: Wire, residuals: Residuals | None = None
 ) -> tuple[dict[str, Content], dict[str, Any]]:
     """Round the float tensors of every `Weights` and pack them into one flat array.
 
     Returns:
-        The content as it crosses the network, and the manifest that `widened` needs.
+        The content as it crosses the network, and the manifest that `widen` needs.
     """
     if wire == "float32":
         return dict(content), {}
@@ -160,7 +160,7 @@ def _narrow(path: str, value: Any, wire: Wire, residuals: Residuals | None, mani
         return value
     flat = torch.cat([tensor.detach().cpu().reshape(-1).to(torch.float32) for tensor in floats.values()])
     before = residuals.get(path) if residuals is not None else None
-    sent, left = _rounded(flat, wire, before if before is not None and len(before) == len(flat) else None)
+    sent, left = _round(flat, wire, before if before is not None and len(before) == len(flat) else None)
     if residuals is not None:
         residuals[path] = left
     manifest[path] = [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in floats.items()]
@@ -168,8 +168,8 @@ def _narrow(path: str, value: Any, wire: Wire, residuals: Residuals | None, mani
     return Weights({**sent, **kept})
 
 
-def widened(content: Mapping[str, Content], manifest: Any, most_tensors: int = MOST_TENSORS) -> dict[str, Content]:
-    """The inverse of `narrowed`, up to rounding. Sizes are compared before anything is widened.
+def widen(content: Mapping[str, Content], manifest: Any, most_tensors: int = MOST_TENSORS) -> dict[str, Content]:
+    """The inverse of `narrow`, up to rounding. Sizes are compared before anything is widened.
 
     Raises:
         FedshiftError: the manifest does not fit, or names more than ``most_tensors`` tensors.
@@ -208,7 +208,7 @@ def _size(shape: Any) -> int:
     return math.prod(shape)
 
 
-def _rounded(flat: Tensor, wire: Wire, residual: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
+def _round(flat: Tensor, wire: Wire, residual: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
     """Round ``flat`` plus the residual from before, in pieces that fit the processor's cache.
 
     Args:

@@ -16,7 +16,7 @@ from fedshift.deploy.agreed_terms import AgreedTerms
 from fedshift.deploy.crypto.sealing import SealingKey
 from fedshift.deploy.documents import read_stored
 from fedshift.deploy.remote.requests import RunRequest
-from fedshift.deploy.remote.wire import widened
+from fedshift.deploy.remote.wire import widen
 from fedshift.deploy.secure.site_sums import SiteSums
 from fedshift.digests import write_object
 from fedshift.errors import FedshiftError, Refused
@@ -137,7 +137,7 @@ class Boxes:
             exchanges: in which each site sealed its model; under no name, the newest of the trained model.
             position: exchange of the request.
         """
-        noted = self._noted()
+        noted = self._notes()
         for sender, exchange in exchanges.items():
             before = max((newest for at, newest in noted.get(sender, ()) if at < position), default=exchange)
             if exchange < before:
@@ -166,14 +166,14 @@ class Boxes:
 
     def note(self, exchanges: Mapping[str, int], position: float) -> None:
         """Write down from which exchange each sender's model was, at a position."""
-        noted = self._noted()
+        noted = self._notes()
         for sender, exchange in exchanges.items():
             known = noted.setdefault(sender, [])
             if not known or known[-1][1] < exchange:
                 noted[sender] = [*known, [position, exchange]][-_MOST_NOTED:]
         write_object(self.newest, noted, private=True)
 
-    def _noted(self) -> dict[str, list[Any]]:
+    def _notes(self) -> dict[str, list[Any]]:
         noted = read_stored(_Newest, self.newest, _REMEDY)
         return {} if noted is None else {sender: list(map(list, known)) for sender, known in noted.root.items()}
 
@@ -187,7 +187,7 @@ class Boxes:
         limits = () if most_tensors is None else (most_tensors,)
         try:
             inner, packed = decode(plain, *limits)
-            value = widened(inner, packed.get("packed"), *limits).get(way.field)
+            value = widen(inner, packed.get("packed"), *limits).get(way.field)
             models = {"": value} if isinstance(value, Weights) else value
             if not isinstance(models, Mapping) or not all(isinstance(model, Weights) for model in models.values()):
                 raise FedshiftError("it is no model")

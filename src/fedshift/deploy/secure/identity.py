@@ -37,12 +37,12 @@ class Identity:
             ) from None
         folder = kit / "flare" / "startup"
         try:
-            own = x509.load_pem_x509_certificate((folder / "client.crt").read_bytes())
+            certificate = x509.load_pem_x509_certificate((folder / "client.crt").read_bytes())
             key = serialization.load_pem_private_key((folder / "client.key").read_bytes(), None)
             authority = x509.load_pem_x509_certificate((folder / "rootCA.pem").read_bytes())
         except (OSError, ValueError, TypeError) as error:
             raise UserError(f"site '{site}': the kit in {kit} has no usable key: {error}") from None
-        return Identity(site, own.public_bytes(serialization.Encoding.DER), key, authority)
+        return Identity(site, certificate.public_bytes(serialization.Encoding.DER), key, authority)
 
     @property
     def fingerprint(self) -> str:

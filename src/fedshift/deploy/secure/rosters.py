@@ -48,11 +48,11 @@ class Rosters:
         memory.mkdir(parents=True, exist_ok=True)
 
     @property
-    def one(self) -> bool:
+    def one_set(self) -> bool:
         """Whether the site takes part in sums of one set of sites only."""
         return self._rule != "any"
 
-    def known(self) -> list[list[str]]:
+    def recorded_sets(self) -> list[list[str]]:
         """The sets, oldest first.
 
         Raises:
@@ -74,10 +74,10 @@ class Rosters:
         """The sets of sites of all sums, oldest first, with that of an earlier version if no other is known.
 
         Raises:
-            Refused: as in `known`.
+            Refused: as in `recorded_sets`.
         """
         older = self._log.older_roster if self._log is not None else []
-        return self.known() or ([older] if older else [])
+        return self.recorded_sets() or ([older] if older else [])
 
     def check(self, roster: Sequence[str]) -> int:
         """Check that the site may mask for these sites; return how many sets it has recorded.
@@ -85,9 +85,9 @@ class Rosters:
         Raises:
             Refused: the rule allows another set only.
         """
-        known = self.known()
-        allowed = self._allowed(known) or list(roster)
-        if self.one and allowed != list(roster):
+        known = self.recorded_sets()
+        allowed = self._allowed_set(known) or list(roster)
+        if self.one_set and allowed != list(roster):
             other = sorted({*allowed} ^ {*roster})
             raise Refused(
                 f"site '{self._site}' takes part in sums of {', '.join(allowed)}, and not of a set that differs by "
@@ -102,7 +102,7 @@ class Rosters:
         Raises:
             Refused: one is.
         """
-        allowed = self._allowed(self.known()) if self.one else []
+        allowed = self._allowed_set(self.recorded_sets()) if self.one_set else []
         absent = [site for site in allowed if site not in sites]
         if absent:
             raise Refused(
@@ -110,7 +110,7 @@ class Rosters:
                 f"{', '.join(absent)} takes no part: let all of them take part, or write training.privacy; {_LEFT}"
             )
 
-    def _allowed(self, known: Sequence[list[str]]) -> list[str]:
+    def _allowed_set(self, known: Sequence[list[str]]) -> list[str]:
         """The one set of sites that the rule allows; empty if the first sum decides.
 
         An earlier version's sums count: it wrote their sites in the audit log alone.
@@ -128,7 +128,7 @@ class Rosters:
         """
         with hold_lock(self._lock):
             number = self.check(roster)
-            if number and self.known()[-1] == list(roster):
+            if number and self.recorded_sets()[-1] == list(roster):
                 return number
             try:
                 append_line(self._file, {"roster": list(roster), "run": run}, flush=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedshift.deploy.crypto.keys import Order
 from fedshift.deploy.remote.orders import order_to_mask, upload_content
-from fedshift.deploy.remote.policy import described
+from fedshift.deploy.remote.policy import sent_kinds
 from fedshift.deploy.remote.requests import Asked, MaskRequest
 from fedshift.deploy.remote.transport import Done, answer_of
 from fedshift.deploy.remote.wire import Message, body_of
@@ -51,14 +51,14 @@ class SiteEstimateSums:
         order = order_to_mask(request)
         site = self._sums.site_of(order, noise=noise)
         entry |= {"step": request.step, "roster": list(order.roster)}
-        upload, whole = site.kept(order), False
+        upload, whole = site.kept_upload(order), False
         if upload is None:
             numbers = self._numbers(request, order)
             if not noise:
-                entry["rosters"], whole = self._sums.rosters.note(order.roster, order.run), self._sums.rosters.one
+                entry["rosters"], whole = self._sums.rosters.note(order.roster, order.run), self._sums.rosters.one_set
             upload = site.mask(order, numbers, whole=whole)
         sent: dict[str, Content] = {"sum": upload_content(upload, order)}
-        entry["sent"] = described(sent)
+        entry["sent"] = sent_kinds(sent)
         return answer_of(asked.key, Done(), body_of(sent))
 
     def _numbers(self, request: MaskRequest, order: Order) -> Tensor:
@@ -77,18 +77,18 @@ def _part(name: str, request: MaskRequest, kept: KeptScores) -> Numbers:
         FedshiftError: what it is told lacks a sum before it.
         Refused: this site's numbers are not in the first sum.
     """
-    own = kept.sums
+    mine = kept.sums
     if request.step == 1:
-        return first_part(own)
+        return first_part(mine)
     if request.whole is None or (request.step == 3 and request.unexplained is None):
         raise FedshiftError("a request to mask lacks the sums before it")
-    check_classes(request.whole.sums, len(own.confusion))
+    check_classes(request.whole.sums, len(mine.confusion))
     whole = request.whole.whole
     try:
-        others = GivenSums.model_validate(plain_sums(whole.others(own))).sums
+        others = GivenSums.model_validate(plain_sums(whole.others(mine))).sums
     except ValueError:
         raise Refused(f"site '{name}' is not in the sum that it is told") from None
     reading = read(others, kept.scores)
     if request.step == 2:
         return second_part(reading)
-    return third_part(whole, request.unexplained or 0.0, own, reading)
+    return third_part(whole, request.unexplained or 0.0, mine, reading)

@@ -32,7 +32,7 @@ from fedshift.deploy.remote.wire import Message, Wire
 from fedshift.deploy.secure.boxes import Boxes, Way
 from fedshift.deploy.secure.site_sums import SiteSums
 from fedshift.deploy.site_file import SiteConfig
-from fedshift.deploy.site_requests import narrowed
+from fedshift.deploy.site_requests import narrow_reply
 from fedshift.digests import write_object
 from fedshift.errors import FedshiftError, Refused
 from fedshift.federation.exchange import Routed
@@ -98,7 +98,7 @@ class SiteSeals:
 
     # At the sender ----------------------------------------------------------------------------------------------------
 
-    def begun(self, request: CallRequest, method: Method, entry: dict[str, Any]) -> Sealing | None:
+    def begin_sealing(self, request: CallRequest, method: Method, entry: dict[str, Any]) -> Sealing | None:
         """What a request says of sealing its reply; None if it does not ask for that.
 
         Raises:
@@ -133,7 +133,7 @@ class SiteSeals:
 
     # At the reader ----------------------------------------------------------------------------------------------------
 
-    def opened(
+    def open_content(
         self,
         asked: Asked[CallRequest],
         runner: SiteRunner,
@@ -244,11 +244,11 @@ class Sealing:
     def __init__(self, name: str, sums: SiteSums, boxes: Boxes, cards: Mapping[str, KeyCard], way: Routed) -> None:
         self._name, self._sums, self._boxes, self._cards, self._way = name, sums, boxes, cards, way
 
-    def promised(self, kinds: Mapping[str, str]) -> dict[str, str]:
+    def sealed_kinds(self, kinds: Mapping[str, str]) -> dict[str, str]:
         """The kinds of a reply's fields as they leave."""
         return {**kinds, self._way.field: SEALED}
 
-    def sealed(
+    def seal_reply(
         self, reply: Reply, request: CallRequest, runner: SiteRunner, sent: Mapping[str, Content]
     ) -> dict[str, Content]:
         """A reply with its models sealed, after the check that the server makes of replies that it can read.
@@ -265,7 +265,7 @@ class Sealing:
         passage = Passage(request.run, exchange, call, field, self._name, tuple(sorted(self._cards)))
         value: Any = result[field]
         models: dict[str, Weights] = {"": value} if isinstance(value, Weights) else dict(value)
-        plain = narrowed(runner.site.memory, request, {field: value}).data
+        plain = narrow_reply(runner.site.memory, request, {field: value}).data
         keys = {reader: card.public for reader, card in self._cards.items()}
         text, sealed = seal_for(keys, plain, passage, models)
         identity = self._sums.identity

@@ -22,10 +22,10 @@ from fedshift.deploy.remote.orders import (
     sealed_of,
     upload_content,
 )
-from fedshift.deploy.remote.policy import MASKED, AuditLog, described
+from fedshift.deploy.remote.policy import MASKED, AuditLog, sent_kinds
 from fedshift.deploy.remote.requests import Asked, CallRequest, KeyRequest, UnmaskRequest, run_name
 from fedshift.deploy.remote.transport import Done, answer_of
-from fedshift.deploy.remote.wire import Message, body_of, resealed
+from fedshift.deploy.remote.wire import Message, body_of, reseal
 from fedshift.deploy.secure.identity import Identity
 from fedshift.deploy.secure.rosters import Rosters
 from fedshift.deploy.site_file import SiteConfig
@@ -89,7 +89,7 @@ class SiteSums:
         asked.entry["key"] = card.public.hex()
         return answer_of(asked.key, KeyAnswer(card=key_entry(card)))
 
-    def begun(self, asked: Asked[CallRequest], method: Method, *, noise: bool = False) -> Summing | None:
+    def begin_sum(self, asked: Asked[CallRequest], method: Method, *, noise: bool = False) -> Summing | None:
         """The sum that a request to run a call asks for; None if it asks for the reply itself.
 
         Args:
@@ -179,7 +179,7 @@ class SiteSums:
 
     @staticmethod
     def _answer(asked: Asked[UnmaskRequest], sent: dict[str, Content]) -> Message:
-        asked.entry["sent"] = described(sent)
+        asked.entry["sent"] = sent_kinds(sent)
         return answer_of(asked.key, Done(), body_of(sent))
 
 
@@ -214,7 +214,7 @@ class Summing:
     ) -> None:
         self.order, self._question, self._rosters = order, question, rosters
         self._site, self._weighing, self._input_shape = site, weighing, input_shape
-        self._kept = site.kept(order)
+        self._kept = site.kept_upload(order)
         self._numbers: Tensor | None = None
         self.layout: LayoutEntry | None = None
         """What the integers stand for."""
@@ -253,13 +253,13 @@ class Summing:
         Then another site would outweigh it in the sum; and a sum with some of its work less one with all would show
         the rest. Of sets of any sites, whose budgets can differ by those rounds in which one was lost, half is enough.
         """
-        if self._rosters is not None and share < (1.0 if self._rosters.one else 0.5):
+        if self._rosters is not None and share < (1.0 if self._rosters.one_set else 0.5):
             raise Refused(
                 f"site '{self._site.site}' takes part in sums in which no site's work is more than twice that of the "
                 "others, and was let do a part of it only (mini_batches_left)"
             )
 
-    def masked(self, entry: dict[str, Any]) -> dict[str, Content]:
+    def mask(self, entry: dict[str, Any]) -> dict[str, Content]:
         """What leaves in place of the contribution. It is on the disk before this returns, and its roster as well.
 
         Args:
@@ -268,10 +268,10 @@ class Summing:
         assert self._numbers is not None  # made by `contribution`
         entry["roster"], whole = list(self.order.roster), False
         if self._rosters is not None:
-            entry["rosters"], whole = self._rosters.note(self.order.roster, self.order.run), self._rosters.one
+            entry["rosters"], whole = self._rosters.note(self.order.roster, self.order.run), self._rosters.one_set
         upload = self._kept or self._site.mask(self.order, self._numbers, whole=whole)
         sent: dict[str, Content] = {"sum": upload_content(upload, self.order)}
-        entry["sent"] = described(sent)
+        entry["sent"] = sent_kinds(sent)
         return sent
 
     def again(self, answer: Message) -> tuple[Message, Mapping[str, Content]] | None:
@@ -280,9 +280,9 @@ class Summing:
             return None
         content: dict[str, Content] = {"sum": upload_content(self._kept, self.order)}
         # The same header with the body that is kept elsewhere.
-        return resealed(answer, body_of(content)), content
+        return reseal(answer, body_of(content)), content
 
 
 def without_body(answer: Message) -> Message:
     """An answer to keep without its body, which is kept elsewhere."""
-    return resealed(answer, body_of({}))
+    return reseal(answer, body_of({}))

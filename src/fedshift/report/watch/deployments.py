@@ -61,5 +61,5 @@ def deployments_in(root: Path) -> list[Path]:
 def deployment_at(folder: Path) -> Deployed | None:
     """What is known of the deployment in ``folder``; None if there is none."""
     entrance = deploy_entrance()
-    deployment: Deployed | None = entrance.deployed(folder) if entrance is not None else None
+    deployment: Deployed | None = entrance.deployment_status(folder) if entrance is not None else None
     return deployment

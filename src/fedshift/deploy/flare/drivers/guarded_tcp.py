@@ -105,7 +105,7 @@ class Peer:
         try:
             self._workers.submit(self._handle, connection, frame)
         except RuntimeError as error:
-            self._handled(len(frame))
+            self._give_room_back(len(frame))
             connection.close()
             raise CommError(CommError.ERROR, "there is no thread left to handle a frame") from error
 
@@ -117,9 +117,9 @@ class Peer:
             if not connection.closing:
                 connection.hand_over(frame)
         finally:
-            self._handled(len(frame))
+            self._give_room_back(len(frame))
 
-    def _handled(self, size: int) -> None:
+    def _give_room_back(self, size: int) -> None:
         with self.changed:
             self._frames, self._bytes = self._frames - 1, self._bytes - size
             self.changed.notify_all()
@@ -135,7 +135,7 @@ class Peer:
         if left > 0 and not connection.closing:
             time.sleep(left)
 
-    def stalled(self, why: str) -> None:
+    def count_stall(self, why: str) -> None:
         """Count a connection that was ended since the peer took nothing, and refuse the peer after a few."""
         now = time.monotonic()
         _log.warning(f"a connection of '{self.name}' is ended: {why}")
@@ -233,7 +233,7 @@ class GuardedConnection(SharedConnection):
 
     def end_if_stalled(self) -> None:
         """End the connection if something waits to go out and the peer has taken nothing of it for long."""
-        now, progress = time.monotonic(), (self._pieces, _unacknowledged(self.sock))
+        now, progress = time.monotonic(), (self._pieces, _unacknowledged_bytes(self.sock))
         if progress != self._progress or not self._unsent:
             self._progress, self._progress_at = progress, now
         elif now - self._progress_at > SEND_SECONDS:
@@ -244,7 +244,7 @@ class GuardedConnection(SharedConnection):
             counted, self.closing = not self.closing, True
         self.close()
         if counted:
-            self.peer.stalled(why)
+            self.peer.count_stall(why)
 
     def close(self) -> None:
         """End the conversation, also for those who wait to read or to write."""
@@ -255,7 +255,7 @@ class GuardedConnection(SharedConnection):
             self.peer.changed.notify_all()
 
 
-def _unacknowledged(connection: ssl.SSLSocket) -> int:
+def _unacknowledged_bytes(connection: ssl.SSLSocket) -> int:
     """Bytes that the system holds for a peer: fewer than before if it has taken some. 0 where it cannot be asked."""
     if sys.platform != "linux":
         return 0
@@ -396,7 +396,7 @@ class _Listener:
         """Hand a connection to FLARE, if its certificate is accepted."""
         try:
             digest = hashlib.sha256(secure.getpeercert(binary_form=True) or b"").hexdigest()
-            if digest not in self._accepted():
+            if digest not in self._accepted_names():
                 _log.warning(f"{secure.getpeername()}: certificate {digest[:16]} is not accepted (any more)")
                 secure.close()
                 return
@@ -444,7 +444,7 @@ class _Listener:
                 connection.close()
 
     def _end_revoked(self) -> None:
-        accepted = self._accepted()
+        accepted = self._accepted_names()
         for digest in [digest for digest in self._peers if digest not in accepted]:
             self._peers.pop(digest).forget()
         with self._lock:
@@ -453,7 +453,7 @@ class _Listener:
             _log.warning(f"{connection.get_conn_properties()}: its certificate is not accepted any more")
             connection.close()
 
-    def _accepted(self) -> dict[str, str]:
+    def _accepted_names(self) -> dict[str, str]:
         """The certificates that are accepted now: digest → name. A list that cannot be read changes nothing."""
         try:
             entries = read_object(self._list, older=True).items()
