@@ -15,7 +15,7 @@ import pytest
 from fedshift.api import Results
 from fedshift.data.builders import medical
 from fedshift.data.table_files import read_table
-from fedshift.deploy.flare.roles import check_installed
+from fedshift.deploy.flare.kits import check_installed
 from fedshift.errors import UserError
 from fedshift.experiment.export import _onnx
 from fedshift.functional.differential_privacy import NoisySteps, epsilon

@@ -43,7 +43,7 @@ def test_a_console_prints_no_control_sequence(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.threat("control_text")
-def test_a_deployment_shows_what_sites_said(cli: Cli, tmp_path: Path) -> None:
+def test_a_deployment_shows_what_sites_said(cli: Cli, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install -e '.[deploy]'")
     from fedshift.deploy.cli.deploy import _show
     from fedshift.deploy.flare.deployment_folder import Deployment
@@ -66,12 +66,11 @@ def test_a_deployment_shows_what_sites_said(cli: Cli, tmp_path: Path) -> None:
         deployment.record(event)
     harmless(cli("deploy", "status", "--kit", kit))
     harmless(cli("deploy", "logs", "--kit", kit))
-    console = safe_console()
-    with console.capture() as shown:
-        for event in events:
-            _show(console, event)
-    assert len(shown.get().splitlines()) == len(events)
-    harmless(Said(0, shown.get(), ""))
+    for event in events:
+        _show(event, replies=True)
+    shown = capsys.readouterr().err
+    assert len(shown.splitlines()) == len(events)
+    harmless(Said(0, shown, ""))
 
 
 def test_an_error_is_one_line_whatever_it_quotes(cli: Cli, tmp_path: Path) -> None:

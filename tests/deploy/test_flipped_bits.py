@@ -484,7 +484,6 @@ CALLS = {
     "federation/message_files": 1,
     "deploy/crypto/at_site": 5,
     "deploy/crypto/keys": 1,
-    "deploy/crypto/sealing": 1,
     "federation/site_memory": 1,
 }
 """Module → how many calls it has that write a file with a digest."""

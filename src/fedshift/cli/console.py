@@ -28,6 +28,11 @@ def safe_console(*, stderr: bool = False) -> Console:
     return made
 
 
+def say(text: str, *, stderr: bool = False) -> None:
+    """Print text as it stands: no markup, no colours, no line broken."""
+    safe_console(stderr=stderr).print(text, highlight=False, markup=False, soft_wrap=True)
+
+
 def escape(text: str) -> str:
     """``text`` as it stands, in a place where rich expects markup, such as the description of a progress bar."""
     return markup.escape(printable(text))

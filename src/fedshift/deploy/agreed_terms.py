@@ -65,26 +65,18 @@ class Terms(_Model):
     peers: tuple[Peer, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.models or self.splits or self.training or self.peers)
+        return any(terms for _, terms in self)
 
     def without(self, other: Terms) -> Terms:
         """These terms but for those of another."""
-        return Terms(
-            models=tuple(model for model in self.models if model not in other.models),
-            splits=tuple(model for model in self.splits if model not in other.splits),
-            training=tuple(model for model in self.training if model not in other.training),
-            peers=tuple(model for model in self.peers if model not in other.peers),
-        )
+        rest = {kind: tuple(item for item in terms if item not in getattr(other, kind)) for kind, terms in self}
+        return self.model_copy(update=rest)
 
     def with_terms(self, other: Terms) -> Terms:
         """These terms and those of another. A site has one certificate at a time, the newer one."""
-        new, anew = other.without(self), {peer.site for peer in other.peers}
-        return Terms(
-            models=(*self.models, *new.models),
-            splits=(*self.splits, *new.splits),
-            training=(*self.training, *new.training),
-            peers=(*(peer for peer in self.peers if peer.site not in anew), *other.peers),
-        )
+        anew = {peer.site for peer in other.peers}
+        old = self.model_copy(update={"peers": tuple(peer for peer in self.peers if peer.site not in anew)})
+        return old.model_copy(update={kind: (*terms, *getattr(other.without(old), kind)) for kind, terms in old})
 
 
 class AskedTerms(_Model):

@@ -134,6 +134,16 @@ def _lacks_its_end(rest: bytes) -> bool:
     return is_undamaged(rest[:-1].decode(errors="replace"))
 
 
+def text_at_end(path: Path, most: int) -> str:
+    """The text at the end of a file, of so many bytes at most; empty if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - most))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
 def _last_line(file: BinaryIO) -> tuple[str, int, bytes]:
     """The last whole line; where it ends, with its line break; and what stands behind."""
     end = file.seek(0, os.SEEK_END)

@@ -115,10 +115,7 @@ def check_members(experiment: Experiment, sites: Sequence[str], revoked: Collect
             )
         if target in revoked:
             raise UserError(f"protocol.targets: site '{target}' was removed from the project: name another site")
-    known = {
-        "targets": (protocol.named_targets, (*sites, EVERY_SITE)),
-        "drop": (protocol.left_out, (*sites, *revoked)),
-    }
+    known = {"targets": (protocol.named_targets, (*sites, EVERY_SITE)), "drop": (protocol.left_out, (*sites, *revoked))}
     for field, (named, names) in known.items():
         unknown = [name for name in named if name not in names]
         if unknown and not (has_unseen and field == "targets"):
@@ -195,7 +192,7 @@ def _carry_out(
         name = run_at_sites(experiment.name, run)
         numbers = {site.name: (site.role, site.parts[0][2]) for site in plans}
         plain = SealedFederation if engine.routing == "sealed" else RemoteFederation
-        colluders = max(plan.agreed.colluders.get(item.name, 0) for item in plans)
+        colluders = plan.agreed.colluders(item.name for item in plans)
         whole = bool(_strict(plan, plans))
         secure = partial(SecureFederation, memory=folder.memory, whole=whole, colluders=colluders)
         kind = secure if engine.sums_only else plain
@@ -276,7 +273,7 @@ def _strict(plan: DeployedPlan, sites: Sequence[SitePlan]) -> list[str]:
     """Those of the sites that take part in sums of one set of sites only: no noise of theirs hides differences."""
     private = plan.experiment.training.privacy is not None
     noisy = plan.agreed.privacy if private else ()
-    return [site.name for site in sites if site.name in plan.agreed.one_roster and site.name not in noisy]
+    return [site.name for site in sites if plan.agreed.in_one_roster(site.name) and site.name not in noisy]
 
 
 def _check_rosters(plan: DeployedPlan) -> None:
@@ -313,19 +310,20 @@ def _check_sums(plan: DeployedPlan) -> tuple[str, ...]:
         sources = [site.name for site in planned.sites(planned.data) if site.role == "source"]
         number = planned.drawn or len(sources)
         for site in sources:
-            if threshold(number, plan.agreed.colluders[site]) > number:
+            card = plan.agreed.cards[site]
+            if threshold(number, card.colluders) > number:
                 raise UserError(
-                    f"site '{site}' expects {plan.agreed.colluders[site]} colluding sites (rule policy.colluders) of "
+                    f"site '{site}' expects {card.colluders} colluding sites (rule policy.colluders) of "
                     f"the {number} that train: lower it there"
                 )
-            if plan.agreed.smallest_sums[site] > number:
+            if card.smallest_sum > number:
                 raise UserError(
-                    f"site '{site}' takes part in sums of at least {plan.agreed.smallest_sums[site]} sites (rule "
+                    f"site '{site}' takes part in sums of at least {card.smallest_sum} sites (rule "
                     f"policy.smallest_sum), and only {number} train "
                     + ("in a round " if planned.drawn else "")
                     + f"when '{planned.run.target}' is the target"
                 )
-        colluders = max(plan.agreed.colluders[site] for site in sources)
+        colluders = plan.agreed.colluders(sources)
         needed = threshold(number, colluders)
         if 2 * needed - number < 2 and not _strict(plan, planned.sites(planned.data)):
             weak[
@@ -366,7 +364,7 @@ def _part(plan: DeployedPlan, run: Run, site: str, role: tuple[Role, int] | None
         number=role[1] if role else 0,
         split=SeedSplit(**protocol.split_rule(), seed=run.seed),
         whole=role is None and plan.agreed.measures_all(site, protocol),
-        fingerprint=plan.agreed.fingerprints[site],
+        fingerprint=plan.agreed.cards[site].fingerprint,
     )
 
 

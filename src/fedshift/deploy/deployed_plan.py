@@ -49,9 +49,7 @@ class DeployedPlan(Plan):
     def fingerprint(self) -> str:
         """The sites' checksums, then that of the coordinator's own set."""
         unseen = data_fingerprint(self.agreed.unseen) if self.agreed.unseen else ""
-        return "+".join(
-            [*(self.agreed.fingerprints[site] for site in self.agreed.sites), *([unseen] if unseen else [])]
-        )
+        return "+".join([*(card.fingerprint for card in self.agreed.cards.values()), *([unseen] if unseen else [])])
 
     @cached_property
     def site_differences(self) -> tuple[str, ...]:
@@ -82,7 +80,7 @@ class DeployedPlan(Plan):
 
     def in_groups(self, site: str, rows: Rows) -> bool:
         """As in `Plan`, as the site's card says."""
-        return self.agreed.grouped.get(site, False)
+        return self.agreed.in_groups(site)
 
     def _split(self, target: str, seed: int) -> Split:
         """How many rows of each site train and are held out; which rows of the coordinator's own set are measured."""
@@ -99,7 +97,7 @@ class DeployedPlan(Plan):
                 cause = " or see whether its samples are all in one group, such as one patient ID"
                 raise UserError(
                     f"protocol: site '{site}' has no training samples left; lower protocol.test_fraction"
-                    f"{cause if agreed.grouped.get(site) else ''}"
+                    f"{cause if agreed.in_groups(site) else ''}"
                 )
         if target == EVERY_SITE:
             return protocol.of_counts(train, held_out)
@@ -119,7 +117,7 @@ class DeployedPlan(Plan):
 
     def _rows(self, site: str, seed: int) -> tuple[Rows, Rows]:
         """Training and held-out rows of a site; only their numbers are known."""
-        train, held_out = self.agreed.rows[site][str(seed)]
+        train, held_out = self.agreed.cards[site].rows[str(seed)]
         return np.arange(train, dtype=np.int64), np.arange(held_out, dtype=np.int64)
 
     def samples_of(self, data: DataSet) -> Sequence[str]:

@@ -135,7 +135,7 @@ class EstimateSums:
 
     def colluders(self, sites: Sequence[str]) -> int:
         """The most of what these sites expect."""
-        return max(self._plan.agreed.colluders.get(site, 0) for site in sites)
+        return self._plan.agreed.colluders(sites)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,49 +41,46 @@ class Agreed:
     Attributes:
         data: one domain per site, without samples, then the coordinator's own.
         unseen: the set that the coordinator has (data.unseen); None without one.
-        rows: site → seed → numbers of training and held-out samples.
-        grouped: whether a site keeps samples of one person together when it splits them.
-        fixed_split: the sites whose data fix the test samples.
-        fingerprints: a checksum of each site's data.
-        smallest_sums: site → the smallest number of sites whose sum it helps to unmask.
-        colluders: site → how many sites may work with a coordinator that lies about who answered.
-        one_roster: the sites that take part in sums of one set of sites only, unless they train with noise.
         given: the statistics of each site for a common encoding, if the data need one.
-        privacy: the budget of each site that has one, and what it has spent, as its card says.
         cards: what each site said of itself.
         id: the column that names a row in the tables of all sites that name one; predictions give it back.
     """
 
     data: DataSet
     unseen: DataSet | None
-    rows: Mapping[str, Mapping[str, Sequence[int]]]
-    grouped: Mapping[str, bool]
-    fixed_split: frozenset[str]
-    fingerprints: Mapping[str, str]
-    smallest_sums: Mapping[str, int]
-    colluders: Mapping[str, int]
-    one_roster: tuple[str, ...]
     given: Mapping[str, Mapping[str, Any]] | None
-    privacy: Mapping[str, GivenPrivacy]
     cards: Mapping[str, Card]
     id: str | None = None
 
     @property
     def sites(self) -> tuple[str, ...]:
-        return tuple(self.rows)
+        return tuple(self.cards)
+
+    @property
+    def privacy(self) -> dict[str, GivenPrivacy]:
+        """The budget of each site that has one, and what it has spent, as its card says."""
+        return {site: card.privacy for site, card in self.cards.items() if card.privacy is not None}
+
+    def colluders(self, sites: Iterable[str]) -> int:
+        """How many of these sites may work with a coordinator that lies about who answered."""
+        return max(self.cards[site].colluders if site in self.cards else 0 for site in sites)
+
+    def in_one_roster(self, site: str) -> bool:
+        """Whether a site takes part in sums of one set of sites only, unless it trains with noise."""
+        return site in self.cards and self.cards[site].one_roster
+
+    def in_groups(self, site: str) -> bool:
+        """Whether a site keeps samples of one person together when it splits them."""
+        return site in self.cards and self.cards[site].grouped
 
     def measures_all(self, site: str, protocol: DeployedProtocol) -> bool:
         """Whether an unseen site is measured on all its samples, not on those that it would hold out."""
-        return site not in self.fixed_split and protocol.measures_all(self.grouped[site])
+        card = self.cards[site]
+        return not card.fixed_split and protocol.measures_all(card.grouped)
 
 
 def agree(
-    experiment: Experiment,
-    transport: Transport,
-    sites: Sequence[str],
-    folder: Path,
-    engine: FlareEngine,
-    log: EventLog,
+    experiment: Experiment, transport: Transport, sites: Sequence[str], folder: Path, engine: FlareEngine, log: EventLog
 ) -> Agreed:
     """Ask every site for its card, and check that the cards fit together.
 
@@ -228,21 +225,7 @@ def _agreement_of(experiment: Experiment, cards: Mapping[str, Card]) -> Agreed:
         manifest=Manifest("Data at sites", "the sites", "the sites'", "", ""),
         warnings=_warnings_of(experiment, cards),
     )
-    return Agreed(
-        data=data,
-        unseen=unseen,
-        rows={site: card.rows for site, card in cards.items()},
-        grouped={site: card.grouped for site, card in cards.items()},
-        fixed_split=frozenset(site for site, card in cards.items() if card.fixed_split),
-        fingerprints={site: card.fingerprint for site, card in cards.items()},
-        smallest_sums={site: card.smallest_sum for site, card in cards.items()},
-        colluders={site: card.colluders for site, card in cards.items()},
-        one_roster=tuple(site for site, card in cards.items() if card.one_roster),
-        given=given or None,
-        privacy={site: card.privacy for site, card in cards.items() if card.privacy is not None},
-        cards=cards,
-        id=_common_id(cards),
-    )
+    return Agreed(data, unseen, given or None, cards, _common_id(cards))
 
 
 def _check_alike(cards: Mapping[str, Card], given: Mapping[str, Mapping[str, Any]]) -> None:
@@ -350,7 +333,7 @@ def encoded_for(experiment: Experiment, agreed: Agreed, target: str) -> DataSet:
             site, len(domain), shape, unlabelled=domain.unlabelled, tokens=agreed.data.preprocessing.kind == "tokens"
         )
         for site, domain in agreed.data.domains.items()
-        if site in agreed.rows
+        if site in agreed.cards
     }
     whole = {**domains, **(held_here.domains if held_here else {})}
     return replace(agreed.data, domains=whole, preprocessing=preprocessing)

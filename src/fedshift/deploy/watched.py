@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedshift.deploy.chained_log import is_undamaged
+from fedshift.deploy.chained_log import is_undamaged, text_at_end
 from fedshift.deploy.flare.deployment_folder import ENDS
 from fedshift.deploy.flare.kits import load_kit
 from fedshift.deploy.flare.roles import status
@@ -81,13 +81,7 @@ def deployment_status(folder: Path) -> Deployed | None:
 
 def _events(file: Path) -> Iterator[Mapping[str, Any]]:
     """The events at the end of a log, the oldest first. A line that is cut, damaged or being written does not count."""
-    try:
-        with file.open("rb") as log:
-            log.seek(max(0, file.stat().st_size - _READ))
-            lines = log.read().decode(errors="replace").split("\n")
-    except OSError:
-        return
-    for line in filter(is_undamaged, lines):
+    for line in filter(is_undamaged, text_at_end(file, _READ).split("\n")):
         yield json.loads(line)
 
 

@@ -381,7 +381,7 @@ def test_status_and_logs_of_a_deployment(fedshift: Cli, kits: Path) -> None:
 
 
 def test_without_the_engine_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roles, "find_spec", lambda name: None)
+    monkeypatch.setattr("fedshift.deploy.flare.kits.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"fedshift\[deploy\]"):
         roles.check_installed()
 

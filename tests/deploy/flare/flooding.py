@@ -12,9 +12,24 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+
+from nvflare.fuel.f3.endpoint import Endpoint
+from nvflare.fuel.f3.sfm.constants import Types
+from nvflare.fuel.f3.sfm.sfm_conn import SfmConnection
+
+from fedshift.deploy.flare.frames import PING, frame
 
 _MOST_BYTES = 64 << 20
 """Bytes that a flood sends at most."""
+
+
+def greeting(name: str) -> bytes:
+    """The frame with which an endpoint of FLARE's network names itself."""
+    written: list[bytes] = []
+    connection = SimpleNamespace(name=name, send_frame=lambda sent: written.append(bytes(sent)))
+    SfmConnection(connection, Endpoint(name)).send_handshake(Types.HELLO)
+    return written[0]
 
 
 def connect(startup: Path, port: int, seconds: float = 10.0) -> ssl.SSLSocket:
@@ -46,8 +61,6 @@ def seconds_to_greet(startup: Path, port: int, name: str, most: float = 60.0) ->
     Raises:
         OSError: there is no answer.
     """
-    from fedshift.deploy.flare.frames import greeting
-
     with connect(startup, port, most) as connection:
         begun = time.monotonic()
         connection.sendall(greeting(name))
@@ -74,8 +87,6 @@ class Flood:
         ]
 
     def _run(self, name: str) -> None:
-        from fedshift.deploy.flare.frames import PING, frame, greeting
-
         many = (frame(PING) + frame(PING, b"\x80abc")) * 1000
         while not self._stopping.is_set() and self.sent < _MOST_BYTES:
             before = self.sent

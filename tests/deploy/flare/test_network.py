@@ -297,7 +297,7 @@ def test_a_revoked_kit_is_refused_after_the_coordinator_was_started_again(networ
     network.start("coordinator")
     assert not answers(network, south / "flare/startup")
     assert answers(network, network.made.sites["north"] / "flare/startup")
-    assert "revoked" in str(roles.unreachable(load_kit(south)))
+    assert "revoked" in str(roles.check_reachable(load_kit(south)))
     session = new_secure_session("test@example.org", str(network.coordinator / "admin"), timeout=PATIENCE)
     try:
         network.until(lambda: {client.name for client in session.get_system_info().client_info} == {"north"})

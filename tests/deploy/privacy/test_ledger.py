@@ -34,7 +34,7 @@ def _with_opacus() -> None:
 
 
 @pytest.fixture(scope="module")
-def noisy_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def used_ledger(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a site that answered four exchanges of four steps each."""
     folder = tmp_path_factory.mktemp("spent")
     site = program(folder)
@@ -51,10 +51,10 @@ def ask(site: SiteProgram, number: int, **changes: Any) -> dict[str, Any]:
     return request(site, setting=ASKED, envelope=envelope, **changes)
 
 
-def copy_of(spent: Path, folder: Path) -> Path:
+def copy_of(used_ledger: Path, folder: Path) -> Path:
     """A site of its own with that memory; its SITE.yaml."""
     site_yaml = site_with_budget(folder)
-    shutil.copytree(spent / "north" / "memory", site_yaml.parent / "memory")
+    shutil.copytree(used_ledger / "north" / "memory", site_yaml.parent / "memory")
     return site_yaml
 
 
@@ -75,9 +75,9 @@ def remove(*names: str) -> Callable[[Path, Path], None]:
 
 
 def put_back(backup: str, *names: str) -> Callable[[Path, Path], None]:
-    def do(memory: Path, spent: Path) -> None:
+    def do(memory: Path, used_ledger: Path) -> None:
         for name in names:
-            shutil.copy(spent / backup / name, memory / name)
+            shutil.copy(used_ledger / backup / name, memory / name)
 
     return do
 
@@ -112,14 +112,14 @@ HARM = [
 @pytest.mark.threat("old_backup")
 @pytest.mark.parametrize("harm", HARM)
 def test_a_site_that_lacks_its_records_refuses_until_a_person_gives_them_up(
-    harm: Callable[[Path, Path], None], spent: Path, tmp_path: Path
+    harm: Callable[[Path, Path], None], used_ledger: Path, tmp_path: Path
 ) -> None:
     """Started or running; then, what it gave up counts: never less than was spent."""
-    site_yaml = copy_of(spent, tmp_path)
+    site_yaml = copy_of(used_ledger, tmp_path)
     config = load_site(site_yaml)
     running = SiteProgram(config)
     before = running.rules.ledger.epsilon()
-    harm(config.memory, spent)
+    harm(config.memory, used_ledger)
     assert ask(running, 9).get("error")
     (fault,) = lost_records(config)
     assert "site recover" in fault
@@ -150,8 +150,8 @@ def test_a_running_site_notices_that_its_ledger_was_cut(tmp_path: Path) -> None:
 
 
 @pytest.mark.case("forgotten budget", "what the audit log knows is counted exactly once more")
-def test_what_the_audit_log_knows_is_counted_exactly(spent: Path, tmp_path: Path) -> None:
-    config = load_site(copy_of(spent, tmp_path))
+def test_what_the_audit_log_knows_is_counted_exactly(used_ledger: Path, tmp_path: Path) -> None:
+    config = load_site(copy_of(used_ledger, tmp_path))
     site = SiteProgram(config)
     before = site.rules.ledger.epsilon()
     (config.memory / LEDGER).unlink()
@@ -165,8 +165,8 @@ def test_what_the_audit_log_knows_is_counted_exactly(spent: Path, tmp_path: Path
 
 
 @pytest.mark.case("forgotten budget", "lines of an earlier fedshift that do not say what they cost")
-def test_unknown_costs_use_up_the_budget(spent: Path, tmp_path: Path) -> None:
-    config = load_site(copy_of(spent, tmp_path))
+def test_unknown_costs_use_up_the_budget(used_ledger: Path, tmp_path: Path) -> None:
+    config = load_site(copy_of(used_ledger, tmp_path))
     old = [json.loads(line) for line in config.audit_log.read_text().splitlines()]
     for file in (AUDIT, END, LEDGER):
         (config.memory / file).unlink()

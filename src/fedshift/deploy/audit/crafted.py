@@ -115,18 +115,8 @@ def _try_network(
     network = models.build(options, data.input_shape, len(data.classes), seed)
     crafted = craft(network, known, view.samples, layout, generator(seed, "crafted", layout))
     training = Training(batch_size=max(2, view.samples), lr=1.0)
-    site = Site(
-        "site",
-        "source",
-        len(data.classes),
-        1,
-        training,
-        SiteMemory(()),
-        seed,
-        view.device,
-        network.to(view.device),
-        view,
-    )
+    network, memory = network.to(view.device), SiteMemory(())
+    site = Site("site", "source", len(data.classes), 1, training, memory, seed, view.device, network, view)
     with torch.random.fork_rng(devices=[view.device] if view.device.type == "cuda" else []):
         site.begin(Envelope(exchange=1, round=1, progress=0.0, mini_batches_left=2**31))
         with ExposureWatch(site) as watch:

@@ -158,26 +158,13 @@ def audit_leakage(
     def attack_together(size: int, names: Sequence[str], number: int) -> list[Case]:
         """Both exchanges, at a size of mini-batch, of these sites together, in a repeat."""
         training = trained.for_classes(data.classes).model_copy(update={"batch_size": size})
-        sites = []
+        sites, classes = [], len(data.classes)
         for source in names:
-            view_here, noise = views[source], draws.get(source)
+            samples, noise, memory = views[source], draws.get(source), SiteMemory(())
             if noise is not None and number:
                 noise = replace(noise, stream=f"{noise.stream} {number}")
-            sites.append(
-                Site(
-                    source,
-                    "source",
-                    len(data.classes),
-                    1,
-                    training,
-                    SiteMemory(()),
-                    seed + number,
-                    view_here.device,
-                    network,
-                    view_here,
-                    draws=noise,
-                )
-            )
+            of_repeat = (classes, 1, training, memory, seed + number, samples.device, network, samples)
+            sites.append(Site(source, "source", *of_repeat, draws=noise))
         attacker = Attacker(sites, data, size, iterations, starts, watcher)
         return [case for exchange in EXCHANGES for case in attacker.cases(exchange, attacks)]
 

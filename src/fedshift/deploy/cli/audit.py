@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from fedshift.cli.console import safe_console
+from fedshift.cli.console import safe_console, say
 from fedshift.deploy.audit.cases import Case
 from fedshift.deploy.audit.gradient_search import Watcher
 from fedshift.deploy.audit.leakage import LeakageAudit, audit_leakage
@@ -64,11 +64,11 @@ def audit_file(
             write_bytes(folder / PICTURE, picture(result.cases))
             written.append(PICTURE)
     except KeyboardInterrupt:
-        errors.print("interrupted: nothing was written", highlight=False)
+        say("interrupted: nothing was written", stderr=True)
         sys.exit(130)
     _print(result)
     for name in written:
-        errors.print(f"wrote {folder / name}", markup=False, highlight=False, soft_wrap=True)
+        say(f"wrote {folder / name}", stderr=True)
 
 
 def _make(folder: Path) -> None:
@@ -115,28 +115,25 @@ class Bar(Watcher):
 
 def _print(audit: LeakageAudit) -> None:
     console = safe_console()
-    say = {"markup": False, "highlight": False, "soft_wrap": True}
-    console.print(
+    say(
         f"site {audit.site} of {audit.data}: {audit.samples} training samples; {audit.model}, {audit.parameters:,} "
-        f"parameters, weights: {audit.weights}",
-        **say,  # type: ignore[arg-type]
+        f"parameters, weights: {audit.weights}"
     )
     likeness = ("PSNR", "guess", "SSIM", "guess") if audit.images else ("guess", "correlation", "guess")
     bounds = ("95 % bounds",) if audit.repeats > 1 else ()
     head = ("sent", "sites", "size", "steps", "attack", "MSE", *likeness, *bounds, "labels")
     console.print(Folded(head, [_row(case) for case in audit.cases], names=1 + head.index("attack")))
     measured = "SSIM" if audit.images else "correlation"
-    console.print(
+    say(
         "Means over the reconstructions, each beside the original that it resembles most: of the mini-batch, or of all "
         "training samples of the sites for an epoch. sites: 1 is what the site itself sends, more are in the sum that "
         "the server sees with aggregation: secure. guess: the sites' mean sample in place of a reconstruction. labels: "
         f"how many of the mini-batches' were inferred. 95 % bounds: of the mean {measured}. An attack that fails says "
-        "nothing about better ones.",
-        **say,  # type: ignore[arg-type]
+        "nothing about better ones."
     )
     _print_crafted(console, audit)
     for note in audit.notes:
-        console.print(f"note: {note}", **say)  # type: ignore[arg-type]
+        say(f"note: {note}")
 
 
 def _print_crafted(console: Console, audit: LeakageAudit) -> None:
@@ -175,34 +172,31 @@ def membership_file(
     path: Path, overrides: Sequence[str], out: Path | None, *, runs: Path, site: str | None, trainings: int
 ) -> None:
     """Attack the models of an experiment; print the table and write the record. Arguments as of `audit_file`."""
-    errors = safe_console(stderr=True)
     experiment = load(path, overrides)
     folder = out or runs / experiment.name / "audit"
     _make(folder)
 
     def say_done(number: int) -> None:
-        errors.print(f"training {number + 1} of {trainings} is done", highlight=False)
+        say(f"training {number + 1} of {trainings} is done", stderr=True)
 
     try:
         result = audit_membership(experiment, site=site, trainings=trainings, trained=say_done)
     except KeyboardInterrupt:
-        errors.print("interrupted: nothing was written", highlight=False)
+        say("interrupted: nothing was written", stderr=True)
         sys.exit(130)
     record = {"command": shlex.join(["fedshift", *sys.argv[1:]]), **result.record()}
     write_bytes(folder / MEMBERSHIP, (json.dumps(record, indent=2, ensure_ascii=False) + "\n").encode())
     _print_membership(result)
-    errors.print(f"wrote {folder / MEMBERSHIP}", markup=False, highlight=False, soft_wrap=True)
+    say(f"wrote {folder / MEMBERSHIP}", stderr=True)
 
 
 def _print_membership(audit: MembershipAudit) -> None:
     console = safe_console()
-    say: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
     claimed = "no privacy" if audit.claimed is None else f"ε ≤ {audit.claimed[0]:.2f} at δ = {audit.claimed[1]:g}"
-    console.print(
+    say(
         f"site {audit.site} of {audit.data}, {audit.method}, {claimed}: {audit.trainings} trainings on half of "
         f"{audit.units} {audit.unit}s; accuracy {audit.accuracy_of_members:.1f} on those that trained, "
-        f"{audit.accuracy_of_others:.1f} on the others",
-        **say,
+        f"{audit.accuracy_of_others:.1f} on the others"
     )
     rows, at_rates = list[list[str]](), list[list[str]]()
     for attack in audit.attacks:
@@ -221,16 +215,14 @@ def _print_membership(audit: MembershipAudit) -> None:
             accused, caught = 100 * at.false / at.others, 100 * at.caught / at.members
             at_rates.append([attack.name, f"{accused:.2f} %", f"{caught:.2f} %", _bounds(at, 2)])
     console.print(Folded(["attack", "guesses", "right", "95 % bounds", "AUC", "ε at least"], rows))
-    console.print(
+    say(
         "Of each training the fifth of the samples that looks most like members is guessed to be, and the fifth that "
-        "looks least like them not to be; 50 % right is chance.",
-        **say,
+        "looks least like them not to be; 50 % right is chance."
     )
     console.print(Folded(["attack", "false accusations", "members found", "95 % bounds"], at_rates))
-    console.print(
+    say(
         "Members found while 1 % and 0.1 % of the others are accused, as far as the other trainings tell where to draw "
-        "the line; as many as are accused is chance. An attack that fails says nothing about better ones.",
-        **say,
+        "the line; as many as are accused is chance. An attack that fails says nothing about better ones."
     )
 
 

@@ -10,17 +10,16 @@ import typer
 from fedshift.cli.arguments import ExperimentFile, Overrides, Runs, Trust
 from fedshift.cli.trusting import may_ask
 
-audit = typer.Typer(
-    help="Measure what an attacker could learn from what leaves a site.",
-    no_args_is_help=True,
-)
+Source = Annotated[str | None, typer.Option("--site", help="The source to attack. [the first]")]
+Out = Annotated[Path | None, typer.Option("--out", help="Folder of the results. [RUNS/NAME/audit]", metavar="DIR")]
+audit = typer.Typer(help="Measure what an attacker could learn from what leaves a site.", no_args_is_help=True)
 
 
 @audit.command()
 def leakage(
     experiment: ExperimentFile,
     overrides: Overrides = None,
-    site: Annotated[str | None, typer.Option("--site", help="The source to attack. [the first]")] = None,
+    site: Source = None,
     batch: Annotated[
         list[int] | None,
         typer.Option("--batch", min=1, help="Samples in a mini-batch; repeat for several sizes. [1, 4, 8]"),
@@ -38,9 +37,7 @@ def leakage(
         Path | None,
         typer.Option("--policy", help="A site's file, whose policy crafted networks meet.", metavar="SITE.yaml"),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Folder of the results. [RUNS/NAME/audit]", metavar="DIR")
-    ] = None,
+    out: Out = None,
     runs: Runs = Path("runs"),
     trust: Trust = False,
 ) -> None:
@@ -71,7 +68,7 @@ def leakage(
 def membership(
     experiment: ExperimentFile,
     overrides: Overrides = None,
-    site: Annotated[str | None, typer.Option("--site", help="The source to attack. [the first]")] = None,
+    site: Source = None,
     trainings: Annotated[
         int,
         typer.Option(
@@ -80,9 +77,7 @@ def membership(
             help="How often the method is trained. From 8 on also likelihood ratios, of half of them.",
         ),
     ] = 8,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Folder of the results. [RUNS/NAME/audit]", metavar="DIR")
-    ] = None,
+    out: Out = None,
     runs: Runs = Path("runs"),
     trust: Trust = False,
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedshift.cli.console import safe_console
+from fedshift.cli.console import say
 from fedshift.deploy.flare import roles
 from fedshift.deploy.site_backup import back_up, restore
 from fedshift.deploy.site_file import SiteConfig, load_site
@@ -18,7 +18,7 @@ def backup_site(path: Path, out: Path) -> None:
     _check_stopped(config)
     files = back_up(config, out)
     sealed = "encrypted" if present_key() else f"not encrypted ({KEY_FILE} is not set): it holds the kit's private key"
-    _say(f"site {config.file.site}: {files} files in {out}, {sealed}")
+    say(f"site {config.file.site}: {files} files in {out}, {sealed}")
 
 
 def restore_site(backup: Path, path: Path, log: Path | None) -> None:
@@ -26,17 +26,13 @@ def restore_site(backup: Path, path: Path, log: Path | None) -> None:
     if path.exists():
         _check_stopped(load_site(path))
     done = restore(backup, path, log)
-    _say(f"site {done.config.file.site}: {len(done.written)} files put back, {len(done.kept)} that are there stay")
+    say(f"site {done.config.file.site}: {len(done.written)} files put back, {len(done.kept)} that are there stay")
     if done.counted:
-        _say(f"budget of privacy: counted as spent: {done.counted}")
-    _say(f"look at it with fedshift site check {path}; runs that were under way are deployed anew")
+        say(f"budget of privacy: counted as spent: {done.counted}")
+    say(f"look at it with fedshift site check {path}; runs that were under way are deployed anew")
 
 
 def _check_stopped(config: SiteConfig) -> None:
     """Raise UserError if the site's service runs."""
     if (config.kit / "kit.json").exists() and roles.running(config.kit):
         raise UserError(f"site '{config.file.site}' runs; stop it first: fedshift site stop {config.path}")
-
-
-def _say(text: str) -> None:
-    safe_console().print(text, highlight=False, markup=False, soft_wrap=True)

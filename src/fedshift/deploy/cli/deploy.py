@@ -10,9 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from fedshift.cli.console import safe_console
+from fedshift.cli.console import safe_console, say
 from fedshift.cli.run import show_results
 from fedshift.deploy.coordinator import EXPERIMENT, check_deployable, check_members
 from fedshift.deploy.flare import roles
@@ -70,9 +68,7 @@ def follow(kit: Path, experiment: Experiment, runs: Path, *, detach: bool = Fals
     before = len(list(deployment.events()))
     deployment.want("run")
     if detach:
-        safe_console().print(
-            f"deployed as {experiment.name}: fedshift deploy status {experiment.name}", highlight=False
-        )
+        say(f"deployed as {experiment.name}: fedshift deploy status {experiment.name}")
         return runs / experiment.name
     return _watch(deployment, runs, before)
 
@@ -108,19 +104,17 @@ def _watch(deployment: Deployment, runs: Path, seen: int) -> Path:
         while True:
             for event in deployment.events(seen):
                 seen += 1
-                _show(console, event)
+                _show(event, replies=console.is_terminal)
             state = deployment.state
             line = f"{state['state']}{': ' if state.get('message') else ''}{state.get('message', '')}"
             if line != shown and state.get("request", 0) == request:
                 shown = line
-                console.print(line, highlight=False, markup=False, soft_wrap=True)
+                say(line, stderr=True)
             if state["state"] in ENDS and state.get("request", 0) == request:
                 break
             time.sleep(0.2)
     except KeyboardInterrupt:
-        console.print(
-            f"the deployment continues at the coordinator: fedshift deploy status {deployment.name}", highlight=False
-        )
+        say(f"the deployment continues at the coordinator: fedshift deploy status {deployment.name}", stderr=True)
         sys.exit(130)
     folder = fetch(deployment, runs)
     if state["state"] == "finished":
@@ -148,8 +142,8 @@ def fetch(deployment: Deployment, runs: Path) -> Path:
     return folder
 
 
-def _show(console: Console, event: dict[str, Any]) -> None:
-    """Print an event as one line, if it is of a kind that is shown. Single replies are shown at a terminal only."""
+def _show(event: dict[str, Any], *, replies: bool) -> None:
+    """Print an event as one line, if it is of a kind that is shown. ``replies``: also single ones."""
     what, state = event.get("what"), event.get("is")
     where = f"round {event['round']}, {what}" if "round" in event and "exchange" in event else what
     if what == "round":
@@ -158,7 +152,7 @@ def _show(console: Console, event: dict[str, Any]) -> None:
         text = f"{event['method']} → {event['target']}, seed {event['seed']}, round {event['round']}{accuracy}"
     elif state in ("lost", "refused"):
         text = f"{where}: site {event['site']} {state}: {event.get('reason', '')}"
-    elif state == "answered" and console.is_terminal:
+    elif state == "answered" and replies:
         text = f"{where}: {event['site']} answered ({event['bytes']:,} bytes)"
     elif what == "warning":
         text = f"warning: {event['message']}"
@@ -166,36 +160,30 @@ def _show(console: Console, event: dict[str, Any]) -> None:
         text = f"{what} {event.get('site', event.get('job', ''))} {state}"
     else:
         return
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+    say(text, stderr=True)
 
 
 def _status(kit: Path, name: str | None) -> None:
-    console = safe_console()
     chosen = [Deployment.find(kit, name)] if name else Deployment.all(kit)
     if not chosen:
-        console.print("no deployments", highlight=False)
+        say("no deployments")
     for deployment in chosen:
         state = deployment.state
         rounds = [event for event in deployment.events() if event.get("what") == "round"]
         last = f", {rounds[-1]['method']} → {rounds[-1]['target']} round {rounds[-1]['round']}" if rounds else ""
-        console.print(
-            f"{deployment.name}: {state['state']}{last} {state.get('message', '')}".rstrip(),
-            highlight=False,
-            markup=False,
-        )
+        say(f"{deployment.name}: {state['state']}{last} {state.get('message', '')}".rstrip())
         seen = deployment_status(deployment.folder)
         for site in seen.sites if seen is not None else ():
             if site.trouble:
-                console.print(f"  {site.name}: {site.trouble}", highlight=False, markup=False, soft_wrap=True)
+                say(f"  {site.name}: {site.trouble}")
 
 
 def _logs(kit: Path, name: str | None) -> None:
-    console = safe_console()
     for event in Deployment.find(kit, name).events():
         moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.pop("time", 0)))
         severity, advice = _severity(event)
         words = " ".join(f"{key}={value}" for key, value in event.items() if value not in (None, ""))
-        console.print(f"{moment} {severity} {words}{advice}", highlight=False, markup=False, soft_wrap=True)
+        say(f"{moment} {severity} {words}{advice}")
 
 
 def _severity(event: dict[str, Any]) -> tuple[str, str]:

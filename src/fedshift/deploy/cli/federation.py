@@ -123,8 +123,7 @@ def project_try(
 
 
 coordinator = typer.Typer(
-    help="The coordinator's service: start it, stop it, see whether it runs.",
-    no_args_is_help=True,
+    help="The coordinator's service: start it, stop it, see whether it runs.", no_args_is_help=True
 )
 Foreground = Annotated[bool, typer.Option("--foreground", help="Stay in the foreground, for systemd and containers.")]
 
@@ -154,8 +153,7 @@ def coordinator_stop(kit: KitFolder = Path("coordinator")) -> None:
 
 
 site = typer.Typer(
-    help="A site's service: check its data and policy, start it, stop it; open sealed models.",
-    no_args_is_help=True,
+    help="A site's service: check its data and policy, start it, stop it; open sealed models.", no_args_is_help=True
 )
 SiteFile = Annotated[Path, typer.Argument(help="The site's own file.", metavar="SITE.yaml")]
 
@@ -226,8 +224,7 @@ def site_restore(
     backup: Annotated[Path, typer.Argument(help="What fedshift site backup wrote.", metavar="BACKUP")],
     path: SiteFile = Path("SITE.yaml"),
     log: Annotated[
-        Path | None,
-        typer.Option("--log", help="The newest copy of the audit log: of a file sink, or a signed export."),
+        Path | None, typer.Option("--log", help="The newest copy of the audit log: of a file sink, or a signed export.")
     ] = None,
 ) -> None:
     """Put a site back. Records that are there and go on from the backup's stay, so nothing is spent a second time.

@@ -15,7 +15,7 @@ import numpy as np
 import typer
 import yaml
 
-from fedshift.cli.console import safe_console
+from fedshift.cli.console import say
 from fedshift.data.databases import Database
 from fedshift.data.domain import DataSet, Domain, SparseRows
 from fedshift.data.splits import TEST, TRAIN
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 PASSPHRASE = "FEDSHIFT_PASSPHRASE"
 """The environment variable of the passphrase of the authority's key."""
-_PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "soft_wrap": True}
 _SENT = ("weights", "numbers", "accuracy", "metrics", "statistics", "styles", "spectra", "features")
 _FILE = """\
 name: {name}
@@ -57,51 +56,42 @@ def init_project(path: Path, name: str, contact: str, server: str, port: int, si
     except UserError:
         path.unlink()
         raise
-    safe_console().print(
-        f"wrote {path}: check it, then call fedshift project provision {path}", highlight=False, markup=False
-    )
+    say(f"wrote {path}: check it, then call fedshift project provision {path}")
 
 
 def provision_project(path: Path, out: Path, renew: bool, no_passphrase: bool) -> None:
     """Make the kits and print what to do with each."""
-    console = safe_console()
     made = roles.provision(roles.load_project(path), out, _asking(no_passphrase), renew=renew)
-    console.print(f"coordinator: {made.coordinator}", highlight=False, markup=False)
+    say(f"coordinator: {made.coordinator}")
     revoked = roles.revoked_sites(roles.load_kit(made.coordinator, "coordinator"))
     for site, kit in made.sites.items():
         if site in made.changed:
             continue
         new = "" if site in made.new else " (unchanged)"
-        console.print(f"site {site}: {kit}{new}: give it to {site} only; it holds a private key", highlight=False)
+        say(f"site {site}: {kit}{new}: give it to {site} only; it holds a private key")
         if site in revoked:
-            console.print(f"site {site}: this kit is revoked: fedshift project accept {site}, or reissue it", **_PLAIN)
+            say(f"site {site}: this kit is revoked: fedshift project accept {site}, or reissue it")
     _say_changed(made)
-    console.print(
-        f"keep {made.folder / 'authority'} secret: with it anyone can add sites", highlight=False, markup=False
-    )
+    say(f"keep {made.folder / 'authority'} secret: with it anyone can add sites")
 
 
 def _say_changed(made: Provisioned) -> None:
     """Which sites need another kit.json, since what it tells of the project has changed."""
     for site, what in made.changed.items():
-        safe_console().print(
+        say(
             f"site {site}: {', '.join(what)}: give {made.sites[site] / 'kit.json'} to {site}, in place of the one in "
-            "its kit (it holds no key), and start it again there: until then it looks for the coordinator as before",
-            **_PLAIN,
+            "its kit (it holds no key), and start it again there: until then it looks for the coordinator as before"
         )
     if made.changed:
-        safe_console().print(
-            "coordinator: stop it and start it again; if it runs elsewhere, copy its whole kit there", **_PLAIN
-        )
+        say("coordinator: stop it and start it again; if it runs elsewhere, copy its whole kit there")
 
 
 def reissue_kit(path: Path, site: str, out: Path, no_passphrase: bool) -> None:
     """Make one site's kit again and print what to do with it."""
     made = roles.reissue(roles.load_project(path), out, site, _asking(no_passphrase))
-    safe_console().print(
+    say(
         f"site {site}: give {made.sites[site] / 'flare' / 'startup'} to {site} only, in place of its own; "
-        f"{made.coordinator} refuses the old one. If it runs elsewhere, copy certificates.json into its kit",
-        **_PLAIN,
+        f"{made.coordinator} refuses the old one. If it runs elsewhere, copy certificates.json into its kit"
     )
     _say_changed(made)
 
@@ -110,7 +100,7 @@ def revoke_kit(folder: Path, site: str, revoked: bool) -> None:
     """Refuse a site's kit at the coordinator, or accept it again."""
     changed = roles.set_revoked(folder, site, revoked)
     state = "refused" if revoked else "accepted"
-    safe_console().print(f"site {site}: its kit is {state}{'' if changed else ' (unchanged)'}", **_PLAIN)
+    say(f"site {site}: its kit is {state}{'' if changed else ' (unchanged)'}")
 
 
 def remove_site(path: Path, site: str, out: Path) -> None:
@@ -129,7 +119,7 @@ def remove_site(path: Path, site: str, out: Path) -> None:
         else f"secure sums: {len(rest)} sites are too few for them",
         f"its kit and records at {made.folder / 'sites' / site} stay: delete them when nobody needs them",
     ):
-        safe_console().print(line, **_PLAIN)
+        say(line)
     _say_changed(made)
 
 
@@ -172,7 +162,6 @@ def play(experiment: Experiment, folder: Path, runs: Path, port: int | None) -> 
     from fedshift.deploy.cli.deploy import follow
     from fedshift.experiment.runs.run_folder import check_place
 
-    console = safe_console(stderr=True)
     folder.mkdir(parents=True, exist_ok=True)
     deployed, sites = spread(experiment, folder)
     check_place(deployed, runs / deployed.name)  # fails before anything starts
@@ -189,7 +178,7 @@ def play(experiment: Experiment, folder: Path, runs: Path, port: int | None) -> 
     shutil.rmtree(made.folder / "authority")  # its key is not encrypted, and nobody needs it any more
     for site, options in sites.items():
         (made.sites[site] / "SITE.yaml").write_text(yaml.safe_dump(options))
-    console.print(f"starting a coordinator and {len(sites)} sites on this machine …", highlight=False)
+    say(f"starting a coordinator and {len(sites)} sites on this machine …", stderr=True)
     with roles.running_services(made.coordinator, made.sites.values()):
         return follow(made.coordinator, deployed, runs)
 

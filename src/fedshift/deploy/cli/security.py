@@ -7,13 +7,11 @@ from typing import Annotated
 
 import typer
 
+from fedshift.deploy.cli.federation import KitFolder
+
 security = typer.Typer(
-    help="Keys for files at rest, signed logs, and promises of docs/threats.md tried.",
-    no_args_is_help=True,
+    help="Keys for files at rest, signed logs, and promises of docs/threats.md tried.", no_args_is_help=True
 )
-Kit = Annotated[
-    Path, typer.Option("--kit", help="The coordinator's kit.", metavar="DIR", envvar="FEDSHIFT_COORDINATOR")
-]
 
 
 @security.command()
@@ -38,7 +36,7 @@ def export(
         str, typer.Argument(help="A site's SITE.yaml; or a deployment's name.", metavar="SITE.yaml|DEPLOYMENT")
     ],
     out: Annotated[Path, typer.Option("--out", help="The file to write.", metavar="FILE")],
-    kit: Kit = Path("coordinator"),
+    kit: KitFolder = Path("coordinator"),
 ) -> None:
     """Write a signed copy of a role's log: a site's audit log, or what the coordinator noted of a deployment.
 
@@ -97,18 +95,18 @@ def selftest(
     """
     import tempfile
 
-    from fedshift.cli.console import safe_console
+    from fedshift.cli.console import say
     from fedshift.deploy.flare import roles
 
     roles.check_installed()
     from fedshift.deploy.playground.selftest import selftest as every
 
-    console, result = safe_console(), []
+    result = []
     with tempfile.TemporaryDirectory(prefix="fedshift-selftest-", ignore_cleanup_errors=True) as folder:
         for outcome in every(keep or Path(folder)):
             mark, promise = "holds " if outcome.holds else "BROKEN", outcome.promise
             line = f"{mark}  {promise.who} {promise.tries}: {outcome.what}"
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            say(line)
             result.append(outcome.holds)
-    console.print(f"{sum(result)} of {len(result)} hold", highlight=False)
+    say(f"{sum(result)} of {len(result)} hold")
     raise typer.Exit(0 if all(result) else 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 import typer
 from pydantic import ValidationError
 
-from fedshift.cli.console import safe_console
+from fedshift.cli.console import say
 from fedshift.data.codings import Categories, missing_cells
 from fedshift.data.domain import DataSet, SparseRows
 from fedshift.data.site_differences import site_differences
@@ -55,17 +55,12 @@ from fedshift.methods.base import reads_of
 
 def check_site(path: Path) -> None:
     """Read a site's data as a run would; print what they are, and what may and may not leave the site."""
-    console = safe_console()
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
-
     config = load_site(path)
     holding = read_holding(config)
     domain, data = holding.domain, holding.data
     shape = "×".join(map(str, domain.inputs.shape[1:]))
     say(f"site {config.file.site}: {len(domain)} samples of {shape}, data fingerprint {holding.fingerprint}")
-    _say_labels(config, holding, say)
+    _say_labels(config, holding)
     if domain.fixed_split:
         train = len(domain.described)
         say(f"split: {train} samples train and {len(domain) - train} are a fixed test set (data.split)")
@@ -81,17 +76,17 @@ def check_site(path: Path) -> None:
     say(f"disk: {free / 1e9:.1f} GB free at {config.memory}")
     say(f"at rest: {'encrypted' if present_key() else f'not encrypted ({KEY_FILE} is not set)'}")
     say(f"device: {resolve_device(config.file.device)}; " + ", ".join(f"{k} {v}" for k, v in versions().items()))
-    _say_policy(config, say)
+    _say_policy(config)
     lost = lost_records(config)
     if not lost:
-        _say_records(config, say)
-    _say_privacy(config, holding, say)
-    _say_kit(config, say)
+        _say_records(config)
+    _say_privacy(config, holding)
+    _say_kit(config)
     if lost:
         raise UserError(lost[0])
 
 
-def _say_labels(config: SiteConfig, holding: Holding, say: Callable[[str], None]) -> None:
+def _say_labels(config: SiteConfig, holding: Holding) -> None:
     domain, data, site = holding.domain, holding.data, config.file.site
     if domain.unlabelled:
         known = len(domain.known)
@@ -107,7 +102,7 @@ def _say_labels(config: SiteConfig, holding: Holding, say: Callable[[str], None]
         say(f"task: {data.task} of {', '.join(data.classes)}")
 
 
-def _say_privacy(config: SiteConfig, holding: Holding, say: Callable[[str], None]) -> None:
+def _say_privacy(config: SiteConfig, holding: Holding) -> None:
     if (budget := config.file.privacy) is None:
         return
     measures = budget.measurement_noise
@@ -117,7 +112,7 @@ def _say_privacy(config: SiteConfig, holding: Holding, say: Callable[[str], None
         say(f"warning: it refuses to send statistics for a common encoding of its data without noise: {reason}")
 
 
-def _say_records(config: SiteConfig, say: Callable[[str], None]) -> None:
+def _say_records(config: SiteConfig) -> None:
     """What the site wrote down of earlier exchanges, which fits."""
     lines, last = AuditLog.check(config.audit_log)
     sink = f"; a copy goes to a sink ({config.file.sink.kind})" if config.file.sink else ""
@@ -129,16 +124,16 @@ def _say_records(config: SiteConfig, say: Callable[[str], None]) -> None:
 
 def recover_site(path: Path, yes: bool) -> None:
     """Show what a site lacks of its own records, and begin them anew after a question, or at once."""
-    console, config = safe_console(), load_site(path)
+    config = load_site(path)
     lost = lost_records(config)
     if not lost:
-        console.print(f"site {config.file.site}: audit log, ledger and secret are whole", highlight=False)
+        say(f"site {config.file.site}: audit log, ledger and secret are whole")
         return
     for fault in lost:
-        console.print(fault, highlight=False, markup=False, soft_wrap=True)
+        say(fault)
     if yes or typer.confirm("Give up what is lost? What is not known of the budget of privacy counts as spent."):
         for line in recover_records(config):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            say(line)
 
 
 def _values(data: DataSet) -> str:
@@ -161,7 +156,7 @@ def _values(data: DataSet) -> str:
     return f"missing in the file: {', '.join(missing) or 'none'}; never changes: {', '.join(constant) or 'no column'}"
 
 
-def _say_policy(config: SiteConfig, say: Callable[[str], None]) -> None:
+def _say_policy(config: SiteConfig) -> None:
     policy = config.file.policy
     every = (*known_kinds(), ACCURACY, METRICS, CONFIDENCES)
     leaves = [kind for kind in dict.fromkeys((*policy.send, MASKED, SEALED)) if policy.lets_out(kind)]
@@ -179,7 +174,7 @@ def _say_policy(config: SiteConfig, say: Callable[[str], None]) -> None:
     rate = "".join(f"; at most {most} {what} a day" for most, what in limits if most)
     say(f"methods that can run: {', '.join(allowed) or 'none'}{rate}")
     terms = AgreedTerms(config.memory, config.file.site, policy)
-    _say_sums(config, say)
+    _say_sums(config)
     listed = f"{len(policy.peers)} listed" if policy.peers else "required" if policy.secure == "required" else "first"
     rules = {"models": policy.models, "splits": policy.splits, "training": policy.training, "peers": listed}
     for what, agreed in terms.in_force().model_dump().items():
@@ -190,7 +185,7 @@ def _say_policy(config: SiteConfig, say: Callable[[str], None]) -> None:
         say(f"asked: {requests} for a person: fedshift site agree {config.path.name}")
 
 
-def _say_sums(config: SiteConfig, say: Callable[[str], None]) -> None:
+def _say_sums(config: SiteConfig) -> None:
     """Which sums the site takes part in, and of whom its sums were so far."""
     policy = config.file.policy
     say(f"secure aggregation: {policy.secure}; sums of at least {policy.smallest_sum} sites")
@@ -242,11 +237,7 @@ def agree_site(
     """
     if yes and refuse:
         raise UserError("choose one of --yes and --refuse")
-    console, config = safe_console(), load_site(path)
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
-
+    config = load_site(path)
     policy = config.file.policy
     by = None if refuse else approver(policy.approvals, policy.approvers, name, key, _asked_passphrase)
     terms = AgreedTerms(config.memory, config.file.site, policy)
@@ -259,7 +250,7 @@ def agree_site(
     if not chosen:
         say(f"site {config.file.site}: nothing was asked that it has not agreed to")
     for request in chosen:
-        _show_request(request, terms.approvals(request), say)
+        _show_request(request, terms.approvals(request))
         answer = "a" if yes else "r" if refuse else _asked_person()
         say(f"request {request.number}: {_act_on_answer(config, terms, request, answer, by)}")
     if refused and not only:
@@ -297,7 +288,7 @@ def _asked_person() -> str:
     return answer if answer in _ANSWERS else "l"
 
 
-def _show_request(request: AskedTerms, approved: Sequence[str], say: Callable[[str], None]) -> None:
+def _show_request(request: AskedTerms, approved: Sequence[str]) -> None:
     """Who asked, when and for which run, and for what."""
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(request.when)) if request.when else "before"
     times = f", {request.times} times" if request.times > 1 else ""
@@ -346,11 +337,10 @@ def open_model(model: Path, path: Path, out: Path) -> None:
     except (FedshiftError, ValidationError):
         raise UserError(f"{file} is damaged or is no sealed model: give the {SEALED_MODEL} of a run") from None
     write_bytes(out, model_file(weights, metadata))
-    text = f"site {config.file.site}: opened {file}, wrote {out}"
-    safe_console().print(text, highlight=False, markup=False, soft_wrap=True)
+    say(f"site {config.file.site}: opened {file}, wrote {out}")
 
 
-def _say_kit(config: SiteConfig, say: Callable[[str], None]) -> None:
+def _say_kit(config: SiteConfig) -> None:
     if not (config.kit / "kit.json").exists():
         say(f"kit: none at {config.kit} yet")
         return
@@ -360,7 +350,7 @@ def _say_kit(config: SiteConfig, say: Callable[[str], None]) -> None:
     say(f"kit: project {kit.project.name}, valid until {roles.expiry(kit)}, contact {kit.project.contact}")
     say(f"certificate: {Identity.of_kit(kit.folder, kit.name).fingerprint} (SHA-256, for policy.peers of other sites)")
     proxy = proxy_for(kit.project.server, config.file.proxy)
-    reason = roles.unreachable(kit, proxy)
+    reason = roles.check_reachable(kit, proxy)
     through = "" if proxy is None else f" through the proxy {':'.join(map(str, proxy_address(proxy)[:2]))}"
     say(f"coordinator: {f'can be reached{through}' if reason is None else f'cannot be reached{through}: {reason}'}")
 
@@ -386,7 +376,7 @@ def start_site(path: Path, foreground: bool) -> None:
 def stop_site(path: Path) -> None:
     """Stop the site's service."""
     kit = roles.load_kit(load_site(path).kit, "site")
-    safe_console().print(f"site {kit.name}: {'stopped' if roles.stop(kit) else 'was not running'}", highlight=False)
+    say(f"site {kit.name}: {'stopped' if roles.stop(kit) else 'was not running'}")
 
 
 def start_coordinator(folder: Path, foreground: bool) -> None:
@@ -398,9 +388,9 @@ def start_coordinator(folder: Path, foreground: bool) -> None:
 def stop_coordinator(folder: Path) -> None:
     """Stop the coordinator's service. Deployments resume when it is started again."""
     kit = roles.load_kit(folder, "coordinator")
-    safe_console().print(f"coordinator: {'stopped' if roles.stop(kit) else 'was not running'}", highlight=False)
+    say(f"coordinator: {'stopped' if roles.stop(kit) else 'was not running'}")
 
 
 def _print_status(name: str, status: roles.Status) -> None:
     pid = f" (process {status.pid})" if status.pid else ""
-    safe_console().print(f"{name}: {status.state}{pid} {status.message}".rstrip(), highlight=False, markup=False)
+    say(f"{name}: {status.state}{pid} {status.message}".rstrip())

@@ -9,7 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from fedshift.cli.console import safe_console
+from fedshift.cli.console import say
+from fedshift.deploy.chained_log import text_at_end
 from fedshift.deploy.flare import roles
 from fedshift.deploy.flare.deployment_folder import ENDS, Deployment
 from fedshift.deploy.flare.service_log import EVENTS
@@ -72,7 +73,7 @@ def show_site(path: Path) -> None:
 
 
 def _say(text: str) -> None:
-    safe_console().print(one_line(text, 400), highlight=False, markup=False, soft_wrap=True)
+    say(one_line(text, 400))
 
 
 def _state(name: str, status: roles.Status, start: str) -> str:
@@ -174,11 +175,9 @@ def _say_machine(disk: Path, kit: Path | None = None) -> None:
 
 
 def _last_warning(log: Path) -> str:
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - _READ))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return "none"
-    severe = [line for line in lines if line[20:].startswith(("WARNING ", "ERROR ", "CRITICAL "))]
+    severe = [
+        line
+        for line in text_at_end(log, _READ).splitlines()
+        if line[20:].startswith(("WARNING ", "ERROR ", "CRITICAL "))
+    ]
     return severe[-1] if severe else "none"

@@ -11,8 +11,8 @@ import hmac
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -265,11 +265,9 @@ class SecureSite:
             if int(file.name.split("-")[0]) <= exchange:
                 file.unlink()
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _alone(self) -> AbstractContextManager[None]:
         """Keep other processes of this site out, or two that are asked at once would each find that it did nothing."""
-        with hold_lock(self._folder / "lock"):
-            yield
+        return hold_lock(self._folder / "lock")
 
     def _check(self, order: Order) -> None:
         if order.run != self.run:

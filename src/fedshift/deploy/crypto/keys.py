@@ -16,7 +16,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, PlainSerializer
 
@@ -126,19 +126,24 @@ def commitment(binding: bytes, secret: bytes) -> bytes:
     return hashlib.sha256(b"seed" + binding + secret).digest()
 
 
-class PrivateKey:
+class RunKey:
     """A site's own key of a run."""
 
     def __init__(self, key: bytes) -> None:
         self._key = X25519PrivateKey.from_private_bytes(key)
         self.public = self._key.public_key().public_bytes_raw()
 
-    @staticmethod
-    def of(file: Path) -> PrivateKey:
+    @classmethod
+    def of(cls, file: Path) -> Self:
         """The key in a file, which is made if it is not there."""
         if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
             write_private(file, os.urandom(_KEY))
-        return PrivateKey(read_private(file, f"restore it, or delete {file.parent} and run again"))
+        return cls(read_private(file, f"restore it, or delete {file.parent} and run again"))
+
+
+class PrivateKey(RunKey):
+    """The key of a run with which a site masks, and seals shares."""
 
     def mask_seed(self, order: Order, site: str, other: KeyCard) -> bytes:
         """s_uv, which both sites derive alike."""

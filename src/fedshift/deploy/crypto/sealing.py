@@ -10,16 +10,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
 
-from fedshift.encryption import read_private, write_private
+from fedshift.deploy.crypto.keys import RunKey
 from fedshift.errors import Refused, UserError
 from fedshift.federation.secure.closed import Box, Passage, bytes_of
 from fedshift.weights import Weights
 
 try:
     from cryptography.exceptions import InvalidTag
-    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
     from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
     from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, Suite
 except ImportError:
@@ -33,20 +32,8 @@ _NONCE = bytes(12)
 """The key of a box is used once, so its nonce need not differ."""
 
 
-class SealingKey:
+class SealingKey(RunKey):
     """The key of a run that others seal models with for one site."""
-
-    def __init__(self, key: bytes) -> None:
-        self._key = X25519PrivateKey.from_private_bytes(key)
-        self.public = self._key.public_key().public_bytes_raw()
-
-    @staticmethod
-    def of(file: Path) -> SealingKey:
-        """The key in a file, which is made if it is not there."""
-        if not file.exists():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_private(file, os.urandom(_KEY))
-        return SealingKey(read_private(file, f"restore it, or delete {file.parent} and run again"))
 
     def open(self, box: Box, reader: str) -> bytes:
         """Decrypt what is in a box.

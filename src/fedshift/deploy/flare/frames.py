@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
-from nvflare.fuel.f3.endpoint import Endpoint
 from nvflare.fuel.f3.sfm.constants import Types
 from nvflare.fuel.f3.sfm.prefix import PREFIX_LEN, Prefix
-from nvflare.fuel.f3.sfm.sfm_conn import SfmConnection
 
 HEADER = int(PREFIX_LEN)
 """Bytes of a frame's header."""
@@ -25,11 +21,3 @@ def frame(kind: int, payload: bytes = b"", size: int | None = None) -> bytes:
     whole = bytearray(HEADER)
     Prefix(length=HEADER + len(payload) if size is None else size, type=kind).to_buffer(whole, 0)
     return bytes(whole) + payload
-
-
-def greeting(name: str) -> bytes:
-    """The frame with which an endpoint of FLARE's network names itself."""
-    written: list[bytes] = []
-    connection = SimpleNamespace(name=name, send_frame=lambda sent: written.append(bytes(sent)))
-    SfmConnection(connection, Endpoint(name)).send_handshake(Types.HELLO)
-    return written[0]

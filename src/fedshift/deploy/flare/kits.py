@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -68,6 +69,12 @@ class Project(BaseModel):
             if [name.lower() for name in sites].count(site.lower()) > 1:
                 raise ValueError(f"two sites are called '{site}'")
         return sites
+
+
+def check_installed() -> None:
+    """Raise UserError if FLARE is not installed."""
+    if find_spec("nvflare") is None:
+        raise UserError("deploying needs NVIDIA FLARE, which is not installed: pip install 'fedshift[deploy]'")
 
 
 def load_project(path: Path) -> Project:

@@ -14,7 +14,15 @@ from typing import Any
 
 from fedshift.deploy.flare.authority import ISSUED, RENEW, Ask, Authority, digest
 from fedshift.deploy.flare.certificates import write_issued
-from fedshift.deploy.flare.kits import COORDINATOR_CLASS, LAUNCHER_CLASS, SITE_CLASS, Kit, Project, channel
+from fedshift.deploy.flare.kits import (
+    COORDINATOR_CLASS,
+    LAUNCHER_CLASS,
+    SITE_CLASS,
+    Kit,
+    Project,
+    channel,
+    check_installed,
+)
 from fedshift.deploy.flare.limits import LARGEST_FRAME, LISTENER
 from fedshift.deploy.json_files import plain_object
 from fedshift.digests import read_object
@@ -111,6 +119,7 @@ def provision(project: Project, out: Path, ask: Ask, *, renew: bool = False) -> 
         UserError: the authority's key cannot be read with that passphrase.
         FedshiftError: FLARE cannot make them.
     """
+    check_installed()
     folder = out / project.name
     authority_folder, coordinator = folder / "authority", folder / "coordinator"
     for path in (folder, authority_folder):
@@ -153,6 +162,7 @@ def reissue(project: Project, out: Path, site: str, ask: Ask) -> Provisioned:
         UserError: the project has no such site or was not provisioned, or its scheme cannot tell two certificates of
             one site apart.
     """
+    check_installed()
     folder = out / project.name
     if site not in project.sites:
         raise UserError(f"project '{project.name}' has no site '{site}'; {nearest(site, project.sites)}")

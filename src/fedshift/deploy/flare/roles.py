@@ -1,6 +1,6 @@
 """The roles of a deployed federation, for commands: make kits; start and stop a role's service; ask for its status.
 
-Commands use FLARE only through this module, which explains in one line that FLARE is not installed.
+Commands use FLARE only through this module.
 """
 
 from __future__ import annotations
@@ -15,112 +15,58 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from fedshift.deploy.flare import certificates, kits
+from fedshift.deploy.flare.kit_checks import check_certificates, check_port, check_reachable, check_settings
+from fedshift.deploy.flare.kits import Kit, check_installed, load_project
+from fedshift.deploy.flare.provision import provision, reissue, relocate
+from fedshift.deploy.flare.removal import remove
 from fedshift.deploy.flare.service_lock import holder
 from fedshift.digests import Damaged, read_object
 from fedshift.encryption import present_key
 from fedshift.errors import FedshiftError, UserError
 
-if TYPE_CHECKING:
-    from fedshift.deploy.flare.authority import Ask
-    from fedshift.deploy.flare.kits import Kit, Project
-    from fedshift.deploy.flare.provision import Provisioned
-
+__all__ = [
+    "Kit",
+    "check_installed",
+    "check_reachable",
+    "check_settings",
+    "load_project",
+    "provision",
+    "reissue",
+    "remove",
+]
+"""What commands use of the rooms below, beside the functions here."""
 _START_SECONDS, _STOP_SECONDS = 120.0, 40.0
-
-
-def check_installed() -> None:
-    """Raise UserError if FLARE is not installed."""
-    if find_spec("nvflare") is None:
-        raise UserError("deploying needs NVIDIA FLARE, which is not installed: pip install 'fedshift[deploy]'")
-
-
-def load_project(path: Path) -> Project:
-    """Read a project file."""
-    from fedshift.deploy.flare.kits import load_project
-
-    return load_project(path)
-
-
-def provision(project: Project, out: Path, ask: Ask, *, renew: bool = False) -> Provisioned:
-    """Make start-up kits below ``out``: one for the coordinator, one per site. ``ask`` asks for the passphrase."""
-    check_installed()
-    from fedshift.deploy.flare.provision import provision
-
-    return provision(project, out, ask, renew=renew)
-
-
-def reissue(project: Project, out: Path, site: str, ask: Ask) -> Provisioned:
-    """Make one site's kit anew, with a new key; the old one is refused from then on."""
-    check_installed()
-    from fedshift.deploy.flare.provision import reissue
-
-    return reissue(project, out, site, ask)
-
-
-def remove(path: Path, out: Path, site: str) -> Provisioned:
-    """Take a site out of a project's file and out of what the coordinator accepts."""
-    check_installed()
-    from fedshift.deploy.flare.removal import remove
-
-    return remove(path, out, site)
 
 
 def set_revoked(folder: Path, site: str, revoked: bool) -> bool:
     """Refuse a site's kit at the coordinator, or accept it again; return whether this changed anything."""
-    from fedshift.deploy.flare.certificates import set_revoked
-    from fedshift.deploy.flare.kits import load_kit
-
-    return set_revoked(load_kit(folder, "coordinator"), site, revoked)
+    return certificates.set_revoked(kits.load_kit(folder, "coordinator"), site, revoked)
 
 
 def load_kit(folder: Path, role: str) -> Kit:
     """Read the kit of a role and check its certificates."""
     check_installed()
-    from fedshift.deploy.flare.kit_checks import check_certificates
-    from fedshift.deploy.flare.kits import load_kit
-
-    kit = load_kit(folder, role)
+    kit = kits.load_kit(folder, role)
     check_certificates(kit)
     return kit
 
 
 def running(folder: Path) -> bool:
     """Whether the service of the kit in a folder runs."""
-    from fedshift.deploy.flare.kits import load_kit
-
-    return holder(load_kit(folder)) is not None
+    return holder(kits.load_kit(folder)) is not None
 
 
 def revoked_sites(kit: Kit) -> list[str]:
     """The sites whose kit the coordinator refuses."""
-    from fedshift.deploy.flare.certificates import revoked_sites
-
-    return sorted(revoked_sites(kit))
-
-
-def check_settings(kit: Kit) -> None:
-    """Check that the kit holds what a role needs, and no filter of FLARE's, which would have no effect."""
-    from fedshift.deploy.flare.kit_checks import check_settings
-
-    check_settings(kit)
+    return sorted(certificates.revoked_sites(kit))
 
 
 def expiry(kit: Kit) -> str:
     """The date on which the kit's certificates expire."""
-    from fedshift.deploy.flare.kit_checks import check_certificates
-
     return f"{check_certificates(kit):%Y-%m-%d}"
-
-
-def unreachable(kit: Kit, proxy: str | None = None) -> str | None:
-    """Why the coordinator cannot be reached from here, through a proxy if there is one; None if it can."""
-    from fedshift.deploy.flare.kit_checks import check_reachable
-
-    return check_reachable(kit, proxy)
 
 
 def free_port() -> int:
@@ -203,13 +149,9 @@ def start(kit: Kit, site_file: Path | None = None, *, foreground: bool = False, 
     if before.pid is not None:
         raise UserError(f"{kit.role} '{kit.name}' runs already (process {before.pid}); stop it first")
     present_key()  # a key that cannot be used is said now, and not in the middle of a run
-    from fedshift.deploy.flare.kit_checks import check_port, check_settings
-
     check_settings(kit)
     if kit.role == "coordinator":
         check_port(kit)
-    from fedshift.deploy.flare.provision import relocate
-
     relocate(kit)
     words = [str(kit.folder), *([str(site_file.resolve())] if site_file else [])]
     command = [sys.executable, "-m", _SERVICE, *words]

@@ -115,7 +115,7 @@ def _foreign_certificate(played: Played) -> str:
     startup = foreign.sites[site] / "flare" / "startup"
     expect(not goes_on(played, startup), "a certificate of another authority is accepted")
     try:
-        roles.unreachable(roles.load_kit(foreign.sites[site], "site"))
+        roles.check_reachable(roles.load_kit(foreign.sites[site], "site"))
     except UserError as error:
         return str(error).partition(":")[0]
     raise Broken("a site with a kit of another authority is not told so")

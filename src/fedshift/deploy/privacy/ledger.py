@@ -11,8 +11,8 @@ import hashlib
 import hmac
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -312,11 +312,9 @@ class PrivacyLedger:
             raise UserError(f"cannot write {self._file}: {error.strerror}; nothing was sent") from None
         self._known += 1
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _alone(self) -> AbstractContextManager[None]:
         """Wait until no other process of this site writes its ledger or draws its secret."""
-        with hold_lock(self._memory / LOCK):
-            yield
+        return hold_lock(self._memory / LOCK)
 
 
 def _mark(secret: bytes, **of: Any) -> str:

@@ -280,11 +280,7 @@ class SiteRules:
         return Measures(accuracy=accuracy, samples=view.samples, classes=(None,) * classes, metrics=None)
 
     def with_noise(
-        self,
-        asked: Asked[MeasureRequest],
-        kept: KeptScores,
-        groups: NDArray[np.int64] | None,
-        device: torch.device,
+        self, asked: Asked[MeasureRequest], kept: KeptScores, groups: NDArray[np.int64] | None, device: torch.device
     ) -> KeptScores:
         """What may be told of a model's scores: with a budget, samples that have noisy counts of them.
 

@@ -36,10 +36,7 @@ def key_entry(card: KeyCard) -> KeyEntry:
 
 
 def sum_asked(
-    weighing: Weighing,
-    cards: Mapping[str, KeyCard],
-    envelopes: Mapping[str, Envelope],
-    colluders: int = 0,
+    weighing: Weighing, cards: Mapping[str, KeyCard], envelopes: Mapping[str, Envelope], colluders: int = 0
 ) -> SumAsked:
     """What a request to mask says of the sum, the same to all sites."""
     return SumAsked(

@@ -19,10 +19,10 @@ from fedshift.deploy.remote.outbox import HERE, Outbox
 from fedshift.deploy.remote.replies import (
     CallAnswer,
     MeasureAnswer,
+    Measured,
     Measures,
     check_measures,
-    handed_bytes,
-    measured_bytes,
+    for_ledger,
     report_bytes,
     sums_bytes,
 )
@@ -394,7 +394,7 @@ class RemoteFederation(Federation):
             request = asks(**held, **self._common(site))
             keys[site], message = stamp(request, body)
             outgoing.append((site, message))
-            sent = measured_bytes(size) if request.do == "measure" else handed_bytes(size)
+            sent = for_ledger(Measured if request.do == "measure" else Weights, size)
             self.ledger.record(0, request.do, site, "down", {"model": sent})
         return outgoing, keys
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import torch
 from pydantic import Field, StringConstraints
@@ -23,7 +23,7 @@ from fedshift.federation.messages import Statistics
 from fedshift.federation.plain_values import Frozen
 from fedshift.federation.secure.integer_sums import LayoutEntry
 from fedshift.federation.setting_json import SettingRecipe
-from fedshift.weights import Weights
+from fedshift.weights import NamedTensors
 
 _LONGEST_FILE = 255
 """Characters in the name of a file."""
@@ -102,21 +102,18 @@ class Confidences(Statistics):
     kind = CONFIDENCES
 
 
+K = TypeVar("K", bound=NamedTensors)
+
+
+def for_ledger(kind: type[K], size: int) -> K:
+    """Content of ``size`` bytes for the ledger; it takes no memory."""
+    return kind({"bytes": torch.empty(size, dtype=torch.uint8, device="meta")})
+
+
 def sums_bytes(sums: GivenSums) -> Confidences:
     """The numbers in a site's sums of confidences, for the ledger."""
     numbers = 2 + 2 * len(sums.by_confidence[0]) + 2 * len(sums.losses) + sums.sums.answers.size
-    numbers += 0 if sums.by_score is None else 2 * len(sums.by_score[0])
-    return Confidences({"bytes": torch.empty(8 * numbers, dtype=torch.uint8, device="meta")})
-
-
-def measured_bytes(size: int) -> Measured:
-    """Content of ``size`` bytes for the ledger; it takes no memory."""
-    return Measured({"bytes": torch.empty(size, dtype=torch.uint8, device="meta")})
-
-
-def handed_bytes(size: int) -> Weights:
-    """A model of ``size`` bytes that a site keeps, for the ledger."""
-    return Weights({"bytes": torch.empty(size, dtype=torch.uint8, device="meta")})
+    return for_ledger(Confidences, 8 * (numbers + (0 if sums.by_score is None else 2 * len(sums.by_score[0]))))
 
 
 def report_bytes(report: Measures) -> Measured:
@@ -126,7 +123,7 @@ def report_bytes(report: Measures) -> Measured:
         numbers += (
             len(metrics.support) + len(metrics.values) + 2 * len(metrics.intervals) + 3 * len(metrics.reliability)
         )
-    return measured_bytes(8 * numbers)
+    return for_ledger(Measured, 8 * numbers)
 
 
 def check_measures(report: Measures, recipe: SettingRecipe) -> None:

@@ -168,20 +168,23 @@ def ask_plain(
     Raises:
         NewJobNeeded: as the transport.
     """
-    body = body_of({})
-    outgoing: list[tuple[str, Message]] = []
-    keys: dict[str, str] = {}
-    for site, request in requests.items():
-        keys[site], message = stamp(request, body)
-        outgoing.append((site, message))
     largest = LARGEST_CARD if any(request.do == "hello" for request in requests.values()) else LARGEST_HEADER
-    result: dict[str, Heard[A] | Lost] = {}
-    for site, answer in transport.exchange(iter(outgoing), deadline, {}):
-        if isinstance(answer, Lost):
-            result[site] = answer
-        elif isinstance(answer, Message):
-            result[site] = _heard(kind, site, answer, keys.get(site, ""), largest)
-    return result
+    body = body_of({})
+    outgoing = {site: stamp(request, body) for site, request in requests.items()}
+    return {
+        site: answer if isinstance(answer, Lost) else _heard(kind, site, answer, outgoing.get(site, ("",))[0], largest)
+        for site, answer in _answers(transport, outgoing, deadline)
+    }
+
+
+def _answers(
+    transport: Transport, outgoing: Mapping[str, tuple[str, Message]], deadline: float
+) -> Iterator[tuple[str, Message | Lost]]:
+    """What sites answer to messages, as it arrives; ``outgoing``: key and message by site."""
+    messages = ((site, message) for site, (_, message) in outgoing.items())
+    for site, answer in transport.exchange(messages, deadline, {}):
+        if not isinstance(answer, Sign):
+            yield site, answer
 
 
 def ask_for_content(
@@ -198,18 +201,11 @@ def ask_for_content(
         deadline: seconds to wait.
         most_tensors: of an answer.
     """
-    outgoing: list[tuple[str, Message]] = []
-    keys: dict[str, str] = {}
-    for site, (request, content) in requests.items():
-        keys[site], message = stamp(request, body_of(content))
-        outgoing.append((site, message))
-    result: dict[str, dict[str, Content] | Lost] = {}
-    for site, answer in transport.exchange(iter(outgoing), deadline, {}):
-        if isinstance(answer, Lost):
-            result[site] = answer
-        elif isinstance(answer, Message):
-            result[site] = _content(site, answer, keys.get(site, ""), most_tensors)
-    return result
+    outgoing = {site: stamp(request, body_of(content)) for site, (request, content) in requests.items()}
+    return {
+        site: answer if isinstance(answer, Lost) else _content(site, answer, outgoing.get(site, ("",))[0], most_tensors)
+        for site, answer in _answers(transport, outgoing, deadline)
+    }
 
 
 def _content(site: str, message: Message, key: str, most_tensors: int) -> dict[str, Content] | Lost:

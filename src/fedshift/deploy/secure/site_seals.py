@@ -133,12 +133,7 @@ class SiteSeals:
 
     # At the reader ----------------------------------------------------------------------------------------------------
 
-    def open_content(
-        self,
-        asked: Asked[CallRequest],
-        runner: SiteRunner,
-        method: Method,
-    ) -> Mapping[str, Content]:
+    def open_content(self, asked: Asked[CallRequest], runner: SiteRunner, method: Method) -> Mapping[str, Content]:
         """The content of a request with its sealed models opened.
 
         Raises:

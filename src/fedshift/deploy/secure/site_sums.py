@@ -56,7 +56,6 @@ class SiteSums:
         self.name, self.policy = config.file.site, config.file.policy
         self.rosters = Rosters(config.memory, self.name, self.policy, log)
         self._config, self._terms = config, terms
-        self.requests = {"key": self.key, "confirm": self.confirm, "unmask": self.unmask}
 
     @cached_property
     def identity(self) -> Identity:
