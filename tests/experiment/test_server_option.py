@@ -55,11 +55,28 @@ def test_a_momentum_that_has_too_few_rounds_is_named(
     given = options(tmp_path, "fedavg", {"optimizer": "momentum", "beta": 0.8})
     given["methods"][0]["exchanges_per_epoch"] = exchanges
     given["training"] |= {"rounds": rounds}
-    said = [line for line in fedshift.check(given).warnings if "momentum of 0.8" in line]
+    said = [line for line in fedshift.check(given).warnings if "momentum 0.8" in line]
     assert len(said) == (suits is not None)
     if suits is not None:
         assert f"there are {rounds}; one of {suits:g} suits them" in said[0]
         assert suits == 0 or 3 / (1 - suits) <= rounds + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("beside", "setting", "few"), [(1, "paper", True), (3, "paper", False), (1, "four_exchanges", False)]
+)
+def test_a_presets_own_momentum_is_named_in_rounds_of_equal_work(beside: int, setting: str, few: bool) -> None:
+    """Beside a method of three epochs a round, one of one epoch has three times the rounds: 39 are enough for 0.9."""
+    given = {
+        "name": "few",
+        "data": {"name": "rotated_digits", "per_class": 10},
+        "protocol": {"kind": "leave_one_out", "targets": ["D0"]},
+        "model": {"name": "mnist_cnn", "channels": [2, 2], "hidden": 4},
+        "training": {"rounds": 13, "batch_size": 8},
+        "methods": [{"name": "recipe", "setting": setting}, {"name": "fedavg", "local_epochs": beside}],
+    }
+    warnings = [line for line in fedshift.check(given).warnings if "momentum" in line and "recipe" in line]
+    assert len(warnings) == few
 
 
 def test_the_list_of_methods_and_the_fields_show_it(cli: Cli) -> None:
