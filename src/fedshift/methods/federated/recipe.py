@@ -43,7 +43,7 @@ Where it fails
   seed), and in 13 rounds it is 12.1 below pooled training on them. ``setting: ahead``, for images, had 73.4 in 40
   rounds, and in 13 it is 4.6 below pooled training, with no site more than 1 below FedAvg.
 * Where pooled training on the same images is to be met: 1.2 points are missing on Rotated MNIST. With ``setting:
-  four_exchanges``, for images, it is 0.1, for four times the bytes.
+  four_exchanges``, for images, it is 0.2, and on the letters in 13 rounds 4.6, for four times the bytes.
 
 Should reproduce: no published table. With ``augmentation: none``, ``momentum: 0``, the same for
 colour, ``dropout: 0`` and ``averaged: 0`` it trains as FedAvg of equal shares; with ``templates: null`` it predicts as
@@ -90,7 +90,7 @@ class Recipe(FedAvg):
         settings={
             "ahead": {"server": {"optimizer": "momentum", "beta": 0.8, "rate": 1.0, "nesterov": True}},
             "four_exchanges": {
-                "server": {"optimizer": "momentum", "beta": 0.9, "rate": 1.0, "nesterov": True},
+                "server": {"optimizer": "momentum", "beta": 0.85, "rate": 1.0, "nesterov": True},
                 "exchanges_per_epoch": 4,
             },
         },
