@@ -18,10 +18,10 @@ from fedshift.errors import UserError
 from fedshift.methods.federated.copa import COPA
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.index import with_sealed
+from fedshift.methods.method_tests import MethodTests
 from fedshift.methods.traits import Traits
 
 ROOT = Path(__file__).parents[2]
-BENCHMARKS = ROOT / "benchmarks"
 
 
 def test_the_index_and_the_tables_are_made_from_the_classes() -> None:
@@ -41,8 +41,14 @@ def test_a_class_says_what_a_reader_of_the_list_needs(kind: type[FedAvg]) -> Non
 
 def test_traits_of_one_class_are_not_inherited_and_options_change_those_of_an_object() -> None:
     mine = FedAvg.traits.derive(name="mine")
+    inherited = FedAvg.traits
     assert mine == replace(
-        Traits(), name="mine", tasks=FedAvg.traits.tasks, averages=FedAvg.traits.averages, server_reads="sums"
+        Traits(),
+        name="mine",
+        tasks=inherited.tasks,
+        averages=inherited.averages,
+        server_reads="sums",
+        tests=MethodTests(options=inherited.tests.options),
     )
     assert (COPA.traits.target, COPA(adaptation=True).traits.target) == ("unseen", "unlabelled")
     assert (COPA.traits.scenario, COPA(adaptation=True).traits.needs_target) == (
