@@ -150,3 +150,19 @@ def test_samples_drawn_again_are_the_sites_own_in_other_frequencies() -> None:
     assert len(shares) == 6
     assert all(share[3] == 0 for share in shares)
     assert max(np.abs(share[:3] - [0.5, 0.4, 0.1]).max() for share in shares) > 0.2
+
+
+def test_nearby_samples_lie_between_a_sample_and_its_like() -> None:
+    """The third are drawn towards the usual mean, the fourth towards another sample; none goes beyond."""
+    inputs = np.random.default_rng(4).normal(size=(30, 3)).astype(np.float32) + np.float32(2)
+    usual, seen = Usual.of([inputs - 1]), list[np.ndarray]()
+
+    def scores(rows: np.ndarray) -> np.ndarray:
+        seen.append(rows)
+        return np.tile([0.3, 0.7], (len(rows), 1))
+
+    nearby_answers(scores, inputs, usual)
+    shrunk, mixed = seen[3], seen[4]
+    np.testing.assert_allclose(shrunk - usual.mean, 0.6 * (inputs - usual.mean), rtol=1e-4, atol=1e-5)
+    low, high = inputs.min(axis=0), inputs.max(axis=0)
+    assert ((mixed >= low - 1e-5) & (mixed <= high + 1e-5)).all()

@@ -42,6 +42,15 @@ def test_no_held_out_part_means_no_source_selected_round() -> None:
     assert selected_rounds(rounds)["source"] is None
 
 
+def test_a_chosen_round_keeps_its_distances() -> None:
+    """Each under its own name; the older records have only one of both."""
+    distances = {"target_hausdorff": {"t": 9.0}, "target_hd95": {"t": 4.0}}
+    rounds = [record(1, 70, 80).model_copy(update=distances), record(2, 60, 70)]
+    chosen = selected_rounds(rounds)["source"]
+    assert chosen is not None
+    assert (chosen.hausdorff, chosen.hd95) == (9.0, 4.0)
+
+
 def test_rounds_that_were_not_measured_are_not_chosen() -> None:
     rounds = [record(5, 60, 70), record(10, None, 99), record(15, 50, 60)]
     assert SourceValidation().select(rounds) == 0

@@ -105,3 +105,12 @@ def test_a_classifier_of_several_layers_stays() -> None:
     network = network_of(nn.Identity(), nn.Sequential(nn.Linear(2, 2), nn.ReLU())).eval()
     inputs = torch.randn(9, 2)
     assert torch.equal(NewSite(classifier=2).adapt(network, lambda: [inputs])(inputs), network(inputs))
+
+
+def test_the_classifier_turns_by_a_network_that_predicts() -> None:
+    """By running statistics, whatever mode the network came in; and what comes of it predicts, too."""
+    network = models.build(models.parse(NORMED), (5,), 3, 0)
+    inputs = torch.randn(20, 5, generator=torch.Generator().manual_seed(1))
+    adapted = [NewSite(classifier=16).adapt(network.train(mode), lambda: [inputs]) for mode in (True, False)]
+    assert not any(module.training for made in adapted for module in made.modules())
+    assert torch.equal(adapted[0].classifier.weight, adapted[1].classifier.weight)

@@ -178,3 +178,14 @@ def test_one_model_is_unchanged_and_other_tensors_are_averaged() -> None:
     changed = {name for name in plain if not torch.equal(plain[name], merged[name])}
     assert changed == {"1.running_var"}
     assert (merged["1.running_var"] >= plain["1.running_var"]).all()
+
+
+def test_a_result_is_nobody_else_s_memory() -> None:
+    """Whoever changes one mean in place changes neither the next nor what goes on being added up."""
+    mean = MeanAccumulator()
+    mean.add({"w": torch.tensor([1.0]), "steps": torch.tensor(3)}, 2.0)
+    first = mean.result()
+    first["w"].add_(7)
+    first["steps"].add_(7)
+    second = mean.result()
+    assert (second["w"].item(), second["steps"].item()) == (1.0, 3)

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedshift.errors import UserError
-from fedshift.functional.losses import entropy, entropy_of_logits, proximal_penalty, smoothed_cross_entropy
+from fedshift.functional.losses import (
+    balanced_scores,
+    calibrated_scores,
+    entropy,
+    entropy_of_logits,
+    proximal_penalty,
+    smoothed_cross_entropy,
+)
 
 
 @pytest.mark.parametrize(
@@ -106,3 +113,12 @@ def test_entropy_of_logits_is_that_of_the_definition_and_finite_at_the_end() -> 
     entropy_of_logits(certain).sum().backward()  # type: ignore[no-untyped-call]
     assert certain.grad is not None
     assert certain.grad.tolist() == [[0.0, 0.0, 0.0]]
+
+
+def test_scores_of_rare_classes() -> None:
+    """Balanced softmax (Ren et al., equation 3): n_y eˢʸ / Σ n_c eˢᶜ. FedLC (equation 8): s_c − τ n_c^(−1/4)."""
+    scores, counts = torch.tensor([[0.4, -1.0, 2.0]]).double(), torch.tensor([16, 1, 81])
+    weighed = counts * scores.exp()
+    torch.testing.assert_close(balanced_scores(scores, counts).softmax(1), weighed / weighed.sum())
+    lowered = scores - 0.5 * torch.tensor([1 / 2, 1, 1 / 3]).double()
+    torch.testing.assert_close(calibrated_scores(scores, counts, 0.5), lowered)

@@ -6,6 +6,7 @@ import itertools
 import math
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -66,19 +67,25 @@ def test_the_hessian_product_is_that_of_autograd() -> None:
     torch.testing.assert_close(product, torch.autograd.functional.hessian(loss, w) @ v, atol=1e-5, rtol=1e-5)
 
 
-def test_challenged_features_one_sample_at_a_time() -> None:
-    """RSC for a linear classifier, whose gradient is its weight; shares of half leave no ties."""
+@pytest.mark.parametrize(
+    ("features", "muted_features", "share", "muted_samples"), [(0.5, 2, 0.5, 3), (0.25, 1, 1 / 3, 2)]
+)
+def test_challenged_features_one_sample_at_a_time(
+    features: float, muted_features: int, share: float, muted_samples: int
+) -> None:
+    """RSC for a linear classifier, whose gradient is its weight: the features that count most, where it hurts most."""
     z, weights = torch.randn(6, 4, generator=draws(3)), torch.randn(3, 4, generator=draws(4))
     labels = torch.tensor([0, 1, 2, 0, 1, 2])
     muted = z.clone()
     for row, label in enumerate(labels):
-        muted[row, weights[label].argsort()[2:]] = 0
+        muted[row, weights[label].argsort()[-muted_features:]] = 0
     rows = torch.arange(6)
     right, without = ((x @ weights.T).softmax(1)[rows, labels] for x in (z, muted))
-    hurt_most = (right - without).argsort()[3:]
+    hurt_most = (right - without).argsort()[-muted_samples:]
     wanted = z.clone()
     wanted[hurt_most] = muted[hurt_most]
-    torch.testing.assert_close(masking.challenged_features(z, labels, lambda x: x @ weights.T, 0.5, 0.5), wanted)
+    result = masking.challenged_features(z, labels, lambda x: x @ weights.T, features, share)
+    torch.testing.assert_close(result, wanted)
 
 
 def test_one_row_changes_sums_by_no_more_and_by_as_much() -> None:

@@ -173,3 +173,15 @@ def test_gaps_that_cannot_be() -> None:
     for gaps in ([1.0], [math.nan, 1.0]):
         with pytest.raises(UserError, match="finite gap"):
             adjusted_shares([0.5, 0.5], gaps, 0.1)
+
+
+def test_shares_are_cut_at_one_before_they_are_divided() -> None:
+    """0.9 + 0.3 · 1/1.5 = 1.1 counts as 1, 0.1 + 0.3 · 0.5/1.5 = 0.2, and −0.3 as 0."""
+    found = adjusted_shares([0.9, 0.1, 0.0], [1.0, 0.5, -1.5], step=0.3)
+    assert found == pytest.approx([1 / 1.2, 0.2 / 1.2, 0.0])
+
+
+def test_the_largest_gap_counts_whatever_its_sign() -> None:
+    """Gaps 0.1, 0.2 and −0.6 are 0.2, 0.3 and −0.5 from their mean: the step of 0.1 belongs to the last."""
+    found = adjusted_shares([0.4, 0.3, 0.3], [0.1, 0.2, -0.6], step=0.1)
+    assert found == pytest.approx([0.44, 0.36, 0.2])

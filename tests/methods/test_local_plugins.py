@@ -336,3 +336,33 @@ def test_a_method_that_would_train_without_them_fails() -> None:
     with pytest.raises(FedshiftError, match="trains without it"):
         run(Alien(local=["jigsaw"]), rounds=1)
     run(Alien(), rounds=1)
+
+
+def test_a_plug_in_s_head_goes_on_in_the_next_exchange() -> None:
+    runner, weights = site_of(FedAvg(local=["jigsaw"]))
+    option = PLUG_INS["jigsaw"](name="jigsaw")
+    model, before = runner.site.model(weights), option.at(runner.site)
+    before.begin(model)
+    assert before.head is not None
+    with torch.no_grad():
+        for value in before.head.parameters():
+            value.fill_(3.0)
+    before.end()
+    after = option.at(runner.site)
+    after.begin(model)
+    assert after.head is not None
+    assert all(bool((value == 3).all()) for value in after.head.parameters())
+
+
+def test_label_smoothing_is_of_the_mini_batch_at_hand() -> None:
+    """Also where a loss asks the features and not the classifier, after one that asked both."""
+    runner, weights = site_of(FedAvg(local=["label_smoothing"]))
+    plug_in = PLUG_INS["label_smoothing"].model_validate({"smoothing": 0.4}).at(runner.site)
+    model, batch = beginning(runner.site, weights)
+    other = batch.part(slice(0, 2))
+    plug_in.begin(model)
+    with plug_in.attach(model):
+        plug_in.loss(lambda given: F.cross_entropy(model(given.inputs), given.targets), batch)
+        found = plug_in.loss(lambda given: model.features(given.inputs).square().mean(), other)
+    plain = model.features(other.inputs).square().mean()
+    torch.testing.assert_close(found, 0.6 * plain - 0.4 * model(other.inputs).log_softmax(1).mean())

@@ -24,6 +24,8 @@ from fedshift.federation.site import Batch, Site
 from fedshift.federation.site_runner import SiteRunner
 from fedshift.methods import registry
 from fedshift.methods.base import PERSONAL, Method
+from fedshift.methods.federated import fedala
+from fedshift.methods.federated.fedper import HEAD
 from fedshift.methods.federated.fedproto import Prototypes
 from fedshift.methods.rounds import finish_run, start_run
 from fedshift.weights import Weights
@@ -70,10 +72,11 @@ def test_what_a_site_keeps_is_declared(name: str) -> None:
     assert registry.method_class(name).traits.keeps
 
 
-def test_fine_tuning_is_plain_training_of_the_last_model_and_changes_no_common_model() -> None:
+@pytest.mark.parametrize("tuning", [{"steps": 3, "lr": 0.2}, {"epochs": 3, "lr": 0.2}])
+def test_fine_tuning_is_plain_training_of_the_last_model_and_changes_no_common_model(tuning: dict[str, Any]) -> None:
     found = [domains(MLP)[1]]  # five samples, one batch
     plain, _ = run(method_of("fedavg"), found, MLP, momentum=0.0)
-    tuned = method_of("fedavg", **TUNED)
+    tuned = method_of("fedavg", fine_tune=tuning)
     state, where = run(tuned, found, MLP, momentum=0.0)
     assert state.weights == plain.weights
     finish_run(tuned, where, state.weights)
@@ -331,6 +334,46 @@ def test_fedala_learns_its_shares_on_a_part_of_the_samples(monkeypatch: pytest.M
         slopes = slopes_at(site, {**common, **{name: last[name] + gaps[name] * shares[name] for name in names}}, batch)
         shares = {name: (shares[name] - 2.0 * slopes[name] * gaps[name]).clamp(0, 1) for name in names}
     torch.testing.assert_close(dict(site.memory.weights("shares")), shares)
+
+
+def test_fedala_learns_its_shares_in_evaluation_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a BatchNorm layer's statistics stay those that came, and no sample's share depends on its mini-batch."""
+    method = method_of("fedala", sampled=1.0)
+    where = federation(method, domains(NORMED, {"large": 32}), NORMED)
+    assert isinstance(where, LocalFederation)
+    site, start = where._runners["large"].site, start_of(method, domains(NORMED), NORMED)
+    site.memory["last"] = Weights(
+        {name: value + 0.1 if value.is_floating_point() else value for name, value in start.items()}
+    )
+    site.memory["shares"] = Weights(
+        {name: torch.ones_like(start[name]) for name in ("classifier.weight", "classifier.bias")}
+    )
+    modes: list[bool] = []
+    answer = fedala.answer_at
+
+    def watched(model: nn.Module, *arguments: Any, **options: Any) -> Any:
+        modes.append(any(module.training for module in model.modules()))
+        return answer(model, *arguments, **options)
+
+    monkeypatch.setattr(fedala, "answer_at", watched)
+    method.mix(site, start)  # type: ignore[attr-defined]
+    assert modes
+    assert not any(modes)
+
+
+def test_a_site_of_fedproto_goes_on_with_its_own_head() -> None:
+    method, found = method_of("fedproto"), domains(MLP, {"large": 41})
+    where = federation(method, found, MLP, lr=0.5)
+    assert isinstance(where, LocalFederation)
+    state = step_on(method, where, start_run(method, where, start_of(method, found, MLP)))
+    site, begun = where._runners["large"].site, list[Weights]()
+    kept = {name: value.clone() for name, value in site.memory.weights(HEAD).items()}
+    assert any((value != start_of(method, found, MLP)[name]).any() for name, value in kept.items()), "it was trained"
+    build = site.model
+    site.model = lambda weights=None: (begun.append(weights), build(weights))[1]  # type: ignore[method-assign, misc, arg-type, func-returns-value]
+    step_on(method, where, state)
+    for name, value in kept.items():
+        assert torch.equal(begun[0][name], value), name
 
 
 def test_the_server_of_fedproto_by_hand() -> None:

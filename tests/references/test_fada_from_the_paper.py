@@ -101,6 +101,19 @@ def test_identifiers_step_and_then_turn_both_generators() -> None:
     assert answered["t"]["features"].numpy().T @ np.array(SAMPLES["t"]) == pytest.approx(at_target, abs=1e-6)
 
 
+def test_identifiers_go_on_from_the_round_before() -> None:
+    layer = {"0.weight": torch.tensor([[0.5, -0.2]]), "0.bias": torch.tensor([0.1])}
+    known = {"a": Weights({**layer, "2.weight": torch.tensor([[1.5]]), "2.bias": torch.tensor([-0.3])})}
+    identifiers = DomainIdentifiers(known, name="fada", seed=0, width=1, rate=RATE, weight=STRENGTH)
+    identifiers.answer({name: Features({"features": torch.tensor(FEATURES[name])}) for name in "at"}, "t")
+
+    def certain(name: str) -> list[float]:
+        hidden = [max(0.0, 0.5 * f[0] - 0.2 * f[1] + 0.1) for f in FEATURES[name]]
+        return [paper.sigmoid(1.5 * value - 0.3) for value in hidden]
+
+    assert identifiers.loss() == pytest.approx(paper.identifier_loss(certain("a"), certain("t")), abs=1e-6)
+
+
 def test_attention_by_gains_and_the_aggregate(monkeypatch: pytest.MonkeyPatch) -> None:
     """With gains as the paper has them. The target has no update of its own where nothing is aligned."""
     seen: list[float] = []

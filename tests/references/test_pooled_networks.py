@@ -182,3 +182,28 @@ def test_near_the_start_in_trained_deviations(reference: Reference) -> None:
         reference.agree(f"G after the {when} step", update.weights["classifier.weight"])
         for place, stage in enumerate(("first", "second")):
             reference.agree(f"b of the {stage} stage after the {when} step", parts[f"deviations.{place}"].flatten())
+
+
+def test_adam_begins_anew_when_the_features_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DomainBed makes another optimiser then; and Adam's first step is as long as its rate in every number."""
+    x, labels = torch.randn(12, 3, generator=torch.Generator().manual_seed(1)), [0, 1, 2] * 4
+    model = network(linear(torch.eye(3)), linear(torch.tensor([[0.3, -0.2, 0.1]] * 3)), 3, 3)
+    done: list[int] = []
+
+    def after(number: int) -> Any:
+        done.clear()
+        site, weights = pool(method, model, [batch(x, labels)], 0.05, optimizer="adam")
+
+        def each(*_: object) -> Any:
+            for _ in range(number):
+                done.append(1)
+                yield batch(x, labels)
+
+        monkeypatch.setattr(ERMPlusPlus, "of_all", each)
+        method.fit(site, weights, steps=number)
+        return site.memory.weights("parts")["network.classifier.weight"]
+
+    monkeypatch.setattr(ERMPlusPlus, "progress", lambda *_: len(done) / 10)
+    method = ERMPlusPlus(linear_share=0.3, average_from=1.0)
+    before, at_join = after(3), after(4)
+    torch.testing.assert_close((at_join - before).abs(), torch.full((3, 3), 0.05), atol=1e-5, rtol=0)

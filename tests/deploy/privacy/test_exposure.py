@@ -264,6 +264,9 @@ def test_shares_by_hand() -> None:
     # (3, 1, 0) less ½ of (0, 1, 1) is (3, ½, −½); (0, 1, 1) less ⅒ of (3, 1, 0) is (−0.3, 0.9, 1).
     shares = largest_shares(torch.tensor([[3.0, 0.0], [1.0, 1.0], [0.0, 1.0]]), together=())
     assert shares.tolist() == pytest.approx([9 / 9.5, 0.5, 1 / 1.9])
+    # (1, 2, 0) plus (−1, −2, 1) is the third sample alone.
+    opposite = largest_shares(torch.tensor([[1.0, -1.0], [2.0, -2.0], [0.0, 1.0]]), together=())
+    assert opposite[2].item() == pytest.approx(1.0)
     single = largest_shares(torch.tensor([[3.0], [1.0]]))
     assert single.tolist() == pytest.approx([0.9, 0.1])
     assert largest_shares(torch.tensor([[3.0], [1.0]]), of_all=9.0)[0] == pytest.approx(0.5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from lost import lose
 from scipy.optimize import minimize
 from tiny import MLP, NORMED, assert_close, domains, federation, run, start_of, step_on
 
@@ -52,3 +53,16 @@ def test_the_projection_is_the_nearest_point_of_the_simplex() -> None:
         point = np.random.default_rng(seed).normal(size=6)
         found = ascended_weights(torch.zeros(6), torch.tensor(point), 1.0)
         assert found == pytest.approx(projected(point), abs=1e-6)
+
+
+@pytest.mark.parametrize("rule", ["projected", "exponential"])
+def test_a_site_that_is_missing_keeps_its_weight(rule: str) -> None:
+    """The others share what is left, so all weights still sum to one."""
+    method, found = AgnosticFederated(weights_rate=0.2, rule=rule), domains(MLP)  # type: ignore[arg-type]
+    where = federation(method, found, MLP, rounds=3, budget=200)
+    first = step_on(method, where, method.start(where, start_of(method, found, MLP)))
+    lose(where, "small")
+    second = step_on(method, where, first)
+    assert second.numbers["small"] == pytest.approx(first.numbers["small"])
+    assert sum(second.numbers[site] for site in SITES) == pytest.approx(1)
+    assert sum(second.report["aggregation_weights"].values()) == pytest.approx(1)

@@ -29,6 +29,7 @@ from fedshift.errors import UserError
 from fedshift.federation.federation import Federation
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.site import Site
+from fedshift.methods.federated import copa
 from fedshift.methods.federated.copa import COPA
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.models import registry as models
@@ -215,6 +216,19 @@ def test_images_are_seen_in_a_strong_view() -> None:
         run(method, **options)[0].weights
         != run(short(adaptation=True, threshold=0.3, strong="none"), **options)[0].weights
     )
+
+
+def test_pseudo_labels_are_of_the_weak_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is seen in training says nothing of how sure the ensemble is: here nothing is seen."""
+    options: dict[str, Any] = {"found": [images("a", 9), images("b", 9)], "rounds": 1}
+    strict = [0.36 + 0.01 * step for step in range(20)]
+    plain = [run(short(adaptation=True, threshold=t, strong="none", steps_per_round=1), **options)[0] for t in strict]
+    sure = [state.report["confident"] for state in plain]
+    which = next(number for number, share in enumerate(sure) if 0 < share < 1)
+    monkeypatch.setattr(copa, "strong_view", lambda inputs, *_: torch.zeros_like(inputs))
+    blind = run(short(adaptation=True, threshold=strict[which], steps_per_round=1), **options)[0]
+    assert blind.report["confident"] == sure[which]
+    assert blind.weights != plain[which].weights
 
 
 def test_the_labels_of_the_target_change_nothing_and_its_bytes_are_foretold() -> None:

@@ -104,6 +104,20 @@ def test_attention_of_the_ablations() -> None:
     assert attention_of(attention="none", uniform_attention="per_row").tolist() == [[0.5, 0.5], [0.5, 0.5]]
 
 
+def test_queries_and_keys_have_convolutions_of_their_own() -> None:
+    """Queries of zeros find every layer alike, whatever the keys are; keys of zeros, too."""
+    for zeros in (slice(0, 2), slice(2, 4)):
+        aligner, _ = aligner_of(short(query_key=True, attention="position"))
+        maps = torch.randn(2, 2, 3, aligner.options.projection_channels, 4, 4)
+        whole = aligner._attention(*maps)
+        with torch.no_grad():
+            for layer in aligner._keys[0][zeros]:
+                for value in layer.parameters():
+                    value.zero_()
+        assert (whole - 0.5).abs().max() > 1e-3
+        torch.testing.assert_close(aligner._attention(*maps), torch.full((2, 2), 0.5))
+
+
 def test_projections_are_reduced_as_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """These maps are halved, for which ``strided`` has the kernel of ``released``: hence by what is asked for."""
     asked: list[object] = []

@@ -369,3 +369,19 @@ def test_it_unlearns_what_light_says_about_the_class() -> None:
         accuracies[method.name] = 100 * right.mean()
     assert accuracies["elcfs"] > 85, accuracies
     assert 35 < accuracies["fedavg"] < 70, accuracies
+
+
+def test_a_part_of_the_spectra_is_drawn_and_not_the_first() -> None:
+    whole, half = ELCFS(window=WIDE), ELCFS(window=WIDE, bank_share=0.5)
+    found = [images("a", 12), images("b", 12), images("c", 12)]
+    first = 0
+    for name in "abc":
+        sites = [federation(method, found, CNN) for method in (whole, half)]
+        all_rows, drawn = (
+            method.share_spectra(where._runners[name].site).spectra["amplitude"]  # type: ignore[attr-defined]
+            for method, where in zip((whole, half), sites, strict=True)
+        )
+        places = [int((all_rows == row).flatten(1).all(1).nonzero()[0, 0]) for row in drawn]
+        assert len(set(places)) == 6, "each once"
+        first += places == list(range(6))
+    assert first == 0

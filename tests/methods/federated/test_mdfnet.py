@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -272,3 +273,17 @@ def test_no_unlabelled_site_is_a_mistake() -> None:
     assert not where.targets
     with pytest.raises(UserError, match="2 labelled and 0 unlabelled"):
         step_on(method, where, method.start(where, start_of(method, found, MLP)))
+
+
+def test_pseudo_labels_are_those_of_clusters_and_not_the_predictions() -> None:
+    """Two directions of features; one sample of the first is predicted to be of the second class."""
+    points = torch.tensor([[3.0, 0.1], [2.0, 0.0], [4.0, -0.2], [2.5, 0.2], [0.1, 3.0], [0.0, 2.0], [-0.2, 5.0]])
+    predicted = torch.tensor([0, 0, 0, 1, 1, 1, 1])
+    model: Any = SimpleNamespace(
+        features=lambda inputs: inputs,
+        classifier=lambda _: functional.one_hot(predicted, 2).float(),
+        eval=int,
+        train=int,
+    )
+    site: Any = SimpleNamespace(classes=2, all_batches=lambda: [SimpleNamespace(inputs=points)])
+    assert MDFNet()._pseudo_labels(site, model).tolist() == [0, 0, 0, 0, 1, 1, 1]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import pytest
 import torch
 import torch.nn.functional as F
 from lost import kept, site_of
-from tiny import CNN, NORMED, assert_close, domains, federation, run, start_of, step_on
+from tiny import CNN, MLP, NORMED, assert_close, domains, federation, run, setting, start_of, step_on
+from torch import nn
 
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.federated.moon import Moon
@@ -74,3 +76,12 @@ def test_the_head_is_as_the_paper_has_it() -> None:
     assert network.features(batch.inputs).shape == (41, 256)
     state = step_on(method, where, method.start(where, start_of(method, found)))
     assert state.weights["features.block.0.weight"].shape[0] == state.weights["features.block.0.weight"].shape[1]
+
+
+def test_the_projection_head_bends() -> None:
+    """Two layers with a ReLU between them: an odd function plus a constant would be linear."""
+    made = setting(Moon(projection=4), domains(MLP), MLP).build_network()
+    head = cast(nn.Sequential, made.features)[1]
+    inputs = torch.randn(5, 6, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        assert (head(inputs) + head(-inputs) - 2 * head(torch.zeros(1, 6))).abs().max() > 1e-2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from fedshift.methods.pooled.dann import DANN, Discriminator
 from fedshift.methods.pooled.groupdro import GroupDRO
 from fedshift.methods.pooled.mldg import MLDG
 from fedshift.methods.pooled.penalty import DomainLoss, Parts, Step
+from fedshift.methods.pooled.selfreg import Projection, SelfReg
 from fedshift.methods.pooled.vrex import VREx
 
 RATE = 0.05
@@ -77,19 +79,21 @@ def test_smaller_domains_of_groupdro_have_more_added() -> None:
     torch.testing.assert_close(method.loss(step), (q * step.losses).sum())
 
 
-def test_an_episode_of_mldg_as_the_paper_has_it() -> None:
+@pytest.mark.parametrize("held_out", [1, 2])
+def test_an_episode_of_mldg_as_the_paper_has_it(held_out: int) -> None:
     """∇[F(θ) + β G(θ − α ∇F(θ))], through the inner step, by a step of the parameters in place."""
-    method = MLDG(beta=0.7, inner_rate=0.3)
+    method = MLDG(beta=0.7, inner_rate=0.3, meta_test=held_out)
     site, weights, _ = pool(method)
     model = site.model(weights)
     step = step_of(site, model, method)
     order = torch.randperm(site.domains, generator=site.generator_for("step draws")).tolist()
-    train, test = [step.batches[number] for number in order[:-1]], step.batches[order[-1]]
+    train, test = ([step.batches[number] for number in part] for part in (order[:-held_out], order[-held_out:]))
     parameters = dict(model.named_parameters())
     near = torch.stack([F.cross_entropy(model(one.inputs), one.targets) for one in train]).mean()
     gradients = torch.autograd.grad(near, list(parameters.values()), create_graph=True)
     ahead = {name: value - 0.3 * g for (name, value), g in zip(parameters.items(), gradients, strict=True)}
-    far = F.cross_entropy(torch.func.functional_call(model, ahead, (test.inputs,)), test.targets)
+    answers = [torch.func.functional_call(model, ahead, (one.inputs,)) for one in test]
+    far = torch.stack([F.cross_entropy(logits, one.targets) for logits, one in zip(answers, test, strict=True)]).mean()
     wanted = torch.autograd.grad(near + 0.7 * far, list(parameters.values()))
     found = torch.autograd.grad(method.loss(step), list(parameters.values()))
     for one, other in zip(found, wanted, strict=True):
@@ -123,3 +127,34 @@ def test_a_reversal_of_dann_by_hand() -> None:
     assert_same(update.weights, model)
     for name, value in judge.state_dict().items():
         torch.testing.assert_close(site.memory.weights("parts")[f"others.{name}"], value)
+
+
+def test_selfreg_s_factor_has_no_gradient() -> None:
+    """The code: the pull times min(cross-entropy, 1), detached. Seen where the cross-entropy is below 1."""
+    torch.manual_seed(3)
+    inputs, labels = torch.randn(8, 3, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
+    weight = (0.3 * torch.randn(4, 3, dtype=torch.float64)).requires_grad_()
+    classifier = torch.nn.Linear(4, 3, bias=False).double()
+    method, parts = SelfReg(), Projection(4).double()
+
+    def losses() -> tuple[Tensor, Tensor]:
+        features = inputs @ weight.T
+        logits = 0.2 * classifier(features) + 2 * F.one_hot(labels, 3)
+        step: Any = SimpleNamespace(
+            parts=parts, draws=torch.Generator().manual_seed(5), labels=labels, features=features, logits=logits
+        )
+        return method.loss(step), F.cross_entropy(logits, labels)
+
+    whole, plain = losses()
+    assert plain < 1
+    direction = torch.randn_like(weight)
+    slopes = [(torch.autograd.grad(part, weight)[0] * direction).sum() for part in (whole, losses()[1])]
+    ends = []
+    with torch.no_grad():
+        for shift in (1e-6, -1e-6):
+            weight += shift * direction
+            moved, other = losses()
+            ends.append((moved - other) / other.clamp_max(1.0))
+            weight -= shift * direction
+    pulled = plain.detach() * (ends[0] - ends[1]) / 2e-6
+    torch.testing.assert_close(slopes[0] - slopes[1], pulled, atol=1e-6, rtol=1e-5)
