@@ -9,8 +9,9 @@ known truth are the other sites, as the runs that left these out measured them. 
 
 What is known of a target is compared with what `estimate_accuracy` says without its labels. The changes by which the
 other sites teach it (`fedshift.evaluation.estimate.changes`) are not these shifts, but some are alike: noise, a scale.
-What other federations taught (`fedshift.evaluation.estimate.prior`) is learned again for each data set, from the others
-alone. It writes results/estimate_SEEDS.json, with the tables learned from all, and prints the tables of estimate.md.
+What other federations taught of corrections (`fedshift.evaluation.estimate.prior`) is learned again for each data set,
+from the others alone; alarm.py learns warnings of harm, and judges them. It writes results/estimate_SEEDS.json, with
+the table learned from all, and prints the tables of estimate.md.
 The constants in `fedshift.evaluation.estimate.combination` were chosen on these data sets, the same for all of them.
 """
 
@@ -34,13 +35,14 @@ from numpy.typing import NDArray
 from scipy.stats import rankdata
 
 import fedshift
-from estimate_lessons import Lesson, learn_prior, lessons
+from estimate_lessons import Lesson, learn_correction, lessons
 from fedshift.data.domain import DataSet
 from fedshift.evaluation.estimate import combination
 from fedshift.evaluation.estimate.changes import nearby_answers
 from fedshift.evaluation.estimate.combination import LeftOut, estimate_accuracy
+from fedshift.evaluation.estimate.correction import Correction
 from fedshift.evaluation.estimate.distances import Apart
-from fedshift.evaluation.estimate.prior import Prior
+from fedshift.evaluation.estimate.prior import PUBLIC, Prior
 from fedshift.evaluation.estimate.two_classes import FEWEST, MEASURES, by_score, estimates, measures
 from fedshift.evaluation.site_metrics import best_threshold
 from fedshift.experiment.changed_samples import looked_at, samples_at, samples_of, usual_values
@@ -101,8 +103,6 @@ class Outcome:
     high: float
     scores_alone: float
     abstain: bool
-    harmful: bool
-    harmful_by_scores: bool
     unexplained: float
     far: float
     parts: Mapping[str, float]
@@ -192,30 +192,8 @@ class Federation:
     @classmethod
     def of(cls, name: str, seed: int, runs: Path) -> Federation:
         """Train and look."""
-        chosen = SETS[name]
-        rounds, batch, rate = chosen["training"]
-        experiment = parse(
-            {
-                "name": name,
-                "data": {"name": name, **chosen["data"]},
-                "protocol": {"targets": "all", "seeds": [seed]},
-                "model": chosen["model"],
-                "training": {"rounds": rounds, "batch_size": batch, "lr": rate, "measure_every": rounds},
-                "methods": ["fedavg"],
-                "engine": {"threads": 1},
-                "evaluation": {"resamples": 0},
-                "device": "cpu",
-            }
-        )
-        data = built(experiment)
-        results = fedshift.run(experiment, runs)
+        data, results, known = measured_at(name, seed, runs)
         folder = results.folder / "fedavg"
-        known = {
-            site_scores.site: site_scores
-            for site in data.domains
-            for site_scores in measured(folder / site / f"seed-{seed}", tuple(data.classes))
-            if site_scores.unseen
-        }
         models = {site: fedshift.Model.load(folder / site / f"seed-{seed}").trained for site in known}
         cases = {
             site: looked_at(models[site], data, site, known_site.rows, known_site.known)
@@ -243,6 +221,35 @@ class Federation:
                 yield outcome("moved", shift, scores[chosen], labels[chosen], nearby[chosen], apart)
 
 
+def measured_at(name: str, seed: int, runs: Path) -> tuple[DataSet, fedshift.api.Results, dict[str, Measured]]:
+    """Train on a data set, each site left out in turn, and what each site's run measured there."""
+    chosen = SETS[name]
+    rounds, batch, rate = chosen["training"]
+    experiment = parse(
+        {
+            "name": name,
+            "data": {"name": name, **chosen["data"]},
+            "protocol": {"targets": "all", "seeds": [seed]},
+            "model": chosen["model"],
+            "training": {"rounds": rounds, "batch_size": batch, "lr": rate, "measure_every": rounds},
+            "methods": ["fedavg"],
+            "engine": {"threads": 1},
+            "evaluation": {"resamples": 0},
+            "device": "cpu",
+        }
+    )
+    data = built(experiment)
+    results = fedshift.run(experiment, runs)
+    folder = results.folder / "fedavg"
+    known = {
+        site_scores.site: site_scores
+        for site in data.domains
+        for site_scores in measured(folder / site / f"seed-{seed}", tuple(data.classes))
+        if site_scores.unseen
+    }
+    return data, results, known
+
+
 def outcome_of(
     others: Mapping[str, LeftOut],
     cases: combination.Cases,
@@ -259,7 +266,6 @@ def outcome_of(
 ) -> Outcome:
     """What is said of one target's scores, and what is known."""
     told = estimate_accuracy(others, scores, cases=cases, nearby=nearby, apart=apart)
-    by_scores = estimate_accuracy(others, scores, cases=replace(cases, taught=None, apart=()))
     assert told.usual is not None
     scores_alone = in_any_case(cases, scores)[0]
     estimate, low, high = in_any_case(cases, scores, nearby, apart)
@@ -277,8 +283,6 @@ def outcome_of(
         high=high,
         scores_alone=scores_alone,
         abstain=told.abstain,
-        harmful=told.harmful,
-        harmful_by_scores=by_scores.harmful,
         unexplained=told.unexplained or 0.0,
         far=told.far or 0.0,
         parts=told.parts,
@@ -360,20 +364,6 @@ def summary(all_outcomes: list[Outcome]) -> dict[str, dict[str, float]]:
         }
         for name in MEASURES:
             table[kind] |= of_measure(of_kind, name)
-    harmed = [outcome for outcome in all_outcomes if outcome.natural - outcome.truth >= 10]
-    spared = [
-        outcome
-        for outcome in all_outcomes
-        if outcome.kind == "natural" or (outcome.kind == "moved" and outcome.natural - outcome.truth < 3)
-    ]
-    table["harmful shifts"] = {
-        "targets": len(harmed),
-        "noticed": _share(harmed, "harmful"),
-        "noticed from scores alone": _share(harmed, "harmful_by_scores"),
-        "unharmed targets": len(spared),
-        "false alarms": _share(spared, "harmful"),
-        "false alarms from scores alone": _share(spared, "harmful_by_scores"),
-    }
     return table
 
 
@@ -397,10 +387,6 @@ def of_measure(all_outcomes: list[Outcome], name: str) -> dict[str, float]:
     }
 
 
-def _share(all_outcomes: list[Outcome], what: str) -> float:
-    return 100 * float(np.mean([getattr(outcome, what) for outcome in all_outcomes])) if all_outcomes else 0.0
-
-
 def main() -> None:
     """Measure all data sets with every seed."""
     seeds = [int(text) for text in sys.argv[1:]] or [0]
@@ -415,7 +401,7 @@ def main() -> None:
             taught[federation.name] += lessons(federation.cases)
         for federation in federations:
             all_outcomes += federation.outcomes(
-                learn_prior({name: some for name, some in taught.items() if name != federation.name})
+                replace(PUBLIC, correction=learn_correction(_without(federation.name, taught)))
             )
             print(f"{federation.name}, seed {federation.seed}: {time.time() - began:.0f} s", file=sys.stderr)
     result = {
@@ -423,7 +409,7 @@ def main() -> None:
         "seconds": round(time.time() - began),
         "seconds of the runs": round(sum(federation.seconds for federation in federations)),
         "versions": {"python": platform.python_version(), "fedshift": installed_version(), "torch": torch.__version__},
-        "prior": plain(learn_prior(taught)),
+        "prior": plain(learn_correction(taught)),
         "summary": summary(all_outcomes),
         "tuned on": list(TUNED),
         "others": summary([outcome for outcome in all_outcomes if outcome.data not in TUNED]),
@@ -442,14 +428,15 @@ def main() -> None:
         print(kind, {name: round(value, 1) for name, value in numbers.items()})
 
 
-def plain(prior: Prior) -> dict[str, Any]:
-    """The tables as `fedshift.evaluation.estimate.prior` has them."""
-    moments = zip(prior.correction.mean, prior.correction.deviation, prior.correction.coefficients, strict=True)
-    return {
-        "moments": [[float(moment) for moment in some] for some in moments],
-        "weights": prior.weights.tolist(),
-        "alarm": prior.alarm,
-    }
+def _without(name: str, taught: Mapping[str, list[Lesson]]) -> dict[str, list[Lesson]]:
+    """The lessons of the other data sets."""
+    return {other: some for other, some in taught.items() if other != name}
+
+
+def plain(correction: Correction) -> dict[str, Any]:
+    """The table as `fedshift.evaluation.estimate.prior` has it."""
+    moments = zip(correction.mean, correction.deviation, correction.coefficients, strict=True)
+    return {"moments": [[float(number) for number in some] for some in moments]}
 
 
 def round_numbers(value: Any) -> Any:

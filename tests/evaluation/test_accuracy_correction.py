@@ -80,11 +80,24 @@ def test_changed_samples_teach_where_a_model_is_too_sure() -> None:
 
 
 def test_the_tables_of_other_federations_are_those_of_the_benchmark() -> None:
-    results = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "estimate_0_1.json"
-    learned = json.loads(results.read_text(encoding="utf-8"))["prior"]
+    results = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+    learned = json.loads((results / "estimate_0_1.json").read_text(encoding="utf-8"))["prior"]
     moments = np.stack([PUBLIC.correction.mean, PUBLIC.correction.deviation, PUBLIC.correction.coefficients], axis=1)
     np.testing.assert_allclose(moments, learned["moments"], atol=1e-4)
-    np.testing.assert_allclose([*PUBLIC.weights, PUBLIC.alarm], [*learned["weights"], learned["alarm"]], atol=1e-3)
+    alarm = json.loads((results / "alarm.json").read_text(encoding="utf-8"))
+    np.testing.assert_allclose([*PUBLIC.weights, PUBLIC.alarm], [*alarm["weights"], alarm["alarm"]], atol=1e-3)
+
+
+def test_the_alarm_notices_what_its_targets_say() -> None:
+    """From the signs of each target; all data sets taught the table, so it notices a little more than elsewhere."""
+    results = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "alarm.json"
+    targets = json.loads(results.read_text(encoding="utf-8"))["targets"]
+    warned = {
+        harmed: [PUBLIC.weights @ one["signs"] > PUBLIC.alarm for one in targets if one["harmed"] == harmed]
+        for harmed in (True, False)
+    }
+    assert np.mean(warned[True]) > 0.7
+    assert np.mean(warned[False]) < 0.08
 
 
 def test_both_corrections_count_alike_and_the_prior_not_where_samples_cannot_be_compared() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 import numpy as np
 import pytest
 from sklearn.neighbors import NearestNeighbors
@@ -23,7 +25,7 @@ def test_units_of_all_sites_alike_change_nothing() -> None:
     draw = np.random.default_rng(1)
     there, here = draw.normal(size=(200, 3)), draw.normal(1, 1, (100, 3))
     one, other = (Samples.of([there * unit]).apart(here * unit) for unit in (1.0, 12.0))
-    assert (one.spread, one.nearest) == pytest.approx((other.spread, other.nearest), abs=1e-4)
+    assert astuple(one) == pytest.approx(astuple(other), abs=1e-4)
 
 
 @pytest.mark.parametrize(("unit", "more"), [(1.0, False), (3.0, True), (0.2, True)])
@@ -31,8 +33,19 @@ def test_wider_and_narrower_samples_are_apart(unit: float, more: bool) -> None:
     draw = np.random.default_rng(2)
     there = [draw.normal(size=(150, 4)) for _ in range(4)]
     usual = [Samples.of(there[:at] + there[at + 1 :]).apart(site) for at, site in enumerate(there)]
-    spread, _ = beyond(Samples.of(there).apart(unit * draw.normal(size=(150, 4))), usual)
+    spread, *_ = beyond(Samples.of(there).apart(unit * draw.normal(size=(150, 4))), usual)
     assert (spread > 1.5) == more
+
+
+@pytest.mark.parametrize(("offset", "more"), [(0.0, False), (1.0, True)])
+def test_samples_with_other_means_are_apart(offset: float, more: bool) -> None:
+    draw = np.random.default_rng(5)
+    there = [draw.normal(size=(150, 8)) for _ in range(4)]
+    usual = [Samples.of(there[:at] + there[at + 1 :]).apart(site) for at, site in enumerate(there)]
+    here = draw.normal(size=(150, 8)) + offset * (np.arange(8) < 3)  # an offset of three columns, as wide as before
+    spread, _, moved = beyond(Samples.of(there).apart(here), usual)
+    assert spread < 1
+    assert (moved > 1.5) == more
 
 
 def test_columns_that_never_vary_count_for_nothing() -> None:
@@ -47,10 +60,10 @@ def test_the_same_scores_of_far_samples_are_a_warning() -> None:
     def site() -> LeftOut:
         second = draw.beta(0.5, 0.5, 300)
         labels = (draw.random(300) < second).astype(int)
-        return LeftOut(np.stack([1 - second, second], axis=1), labels, apart=Apart(draw.normal(0, 0.05), 0.1))
+        return LeftOut(np.stack([1 - second, second], axis=1), labels, apart=Apart(draw.normal(0, 0.05), 0.1, -2.0))
 
     left_out = {name: site() for name in "abcd"}
     scores = site().scores
-    assert not estimate_accuracy(left_out, scores, apart=Apart(0.0, 0.1)).harmful
-    assert estimate_accuracy(left_out, scores, apart=Apart(1.0, 1.5)).harmful
+    assert not estimate_accuracy(left_out, scores, apart=Apart(0.0, 0.1, -2.0)).harmful
+    assert estimate_accuracy(left_out, scores, apart=Apart(1.0, 1.5, -1.0)).harmful
     assert not estimate_accuracy(left_out, scores).harmful

@@ -413,7 +413,7 @@ def estimate_of_cases(
         stop.append(f"its interval would be {100 * (high - low):.0f} points wide")
     notes += _as_frequent(cases.whole, shares, centre)
     lost = 100 * ((usual or 0.0) - centre)
-    harmful = bool(unlike) or _is_harmful(cases, lost / LOSS, odd / ODD + far / DISTANT, apart)
+    harmful = bool(unlike) or _is_harmful(cases, (lost / LOSS, odd / ODD, far / DISTANT), apart)
     parts = {name: 100 * value for name, value in found.parts.items()}
     if others:
         parts["agreement"] = 100 * agreement(np.stack([shares, *map(np.asarray, others)]))
@@ -438,23 +438,29 @@ def _as_frequent(sums: SiteSums, shares: Numbers, centre: float) -> list[str]:
     ]
 
 
-def _is_harmful(cases: Cases, lost: float, odd: float, apart: Apart | None) -> bool:
-    """Whether a shift may be harmful: by what is lost, and by how far samples are or, without these, how odd scores."""
+def _is_harmful(cases: Cases, by_scores: tuple[float, float, float], apart: Apart | None) -> bool:
+    """Whether a shift may be harmful: by what is lost, how odd scores are and, where these are known, by distances."""
     if apart is None or len(cases.apart) < FEWEST_SITES:
-        return lost + odd > ALARM
-    return float(cases.prior.weights @ harm_signs(cases, lost, apart)) > cases.prior.alarm
+        return sum(by_scores) > ALARM
+    return float(cases.prior.weights @ harm_signs(cases.apart, apart, by_scores)) > cases.prior.alarm
 
 
-def harm_signs(cases: Cases, lost: float, apart: Apart) -> Numbers:
-    """What the alarm reads where samples can be compared (3,): how far they are (`beyond`), and what is lost.
+def harm_signs(left_out: Sequence[Apart], apart: Apart, by_scores: tuple[float, float, float]) -> Numbers:
+    """What the alarm reads where samples can be compared (6,): how far they are (`beyond`), what is lost, what is odd.
+
+    Args:
+        left_out: how far each left-out site is.
+        apart: how far the samples are.
+        by_scores: points below the left-out sites' mean over `LOSS`, unexplained answers over `ODD`, and distance of
+            confidence over `DISTANT`.
 
     Example:
-        >>> sums = sums_of([[0.9, 0.1]], [0])
-        >>> known = Apart(0.8, 0.9), Apart(1.0, 1.0), Apart(1.2, 1.1)
-        >>> harm_signs(Cases(sums, 0.0, 0.0, 1.0, 3, apart=known), lost=5.0, apart=known[1]).round(2).tolist()
-        [0.0, 0.0, 3.0]
+        >>> known = Apart(0.8, 0.9, 0.5), Apart(1.0, 1.0, 0.5), Apart(1.2, 1.1, 0.5)
+        >>> harm_signs(known, known[1], (5.0, 0.2, 0.1)).round(2).tolist()
+        [0.0, 0.0, 0.0, 3.0, 0.2, 0.1]
     """
-    return np.array([*beyond(apart, cases.apart), min(3.0, max(-2.0, lost))])
+    lost, *odd = by_scores
+    return np.array([*beyond(apart, left_out), min(3.0, max(-2.0, lost)), *odd])
 
 
 def _measures(cases: Cases, shares: Numbers, threshold: float, stop: Sequence[str]) -> dict[str, Range]:

@@ -1,8 +1,8 @@
-"""How far samples are from those of labelled sites: two numbers, beside what the labelled sites have of each other.
+"""How far samples are from those of labelled sites: three numbers, beside what the labelled sites have of each other.
 
 A shift that costs accuracy mostly shows in the samples before it shows in a model's scores: noise spreads them, a unit
-moves them where no sample was. Sites differ by nature, too. So what counts is by how much more these samples are apart
-than each labelled site is from the others.
+puts them where no sample was, an offset moves their means. Sites differ by nature, too. So what counts is by how much
+more these samples are apart than each labelled site is from the others.
 
 Values are measured by the means and deviations at the labelled sites.
 """
@@ -10,7 +10,7 @@ Values are measured by the means and deviations at the labelled sites.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,8 @@ _LEAST = 0.05
 """Deviations are taken for larger by this part of the usual one, so that constant values count for little."""
 _MOST, _KNOWN = 400, 600
 """Samples that are compared, and with how many."""
+_STILL = 0.02
+"""By this a mean distance of means is taken for larger: without it the logarithm of none has no end."""
 FLOOR = 0.4
 """By this the deviation of the left-out sites' distances is taken for larger: they are few."""
 MOST = 4.0
@@ -35,10 +37,12 @@ class Apart:
     Attributes:
         spread: mean logarithm of a value's deviation here by that there.
         nearest: logarithm of the median distance to the nearest sample there, by that among the samples there.
+        moved: logarithm of the mean distance of a value's mean from that there, in deviations.
     """
 
     spread: float
     nearest: float
+    moved: float
 
 
 @dataclass(frozen=True)
@@ -84,11 +88,13 @@ class Samples:
         """
         rows = _flat(inputs)[:_MOST]
         spread = float(np.log((rows.std(axis=0) + self.least) / self.deviation).mean())
-        far = float(np.median(_nearest((rows - self.mean) / self.deviation, self.known)))
-        return Apart(spread, float(np.log((far + 1e-6) / (self.usual + 1e-6))))
+        scaled = (rows - self.mean) / self.deviation
+        far = float(np.median(_nearest(scaled, self.known)))
+        moved = float(np.log(np.abs(scaled.mean(axis=0)).mean() + _STILL))
+        return Apart(spread, float(np.log((far + 1e-6) / (self.usual + 1e-6))), moved)
 
 
-def beyond(apart: Apart, left_out: Sequence[Apart]) -> tuple[float, float]:
+def beyond(apart: Apart, left_out: Sequence[Apart]) -> tuple[float, float, float]:
     """How much farther than the left-out sites: in standard errors of one more such site, at most `MOST`.
 
     Args:
@@ -96,20 +102,21 @@ def beyond(apart: Apart, left_out: Sequence[Apart]) -> tuple[float, float]:
         left_out: of each left-out site from the others, two or more.
 
     Returns:
-        of the spread, in either direction; and of the nearest samples, where 0 is the left-out sites' mean.
+        of the spread, in either direction; of the nearest samples and of the means, where 0 is the left-out sites'
+        mean.
 
     Example:
-        >>> beyond(Apart(1.0, 0.5), [Apart(0.0, 0.5), Apart(0.0, 0.5)])
-        (2.5, 0.0)
+        >>> beyond(Apart(1.0, 0.5, 0.5), [Apart(0.0, 0.5, 0.5), Apart(0.0, 0.5, 0.5)])
+        (2.5, 0.0, 0.0)
     """
-    spread, nearest = (
-        (value - np.mean(usual)) / (np.std(usual, ddof=1) * np.sqrt(1 + 1 / len(usual)) + FLOOR)
-        for value, usual in (
-            (apart.spread, [item.spread for item in left_out]),
-            (apart.nearest, [item.nearest for item in left_out]),
-        )
+    usual = np.array([astuple(item) for item in left_out])
+    error = usual.std(axis=0, ddof=1) * np.sqrt(1 + 1 / len(usual)) + FLOOR
+    spread, nearest, moved = (np.array(astuple(apart)) - usual.mean(axis=0)) / error
+    return (
+        min(MOST, abs(float(spread))),
+        float(np.clip(nearest, -2.0, MOST)),
+        float(np.clip(moved, -2.0, MOST)),
     )
-    return min(MOST, abs(float(spread))), float(np.clip(nearest, -2.0, MOST))
 
 
 def _flat(inputs: NDArray[Any]) -> Rows:

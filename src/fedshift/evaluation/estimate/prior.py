@@ -5,7 +5,8 @@ no site that is unlike them by nature. Other federations know how such sites do.
 of seven public data sets, each in turn without labels, as it is, changed and drawn again, is added in equal parts. It
 reads only what the site without labels has more or less of than the left-out sites have of each other.
 
-``python benchmarks/estimate.py`` learns both tables and judges them: each data set by tables of the others.
+``python benchmarks/estimate.py`` learns the table of corrections, ``python benchmarks/alarm.py`` that of the alarm, and
+both judge each data set by tables of the others.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Prior:
 
     Attributes:
         correction: of the log-odds of the median, from `beside`.
-        weights: of how far samples are apart, in spread and to the nearest, and of what is lost (3,).
+        weights: of how far samples are apart (3,), what is lost, and how odd scores are (2,), see `harm_signs`.
         alarm: a shift may be harmful where their sum is larger.
     """
 
@@ -117,4 +118,13 @@ _MOMENTS = {
     "calibrated": (0.2012, 0.3890, 0.1776),
 }
 """Of each feature its mean and deviation over all cases, and its coefficient."""
-PUBLIC = Prior(Correction(*np.array(list(_MOMENTS.values())).T), np.array([1.862, 0.318, 1.087]), 1.721)
+_WEIGHTS = {
+    "spread": 1.3744,
+    "nearest": 0.3999,
+    "moved": 0.1878,
+    "lost": 0.4383,
+    "unexplained": -0.1376,
+    "confidence": 0.1682,
+}
+"""Of the alarm."""
+PUBLIC = Prior(Correction(*np.array(list(_MOMENTS.values())).T), np.array(list(_WEIGHTS.values())), 1.3131)

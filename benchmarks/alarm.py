@@ -1,0 +1,219 @@
+"""When an estimate warns of harm: ``python benchmarks/alarm.py``.
+
+Targets, and what an estimate says of each, are those of results/estimate_0_1.json. How far their samples are from those
+of the other sites (`fedshift.evaluation.estimate.distances`) is measured here. A shift is harmful that loses ten points
+or more against the site as it is; unharmed are sites as they are, and other class frequencies that lose less than
+three.
+
+Each data set is judged by what the targets of the others teach, at the sum that five of a hundred unharmed targets
+exceed: of the others (``learned``), or of all (``at five``), which tells warnings apart however their sums are chosen.
+It writes results/alarm.json, with the table learned from all, and prints the table of estimate.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.special import logit, stdtr
+from sklearn.ensemble import GradientBoostingClassifier
+from sklearn.linear_model import LogisticRegression
+
+from estimate import MOST, RESULTS, SETS, measured_at, round_numbers, synthetic, with_moved_classes
+from fedshift.evaluation.estimate.combination import DISTANT, LOSS, ODD, PRIOR, harm_signs
+from fedshift.evaluation.estimate.distances import Apart
+from fedshift.experiment.changed_samples import samples_at, samples_of, spread
+
+Numbers = NDArray[np.float64]
+HARM, SPARED = 10.0, 3.0
+FALSE_ALARMS = 0.05
+PENALTY = 30.0
+"""On squared coefficients; each data set counts for 40 harmed and 40 unharmed targets. Chosen on all of them."""
+OLD, PRESENT = (0, 1, 3), (0, 1, 2, 3, 4, 5)
+"""Signs of the alarm before means and scores were read, and all."""
+Key = tuple[str, int, str, str, str]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is known of a target, and what the alarm reads."""
+
+    data: str
+    harmed: bool
+    signs: Numbers
+    chance: float
+
+    @classmethod
+    def of(cls, one: Mapping[str, Any], apart: Apart, left_out: Sequence[Apart]) -> Target | None:
+        """From what a result says of it; None between harm and none."""
+        loss = one["natural"] - one["truth"]
+        spared = one["kind"] == "natural" or (one["kind"] == "moved" and loss < SPARED)
+        if loss < HARM and not spared:
+            return None
+        by_scores = ((one["usual"] - one["estimate"]) / LOSS, one["unexplained"] / ODD, one["far"] / DISTANT)
+        return cls(one["data"], loss >= HARM, harm_signs(left_out, apart, by_scores), chance_of_harm(one))
+
+
+Sums = Callable[[Sequence[Target], Sequence[Target]], Numbers]
+"""Takes targets that teach, and those that are judged."""
+
+
+def chance_of_harm(one: Mapping[str, Any]) -> float:
+    """The probability of ten points or more below the other sites, by the interval's own distribution of errors."""
+    low, high, estimate, harm = (
+        float(logit(np.clip(value / 100, 0.01, 0.99)))
+        for value in (one["low"], one["high"], one["estimate"], one["usual"] - HARM)
+    )
+    return float(stdtr(PRIOR + 4, 4 * (harm - estimate) / max(high - low, 1e-6)))
+
+
+def distances(runs: Path) -> Iterator[tuple[Key, Apart]]:
+    """How far the samples of every target are, and those of each left-out site (kind ``left out``)."""
+    for name in SETS:
+        for seed in (0, 1):
+            data, _, known = measured_at(name, seed, runs / f"seed-{seed}")
+            for site, one in known.items():
+                there = samples_at(data, [other for other in known if other != site])
+                some = np.sort(np.random.default_rng(seed).permutation(len(one.rows))[:MOST])
+                natural, labels = samples_of(data, site, one.rows[some]), one.known.labels[some]
+                yield (
+                    (name, seed, site, "left out", ""),
+                    there.apart(samples_of(data, site, one.rows[spread(len(one.rows))])),
+                )
+                yield (name, seed, site, "natural", ""), there.apart(natural)
+                for shift, inputs in synthetic(data, site, one.rows[some], seed):
+                    yield (name, seed, site, "synthetic", shift), there.apart(inputs)
+                for shift, chosen in with_moved_classes(labels, len(data.classes), seed):
+                    yield (name, seed, site, "moved", shift), there.apart(natural[chosen])
+
+
+def targets(apart: Mapping[Key, Apart]) -> Iterator[Target]:
+    """All targets that are harmed or spared."""
+    for one in json.loads((RESULTS / "estimate_0_1.json").read_text(encoding="utf-8"))["targets"]:
+        name, seed, site = one["data"], one["seed"], one["site"]
+        left_out = [
+            value
+            for (data, number, other, kind, _), value in apart.items()
+            if (data, number, kind) == (name, seed, "left out") and other != site
+        ]
+        target = Target.of(one, apart[name, seed, site, one["kind"], one["shift"]], left_out)
+        if target is not None:
+            yield target
+
+
+def learned(known: Sequence[Target], signs: Sequence[int]) -> tuple[Numbers, float]:
+    """The weights of a logistic regression, and the sum that five of a hundred unharmed targets exceed."""
+    model = LogisticRegression(C=1 / PENALTY, max_iter=2000)
+    rows = np.stack([one.signs[list(signs)] for one in known])
+    deviation = rows.std(axis=0)
+    weights = model.fit(rows / deviation, [one.harmed for one in known], balanced(known)).coef_[0] / deviation
+    sums = [[weights @ one.signs[list(signs)] for one in some if not one.harmed] for some in by_set(known).values()]
+    return weights, float(np.mean([np.quantile(some, 1 - FALSE_ALARMS) for some in sums]))
+
+
+def boosted(known: Sequence[Target], judged: Sequence[Target]) -> Numbers:
+    """What gradient boosting says of targets, learned from known ones."""
+    model = GradientBoostingClassifier(n_estimators=100, max_depth=2, learning_rate=0.06, subsample=0.7, random_state=0)
+    model.fit([one.signs for one in known], [one.harmed for one in known], balanced(known))
+    return np.asarray(model.predict_proba([one.signs for one in judged])[:, 1])
+
+
+def balanced(known: Sequence[Target]) -> Numbers:
+    """Weights by which a data set's harmed and unharmed targets count for 40 each."""
+    groups = [(one.data, one.harmed) for one in known]
+    return np.array([40 / groups.count(group) for group in groups])
+
+
+def by_set(known: Sequence[Target]) -> dict[str, list[Target]]:
+    """Targets of each data set."""
+    return {name: [one for one in known if one.data == name] for name in dict.fromkeys(one.data for one in known)}
+
+
+def judged(known: Sequence[Target], sums_of: Sums, *, alone: bool = True) -> dict[str, float]:
+    """What is noticed where five of a hundred unharmed targets of all data sets are false alarms.
+
+    Args:
+        known: all targets.
+        sums_of: what exceeds a limit where it warns.
+        alone: whether no data set teaches of itself.
+    """
+    sums, harmed = np.zeros(len(known)), np.array([one.harmed for one in known])
+    for name in by_set(known):
+        here = np.array([one.data == name for one in known])
+        teach = [one for one in known if one.data != name or not alone]
+        sums[here] = sums_of(teach, [one for one in known if one.data == name])
+    limit = np.quantile(sums[~harmed], 1 - FALSE_ALARMS, method="higher")
+    return {"noticed": 100 * float((sums[harmed] > limit).mean()), "false": 100 * float((sums[~harmed] > limit).mean())}
+
+
+def linear(signs: Sequence[int]) -> Sums:
+    """Sums of signs by learned weights, above the learned limit."""
+
+    def sums_of(teach: Sequence[Target], some: Sequence[Target]) -> Numbers:
+        weights, alarm = learned(teach, signs)
+        return np.array([weights @ one.signs[list(signs)] - alarm for one in some])
+
+    return sums_of
+
+
+def at_learned(known: Sequence[Target], signs: Sequence[int]) -> dict[str, float]:
+    """What is noticed beyond the limit that the other data sets teach."""
+    result: dict[bool, list[float]] = {True: [], False: []}
+    for name, some in by_set(known).items():
+        sums = linear(signs)([one for one in known if one.data != name], some)
+        for one, number in zip(some, sums, strict=True):
+            result[one.harmed].append(100 * float(number > 0))
+    return {"noticed": float(np.mean(result[True])), "false": float(np.mean(result[False]))}
+
+
+def plain_sum(*signs: int) -> Sums:
+    """Signs added up: nothing is learned."""
+    return lambda teach, some: np.array([one.signs[list(signs)].sum() for one in some])
+
+
+def main() -> None:
+    """Measure, learn, judge, write and print."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as place:
+        apart = dict(distances(Path(os.environ.get("ESTIMATE_RUNS", place))))
+    known = list(targets(apart))
+    table = {
+        "the warning": judged(known, linear(PRESENT)),
+        "without scores but what is lost": judged(known, linear((0, 1, 2, 3))),
+        "spread, nearest, what is lost": judged(known, linear(OLD)),
+        "spread, means and scores": judged(known, linear((0, 2, 3, 4, 5))),
+        "scores": judged(known, plain_sum(3, 4, 5)),
+        "probability of harm": judged(known, lambda teach, some: np.array([one.chance for one in some])),
+        "boosting": judged(known, boosted),
+        "the warning, judged set known": judged(known, linear(PRESENT), alone=False),
+        "boosting, judged set known": judged(known, boosted, alone=False),
+    }
+    weights, alarm = learned(known, PRESENT)
+    result = {
+        "command": "python benchmarks/alarm.py",
+        "harmed": sum(one.harmed for one in known),
+        "unharmed": sum(not one.harmed for one in known),
+        "learned sum": {
+            "the warning": at_learned(known, PRESENT),
+            "before": at_learned(known, OLD),
+        },
+        "at five": table,
+        "weights": weights.tolist(),
+        "alarm": alarm,
+        "targets": [{"data": one.data, "harmed": one.harmed, "signs": one.signs.tolist()} for one in known],
+    }
+    (RESULTS / "alarm.json").write_text(json.dumps(round_numbers(result), indent=1) + "\n", encoding="utf-8")
+    for name, numbers in [*table.items(), *result["learned sum"].items()]:
+        print(name, {what: round(value, 1) for what, value in numbers.items()})
+
+
+if __name__ == "__main__":
+    main()
