@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from fedshift.experiment.fits.about import About
 from fedshift.methods.base import Method
 from fedshift.methods.server import Momentum, rounds_to_speed
+from fedshift.weights import Weights
 
 
 def fits(about: About, method: Method) -> Iterator[str]:
     """Say where the rounds are too few for it, a preset's own momentum among them."""
-    optimizer = method.at_server(dict(about.start.state_dict())).optimizer
+    optimizer = method.at_server(Weights(about.start.state_dict())).optimizer
     if not isinstance(optimizer, Momentum):
         return
     needed = rounds_to_speed(optimizer.beta)
