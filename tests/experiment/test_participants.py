@@ -18,6 +18,7 @@ import fedshift
 from fedshift.errors import UserError
 from fedshift.experiment import check as check_module
 from fedshift.experiment import costs
+from fedshift.experiment.check import MeasuringTime
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.plan import Plan
 from fedshift.experiment.predict import load_model
@@ -177,10 +178,10 @@ def test_time_to_measure_is_in_the_estimate(tmp_path: Path) -> None:
         training = {"rounds": 4, "batch_size": 8, "lr": 0.05, "measure_every": every}
         parsed = parse(experiment(sites(tmp_path), protocol=EVERY, training=training))
         plan[every] = Plan(parsed, parsed.protocol.taking_part(parsed.data.build()))
-        clocks.append(SimpleNamespace(measuring=(1.0, 0.01)))
-    per_round = 3 * 1.0 + 24 * 0.01  # three sites with 24 test samples
-    assert check_module._measuring(plan[1].runs[0], clocks[0]) == pytest.approx(4 * per_round)
-    assert check_module._measuring(plan[2].runs[0], clocks[1]) == pytest.approx(2 * per_round)
+        clocks.append(SimpleNamespace(measuring=lambda own: MeasuringTime(1.0, 0.01, 2.0, 0.1)))
+    per_round, at_the_end = 3 * 1.0 + 24 * 0.01, 3 * 2.0 + 24 * 0.1  # three sites with 24 test samples
+    assert check_module._measuring(plan[1].runs[0], clocks[0]) == pytest.approx(4 * per_round + at_the_end)
+    assert check_module._measuring(plan[2].runs[0], clocks[1]) == pytest.approx(2 * per_round + at_the_end)
 
 
 @pytest.mark.parametrize(

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fedshift.data.checks import absent_classes
 from fedshift.data.codings import missing_cells
 from fedshift.data.domain import DataSet, Preprocessing
-from fedshift.data.site_data import SiteData, batches_per_epoch, epoch_batches
+from fedshift.data.site_data import SiteData, batches_per_epoch
 from fedshift.data.tasks.objective import objective_of
-from fedshift.errors import UserError
+from fedshift.errors import TrainingDiverged, UserError
 from fedshift.evaluation.records import RunResult
 from fedshift.evaluation.stored import run_folders
 from fedshift.experiment.compatibility import check_fit
@@ -28,23 +29,28 @@ from fedshift.experiment.environment import resolve_device
 from fedshift.experiment.features import built
 from fedshift.experiment.loading_trial import try_loading
 from fedshift.experiment.plan import Plan, PlannedRun
+from fedshift.experiment.protocols.base import Split
+from fedshift.experiment.runs.evaluator import Evaluator
 from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.experiment.runs.run_folder import run_folder
 from fedshift.experiment.trial import try_method
 from fedshift.federation.local.allocator import keep_freed_memory
 from fedshift.federation.messages import promised_kinds
+from fedshift.federation.site import Site
+from fedshift.federation.site_base import Batch, Envelope
+from fedshift.federation.site_memory import SiteMemory
 from fedshift.federation.training import Training
 from fedshift.methods import registry as method_registry
 from fedshift.methods.base import Method, Traffic, calls_of, cost_of, in_order, reads_of
 from fedshift.methods.pooled.equal_steps import steps_of_run
-from fedshift.models.network import Network, copy_with, freeze_backbone
+from fedshift.models.network import Network, freeze_backbone
 from fedshift.models.own.forward_trial import told_of
 from fedshift.models.payload import payload
 from fedshift.weights import Weights
 
 _TIMED_BATCHES = 8
-_MEASURED = 64
-"""Samples of which the forward pass is timed."""
+_MEASURED, _MEASURED_SITES = 64, 4
+"""Samples of each of so many domains that are measured to take the time."""
 
 
 @dataclass(frozen=True)
@@ -261,6 +267,16 @@ class _Need:
 
 
 @dataclass(frozen=True)
+class MeasuringTime:
+    """Seconds to measure a model: of each site and of each of its samples, and those that only the last model takes."""
+
+    site: float
+    sample: float
+    last_site: float
+    last_sample: float
+
+
+@dataclass(frozen=True)
 class _Clock:
     """Seconds of a mini-batch, timed once for each way of training."""
 
@@ -269,6 +285,7 @@ class _Clock:
     device: str
     threads: int
     timed: dict[tuple[int, str, bool], float] = field(default_factory=dict)
+    measured: dict[bool, MeasuringTime] = field(default_factory=dict)
 
     def seconds(self, training: Training, *, frozen: bool) -> float:
         """Of one mini-batch; ``frozen``: while the backbone is."""
@@ -278,20 +295,16 @@ class _Clock:
             self.timed[kind] = _seconds_per_batch(experiment, self.data, self.device, self.threads, frozen=frozen)
         return self.timed[kind]
 
-    @cached_property
-    def visiting(self) -> float:
-        """Seconds of a site's turn in a round beside its mini-batches."""
-        return _seconds_to_visit(self.experiment, self.data, self.device)
-
-    @cached_property
-    def measuring(self) -> tuple[float, float]:
-        """Seconds to measure the model: of each site, and of each of its samples."""
-        before = torch.get_num_threads()
-        torch.set_num_threads(self.threads)
-        try:
-            return _seconds_to_measure(self.experiment, self.data, self.device)
-        finally:
-            torch.set_num_threads(before)
+    def measuring(self, own: bool) -> MeasuringTime:
+        """Seconds to measure a model; ``own``: each site predicts with one of its own."""
+        if own not in self.measured:
+            before = torch.get_num_threads()
+            torch.set_num_threads(self.threads)
+            try:
+                self.measured[own] = _seconds_to_measure(self.experiment, self.data, self.device, own=own)
+            finally:
+                torch.set_num_threads(before)
+        return self.measured[own]
 
 
 def _needs(plan: Plan, clock: _Clock, warnings: list[str]) -> dict[str, list[_Need]]:
@@ -342,8 +355,9 @@ def _need(planned: PlannedRun, network: Network, clock: _Clock, dry: DryRun | No
     training = planned.training
     frozen = min(1.0, training.thaw_after / max(1, planned.rounds))
     per_batch = frozen * clock.seconds(training, frozen=True) + (1 - frozen) * clock.seconds(training, frozen=False)
-    visits = 0 if method.traits.pooled else planned.rounds * (planned.drawn or sites)
-    seconds = (trained * per_batch * cost + visits * clock.visiting) / speed_up + _measuring(planned, clock) / runs
+    visits = 0.0 if dry is None or method.traits.pooled else planned.rounds * (planned.drawn or sites) * dry.visit
+    saved = 0.0 if dry is None else planned.rounds * sites * dry.save
+    seconds = (trained * per_batch * cost + visits) / speed_up + (_measuring(planned, clock) + saved) / runs
     sent = traffic(planned, network, dry) if dry is not None else None
     per_site = round(trained / len(planned.split.train))
     steps = steps_of_run(method, planned.budget)
@@ -352,12 +366,15 @@ def _need(planned: PlannedRun, network: Network, clock: _Clock, dry: DryRun | No
 
 def _measuring(planned: PlannedRun, clock: _Clock) -> float:
     """Seconds in which a run measures the model, in all its measured rounds."""
-    split, (of_site, of_sample) = planned.split, clock.measuring
+    split, method = planned.split, planned.run.method
+    own = method.calls.keep_own_weights or type(method).evaluated_network is not Method.evaluated_network
+    time = clock.measuring(own and planned.experiment.protocol.by_site)
     sizes = [
         len(rows) for part in (split.measured, split.held_out, split.common) for rows in part.values() if len(rows)
     ]
     rounds = 1 + (max(1, planned.rounds) - 1) // planned.training.measure_every
-    return rounds * (len(sizes) * of_site + sum(sizes) * of_sample)
+    each = len(sizes) * time.site + sum(sizes) * time.sample
+    return rounds * each + len(sizes) * time.last_site + sum(sizes) * time.last_sample
 
 
 def _per_round(planned: PlannedRun) -> float:
@@ -435,37 +452,36 @@ def _in_any_scale(data: DataSet) -> Preprocessing:
     return data.preprocessing.model_copy(update={"standardise": None})
 
 
-@torch.no_grad()
-def _seconds_to_measure(experiment: Experiment, data: DataSet, device: str) -> tuple[float, float]:
-    """Seconds of a forward pass of one sample, and of each further one: the fastest of three."""
-    domain = max(data.domains.values(), key=len)
-    network = experiment.training.network(experiment.model, data.input_shape, len(data.classes), 0).to(device).eval()
-    result = []
-    for number in (1, min(len(domain), _MEASURED)):
-        view = SiteData([(domain, np.arange(number), 0)], _in_any_scale(data), None, device)
-        seconds = []
-        for _ in range(3):
-            began = time.perf_counter()
-            for inputs, _, _ in view.all_batches(number):
-                network(inputs)
-            if device.startswith("cuda"):
-                torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - began)
-        result.append((number, min(seconds)))
-    (_, least), (samples, most) = result
-    return least, max(0.0, most - least) / samples
+def _seconds_to_measure(experiment: Experiment, data: DataSet, device: str, *, own: bool) -> MeasuringTime:
+    """Seconds of the largest domains, measured on one sample of each and on some: the fastest of three."""
+    network = experiment.training.network(experiment.model, data.input_shape, len(data.classes), 0).to(device)
+    weights = Weights(network.state_dict()).clone()
+    domains = sorted(data.domains.values(), key=len)[-_MEASURED_SITES:]
+    every, last = [], []
+    for number in (1, _MEASURED):
+        rows = {domain.name: np.arange(min(len(domain), number)) for domain in domains}
+        evaluator = Evaluator(
+            replace(data, preprocessing=_in_any_scale(data)),
+            Split(rows, {}, rows),
+            torch.device(device),
+            experiment.model,
+            experiment.evaluation.resamples,
+            own_weights=(lambda _, common: common.clone()) if own else None,
+        )
+        every.append(_fastest(evaluator.measure, network, weights) / len(domains))
+        last.append(_fastest(evaluator.final, network, weights) / len(domains))
+    further = max(1, min(_MEASURED, len(domains[0])) - 1)
+    (site, whole), (last_site, last_whole) = every, last
+    sample, last_sample = (max(0.0, whole - site) / further, max(0.0, last_whole - last_site) / further)
+    return MeasuringTime(site, sample, max(0.0, last_site - site), max(0.0, last_sample - sample))
 
 
-def _seconds_to_visit(experiment: Experiment, data: DataSet, device: str) -> float:
-    """Seconds in which a site copies the model, makes an optimiser and gives its weights back: the fastest of three."""
-    training, seconds = experiment.training, []
-    network = training.network(experiment.model, data.input_shape, len(data.classes), 0).to(device)
-    weights = Weights(network.state_dict())
+def _fastest(call: Callable[..., object], *arguments: object) -> float:
+    """Seconds of the fastest of three calls."""
+    seconds = []
     for _ in range(3):
         began = time.perf_counter()
-        copied = copy_with(network, weights)
-        training.build_optimizer(copied.parameters(), training.lr)
-        Weights(copied.state_dict()).clone()
+        call(*arguments)
         seconds.append(time.perf_counter() - began)
     return min(seconds)
 
@@ -488,20 +504,37 @@ def _seconds_per_batch(experiment: Experiment, data: DataSet, device: str, threa
         network = training.network(experiment.model, data.input_shape, len(data.classes), 0).to(device)
         freeze_backbone(network, frozen)
         network = training.prepared(network).train()
-        optimizer = experiment.training.build_optimizer(network.parameters(), experiment.training.lr)
-        draws = torch.Generator().manual_seed(0)
-        seconds, loss = [], objective_of(data.preprocessing).loss
-        for _ in range(2):  # the first pass warms up
-            for batch in epoch_batches(view.samples, experiment.training.batch_size, draws):
-                began = time.perf_counter()
-                inputs, labels, _ = view.batch(batch, draws)
-                optimizer.zero_grad(set_to_none=True)
-                loss(network(inputs), labels).backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
-                if device.startswith("cuda"):
-                    torch.cuda.synchronize()
-                seconds.append(time.perf_counter() - began)
+        site = Site(
+            name=domain.name,
+            role="source",
+            classes=len(data.classes),
+            domains=1,
+            training=training.model_copy(update={"privacy": None, "thaw_after": 0}),
+            memory=SiteMemory(()),
+            seed=0,
+            device=torch.device(device),
+            network=network,
+            data=view,
+            objective=objective_of(data.preprocessing),
+        )
+        seconds = _steps_of(site, network, 2 * _TIMED_BATCHES)  # the first half warms up
         timed = sorted(seconds[len(seconds) // 2 :])
         return timed[len(timed) // 2]
     finally:
         torch.set_num_threads(before)
+
+
+def _steps_of(site: Site, network: Network, steps: int) -> list[float]:
+    """Seconds from the loss of one mini-batch to that of the next, as a site trains."""
+    began: list[float] = []
+
+    def loss_of(batch: Batch) -> Tensor:
+        if site.device.type == "cuda":
+            torch.cuda.synchronize()
+        began.append(time.perf_counter())
+        return site.objective.loss(network(batch.inputs), batch.targets)
+
+    site.begin(Envelope(exchange=0, round=1, progress=0.0, mini_batches_left=steps + 1))
+    with contextlib.suppress(TrainingDiverged):  # the time is the same
+        site.minimise(loss_of, network, steps=steps + 1)
+    return [after - before for before, after in itertools.pairwise(began)]

@@ -6,9 +6,12 @@ Bytes are those of a dry run: the exchanges are carried out once on a few sample
 from __future__ import annotations
 
 import math
+import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 from fedshift.data.domain import Domain, Rows
@@ -33,14 +36,24 @@ _FEW_SITES = (6, 9, 12, 15)
 """Numbers of sites whose dry runs say how bytes grow: a parabola through three, which the last one holds to."""
 
 
+_TIMED_SITES = 4
+"""So many sites tell how long it takes to save what a site remembers."""
+
+
 @dataclass(frozen=True)
 class DryRun:
-    """Bytes until the first round, in the first round, in every later one, and after the last."""
+    """Bytes until the first round, in the first round, in every later one, and after the last.
+
+    ``visit`` is the seconds of a site's turn in a round beside its mini-batches, ``save`` those in which the run writes
+    what the site remembers of it, and deletes what it wrote before.
+    """
 
     start: Traffic
     first: Traffic
     later: Traffic
     finish: Traffic
+    visit: float = 0.0
+    save: float = 0.0
 
     def of(self, rounds: int) -> Traffic:
         """Bytes of so many rounds and of what comes before them."""
@@ -81,17 +94,22 @@ def dry_run(
         for site in sites
     ]
     shared = _WithNetwork(**vars(setting), built=network)
-    federation = LocalFederation(few, shared, budget=dict(budget or {}), **options)
+    federation = _DryFederation(few, shared, budget=dict(budget or {}), **options)
     start = Weights({name: tensor.cpu().contiguous() for name, tensor in network.state_dict().items()})
     federation.screening = screening_of(method, start)
     state = start_run(method, federation, start)
     pages = [_page(federation)]
+    visits = 0.0
     for _ in range(2):
+        began = time.perf_counter()
         state = play_round(method, federation, state)
+        visits = time.perf_counter() - began  # the second says more: the first also loads what is loaded once
         pages.append(_page(federation))
+    visit, save = visits / (federation.per_round or len(few)), federation.seconds_to_save()
     finish_run(method, federation, state.weights)
     pages.append(_page(federation))
-    return DryRun(*pages)
+    start_page, first, later, finish = pages
+    return DryRun(start_page, first, later, finish, visit, save)
 
 
 def dry_run_of(planned: PlannedRun, network: Network) -> DryRun:
@@ -116,15 +134,16 @@ def _of_many(sites: Sequence[SitePlan], of: Callable[[Sequence[SitePlan]], DryRu
     ``drawn``: how many are drawn for each round; 0: all.
     """
     try:
-        few = [_numbers(of(sites[: drawn + number])) for number in _FEW_SITES]
+        few = [of(sites[: drawn + number]) for number in _FEW_SITES]
     except Exception:  # a method of one's own that needs all of them says so with all of them
         return None
     result = []
-    for values in zip(*few, strict=True):
+    for values in zip(*map(_numbers, few), strict=True):
         if _parabola(values[:3], _FEW_SITES[3]) != values[3]:
             return None
         result.append(int(_parabola(values[:3], len(sites) - drawn)))
-    return DryRun(*(Traffic(*result[index : index + 2]) for index in (0, 2, 4, 6)))
+    start, first, later, finish = (Traffic(*result[index : index + 2]) for index in (0, 2, 4, 6))
+    return DryRun(start, first, later, finish, min(dry.visit for dry in few), min(dry.save for dry in few))
 
 
 def _numbers(dry: DryRun) -> tuple[int, ...]:
@@ -177,6 +196,19 @@ class _WithNetwork(Setting):
 
     def build_network(self) -> Network:
         return self.built
+
+
+class _DryFederation(LocalFederation):
+    """A federation that tells how long it takes to save what its sites remember."""
+
+    def seconds_to_save(self) -> float:
+        """Of one site, into a folder that is deleted again."""
+        runners = list(self._runners.items())[:_TIMED_SITES]
+        began = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            for name, runner in runners:
+                runner.site.memory.save(Path(folder) / name, 0)
+        return (time.perf_counter() - began) / max(1, len(runners))
 
 
 def _few(parts: Sequence[tuple[Domain, Rows, int]], samples: int) -> list[tuple[Domain, Rows, int]]:
