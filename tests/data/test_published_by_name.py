@@ -142,6 +142,15 @@ def test_both_numbers_where_they_differ(tmp_path: Path, small: Small) -> None:
             built("office_home", tmp_path, incomplete=incomplete)
 
 
+def test_counts_that_no_source_is_sure_of_are_told_and_not_checked(tmp_path: Path) -> None:
+    """DomainBed's paper and public loaders of its copy disagree, so neither number is an error."""
+    for place in published("terra_incognita").domains:
+        image(tmp_path / place / "bird" / "1.jpg")
+    for domains, text in ((None, "4 samples here (24,330 published): "), (["location_38"], "1 samples here: ")):
+        warnings = built("terra_incognita", tmp_path, incomplete="allow", domains=domains).warnings
+        assert any(line.startswith(f"{text}this number is not checked, since the paper") for line in warnings)
+
+
 def test_counts_of_classes(tmp_path: Path, small: Small) -> None:
     """The same number of samples, but one lies in the folder of another class."""
     small("vlcs", {"SUN09": {"all": 2, "classes": (1, 1, 0, 0, 0)}})  # type: ignore[dict-item]

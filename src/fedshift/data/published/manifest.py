@@ -59,6 +59,7 @@ class PublishedSet(BaseModel):
         classes: in the order of their numbers; structures of masks; for times to an event their column.
         domains: name → counts.
         total: samples of all domains, where only that is known.
+        unverified: why its counts are not sure; then another number is a warning and no error.
         channels: of images.
         size: height and width; images of files are brought to it, those of arrays have it.
         layout: how its files lie; None if fedshift cannot read it.
@@ -78,6 +79,7 @@ class PublishedSet(BaseModel):
     classes: tuple[str, ...]
     domains: dict[str, Counts]
     total: PositiveInt | None = None
+    unverified: str = ""
     channels: Literal[1, 3] = 3
     size: PositiveInt = 224
     layout: Layout | None = None
@@ -89,6 +91,8 @@ class PublishedSet(BaseModel):
         for name, counts in self.domains.items():
             if counts.classes is not None and len(counts.classes) != len(self.classes):
                 raise ValueError(f"{name} has counts of {len(counts.classes)} classes, not of {len(self.classes)}")
+        if self.total is None and not self.unverified and Counts() in self.domains.values():
+            raise ValueError("a domain without counts: say in unverified why")
         if (self.layout is None) == (not self.instead):
             raise ValueError("either a layout, or what to do instead")
         return self

@@ -158,6 +158,9 @@ def compared(about: PublishedSet, samples: Mapping[str, Samples], location: Loca
     """
     if not samples:
         raise location.missing("sample of any domain")
+    if about.unverified:
+        yield from _unverified(about, samples, location)
+        return
     for name in location.chosen:
         numbers = _numbers(name, about.domains[name], samples.get(name), location.classes)
         differences = (line for number in numbers for line in _difference(*number, location))
@@ -165,6 +168,13 @@ def compared(about: PublishedSet, samples: Mapping[str, Samples], location: Loca
             yield first
     if about.total is not None and set(location.chosen) == set(location.domains):
         yield from _difference("all domains", about.total, sum(map(len, samples.values())), location)
+
+
+def _unverified(about: PublishedSet, samples: Mapping[str, Samples], location: Location) -> Iterator[str]:
+    """That the counts are not sure, with the number there is, and the published one if it is another."""
+    there, whole = sum(map(len, samples.values())), set(location.chosen) == set(location.domains)
+    other = f" ({about.total:,} published)" if about.total is not None and whole and about.total != there else ""
+    yield f"{there:,} samples here{other}: this number is not checked, since {about.unverified}"
 
 
 def _difference(what: str, should: int, there: int, location: Location) -> Iterator[str]:
