@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -77,13 +77,18 @@ def _place(fault: ErrorDetails, model: type[BaseModel]) -> tuple[list[int | str]
     The way also has names that pydantic gives to the types of a union. They are left out.
     """
     parts: list[int | str] = []
-    inside = model
+    inside, is_key = model, False
     for number, part in enumerate(fault["loc"]):
+        if is_key:
+            parts.append(part)
+            is_key = False
+            continue
         last = number == len(fault["loc"]) - 1
         unknown = last and (number == 0 or (inside is not model and fault["type"] == "extra_forbidden"))
         if isinstance(part, int) or part in inside.model_fields or unknown:
             parts.append(part)
         if part in inside.model_fields:
+            is_key = get_origin(inside.model_fields[str(part)].annotation) in (dict, Mapping)
             inside = section_in(inside.model_fields[str(part)].annotation) or inside
     return parts, inside
 
