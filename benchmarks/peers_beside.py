@@ -62,7 +62,7 @@ def _part(name: str) -> Any:
     return importlib.import_module(f"domainbed.{name}")
 
 
-def _named(name: str) -> str:
+def _plain_name(name: str) -> str:
     """A method's name without what spellings differ in."""
     return re.sub(r"[^a-z]", "", name.lower())
 
@@ -71,7 +71,7 @@ def domainbed(checkout: Path, method: str, folder: Path, steps: int, seed: int) 
     """DomainBed's accuracy at 0 degrees, with its default settings for these digits."""
     sys.path.insert(0, str(checkout))
     algorithms, networks, hparams = map(_part, ("algorithms", "networks", "hparams_registry"))
-    (name,) = [one for one in algorithms.ALGORITHMS if _named(one) == _named(method)]
+    (name,) = [entry for entry in algorithms.ALGORITHMS if _plain_name(entry) == _plain_name(method)]
     networks.Featurizer = lambda shape, _: _Features(int(np.prod(shape)))
     torch.manual_seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - DomainBed draws from it
@@ -113,7 +113,7 @@ def _drawn(x: Tensor, y: Tensor, draws: torch.Generator) -> Iterator[tuple[Tenso
 
 def pfllib(checkout: Path, method: str, folder: Path, rounds: int, seed: int) -> float:
     """PFLlib's mean accuracy of the clients after so many rounds."""
-    name, options = PFLLIB[_named(method)]
+    name, options = PFLLIB[_plain_name(method)]
     data = "fedshift_clients"
     for path in folder.glob("c*.npz"):
         arrays = np.load(path)
@@ -137,10 +137,10 @@ def ours(comparison: str, method: str, folder: Path, length: int, seeds: Sequenc
     """Our accuracy of each seed."""
     chosen = COMPARISONS[comparison]
     experiment: dict[str, Any] = yaml.safe_load((HERE / "experiments" / chosen.experiment).read_text(encoding="utf-8"))
-    rows = {_named(row.get("label", row["name"])): row for row in experiment["methods"]}
+    rows = {_plain_name(row.get("label", row["name"])): row for row in experiment["methods"]}
     experiment["data"]["sites"] = chosen.write(folder)
     experiment["protocol"]["seeds"] = list(seeds)
-    experiment["methods"] = [_shortened(rows[_named(method)], length, experiment["training"]["rounds"])]
+    experiment["methods"] = [_shortened(rows[_plain_name(method)], length, experiment["training"]["rounds"])]
     rounds = length // STEPS_OF_A_ROUND if comparison == "angles" else length
     steps = length if comparison == "angles" else 30 * length
     experiment["training"] |= {"rounds": rounds, "measure_every": rounds, "mini_batches": steps}

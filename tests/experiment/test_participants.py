@@ -178,7 +178,7 @@ def test_time_to_measure_is_in_the_estimate(tmp_path: Path) -> None:
         training = {"rounds": 4, "batch_size": 8, "lr": 0.05, "measure_every": every}
         parsed = parse(experiment(sites(tmp_path), protocol=EVERY, training=training))
         plan[every] = Plan(parsed, parsed.protocol.taking_part(parsed.data.build()))
-        clocks.append(SimpleNamespace(measuring=lambda own: MeasuringTime(1.0, 0.01, 2.0, 0.1)))
+        clocks.append(SimpleNamespace(measuring=lambda personal: MeasuringTime(1.0, 0.01, 2.0, 0.1)))
     per_round, at_the_end = 3 * 1.0 + 24 * 0.01, 3 * 2.0 + 24 * 0.1  # three sites with 24 test samples
     assert check_module._measuring(plan[1].runs[0], clocks[0]) == pytest.approx(4 * per_round + at_the_end)
     assert check_module._measuring(plan[2].runs[0], clocks[1]) == pytest.approx(2 * per_round + at_the_end)

@@ -295,16 +295,18 @@ class _Clock:
             self.timed[kind] = _seconds_per_batch(experiment, self.data, self.device, self.threads, frozen=frozen)
         return self.timed[kind]
 
-    def measuring(self, own: bool) -> MeasuringTime:
-        """Seconds to measure a model; ``own``: each site predicts with one of its own."""
-        if own not in self.measured:
+    def measuring(self, personal: bool) -> MeasuringTime:
+        """Seconds to measure a model; ``personal``: each site predicts with one of its own."""
+        if personal not in self.measured:
             before = torch.get_num_threads()
             torch.set_num_threads(self.threads)
             try:
-                self.measured[own] = _seconds_to_measure(self.experiment, self.data, self.device, own=own)
+                self.measured[personal] = _seconds_to_measure(
+                    self.experiment, self.data, self.device, personal=personal
+                )
             finally:
                 torch.set_num_threads(before)
-        return self.measured[own]
+        return self.measured[personal]
 
 
 def _needs(plan: Plan, clock: _Clock, warnings: list[str]) -> dict[str, list[_Need]]:
@@ -367,8 +369,8 @@ def _need(planned: PlannedRun, network: Network, clock: _Clock, dry: DryRun | No
 def _measuring(planned: PlannedRun, clock: _Clock) -> float:
     """Seconds in which a run measures the model, in all its measured rounds."""
     split, method = planned.split, planned.run.method
-    own = method.calls.keep_own_weights or type(method).evaluated_network is not Method.evaluated_network
-    time = clock.measuring(own and planned.experiment.protocol.by_site)
+    personal = method.calls.keep_own_weights or type(method).evaluated_network is not Method.evaluated_network
+    time = clock.measuring(personal and planned.experiment.protocol.by_site)
     sizes = [
         len(rows) for part in (split.measured, split.held_out, split.common) for rows in part.values() if len(rows)
     ]
@@ -452,7 +454,7 @@ def _in_any_scale(data: DataSet) -> Preprocessing:
     return data.preprocessing.model_copy(update={"standardise": None})
 
 
-def _seconds_to_measure(experiment: Experiment, data: DataSet, device: str, *, own: bool) -> MeasuringTime:
+def _seconds_to_measure(experiment: Experiment, data: DataSet, device: str, *, personal: bool) -> MeasuringTime:
     """Seconds of the largest domains, measured on one sample of each and on some: the fastest of three."""
     network = experiment.training.network(experiment.model, data.input_shape, len(data.classes), 0).to(device)
     weights = Weights(network.state_dict()).clone()
@@ -466,7 +468,7 @@ def _seconds_to_measure(experiment: Experiment, data: DataSet, device: str, *, o
             torch.device(device),
             experiment.model,
             experiment.evaluation.resamples,
-            own_weights=(lambda _, common: common.clone()) if own else None,
+            own_weights=(lambda _, common: common.clone()) if personal else None,
         )
         every.append(_fastest(evaluator.measure, network, weights) / len(domains))
         last.append(_fastest(evaluator.final, network, weights) / len(domains))
