@@ -140,6 +140,14 @@ def test_anything_in_place_of_a_field(kind: type[BaseModel], value: Any, data: s
     outcome(kind, json.dumps(whole))
 
 
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_a_number_that_is_not_finite_in_a_section_that_another_class_parses(number: str) -> None:
+    text = json.dumps({**SETTING, "training": {"lr": "?", "deep": [{"er": ["?"]}]}})
+    for whole in (text.replace('"?"', number, 1), text[::-1].replace('"?"', number[::-1], 1)[::-1]):
+        assert outcome(SettingRecipe, whole.replace('"?"', "1")) is None
+    assert outcome(SettingRecipe, text.replace('"?"', "1")) is not None
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_field_that_nobody_knows(kind: type[BaseModel]) -> None:
     found = parsed(kind, json.dumps({**WHOLE[kind], "of a later version": 1}), "a message")

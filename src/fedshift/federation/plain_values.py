@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+import math
+from typing import Any, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from fedshift.errors import FedshiftError, in_words
 from fedshift.text import one_line
@@ -23,6 +24,14 @@ class Frozen(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _check_numbers(self) -> Self:
+        """``allow_inf_nan`` says nothing of values of any type, which other classes parse later."""
+        for name, value in self:
+            if not _is_finite(value):
+                raise ValueError(f"{name} has a number that is not finite")
+        return self
 
 
 class Closed(Frozen):
@@ -57,6 +66,15 @@ def parsed(kind: type[M], text: str | bytes, what: str) -> M:
         raise Unreadable(f"{what} cannot be read: {fault_of(error)}") from None
     except ValueError:  # halves of characters
         raise Unreadable(f"{what} cannot be read") from None
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether all numbers of a plain value are; models inside it have seen to their own."""
+    if isinstance(value, dict):
+        return all(map(_is_finite, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def fault_of(error: ValidationError) -> str:
