@@ -16,7 +16,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_consistent_length, check_is_fitted, validate_data
 
 from fedshift.data.builders.arrays import Arrays
-from fedshift.data.builders.in_memory import InMemory, listed
+from fedshift.data.builders.in_memory import InMemory, as_list
 from fedshift.data.identifiers import names_single_rows
 from fedshift.data.table_files import is_number
 from fedshift.evaluation.tasks.survival import concordance
@@ -324,7 +324,7 @@ def _check_no_text(X: Any) -> None:
     elif isinstance(X, np.ndarray) and X.ndim == 2 and X.dtype.kind in "OU":
         columns = {f"column {index}": column for index, column in enumerate(X.T)}
     for name, column in columns.items():
-        values = listed(column) if np.asarray(column).dtype.kind in "OUST" else []
+        values = as_list(column) if np.asarray(column).dtype.kind in "OUST" else []
         words = [value for value in values if isinstance(value, str | bytes) and not is_number(str(value))]
         if words:
             raise ValueError(

@@ -140,7 +140,7 @@ class Model:
         """
         if self.trained.segments:
             return np.stack(list(self.trained.masks(self._read_inputs(X, accept_shift, written))))
-        return self.trained.objective.said(
+        return self.trained.objective.predictions(
             self.trained.scores(self._read_inputs(X, accept_shift, written)), self.classes_
         )
 

@@ -18,7 +18,7 @@ from PIL import Image
 from pydantic import ValidationError
 
 from fedshift.data.builders.rotated import RotatedDigits
-from fedshift.data.checks import agreed_classes, checked, natural_order
+from fedshift.data.checks import agreed_classes, check_dataset, natural_order
 from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing
 from fedshift.data.inference import load_for_prediction
 from fedshift.data.locate import cache_dir, fetch, sha256_of
@@ -170,21 +170,21 @@ GOOD = Domain("good", np.zeros((12, 2), dtype=np.float32), np.arange(12) % 2)
 )
 def test_what_every_data_set_must_hold(bad: Domain, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        checked(data_set(good=GOOD, bad=bad))
+        check_dataset(data_set(good=GOOD, bad=bad))
 
 
 def test_data_sets_without_domains_or_classes() -> None:
     with pytest.raises(UserError, match="no domain"):
-        checked(data_set())
+        check_dataset(data_set())
     with pytest.raises(UserError, match="fewer than two classes"):
-        checked(replace(data_set(good=GOOD), classes=("x",)))
-    assert checked(data_set(good=GOOD)).warnings == ()
+        check_dataset(replace(data_set(good=GOOD), classes=("x",)))
+    assert check_dataset(data_set(good=GOOD)).warnings == ()
 
 
 def test_classes_that_differ_in_capitals_alone_are_warned_of() -> None:
     data = data_set(good=GOOD)
     names = ("ill", "Ill ", "well", "ILL")[: len(data.classes)]
-    found = checked(replace(data, classes=names)).warnings
+    found = check_dataset(replace(data, classes=names)).warnings
     assert "'ill' and 'Ill '" in found[0]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from fedshift.data.builders.own import described
+from fedshift.data.builders.own import data_section
 from fedshift.data.builders.own_tables import Table
 from fedshift.data.domain import DataSet
 from fedshift.data.identifiers import names_rows
@@ -29,7 +29,7 @@ def site(name: str, **columns: Any) -> Any:
 
 def built(frames: dict[str, Any], **options: Any) -> DataSet:
     labelled = {name: (frame, np.arange(len(frame)) % 2) for name, frame in frames.items()}
-    return Table.model_validate(described(labelled, **options)).build()
+    return Table.model_validate(data_section(labelled, **options)).build()
 
 
 def names_at(name: str) -> list[str]:
@@ -150,7 +150,7 @@ def test_labels_that_name_rows_are_no_classes(tmp_path: Path) -> None:
     x = np.zeros((ROWS, 2), dtype=np.float32)
     words = {name: (x, np.array(names_at(name))) for name in "ab"}
     with pytest.raises(UserError, match=r"labels has 40 different values in 40 rows") as caught:
-        parse(described(words)).build()
+        parse(data_section(words)).build()
     assert "Doe" not in str(caught.value)
 
 
@@ -228,7 +228,7 @@ def test_a_column_that_a_site_lacks_is_named(lacking: str) -> None:
 @pytest.mark.case("data frames", "the word None as a class and as a category; None itself is missing")
 def test_the_word_none_is_a_value() -> None:
     frames = {name: (site(name, w=["None", "some"] * 20), np.array(["None", "ill"] * 20)) for name in "ab"}
-    data = Table.model_validate(described(frames)).build()
+    data = Table.model_validate(data_section(frames)).build()
     assert data.classes == ("None", "ill")
     assert data.preprocessing.table is not None
     assert data.preprocessing.table["categorical"][1]["categories"] == ["None", "some"]
@@ -242,6 +242,6 @@ def test_types_of_columns() -> None:
     whole = pandas.array([1, None, *range(ROWS - 2)], dtype="Int64")
     mixed = pandas.Series([None, 2, *range(ROWS - 2)], dtype=object)
     columns = {"n": whole, "o": mixed, "code": ["1", "2"] * 20, "stage": pandas.Categorical([1, 2] * 20)}
-    fields = described({name: (site(name, **columns), [0, 1] * 20) for name in "ab"})
+    fields = data_section({name: (site(name, **columns), [0, 1] * 20) for name in "ab"})
     assert fields["numeric"] == ["x", "z", "n", "o"]
     assert fields["categorical"] == ["g", "code", "stage"]

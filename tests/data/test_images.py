@@ -18,7 +18,7 @@ from PIL import Image
 from fedshift import encryption
 from fedshift.data.builders.image_folder import ImageFolder
 from fedshift.data.builders.mask_folder import MaskFolder
-from fedshift.data.images import decode, decoded, has_colour, on_disk, unreadable
+from fedshift.data.images import decode, decode_all, has_colour, on_disk, unreadable
 from fedshift.data.inference import load_for_prediction
 from fedshift.errors import UserError
 
@@ -289,10 +289,10 @@ def two(path: Path, **options: Any) -> Path:
 )
 def test_further_pages_are_counted(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
     path = two(tmp_path / name, **options)
-    made = decoded([on_disk(path)], 3, 2, 2, "x")
+    made = decode_all([on_disk(path)], 3, 2, 2, "x")
     assert made.paged == (0,)
     assert np.allclose(made.pixels[0][:, 0, 0], [200, 0, 0], atol=1)
-    again = decoded([on_disk(path)], 3, 2, 2, "x")  # from the cache
+    again = decode_all([on_disk(path)], 3, 2, 2, "x")  # from the cache
     assert again.paged == (0,)
 
 
@@ -300,7 +300,7 @@ def test_further_pages_are_counted(tmp_path: Path, name: str, options: dict[str,
 def test_previews_are_no_pages(tmp_path: Path) -> None:
     first, second = Image.new("RGB", (20, 20), (200, 0, 0)), Image.new("RGB", (20, 20), (0, 0, 200))
     first.save(tmp_path / "a.jpg", "MPO", save_all=True, append_images=[second])
-    assert decoded([on_disk(tmp_path / "a.jpg")], 3, 2, 2, "x").paged == ()
+    assert decode_all([on_disk(tmp_path / "a.jpg")], 3, 2, 2, "x").paged == ()
 
 
 # Warnings of a data set
@@ -389,12 +389,12 @@ def test_deep_masks(tmp_path: Path, data: npt.NDArray[Any], bits: int, form: int
 @pytest.mark.case("deep images", "a cache file whose end is lost is made anew")
 def test_a_cut_cache(tmp_path: Path) -> None:
     file = on_disk(png(tmp_path / "a.png", TWELVE, 0, 16))
-    decoded([file], 1, 2, 2, "x")
+    decode_all([file], 1, 2, 2, "x")
     (kept,) = (tmp_path / "cache").iterdir()
     whole = kept.read_bytes()
     kept.write_bytes(whole[: -len(b"}")])
     with pytest.warns(UserWarning, match="damaged"):
-        again = decoded([file], 1, 2, 2, "x")
+        again = decode_all([file], 1, 2, 2, "x")
     assert again.deep[0].high == 4095
     assert kept.read_bytes() == whole
 
@@ -402,14 +402,14 @@ def test_a_cut_cache(tmp_path: Path) -> None:
 @pytest.mark.case("bit flips", "decoded images, 20 flips")
 def test_flipped_bits_of_decoded_images(tmp_path: Path) -> None:
     files = [on_disk(png(tmp_path / f"{number}.png", TWELVE + number, 0, 16)) for number in range(3)]
-    expected = decoded(files, 1, 2, 2, "x")
+    expected = decode_all(files, 1, 2, 2, "x")
     pixels, deep = expected.pixels.copy(), expected.deep
     (kept,) = (tmp_path / "cache").iterdir()
     whole, draws = kept.read_bytes(), random.Random("decoded")
     for _ in range(20):
         flip(kept, draws)
         with pytest.warns(UserWarning, match=kept.name):
-            again = decoded(files, 1, 2, 2, "x")
+            again = decode_all(files, 1, 2, 2, "x")
         assert np.array_equal(again.pixels, pixels)
         assert again.deep == deep
         assert kept.read_bytes() == whole

@@ -11,7 +11,7 @@ from PIL import Image
 
 from fedshift.data.builders.discs_and_cups import CAMERAS, DiscsAndCups
 from fedshift.data.builders.mask_folder import MaskFolder
-from fedshift.data.checks import checked
+from fedshift.data.checks import check_dataset
 from fedshift.data.domain import DataSet, Domain
 from fedshift.data.site_data import SiteData
 from fedshift.data.transforms import Augmentation, augment, augment_with_masks
@@ -111,11 +111,11 @@ def test_colour_changes_leave_masks_alone() -> None:
 def test_a_style_changes_images_and_the_augmentation_moves_their_masks() -> None:
     augmentation, rows = Augmentation(crop_scale=(0.5, 1.0), flip=0.5), torch.arange(6)
     plain, masks, _ = view(augmentation).batch(rows, torch.Generator().manual_seed(3))
-    negative = view(augmentation).restyled(lambda images, rows, generator: 1 - images)
+    negative = view(augmentation).with_restyle(lambda images, rows, generator: 1 - images)
     inputs, turned, _ = negative.batch(rows, torch.Generator().manual_seed(3))
     assert torch.equal(turned, masks)
     torch.testing.assert_close(inputs, -plain)  # prepared with mean and deviation of one half
-    still = view().restyled(lambda images, rows, generator: 1 - images)
+    still = view().with_restyle(lambda images, rows, generator: 1 - images)
     unmoved = still.batch(rows, torch.Generator())[1]
     assert torch.equal(unmoved, view().batch(rows)[1])
     assert not torch.equal(unmoved, masks)
@@ -248,7 +248,7 @@ def test_masks_of_another_shape_and_domains_without() -> None:
     with pytest.raises(
         UserError, match=r"site 'north': masks are uint8 \(3, 2, 32, 31\), expected uint8 \(3, 2, 32, 32\)"
     ):
-        checked(DataSet("x", {**data.domains, "north": cut}, data.classes, data.preprocessing, data.manifest))
+        check_dataset(DataSet("x", {**data.domains, "north": cut}, data.classes, data.preprocessing, data.manifest))
     bare = Domain("north", north.inputs, north.labels)
     with pytest.raises(UserError, match="site 'east' has masks, site 'north' has none"):
-        checked(DataSet("x", {**data.domains, "north": bare}, data.classes, data.preprocessing, data.manifest))
+        check_dataset(DataSet("x", {**data.domains, "north": bare}, data.classes, data.preprocessing, data.manifest))

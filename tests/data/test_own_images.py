@@ -117,7 +117,7 @@ def test_what_a_killed_process_decoded_is_written_over(tmp_path: Path, cache: Pa
     code = (
         "import sys, time\nfrom pathlib import Path\nfrom fedshift.data import images\n"
         "from fedshift.data.builders.image_folder import ImageFolder\n"
-        "def stuck(*_):\n    yield images._One(__import__('numpy').ones((3, 99, 99), 'uint8'), None, False)\n"
+        "def stuck(*_):\n    yield images._Image(__import__('numpy').ones((3, 99, 99), 'uint8'), None, False)\n"
         "    print('half', flush=True)\n"
         "    time.sleep(60)\nimages._in_order = stuck\nImageFolder(root=Path(sys.argv[1])).build()"
     )

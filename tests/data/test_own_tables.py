@@ -152,7 +152,7 @@ def age(**changes: Any) -> dict[str, Any]:
 
 
 def test_an_agreed_encoding_with_categories_of_other_sites(tmp_path: Path) -> None:
-    data = one_site(tmp_path).encoded(asked(), ("no", "yes"))
+    data = one_site(tmp_path).encode(asked(), ("no", "yes"))
     assert np.asarray(data.domains["a"].inputs).tolist() == [[-1, 1, 0, 0], [1, 0, 1, 0]]
 
 
@@ -180,7 +180,7 @@ def test_an_agreed_encoding_with_categories_of_other_sites(tmp_path: Path) -> No
 )
 def test_a_request_reads_only_the_columns_that_a_site_lists(changes: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
-        one_site(tmp_path).encoded(asked(**changes), ("no", "yes"))
+        one_site(tmp_path).encode(asked(**changes), ("no", "yes"))
     told = f"{caught.value} {caught.value.public}"
     assert "\n" not in told
     assert not [word for word in ("Jane", "patient", "note", "hiv", "row") if word in told]
@@ -188,7 +188,7 @@ def test_a_request_reads_only_the_columns_that_a_site_lists(changes: dict[str, A
 
 def test_what_an_encoding_makes_too_large_is_the_largest_number(tmp_path: Path) -> None:
     """An error would tell the coordinator, which chooses mean and deviation, whether a cell is above a bound."""
-    data = one_site(tmp_path).encoded(asked(**age(std=1e-320, mean=40.0)), ("no", "yes"))
+    data = one_site(tmp_path).encode(asked(**age(std=1e-320, mean=40.0)), ("no", "yes"))
     features = np.asarray(data.domains["a"].inputs)
     assert np.isfinite(features).all()
     assert np.abs(features[:, 0]).max() == np.finfo(np.float32).max
@@ -197,7 +197,7 @@ def test_what_an_encoding_makes_too_large_is_the_largest_number(tmp_path: Path) 
 def test_an_encoding_of_another_kind(tmp_path: Path) -> None:
     for preprocessing in (Preprocessing(kind="table"), Preprocessing(kind="features", table=ENCODING)):
         with pytest.raises(UserError, match="the encoding of the table"):
-            one_site(tmp_path).encoded(preprocessing, ("no", "yes"))
+            one_site(tmp_path).encode(preprocessing, ("no", "yes"))
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_the_owner_is_told_the_cell_and_others_are_not(text: str, full: str, pub
         table.build()
     assert public in here.value.public
     with pytest.raises(UserError) as there:
-        table.encoded(asked(), ("no", "yes"))
+        table.encode(asked(), ("no", "yes"))
     assert str(there.value) == there.value.public == here.value.public
     assert not [word for word in ("Jane", "agee", "patient", "'ill'") if word in str(there.value)]
 
@@ -231,7 +231,7 @@ def test_the_name_of_a_label_that_is_lacking_is_not_told(tmp_path: Path) -> None
 
 def test_a_label_of_no_class_is_not_shown(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="a label is none of the federation's classes") as caught:
-        one_site(tmp_path, SECRET.replace(",yes", ",Jane Doe")).encoded(asked(), ("no", "yes"))
+        one_site(tmp_path, SECRET.replace(",yes", ",Jane Doe")).encode(asked(), ("no", "yes"))
     assert "Jane" not in str(caught.value)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing, SparseRows
-from fedshift.data.pooled_cut import PooledCut, by_class_shares, mixed_counts, pooled
+from fedshift.data.pooled_cut import PooledCut, by_class_shares, mixed_counts, pool_domains
 from fedshift.errors import UserError
 from fedshift.experiment.protocols.adapt_to_one import AdaptToOne
 from fedshift.experiment.protocols.leave_one_out import LeaveOneOut
@@ -137,7 +137,7 @@ def test_sparse_rows_and_splits_are_pooled_in_order() -> None:
         return SparseRows(np.array(values, np.float32), np.zeros(2, np.int64), np.array([0, 1, 2]), 1)
 
     test = {"train_rows": np.array([0]), "test_rows": np.array([1]), "fixed_split": True}
-    whole = pooled(
+    whole = pool_domains(
         [Domain(name, sparse(values), np.arange(2), **test) for name, values in (("a", [1, 2]), ("b", [3, 4]))]
     )  # type: ignore[arg-type]
     assert isinstance(whole.inputs, SparseRows)

@@ -265,7 +265,7 @@ def test_an_excel_file_is_the_same_table(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("age,sex,outcome\n61.3,m,1\n,f,0\nNA,f,1\n")
     path = book(tmp_path / "a.xlsx", ROWS)
     assert cells(read_table(path)) == cells(read_table(tmp_path / "a.csv"))
-    assert read_table(path).place(2) == f"{path}, row 4"
+    assert read_table(path).locate(2) == f"{path}, row 4"
     pandas.read_csv(tmp_path / "a.csv", keep_default_na=False).to_excel(tmp_path / "b.xlsx", index=False)
     assert cells(read_table(tmp_path / "b.xlsx"))["sex"] == ["m", "f", "f"]
 
@@ -466,7 +466,7 @@ def test_a_site_alone_writes_in_its_own_way(tmp_path: Path) -> None:
     assert given["count"] == [3, 2]
     agreed = two_sites(tmp_path, missing_values={}, per_site={"south": whole.per_site["south"]}).build()
     encoding = encoding_of(agreed.preprocessing).with_choices({}, {}, None, None).preprocessing()
-    there = alone.encoded(encoding.model_copy(update={"shape": agreed.preprocessing.shape}), agreed.classes)
+    there = alone.encode(encoding.model_copy(update={"shape": agreed.preprocessing.shape}), agreed.classes)
     assert np.array_equal(there.domains["south"].inputs, agreed.domains["south"].inputs)
 
 
@@ -619,9 +619,9 @@ def test_names_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"rename: two columns would be called 'sex'"):
         two_sites(tmp_path, per_site={"south": {"rename": {"Alter": "sex"}}}).build()
     # Names can be swapped, and a name for all sites is no fault at one that has the new name already.
-    swapped = read(tmp_path, "a,b\n1,2\n").renamed({"a": "b", "b": "a"})
+    swapped = read(tmp_path, "a,b\n1,2\n").rename_columns({"a": "b", "b": "a"})
     assert cells(swapped) == {"b": ["1"], "a": ["2"]}
-    assert cells(read(tmp_path, "a,b\n1,2\n").renamed({"A": "a"})) == {"a": ["1"], "b": ["2"]}
+    assert cells(read(tmp_path, "a,b\n1,2\n").rename_columns({"A": "a"})) == {"a": ["1"], "b": ["2"]}
 
 
 @pytest.mark.case("exports per site", "one file of all sites: units and codes by site, nothing else")

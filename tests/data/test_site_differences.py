@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fedshift.data.checks import agreed_classes
-from fedshift.data.codings import counted
+from fedshift.data.codings import count_columns
 from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing
 from fedshift.data.site_differences import site_differences
 from fedshift.data.table_files import from_columns
@@ -30,7 +30,7 @@ def table(
     numeric, categorical = numeric or {}, categorical or {}
     sites = next(iter([*numeric.values(), *categorical.values()]))
     columns = {
-        site: counted(
+        site: count_columns(
             from_columns(site, {name: by_site[site] for name, by_site in [*numeric.items(), *categorical.items()]}),
             list(numeric),
             list(categorical),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedshift.data.builders.own import described
+from fedshift.data.builders.own import data_section
 from fedshift.data.domain import Domain
 from fedshift.data.registry import parse
 from fedshift.errors import UserError
@@ -32,7 +32,7 @@ def arrays(folder: Path, names: tuple[str, str]) -> Any:
 
 
 def frames(folder: Path, names: tuple[str, str]) -> Any:
-    return parse(described({name: (pandas.DataFrame({"x": X[:, 0]}), Y) for name in names})).build()
+    return parse(data_section({name: (pandas.DataFrame({"x": X[:, 0]}), Y) for name in names})).build()
 
 
 def one_table(folder: Path, names: tuple[str, str]) -> Any:
@@ -84,7 +84,7 @@ def test_other_names_are_other_sites(tmp_path: Path) -> None:
 @pytest.mark.case("site names", "1 and '1' in Python")
 def test_a_number_and_its_text_are_one_name() -> None:
     with pytest.raises(UserError, match="same name"):
-        described({1: (X, Y), "1": (X, Y)})
+        data_section({1: (X, Y), "1": (X, Y)})
 
 
 @pytest.mark.case("site names", "labels of methods that differ in capitals only")

@@ -152,9 +152,9 @@ def test_what_sites_cannot_agree_on_is_refused_in_a_deployment(tmp_path: Path) -
     # Nor does an encoding from elsewhere choose what a missing cell is read as, or which column is shown.
     local = table(tmp_path, impute={"age": 45}, id="who").build()
     with pytest.raises(UserError, match="not one that sites can agree on"):
-        one.encoded(local.preprocessing, local.classes)
+        one.encode(local.preprocessing, local.classes)
     agreed = one.build()
-    assert same(one.encoded(agreed.preprocessing, agreed.classes), agreed)
+    assert same(one.encode(agreed.preprocessing, agreed.classes), agreed)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedshift.data.builders.own import described
+from fedshift.data.builders.own import data_section
 from fedshift.data.registry import parse
 from fedshift.errors import UserError
 from fedshift.estimator import FederatedClassifier, FederatedRegressor
@@ -19,7 +19,7 @@ TEXT = X.astype(str)
 
 
 def built(a: Any, **options: Any) -> Any:
-    return parse(described({"a": a, "b": (X, Y)}, **options)).build()
+    return parse(data_section({"a": a, "b": (X, Y)}, **options)).build()
 
 
 def saved(folder: Path, **arrays: Any) -> Any:
@@ -97,4 +97,4 @@ def test_a_missing_column_is_named_with_its_site(tmp_path: Path) -> None:
         parse(fields).build()
     assert "Chol" not in caught.value.public
     with pytest.raises(UserError, match=r"site 'south' has no column 'chol'.*did you mean 'Chol'"):
-        described({"north": frame, "south": other}, label="ill")
+        data_section({"north": frame, "south": other}, label="ill")

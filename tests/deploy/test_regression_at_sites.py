@@ -89,7 +89,7 @@ def test_a_site_trains_on_no_other_task_than_its_own(tmp_path: Path) -> None:
     ):
         changed = asked.model_copy(update={"objective": objective, "table": table})
         if fits:
-            assert held.source.encoded(changed, held.data.classes).preprocessing.objective == objective
+            assert held.source.encode(changed, held.data.classes).preprocessing.objective == objective
         else:
             with pytest.raises(UserError, match="another task"):
-                held.source.encoded(changed, held.data.classes)
+                held.source.encode(changed, held.data.classes)

@@ -133,8 +133,8 @@ def test_reading_ahead_stops_with_the_loop() -> None:
     orders = list(torch.arange(40).split(7))
     for rows, expected in zip(data.read_ahead(orders, 2), orders, strict=True):
         assert rows is expected
-        assert torch.equal((data.stored(rows)[:, 0, 0, 0] * 255).round().long(), rows)
+        assert torch.equal((data.stored_rows(rows)[:, 0, 0, 0] * 255).round().long(), rows)
     some = data.read_ahead(orders, 2)
     next(some)
     some.close()
-    assert torch.equal((data.stored(orders[3])[:, 0, 0, 0] * 255).round().long(), orders[3])
+    assert torch.equal((data.stored_rows(orders[3])[:, 0, 0, 0] * 255).round().long(), orders[3])

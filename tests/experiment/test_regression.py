@@ -153,7 +153,7 @@ def test_the_losses() -> None:
     for loss, value in (("squared", 2.125), ("absolute", 1.25), ("huber", 0.8125)):
         objective = Regression(loss=loss, mean=10.0, std=3.0)
         assert float(objective.loss(outputs, labels)) == pytest.approx(value)
-    assert objective.predicted(outputs).tolist() == [16.0, 11.5]
+    assert objective.predict(outputs).tolist() == [16.0, 11.5]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import fedshift
 from fedshift.api import Results
 from fedshift.cli.app import app
 from fedshift.data.builders.discs_and_cups import DiscsAndCups
-from fedshift.data.checks import checked
+from fedshift.data.checks import check_dataset
 from fedshift.data.domain import Domain
 from fedshift.deploy.audit.leakage import audit_leakage
 from fedshift.errors import UserError
@@ -256,5 +256,5 @@ def test_a_site_without_a_structure_is_told() -> None:
     masks = north.masks.copy()
     masks[:, 0] = 0
     bare = Domain("north", north.inputs, north.labels, masks=masks)
-    warnings = checked(replace(data, domains={**data.domains, "north": bare}, warnings=())).warnings
+    warnings = check_dataset(replace(data, domains={**data.domains, "north": bare}, warnings=())).warnings
     assert "site 'north' has no sample of structure cup: reported per structure, not an error" in warnings

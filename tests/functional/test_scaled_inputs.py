@@ -463,7 +463,7 @@ def test_objectives_at_every_scale(
 
     inputs = drawn((shape,), scale, 0, rounded)
     check(lambda x: objective.loss(x, true(x)), inputs, 2e-3)
-    check(lambda x: objective.smoothed(x, true(x), 0.1), inputs, 2e-3)
+    check(lambda x: objective.smoothed_loss(x, true(x), 0.1), inputs, 2e-3)
     assert objective.scores(inputs[0]).isfinite().all()
     together = objective.together(torch.stack([inputs[0], -inputs[0], 2 * inputs[0]]))
     assert together.isfinite().all()

@@ -99,7 +99,7 @@ def print_predictions(
     else:
         head = ["sample", *(["label"] if labelled else []), "predicted", "probability"]
         if not trained.objective.has_probabilities:
-            head = [*head[:-2], trained.objective.described(trained.classes)]
+            head = [*head[:-2], trained.objective.describe(trained.classes)]
         rows = []
         for p in predictions:
             label = [p.label or ""] if labelled else []

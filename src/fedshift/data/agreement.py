@@ -14,7 +14,7 @@ import numpy as np
 from fedshift.data.codings import category_warnings, fewer, in_quotes, sums_warnings
 from fedshift.data.domain import Preprocessing
 from fedshift.data.tables import TableStatistics, agreed_encoding, moments
-from fedshift.data.tasks.task_fields import scaled
+from fedshift.data.tasks.task_fields import with_label_scale
 from fedshift.errors import UserError
 
 MOMENTS, TABLE = "moments", "table"
@@ -42,7 +42,7 @@ def differences(given: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """Warnings about columns whose sums or categories differ between sites as codes, units and mistakes do.
 
     Args:
-        given: site → what it sent. Sites that describe different columns are left to `agreed`.
+        given: site → what it sent. Sites that describe different columns are left to `common_encoding`.
     """
     if len(given) < 2:
         return
@@ -85,7 +85,7 @@ def _moments_differ(given: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         )
 
 
-def agreed(
+def common_encoding(
     given: Mapping[str, Mapping[str, Any]], preprocessing: Preprocessing, labelled: Collection[str] | None = None
 ) -> Preprocessing:
     """The encoding that all sites use.
@@ -111,7 +111,7 @@ def agreed(
         sums = [item.get("label") for site, item in given.items() if labelled is None or site in labelled]
         if None in sums:
             raise UserError("a site gives no sums of its labels: all sites must name the same data.task")
-        objective = scaled(objective, [item for item in sums if item is not None])
+        objective = with_label_scale(objective, [item for item in sums if item is not None])
     if first["kind"] == TABLE:
         statistics = [
             TableStatistics(

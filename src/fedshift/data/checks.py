@@ -11,7 +11,7 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
-from fedshift.data.codings import quoted
+from fedshift.data.codings import quote
 from fedshift.data.domain import NO_TOKEN, DataSet, Domain, SparseRows
 from fedshift.data.splits import check_fixed_split, check_some_train
 from fedshift.errors import UserError
@@ -25,7 +25,7 @@ _MOST_LINES = 20
 """Sites that have a warning each."""
 
 
-def checked(dataset: DataSet) -> DataSet:
+def check_dataset(dataset: DataSet) -> DataSet:
     """Check a data set. Every builder ends with this call.
 
     Args:
@@ -83,7 +83,7 @@ def check_site_names(where: str, names: Iterable[str]) -> None:
     alike = names_alike(names)
     if alike is not None:
         raise UserError(
-            f"{where}: sites {quoted(alike[0])} and {quoted(alike[1])} have one name, but for capitals, spaces or "
+            f"{where}: sites {quote(alike[0])} and {quote(alike[1])} have one name, but for capitals, spaces or "
             "Unicode forms: write it in one way if they are one site, or rename one"
         )
 
@@ -266,14 +266,14 @@ def absent_classes(dataset: DataSet, domain: Domain) -> tuple[str, ...]:
     return tuple(dataset.classes[number] for number in np.flatnonzero(counts == 0))
 
 
-def agreed_classes(found: Mapping[str, Collection[str]], *, what: str, allow_missing: bool) -> tuple[str, ...]:
+def agreed_classes(classes: Mapping[str, Collection[str]], *, what: str, allow_missing: bool) -> tuple[str, ...]:
     """The classes of all sites together.
 
     A site may lack classes that another one has. When two sites each have a class that the other lacks, such as
     {cat, dog} and {cat, dogs}, one of them is probably misspelt.
 
     Args:
-        found: site → names of the classes it has.
+        classes: site → names of the classes it has.
         what: what the names are, for the message.
         allow_missing: accept two sites that each have a class that the other lacks.
 
@@ -284,10 +284,10 @@ def agreed_classes(found: Mapping[str, Collection[str]], *, what: str, allow_mis
         UserError: two sites each have a class that the other lacks; lists the classes of both. Or the names are numbers
             that look like a quantity.
     """
-    _check_no_quantity(found, what, allow_missing)
+    _check_no_quantity(classes, what, allow_missing)
     if not allow_missing:
         unlike: dict[frozenset[str], str] = {}  # of thousands of sites, few differ in their classes
-        for site, names in found.items():
+        for site, names in classes.items():
             unlike.setdefault(frozenset(names), site)
         for (first, item), (second, other) in combinations(unlike.items(), 2):
             if not first <= second and not second <= first:
@@ -297,7 +297,7 @@ def agreed_classes(found: Mapping[str, Collection[str]], *, what: str, allow_mis
                     "Make the names equal (of tables: data.labels), or set data.missing_classes=allow if each truly "
                     "lacks a class of the other"
                 )
-    return natural_order({name for names in found.values() for name in names})
+    return natural_order({name for names in classes.values() for name in names})
 
 
 def _spelt_otherwise(site: str, names: Collection[str], others: Collection[str]) -> str:
@@ -308,15 +308,15 @@ def _spelt_otherwise(site: str, names: Collection[str], others: Collection[str])
     return ""
 
 
-def _check_no_quantity(found: Mapping[str, Collection[str]], what: str, allow_missing: bool) -> None:
+def _check_no_quantity(classes: Mapping[str, Collection[str]], what: str, allow_missing: bool) -> None:
     """Raise UserError where the label looks like a quantity: many numbers with decimals, or many whole ones."""
-    names = {name for names in found.values() for name in names}
+    names = {name for names in classes.values() for name in names}
     try:
         numbers = {name: float(name) for name in names}
     except ValueError:
         return
     broken = [name for name, number in numbers.items() if not number.is_integer()]
-    differ = not allow_missing and len({frozenset(names) for names in found.values()}) > 1
+    differ = not allow_missing and len({frozenset(names) for names in classes.values()}) > 1
     if (broken and len(names) > _MOST_BROKEN) or (differ and len(names) > _MOST_WHOLE):
         example = min(broken or names, key=len)
         raise UserError(

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from fedshift.data.identifiers import names_rows
 from fedshift.data.table_files import Columns, canonical, is_missing
+from fedshift.text import listed
 
 _FOREIGN = 0.1
 """The share of a site's rows from which a category that no other site has looks like another coding."""
@@ -87,7 +88,7 @@ class Column:
         """The share of the rows with a value that have this one."""
         return float(self.rows[self.values == value].sum()) / self.count if self.count else 0.0
 
-    def repeated(self) -> list[float]:
+    def frequent_values(self) -> list[float]:
         """The values that a considerable share of the rows has."""
         result: list[float] = self.values[self.rows / self.count >= _REPEATED].tolist() if self.count else []
         return result
@@ -133,7 +134,7 @@ Numbers = Mapping[str, Mapping[str, Column]]
 """Numeric column, in the words of messages → site → its values."""
 
 
-def counted(table: Columns, numeric: Sequence[str], categorical: Sequence[str]) -> dict[str, Column | Categories]:
+def count_columns(table: Columns, numeric: Sequence[str], categorical: Sequence[str]) -> dict[str, Column | Categories]:
     """The values of the columns of a table, and how many rows have each."""
     return {
         **{name: Column.of(Counter(table.column(name))) for name in numeric},
@@ -203,7 +204,7 @@ def named_warnings(columns: Counted) -> Iterator[str]:
     for name, sites in result.items():
         if any(map(names_rows, (*sites.values(), _together(sites)))):
             continue  # a warning shows no number of a patient, whatever may leave the site
-        shown = {site: {quoted(what): count for what, count in item.items()} for site, item in sites.items()}
+        shown = {site: {quote(what): count for what, count in item.items()} for site, item in sites.items()}
         yield from (
             list(category_warnings(name, sites)) or list(_slips(name, sites)) or list(_constant(in_quotes(name), shown))
         )
@@ -244,12 +245,12 @@ def category_warnings(column: str, sites: Mapping[str, Mapping[str, int | None]]
         return
     respelt = list(_respelt(sites))
     if respelt:
-        yield f"column '{column}' spells a category in more than one way: {_listed(respelt)}; {_ONE_SPELLING}"
+        yield f"column '{column}' spells a category in more than one way: {_list_some(respelt)}; {_ONE_SPELLING}"
         return
     foreign = {site: _foreign(site, sites) for site in sites}
     unlike = [text for site, names in foreign.items() if names and (text := _unlike(site, names, sites))]
     if not unlike:
-        groups = _unconnected(sites)
+        groups = _separate_groups(sites)
         unlike = [f"{_names(group)} {_has(group)} {_listing(known)}" for group, known in groups] if groups else []
     if unlike:
         yield f"column '{column}' is coded otherwise at some sites: {'; '.join(unlike[: _MOST_NAMED + 1])}"
@@ -268,7 +269,7 @@ def _respelt(sites: Mapping[str, Mapping[str, int | None]]) -> Iterator[str]:
                 if category != usual:
                     where = ", ".join(f"'{site}'{_of_rows([category], sites[site])}" for site in having)
                     elsewhere = ", ".join(f"'{site}'" for site in same[usual][:_MOST_NAMED])
-                    yield f"{quoted(category)} at {where} is {quoted(usual)} at {elsewhere}"
+                    yield f"{quote(category)} at {where} is {quote(usual)} at {elsewhere}"
 
 
 def _foreign(site: str, sites: Mapping[str, Mapping[str, int | None]]) -> list[str]:
@@ -299,7 +300,7 @@ def _of_rows(names: Sequence[str], named: Mapping[str, int | None]) -> str:
     return f" ({100 * sum(named[name] or 0 for name in names) / sum(whole):.3g} % of its rows)"
 
 
-def _unconnected(sites: Mapping[str, Mapping[str, int | None]]) -> list[tuple[list[str], list[str]]]:
+def _separate_groups(sites: Mapping[str, Mapping[str, int | None]]) -> list[tuple[list[str], list[str]]]:
     """Groups of sites, with their categories, such that two groups have none in common; empty where all are linked."""
     groups: list[tuple[list[str], set[str]]] = []
     for site, named in sites.items():
@@ -321,23 +322,22 @@ def _slips(column: str, sites: Mapping[str, Mapping[str, int]]) -> Iterator[str]
             rare = min(same, key=lambda category: named[category])
             if len(same) > 1 and named[rare] < _RARE * sum(named.values()):
                 usual = max(same, key=lambda category: named[category])
-                result.append(f"{quoted(rare)} ({named[rare]} rows) and {quoted(usual)} at '{site}'")
+                result.append(f"{quote(rare)} ({named[rare]} rows) and {quote(usual)} at '{site}'")
     if result:
-        yield f"column '{column}' spells a category in more than one way: {_listed(result)}; {_ONE_SPELLING}"
+        yield f"column '{column}' spells a category in more than one way: {_list_some(result)}; {_ONE_SPELLING}"
 
 
-def quoted(category: str) -> str:
+def quote(category: str) -> str:
     """A category in a message: what differs in its Unicode form only is shown by its code points."""
     plain = category.isascii() or category == unicodedata.normalize("NFC", category)
     return f"'{category}'" if plain else f"{category!a}"
 
 
 def _listing(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(map(quoted, sorted(names)[:_MOST_NAMED])) + more
+    return listed([quote(name) for name in sorted(names)], _MOST_NAMED)
 
 
-def _listed(parts: Sequence[str]) -> str:
+def _list_some(parts: Sequence[str]) -> str:
     more = f"; and {len(parts) - _MOST_NAMED} more" if len(parts) > _MOST_NAMED else ""
     return "; ".join(parts[:_MOST_NAMED]) + more
 
@@ -362,34 +362,34 @@ def _has(sites: Sequence[str]) -> str:
 def codes_of(sites: Mapping[str, Column]) -> list[float]:
     """The numbers at the ends of a column's range that look like codes for "missing"."""
     ends = {float(value) for site in sites.values() if site.count for value in (site.values[0], site.values[-1])}
-    repeated = {value for site in sites.values() for value in site.repeated()}
+    repeated = {value for site in sites.values() for value in site.frequent_values()}
     suspects = sorted(ends & repeated)
     if not suspects:
         return []
-    rest = pooled(list(sites.values())).without([value for value in suspects if value in _CODES])
+    rest = pool_columns(list(sites.values())).without([value for value in suspects if value in _CODES])
     lowest, highest = (rest.values[0], rest.values[-1]) if len(rest.values) else (0.0, 0.0)
     outer = [value for value in suspects if not lowest < value < highest]  # of many sites few ends are ends of all
     return [value for value in outer if _is_code(value, rest.without([value]), sites)]
 
 
-def _codes(column: str, sites: Mapping[str, Column], found: Sequence[float]) -> Iterator[str]:
-    if not found:
+def _codes(column: str, sites: Mapping[str, Column], codes: Sequence[float]) -> Iterator[str]:
+    if not codes:
         return
-    mean, deviation = moments_of(pooled(list(sites.values())).without(found))
+    mean, deviation = moments_of(pool_columns(list(sites.values())).without(codes))
     where = [
         f"{value:g} in {_share(item.share(value))} of the rows of '{site}'"
-        for value in found
+        for value in codes
         for site, item in sites.items()
         if item.share(value) > 0
     ]
-    means = "it means" if len(found) == 1 else "they mean"
+    means = "it means" if len(codes) == 1 else "they mean"
     yield (
         f"{column} has {_of_sites(where)}, the other values are {mean:.4g} ± {deviation:.3g}: if {means} "
         "missing, set data.missing_values, or leave such cells empty"
     )
 
 
-def pooled(columns: Sequence[Column]) -> Column:
+def pool_columns(columns: Sequence[Column]) -> Column:
     """The values of several sites together."""
     values, position = np.unique(np.concatenate([column.values for column in columns]), return_inverse=True)
     weights = np.concatenate([column.rows for column in columns])
@@ -437,8 +437,8 @@ def _other_digits(column: str, sites: Mapping[str, Column]) -> Iterator[str]:
     pairs = {site: tuple(item.values.tolist()) for site, item in sites.items() if item.count >= _ENOUGH}
     known = {site: pair for site, pair in pairs.items() if len(pair) == 2}
     if len(set(known.values())) > 1 and all(len(pair) <= 2 for pair in pairs.values()):
-        listed = [f"{low:g} and {high:g} at '{site}'" for site, (low, high) in known.items()]
-        yield f"{column} is coded otherwise at some sites: {_listed(listed)}"
+        parts = [f"{low:g} and {high:g} at '{site}'" for site, (low, high) in known.items()]
+        yield f"{column} is coded otherwise at some sites: {_list_some(parts)}"
 
 
 def _share(share: float) -> str:
@@ -458,7 +458,7 @@ def _constant(column: str, sites: Mapping[str, Mapping[str, int]]) -> Iterator[s
         if share**rows < _CHANCE:
             result.append(f"{value} in all {rows} rows with a value at '{site}' and in {100 * share:.3g} % elsewhere")
     if result:
-        yield f"{column} never changes at some sites: {_listed(result)}"
+        yield f"{column} never changes at some sites: {_list_some(result)}"
 
 
 def fewer(warnings: Iterable[str], most: int = 10) -> Iterator[str]:
@@ -512,10 +512,10 @@ def sums_warnings(columns: Mapping[str, Mapping[str, tuple[int, float, float]]])
         if zero_or_one:
             continue  # a sign that few patients have may be 0 for all of a site, and says nothing of units
         if constant and len(constant) < len(known):
-            listed = [
+            parts = [
                 f"{mean:g} in all {sums[site][0]} rows with a value at '{site}'" for site, mean in constant.items()
             ]
-            yield f"{column} never changes at some sites: {_listed(listed)}"
+            yield f"{column} never changes at some sites: {_list_some(parts)}"
         scaled[column] = {site: item for site, item in known.items() if sums[site][0] >= _SITE}
     yield from scale_warnings({column: sites for column, sites in scaled.items() if _in_proportion(sites)})
 

@@ -118,7 +118,7 @@ def read_query(
     except UserError:
         raise
     except (sqlalchemy.exc.SQLAlchemyError, ImportError, sqlite3.Error) as error:
-        raise _refused(where, held, getattr(error, "orig", None) or error, secret) from None
+        raise _refusal(where, held, getattr(error, "orig", None) or error, secret) from None
     _check_names(where, names)
     return from_columns(where, {name: [row[at] for row in rows] for at, name in enumerate(names)}, form, numeric)
 
@@ -132,7 +132,7 @@ def _check_names(where: str, names: list[str]) -> None:
         )
 
 
-def _refused(where: str, held: Database, error: BaseException, secret: str | None) -> UserError:
+def _refusal(where: str, held: Database, error: BaseException, secret: str | None) -> UserError:
     """What a database says, in one line without the password; it may quote cells, so others read none of it."""
     text = " ".join(str(error).split())
     if secret:

@@ -170,7 +170,7 @@ class Preprocessing(BaseModel):
         size: height and width of square images.
         mean: per channel or column, of values in [0, 1] for images.
         std: per channel or column.
-        shape: shape of one stored sample, (channels, height, width) or (d,); `fedshift.data.checks.checked` sets it.
+        shape: shape of one stored sample, (channels, height, width) or (d,), which `check_dataset` sets.
         table: the encoding of a table (see `fedshift.data.tables`).
         backbone: which frozen network made features from images, and how (see `fedshift.experiment.features`).
         text: how text becomes tokens (see `fedshift.data.text_columns`).
@@ -230,7 +230,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class DataSet:
-    """Domains that share classes and input shape. Built by `DataSource.build`, checked by `checked`.
+    """Domains that share classes and input shape. Built by `DataSource.build`, checked by `check_dataset`.
 
     ``classes`` names what a network has an output for: classes, structures, or for regression the one label.
     ``columns`` are those of tables before missing cells are filled. ``sides`` has the shorter sides, in pixels, of some
@@ -312,7 +312,7 @@ class DataSource(BaseModel):
         """The `TableStatistics` of one site's table; None if it is no table. ``ranges`` as for `site_statistics`."""
         return None
 
-    def encoded(self, preprocessing: Preprocessing, classes: tuple[str, ...]) -> DataSet:
+    def encode(self, preprocessing: Preprocessing, classes: tuple[str, ...]) -> DataSet:
         """The data in the agreed encoding.
 
         Args:

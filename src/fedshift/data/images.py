@@ -115,7 +115,7 @@ class Decoded(NamedTuple):
     paged: tuple[int, ...]
 
 
-class _One(NamedTuple):
+class _Image(NamedTuple):
     pixels: Grey
     deep: Deep | None
     paged: bool
@@ -190,7 +190,7 @@ def finite_range(values: Values) -> tuple[float, float]:
     return (float(values.min()), float(values.max())) if values.size else (np.inf, -np.inf)
 
 
-def scaled(values: Values, low: float, high: float) -> Grey:
+def scale_to_grey(values: Values, low: float, high: float) -> Grey:
     """Values as 0 (``low`` and below) to 255 (``high`` and above); what is not finite is 0."""
     share = values.astype(np.float64)
     with np.errstate(invalid="ignore"):
@@ -232,7 +232,7 @@ def decode(
     return _decode(file, channels, height, width, mask, window).pixels
 
 
-def _decode(file: ImageFile, channels: int, height: int, width: int, mask: bool, window: Window | None) -> _One:
+def _decode(file: ImageFile, channels: int, height: int, width: int, mask: bool, window: Window | None) -> _Image:
     try:
         with file.open() as stream:
             image: Image.Image = Image.open(BytesIO(stream.read()), formats=FORMATS)
@@ -257,7 +257,7 @@ def _decode(file: ImageFile, channels: int, height: int, width: int, mask: bool,
     pixels = np.asarray(image, dtype=np.uint8)
     if mask:
         pixels = (pixels > 127).astype(np.uint8)
-    return _One(
+    return _Image(
         np.ascontiguousarray(pixels.transpose(2, 0, 1)) if pixels.ndim == 3 else pixels[np.newaxis], deep, paged
     )
 
@@ -315,7 +315,7 @@ def _eight_bits(
             f"image {file.name} holds {kind} from {low:g} to {high:g}, and nothing says which are black and white: set "
             f"data.window to centre and width, such as [{(low + high) / 2:g}, {max(high - low, 1):g}]"
         )
-    grey = scaled(values, *((0.0, form.white or 0.0) if window is None else limits(window)))
+    grey = scale_to_grey(values, *((0.0, form.white or 0.0) if window is None else limits(window)))
     deep = Deep(low, high, form.white or 0.0) if window is None else None
     return Image.fromarray(255 - grey if form.turned else grey), deep
 
@@ -342,7 +342,7 @@ def _has_pages(image: Image.Image) -> bool:
     return image.format != "MPO" and bool(getattr(image, "is_animated", False))
 
 
-def paged(files: Sequence[ImageFile]) -> list[int]:
+def paged_files(files: Sequence[ImageFile]) -> list[int]:
     """The numbers of the files that have further pages or frames, without decoding pixels."""
     return [number for number, file in enumerate(files) if _opens_with_pages(file)]
 
@@ -418,7 +418,7 @@ def unreadable(files: Sequence[ImageFile], window: Window | None = None) -> list
     return result
 
 
-def decoded(
+def decode_all(
     files: Sequence[ImageFile],
     channels: int,
     height: int,
@@ -453,15 +453,15 @@ def decoded(
     target = folder / f"{label}-{digest.hexdigest()[:24]}.npy"
     shape = (len(files), channels, height, width)
     if present_key() is not None:
-        return _encrypted(target, shape, _in_order(files, channels, height, width, mask, window))
-    known = _cached(target, shape)
+        return _load_encrypted(target, shape, _in_order(files, channels, height, width, mask, window))
+    known = _read_cache(target, shape)
     if known is not None:
         return known
     aside = target.with_suffix(".part")
     try:
         # Waits if another process decodes the same images, then uses its result.
         with hold_claim(aside) as claim, _fresh(aside) as stream:
-            if (known := _cached(target, shape)) is not None:
+            if (known := _read_cache(target, shape)) is not None:
                 return known
             if target.exists():
                 warnings.warn(f"{target} was damaged: its images are decoded again", stacklevel=2)
@@ -473,17 +473,17 @@ def decoded(
             f"cannot write decoded images to {folder} ({error.strerror}): free some space, or set FEDSHIFT_CACHE "
             "to another folder"
         ) from error
-    written = _cached(target, shape)
+    written = _read_cache(target, shape)
     if written is None:
         raise UserError(f"the decoded images in {target} cannot be read back: remove the file and run again")
     return written
 
 
-def _encrypted(target: Path, shape: tuple[int, ...], images: Iterable[_One]) -> Decoded:
+def _load_encrypted(target: Path, shape: tuple[int, ...], images: Iterable[_Image]) -> Decoded:
     """The images from an encrypted cache file, or decoded now and written to one."""
     if target.exists():
         try:
-            return _parsed(read_private(target), shape)
+            return _parse_cache(read_private(target), shape)
         except (UserError, *_NOT_WHOLE):
             warnings.warn(
                 f"{target} was damaged, or written with another key: its images are decoded again", stacklevel=3
@@ -491,10 +491,10 @@ def _encrypted(target: Path, shape: tuple[int, ...], images: Iterable[_One]) -> 
     stream = BytesIO()
     _write(stream, shape, images)
     write_private(target, stream.getvalue())
-    return _parsed(stream.getvalue(), shape)
+    return _parse_cache(stream.getvalue(), shape)
 
 
-def _parsed(content: bytes, shape: tuple[int, ...]) -> Decoded:
+def _parse_cache(content: bytes, shape: tuple[int, ...]) -> Decoded:
     """What `_write` wrote.
 
     Raises:
@@ -507,17 +507,17 @@ def _parsed(content: bytes, shape: tuple[int, ...]) -> Decoded:
     return _with_what_is_beside(array, stream.read())
 
 
-def _with_what_is_beside(found: Grey, rest: bytes) -> Decoded:
+def _with_what_is_beside(pixels: Grey, rest: bytes) -> Decoded:
     """The array of a cache file, and what else is known, which stands behind it and before the CRC."""
     beside = json.loads(rest[:-_CRC])
     deep = {
         int(number): Deep(float(low), float(high), float(white), bool(colour))
         for number, (low, high, white, colour) in beside["deep"].items()
     }
-    return Decoded(found, deep, tuple(map(int, beside["paged"])))
+    return Decoded(pixels, deep, tuple(map(int, beside["paged"])))
 
 
-def _write(stream: IO[bytes], shape: tuple[int, ...], images: Iterable[_One]) -> None:
+def _write(stream: IO[bytes], shape: tuple[int, ...], images: Iterable[_Image]) -> None:
     """Write a cache file: the array; behind it, where numpy does not look, what else is known; the CRC of all that."""
     checksum, deep, paged = 0, {}, []
 
@@ -554,7 +554,7 @@ def _fresh(path: Path) -> Iterator[IO[bytes]]:
 
 def _in_order(
     files: Sequence[ImageFile], channels: int, height: int, width: int, mask: bool, window: Window | None
-) -> Iterator[_One]:
+) -> Iterator[_Image]:
     with ThreadPoolExecutor(_THREADS) as pool:
         for begin in range(0, len(files), 256):  # in pieces, so that few decoded images wait in memory
             yield from pool.map(
@@ -562,7 +562,7 @@ def _in_order(
             )
 
 
-def _cached(path: Path, shape: tuple[int, ...]) -> Decoded | None:
+def _read_cache(path: Path, shape: tuple[int, ...]) -> Decoded | None:
     try:
         if not _is_whole(path):
             return None

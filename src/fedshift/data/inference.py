@@ -14,7 +14,7 @@ from fedshift.data.builders.medical import is_medical, slices_of
 from fedshift.data.builders.table_labels import Labelling
 from fedshift.data.domain import Dense, Preprocessing
 from fedshift.data.hdf5 import HDF5
-from fedshift.data.images import ImageFile, decode, is_image, on_disk, paged, pages_warning, some_sides
+from fedshift.data.images import ImageFile, decode, is_image, on_disk, paged_files, pages_warning, some_sides
 from fedshift.data.locate import load_arrays
 from fedshift.data.table_files import EXCEL, PARQUET, Columns, SiteFormat, from_columns
 from fedshift.data.tables import TableEncoding, encode_rows, encoding_of, rows_of
@@ -95,43 +95,43 @@ def _texts(samples: Any, text: TextEncoding) -> Columns:
     return from_columns("X", {text.column: list(samples)})
 
 
-def _frame(samples: Any, encoding: TableEncoding, own: SiteFormat | None = None) -> Columns:
+def _frame(samples: Any, encoding: TableEncoding, site_format: SiteFormat | None = None) -> Columns:
     if not hasattr(samples, "columns"):
         raise UserError("X: the model reads tables: give a data frame with their columns, or the path of a .csv")
     numeric = frozenset(column.name for column in encoding.numeric)
-    return rows_of(lambda form: from_columns("X", InMemory(samples).columns(""), form, numeric), encoding, own)
+    return rows_of(lambda form: from_columns("X", InMemory(samples).columns(""), form, numeric), encoding, site_format)
 
 
 def table_to_predict(
-    samples: Path | Any, preprocessing: Preprocessing, own: SiteFormat | None = None
+    samples: Path | Any, preprocessing: Preprocessing, site_format: SiteFormat | None = None
 ) -> Columns | None:
     """The table that ``samples`` are, read once for its rows, labels and checks; None if they are none.
 
     Args:
         samples: as for `load_for_prediction` or `samples_in_memory`.
         preprocessing: the preprocessing saved with the model.
-        own: how the table is written, where it differs from those of the training; None: as these.
+        site_format: how the table is written, where it differs from those of the training; None: as these.
 
     Raises:
-        UserError: the model reads tables, and the samples cannot be read as one; or they are none, and ``own`` says how
-            they are written.
+        UserError: the model reads tables, and the samples cannot be read as one; or they are none, and ``site_format``
+            says how they are written.
     """
     text = text_encoding_of(preprocessing)
     is_table = isinstance(samples, Path) and samples.is_file() and samples.suffix.lower() in _TABLES
     if text is not None and (is_table or not isinstance(samples, Path)):
         known = text.columns() if preprocessing.table is None else encoding_of(preprocessing)
         if isinstance(samples, Path):
-            return rows_of(samples, known, own)
-        return _frame(samples, known, own) if hasattr(samples, "columns") else _texts(samples, text)
+            return rows_of(samples, known, site_format)
+        return _frame(samples, known, site_format) if hasattr(samples, "columns") else _texts(samples, text)
     if preprocessing.kind != "table":
-        if own is not None:
+        if site_format is not None:
             raise UserError(f"data.… says how tables are written, but the model reads {preprocessing.kind} inputs")
         return None
     if not isinstance(samples, Path):
-        return _frame(samples, encoding_of(preprocessing), own)
+        return _frame(samples, encoding_of(preprocessing), site_format)
     if not is_table:
         return None
-    return rows_of(samples, encoding_of(preprocessing), own)
+    return rows_of(samples, encoding_of(preprocessing), site_format)
 
 
 def known_labels(
@@ -157,7 +157,7 @@ def known_labels(
         UserError: ``y`` has another length than the samples.
     """
     if isinstance(samples, Columns):
-        return None if by is None else by.known(samples)
+        return None if by is None else by.row_classes(samples)
     if not isinstance(samples, Path):
         return None
     if samples.suffix.lower() in _ARRAYS and samples.is_file():
@@ -221,7 +221,7 @@ def stored_sides(path: Path) -> tuple[int, ...]:
 def further_pages(path: Path) -> str | None:
     """A warning if image files in or at a path have pages or frames after the first, which are not predicted."""
     files = [on_disk(file) for file in _image_files(path) if is_image(file.name)]
-    more = paged(files)
+    more = paged_files(files)
     return pages_warning([files[number].name for number in more]) if more else None
 
 

@@ -130,14 +130,14 @@ class InputShift:
     @property
     def warning(self) -> str | None:
         """What is unusual, in one line; None if nothing is."""
-        return self._described([column for column in self.columns if column.reasons], self.images)
+        return self._describe([column for column in self.columns if column.reasons], self.images)
 
     @property
     def refusal(self) -> str | None:
         """What is too unusual to be predicted, in one line; None if nothing is."""
-        return self._described([column for column in self.columns if column.is_refused], self.refused_images)
+        return self._describe([column for column in self.columns if column.is_refused], self.refused_images)
 
-    def _described(self, columns: Sequence[ColumnShift], images: Sequence[str]) -> str | None:
+    def _describe(self, columns: Sequence[ColumnShift], images: Sequence[str]) -> str | None:
         if not columns and not images:
             return None
         named = (f"column '{one_line(column.name)}': {', '.join(column.reasons)}" for column in columns[:_MOST_COLUMNS])
@@ -235,11 +235,11 @@ def _of_numbers(name: str, mean: float, std: float, may_miss: bool, values: npt.
     common = None
     if len(there) >= ENOUGH:
         with np.errstate(over="ignore", invalid="ignore"):
-            own, deviation = float(there.mean()), float(there.std())
-        details["moments"] = f"{own:.4g} ± {deviation:.3g}, in training {mean:.4g} ± {std:.3g}"
+            new_mean, deviation = float(there.mean()), float(there.std())
+        details["moments"] = f"{new_mean:.4g} ± {deviation:.3g}, in training {mean:.4g} ± {std:.3g}"
         # Where most values are one, such as 0, the deviation says how many are not, and nothing of units.
         spread = len(there) >= MANY and np.mean(there == np.median(there)) <= 0.5
-        common = overlap(mean, std, own, deviation if spread else max(deviation, std))
+        common = overlap(mean, std, new_mean, deviation if spread else max(deviation, std))
     return ColumnShift(
         name,
         rows,

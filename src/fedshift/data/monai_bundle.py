@@ -142,7 +142,7 @@ def transforms_of(bundle: Bundle) -> list[Any]:
     ]
 
 
-def transformed(
+def transform_volume(
     bundle: Bundle, transforms: Sequence[Any], values: Array, affine: Array, masks: Sequence[Array], name: str
 ) -> list[Array]:
     """A volume and its masks behind a bundle's transforms, which know them as ``image`` and ``label``.

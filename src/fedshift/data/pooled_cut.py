@@ -59,7 +59,7 @@ class PooledCut(BaseModel):
         numbers = np.repeat(np.arange(len(domains)), [len(domain) for domain in domains])
         self._check(domains, len(numbers))
         generator = np.random.default_rng([18, self.sites])
-        whole = pooled(domains)
+        whole = pool_domains(domains)
         if self.by == "domains":
             parts = _by_counts(numbers, mixed_counts(np.bincount(numbers), self.sites, self.mix), generator)
         elif self.by == "sites":
@@ -86,7 +86,7 @@ class PooledCut(BaseModel):
             raise UserError("protocol.pool.by: labels that are no classes cannot decide: write domains")
 
 
-def pooled(domains: Sequence[Domain]) -> Domain:
+def pool_domains(domains: Sequence[Domain]) -> Domain:
     """All samples of the domains in one, in their order. A split of its own stays if each of them has one."""
     starts = np.cumsum([0, *(len(domain) for domain in domains[:-1])])
 
@@ -162,14 +162,14 @@ def mixed_counts(sizes: Sequence[int] | Counts, sites: int, mix: float) -> Count
         ([[6, 0], [0, 4]], [[3, 3], [2, 2]])
     """
     totals = np.asarray(sizes, dtype=np.int64)
-    wanted = mix * totals[:, None] / sites + (1 - mix) * _unmixed(totals, sites)
+    wanted = mix * totals[:, None] / sites + (1 - mix) * _unmixed_counts(totals, sites)
     counts = np.floor(wanted + 1e-9).astype(np.int64)
     for row, total, exact in zip(counts, totals, wanted, strict=True):
         row[np.argsort(row - exact, kind="stable")[: total - row.sum()]] += 1
     return counts
 
 
-def _unmixed(sizes: Counts, sites: int) -> Counts:
+def _unmixed_counts(sizes: Counts, sites: int) -> Counts:
     counts = np.zeros((len(sizes), sites), dtype=np.int64)
     if sites < len(sizes):
         for domain in np.argsort(-sizes, kind="stable"):

@@ -18,7 +18,7 @@ from fedshift.data.transforms import (
     Augmentation,
     augment,
     augment_with_masks,
-    normalised,
+    normalise,
     random_parts,
     to_network,
     to_unit,
@@ -84,7 +84,7 @@ class SiteData:
         self._restyle: Restyle | None = None
         self._ahead: tuple[Tensor, Tensor] | None = None
 
-    def restyled(self, restyle: Restyle) -> SiteData:
+    def with_restyle(self, restyle: Restyle) -> SiteData:
         """The same samples, changed by ``restyle`` whenever they are drawn for training, before augmentation."""
         other = copy.copy(self)
         other._restyle = restyle
@@ -125,18 +125,18 @@ class SiteData:
         masks = self._gather(rows.cpu().numpy(), self._masks).to(self.device).float() if self._masks else None
         if generator is None or self.deterministic:
             return self._plain(rows, position), labels if masks is None else masks, numbers
-        images = self.stored(rows)
+        images = self.stored_rows(rows)
         if self._restyle is not None:
             images = self._restyle(images, rows, generator)
         if images.dim() != 4:
             if self.preprocessing.patch is not None:
                 images, masks = random_parts(images, masks, self.preprocessing.patch, generator)
-            return normalised(images, self.preprocessing), labels if masks is None else masks, numbers
+            return normalise(images, self.preprocessing), labels if masks is None else masks, numbers
         if masks is None:
             images = augment(images, self.augmentation, generator)
         else:
             images, labels = augment_with_masks(images, masks, self.augmentation, generator)
-        inputs = normalised(images, self.preprocessing).contiguous(memory_format=torch.channels_last)
+        inputs = normalise(images, self.preprocessing).contiguous(memory_format=torch.channels_last)
         return inputs, labels, numbers
 
     def read_ahead(self, orders: Iterable[Tensor], threads: int) -> Iterator[Tensor]:
@@ -172,7 +172,7 @@ class SiteData:
             return self._ahead[1]
         return self._gather(rows.cpu().numpy(), self._inputs, self._scales)
 
-    def stored(self, rows: Tensor) -> Tensor:
+    def stored_rows(self, rows: Tensor) -> Tensor:
         """The given rows before normalisation, on the device: images have values in [0, 1]."""
         self._note(rows)
         return to_unit(self._raw(rows), self.device)
@@ -203,12 +203,12 @@ class SiteData:
         if not (self._cacheable and self.deterministic):
             return to_network(self._raw(rows), self.preprocessing, self.device)
         if self._cache is None:
-            self._cache = self._converted()
+            self._cache = self._convert_all()
         chosen = self._cache.index_select(0, place)
         # The cache is (n, h, w, c): rows are selected in that layout, so the permuted view is channels-last, no copy.
         return chosen.permute(0, 3, 1, 2) if chosen.dim() == 4 else chosen
 
-    def _converted(self) -> Tensor:
+    def _convert_all(self) -> Tensor:
         channels_last = len(self.input_shape) == 3
         shape = (*self.input_shape[1:], self.input_shape[0]) if channels_last else self.input_shape
         tokens = self.preprocessing.kind == "tokens"

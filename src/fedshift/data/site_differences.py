@@ -26,6 +26,7 @@ from fedshift.data.codings import (
     scale_warnings,
 )
 from fedshift.data.domain import DataSet, Domain, Rows, SparseRows
+from fedshift.text import listed
 
 _ENOUGH = 30
 """Samples of a site from which its columns are compared with those of others."""
@@ -64,8 +65,8 @@ def site_differences(data: DataSet, parts: Parts | None = None) -> tuple[str, ..
     numbers, prints = _numbers(data), _prints(data)
     codes = {column: codes_of(sites) for column, sites in numbers.items()}
     return (
-        *_fewer_pairs(_shared(data, prints)),
-        *_repeated(data, prints, parts),
+        *_fewer_pairs(_shared_samples(data, prints)),
+        *_repeated_samples(data, prints, parts),
         *_shared_ids(data),
         *(_scales(numbers, codes) if data.preprocessing.standardise is None else ()),
         *_codings(data, numbers, codes),
@@ -95,7 +96,7 @@ def _fewer_pairs(warnings: Iterable[str]) -> Iterator[str]:
         yield f"{len(result) - _MOST_PAIRS} more pairs of sites hold or share equal samples"
 
 
-def _shared(data: DataSet, prints: Prints) -> Iterator[str]:
+def _shared_samples(data: DataSet, prints: Prints) -> Iterator[str]:
     """The pairs of sites that share samples: one image is enough; of rows, which can be alike by chance, half."""
     domains = {name: domain for name, domain in data.domains.items() if not isinstance(domain.inputs, SparseRows)}
     small = bool(prints)
@@ -156,7 +157,7 @@ def _fingerprints(domain: Domain, chosen: Rows | slice = slice(None)) -> list[in
     return [hash(row.tobytes()) for row in inputs]
 
 
-def _repeated(data: DataSet, all_prints: Prints, parts: Parts | None) -> Iterator[str]:
+def _repeated_samples(data: DataSet, all_prints: Prints, parts: Parts | None) -> Iterator[str]:
     """Sites that hold samples more than once, and whether copies are on both sides of a split; of a user's own data."""
     if data.manifest.source != "yours":
         return
@@ -212,10 +213,10 @@ def _shared_ids(data: DataSet) -> Iterator[str]:
         if domain.ids is not None and not _counts_rows(domain.ids)
     }
     twice = {name: sum(count for count in ids.values() if count > 1) for name, ids in named.items()}
-    listed = [f"{count} of {len(data.domains[name])} rows of '{name}'" for name, count in twice.items() if count]
-    if listed:
+    repeated = [f"{count} of {len(data.domains[name])} rows of '{name}'" for name, count in twice.items() if count]
+    if repeated:
         yield (
-            f"rows have the id of another row of their site: {_listed(listed)}: if they are of one "
+            f"rows have the id of another row of their site: {listed(repeated, _MOST_NAMED)}: if they are of one "
             "patient, some train while others are measured"
         )
     both = [
@@ -224,14 +225,9 @@ def _shared_ids(data: DataSet) -> Iterator[str]:
     ]
     if both:
         yield (
-            f"sites have ids in common: {_listed(both)}: if they are the same patients, what trains at "
+            f"sites have ids in common: {listed(both, _MOST_NAMED)}: if they are the same patients, what trains at "
             "one is measured at the other"
         )
-
-
-def _listed(parts: Sequence[str]) -> str:
-    more = f" and {len(parts) - _MOST_NAMED} more" if len(parts) > _MOST_NAMED else ""
-    return ", ".join(parts[:_MOST_NAMED]) + more
 
 
 def _counts_rows(ids: tuple[str, ...]) -> bool:

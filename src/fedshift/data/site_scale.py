@@ -61,13 +61,13 @@ def of_these(values: Dense, preprocessing: Preprocessing) -> Preprocessing:
     return preprocessing if preprocessing.standardise is None else preprocessing.at(scale_of(values, preprocessing))
 
 
-def check_scale(preprocessing: Preprocessing, own: bool | str) -> None:
+def check_scale(preprocessing: Preprocessing, standardise: bool | str) -> None:
     """Raise UserError where a federation scales inputs otherwise than ``data.standardise`` of a site says."""
-    if (preprocessing.standardise is None) != (own != "per_site"):
+    if (preprocessing.standardise is None) != (standardise != "per_site"):
         raise UserError("the federation's data.standardise is not that of this site: all sites write the same")
 
 
-def scaled(domain: Domain, rows: Rows, preprocessing: Preprocessing) -> Domain:
+def scale_domain(domain: Domain, rows: Rows, preprocessing: Preprocessing) -> Domain:
     """A domain in the scale of some of its rows; of all where there are none, as of a site that only measures.
 
     Raises:
@@ -88,7 +88,7 @@ def all_scaled(data: DataSet, rows: Mapping[str, Rows]) -> DataSet:
     if data.preprocessing.standardise is None:
         return data
     domains = {
-        name: scaled(domain, rows.get(name, domain.described), data.preprocessing)
+        name: scale_domain(domain, rows.get(name, domain.described), data.preprocessing)
         for name, domain in data.domains.items()
     }
     return replace(data, domains=domains)

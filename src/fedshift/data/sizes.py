@@ -141,11 +141,11 @@ def check_arrays(path: object, archive: ZipFile, names: Iterable[str]) -> None:
     for name in names:
         members = [member for member in (f"{name}.npy", name) if member in archive.NameToInfo]
         with archive.open(members[0]) as stream:
-            total += _declared(stream)  # type: ignore[arg-type]
+            total += _declared_bytes(stream)  # type: ignore[arg-type]
     check_size(path, total)
 
 
-def _declared(stream: BinaryIO) -> int:
+def _declared_bytes(stream: BinaryIO) -> int:
     """Bytes of the array whose ``.npy`` file this is; 0 if it is none."""
     import numpy as np
 

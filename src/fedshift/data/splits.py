@@ -20,12 +20,12 @@ TRAIN, TEST = "train", "test"
 """What the cells of a split say, in any case of letters."""
 
 
-def fixed_split(cells: Sequence[str], place: Callable[[int], str]) -> tuple[Rows, Rows]:
+def fixed_split(cells: Sequence[str], locate: Callable[[int], str]) -> tuple[Rows, Rows]:
     """The training and the test rows of a split that the data themselves have.
 
     Args:
         cells: train or test, for each row.
-        place: where a row stands, for messages.
+        locate: where a row stands, for messages.
 
     Raises:
         UserError: a cell says neither, or no row is on one of the sides. It shows no cell.
@@ -34,7 +34,7 @@ def fixed_split(cells: Sequence[str], place: Callable[[int], str]) -> tuple[Rows
     for row, side in enumerate(sides):
         if side not in (TRAIN, TEST):
             what = "is neither train nor test" if side else "is empty"
-            raise UserError(f"{place(row)}: the cell of data.split {what}: write {TRAIN} or {TEST} in every row")
+            raise UserError(f"{locate(row)}: the cell of data.split {what}: write {TRAIN} or {TEST} in every row")
     result = [
         np.array([row for row, side in enumerate(sides) if side == item], dtype=np.int64) for item in (TRAIN, TEST)
     ]
@@ -79,8 +79,8 @@ def split_kind(domain: Domain, wanted: Literal["auto", "random", "official"]) ->
         )
     if wanted != "auto":
         return wanted
-    own = domain.train_rows is not None and domain.test_rows is not None
-    return "official" if own else "random"
+    has_split = domain.train_rows is not None and domain.test_rows is not None
+    return "official" if has_split else "random"
 
 
 def stratified_split(

@@ -147,7 +147,7 @@ class SiteFormat(TableFormat):
 PLAIN = TableFormat()
 
 
-def changed(form: TableFormat, other: TableFormat) -> TableFormat:
+def merge_formats(form: TableFormat, other: TableFormat) -> TableFormat:
     """A format with the fields that are set in another one; mappings add to those of the first.
 
     Raises:
@@ -197,7 +197,7 @@ class Columns:
             )
         return self.cells[name]
 
-    def place(self, row: int) -> str:
+    def locate(self, row: int) -> str:
         """File and line of a row, for messages."""
         return f"{self.path}, {self.unit} {self.lines[row]}"
 
@@ -206,7 +206,7 @@ class Columns:
         cells = {name: [column[row] for row in chosen] for name, column in self.cells.items()}
         return Columns(self.path, cells, [self.lines[row] for row in chosen], self.unit)
 
-    def renamed(self, names: Mapping[str, str]) -> Columns:
+    def rename_columns(self, names: Mapping[str, str]) -> Columns:
         """The table with other names of columns; a column that has its new name already is left as it is.
 
         Args:
@@ -232,7 +232,7 @@ class Columns:
             )
         return replace(self, cells=cells)
 
-    def respelt(self, spellings: Mapping[str, Mapping[str, str]]) -> Columns:
+    def respell(self, spellings: Mapping[str, Mapping[str, str]]) -> Columns:
         """The table with other words in some columns.
 
         Args:
@@ -289,7 +289,7 @@ class Columns:
 def read_table(path: Path, form: TableFormat = PLAIN, numeric: Collection[str] = ()) -> Columns:
     """Read a CSV, Excel or Parquet file, or a folder of partitioned Parquet.
 
-    Names and units are left as they are: `Columns.renamed`, `Columns.in_units`.
+    Names and units are left as they are: `Columns.rename_columns`, `Columns.in_units`.
 
     The separator of a CSV file is a comma, semicolon or tab, unless the format or a first line ``sep=`` names it: the
     most frequent one in the first line, outside of quotes.
@@ -315,7 +315,7 @@ def read_table(path: Path, form: TableFormat = PLAIN, numeric: Collection[str] =
 
 
 def _read_csv(path: Path, form: TableFormat, numeric: Collection[str]) -> Columns:
-    text, separator, skipped = _separated(_text(path, form), form)
+    text, separator, skipped = _find_separator(_text(path, form), form)
     sizes.check_table(path, 1, text.count(separator) + text.count("\n"))
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=separator != " ")
     try:
@@ -468,7 +468,7 @@ def check_once(where: object, names: Sequence[str]) -> None:
         )
 
 
-def _separated(text: str, form: TableFormat) -> tuple[str, str, int]:
+def _find_separator(text: str, form: TableFormat) -> tuple[str, str, int]:
     """The text without a first line that names the separator, the separator, and how many lines were left out."""
     named = _EXCEL_SEPARATOR.match(text)
     if named is not None:
@@ -541,7 +541,7 @@ def _with_points(table: Columns, form: TableFormat, numeric: Collection[str]) ->
         cells[name] = [cell for cell in result if cell is not None]
         if len(cells[name]) < len(result):
             wrong = result.index(None)
-            where = f"{table.place(wrong)}, column '{form.rename.get(name, name)}'"
+            where = f"{table.locate(wrong)}, column '{form.rename.get(name, name)}'"
             raise UserError(
                 f"{where}: '{column[wrong]}' is not a number with data.decimal: '{form.decimal}' and data.thousands: "
                 f"{form.thousands!r}; write a file's numbers in one way"
@@ -618,14 +618,14 @@ def _read_partitioned(path: Path, form: TableFormat, numeric: Collection[str]) -
     arrow = import_extra("pyarrow", extra="tables", what=f"{path.name}, a folder of Parquet,")
     try:
         with sizes.reading(path):
-            whole = _partitioned(path, ())
+            whole = _open_partitions(path, ())
             sizes.check_table(path, whole.count_rows(), len(whole.schema.names))
             texts = [field.name for field in whole.schema if str(field.type).endswith("string")]
             parts = {frozenset(part.physical_schema.names): part.path for part in whole.get_fragments()}
             if len(parts) > 1:  # Arrow would leave out columns, or read them as missing
                 raise UserError(f"data folder {path}: {' and '.join(sorted(parts.values())[:2])} have other columns")
             # Each text once: files say how many rows they have, and not how long their texts are.
-            table = _partitioned(path, texts).to_table()
+            table = _open_partitions(path, texts).to_table()
     except (arrow.ArrowException, OSError, ValueError) as error:
         raise UserError(
             f"data folder {path} cannot be read as partitioned Parquet: give it Parquet files of the same columns only"
@@ -635,7 +635,7 @@ def _read_partitioned(path: Path, form: TableFormat, numeric: Collection[str]) -
         return from_columns(str(path), {name: _values(table[name]) for name in table.column_names}, form, numeric)
 
 
-def _partitioned(path: Path, texts: Collection[str]) -> Any:
+def _open_partitions(path: Path, texts: Collection[str]) -> Any:
     """The Parquet files below a folder, not read yet.
 
     Raises:
@@ -734,7 +734,7 @@ def _cell(value: Any) -> str:
     return "" if text in _ABSENT else text
 
 
-def parted(table: Columns, name: str) -> Iterator[tuple[str, Columns]]:
+def split_by_site(table: Columns, name: str) -> Iterator[tuple[str, Columns]]:
     """The sites of one table, in the order of their first rows.
 
     Args:
@@ -747,7 +747,7 @@ def parted(table: Columns, name: str) -> Iterator[tuple[str, Columns]]:
     rows: dict[str, list[int]] = {}
     for row, cell in enumerate(table.column(name)):
         if is_missing(cell):
-            raise UserError(f"{table.place(row)}, column '{name}': the name of the site is missing")
+            raise UserError(f"{table.locate(row)}, column '{name}': the name of the site is missing")
         rows.setdefault(canonical(cell), []).append(row)
     for site, chosen in rows.items():
         yield site, table.rows(chosen)

@@ -34,8 +34,8 @@ from fedshift.data.table_files import (
     TableFormat,
     advice_on,
     canonical,
-    changed,
     is_missing,
+    merge_formats,
     number_of,
     read_table,
 )
@@ -161,7 +161,7 @@ def numbers(table: Columns, name: str, missing_values: Sequence[float] = ()) -> 
             continue
         number = number_of(cell)
         if number is None:
-            where = f"{table.place(row)}, column '{name}'"
+            where = f"{table.locate(row)}, column '{name}'"
             advice = advice_on(cell, "leave it empty if missing, or list the column under categorical")
             raise UserError(
                 f"{where}: '{cell}' is not a number ({advice})",
@@ -343,42 +343,45 @@ def encoding_of(preprocessing: Preprocessing) -> TableEncoding:
 
 
 def rows_of(
-    source: Path | Callable[[TableFormat], Columns], encoding: TableEncoding, own: SiteFormat | None = None
+    source: Path | Callable[[TableFormat], Columns], encoding: TableEncoding, site_format: SiteFormat | None = None
 ) -> Columns:
     """The rows to predict, with the names and in the units that the model was trained on.
 
     Args:
         source: a file, or what reads the rows in a format.
         encoding: the encoding saved with the model.
-        own: how the rows are written, where they differ from the training data; None: as these.
+        site_format: how the rows are written, where they differ from the training data; None: as these.
 
     Raises:
         UserError: the rows cannot be read.
     """
     form = form_of(source, encoding) if isinstance(source, Path) else encoding.form or PLAIN
-    if own is not None:
-        form = with_changes(form, own)
+    if site_format is not None:
+        form = with_changes(form, site_format)
     numeric = frozenset(column.name for column in encoding.numeric)
     table = read_table(source, form, numeric) if isinstance(source, Path) else source(form)
     # New rows often lack columns that are no features, such as the label.
-    table = table.renamed({old: new for old, new in form.rename.items() if old in table.cells})
-    table = table.respelt({name: words for name, words in form.spellings.items() if name in table.cells})
+    table = table.rename_columns({old: new for old, new in form.rename.items() if old in table.cells})
+    table = table.respell({name: words for name, words in form.spellings.items() if name in table.cells})
     table = table.in_units({name: factor for name, factor in form.units.items() if name in table.cells})
-    if own is None:
+    if site_format is None:
         return table
     return table.without_codes(
-        {name: [code * form.units.get(name, 1.0) for code in codes] for name, codes in own.missing_values.items()}
+        {
+            name: [code * form.units.get(name, 1.0) for code in codes]
+            for name, codes in site_format.missing_values.items()
+        }
     )
 
 
-def with_changes(form: TableFormat, own: TableFormat) -> TableFormat:
+def with_changes(form: TableFormat, changes: TableFormat) -> TableFormat:
     """A format with what a user says of new rows.
 
     Raises:
         UserError: the two do not go together.
     """
     try:
-        return changed(form, own)
+        return merge_formats(form, changes)
     except ValidationError as error:
         raise UserError(f"data: {in_words(error.errors()[0])}") from None
 

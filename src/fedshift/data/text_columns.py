@@ -74,18 +74,18 @@ class TextEncoding(BaseModel):
         return tokens_of(cells, self.tokenizer, self.length)
 
 
-def text_encoding(column: str, length: int, place: Path) -> TextEncoding:
+def text_encoding(column: str, length: int, path: Path) -> TextEncoding:
     """The encoding of a column by a tokenizer on this machine.
 
     Args:
         column: the column.
         length: most tokens of a text.
-        place: a ``tokenizer.json``, or a folder that holds one, or a tokenizer of transformers.
+        path: a ``tokenizer.json``, or a folder that holds one, or a tokenizer of transformers.
 
     Raises:
         UserError: there is no tokenizer, it cannot be read, or a library is not installed.
     """
-    description = _described(place)
+    description = _tokenizer_json(path)
     packed = base64.b64encode(zlib.compress(description.encode(), 9)).decode()
     return TextEncoding(column=column, length=length, tokenizer=packed)
 
@@ -112,7 +112,7 @@ def tokens_of(texts: Sequence[str], tokenizer: str, length: int) -> npt.NDArray[
         tokenizer: as in `TextEncoding`.
         length: most tokens of a text, special ones included.
     """
-    made = _made(tokenizer)
+    made = _load_tokenizer(tokenizer)
     made.enable_truncation(length)
     out = np.full((len(texts), length), NO_TOKEN, dtype=np.int64)
     for row, encoded in enumerate(made.encode_batch(list(texts))):
@@ -121,7 +121,7 @@ def tokens_of(texts: Sequence[str], tokenizer: str, length: int) -> npt.NDArray[
 
 
 @functools.lru_cache(maxsize=4)
-def _made(tokenizer: str) -> Any:
+def _load_tokenizer(tokenizer: str) -> Any:
     library = import_extra("tokenizers", extra="networks", what="a column of text")
     try:
         unpacking = zlib.decompressobj()
@@ -135,9 +135,9 @@ def _made(tokenizer: str) -> Any:
     return made
 
 
-def _described(place: Path) -> str:
+def _tokenizer_json(path: Path) -> str:
     """The JSON of a tokenizer in a file or a folder, as the library writes it."""
-    file = place / "tokenizer.json" if place.is_dir() else place
+    file = path / "tokenizer.json" if path.is_dir() else path
     if file.is_file():
         library = import_extra("tokenizers", extra="networks", what="data.tokenizer")
         try:
@@ -146,14 +146,14 @@ def _described(place: Path) -> str:
             reason = str(error).partition("\n")[0]
             raise UserError(f"data.tokenizer: {file} cannot be read as a tokenizer ({reason})") from None
         return result
-    if not place.is_dir():
-        raise UserError(f"data.tokenizer: {place} does not exist: give a tokenizer.json, or a folder that holds one")
+    if not path.is_dir():
+        raise UserError(f"data.tokenizer: {path} does not exist: give a tokenizer.json, or a folder that holds one")
     transformers = import_extra("transformers", extra="networks", what="data.tokenizer")
     try:
-        made = transformers.AutoTokenizer.from_pretrained(str(place), local_files_only=True, trust_remote_code=False)
+        made = transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         return str(made.backend_tokenizer.to_str())
     except Exception as error:  # of files of any kind
         reason = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
         raise UserError(
-            f"data.tokenizer: {place} holds no tokenizer.json, nor another fast tokenizer ({reason})"
+            f"data.tokenizer: {path} holds no tokenizer.json, nor another fast tokenizer ({reason})"
         ) from None

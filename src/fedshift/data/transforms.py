@@ -141,7 +141,7 @@ def to_unit(inputs: Tensor, device: torch.device | str) -> Tensor:
     return values.contiguous(memory_format=torch.channels_last) if values.dim() == 4 else values
 
 
-def normalised(values: Tensor, preprocessing: Preprocessing) -> Tensor:
+def normalise(values: Tensor, preprocessing: Preprocessing) -> Tensor:
     """(value - mean) / std per channel or column; unchanged if the preprocessing has no mean and std."""
     if preprocessing.mean is None or preprocessing.std is None:
         return values
@@ -150,7 +150,7 @@ def normalised(values: Tensor, preprocessing: Preprocessing) -> Tensor:
 
 
 def to_pixels(values: Tensor, preprocessing: Preprocessing) -> Tensor:
-    """The inverse of `normalised`: values as stored, pixels in [0, 1]."""
+    """The inverse of `normalise`: values as stored, pixels in [0, 1]."""
     if preprocessing.mean is None or preprocessing.std is None:
         return values
     mean, std = (_per_channel(numbers, values) for numbers in (preprocessing.mean, preprocessing.std))
@@ -164,7 +164,7 @@ def _per_channel(numbers: tuple[float, ...], like: Tensor) -> Tensor:
 
 def to_network(inputs: Tensor, preprocessing: Preprocessing, device: torch.device | str) -> Tensor:
     """Network inputs on ``device``: float32 from samples (n, c, h, w) uint8 or (n, d) float, tokens as they are."""
-    return normalised(to_unit(inputs, device), preprocessing)
+    return normalise(to_unit(inputs, device), preprocessing)
 
 
 def augment(images: Tensor, augmentation: Augmentation, generator: torch.Generator) -> Tensor:
@@ -186,7 +186,7 @@ def augment(images: Tensor, augmentation: Augmentation, generator: torch.Generat
         return images
     if augmentation.policy is not None:
         images = with_policy(images, augmentation.policy, generator)
-    images = _recolour(_moved(images, augmentation, generator), augmentation, generator)
+    images = _recolour(_warp(images, augmentation, generator), augmentation, generator)
     return _cut(images, augmentation, generator)
 
 
@@ -205,7 +205,7 @@ def augment_with_masks(
     if augmentation.is_identity:
         return images, masks
     channels = images.shape[1]
-    moved = _moved(torch.cat([images, masks], dim=1), augmentation, generator)
+    moved = _warp(torch.cat([images, masks], dim=1), augmentation, generator)
     images = _cut(_recolour(moved[:, :channels], augmentation, generator), augmentation, generator)
     return images, (moved[:, channels:] > 0.5).to(masks.dtype)
 
@@ -251,12 +251,12 @@ def _uniform(number: int, low: float, high: float, like: Tensor, generator: torc
     return draws.view(-1, 1, 1, 1).to(like.device)
 
 
-def _moved(images: Tensor, augmentation: Augmentation, generator: torch.Generator) -> Tensor:
+def _warp(images: Tensor, augmentation: Augmentation, generator: torch.Generator) -> Tensor:
     """Cropped, flipped, sheared, scaled, shifted and rotated images, resampled once, or not at all if only flipped."""
     number = len(images)
-    flipped = _chosen(number, augmentation.flip, generator)
+    flipped = _choose(number, augmentation.flip, generator)
     window = _window(number, augmentation, generator) if augmentation.crop_scale is not None else None
-    upside_down = _chosen(number, augmentation.flip_vertical, generator)
+    upside_down = _choose(number, augmentation.flip_vertical, generator)
     if window is None and not augmentation.is_affine:
         for axis, chosen in ((-1, flipped), (-2, upside_down)):
             if chosen is not None:
@@ -273,7 +273,7 @@ def _moved(images: Tensor, augmentation: Augmentation, generator: torch.Generato
     return resampled(images, matrix)
 
 
-def _chosen(number: int, probability: float, generator: torch.Generator) -> Tensor | None:
+def _choose(number: int, probability: float, generator: torch.Generator) -> Tensor | None:
     return torch.rand(number, generator=generator) < probability if probability else None
 
 
@@ -350,5 +350,5 @@ def strong_view(
     if inputs.dim() != 4:
         return inputs
     images = to_pixels(inputs, preprocessing).clamp(0, 1)
-    changed = normalised(augment(images, augmentation, generator), preprocessing)
+    changed = normalise(augment(images, augmentation, generator), preprocessing)
     return changed.contiguous(memory_format=torch.channels_last)

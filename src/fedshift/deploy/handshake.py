@@ -315,7 +315,7 @@ def _encoding(
 ) -> Preprocessing:
     """As `agreement.agreed`; what it raises holds names that sites gave."""
     try:
-        return agreement.agreed(given, preprocessing, labelled)
+        return agreement.common_encoding(given, preprocessing, labelled)
     except UserError as error:
         raise UserError(one_line(str(error))) from None
 
@@ -368,7 +368,7 @@ def _unseen_set(
     if "classes" in type(source).model_fields and getattr(source, "classes", None) is None:
         source = source.model_copy(update={"classes": classes})
     if source.shares:
-        return source.encoded(preprocessing, classes)
+        return source.encode(preprocessing, classes)
     data = source.build()
     for what, there, here in (
         ("classes", classes, data.classes),

@@ -145,7 +145,7 @@ class Holding:
         """
         domain = self.domain
         if self.given is not None:
-            data = self.source.encoded(preprocessing, self.data.classes)
+            data = self.source.encode(preprocessing, self.data.classes)
             held = next(iter(data.domains.values())) if self.part is None else data.domains[self.part]
             domain = replace(held, name=domain.name)
         if tuple(shape) != tuple(domain.inputs.shape[1:]):

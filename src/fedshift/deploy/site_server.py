@@ -24,7 +24,7 @@ from pydantic import ValidationError
 
 from fedshift.data.domain import Domain, Rows
 from fedshift.data.site_data import SiteData
-from fedshift.data.site_scale import scaled
+from fedshift.data.site_scale import scale_domain
 from fedshift.data.tasks.objective import objective_of
 from fedshift.deploy.agreed_terms import AgreedTerms, asked_bounds, split_terms
 from fedshift.deploy.features_at_sites import check_text_towers, features_here
@@ -589,7 +589,7 @@ class SiteProgram:
         if standardise is None:
             return domain
         rows = domain.described if part.role == "unseen" else self._rows(part.split)[0]
-        return scaled(domain, rows, setting.preprocessing)
+        return scale_domain(domain, rows, setting.preprocessing)
 
     # At a site without labels -----------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load
 from torch import Tensor, nn
 
-from fedshift.data.transforms import normalised, to_network
+from fedshift.data.transforms import normalise, to_network
 from fedshift.errors import FedshiftError, UserError, nearest
 from fedshift.experiment.predict import TrainedModel, from_weights
 from fedshift.experiment.runs.run_folder import model_file
@@ -66,7 +66,7 @@ class _Whole(nn.Module):
             values = self.extractor(samples.clone()).half().float()  # float16, as in the cache of features
         else:
             values = samples / 255 if self.preprocessing.kind == "image" else samples
-        scores: Tensor = self.network(normalised(values, self.preprocessing))
+        scores: Tensor = self.network(normalise(values, self.preprocessing))
         return scores.sigmoid() if self.segments else self.objective.scores(scores)
 
 

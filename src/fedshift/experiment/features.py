@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 
 from fedshift.claims import hold_claim
-from fedshift.data.checks import checked
+from fedshift.data.checks import check_dataset
 from fedshift.data.domain import DataSet, DataSource, Domain, Preprocessing, SparseRows
 from fedshift.data.locate import cache_dir
 from fedshift.encryption import present_key, read_private, write_private
@@ -99,7 +99,7 @@ def built(experiment: Experiment, source: DataSource | None = None, watcher: Wat
     }
     extractor = extractor_for(options, data.preprocessing, data.name)
     preprocessing = described(options, extractor, data.preprocessing)
-    features = checked(DataSet(data.name, domains, data.classes, preprocessing, data.manifest))
+    features = check_dataset(DataSet(data.name, domains, data.classes, preprocessing, data.manifest))
     return replace(features, warnings=data.warnings)
 
 

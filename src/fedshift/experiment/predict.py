@@ -197,7 +197,7 @@ class TrainedModel:
         samples.check(accept_shift, warn)
         names, inputs = samples.names, samples.inputs
         scores, objective = self.scores(inputs), self.objective
-        text = objective.said(scores, np.array(self.classes, dtype=object)).tolist()
+        text = objective.predictions(scores, np.array(self.classes, dtype=object)).tolist()
         told = scores.tolist() if objective.has_probabilities else [()] * len(names)
         labels = known_labels(samples.source, names, self.classes, self.labelling) or [None] * len(names)
         return [

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fedshift.data.transforms import normalised, to_pixels
+from fedshift.data.transforms import normalise, to_pixels
 from fedshift.errors import FedshiftError, TrainingDiverged, UserError
 from fedshift.federation.private_training import minimise_privately
 from fedshift.federation.randomness import derive_seed, drawn_from
@@ -54,7 +54,7 @@ class Site(SiteBase):
 
     def inputs_of(self, pixels: Tensor) -> Tensor:
         """The inverse of `pixels`: normalised images, in the memory format of a batch."""
-        values = normalised(pixels, self.data.preprocessing)
+        values = normalise(pixels, self.data.preprocessing)
         if values.dim() != 4:
             return values
         values = values.contiguous(memory_format=torch.channels_last)

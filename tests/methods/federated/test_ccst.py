@@ -115,7 +115,7 @@ def test_it_is_the_inner_method_with_other_samples(name: str, monkeypatch: pytes
     assert sum(where.ledger.total["up"].values()) == foretold.up
     assert sum(where.ledger.total["down"].values()) == foretold.down
     # The bank's exchanges move the seeds of those that follow, so the same is asked at level 1 of one's own style.
-    monkeypatch.setattr(SiteData, "restyled", lambda self, restyle: self)
+    monkeypatch.setattr(SiteData, "with_restyle", lambda self, restyle: self)
     unstyled = run(method, found)[0].weights
     again = federation(inner, found)
     again.progress.exchange = 2

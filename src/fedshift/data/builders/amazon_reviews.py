@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from fedshift.data.checks import checked
+from fedshift.data.checks import check_dataset
 from fedshift.data.domain import DataSet, DataSource, Domain, Manifest, Preprocessing, SparseRows
 from fedshift.data.locate import load_npz, require
 from fedshift.errors import UserError
@@ -55,9 +55,9 @@ class AmazonReviews(DataSource):
         path = require("Amazon Reviews", _CANDIDATES, _HOW)
         domains = _from_npz(path) if path.is_file() else _from_svmlight(path)
         if self.scaling != "raw":
-            domains = _scaled(domains, self.scaling)
+            domains = _scale_counts(domains, self.scaling)
         preprocessing = Preprocessing(kind="features")
-        return checked(DataSet(self.name, domains, ("negative", "positive"), preprocessing, self.manifest()))
+        return check_dataset(DataSet(self.name, domains, ("negative", "positive"), preprocessing, self.manifest()))
 
 
 def _from_npz(path: Path) -> dict[str, Domain]:
@@ -112,7 +112,7 @@ def _domain(path: Path, name: str, rows: SparseRows, labels: npt.NDArray[np.int6
     return Domain(name, rows, labels, None, np.arange(train_samples), np.arange(train_samples, samples))
 
 
-def _scaled(domains: dict[str, Domain], scaling: Literal["log", "tfidf"]) -> dict[str, Domain]:
+def _scale_counts(domains: dict[str, Domain], scaling: Literal["log", "tfidf"]) -> dict[str, Domain]:
     """The domains with scaled counts: log(1 + count) or tf-idf.
 
     tf-idf is count·(ln((1 + n)/(1 + documents with the word)) + 1), with rows divided by their Euclidean length.

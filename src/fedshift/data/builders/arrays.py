@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from fedshift.data.agreement import MOMENTS
 from fedshift.data.builders.in_memory import Array, InMemory, SiteSamples
-from fedshift.data.checks import check_finite, checked, natural_order
+from fedshift.data.checks import check_dataset, check_finite, natural_order
 from fedshift.data.databases import Database
 from fedshift.data.domain import (
     NO_TOKEN,
@@ -138,10 +138,10 @@ class Arrays(TaskFields):
             given["label"] = label_sums(quantities(str(held), arrays["y"])[known])
         return given
 
-    def encoded(self, preprocessing: Preprocessing, classes: tuple[str, ...]) -> DataSet:
+    def encode(self, preprocessing: Preprocessing, classes: tuple[str, ...]) -> DataSet:
         self.check_objective(preprocessing)
         check_scale(preprocessing, self.standardise)
-        return super().encoded(preprocessing, classes)
+        return super().encode(preprocessing, classes)
 
     def build(self) -> DataSet:
         """Domains of uint8 images (n, c, h, w), float32 features (n, d) or int64 tokens (n, length).
@@ -151,9 +151,9 @@ class Arrays(TaskFields):
         """
         self.check_site_labels(self.sites, classes=self.has_classes)
         read = {site: _arrays(site, held, self.site_labels.get(site)) for site, held in self.sites.items()}
-        named = self._named({site: read[site]["y"] for site in self.labelled_sites(read)})
+        named = self._output_names({site: read[site]["y"] for site in self.labelled_sites(read)})
         domains = {site: self._domain(site, arrays, named) for site, arrays in read.items()}
-        classes = named or _numbered({site: domains[site] for site in self.labelled_sites(domains)})
+        classes = named or _numbered_classes({site: domains[site] for site in self.labelled_sites(domains)})
         first = next(iter(domains.values()))
         shape = first.inputs.shape[1:]
         if len(shape) == 3:
@@ -175,9 +175,9 @@ class Arrays(TaskFields):
         scale = "per_site" if self.standardise == "per_site" else None
         preprocessing = preprocessing.model_copy(update={"objective": objective, "standardise": scale})
         told = DataSet(self.name, self.by_labels(domains), classes, preprocessing, self.manifest())
-        dataset = checked(replace(told, warnings=tuple(self._unread_labels())))
+        dataset = check_dataset(replace(told, warnings=tuple(self._unread_labels())))
         if not self._over_sites:
-            return replace(dataset, warnings=(*dataset.warnings, *_unscaled(dataset)))
+            return replace(dataset, warnings=(*dataset.warnings, *_scale_warning(dataset)))
         parts = self.giving(dataset.domains)
         chosen = sites_for_statistics(self.statistics_from, parts)
         mean, std = _moments([described_inputs(parts[site]) for site in chosen])
@@ -190,10 +190,10 @@ class Arrays(TaskFields):
             if self.site_labels.get(site) == "none" and isinstance(held, Path) and "y" in load_arrays(held, (), ["y"]):
                 yield unread(site, "labels in an array y")
 
-    def _named(self, labels: Mapping[str, Array]) -> tuple[str, ...] | None:
+    def _output_names(self, labels: Mapping[str, Array]) -> tuple[str, ...] | None:
         """What networks have an output for, if it is named: the classes, or what a regression predicts."""
         if self.has_classes:
-            return self.classes or _named(labels)
+            return self.classes or _class_names(labels)
         first = next(iter(labels.values()))
         number = first.shape[1] if self.task == "multi_label" and first.ndim == 2 else 1
         if self.classes is not None and len(self.classes) != number:
@@ -247,7 +247,7 @@ def _split(where: str, arrays: Mapping[str, Array]) -> tuple[Rows, Rows] | None:
     return fixed_split(split.tolist(), lambda row: f"{where}, row {row}")
 
 
-def _unscaled(dataset: DataSet) -> tuple[str, ...]:
+def _scale_warning(dataset: DataSet) -> tuple[str, ...]:
     """A warning if a column of features is too large for a network to train well."""
     preprocessing = dataset.preprocessing
     is_scaled = preprocessing.mean is not None or preprocessing.standardise is not None
@@ -334,7 +334,7 @@ def _is_text(y: Array) -> bool:
     return y.dtype.kind == "U" and y.ndim == 1
 
 
-def _named(labels: Mapping[str, Array]) -> tuple[str, ...] | None:
+def _class_names(labels: Mapping[str, Array]) -> tuple[str, ...] | None:
     """The classes of labels that are text; None unless all sites have such labels."""
     words = [site for site, y in labels.items() if _is_text(y)]
     others = [site for site in labels if site not in words]
@@ -427,11 +427,11 @@ def _integers(where: str, name: str, values: Array, samples: int, advice: str = 
     return values.astype(np.int64)
 
 
-def _numbered(domains: dict[str, Domain]) -> tuple[str, ...]:
+def _numbered_classes(domains: dict[str, Domain]) -> tuple[str, ...]:
     """Classes 0 … C - 1, for labels without names. Each must occur at some site."""
     present = sorted({int(label) for domain in domains.values() for label in np.unique(domain.labels)})
     if not present:
-        return ()  # `checked` reports empty sites
+        return ()  # `check_dataset` reports empty sites
     gap = next((number for number in range(present[-1] + 1) if number not in present), None)
     if gap is not None:
         highest = present[-1]

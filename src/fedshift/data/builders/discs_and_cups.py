@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from fedshift.data.checks import checked
+from fedshift.data.checks import check_dataset
 from fedshift.data.domain import DataSet, DataSource, Domain, Manifest, Preprocessing
 
 Floats = npt.NDArray[np.float64]
@@ -88,7 +88,7 @@ class DiscsAndCups(DataSource):
             images, masks = (np.stack(arrays) for arrays in zip(*pairs, strict=True))
             domains[site] = Domain(site, images, np.zeros(self.per_site, dtype=np.int64), masks=masks)
         preprocessing = Preprocessing(kind="image", channels=3, size=self.size, mean=(0.5,) * 3, std=(0.5,) * 3)
-        return checked(DataSet(self.name, domains, STRUCTURES, preprocessing, self.manifest()))
+        return check_dataset(DataSet(self.name, domains, STRUCTURES, preprocessing, self.manifest()))
 
 
 def draw(

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 from pydantic import Field
 
-from fedshift.data.checks import checked
+from fedshift.data.checks import check_dataset
 from fedshift.data.domain import DataSet, DataSource, Domain, Manifest, Preprocessing
 from fedshift.extras import import_extra
 
@@ -143,7 +143,7 @@ class DrawnLetters(DataSource):
         preprocessing = Preprocessing(
             kind="image", channels=channels, size=self.size, mean=(0.5,) * channels, std=(0.5,) * channels
         )
-        return checked(DataSet(self.name, domains, tuple(LETTERS), preprocessing, self.manifest()))
+        return check_dataset(DataSet(self.name, domains, tuple(LETTERS), preprocessing, self.manifest()))
 
 
 def draw(hand: Hand, letter: str, size: int, generator: np.random.Generator) -> npt.NDArray[np.uint8]:

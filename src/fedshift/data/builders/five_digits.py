@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from pydantic import Field
 
 from fedshift.data.builders import mnist
-from fedshift.data.checks import checked
+from fedshift.data.checks import check_dataset
 from fedshift.data.domain import DataSet, DataSource, Domain, Manifest, Preprocessing, Rows
 from fedshift.data.images import as_channels_first, decode, is_image, on_disk
 from fedshift.data.locate import cache_dir, find, load_npz, not_found, require
@@ -86,7 +86,7 @@ class FiveDigits(DataSource):
         }
         domains: dict[str, Domain] = {name: self._domain(name, *readers[name]()) for name in self.domains}
         preprocessing = Preprocessing(kind="image", channels=3, size=SIZE, mean=(0.5,) * 3, std=(0.5,) * 3)
-        return checked(DataSet(self.name, domains, mnist.CLASSES, preprocessing, self.manifest()))
+        return check_dataset(DataSet(self.name, domains, mnist.CLASSES, preprocessing, self.manifest()))
 
     def _domain(self, name: str, images: Pixels, labels: Labels, train_samples: int | None) -> Domain:
         rows = np.arange(len(labels))
@@ -97,10 +97,10 @@ class FiveDigits(DataSource):
         test_rows: Rows | None = None
         if train_samples is not None:
             train_rows, test_rows = np.flatnonzero(rows < train_samples), np.flatnonzero(rows >= train_samples)
-        return Domain(name, _resized(images, rows), labels[rows], None, train_rows, test_rows)
+        return Domain(name, _resize(images, rows), labels[rows], None, train_rows, test_rows)
 
 
-def _resized(images: Pixels, rows: Rows) -> Pixels:
+def _resize(images: Pixels, rows: Rows) -> Pixels:
     """The chosen images (m, 3, 32, 32), resized bilinearly. Grey ones are a view that repeats their channel."""
     channels = as_channels_first(images)
     out = np.empty((len(rows), channels.shape[1], SIZE, SIZE), dtype=np.uint8)
@@ -145,7 +145,7 @@ def _mnist_m() -> tuple[Pixels, Labels, int | None]:
         labels = np.array([int(label) for _, label in lines], dtype=np.int64)
     except (OSError, ValueError) as error:
         raise UserError(f"data file {listing} is missing or not lines of 'file label'. {_HOW}") from error
-    return _decoded([path / "mnist_m_test" / name for name, _ in lines], 3), labels, None
+    return _decode_images([path / "mnist_m_test" / name for name, _ in lines], 3), labels, None
 
 
 def _font() -> tuple[Pixels, Labels, int | None]:
@@ -154,7 +154,7 @@ def _font() -> tuple[Pixels, Labels, int | None]:
         arrays = load_npz(path, ["font_x", "font_y"])
         return _pixels(path, arrays["font_x"]), arrays["font_y"].astype(np.int64), None
     files, labels = _samples([path / "Fnt"])
-    return _decoded(files, 1), labels, None
+    return _decode_images(files, 1), labels, None
 
 
 def _natural(good_only: bool) -> tuple[Pixels, Labels, int | None]:
@@ -165,7 +165,7 @@ def _natural(good_only: bool) -> tuple[Pixels, Labels, int | None]:
         return _pixels(path, arrays["natural_x"])[kept], arrays["natural_y"].astype(np.int64)[kept], None
     kinds = ("GoodImg",) if good_only else ("GoodImg", "BadImag")
     files, labels = _samples([path / "Img" / kind / "Bmp" for kind in kinds])
-    return _decoded(files, 3), labels, None
+    return _decode_images(files, 3), labels, None
 
 
 def _pixels(path: Path, values: npt.NDArray[np.generic]) -> Pixels:
@@ -188,7 +188,7 @@ def _samples(folders: list[Path]) -> tuple[list[Path], Labels]:
     return files, np.array(labels, dtype=np.int64)
 
 
-def _decoded(files: list[Path], channels: int) -> Pixels:
+def _decode_images(files: list[Path], channels: int) -> Pixels:
     missing = next((path for path in files if not path.is_file()), None)
     if missing is not None:
         raise UserError(f"image {missing} does not exist. {_HOW}")

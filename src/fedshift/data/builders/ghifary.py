@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import Field
 
 from fedshift.data.builders import mnist
-from fedshift.data.checks import checked
+from fedshift.data.checks import check_dataset
 from fedshift.data.domain import DataSet, DataSource, Domain, Manifest
 from fedshift.data.locate import load_npz, require
 from fedshift.errors import UserError
@@ -62,4 +62,4 @@ class GhifaryMnist(DataSource):
             pixels = np.rint(images * 255).astype(np.uint8)[:, np.newaxis]
             domains[f"M{angle}"] = Domain(f"M{angle}", pixels, labels.astype(np.int64), np.arange(1000))
         preprocessing = mnist.grey_preprocessing(16, self.mean_and_std if self.normalise else None)
-        return checked(DataSet(self.name, domains, mnist.CLASSES, preprocessing, self.manifest()))
+        return check_dataset(DataSet(self.name, domains, mnist.CLASSES, preprocessing, self.manifest()))

@@ -19,11 +19,11 @@ from typing import Literal
 
 import numpy as np
 
-from fedshift.data.checks import checked
-from fedshift.data.codings import counted
+from fedshift.data.checks import check_dataset
+from fedshift.data.codings import count_columns
 from fedshift.data.domain import DataSet, DataSource, Domain, Manifest
 from fedshift.data.locate import require
-from fedshift.data.table_files import Columns, parted, read_table
+from fedshift.data.table_files import Columns, read_table, split_by_site
 from fedshift.data.tables import CategoricalColumn, NumericColumn, TableEncoding, encode, numbers
 from fedshift.errors import UserError
 
@@ -109,13 +109,15 @@ class HeartDisease(DataSource):
             if np.isnan(narrowing).any():
                 raise UserError(f"{table.path}: '{name}' has a row without num, the diagnosis: get the file again")
             domains[name] = Domain(name, encode(table, ENCODING), (narrowing > 0).astype(np.int64))
-            columns[name] = counted(table.without_codes(codes), numeric, categorical)
+            columns[name] = count_columns(table.without_codes(codes), numeric, categorical)
         classes = ("healthy", "disease")
-        return checked(DataSet(self.name, domains, classes, ENCODING.preprocessing(), self.manifest(), columns=columns))
+        return check_dataset(
+            DataSet(self.name, domains, classes, ENCODING.preprocessing(), self.manifest(), columns=columns)
+        )
 
 
 def _from_csv(path: Path) -> Mapping[str, Columns]:
-    result = dict(parted(read_table(path), "hospital"))
+    result = dict(split_by_site(read_table(path), "hospital"))
     lacking = [name for name in HOSPITALS if name not in result]
     if lacking:
         raise UserError(f"data file {path} has no patient of '{lacking[0]}': get it again. {_HOW}")

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from pydantic import Field, FiniteFloat
 
 from fedshift.data.builders.medical import Patient, Which, can_read, is_medical, slices_of
-from fedshift.data.checks import agreed_classes, checked
+from fedshift.data.checks import agreed_classes, check_dataset
 from fedshift.data.domain import UNKNOWN, DataSet, Domain, Manifest, Preprocessing
 from fedshift.data.images import (
     Decoded,
@@ -25,7 +25,7 @@ from fedshift.data.images import (
     ImageFile,
     NotYetReadable,
     Window,
-    decoded,
+    decode_all,
     first_names,
     has_colour,
     is_image,
@@ -36,6 +36,7 @@ from fedshift.data.images import (
 )
 from fedshift.data.site_labels import SiteLabels
 from fedshift.errors import UserError, nearest
+from fedshift.text import listed
 
 _LAYOUT = "root/<domain>/<class>/<image>: one folder per site, in it one folder per class; other files are left out"
 Width = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -103,7 +104,7 @@ class ImageFolder(SiteLabels):
         """
         left_out = LeftOut()
         result = self._images(left_out)
-        tested = None if self.split is None else _listed(self.split, self.root, result)
+        tested = None if self.split is None else _read_listing(self.split, self.root, result)
         warnings: tuple[str, ...] = ()
         if self.on_corrupt == "skip":
             result, warnings = _without_corrupt(result, self.window)
@@ -113,7 +114,7 @@ class ImageFolder(SiteLabels):
             others = "".join(f"; {text}" for text in left_out.warnings(self.root / empty))
             if _images_in(self.root / empty):
                 others += f"; if it has no labels, write data.site_labels: {{{empty}: none}}"
-            hint = root_hint(self.root, lambda place: any(_images_in(folder) for folder in folders(place)))
+            hint = root_hint(self.root, lambda root: any(_images_in(folder) for folder in folders(root)))
             raise UserError(
                 f"site '{empty}' is empty: no images in {self.root / empty}/<class>/{others}; {hint}expected {_LAYOUT}"
             )
@@ -126,7 +127,7 @@ class ImageFolder(SiteLabels):
         files = {site: [(label, file) for label in in_order for file in result[site].get(label, [])] for site in result}
         flat = [image for pairs in files.values() for _, image in pairs]
         channels = 3 if (_any_colour(flat) if self.colour is None else self.colour) else 1
-        made = decoded(
+        made = decode_all(
             [image.file for image in flat], channels, self.size, self.size, "image_folder", window=self.window
         )
         groups = _groups(flat)
@@ -136,7 +137,9 @@ class ImageFolder(SiteLabels):
             labels = np.array([number_of[label] for label, _ in pairs], dtype=np.int64)
             own = None if groups is None else groups[begin : begin + len(pairs)]
             domain = Domain(site, made.pixels[begin : begin + len(pairs)], labels, own)
-            domains[site] = domain if tested is None else _divided(domain, [image.path in tested for _, image in pairs])
+            domains[site] = (
+                domain if tested is None else _fix_split(domain, [image.path in tested for _, image in pairs])
+            )
             begin += len(pairs)
         half = (0.5,) * channels
         preprocessing = Preprocessing(
@@ -150,7 +153,9 @@ class ImageFolder(SiteLabels):
             site: some_sides([image for image in images if is_image(image.name)]) for site, images in by_site.items()
         }
         domains = self.by_labels(domains)
-        return checked(DataSet(self.name, domains, classes, preprocessing, self.manifest(), warnings, sides=sides))
+        return check_dataset(
+            DataSet(self.name, domains, classes, preprocessing, self.manifest(), warnings, sides=sides)
+        )
 
     def _check_known(self, held: Mapping[str, Sequence[str]], classes: Sequence[str]) -> None:
         """Raise UserError for a class folder of a site of few labels that no site of labels has."""
@@ -161,14 +166,14 @@ class ImageFolder(SiteLabels):
                     f"{nearest(unknown, classes)}"
                 )
 
-    def _images(self, left_out: LeftOut) -> Found:
+    def _images(self, left_out: LeftOut) -> ImageTree:
         """Images by site and class folder, sorted."""
         sites = site_folders(self.root, _LAYOUT)
         self.check_site_labels({site.name: site for site in sites})
-        left_out.misplaced(self.root)
+        left_out.note_misplaced(self.root)
         for site in sites:
             if site.name not in self.site_labels:
-                left_out.misplaced(site)
+                left_out.note_misplaced(site)
         return {site.name: self._of_site(site, left_out) for site in sites}
 
     def _of_site(self, site: Path, left_out: LeftOut) -> dict[str, list[_Image]]:
@@ -216,11 +221,11 @@ class _Image(NamedTuple):
     colour: bool | None = None
 
 
-Found = dict[str, dict[str, list[_Image]]]
+ImageTree = dict[str, dict[str, list[_Image]]]
 """Site → class folder → its images."""
 
 
-def _listed(listing: Path, root: Path, images: Found) -> set[Path]:
+def _read_listing(listing: Path, root: Path, images: ImageTree) -> set[Path]:
     """The images that a file names, one a line.
 
     Raises:
@@ -244,7 +249,7 @@ def _listed(listing: Path, root: Path, images: Found) -> set[Path]:
     return result
 
 
-def _divided(domain: Domain, tested: Sequence[bool]) -> Domain:
+def _fix_split(domain: Domain, tested: Sequence[bool]) -> Domain:
     """A domain whose test rows are fixed."""
     test = np.array(tested, dtype=bool)
     return replace(domain, train_rows=np.flatnonzero(~test), test_rows=np.flatnonzero(test), fixed_split=True)
@@ -265,18 +270,18 @@ def _groups(images: Sequence[_Image]) -> npt.NDArray[np.int64] | None:
     return np.array([numbers.setdefault(name, len(numbers)) for name in names], dtype=np.int64)
 
 
-def _without_corrupt(found: Found, window: Window | None) -> tuple[Found, tuple[str, ...]]:
+def _without_corrupt(tree: ImageTree, window: Window | None) -> tuple[ImageTree, tuple[str, ...]]:
     """The images that decode, and a warning that lists the others."""
     corrupt = unreadable(
-        [image.file for classes in found.values() for images in classes.values() for image in images], window
+        [image.file for classes in tree.values() for images in classes.values() for image in images], window
     )
     if not corrupt:
-        return found, ()
+        return tree, ()
     kept = {
         site: {
             label: [image for image in images if image.file.name not in corrupt] for label, images in classes.items()
         }
-        for site, classes in found.items()
+        for site, classes in tree.items()
     }
     text = "1 image does not decode and was" if len(corrupt) == 1 else f"{len(corrupt)} images do not decode and were"
     return kept, (f"{text} left out: {', '.join(corrupt)}",)
@@ -302,10 +307,8 @@ def _patients_at_two_sites(patients: Mapping[str, Sequence[str | None]]) -> Iter
     pairs = [(item, other, len(ids[item] & ids[other])) for item, other in combinations(ids, 2)]
     shared = [f"{count} of '{item}' and '{other}'" for item, other, count in pairs if count]
     if shared:
-        more = f" and {len(shared) - _MOST_NAMED} more" if len(shared) > _MOST_NAMED else ""
-        listed = f"{', '.join(shared[:_MOST_NAMED])}{more}"
         why = "if they are the same patients, what trains at one is measured at the other"
-        yield f"sites have patient IDs in common: {listed}: {why}"
+        yield f"sites have patient IDs in common: {listed(shared, _MOST_NAMED)}: {why}"
 
 
 @dataclass
@@ -324,7 +327,7 @@ class LeftOut:
     deeper: list[Path] = field(default_factory=list)
     without_pixels: list[Path] = field(default_factory=list)
 
-    def misplaced(self, folder: Path) -> None:
+    def note_misplaced(self, folder: Path) -> None:
         """Note the images that lie directly in a folder of folders."""
         for path in sorted(folder.iterdir()):
             if not _is_hidden(path.name) and path.is_file() and (is_image(path.name) or is_medical(path)):
@@ -440,8 +443,8 @@ def _images_in(folder: Path) -> bool:
     return any(is_image(path.name) or is_medical(path) for path in files)
 
 
-def folders(place: Path) -> list[Path]:
-    """The folders in ``place`` that are not hidden, sorted; none if ``place`` does not exist."""
-    if not place.is_dir():
+def folders(parent: Path) -> list[Path]:
+    """The folders in ``parent`` that are not hidden, sorted; none if ``parent`` does not exist."""
+    if not parent.is_dir():
         return []
-    return sorted(path for path in place.iterdir() if path.is_dir() and not path.name.startswith((".", "__")))
+    return sorted(path for path in parent.iterdir() if path.is_dir() and not path.name.startswith((".", "__")))

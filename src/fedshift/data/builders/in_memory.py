@@ -57,8 +57,8 @@ class InMemory:
                 "name: arrays"
             )
         names = self.samples.columns if self.is_frame else self.samples.column_names
-        result: dict[str, Sequence[Any]] = {str(name): listed(self.samples[name]) for name in names}
-        return result if self.labels is None else {**result, label: listed(self.labels)}
+        result: dict[str, Sequence[Any]] = {str(name): as_list(self.samples[name]) for name in names}
+        return result if self.labels is None else {**result, label: as_list(self.labels)}
 
     def arrays(self, where: str) -> tuple[Array, Array]:
         """Inputs and labels as arrays, with a row for each sample.
@@ -100,7 +100,7 @@ class InMemory:
         named = self.is_named and {TOKENS, MASK} <= set(self.samples.column_names)
         if named or (self.is_tokenized and MASK in self.samples):
             held = self.samples[MASK]
-            return _array(f"{where}: mask", listed(held) if named else held)
+            return _array(f"{where}: mask", as_list(held) if named else held)
         return None
 
     def inputs(self, where: str) -> Array:
@@ -131,7 +131,7 @@ class InMemory:
                 f"{where}: the data set has no column of {what}; rename one to '{usual[0]}'; "
                 f"{nearest(usual[0], self.samples.column_names)}"
             )
-        values = listed(self.samples[names[0]])
+        values = as_list(self.samples[names[0]])
         classes = getattr(self.samples.features[names[0]], "names", None)
         return _array(f"{where}: {what}", [classes[value] for value in values] if classes else values)
 
@@ -178,7 +178,7 @@ Held = Annotated[Path | Database, PlainValidator(held_at), PlainSerializer(str)]
 """A file or a database, as written in an experiment file."""
 
 
-def listed(values: Any) -> list[Any]:
+def as_list(values: Any) -> list[Any]:
     """A column as a list of Python values."""
     for method in ("tolist", "to_list"):
         if hasattr(values, method):

@@ -9,9 +9,9 @@ import numpy as np
 from pydantic import Field, FiniteFloat
 
 from fedshift.data.builders.image_folder import LeftOut, Width, folders, image_warnings, root_hint, site_folders
-from fedshift.data.checks import agreed_classes, checked
+from fedshift.data.checks import agreed_classes, check_dataset
 from fedshift.data.domain import DataSet, DataSource, Domain, Manifest, Preprocessing
-from fedshift.data.images import ImageFile, decoded, has_colour, is_image, on_disk, size_of
+from fedshift.data.images import ImageFile, decode_all, has_colour, is_image, on_disk, size_of
 from fedshift.errors import UserError
 
 _LAYOUT = (
@@ -56,10 +56,10 @@ class MaskFolder(DataSource):
         """
         left_out = LeftOut()
         sites = site_folders(self.root, _LAYOUT)
-        hint = root_hint(self.root, lambda place: (place / "images").is_dir())
+        hint = root_hint(self.root, lambda root: (root / "images").is_dir())
         result = {site.name: _of_site(site, left_out, hint) for site in sites}
         for folder in (self.root, *sites, *(site / "masks" for site in sites)):
-            left_out.misplaced(folder)
+            left_out.note_misplaced(folder)
         structures = agreed_classes(
             {site: list(masks) for site, (_, masks) in result.items()}, what="folders of masks", allow_missing=False
         )
@@ -73,10 +73,10 @@ class MaskFolder(DataSource):
         domains, warnings = {}, list(left_out.warnings(self.root))
         for site, (images, masks) in result.items():
             files = list(images.values())
-            made = decoded(files, channels, self.size, self.size, "mask_folder", window=self.window)
+            made = decode_all(files, channels, self.size, self.size, "mask_folder", window=self.window)
             warnings += image_warnings(made, {site: files})
             flat = [masks[structure][name] for name in images for structure in structures]
-            cut = decoded(flat, 1, self.size, self.size, "mask_folder-masks", mask=True).pixels
+            cut = decode_all(flat, 1, self.size, self.size, "mask_folder-masks", mask=True).pixels
             domains[site] = Domain(
                 site,
                 made.pixels,
@@ -91,7 +91,7 @@ class MaskFolder(DataSource):
             std=(0.5,) * channels,
             window=self.window,
         )
-        return checked(DataSet(self.name, domains, structures, preprocessing, self.manifest(), tuple(warnings)))
+        return check_dataset(DataSet(self.name, domains, structures, preprocessing, self.manifest(), tuple(warnings)))
 
     def _in_colour(self, images: dict[str, list[ImageFile]]) -> bool:
         """Whether images are read in colour.

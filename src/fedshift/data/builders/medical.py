@@ -32,7 +32,7 @@ from fedshift.data.images import (
     finite_range,
     is_image,
     limits,
-    scaled,
+    scale_to_grey,
     to_grey,
 )
 from fedshift.errors import UserError
@@ -164,7 +164,7 @@ def _check_deflated(path: Path) -> None:
         sizes.check_deflated(path, 128 + 4 + 12 + int(group.FileMetaInformationGroupLength))
 
 
-def _damaged(path: Path, error: Exception) -> UserError:
+def _read_error(path: Path, error: Exception) -> UserError:
     if isinstance(error, UserError):
         return error
     if isinstance(error, MemoryError):
@@ -208,7 +208,7 @@ def _volume(path: Path) -> tuple[Any, tuple[int, ...], Values]:
         kind = image.get_data_dtype()
         orientation = nibabel.io_orientation(image.affine)
     except Exception as error:
-        raise _damaged(path, error) from error
+        raise _read_error(path, error) from error
     while len(shape) > 3 and shape[-1] == 1:
         shape = shape[:-1]
     stored, shape = len(shape), shape + (1,) * (3 - len(shape))
@@ -238,7 +238,7 @@ def nifti_volume(path: Path) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.fl
     try:
         return np.asarray(image.dataobj, dtype=np.float32).reshape(shape), np.asarray(image.affine, dtype=np.float64)
     except Exception as error:
-        raise _damaged(path, error) from error
+        raise _read_error(path, error) from error
 
 
 def _nifti(path: Path, window: Window | None) -> Grey:
@@ -251,9 +251,9 @@ def _nifti(path: Path, window: Window | None) -> Grey:
         if slices.dtype.names is not None:
             return np.stack([slices[channel] for channel in "RGB"], axis=-1)
         low, high = finite_range(slices) if window is None else limits(window)
-        return np.stack([scaled(plane, low, high) for plane in slices])
+        return np.stack([scale_to_grey(plane, low, high) for plane in slices])
     except Exception as error:
-        raise _damaged(path, error) from error
+        raise _read_error(path, error) from error
 
 
 # DICOM
@@ -282,7 +282,7 @@ def _dicom_header(path: Path, patient: Patient) -> _Header | None:
             int(header.get("SamplesPerPixel") or 1) == 3 or header.get("PhotometricInterpretation") == "PALETTE COLOR",
         )
     except Exception as error:
-        raise _damaged(path, error) from error
+        raise _read_error(path, error) from error
 
 
 def grey_header(path: Path) -> Any:
@@ -307,7 +307,7 @@ def grey_values(path: Path) -> npt.NDArray[np.float32]:
     Raises:
         UserError: the file is damaged.
     """
-    stored, whole = _decoded(path)
+    stored, whole = _decode(path)
     values = _modality(stored[0], whole, 0).astype(np.float32)
     values[_padding(stored, whole)[0]] = np.nan
     return values
@@ -336,7 +336,7 @@ def _check_supported(path: Path, header: Any) -> None:
         raise UserError(f"image {path} is stored as {kind} with {samples} samples a pixel: convert it to grey or RGB")
     if kind in ("YBR_FULL", "YBR_FULL_422") and int(header.BitsAllocated) > 8:
         raise UserError(f"image {path} is stored as {kind} with more than 8 bits: convert it to RGB")
-    if _shifted(header):
+    if _has_shifted_bits(header):
         raise UserError(f"image {path} has its bits elsewhere than at the lower end (0028,0102): convert it")
     if header.get("PresentationLUTSequence"):
         raise UserError(f"image {path} has a table for its presentation (2050,0010): convert it without it")
@@ -353,7 +353,7 @@ def _check_supported(path: Path, header: Any) -> None:
         raise NotYetReadable(f"image {path} is stored as {name}, which needs other packages: {packages}")
 
 
-def _shifted(header: Any) -> bool:
+def _has_shifted_bits(header: Any) -> bool:
     """Whether stored values begin above the lowest bit, as the standard allowed until 2014 and decoders do not read."""
     high, stored = header.get("HighBit"), header.get("BitsStored")
     return high is not None and stored is not None and int(high) != int(stored) - 1
@@ -366,7 +366,7 @@ def _packages(decoder: Any) -> str:
     return f"pip install {' '.join(names)}" if names else ""
 
 
-def _decoded(path: Path) -> tuple[Values, Any]:
+def _decode(path: Path) -> tuple[Values, Any]:
     """The stored values (frames, h, w) of a grey file, and its data set."""
     pydicom = import_extra("pydicom", extra="medical", what=f"{path.name}, a DICOM file,")
     from pydicom.pixels.decoders.base import get_decoder
@@ -378,7 +378,7 @@ def _decoded(path: Path) -> tuple[Values, Any]:
         values, _ = get_decoder(whole.file_meta.TransferSyntaxUID).as_array(whole)
         return values.reshape(-1, *values.shape[-2:]), whole
     except Exception as error:
-        raise _damaged(path, error) from error
+        raise _read_error(path, error) from error
 
 
 def _dicom(path: Path, window: Window | None) -> Grey:
@@ -408,7 +408,7 @@ def _dicom(path: Path, window: Window | None) -> Grey:
             return _through_palette(values, whole, path)
         return _greys(values, whole, window)
     except Exception as error:
-        raise _damaged(path, error) from error
+        raise _read_error(path, error) from error
 
 
 def _colours(values: Values, described: Any, whole: Any, path: Path) -> Grey:
@@ -416,7 +416,7 @@ def _colours(values: Values, described: Any, whole: Any, path: Path) -> Grey:
     bits = int(whole.BitsStored)
     if described["photometric_interpretation"] != "RGB":
         raise UserError(f"image {path} is stored as {whole.PhotometricInterpretation} without JPEG: convert it to RGB")
-    return np.asarray(values, dtype=np.uint8) if bits == 8 else scaled(values, 0, 2**bits - 1)
+    return np.asarray(values, dtype=np.uint8) if bits == 8 else scale_to_grey(values, 0, 2**bits - 1)
 
 
 def _through_palette(values: Values, whole: Any, path: Path) -> Grey:
@@ -456,7 +456,10 @@ def _greys(stored: Values, whole: Any, window: Window | None) -> Grey:
         ranges = [finite_range(frame[~hidden]) for frame, hidden in zip(frames, padding, strict=True)]
         low, high = min(low for low, _ in ranges), max(high for _, high in ranges)
     grey = np.stack(
-        [scaled(frame, low, high) if view is None else view(frame) for frame, view in zip(frames, views, strict=True)]
+        [
+            scale_to_grey(frame, low, high) if view is None else view(frame)
+            for frame, view in zip(frames, views, strict=True)
+        ]
     )
     # A file that says INVERSE says with it that it is MONOCHROME1 (PS3.3 C.8.11.3): it is turned over once.
     if whole.PhotometricInterpretation == "MONOCHROME1" or whole.get("PresentationLUTShape") == "INVERSE":
@@ -487,8 +490,8 @@ def _as_stored(value: int, stored: Values) -> int:
 
 def _of_frame(whole: Any, number: int, group: str) -> Any:
     """Where a frame's fields of one kind stand: in its own functional group, in the shared one, else in the file."""
-    own, shared = whole.get("PerFrameFunctionalGroupsSequence"), whole.get("SharedFunctionalGroupsSequence")
-    for item in ([own[number]] if own else []) + ([shared[0]] if shared else []):
+    per_frame, shared = whole.get("PerFrameFunctionalGroupsSequence"), whole.get("SharedFunctionalGroupsSequence")
+    for item in ([per_frame[number]] if per_frame else []) + ([shared[0]] if shared else []):
         if item.get(group):
             return item[group].value[0]
     return whole
@@ -527,7 +530,7 @@ def _view(whole: Any, number: int) -> Callable[[Values], Grey] | None:
         raise ValueError(f"VOI LUT Function {function}")
     exact = function == "LINEAR_EXACT" or width < 1
     low, high = limits((centre, width) if exact else (centre - 0.5, width - 1))
-    return lambda frame: scaled(frame, low, high)
+    return lambda frame: scale_to_grey(frame, low, high)
 
 
 def _table_view(item: Any, whole: Any) -> Callable[[Values], Grey]:
@@ -538,7 +541,9 @@ def _table_view(item: Any, whole: Any) -> Callable[[Values], Grey]:
     table, bits = _table(item.LUTDescriptor, item.LUTData, whole), int(item.LUTDescriptor[2])
     needed_bits = int(table.max()).bit_length()
     white = 2 ** (needed_bits if 0 < needed_bits <= bits - 4 else bits) - 1
-    return lambda frame: scaled(_looked_up(np.rint(frame), table, _first_index(item.LUTDescriptor, frame)), 0, white)
+    return lambda frame: scale_to_grey(
+        _looked_up(np.rint(frame), table, _first_index(item.LUTDescriptor, frame)), 0, white
+    )
 
 
 def _table(descriptor: Any, data: Any, whole: Any) -> Values:

@@ -49,7 +49,7 @@ def images_and_labels(part: str) -> tuple[Pixels, Labels]:
     Raises:
         UserError: MNIST cannot be found, downloaded or read.
     """
-    path = find(CANDIDATES) or _downloaded()
+    path = find(CANDIDATES) or _raw_folder()
     if path.is_dir():
         images = _idx(path, f"{_PREFIX[part]}-images-idx3-ubyte")
         labels = _idx(path, f"{_PREFIX[part]}-labels-idx1-ubyte")
@@ -79,7 +79,7 @@ def _idx(folder: Path, name: str) -> npt.NDArray[np.uint8]:
         raise UserError(f"data file {path} cannot be read (truncated or not in idx format): get it again") from error
 
 
-def _downloaded() -> Path:
+def _raw_folder() -> Path:
     """The folder of raw files in the cache. torchvision downloads them if they are missing."""
     folder = cache_dir() / "MNIST" / "raw"
     if not (folder / "t10k-labels-idx1-ubyte").is_file():

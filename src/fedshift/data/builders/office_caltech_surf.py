@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from fedshift.data.checks import checked
+from fedshift.data.checks import check_dataset
 from fedshift.data.domain import DataSet, DataSource, Domain, Manifest, Preprocessing
 from fedshift.data.locate import load_npz, require
 from fedshift.errors import UserError
@@ -57,9 +57,9 @@ class OfficeCaltechSurf(DataSource):
             counts, labels = _from_npz(path, name) if path.is_file() else _from_mat(path, name)
             if counts.ndim != 2 or counts.shape[1] != 800 or len(counts) != len(labels):
                 raise UserError(f"{path}: features of '{name}' have shape {counts.shape}, expected (n, 800)")
-            features = _standardised(counts) if self.scaling == "zscore" else counts
+            features = _standardise(counts) if self.scaling == "zscore" else counts
             domains[name] = Domain(name, features.astype(np.float32), labels)
-        return checked(DataSet(self.name, domains, CLASSES, Preprocessing(kind="features"), self.manifest()))
+        return check_dataset(DataSet(self.name, domains, CLASSES, Preprocessing(kind="features"), self.manifest()))
 
 
 def _from_npz(path: Path, name: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
@@ -84,7 +84,7 @@ def _from_mat(folder: Path, name: str) -> tuple[npt.NDArray[np.float64], npt.NDA
         ) from error
 
 
-def _standardised(counts: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def _standardise(counts: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Divide rows by their sum, then standardise columns (deviation with n - 1). Constant columns become 0."""
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1e-12)
     centred = shares - shares.mean(axis=0)

@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import Field, PrivateAttr, ValidationError
 
 from fedshift.data.builders.arrays import Arrays
-from fedshift.data.builders.in_memory import InMemory, listed, samples_in
+from fedshift.data.builders.in_memory import InMemory, as_list, samples_in
 from fedshift.data.builders.own_tables import Table
 from fedshift.data.builders.table_labels import Condition
 from fedshift.data.domain import DataSet, DataSource, Manifest, Preprocessing
@@ -76,7 +76,7 @@ class OwnData(DataSource):
         Raises:
             UserError: `read` fails, or what it returns cannot be used.
         """
-        return self._named(self._source().build())
+        return self._with_name(self._source().build())
 
     def gives(self) -> dict[str, Any] | None:
         return self._source().gives()
@@ -84,10 +84,10 @@ class OwnData(DataSource):
     def statistics(self, ranges: Mapping[str, tuple[float, float]] | None = None) -> Any:
         return self._source().statistics(ranges)
 
-    def encoded(self, preprocessing: Preprocessing, classes: tuple[str, ...]) -> DataSet:
-        return self._named(self._source().encoded(preprocessing, classes))
+    def encode(self, preprocessing: Preprocessing, classes: tuple[str, ...]) -> DataSet:
+        return self._with_name(self._source().encode(preprocessing, classes))
 
-    def _named(self, data: DataSet) -> DataSet:
+    def _with_name(self, data: DataSet) -> DataSet:
         return replace(data, name=self.name, manifest=self.manifest())
 
     def _source(self) -> DataSource:
@@ -101,7 +101,7 @@ class OwnData(DataSource):
                 raise UserError(f"data: {type(self).__name__}.read() fails: {text}") from error
             if not isinstance(self._samples, Mapping) or not self._samples:
                 raise UserError(f"data: {type(self).__name__}.read() must return a mapping {{site: samples}}")
-        fields = described(self._samples, **self.options)
+        fields = data_section(self._samples, **self.options)
         for name in ("statistics_from", "label_statistics_from"):
             if getattr(self, name) is not None:
                 fields[name] = getattr(self, name)
@@ -114,7 +114,7 @@ class OwnData(DataSource):
             raise UserError(f"data: {type(self).__name__}: {field}: {in_words(fault)}") from None
 
 
-def described(sites: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+def data_section(sites: Mapping[str, Any], **options: Any) -> dict[str, Any]:
     """The ``data:`` section for samples in memory: a table if all are data frames, else arrays.
 
     Args:
@@ -189,7 +189,7 @@ def _is_numeric(columns: Sequence[Any]) -> bool:
         return False
     if "number" in kinds:
         return True
-    cells = [cell for column in columns for cell in from_columns("", {"": listed(column)}).column("") if cell]
+    cells = [cell for column in columns for cell in from_columns("", {"": as_list(column)}).column("") if cell]
     read = [cell for cell in cells if not is_missing(cell)]
     return 2 * sum(map(is_number, read)) > len(read) and len(set(read)) > MOST_UNASKED
 
@@ -200,6 +200,6 @@ def _kind(column: Any) -> str:
         return "category"
     if np.asarray(column).dtype.kind in "biufmM":
         return "number"
-    values = [value for value in listed(column) if value is not None and value == value]
+    values = [value for value in as_list(column) if value is not None and value == value]
     real = sum(not isinstance(value, str) for value in values)
     return "number" if 2 * real > len(values) else "text"

@@ -25,8 +25,8 @@ from fedshift.data.builders.table_labels import (
     labels_of,
     quantities_of,
 )
-from fedshift.data.checks import agreed_classes, checked
-from fedshift.data.codings import counted
+from fedshift.data.checks import agreed_classes, check_dataset
+from fedshift.data.codings import count_columns
 from fedshift.data.databases import Database, read_query
 from fedshift.data.domain import DataSet, DataSource, Domain, Inputs, Labels, Manifest, Preprocessing, Rows
 from fedshift.data.identifiers import check_categories
@@ -42,11 +42,11 @@ from fedshift.data.table_files import (
     Spellings,
     TableFormat,
     canonical,
-    changed,
     from_columns,
     is_missing,
-    parted,
+    merge_formats,
     read_table,
+    split_by_site,
 )
 from fedshift.data.tables import (
     TableEncoding,
@@ -263,7 +263,7 @@ class Table(TableFormat, TaskFields):
     def _form_of(self, site: str) -> TableFormat:
         """How a site's file is written."""
         form = self.per_site.get(site)
-        return self._form if form is None else changed(self._form, form)
+        return self._form if form is None else merge_formats(self._form, form)
 
     def _codes(self, site: str) -> dict[str, tuple[float, ...]]:
         """Numeric column → the numbers that mean missing at a site, in the common unit."""
@@ -332,7 +332,9 @@ class Table(TableFormat, TaskFields):
         whole = self._whole_tables()
         tables = self._complete(whole)
         self._check_identifiers(tables)
-        named = {} if not self.has_classes else {site: self._known(site, table) for site, table in tables.items()}
+        named = (
+            {} if not self.has_classes else {site: self._known_labels(site, table) for site, table in tables.items()}
+        )
         classes = self._classes({site: names for site, names in named.items() if site not in self.site_labels})
         labels = {site: self._numbers_of(site, table, named.get(site, ()), classes) for site, table in tables.items()}
         read, encoding = self._inputs(tables)
@@ -342,9 +344,11 @@ class Table(TableFormat, TaskFields):
         known = [label_sums(labels[site][domains[site].described]) for site in scaling] if self.scales_labels else []
         objective = self.objective(known)
         preprocessing = encoding.model_copy(update={"objective": objective})
-        columns = {site: counted(table, self.numeric, self.categorical) for site, table in self._compared(whole)}
+        columns = {
+            site: count_columns(table, self.numeric, self.categorical) for site, table in self._tables_to_compare(whole)
+        }
         domains, warnings = self.by_labels(domains), tuple(self._unread_labels(whole))
-        return checked(DataSet(self.name, domains, classes, preprocessing, self.manifest(), warnings, columns))
+        return check_dataset(DataSet(self.name, domains, classes, preprocessing, self.manifest(), warnings, columns))
 
     def _inputs(self, tables: Mapping[str, Columns]) -> tuple[dict[str, Inputs], Preprocessing]:
         """What networks read of each site's rows, and how it was made."""
@@ -381,7 +385,7 @@ class Table(TableFormat, TaskFields):
         labels = [name for name in self.label_columns if as_written and name not in self.many_categories]
         check_categories(labelled, [], labels)
 
-    def _compared(self, tables: Mapping[str, Columns]) -> Iterable[tuple[str, Columns]]:
+    def _tables_to_compare(self, tables: Mapping[str, Columns]) -> Iterable[tuple[str, Columns]]:
         """The tables whose columns are compared between sites: none in a further encoding of the same tables."""
         return () if self._further else tables.items()
 
@@ -398,14 +402,14 @@ class Table(TableFormat, TaskFields):
         )
         return result if self.positive is None else CLASSES
 
-    def _numbered(self, table: Columns, labels: Sequence[str], classes: Sequence[str]) -> Labels:
+    def _stored_labels(self, table: Columns, labels: Sequence[str], classes: Sequence[str]) -> Labels:
         """The labels of a table's rows as a domain holds them; ``labels``: their names, where they are classes."""
         if not self.has_classes:
             return labels_of(table, self.task, self.label_columns)
         number_of = {name: number for number, name in enumerate(classes)}
         return np.array([number_of[name] for name in labels], dtype=np.int64)
 
-    def _known(self, site: str, table: Columns) -> list[str]:
+    def _known_labels(self, site: str, table: Columns) -> list[str]:
         """The classes of a site's rows; of one with few labels those of its labelled rows."""
         text = self.site_labels.get(site)
         if text == "none":
@@ -417,9 +421,9 @@ class Table(TableFormat, TaskFields):
         return [row for row, cell in enumerate(table.column(self.label_column)) if not is_missing(cell)]
 
     def _numbers_of(self, site: str, table: Columns, labels: Sequence[str], classes: Sequence[str]) -> Labels:
-        """As `_numbered`, of a site that may lack labels."""
+        """As `_stored_labels`, of a site that may lack labels."""
         if site not in self.site_labels:
-            return self._numbered(table, labels, classes)
+            return self._stored_labels(table, labels, classes)
         if unknown := sorted(set(labels) - set(classes)):
             raise UserError(
                 f"{table.path}: label '{unknown[0]}' of site '{site}' is none of the classes of the sites that train; "
@@ -427,7 +431,7 @@ class Table(TableFormat, TaskFields):
             )
         numbers = unknown_labels(len(table))
         if labels:
-            numbers[self._labelled(table)] = self._numbered(table, labels, classes)
+            numbers[self._labelled(table)] = self._stored_labels(table, labels, classes)
         return numbers
 
     def gives(self) -> dict[str, Any] | None:
@@ -441,7 +445,7 @@ class Table(TableFormat, TaskFields):
         given = table_given(self.statistics(), self.numeric, self.categorical)
         if self.scales_labels:
             (table,) = self._tables().values()
-            given["label"] = label_sums(quantities_of(self._trained(table), self.label_column))
+            given["label"] = label_sums(quantities_of(self._training_rows(table), self.label_column))
         return given
 
     def _label_given(self) -> dict[str, Any] | None:
@@ -449,12 +453,12 @@ class Table(TableFormat, TaskFields):
         if not self.scales_labels:
             return None
         (table,) = self._tables().values()
-        label = label_sums(quantities_of(self._trained(table), self.label_column))
+        label = label_sums(quantities_of(self._training_rows(table), self.label_column))
         return {"kind": MOMENTS, "count": int(label["count"]), "total": [], "squares": [], "label": label}
 
     def statistics(self, ranges: Ranges | None = None) -> TableStatistics:
         (table,) = self._parts(self._tables()).values()
-        return site_statistics(self._trained(table), self.numeric, self.categorical, ranges)
+        return site_statistics(self._training_rows(table), self.numeric, self.categorical, ranges)
 
     def table_shift(self, site: str | None = None, preprocessing: Preprocessing | None = None) -> InputShift:
         if self.text is not None:
@@ -480,10 +484,12 @@ class Table(TableFormat, TaskFields):
         """The encoding of the sites that give statistics."""
         parts = self._parts(tables)
         chosen = sites_for_statistics(self.statistics_from, parts)
-        statistics = [site_statistics(self._trained(parts[site]), self.numeric, self.categorical) for site in chosen]
+        statistics = [
+            site_statistics(self._training_rows(parts[site]), self.numeric, self.categorical) for site in chosen
+        ]
         return agreed_encoding(statistics, self.numeric, self.categorical)
 
-    def encoded(self, preprocessing: Preprocessing, classes: tuple[str, ...]) -> DataSet:
+    def encode(self, preprocessing: Preprocessing, classes: tuple[str, ...]) -> DataSet:
         """The tables in the agreed encoding. The coordinator can choose the encoding, and it sees the error messages.
 
         Raises:
@@ -494,12 +500,12 @@ class Table(TableFormat, TaskFields):
             if preprocessing.text != text.preprocessing().text:
                 raise UserError("the federation reads another column of text, or by another tokenizer or length")
             self.check_objective(preprocessing)
-            return super().encoded(preprocessing, classes)
+            return super().encode(preprocessing, classes)
         encoding = self._own_encoding(preprocessing)
         self.check_objective(preprocessing)
         check_scale(preprocessing, self.standardise)
         try:
-            return self._encoded(encoding, preprocessing, classes)
+            return self._encode_tables(encoding, preprocessing, classes)
         except UserError as error:
             raise UserError(error.public) from None
 
@@ -525,10 +531,12 @@ class Table(TableFormat, TaskFields):
             raise UserError("the encoding of the table is not one that sites can agree on")
         return encoding
 
-    def _encoded(self, encoding: TableEncoding, preprocessing: Preprocessing, classes: tuple[str, ...]) -> DataSet:
+    def _encode_tables(
+        self, encoding: TableEncoding, preprocessing: Preprocessing, classes: tuple[str, ...]
+    ) -> DataSet:
         domains: dict[str, Domain] = {}
         for site, table in self._tables().items():
-            labels, path = () if not self.has_classes else self._known(site, table), table.path
+            labels, path = () if not self.has_classes else self._known_labels(site, table), table.path
             unknown = sorted(set(labels) - set(classes))
             if unknown:
                 raise UserError(
@@ -541,7 +549,7 @@ class Table(TableFormat, TaskFields):
                 # whether a cell is above a bound, at no cost to a budget of privacy.
                 features = np.nan_to_num(encode(table, encoding), copy=False)
             domains[site] = self._domain(site, table, features, numbers)
-        return checked(DataSet(self.name, self.by_labels(domains), classes, preprocessing, self.manifest()))
+        return check_dataset(DataSet(self.name, self.by_labels(domains), classes, preprocessing, self.manifest()))
 
     def _tables(self) -> dict[str, Columns]:
         """The table of each site, with its cells and rows as this section describes them."""
@@ -564,21 +572,21 @@ class Table(TableFormat, TaskFields):
             UserError: a file cannot be read or lacks a column.
         """
         if self.file is not None:
-            whole = self._read(self.file, "", self._form).renamed(self.rename)
-            tables = dict(parted(whole, str(self.site_column)))
+            whole = self._read(self.file, "", self._form).rename_columns(self.rename)
+            tables = dict(split_by_site(whole, str(self.site_column)))
             unknown = next((site for site in self.per_site if site not in tables), None)
             if unknown is not None:
                 raise UserError(f"data.per_site: there is no site '{unknown}'; {nearest(unknown, tables)}")
         else:
             tables = {
-                site: self._table(site, held).renamed(self._form_of(site).rename)
+                site: self._table(site, held).rename_columns(self._form_of(site).rename)
                 for site, held in (self.sites or {}).items()
             }
         self.check_site_labels(tables, classes=self.has_classes)
         for site, table in tables.items():
             self._check_columns(site, table)
             form = self._form_of(site)
-            table = table.respelt(form.spellings).in_units(form.units)
+            table = table.respell(form.spellings).in_units(form.units)
             tables[site] = table.without_codes(self._codes(site))
         return tables
 
@@ -617,9 +625,9 @@ class Table(TableFormat, TaskFields):
         return replace(domain, train_rows=train, test_rows=test, fixed_split=True)
 
     def _sides(self, table: Columns, split: str) -> tuple[Rows, Rows]:
-        return fixed_split(table.column(split), table.place)
+        return fixed_split(table.column(split), table.locate)
 
-    def _trained(self, table: Columns) -> Columns:
+    def _training_rows(self, table: Columns) -> Columns:
         """The rows that statistics are made of: none of a fixed test set."""
         return table if self.split is None else table.rows(self._sides(table, self.split)[0].tolist())
 

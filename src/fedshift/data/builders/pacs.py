@@ -13,9 +13,9 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from fedshift.data.checks import checked
+from fedshift.data.checks import check_dataset
 from fedshift.data.domain import DataSet, DataSource, Domain, Manifest, Preprocessing, Rows
-from fedshift.data.images import ImageFile, decoded, in_zip, is_image, on_disk
+from fedshift.data.images import ImageFile, decode_all, in_zip, is_image, on_disk
 from fedshift.data.locate import find, require
 from fedshift.errors import UserError
 
@@ -70,32 +70,32 @@ class Pacs(DataSource):
     def build(self) -> DataSet:
         """Four domains of images (n, 3, size, size), memory-mapped, with the official split if its lists are there."""
         folder = require("PACS", _CANDIDATES, _HOW)
-        files = _zipped(folder) if folder.is_file() else _in_folders(folder.parent)
+        files = _list_zip(folder) if folder.is_file() else _in_folders(folder.parent)
         names = [name for name in DOMAINS if name in files]
         if len(names) < len(DOMAINS):
             raise UserError(f"{folder}: no images of {', '.join(set(DOMAINS) - set(names))}. {_HOW}")
-        rows = {name: self._chosen(number, len(files[name])) for number, name in enumerate(names)}
+        rows = {name: self._choose_rows(number, len(files[name])) for number, name in enumerate(names)}
         chosen = [files[name][row][1] for name in names for row in rows[name]]
-        images = decoded(chosen, 3, self.size, self.size, "pacs").pixels
+        images = decode_all(chosen, 3, self.size, self.size, "pacs").pixels
         domains, warnings, begin = {}, [], 0
         for name in names:
-            paths, own = [path for path, _ in files[name]], rows[name]
-            labels = np.array([CLASSES.index(paths[row].split("/")[1]) for row in own], dtype=np.int64)
+            paths, domain_rows = [path for path, _ in files[name]], rows[name]
+            labels = np.array([CLASSES.index(paths[row].split("/")[1]) for row in domain_rows], dtype=np.int64)
             train_rows, test_rows = (
-                None if listed is None else np.flatnonzero(np.isin(own, listed))
+                None if listed is None else np.flatnonzero(np.isin(domain_rows, listed))
                 for listed in official_rows(name, paths)
             )
-            domains[name] = Domain(name, images[begin : begin + len(own)], labels, None, train_rows, test_rows)
-            begin += len(own)
+            domains[name] = Domain(name, images[begin : begin + len(domain_rows)], labels, None, train_rows, test_rows)
+            begin += len(domain_rows)
             if len(paths) != COUNTS[name]:
                 warnings.append(
                     f"'{name}' has {len(paths)} images, published are {COUNTS[name]}: the copy is not complete"
                 )
         mean, std = _SCALES[self.scale]
         preprocessing = Preprocessing(kind="image", channels=3, size=self.size, mean=mean, std=std)
-        return checked(DataSet(self.name, domains, CLASSES, preprocessing, self.manifest(), tuple(warnings)))
+        return check_dataset(DataSet(self.name, domains, CLASSES, preprocessing, self.manifest(), tuple(warnings)))
 
-    def _chosen(self, number: int, samples: int) -> Rows:
+    def _choose_rows(self, number: int, samples: int) -> Rows:
         """The rows of a domain that are used, sorted: all, or ``samples_per_domain`` drawn at random."""
         if self.samples_per_domain is None or self.samples_per_domain >= samples:
             return np.arange(samples, dtype=np.int64)
@@ -106,16 +106,18 @@ class Pacs(DataSource):
 Listing = Mapping[str, Sequence[tuple[str, ImageFile]]]
 
 
-def _zipped(path: Path) -> Listing:
+def _list_zip(path: Path) -> Listing:
     try:
         archive = zipfile.ZipFile(path)  # stays open while images are read from it
     except (OSError, zipfile.BadZipFile) as error:
         raise UserError(f"data file {path} cannot be read (truncated or not a zip): get it again") from error
-    return _sorted({"/".join(PurePosixPath(name).parts[-3:]): in_zip(archive, name) for name in archive.namelist()})
+    return _sort_by_domain(
+        {"/".join(PurePosixPath(name).parts[-3:]): in_zip(archive, name) for name in archive.namelist()}
+    )
 
 
 def _in_folders(root: Path) -> Listing:
-    return _sorted(
+    return _sort_by_domain(
         {
             f"{name}/{label}/{path.name}": on_disk(path)
             for name in DOMAINS
@@ -126,7 +128,7 @@ def _in_folders(root: Path) -> Listing:
     )
 
 
-def _sorted(files: Mapping[str, ImageFile]) -> Listing:
+def _sort_by_domain(files: Mapping[str, ImageFile]) -> Listing:
     """Files by domain as (domain/class/name, file), sorted. Ignores files of no known domain or class."""
     out: dict[str, list[tuple[str, ImageFile]]] = {}
     for path in sorted(files):
@@ -153,7 +155,7 @@ def official_rows(name: str, paths: Sequence[str]) -> tuple[Rows | None, Rows | 
     if folder is None:
         return None, None
     row_of = {_stem(path): row for row, path in enumerate(paths)}
-    train, held_out = (_listed(folder.parent / f"{name}_{part}_kfold.txt", row_of) for part in ("train", "crossval"))
+    train, held_out = (_read_list(folder.parent / f"{name}_{part}_kfold.txt", row_of) for part in ("train", "crossval"))
     return train, held_out
 
 
@@ -161,7 +163,7 @@ def _stem(path: str) -> str:
     return path.rpartition(".")[0]
 
 
-def _listed(path: Path, row_of: Mapping[str, int]) -> Rows:
+def _read_list(path: Path, row_of: Mapping[str, int]) -> Rows:
     """The rows of one list, sorted. Labels in the file run from 1 to 7."""
     try:
         lines = [line.split() for line in path.read_text().splitlines() if line.strip()]

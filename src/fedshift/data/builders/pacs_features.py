@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 
 from fedshift.data.builders.pacs import CLASSES, COUNTS, DOMAINS, official_rows
-from fedshift.data.checks import checked
+from fedshift.data.checks import check_dataset
 from fedshift.data.domain import DataSet, DataSource, Domain, Manifest, Preprocessing
 from fedshift.data.locate import load_npz, require
 from fedshift.errors import UserError
@@ -48,4 +48,4 @@ class PacsFeatures(DataSource):
             train_rows, test_rows = official_rows(name, [str(entry) for entry in paths[rows]])
             inputs = features[rows].astype(np.float32)
             domains[name] = Domain(name, inputs, labels[rows].astype(np.int64), None, train_rows, test_rows)
-        return checked(DataSet(self.name, domains, CLASSES, Preprocessing(kind="features"), self.manifest()))
+        return check_dataset(DataSet(self.name, domains, CLASSES, Preprocessing(kind="features"), self.manifest()))

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from pydantic import Field
 
 from fedshift.data.builders import mnist
-from fedshift.data.checks import checked
+from fedshift.data.checks import check_dataset
 from fedshift.data.domain import DataSet, DataSource, Domain, Manifest
 from fedshift.errors import UserError
 from fedshift.extras import import_extra
@@ -137,7 +137,7 @@ class _Rotated(DataSource):
             name = f"{self.letter}{angle:g}"
             domains[name] = Domain(name, turned_clockwise(images, angle)[:, np.newaxis], labels, groups)
         preprocessing = mnist.grey_preprocessing(images.shape[1], self.mean_and_std if self.normalise else None)
-        return checked(DataSet(self.name, domains, mnist.CLASSES, preprocessing, self.manifest()))
+        return check_dataset(DataSet(self.name, domains, mnist.CLASSES, preprocessing, self.manifest()))
 
 
 class RotatedDigits(_Rotated):

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from fedshift.data.checks import checked
+from fedshift.data.checks import check_dataset
 from fedshift.data.domain import DataSet, DataSource, Domain, Manifest, Preprocessing
 
 Floats = npt.NDArray[np.float64]
@@ -84,7 +84,7 @@ class ScannedBalls(DataSource):
             volumes, masks = (np.stack(arrays) for arrays in zip(*pairs, strict=True))
             domains[site] = Domain(site, volumes, np.zeros(self.per_site, dtype=np.int64), masks=masks)
         preprocessing = Preprocessing(kind="features", mean=(0.5,), std=(0.5,), patch=self.patch)
-        return checked(DataSet(self.name, domains, STRUCTURES, preprocessing, self.manifest()))
+        return check_dataset(DataSet(self.name, domains, STRUCTURES, preprocessing, self.manifest()))
 
 
 def draw(

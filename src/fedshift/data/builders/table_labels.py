@@ -65,7 +65,7 @@ class Condition:
             return (cell == self.value) == (self.sign != "!=")
         number, limit = number_of(cell), number_of(self.value)
         if number is None or limit is None:
-            where = f"{table.place(row)}, column '{self.column}'"
+            where = f"{table.locate(row)}, column '{self.column}'"
             raise UserError(
                 f"{where}: '{cell}' is not a number, and data.positive compares it with {self.value}: mend the cell",
                 public=f"{where}: the cell is not a number",
@@ -96,7 +96,7 @@ def _check_any_label(table: Columns, column: str) -> None:
     if len(table) and all(map(is_missing, table.column(column))):
         what = "no row has a label: if this site has none, write data.site_labels: {SITE: none}, with the site's name"
         after = "or leave it out, and predict its rows with 'fedshift predict'"
-        file = table.place(0).partition(",")[0]
+        file = table.locate(0).partition(",")[0]
         raise UserError(f"{file}, column '{column}': {what}, {after}", public=f"{file}: {what}, {after}")
 
 
@@ -108,11 +108,11 @@ def _class_of(
     condition: Condition | None,
     mapping: Mapping[str, str] | None,
 ) -> str:
-    where = f"{table.place(row)}, column '{column}'"
+    where = f"{table.locate(row)}, column '{column}'"
     if is_missing(cell):
         raise UserError(
             f"{where}: the label is missing: fill or drop the row",
-            public=f"{table.place(row)}: the label is missing: fill or drop the row",
+            public=f"{table.locate(row)}: the label is missing: fill or drop the row",
         )
     label = canonical(cell)
     if condition is not None:
@@ -122,7 +122,7 @@ def _class_of(
     if label not in mapping:
         raise UserError(
             f"{where}: data.labels has no class for '{label}'; {nearest(label, mapping)}",
-            public=f"{table.place(row)}: data.labels has no class for the label",
+            public=f"{table.locate(row)}: data.labels has no class for the label",
         )
     return mapping[label]
 
@@ -149,7 +149,7 @@ class Labelling(BaseModel):
             Condition.parse(positive)
         return positive
 
-    def known(self, table: Columns) -> list[str | None] | None:
+    def row_classes(self, table: Columns) -> list[str | None] | None:
         """The class of each row, None for one without a label; None if the table has no such column."""
         if self.column not in table.cells:
             return None
@@ -173,7 +173,7 @@ def quantities_of(table: Columns, column: str) -> npt.NDArray[np.float32]:
     _check_any_label(table, column)
     out = np.empty(len(table), dtype=np.float32)
     for row, cell in enumerate(table.column(column)):
-        where = f"{table.place(row)}, column '{column}'"
+        where = f"{table.locate(row)}, column '{column}'"
         number = None if is_missing(cell) else number_of(cell)
         with np.errstate(over="ignore"):
             out[row] = np.nan if number is None else number
@@ -182,7 +182,7 @@ def quantities_of(table: Columns, column: str) -> npt.NDArray[np.float32]:
             advice = advice_on(cell, "fill or drop the row")
             raise UserError(
                 f"{where}: the label {what}: {advice}",
-                public=f"{table.place(row)}: the label is missing or no number: fill or drop the row",
+                public=f"{table.locate(row)}: the label is missing or no number: fill or drop the row",
             )
     return out
 
@@ -199,7 +199,7 @@ def times_of(table: Columns, time: str, event: str) -> npt.NDArray[np.float32]:
         (event, ~np.isin(out[:, 1], (0, 1)), "1 where the event happened, else 0"),
     ):
         if wrong.any():
-            where = table.place(int(np.flatnonzero(wrong)[0]))
+            where = table.locate(int(np.flatnonzero(wrong)[0]))
             raise UserError(
                 f"{where}, column '{column}': task time_to_event needs {wanted}: mend or drop the row",
                 public=f"{where}: task time_to_event needs {wanted}",
@@ -215,7 +215,7 @@ def flags_of(table: Columns, columns: Sequence[str]) -> npt.NDArray[np.float32]:
     """
     out = np.stack([quantities_of(table, column) for column in columns], axis=1)
     for row, index in np.argwhere(~np.isin(out, (0, 1))):
-        where = table.place(int(row))
+        where = table.locate(int(row))
         raise UserError(
             f"{where}, column '{columns[index]}': task multi_label needs 0 or 1: mend the cell",
             public=f"{where}: a label is not 0 or 1",

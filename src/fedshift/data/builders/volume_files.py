@@ -94,11 +94,11 @@ def read_volume(series: Series) -> Volume:
     """
     if _is_nifti(series.files[0]):
         array, affine = nifti_volume(series.files[0])
-        return _turned(array, _LPS @ affine)
+        return _reorient(array, _LPS @ affine)
     return _from_slices(series)
 
 
-def _turned(array: npt.NDArray[Any], affine: Vector) -> Volume:
+def _reorient(array: npt.NDArray[Any], affine: Vector) -> Volume:
     """A volume whose array axes follow an affine to the patient's axes, in the common order."""
     nibabel = import_extra("nibabel", extra="medical", what="a volume")
     orientation = nibabel.io_orientation(affine)
@@ -114,7 +114,7 @@ def _turned(array: npt.NDArray[Any], affine: Vector) -> Volume:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _SlicePosition:
     """Where a slice lies: the directions of its columns' and rows' indices, its corner, its pixels' distances."""
 
     path: Path
@@ -126,22 +126,22 @@ class _Place:
 
 
 def _from_slices(series: Series) -> Volume:
-    places = [_place(path) for path in series.files]
-    first = places[0]
-    for other in places[1:]:
+    positions = [_slice_position(path) for path in series.files]
+    first = positions[0]
+    for other in positions[1:]:
         _check_alike(series, first, other)
     normal = np.cross(first.along, first.down)
-    places.sort(key=lambda place: float(place.corner @ normal))
-    step = _step(series, places, normal)
-    sizes.check_volume(series.name, (len(places), *first.shape))
-    values = np.stack([grey_values(place.path) for place in places])
+    positions.sort(key=lambda position: float(position.corner @ normal))
+    step = _step(series, positions, normal)
+    sizes.check_volume(series.name, (len(positions), *first.shape))
+    values = np.stack([grey_values(position.path) for position in positions])
     affine = np.eye(4)
     affine[:3, :3] = np.stack([step, first.down * first.pixel[0], first.along * first.pixel[1]], axis=1)
-    affine[:3, 3] = places[0].corner
-    return _turned(values, affine)
+    affine[:3, 3] = positions[0].corner
+    return _reorient(values, affine)
 
 
-def _place(path: Path) -> _Place:
+def _slice_position(path: Path) -> _SlicePosition:
     header = grey_header(path)
     assert header is not None  # `series_of` leaves out files without pixels
     directions, corner, pixel = (
@@ -156,7 +156,7 @@ def _place(path: Path) -> _Place:
     along, down = directions[:3], directions[3:]
     if abs(float(along @ down)) > _SAME or not np.allclose([along @ along, down @ down], 1, atol=10 * _SAME):
         raise UserError(f"image {path} has an ImageOrientationPatient that is no pair of directions: mend or remove it")
-    return _Place(path, along, down, corner, (pixel[0], pixel[1]), (int(header.Rows), int(header.Columns)))
+    return _SlicePosition(path, along, down, corner, (pixel[0], pixel[1]), (int(header.Rows), int(header.Columns)))
 
 
 def _numbers(value: Any, length: int) -> Vector | None:
@@ -168,7 +168,7 @@ def _numbers(value: Any, length: int) -> Vector | None:
     return numbers if len(numbers) == length and np.isfinite(numbers).all() else None
 
 
-def _check_alike(series: Series, first: _Place, other: _Place) -> None:
+def _check_alike(series: Series, first: _SlicePosition, other: _SlicePosition) -> None:
     """Raise UserError unless two slices have one orientation, size and distance of pixels."""
     if not np.allclose([other.along, other.down], [first.along, first.down], atol=_SAME):
         raise UserError(
@@ -182,7 +182,7 @@ def _check_alike(series: Series, first: _Place, other: _Place) -> None:
         )
 
 
-def _step(series: Series, places: Sequence[_Place], normal: Vector) -> Vector:
+def _step(series: Series, places: Sequence[_SlicePosition], normal: Vector) -> Vector:
     """From one slice to the next, in millimetres.
 
     Raises:

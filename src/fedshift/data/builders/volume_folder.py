@@ -17,11 +17,11 @@ from pydantic import Field, FiniteFloat, model_validator
 from fedshift.data.builders.image_folder import LeftOut, Width, folders, root_hint, site_folders
 from fedshift.data.builders.medical import Patient, is_medical
 from fedshift.data.builders.volume_files import Series, Volume, read_volume, series_of
-from fedshift.data.checks import agreed_classes, checked
+from fedshift.data.checks import agreed_classes, check_dataset
 from fedshift.data.domain import DataSet, DataSource, Domain, Manifest, Preprocessing
-from fedshift.data.images import finite_range, limits, scaled
+from fedshift.data.images import finite_range, limits, scale_to_grey
 from fedshift.data.locate import cache_dir
-from fedshift.data.monai_bundle import Bundle, transformed, transforms_of, trusted_bundle
+from fedshift.data.monai_bundle import Bundle, transform_volume, transforms_of, trusted_bundle
 from fedshift.encryption import read_private, write_private
 from fedshift.errors import UserError
 
@@ -106,7 +106,7 @@ class VolumeFolder(DataSource):
             UserError: a folder or a volume is missing or cannot be used; names it.
         """
         left_out, sites = LeftOut(), site_folders(self.root, _LAYOUT)
-        left_out.misplaced(self.root)
+        left_out.note_misplaced(self.root)
         masked = {site.name: (site / _IMAGES).is_dir() and (site / _MASKS).is_dir() for site in sites}
         if len(set(masked.values())) > 1:
             plain, other = (next(site for site in masked if masked[site] is kind) for kind in (False, True))
@@ -125,11 +125,11 @@ class VolumeFolder(DataSource):
         }
         preprocessing = Preprocessing(kind="features", mean=(0.5,), std=(0.5,), window=self.window, patch=self.patch)
         warned = tuple(left_out.warnings(self.root))
-        return checked(DataSet(self.name, domains, classes, preprocessing, self.manifest(), warned))
+        return check_dataset(DataSet(self.name, domains, classes, preprocessing, self.manifest(), warned))
 
     def _of_classes(self, site: Path, left_out: LeftOut) -> tuple[list[str], list[_Item]]:
         """The classes of a site, and its volumes."""
-        left_out.misplaced(site)
+        left_out.note_misplaced(site)
         items = [
             _Item(series, label.name)
             for label in folders(site)
@@ -137,7 +137,7 @@ class VolumeFolder(DataSource):
             for series in volume
         ]
         if not items:
-            hint = root_hint(self.root, lambda place: any(_holds_volumes(folder) for folder in folders(place)))
+            hint = root_hint(self.root, lambda root: any(_holds_volumes(folder) for folder in folders(root)))
             raise UserError(f"site '{site.name}' is empty: no volumes in {site}/<class>; {hint}expected {_LAYOUT}")
         return sorted({item.label for item in items}), items
 
@@ -176,7 +176,7 @@ class VolumeFolder(DataSource):
                     f"site '{site}' has no masks of '{lacking}': expected {self.root / site / _MASKS / lacking}"
                 )
         wanted = classes if segments else ()
-        voxels = self._cached(site, items, wanted)
+        voxels = self._load_voxels(site, items, wanted)
         labels = [0 if segments else classes.index(item.label) for item in items]
         return Domain(
             site,
@@ -185,7 +185,7 @@ class VolumeFolder(DataSource):
             masks=np.ascontiguousarray(voxels[:, 1:]) if segments else None,
         )
 
-    def _cached(self, site: str, items: Sequence[_Item], structures: Sequence[str]) -> Voxels:
+    def _load_voxels(self, site: str, items: Sequence[_Item], structures: Sequence[str]) -> Voxels:
         """The volumes of a site and their masks, (n, 1 + structures, …), read now or found in the cache."""
         bundle = "" if self._bundle is None else f" {self._bundle[0].sha256}"
         digest = hashlib.sha256(f"{_FORMAT} {self.size} {self.spacing} {self.window}{bundle} {structures}\n".encode())
@@ -197,7 +197,7 @@ class VolumeFolder(DataSource):
         shape = (len(items), 1 + len(structures), *self.size)
         if target.exists():
             try:
-                return np.frombuffer(_checked(read_private(target)), dtype=np.uint8).reshape(shape)
+                return np.frombuffer(_check_digest(read_private(target)), dtype=np.uint8).reshape(shape)
             except (UserError, OSError, ValueError):
                 warnings.warn(
                     f"{target} was damaged, or written with another key: its volumes are read again", stacklevel=2
@@ -214,27 +214,27 @@ class VolumeFolder(DataSource):
         if self._bundle is not None:
             return self._with_bundle(volume, masks, item.series.name)
         low, high = finite_range(volume.values) if self.window is None else limits(self.window)
-        channels = [self._fitted(volume, scaled(volume.values, low, high), mask=False)]
-        channels += [self._fitted(volume, mask, mask=True) for mask in masks]
+        channels = [self._fit_grid(volume, scale_to_grey(volume.values, low, high), mask=False)]
+        channels += [self._fit_grid(volume, mask, mask=True) for mask in masks]
         return np.stack(channels)
 
     def _with_bundle(self, volume: Volume, masks: Sequence[Voxels], name: str) -> Voxels:
         """A volume and its masks as the bundle's transforms leave them."""
         assert self._bundle is not None
-        grey, *prepared = transformed(*self._bundle, volume.values, volume.affine, masks, name)
+        grey, *prepared = transform_volume(*self._bundle, volume.values, volume.affine, masks, name)
         low, high = finite_range(grey)
-        whole = scaled(grey, 0, 1) if low >= 0 and high <= 1 else scaled(grey, low, high)
+        whole = scale_to_grey(grey, 0, 1) if low >= 0 and high <= 1 else scale_to_grey(grey, low, high)
         return np.stack(
-            [centred(item, self.size) for item in (whole, *((mask > 0.5).astype(np.uint8) for mask in prepared))]
+            [crop_to_centre(item, self.size) for item in (whole, *((mask > 0.5).astype(np.uint8) for mask in prepared))]
         )
 
-    def _fitted(self, volume: Volume, voxels: Voxels, *, mask: bool) -> Voxels:
+    def _fit_grid(self, volume: Volume, voxels: Voxels, *, mask: bool) -> Voxels:
         """Voxels at the wanted spacing, of which the centre is kept."""
         if self.spacing is not None and not np.allclose(volume.spacing, self.spacing, rtol=1e-3):
-            voxels = _resampled(
+            voxels = _resample(
                 voxels, [had / wanted for had, wanted in zip(volume.spacing, self.spacing, strict=True)], mask
             )
-        return centred(voxels, self.size)
+        return crop_to_centre(voxels, self.size)
 
 
 @dataclass(frozen=True)
@@ -302,7 +302,7 @@ def _only(series: Sequence[Series]) -> Series:
     return series[0]
 
 
-def _resampled(voxels: Voxels, factors: Sequence[float], mask: bool) -> Voxels:
+def _resample(voxels: Voxels, factors: Sequence[float], mask: bool) -> Voxels:
     """Voxels as many as the factors say along each axis; of masks the nearest."""
     import torch
 
@@ -314,13 +314,13 @@ def _resampled(voxels: Voxels, factors: Sequence[float], mask: bool) -> Voxels:
     return rounded
 
 
-def centred(voxels: Voxels, size: Sequence[int]) -> Voxels:
+def crop_to_centre(voxels: Voxels, size: Sequence[int]) -> Voxels:
     """The centre of a volume, with zeros around it where it is smaller.
 
     Example:
-        >>> centred(np.arange(1, 6, dtype=np.uint8).reshape(1, 1, 5), (1, 1, 3)).ravel().tolist()
+        >>> crop_to_centre(np.arange(1, 6, dtype=np.uint8).reshape(1, 1, 5), (1, 1, 3)).ravel().tolist()
         [2, 3, 4]
-        >>> centred(np.ones((1, 1, 2), dtype=np.uint8), (1, 1, 4)).ravel().tolist()
+        >>> crop_to_centre(np.ones((1, 1, 2), dtype=np.uint8), (1, 1, 4)).ravel().tolist()
         [0, 1, 1, 0]
     """
     out = np.zeros(tuple(size), dtype=voxels.dtype)
@@ -333,7 +333,7 @@ def centred(voxels: Voxels, size: Sequence[int]) -> Voxels:
     return out
 
 
-def _checked(written: bytes) -> bytes:
+def _check_digest(written: bytes) -> bytes:
     """What stands behind its digest.
 
     Raises:

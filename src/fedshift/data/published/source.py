@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Literal, cast
 import numpy as np
 from pydantic import Field, create_model
 
-from fedshift.data.checks import checked
+from fedshift.data.checks import check_dataset
 from fedshift.data.domain import DataSet, DataSource, Domain, Inputs, Manifest, Preprocessing, Rows
-from fedshift.data.images import ImageFile, decoded
+from fedshift.data.images import ImageFile, decode_all
 from fedshift.data.locate import DATA_VARIABLE, data_root
 from fedshift.data.published.manifest import Counts, PublishedSet, published
 from fedshift.data.published.samples import Location, Samples
@@ -81,7 +81,7 @@ class Published(DataSource):
         domains = {name: self._domain(name, samples[name]) for name in chosen if name in samples}
         objective = None if about.task in ("classification", "segmentation") else {"task": about.task}
         preprocessing = self._preprocessing(domains).model_copy(update={"objective": objective})
-        return checked(DataSet(self.name, domains, about.classes, preprocessing, self.manifest(), warnings))
+        return check_dataset(DataSet(self.name, domains, about.classes, preprocessing, self.manifest(), warnings))
 
     def _folder(self, how: str) -> Path:
         if self.folder is not None:
@@ -132,7 +132,7 @@ class Published(DataSource):
 
     def _decoded(self, files: Sequence[ImageFile], channels: int, name: str, *, mask: bool = False) -> Any:
         size = self.size or self.about.size
-        return decoded(files, channels, size, size, f"{self.name}-{name}", mask=mask).pixels
+        return decode_all(files, channels, size, size, f"{self.name}-{name}", mask=mask).pixels
 
     def _preprocessing(self, domains: Mapping[str, Domain]) -> Preprocessing:
         first = next(iter(domains.values())).inputs

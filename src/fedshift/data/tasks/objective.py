@@ -46,7 +46,7 @@ class Objective(BaseModel, ABC):
             labels: the labels of the batch.
         """
 
-    def smoothed(self, outputs: Tensor, labels: Tensor, smoothing: float) -> Tensor:
+    def smoothed_loss(self, outputs: Tensor, labels: Tensor, smoothing: float) -> Tensor:
         """The loss with smoothed labels, where labels are classes; of others there is nothing to smooth."""
         return self.loss(outputs, labels)
 
@@ -59,24 +59,24 @@ class Objective(BaseModel, ABC):
         """What is told of each sample (n, outputs): probabilities, or values in the label's unit."""
 
     @abstractmethod
-    def predicted(self, outputs: Tensor) -> Tensor:
+    def predict(self, outputs: Tensor) -> Tensor:
         """The prediction for each sample: class numbers, values or hazards (n,), or 0 and 1 (n, labels)."""
 
     def together(self, outputs: Tensor) -> Tensor:
         """What several networks say together: outputs (networks, n, outputs) → (n, outputs)."""
         return outputs.mean(0)
 
-    def said(self, scores: NDArray[Any], names: NDArray[Any]) -> NDArray[Any]:
+    def predictions(self, scores: NDArray[Any], names: NDArray[Any]) -> NDArray[Any]:
         """The predictions that a user sees, from `scores`: values (n,), names of classes (n,), or 0/1 (n, labels)."""
         return scores[:, 0]
 
-    def in_words(self, said: Any, names: Sequence[str]) -> str | float:
-        """One entry of `said` as a name or a number."""
-        in_words: str | float = said
+    def in_words(self, prediction: Any, names: Sequence[str]) -> str | float:
+        """One entry of `predictions` as a name or a number."""
+        in_words: str | float = prediction
         return in_words
 
     @abstractmethod
-    def described(self, names: Sequence[str]) -> str:
+    def describe(self, names: Sequence[str]) -> str:
         """What a model gives, in words; ``names``: the classes, or the label."""
 
 
@@ -89,24 +89,24 @@ class Classes(Objective):
     def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
         return task_loss(outputs, labels)
 
-    def smoothed(self, outputs: Tensor, labels: Tensor, smoothing: float) -> Tensor:
+    def smoothed_loss(self, outputs: Tensor, labels: Tensor, smoothing: float) -> Tensor:
         return smoothed_cross_entropy(outputs, labels, smoothing)
 
     def loss_of_some(self, chosen: Tensor, outputs: Tensor, labels: Tensor) -> Tensor:
         losses = functional.cross_entropy(outputs, labels, reduction="none")
         return (losses * chosen).sum() / chosen.sum().clamp_min(1)
 
-    def said(self, scores: NDArray[Any], names: NDArray[Any]) -> NDArray[Any]:
+    def predictions(self, scores: NDArray[Any], names: NDArray[Any]) -> NDArray[Any]:
         chosen: NDArray[Any] = names[scores.argmax(axis=1)]
         return chosen
 
-    def described(self, names: Sequence[str]) -> str:
+    def describe(self, names: Sequence[str]) -> str:
         return f"probabilities of the classes {', '.join(names)}"
 
     def scores(self, outputs: Tensor) -> Tensor:
         return outputs.softmax(dim=1)
 
-    def predicted(self, outputs: Tensor) -> Tensor:
+    def predict(self, outputs: Tensor) -> Tensor:
         return outputs.argmax(dim=1)
 
     def together(self, outputs: Tensor) -> Tensor:
@@ -138,13 +138,13 @@ class Regression(Objective):
             return functional.huber_loss(predicted, true, delta=self.huber_delta)
         return functional.mse_loss(predicted, true)
 
-    def described(self, names: Sequence[str]) -> str:
+    def describe(self, names: Sequence[str]) -> str:
         return f"{names[0]}, in its own unit"
 
     def scores(self, outputs: Tensor) -> Tensor:
         return outputs * self.std + self.mean
 
-    def predicted(self, outputs: Tensor) -> Tensor:
+    def predict(self, outputs: Tensor) -> Tensor:
         return self.scores(outputs.double())[:, 0].float()
 
 
@@ -164,13 +164,13 @@ class TimeToEvent(Objective):
     def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
         return partial_likelihood(outputs[:, 0], labels[:, 0], labels[:, 1], self.mean_over)
 
-    def described(self, names: Sequence[str]) -> str:
+    def describe(self, names: Sequence[str]) -> str:
         return f"the logarithm of the relative hazard, larger for an earlier event, by {names[0]}"
 
     def scores(self, outputs: Tensor) -> Tensor:
         return outputs
 
-    def predicted(self, outputs: Tensor) -> Tensor:
+    def predict(self, outputs: Tensor) -> Tensor:
         return outputs[:, 0]
 
 
@@ -183,25 +183,25 @@ class MultiLabel(Objective):
     def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
         return functional.binary_cross_entropy_with_logits(outputs, labels)
 
-    def described(self, names: Sequence[str]) -> str:
+    def describe(self, names: Sequence[str]) -> str:
         return f"probabilities of each of the labels {', '.join(names)}"
 
     def scores(self, outputs: Tensor) -> Tensor:
         return outputs.sigmoid()
 
-    def predicted(self, outputs: Tensor) -> Tensor:
+    def predict(self, outputs: Tensor) -> Tensor:
         return (outputs > 0).float()
 
     def together(self, outputs: Tensor) -> Tensor:
         """The logits of the mean of their probabilities."""
         return outputs.double().sigmoid().mean(0).logit(eps=1e-12).to(outputs.dtype)
 
-    def said(self, scores: NDArray[Any], names: NDArray[Any]) -> NDArray[Any]:
+    def predictions(self, scores: NDArray[Any], names: NDArray[Any]) -> NDArray[Any]:
         return (scores > 0.5).astype(np.int64)
 
-    def in_words(self, said: Any, names: Sequence[str]) -> str | float:
+    def in_words(self, prediction: Any, names: Sequence[str]) -> str | float:
         """The labels that the sample has."""
-        return ", ".join(name for name, has in zip(names, said, strict=True) if has)
+        return ", ".join(name for name, has in zip(names, prediction, strict=True) if has)
 
 
 CLASSES = Classes()

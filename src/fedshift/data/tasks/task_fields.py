@@ -83,7 +83,7 @@ class TaskFields(SiteLabels):
             return {"task": self.task} | ({} if self.mean_over == "events" else {"mean_over": self.mean_over})
         predicted: dict[str, object] = {"task": self.task, "loss": self.loss, "huber_delta": self.huber_delta}
         unscaled = {**predicted, "mean": 0.0, "std": 1.0}
-        return scaled(unscaled, sums) if sums else unscaled
+        return with_label_scale(unscaled, sums) if sums else unscaled
 
     def check_objective(self, preprocessing: Preprocessing) -> None:
         """Check, at a site, that the federation learns the task and loss that its own data section names.
@@ -93,16 +93,17 @@ class TaskFields(SiteLabels):
         Raises:
             UserError: they ask for another task or loss.
         """
-        own, asked = self.objective([]) or {}, preprocessing.objective or {}
-        if any(own.get(name) != asked.get(name) for name in ("task", "loss", "huber_delta", "mean_over")):
+        local, asked = self.objective([]) or {}, preprocessing.objective or {}
+        if any(local.get(name) != asked.get(name) for name in ("task", "loss", "huber_delta", "mean_over")):
             raise UserError("the federation learns another task or loss than the data section of this site says")
 
 
-def scaled(objective: Mapping[str, object], sums: Sequence[Sums]) -> dict[str, object]:
+def with_label_scale(objective: Mapping[str, object], sums: Sequence[Sums]) -> dict[str, object]:
     """An objective whose label has the mean and deviation that follow from the sums of sites.
 
     Example:
-        >>> scaled({"task": "regression"}, [label_sums(np.array([1.0, 1.0])), label_sums(np.array([5.0, 5.0]))])
+        >>> sums = [label_sums(np.array([1.0, 1.0])), label_sums(np.array([5.0, 5.0]))]
+        >>> with_label_scale({"task": "regression"}, sums)
         {'task': 'regression', 'mean': 3.0, 'std': 2.0}
 
     Raises:
@@ -130,7 +131,7 @@ def label_sums(labels: npt.NDArray[Any]) -> dict[str, float]:
         return {"count": len(values), "total": float(values.sum()), "squares": float((values**2).sum())}
 
 
-def _shown(values: npt.NDArray[Any]) -> str:
+def _describe(values: npt.NDArray[Any]) -> str:
     """What labels are that cannot be read."""
     return f"y is {type_in_words(values.dtype)} of shape {values.shape}"
 
@@ -149,7 +150,7 @@ def quantities(where: str, values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
         UserError: they are not one finite number for each sample.
     """
     if values.ndim != 1 or values.dtype.kind not in "iufb":
-        raise UserError(f"{where}: {_shown(values)}; task regression needs one number each")
+        raise UserError(f"{where}: {_describe(values)}; task regression needs one number each")
     with np.errstate(over="ignore"):
         labels = values.astype(np.float32)
     if not np.isfinite(labels).all():
@@ -173,7 +174,7 @@ def times(where: str, values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
     """
     if values.ndim != 2 or values.shape[1] != 2 or values.dtype.kind not in "iufb":
         raise UserError(
-            f"{where}: {_shown(values)}; task time_to_event needs (n, 2): the time, and 1 "
+            f"{where}: {_describe(values)}; task time_to_event needs (n, 2): the time, and 1 "
             "where the event happened, else 0"
         )
     with np.errstate(over="ignore"):
@@ -201,7 +202,7 @@ def flags(where: str, values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
         UserError: they are no columns of 0 and 1.
     """
     if values.ndim not in (1, 2) or values.dtype.kind not in "iufb":
-        raise UserError(f"{where}: {_shown(values)}; task multi_label needs (n, labels) or (n,) of 0 and 1")
+        raise UserError(f"{where}: {_describe(values)}; task multi_label needs (n, labels) or (n,) of 0 and 1")
     values = values.reshape(len(values), -1)
     wrong = ~np.isin(values, (0, 1)).all(axis=1)
     if wrong.any():

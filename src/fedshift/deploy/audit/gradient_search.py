@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedshift.data.domain import Preprocessing
-from fedshift.data.transforms import normalised
+from fedshift.data.transforms import normalise
 from fedshift.extras import compiler_comes_later
 from fedshift.functional import leakage
 from fedshift.models.network import Network
@@ -194,12 +194,12 @@ class Space:
 
     def __init__(self, preprocessing: Preprocessing, shape: tuple[int, ...], device: torch.device) -> None:
         self.preprocessing, self.images = preprocessing, len(shape) == 3
-        self._shift = normalised(torch.zeros(1, *shape, device=device), preprocessing)
-        self._scale = normalised(torch.ones(1, *shape, device=device), preprocessing) - self._shift
+        self._shift = normalise(torch.zeros(1, *shape, device=device), preprocessing)
+        self._scale = normalise(torch.ones(1, *shape, device=device), preprocessing) - self._shift
 
     def inputs(self, dummies: Tensor) -> Tensor:
         """What the network reads."""
-        return normalised(0.5 + _SPREAD * dummies, self.preprocessing) if self.images else dummies
+        return normalise(0.5 + _SPREAD * dummies, self.preprocessing) if self.images else dummies
 
     def clamp_(self, dummies: Tensor) -> None:
         """Clamp pixels to [0, 1]. The range of vectors is not known."""

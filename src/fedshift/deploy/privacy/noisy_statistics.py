@@ -59,7 +59,7 @@ def with_noise(holding: Holding, budget: PrivacyBudget, stream: SecretStream) ->
         ),
     )
     given = agreement.table_given(told, numeric, categorical)
-    preprocessing = agreement.agreed({holding.domain.name: given}, holding.data.preprocessing)
+    preprocessing = agreement.common_encoding({holding.domain.name: given}, holding.data.preprocessing)
     shown = replace(holding, given=given)
     domain = shown.encode(preprocessing, preprocessing.shape or ())
     data = replace(holding.data, domains={domain.name: domain}, preprocessing=preprocessing)

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import PydanticUserError, ValidationError
 
 from fedshift.data import registry as data_registry
-from fedshift.data.builders.own import described
+from fedshift.data.builders.own import data_section
 from fedshift.data.databases import below, is_address
 from fedshift.data.domain import DataSource
 from fedshift.errors import UserError
@@ -34,9 +34,9 @@ def data_source(value: Any, folder: Path) -> DataSource:
         return value
     if isinstance(value, Mapping) and value and "name" not in value:
         if isinstance(value.get("sites"), Mapping) and not all(map(_is_plain, value["sites"].values())):
-            value = described(**value)
+            value = data_section(**value)
         elif not all(map(_is_plain, value.values())):
-            value = described(value)
+            value = data_section(value)
     try:
         fields = _with_paths(named(value, "data"), folder)
     except (ValueError, TypeError, NameError) as error:  # raised by the import of a user's own file

@@ -261,7 +261,7 @@ def scored(network: Network, view: SiteData, objective: Objective, groups: NDArr
     """
     outputs = torch.cat([_outputs(network, inputs) for inputs, _, _ in view.all_batches(_BATCH)]).cpu()
     scores = objective.scores(outputs.double()).float()
-    return Scored(view.labels.cpu().numpy(), objective.predicted(outputs).numpy(), scores.numpy(), groups)
+    return Scored(view.labels.cpu().numpy(), objective.predict(outputs).numpy(), scores.numpy(), groups)
 
 
 def _outputs(network: Network, inputs: Tensor) -> Tensor:
@@ -279,7 +279,7 @@ def _outputs(network: Network, inputs: Tensor) -> Tensor:
 @torch.no_grad()
 def predictions(network: Network, view: SiteData, objective: Objective = CLASSES) -> NDArray[Any]:
     """The prediction for every sample of ``view``, in order (n,): class numbers, or values in the label's unit."""
-    text = [objective.predicted(_outputs(network, inputs)) for inputs, _, _ in view.all_batches(_BATCH)]
+    text = [objective.predict(_outputs(network, inputs)) for inputs, _, _ in view.all_batches(_BATCH)]
     return torch.cat(text).cpu().numpy()
 
 

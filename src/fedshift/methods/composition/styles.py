@@ -192,7 +192,7 @@ class StylesOption(StyleOptions, Preparation):
     def samples(self, site: Site, rows: Tensor) -> Iterator[Tensor]:
         """What styles are computed from, a part after the other: stored samples, or what a stage of the start gives."""
         if self.style_space != "feature":
-            yield from (site.data.stored(part) for part in torch.split(rows, _AT_ONCE))
+            yield from (site.data.stored_rows(part) for part in torch.split(rows, _AT_ONCE))
             return
         model = site.model().eval()
         stage = self.stage_of(model)
@@ -247,7 +247,7 @@ class StylesOption(StyleOptions, Preparation):
         if "styler" not in site.scratch:
             site.scratch["styler"] = self._styler(site)
         styler: Styler = site.scratch["styler"]
-        plain, site.data = site.data, site.data.restyled(styler.restyle)
+        plain, site.data = site.data, site.data.with_restyle(styler.restyle)
         handle = None
         if self.style_space == "feature":
             stage = site.network.stages[self.stage_of(site.network)]

@@ -280,7 +280,7 @@ class CSAC(Method, AlignmentOptions):
         """Local acquisition: train on smoothed labels from the common start, and keep a frozen copy as L^h."""
         model = site.model()
         loss = site.minimise(
-            lambda batch: site.objective.smoothed(model(batch.inputs), batch.targets, self.label_smoothing),
+            lambda batch: site.objective.smoothed_loss(model(batch.inputs), batch.targets, self.label_smoothing),
             model,
             epochs=self.acquisition_epochs,
             steps=self.acquisition_steps,

@@ -127,7 +127,7 @@ def _intro(trained: TrainedModel, result: RunResult | None) -> Iterator[str]:
     if trained.objective.has_probabilities:
         yield f"* Output: probabilities of the {what} {', '.join(map(text, trained.classes))}."
     else:
-        yield f"* Output: {trained.objective.described([text(name) for name in trained.classes])}."
+        yield f"* Output: {trained.objective.describe([text(name) for name in trained.classes])}."
 
 
 def _numbers(trained: TrainedModel) -> int:
