@@ -36,7 +36,7 @@ from fedshift.experiment.runs.run_folder import RunFolder
 from fedshift.federation.exchange import Answer, Missing, Request
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.functional.poisoning import wrong_labels
-from fedshift.functional.robust_aggregation import moved
+from fedshift.functional.robust_aggregation import move_towards
 from fedshift.weights import Weights
 
 RUNS = Path(__file__).parent / "results" / "robust_aggregation" / "runs.jsonl"
@@ -140,7 +140,7 @@ class Attacked(LocalFederation):
             if isinstance(answer, Answer) and answer.site in self.bad and self.factor != 1:
                 centre = sent[answer.site].get("weights", self.start)
                 answer = replace(
-                    answer, reply=replace(answer.reply, weights=moved(centre, answer.reply.weights, self.factor))
+                    answer, reply=replace(answer.reply, weights=move_towards(centre, answer.reply.weights, self.factor))
                 )
             yield answer
 

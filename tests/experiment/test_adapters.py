@@ -19,9 +19,9 @@ from fedshift.experiment.config.experiment import parse as parse_experiment
 from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.federation.training import Training
 from fedshift.models import registry as models
-from fedshift.models.adapters import Adapters, check_adapters, merged, with_adapters
+from fedshift.models.adapters import Adapters, check_adapters, merge_adapters, with_adapters
 from fedshift.models.network import Network
-from fedshift.models.own.own_network import given
+from fedshift.models.own.own_network import network_of_object
 from fedshift.weights import Weights
 
 pytestmark = pytest.mark.slow  # the import of peft takes seconds
@@ -77,7 +77,7 @@ class Attentive(nn.Module):
 
 
 def built(model: Any, shape: tuple[int, ...], **options: Any) -> Network:
-    parsed = models.parse(model) if isinstance(model, dict) else given(model)
+    parsed = models.parse(model) if isinstance(model, dict) else network_of_object(model)
     return with_adapters(models.build(parsed, shape, 3, 0), Adapters(rank=RANK, **options), shape, 0)
 
 
@@ -89,7 +89,7 @@ NETWORKS = [({"name": "mnist_cnn"}, (1, 12, 12)), ({"name": "mlp", "hidden": [8,
 def test_only_adapters_and_head_train_and_merging_changes_no_score(
     model: Any, shape: tuple[int, ...], second_only: bool
 ) -> None:
-    parsed = models.parse(model) if isinstance(model, dict) else given(model)
+    parsed = models.parse(model) if isinstance(model, dict) else network_of_object(model)
     plain = models.build(parsed, shape, 3, 0).eval()
     adapted = built(model, shape, second_only=second_only)
     assert {name.rpartition(".lora_")[0] for name in adapted.state_dict() if "lora_" in name} == {
@@ -113,7 +113,7 @@ def test_only_adapters_and_head_train_and_merging_changes_no_score(
         adapted(samples).square().sum().sqrt().backward()
         optimizer.step()
     assert all(torch.equal(tensor, fixed[name]) for name, tensor in adapted.named_buffers())
-    found = merged(adapted, Weights(adapted.state_dict()))
+    found = merge_adapters(adapted, Weights(adapted.state_dict()))
     before = plain(samples)
     plain.load_state_dict(dict(found))
     after = adapted.eval()(samples)

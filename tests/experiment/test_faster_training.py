@@ -28,10 +28,10 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """torch's compiler up to the code that it would make: the same graphs, run by torch. It needs no C++ compiler."""
     whole = torch.compile
     monkeypatch.setattr(torch, "compile", lambda *given, **options: whole(*given, backend="aot_eager", **options))
-    products._compiled.cache_clear()
+    products._compile.cache_clear()
     torch.compiler.reset()
     yield
-    products._compiled.cache_clear()
+    products._compile.cache_clear()
     torch.compiler.reset()
 
 

@@ -15,8 +15,8 @@ from fedshift.errors import UserError
 from fedshift.functional.adversarial import (
     certainty_weights,
     combine_domains,
+    condition,
     conditional_adversarial_loss,
-    conditioned,
     curriculum_weights,
     domain_identifier_loss,
     generator_loss,
@@ -203,18 +203,18 @@ def test_what_cannot_be_combined() -> None:
 def test_conditioning_has_the_right_support() -> None:
     features = numbers(2, 3)
     onehot = torch.eye(4).double()[[1, 3]]
-    found = conditioned(features, onehot).view(2, 4, 3)
+    found = condition(features, onehot).view(2, 4, 3)
     for row, label in enumerate((1, 3)):
         assert torch.equal(found[row, label], features[row])
         assert found[row].count_nonzero() == 3
-    uniform = conditioned(features, torch.full((2, 4), 0.25).double()).view(2, 4, 3)
+    uniform = condition(features, torch.full((2, 4), 0.25).double()).view(2, 4, 3)
     torch.testing.assert_close(uniform, (features / 4)[:, None].expand(2, 4, 3))
 
 
 def test_a_random_projection_keeps_inner_products_on_average() -> None:
     features, probabilities = numbers(3, 5), numbers(3, 4, seed=1).softmax(1)
     projections = numbers(5, 20000, seed=2), numbers(4, 20000, seed=3)
-    whole, projected = conditioned(features, probabilities), conditioned(features, probabilities, projections)
+    whole, projected = condition(features, probabilities), condition(features, probabilities, projections)
     assert projected.shape == (3, 20000)
     torch.testing.assert_close(projected @ projected.T, whole @ whole.T, atol=0.15, rtol=0.1)
 

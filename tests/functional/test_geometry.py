@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedshift.errors import UserError
-from fedshift.functional.geometry import affine_matrices, cut_out, resampled
+from fedshift.functional.geometry import affine_matrices, cut_out, resample
 
 
 def changed(images: Tensor, angle: float = 0.0, **parts: tuple[float, float]) -> Tensor:
@@ -19,7 +19,7 @@ def changed(images: Tensor, angle: float = 0.0, **parts: tuple[float, float]) ->
     tensors = {name: torch.tensor([value] * number) for name, value in parts.items()}
     aspect = images.shape[3] / images.shape[2]
     matrix, moved = affine_matrices(torch.full((number,), angle), **tensors, aspect=aspect)
-    return resampled(images, torch.cat([matrix, moved[:, :, None]], 2))
+    return resample(images, torch.cat([matrix, moved[:, :, None]], 2))
 
 
 IMAGES = torch.arange(32.0).view(2, 1, 4, 4)

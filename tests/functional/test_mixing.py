@@ -13,7 +13,7 @@ from fedshift.functional.mixing import (
     gradient_perturbed,
     mixed_styles,
     partners_in_the_other_half,
-    pasted,
+    paste,
     rows_of_other_classes,
 )
 
@@ -34,7 +34,7 @@ def test_cutmix_pastes_a_rectangle_of_the_share_and_counts_what_was_pasted(
     share: float, centre: tuple[float, float], rows: range, columns: range
 ) -> None:
     """By a drawing of the rectangle (Yun et al., ICCV 2019: sides √(1 − λ), and λ again by the pixels inside)."""
-    mixed, kept = pasted(torch.zeros(1, 1, 12, 24), torch.ones(1, 1, 12, 24), share, centre)
+    mixed, kept = paste(torch.zeros(1, 1, 12, 24), torch.ones(1, 1, 12, 24), share, centre)
     drawn = torch.zeros(12, 24)
     for row in rows:
         for column in columns:

@@ -200,7 +200,7 @@ def test_krum_needs_enough_sites(sites: int, faulty: int, keep: int, message: st
 def test_worked_clipping() -> None:
     centre, model = {"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([4.0, 6.0]), "n": torch.tensor(3)}
     assert robust.update_norm(model, centre) == 5
-    shorter = robust.moved(centre, model, robust.clip_factor(5, 2.5))
+    shorter = robust.move_towards(centre, model, robust.clip_factor(5, 2.5))
     assert shorter["w"].tolist() == [2.5, 4]
     assert shorter["n"] == 3
     assert robust.lower_median([5, 1, 2, 9]) == 2
@@ -210,7 +210,7 @@ def test_worked_clipping() -> None:
 def test_a_clipped_update_is_no_longer_than_the_bound(found: list[Model], bound: float) -> None:
     centre, model = found
     norm = robust.update_norm(model, centre)
-    clipped = robust.moved(centre, model, robust.clip_factor(norm, bound))
+    clipped = robust.move_towards(centre, model, robust.clip_factor(norm, bound))
     assert robust.update_norm(clipped, centre) <= min(norm, bound) * (1 + 1e-6) + 1
     if norm <= bound:
         assert clipped.equal(model)

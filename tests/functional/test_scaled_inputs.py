@@ -262,7 +262,7 @@ CASES = [
     case(adversarial.combine_domains, V, V, call=lambda x, y: adversarial.combine_domains(x, y, rule="maxmin")),
     case(adversarial.curriculum_weights, V),
     case(adversarial.certainty_weights, V, call=lambda x: adversarial.certainty_weights(x.abs())),
-    case(adversarial.conditioned, ND, NC, call=lambda x, y: adversarial.conditioned(x, shares(y))),
+    case(adversarial.condition, ND, NC, call=lambda x, y: adversarial.condition(x, shares(y))),
     case(reference_distribution.discriminator_loss, V, V),
     case(
         reference_distribution.discriminator_loss,

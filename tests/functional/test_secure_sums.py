@@ -11,7 +11,7 @@ import torch
 from fedshift.errors import FedshiftError
 from fedshift.federation.secure.integer_sums import threshold
 from fedshift.functional.fixed_point import from_fixed, to_fixed
-from fedshift.functional.pairwise_masks import masked, unmask
+from fedshift.functional.pairwise_masks import add_masks, unmask
 from fedshift.functional.secret_sharing import PRIME, join_shares, split_secret
 
 pytest.importorskip("cryptography")
@@ -106,7 +106,7 @@ def test_the_unmasked_sum_is_the_plain_one(seed: int) -> None:
     total = torch.zeros(7, dtype=torch.int64)
     for site in answered:
         others = {other: pairs[frozenset((site, other))] for other in roster if other != site}
-        upload = masked(numbers[site], site, own[site], others)
+        upload = add_masks(numbers[site], site, own[site], others)
         assert not (upload == numbers[site]).any()
         total += upload
     lost = set(roster) - set(answered)
@@ -120,10 +120,10 @@ def test_the_unmasked_sum_is_the_plain_one(seed: int) -> None:
 
 def test_masks_are_longer_than_a_piece_and_look_random() -> None:
     numbers = torch.zeros(100_003, dtype=torch.int64)
-    upload = masked(numbers, "a", b"1" * 32, {"b": b"2" * 32})
+    upload = add_masks(numbers, "a", b"1" * 32, {"b": b"2" * 32})
     assert upload.unique().numel() == len(upload)
     assert abs((upload < 0).double().mean().item() - 0.5) < 0.01
-    other = masked(numbers, "b", b"3" * 32, {"a": b"2" * 32})
+    other = add_masks(numbers, "b", b"3" * 32, {"a": b"2" * 32})
     total = upload + other
     unmask(total, [b"1" * 32, b"3" * 32], {})
     assert torch.equal(total, numbers)
@@ -139,7 +139,7 @@ def test_masks_come_off_for_every_set_of_survivors(number: int) -> None:
     uploads = {}
     for name in names:
         seeds = {other: pairs[frozenset((name, other))] for other in names if other != name}
-        uploads[name] = masked(numbers[name], name, own[name], seeds)
+        uploads[name] = add_masks(numbers[name], name, own[name], seeds)
     needed = threshold(number)
     for size in range(needed, number + 1):
         for answered in itertools.combinations(names, size):

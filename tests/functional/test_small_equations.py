@@ -103,7 +103,7 @@ def test_unscaled_sums_are_those_of_the_values() -> None:
         return np.stack([np.full(2, 30.0), x.sum(0), (x**2).sum(0)], axis=1)
 
     scaled = np.stack([noisy_moments.within(values[:, at], (low[at], high[at])) for at in range(2)], axis=1)
-    np.testing.assert_allclose(noisy_moments.unscaled(sums(scaled), low, high), sums(values))
+    np.testing.assert_allclose(noisy_moments.unscale(sums(scaled), low, high), sums(values))
 
 
 def test_pieces_hold_every_number_once_and_in_order() -> None:

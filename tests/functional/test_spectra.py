@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedshift.errors import UserError
-from fedshift.functional.spectra import amplitude, half_width, interpolated, low_frequencies
+from fedshift.functional.spectra import amplitude, half_width, interpolate_amplitudes, low_frequencies
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -56,7 +56,7 @@ def test_worked_numbers() -> None:
     donor = (2 + torch.eye(4, dtype=torch.float64)).view(1, 1, 4, 4)
     half = half_width(0.25, 4, 4)
     expected = [0.125, 0.875, 0.625, 1.875, 3.875, 5.125, 4.875, 5.625, 3.625, 4.875, 5.125, 5.875, 7.875, 8.625, 8.875]
-    found = interpolated(image, low_frequencies(donor, half), torch.tensor(0.5), half).flatten()
+    found = interpolate_amplitudes(image, low_frequencies(donor, half), torch.tensor(0.5), half).flatten()
     torch.testing.assert_close(found, torch.tensor([*expected, 10.125], dtype=torch.float64), atol=1e-9, rtol=0)
 
 
@@ -65,7 +65,7 @@ def test_worked_numbers() -> None:
 def test_against_the_whole_spectrum(height: int, width: int, rate: float, seed: int, data: Any) -> None:
     half = data.draw(st.integers(0, (min(height, width) - 1) // 2))
     images, donors = draw(2, 3, height, width, seed=seed), draw(2, 3, height, width, seed=seed + 1)
-    found = interpolated(
+    found = interpolate_amplitudes(
         images, low_frequencies(donors, half), torch.full((2, 1, 1, 1), rate, dtype=torch.float64), half
     )
     for n in range(2):
@@ -86,19 +86,21 @@ def test_the_window_is_the_middle_of_the_shifted_amplitude() -> None:
 def test_rate_zero_and_ones_own_spectrum_change_nothing(dtype: torch.dtype, tolerance: float) -> None:
     images, donors = draw(4, 3, 32, 32).to(dtype), draw(4, 3, 32, 32, seed=1).to(dtype)
     for half in (0, 1, 5):
-        still = interpolated(images, low_frequencies(donors, half), torch.zeros(4, 1, 1, 1, dtype=dtype), half)
+        still = interpolate_amplitudes(
+            images, low_frequencies(donors, half), torch.zeros(4, 1, 1, 1, dtype=dtype), half
+        )
         assert (still - images).abs().max() < tolerance
         for rate in (0.3, 1.0):
-            own = interpolated(images, low_frequencies(images, half), torch.tensor(rate, dtype=dtype), half)
+            own = interpolate_amplitudes(images, low_frequencies(images, half), torch.tensor(rate, dtype=dtype), half)
             assert (own - images).abs().max() < tolerance
-    whole = interpolated(images, amplitude(images), torch.tensor(0.7, dtype=dtype), None)
+    whole = interpolate_amplitudes(images, amplitude(images), torch.tensor(0.7, dtype=dtype), None)
     assert (whole - images).abs().max() < tolerance
 
 
 def test_the_mean_alone() -> None:
     images, donors = draw(2, 3, 8, 8), draw(2, 3, 8, 8, seed=1)
     for rate in (1.0, 0.5):
-        moved = interpolated(images, low_frequencies(donors, 0), torch.tensor(rate, dtype=torch.float64), 0)
+        moved = interpolate_amplitudes(images, low_frequencies(donors, 0), torch.tensor(rate, dtype=torch.float64), 0)
         change = moved - images
         torch.testing.assert_close(change, change.mean((2, 3), keepdim=True).expand_as(change))
         means = (1 - rate) * images.mean((2, 3)) + rate * donors.mean((2, 3))
@@ -107,7 +109,7 @@ def test_the_mean_alone() -> None:
 
 def test_the_whole_spectrum_of_fact() -> None:
     images, donors = draw(2, 1, 6, 6), draw(2, 1, 6, 6, seed=1)
-    moved = interpolated(images, amplitude(donors), torch.tensor(1.0).double(), None)
+    moved = interpolate_amplitudes(images, amplitude(donors), torch.tensor(1.0).double(), None)
     torch.testing.assert_close(amplitude(moved), amplitude(donors))
 
 
@@ -115,7 +117,7 @@ def test_the_whole_spectrum_of_fact() -> None:
 @settings(max_examples=30)
 def test_the_phase_stays(seed: int, rate: float) -> None:
     images, donors = draw(1, 1, 8, 10, seed=seed), draw(1, 1, 8, 10, seed=seed + 1)
-    moved = interpolated(images, low_frequencies(donors, 2), torch.tensor(rate, dtype=torch.float64), 2)
+    moved = interpolate_amplitudes(images, low_frequencies(donors, 2), torch.tensor(rate, dtype=torch.float64), 2)
     turn = torch.remainder(torch.fft.rfft2(moved).angle() - torch.fft.rfft2(images).angle() + torch.pi, 2 * torch.pi)
     turn = turn - torch.pi
     certain = amplitude(moved) > 1e-6
@@ -124,21 +126,23 @@ def test_the_phase_stays(seed: int, rate: float) -> None:
 
 def test_an_image_without_contrast_is_finite() -> None:
     grey = torch.full((1, 1, 8, 8), 0.5, dtype=torch.float64)
-    moved = interpolated(grey, low_frequencies(draw(1, 1, 8, 8), 2), torch.tensor(1.0).double(), 2)
+    moved = interpolate_amplitudes(grey, low_frequencies(draw(1, 1, 8, 8), 2), torch.tensor(1.0).double(), 2)
     assert torch.isfinite(moved).all()
-    black = interpolated(grey * 0, low_frequencies(grey, 1), torch.tensor(1.0).double(), 1)
+    black = interpolate_amplitudes(grey * 0, low_frequencies(grey, 1), torch.tensor(1.0).double(), 1)
     torch.testing.assert_close(black, grey)
 
 
 def test_gradient() -> None:
     images, donors = draw(1, 2, 5, 6).requires_grad_(), low_frequencies(draw(1, 2, 5, 6, seed=1), 1)
-    assert torch.autograd.gradcheck(lambda x: interpolated(x, donors, torch.tensor(0.4).double(), 1), (images,))
+    assert torch.autograd.gradcheck(
+        lambda x: interpolate_amplitudes(x, donors, torch.tensor(0.4).double(), 1), (images,)
+    )
 
 
 def test_sizes_that_do_not_fit() -> None:
     images = draw(1, 1, 8, 8)
     with pytest.raises(UserError, match="sizes"):
-        interpolated(images, low_frequencies(images, 1), torch.tensor(1.0), 2)
+        interpolate_amplitudes(images, low_frequencies(images, 1), torch.tensor(1.0), 2)
     with pytest.raises(UserError, match="4"):
         low_frequencies(images, 4)
 
@@ -159,5 +163,5 @@ def test_volumes_by_the_whole_transform_of_numpy(shape: tuple[int, ...], half: i
             at_window = (slice(None), place[0], place[1], place[2] - half)
             np.testing.assert_allclose(window.numpy()[at_window], np.abs(donor)[at])
     wanted = np.real(np.fft.ifftn(mixed * np.exp(1j * np.angle(whole)), axes=(1, 2, 3)))
-    found = interpolated(torch.from_numpy(own), window, torch.tensor(0.7, dtype=torch.float64), half, axes=3)
+    found = interpolate_amplitudes(torch.from_numpy(own), window, torch.tensor(0.7, dtype=torch.float64), half, axes=3)
     np.testing.assert_allclose(found.numpy(), wanted, atol=1e-12)

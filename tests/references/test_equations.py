@@ -47,7 +47,7 @@ from fedshift.functional.schedules import linear
 from fedshift.functional.segmentation import boundary_loss, contour, surroundings
 from fedshift.functional.sharpness import worst_nearby
 from fedshift.functional.source_weights import released_domain_weights, rounded_shares, smoothed_weights
-from fedshift.functional.spectra import half_width, interpolated, low_frequencies
+from fedshift.functional.spectra import half_width, interpolate_amplitudes, low_frequencies
 from fedshift.functional.styles import StyleAccumulator, adain, channel_styles
 from fedshift.methods.federated.fedbn import FedBN
 from fedshift.methods.federated.feddyn import clipped_but_decay
@@ -268,7 +268,7 @@ def test_elcfs_s_amplitudes(reference: Reference) -> None:
     image, donor = (reference.tensors[name].movedim(2, 0) for name in ("image", "donor"))
     half = half_width(options["L"], options["height"], options["width"])
     reference.agree("half_width", half)
-    mixed = interpolated(image, low_frequencies(donor, half), torch.tensor(options["rate"]), half)
+    mixed = interpolate_amplitudes(image, low_frequencies(donor, half), torch.tensor(options["rate"]), half)
     reference.agree("mixed", mixed.movedim(0, 2))
 
 

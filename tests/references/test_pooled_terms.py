@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from fedshift.functional.adversarial import (
     certainty_weights,
     combine_domains,
+    condition,
     conditional_adversarial_loss,
-    conditioned,
     domain_identifier_loss,
     reverse_gradient,
 )
@@ -29,7 +29,7 @@ from fedshift.functional.metric_learning import class_confusion, confusion_diver
 from fedshift.functional.mixing import mixed_styles, partners_in_the_other_half
 from fedshift.functional.moments import classifier_discrepancy, moment_distance
 from fedshift.functional.schedules import ramp, sigmoid_ramp
-from fedshift.functional.spectra import amplitude, interpolated
+from fedshift.functional.spectra import amplitude, interpolate_amplitudes
 from fedshift.methods.composition.mean_teacher import MeanTeacher
 from fedshift.methods.composition.mixstyle import Mixer
 from fedshift.methods.heads import Experts
@@ -58,7 +58,7 @@ def test_cdan_s_adversarial_loss(reference: Reference) -> None:
     bias = torch.tensor(0.1, dtype=torch.float64, requires_grad=True)
     strength = reference.parameters["strength of the reversal (coeff)"]
     p = z.softmax(1)
-    judged = (conditioned(reverse_gradient(f, strength), p.detach()) @ u.T) + bias
+    judged = (condition(reverse_gradient(f, strength), p.detach()) @ u.T) + bias
     sides = slice(0, 4), slice(4, 8)
     weights = [torch.full((4,), 0.25, dtype=torch.float64) for _ in sides]
     if reference.method == "CDAN+E":
@@ -223,7 +223,7 @@ def test_fact_s_mix_of_amplitudes(reference: Reference) -> None:
         ("b with a's amplitude, 0.35", b, a, 0.35),
         ("a with b's amplitude, 0.9", a, b, 0.9),
     ):
-        mixed = interpolated(own, amplitude(other), torch.tensor(rate, dtype=torch.float64), None).clamp(0, 1)
+        mixed = interpolate_amplitudes(own, amplitude(other), torch.tensor(rate, dtype=torch.float64), None).clamp(0, 1)
         reference.agree(name, 255 * mixed.permute(1, 2, 0))
 
 

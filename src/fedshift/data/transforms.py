@@ -16,7 +16,7 @@ from fedshift.data.domain import Preprocessing
 from fedshift.data.policies import AugmentationPolicy, with_policy
 from fedshift.errors import UserError, nearest
 from fedshift.functional.colour import adjust_brightness, adjust_contrast, adjust_hue, adjust_saturation, grey
-from fedshift.functional.geometry import affine_matrices, cut_out, resampled
+from fedshift.functional.geometry import affine_matrices, cut_out, resample
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 Strength = Annotated[float, Field(ge=0, le=1)]
@@ -270,7 +270,7 @@ def _warp(images: Tensor, augmentation: Augmentation, generator: torch.Generator
         turned, moved = _affine(number, augmentation, images.shape[3] / images.shape[2], generator)
         moved = matrix[:, :, 2] + torch.einsum("nij,nj->ni", matrix[:, :, :2], moved)
         matrix = torch.cat([matrix[:, :, :2] @ turned, moved[:, :, None]], 2)
-    return resampled(images, matrix)
+    return resample(images, matrix)
 
 
 def _choose(number: int, probability: float, generator: torch.Generator) -> Tensor | None:

@@ -80,7 +80,7 @@ from fedshift.methods import registry as methods
 from fedshift.methods.base import Method
 from fedshift.methods.composition.new_site import NewSite
 from fedshift.models import registry as networks
-from fedshift.models.adapters import merged
+from fedshift.models.adapters import merge_adapters
 from fedshift.models.network import Network
 from fedshift.text import printable
 from fedshift.weights import Weights
@@ -614,7 +614,7 @@ class SiteProgram:
         new_site = method.at_sites(view.input_shape).new_site if request.part.role == "unseen" else None
         answers = [self._answers(network, new_site, *part) for part in parts]
         weights = Weights({name: tensor.cpu() for name, tensor in network.state_dict().items()})
-        self.estimates.receive(request.run, merged(network, weights), answers, self.holding, request.metadata)
+        self.estimates.receive(request.run, merge_adapters(network, weights), answers, self.holding, request.metadata)
         asked.entry["sent"] = {}
         return answer_of(asked.key, Done())
 

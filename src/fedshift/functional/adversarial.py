@@ -169,7 +169,7 @@ def combine_domains(
     return (gamma * (source_losses + mu * domain_losses)).logsumexp(0) / gamma
 
 
-def conditioned(features: Tensor, probabilities: Tensor, projections: tuple[Tensor, Tensor] | None = None) -> Tensor:
+def condition(features: Tensor, probabilities: Tensor, projections: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """Condition features on predictions: the outer product ``p ⊗ f``, flattened.
 
     Source: CDAN (Long et al., NeurIPS 2018).
@@ -183,7 +183,7 @@ def conditioned(features: Tensor, probabilities: Tensor, projections: tuple[Tens
         (n, C·d), or (n, m) with projections.
 
     Example:
-        >>> conditioned(torch.tensor([[1.0, 2.0]]), torch.tensor([[0.25, 0.75]]))
+        >>> condition(torch.tensor([[1.0, 2.0]]), torch.tensor([[0.25, 0.75]]))
         tensor([[0.2500, 0.5000, 0.7500, 1.5000]])
     """
     if projections is None:

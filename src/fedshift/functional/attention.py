@@ -59,7 +59,7 @@ def cross_layer_attention(
     if len(shapes) != 1 or len(next(iter(shapes))) != 4:
         raise UserError(f"attention needs features of one shape (n, c, g, w), found {sorted(shapes)}")
     with torch.no_grad():
-        left, right = _stacked(fused).flatten(3), _stacked(local).flatten(3)
+        left, right = _stack(fused).flatten(3), _stack(local).flatten(3)
         n, c, d = left.shape[1:]
         scores: list[Tensor] = []
         if position:
@@ -114,7 +114,7 @@ def _shapes(layers: Sequence[Tensor] | Tensor) -> set[tuple[int, ...]]:
     return {tuple(layer.shape) for layer in layers}
 
 
-def _stacked(layers: Sequence[Tensor] | Tensor) -> Tensor:
+def _stack(layers: Sequence[Tensor] | Tensor) -> Tensor:
     """Layers as one tensor (R, n, c, g, w)."""
     return layers if isinstance(layers, Tensor) else torch.stack(list(layers))
 

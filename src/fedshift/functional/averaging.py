@@ -123,7 +123,7 @@ class MeanAccumulator:
                 raise UserError(f"the weights of tensor '{name}' sum to zero: at least one must be positive")
             between = self._between(name)
             if name not in self._origins and between is None:
-                mean[name] = _divided(total, weight, dtype or like.dtype)
+                mean[name] = _divide(total, weight, dtype or like.dtype)
                 continue
             value = total / weight
             if name in self._origins:
@@ -146,7 +146,7 @@ class MeanAccumulator:
         return (self._squares[partner] / weight - shift.square()).clamp_(min=0)
 
 
-def _divided(total: Tensor, weight: float, dtype: torch.dtype) -> Tensor:
+def _divide(total: Tensor, weight: float, dtype: torch.dtype) -> Tensor:
     """``total / weight`` as ``dtype``, piece by piece: a large tensor needs no quotient of its size in float64."""
     if total.numel() <= _CHUNK or not total.is_contiguous():
         return (total / weight).to(dtype)

@@ -96,24 +96,24 @@ def _moments(weights: Weights, layer: str) -> tuple[Tensor, Tensor]:
 
 
 def mixed_statistics(
-    trained: tuple[Tensor, Tensor], found: tuple[Tensor, Tensor], samples: int, prior: int
+    trained: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], samples: int, prior: int
 ) -> tuple[Tensor, Tensor]:
-    """``N/(N+n)·trained + n/(N+n)·found`` for means and for variances.
+    """``N/(N+n)·trained + n/(N+n)·new`` for means and for variances.
 
     Source: Schneider, Rusak, Eck, Bringmann, Brendel, Bethge (NeurIPS 2020): BatchNorm at a new site.
 
     Args:
         trained: running mean and variance of the model.
-        found: those of the new site's samples.
+        new: those of the new site's samples.
         samples: n, the number of these samples. With none of them and no prior, the trained statistics stay.
         prior: N, how many samples the trained statistics count for.
 
     Example:
         >>> import torch
-        >>> trained, found = (torch.tensor([0.0]), torch.tensor([1.0])), (torch.tensor([4.0]), torch.tensor([3.0]))
-        >>> mixed_statistics(trained, found, samples=30, prior=10)
+        >>> trained, new = (torch.tensor([0.0]), torch.tensor([1.0])), (torch.tensor([4.0]), torch.tensor([3.0]))
+        >>> mixed_statistics(trained, new, samples=30, prior=10)
         (tensor([3.]), tensor([2.5000]))
     """
     share = samples / (samples + prior) if samples else 0.0
-    mean, variance = ((1 - share) * before + share * now for before, now in zip(trained, found, strict=True))
+    mean, variance = ((1 - share) * before + share * now for before, now in zip(trained, new, strict=True))
     return mean, variance

@@ -279,9 +279,9 @@ def dispersion(features: Tensor, clusters: int, seed: int) -> float:
     if features.dim() != 2 or not len(features) or clusters < 1:
         raise UserError(f"k-means needs features (n, d) and a cluster, found {tuple(features.shape)} and {clusters}")
     rows = features.cpu()
-    found = cluster.KMeans(min(clusters, len(torch.unique(rows, dim=0))), n_init=4, random_state=seed % 2**32)
+    kmeans = cluster.KMeans(min(clusters, len(torch.unique(rows, dim=0))), n_init=4, random_state=seed % 2**32)
     with threadpool_limits(1):  # fixes the order of sums
-        labels = found.fit_predict(rows.numpy())
+        labels = kmeans.fit_predict(rows.numpy())
     return compactness(rows, torch.from_numpy(labels).long())
 
 

@@ -16,14 +16,14 @@ Parameters = Mapping[str, Tensor]
 
 
 def next_control(
-    own: Parameters, common: Parameters, sent: Parameters, trained: Parameters, path: float
+    control: Parameters, common: Parameters, sent: Parameters, trained: Parameters, path: float
 ) -> dict[str, Tensor]:
     """``c_i⁺ = c_i − c + (x − y_i)/(T·η)``: a site's control variate after T local steps.
 
     Source: SCAFFOLD (Karimireddy et al., ICML 2020), equation 4, option II.
 
     Args:
-        own: c_i.
+        control: c_i.
         common: c.
         sent: x, the common model.
         trained: y_i, the site's model after its steps.
@@ -39,7 +39,7 @@ def next_control(
     """
     if not path > 0:
         raise UserError("a control variate needs at least one local step")
-    return {name: own[name] - common[name] + (sent[name] - trained[name]) / path for name in own}
+    return {name: control[name] - common[name] + (sent[name] - trained[name]) / path for name in control}
 
 
 def linear_term(parameters: Parameters, direction: Parameters) -> Tensor:

@@ -103,7 +103,7 @@ def _differences(units: Tensor, work: float) -> Iterator[Tensor]:
     number = min(len(units) - 1, max(_FEWEST_PARTNERS, int(work / units.numel())))
     for column in likeness.topk(number, dim=1).indices.unbind(1):
         factor = products.gather(1, column[:, None]) / energy[column, None]
-        yield from _left(units - factor * units[column], energy)
+        yield from _nonzero_rows(units - factor * units[column], energy)
 
 
 def _without_smaller(units: Tensor, numbers: Sequence[int]) -> Iterator[Tensor]:
@@ -121,15 +121,15 @@ def _without_smaller(units: Tensor, numbers: Sequence[int]) -> Iterator[Tensor]:
     for number in numbers:
         chosen = torch.nonzero(best[:, number - 1] > 0).flatten()
         for some in chosen.split(max(1, _AT_ONCE // (number * units.shape[1]))):  # type: ignore[no-untyped-call]
-            own, taken = units[some], units[order[some, :number]].double()
+            unit, taken = units[some], units[order[some, :number]].double()
             products = taken @ taken.transpose(1, 2)
             ridge = 1e-9 * products.diagonal(dim1=1, dim2=2).mean(1)
             products.diagonal(dim1=1, dim2=2).add_(ridge[:, None])
-            factors = torch.linalg.solve(products, taken @ own.double()[:, :, None])
-            yield from _left(own - (factors.transpose(1, 2) @ taken)[:, 0].float(), own.square().sum(1))
+            factors = torch.linalg.solve(products, taken @ unit.double()[:, :, None])
+            yield from _nonzero_rows(unit - (factors.transpose(1, 2) @ taken)[:, 0].float(), unit.square().sum(1))
 
 
-def _left(rest: Tensor, energy: Tensor) -> Iterator[Tensor]:
+def _nonzero_rows(rest: Tensor, energy: Tensor) -> Iterator[Tensor]:
     """Those rows of which something is left."""
     differs = rest.square().sum(1) > _SAME * energy
     if bool(differs.any()):

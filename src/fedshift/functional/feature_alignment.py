@@ -86,5 +86,5 @@ def gaussian_discrepancy(features: Sequence[Tensor], kernels: Sequence[float]) -
     means = torch.stack(
         [torch.stack([block.mean() for block in torch.split(row, sizes, 1)]) for row in torch.split(kernel, sizes)]
     )
-    own = means.diagonal().sum()
-    return 2 * (number * own - means.sum()) / (number * (number - 1))
+    within = means.diagonal().sum()
+    return 2 * (number * within - means.sum()) / (number * (number - 1))

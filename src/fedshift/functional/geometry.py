@@ -52,7 +52,7 @@ def affine_matrices(
     return inverse, 0.0 - torch.einsum("nij,nj->ni", inverse, 2 * shift)
 
 
-def resampled(images: Tensor, matrices: Tensor) -> Tensor:
+def resample(images: Tensor, matrices: Tensor) -> Tensor:
     """Images with each output pixel taken from ``matrix·(x, y, 1)``, bilinearly; beyond an edge, the edge's pixel.
 
     Args:
@@ -61,7 +61,7 @@ def resampled(images: Tensor, matrices: Tensor) -> Tensor:
 
     Example:
         >>> left = torch.tensor([[[1.0, 0.0, 0.5], [0.0, 1.0, 0.0]]])  # a quarter of the width: one of four pixels
-        >>> resampled(torch.tensor([[[[1.0, 2.0, 3.0, 4.0]]]]), left).round(decimals=3)
+        >>> resample(torch.tensor([[[[1.0, 2.0, 3.0, 4.0]]]]), left).round(decimals=3)
         tensor([[[[2., 3., 4., 4.]]]])
     """
     grid = F.affine_grid(matrices.to(images.device), list(images.shape), align_corners=False)

@@ -66,7 +66,7 @@ def matching_weights(gram: Tensor, kappa: float) -> Tensor:
         length = np.sqrt(max(weights @ mixed, 1e-12))
         return float(weights @ towards_mean + strength * length), towards_mean + strength * mixed / length
 
-    found = minimize(
+    minimum = minimize(
         value_and_slope,
         equal,
         jac=True,
@@ -75,8 +75,8 @@ def matching_weights(gram: Tensor, kappa: float) -> Tensor:
         constraints={"type": "eq", "fun": lambda weights: weights.sum() - 1, "jac": np.ones_like},
         options={"ftol": 1e-12, "maxiter": 200},
     ).x.clip(0)
-    found = found / found.sum()
-    return torch.from_numpy(min(found, equal, key=lambda weights: value_and_slope(weights)[0]))
+    minimum = minimum / minimum.sum()
+    return torch.from_numpy(min(minimum, equal, key=lambda weights: value_and_slope(weights)[0]))
 
 
 def matching_shares(gram: Tensor, kappa: float) -> Tensor:

@@ -100,11 +100,11 @@ def challenged_features(
         >>> challenged_features(z, torch.tensor([0]), lambda z: z @ weights.T, 0.5, 1.0).tolist()
         [[1.0, 0.0, 0.0]]
     """
-    probe, own = features.detach().requires_grad_(True), labels[:, None]
+    probe, true_class = features.detach().requires_grad_(True), labels[:, None]
     logits = classifier(probe)
-    (by_feature,) = torch.autograd.grad(logits.gather(1, own).sum(), probe)
+    (by_feature,) = torch.autograd.grad(logits.gather(1, true_class).sum(), probe)
     with torch.no_grad():
         kept = by_feature < by_feature.quantile(1 - feature_share, dim=1, keepdim=True)
-        hurt = logits.softmax(1).gather(1, own) - classifier(features * kept).softmax(1).gather(1, own)
+        hurt = logits.softmax(1).gather(1, true_class) - classifier(features * kept).softmax(1).gather(1, true_class)
         whole = hurt < hurt.quantile(1 - batch_share)
     return features * (kept | whole)

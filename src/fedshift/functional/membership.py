@@ -91,11 +91,11 @@ def found_at(scores: Tensor, members: Tensor, rate: float) -> tuple[int, int]:
         (4, 2)
     """
     everyone, true, false = torch.arange(len(scores)), 0, 0
-    for number, (own, inside) in enumerate(zip(scores, members, strict=True)):
+    for number, (own_scores, inside) in enumerate(zip(scores, members, strict=True)):
         others = everyone != number
         outside = scores[others][~members[others]].sort(descending=True).values
         if not len(outside):
             continue  # nothing to set the threshold by
-        above = own > outside[min(int(rate * len(outside)), len(outside) - 1)]
+        above = own_scores > outside[min(int(rate * len(outside)), len(outside) - 1)]
         true, false = true + int((above & inside).sum()), false + int((above & ~inside).sum())
     return true, false

@@ -66,9 +66,9 @@ def answer_at(
     """
     below = f"{part}." if part else ""
     asked = module.get_submodule(part) if part else module
-    own = {name.removeprefix(below): value for name, value in parameters.items() if name.startswith(below)}
+    given = {name.removeprefix(below): value for name, value in parameters.items() if name.startswith(below)}
     kept = {} if counts else {name: buffer.clone() for name, buffer in asked.named_buffers()}
-    return functional_call(asked, {**kept, **own}, (inputs,))
+    return functional_call(asked, {**kept, **given}, (inputs,))
 
 
 def hessian_product(

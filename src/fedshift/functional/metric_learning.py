@@ -75,22 +75,22 @@ def momentum_triplet_loss(
         tensor(0.4375)
     """
     i, j = ((labels[:, None] == labels[None]).triu(1)).nonzero().T
-    own = squared_distances(queries, keys)[i, j][:, None]
+    positive = squared_distances(queries, keys)[i, j][:, None]
     other = squared_distances(queries, queue)[i]
     with torch.no_grad():
-        result = semi_hard(own, other, margin) & (labels[i][:, None] != queue_labels[None])
+        result = semi_hard(positive, other, margin) & (labels[i][:, None] != queue_labels[None])
         times = (
             result.to(other.dtype) if generator is None else drawn_with_repetition(result, number, generator).to(other)
         )
-    losses = (own - other + margin).clamp_min(0)
+    losses = (positive - other + margin).clamp_min(0)
     return (losses * times).sum() / times.sum().clamp_min(1)
 
 
-def semi_hard(own: Tensor, other: Tensor, margin: float) -> Tensor:
+def semi_hard(positive: Tensor, other: Tensor, margin: float) -> Tensor:
     """Which negatives are farther than the positive, but within the margin: ``0 < d_p − d_n + ξ < ξ``.
 
     Args:
-        own: Squared distances d_p to the positives, (pairs, 1).
+        positive: Squared distances d_p to the positives, (pairs, 1).
         other: Squared distances d_n to all keys, (pairs, m).
         margin: ξ.
 
@@ -98,14 +98,14 @@ def semi_hard(own: Tensor, other: Tensor, margin: float) -> Tensor:
         >>> semi_hard(torch.tensor([[1.0]]), torch.tensor([[0.5, 1.5, 3.5]]), margin=2.0)
         tensor([[False,  True, False]])
     """
-    return (other > own) & (own - other + margin > 0)  # not by the gap alone, which may round to the margin
+    return (other > positive) & (positive - other + margin > 0)  # not by the gap alone, which may round to the margin
 
 
-def drawn_with_repetition(found: Tensor, number: int | None, generator: torch.Generator) -> Tensor:
+def drawn_with_repetition(allowed: Tensor, number: int | None, generator: torch.Generator) -> Tensor:
     """How often each entry is drawn: in each row as many draws as there are entries, at most ``number``.
 
     Args:
-        found: Which entries may be drawn, (rows, m) bool.
+        allowed: Which entries may be drawn, (rows, m) bool.
         number: The most draws; None: no bound.
         generator: Draws, on the CPU.
 
@@ -117,7 +117,7 @@ def drawn_with_repetition(found: Tensor, number: int | None, generator: torch.Ge
         tensor([[1., 0.],
                 [0., 0.]])
     """
-    chances = found.cpu().float()
+    chances = allowed.cpu().float()
     sizes = chances.sum(1)
     times = torch.zeros_like(chances)
     rows = sizes.nonzero().flatten()
@@ -127,7 +127,7 @@ def drawn_with_repetition(found: Tensor, number: int | None, generator: torch.Ge
         chosen = torch.multinomial(chances[rows], most, replacement=True, generator=generator)
         counted = (torch.arange(most)[None] < draws[rows][:, None]).float()
         times[rows] = torch.zeros_like(chances[rows]).scatter_add_(1, chosen, counted)
-    return times.to(found.device)
+    return times.to(allowed.device)
 
 
 def squared_distances(left: Tensor, right: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ def mixed_styles(maps: Tensor, order: Tensor, weights: Tensor, epsilon: float = 
             f"{tuple(maps.shape)}, {tuple(order.shape)} and {tuple(weights.shape)}"
         )
     means, deviations = channel_styles(maps.detach(), epsilon, unbiased=True)
-    mean, deviation = (torch.lerp(own[order], own, weights[:, None]) for own in (means, deviations))
+    mean, deviation = (torch.lerp(moments[order], moments, weights[:, None]) for moments in (means, deviations))
     scale = deviation / deviations
     return torch.addcmul((mean - means * scale)[:, :, None, None], maps, scale[:, :, None, None])
 
@@ -55,7 +55,7 @@ def mixed_inputs(inputs: Tensor, partners: Tensor, share: float) -> Tensor:
     return share * inputs + (1 - share) * partners
 
 
-def pasted(images: Tensor, partners: Tensor, share: float, centre: tuple[float, float]) -> tuple[Tensor, float]:
+def paste(images: Tensor, partners: Tensor, share: float, centre: tuple[float, float]) -> tuple[Tensor, float]:
     """Images with a rectangle of their partners, of ``√(1 − λ)`` of the height and of the width (CutMix).
 
     Source: Yun, Han, Oh, Chun, Choe, Yoo (ICCV 2019, section 3.2). The part of the rectangle outside of the image is
@@ -71,7 +71,7 @@ def pasted(images: Tensor, partners: Tensor, share: float, centre: tuple[float, 
         The images, and the share of their pixels that is their own.
 
     Example:
-        >>> pasted(torch.zeros(1, 1, 2, 4), torch.ones(1, 1, 2, 4), share=0.75, centre=(0.5, 0.75))
+        >>> paste(torch.zeros(1, 1, 2, 4), torch.ones(1, 1, 2, 4), share=0.75, centre=(0.5, 0.75))
         (tensor([[[[0., 0., 1., 1.],
                   [0., 0., 0., 0.]]]]), 0.75)
     """

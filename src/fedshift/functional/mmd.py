@@ -92,7 +92,7 @@ def weighted_multi_kernel_mmd(
         >>> weighted_multi_kernel_mmd(layers, layers, torch.tensor([[0.0, 1.0], [0.0, 0.0]]), estimator="biased")
         tensor(2.1099)
     """
-    source, target = _checked(source, target, multipliers)
+    source, target = _check_layers(source, target, multipliers)
     if weights.shape != (len(source), len(target)):
         raise UserError(f"MMD needs weights ({len(source)}, {len(target)}), found {tuple(weights.shape)}")
     n = source.shape[1]
@@ -102,7 +102,7 @@ def weighted_multi_kernel_mmd(
     return mmd + weights.sum() * (2 / (n - 1)) if constant and unbiased else mmd
 
 
-def _checked(source: Tensor, target: Tensor, multipliers: Sequence[float]) -> tuple[Tensor, Tensor]:
+def _check_layers(source: Tensor, target: Tensor, multipliers: Sequence[float]) -> tuple[Tensor, Tensor]:
     """Layers in the precision that is computed in."""
     if source.dim() != 3 or target.dim() != 3 or source.shape[1:] != target.shape[1:] or 0 in source.shape:
         raise UserError(
@@ -142,16 +142,16 @@ class _WeightedMMD(torch.autograd.Function):
         rows = torch.cat((source, target))
         # Distances do not depend on the origin. Near it fewer digits cancel.
         rows -= source.mean((0, 1))
-        own, across, norms = _distances(rows, sources)
+        inside, across, norms = _distances(rows, sources)
         if bandwidth is None:
-            sums = own.sum((1, 2))
+            sums = inside.sum((1, 2))
             total = (sums[:sources, None] + sums[sources:]).add_(across.sum((1, 3)), alpha=2)
             bandwidth = total.div_((2 * n) ** 2)
         # Squared distances have this rounding error. A narrower kernel would show rounding only.
         error = norms.sum(1).mul_(5 * torch.finfo(rows.dtype).eps / n)
         inverse = torch.where(bandwidth > error[:sources, None] + error[sources:], bandwidth.reciprocal(), 0.0)
 
-        values, slopes = _kernels(own, across, inverse, multipliers)
+        values, slopes = _kernels(inside, across, inverse, multipliers)
         within, between = 1 / (n * (n - 1)) if unbiased else 1 / n**2, -2 / n**2
         same = values[:2].view(2, sources, targets, n * n).sum((0, 3))
         if unbiased:
@@ -180,14 +180,14 @@ def _distances(rows: Tensor, sources: int) -> tuple[Tensor, Tensor, Tensor]:
     products = torch.bmm(rows, rows.mT)
     # Taken from the products, so that equal rows round alike and their distance is zero.
     norms = products.diagonal(dim1=1, dim2=2)
-    own = torch.add(norms.unsqueeze(2), norms.unsqueeze(1)).sub_(products, alpha=2).clamp_(min=0)
+    inside = torch.add(norms.unsqueeze(2), norms.unsqueeze(1)).sub_(products, alpha=2).clamp_(min=0)
     flat, first = rows.view(layers * n, width), sources * n
     across = norms[:sources, :, None, None] + norms[sources:]
     across.view(first, -1).addmm_(flat[:first], flat[first:].T, alpha=-2)
-    return own, across.clamp_(min=0), norms
+    return inside, across.clamp_(min=0), norms
 
 
-def _kernels(own: Tensor, across: Tensor, inverse: Tensor, multipliers: tuple[float, ...]) -> tuple[Tensor, Tensor]:
+def _kernels(inside: Tensor, across: Tensor, inverse: Tensor, multipliers: tuple[float, ...]) -> tuple[Tensor, Tensor]:
     """Σ_u exp(−D/(2a_u)) and its derivative by D, for D = distances · ``inverse`` of each pair of layers.
 
     Only the widest kernel needs exponentials: a_u/3 cubes it, as any smaller multiplier is a power.
@@ -198,18 +198,18 @@ def _kernels(own: Tensor, across: Tensor, inverse: Tensor, multipliers: tuple[fl
     """
     sources, n, targets, _ = across.shape
     widths = tuple(sorted(multipliers, reverse=True))
-    kernels = own.new_empty(len(widths), 3 * across.numel())
+    kernels = inside.new_empty(len(widths), 3 * across.numel())
     each = kernels.unbind()
     scale = (inverse * (-0.5 / widths[0])).view(sources, targets, 1, 1)
     relative = each[0].view(3, sources, targets, n, n)
-    torch.mul(own[:sources, None], scale, out=relative[0])
-    torch.mul(own[sources:], scale, out=relative[1])
+    torch.mul(inside[:sources, None], scale, out=relative[0])
+    torch.mul(inside[sources:], scale, out=relative[1])
     torch.mul(across, scale.transpose(1, 2), out=relative[2].view_as(across))
     each[0].exp_()
     for index in range(1, len(widths)):
         ratio = widths[index - 1] / widths[index]
         torch.pow(each[index - 1], 3 if abs(ratio - 3) < 1e-12 else ratio, out=each[index])
-    result = (_factors(widths, own.dtype, own.device) @ kernels).view(2, 3, -1)
+    result = (_factors(widths, inside.dtype, inside.device) @ kernels).view(2, 3, -1)
     return result[0], result[1]
 
 
@@ -230,17 +230,17 @@ def _gradient(rows: Tensor, slopes: Tensor, within: Tensor, between: Tensor) -> 
     """
     (sources, targets), (layers, n, width) = within.shape, rows.shape
     slopes = slopes.view(3, sources, targets, n * n)
-    own = rows.new_empty(layers, 1, n * n)
-    torch.bmm(within.unsqueeze(1), slopes[0], out=own[:sources])
-    torch.bmm(within.T.unsqueeze(1), slopes[1].transpose(0, 1), out=own[sources:])
+    inside = rows.new_empty(layers, 1, n * n)
+    torch.bmm(within.unsqueeze(1), slopes[0], out=inside[:sources])
+    torch.bmm(within.T.unsqueeze(1), slopes[1].transpose(0, 1), out=inside[sources:])
     across = slopes[2].view(sources, n, targets, n) * between.view(sources, 1, targets, 1)
-    own = own.view(layers, n, n)
+    inside = inside.view(layers, n, n)
     # Σ_j G_ij z_i is a product with a diagonal, so one product does the layer's own part.
-    diagonal = own.sum(2)
+    diagonal = inside.sum(2)
     diagonal[:sources] += across.sum((2, 3))
     diagonal[sources:] += across.sum((0, 1))
-    own.diagonal(dim1=1, dim2=2).sub_(diagonal)
-    gradient = torch.bmm(own, rows)
+    inside.diagonal(dim1=1, dim2=2).sub_(diagonal)
+    gradient = torch.bmm(inside, rows)
     across, first = across.view(sources * n, targets * n), sources * n
     flat, whole = rows.view(layers * n, width), gradient.view(layers * n, width)
     whole[:first].addmm_(across, flat[first:])

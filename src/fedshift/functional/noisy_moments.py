@@ -65,11 +65,11 @@ def possible(sums: Floats, rows: int) -> Floats:
     return np.stack([count, total, squares], axis=1)
 
 
-def unscaled(sums: Floats, least: Floats, most: Floats) -> Floats:
+def unscale(sums: Floats, least: Floats, most: Floats) -> Floats:
     """Sums of u as sums of x = m + h u, column by column; both (columns, 3).
 
     Example:
-        >>> unscaled(np.array([[2.0, 1.0, 1.0]]), np.array([0.0]), np.array([200.0])).tolist()  # of 100 and 200
+        >>> unscale(np.array([[2.0, 1.0, 1.0]]), np.array([0.0]), np.array([200.0])).tolist()  # of 100 and 200
         [[2.0, 300.0, 50000.0]]
     """
     count, total, squares = sums.T

@@ -52,7 +52,7 @@ def add_stream(numbers: Tensor, seed: bytes, sign: int = 1) -> None:
             part -= mask[: len(part)]
 
 
-def masked(numbers: Tensor, site: str, own_seed: bytes, pair_seeds: Mapping[str, bytes]) -> Tensor:
+def add_masks(numbers: Tensor, site: str, own_seed: bytes, pair_seeds: Mapping[str, bytes]) -> Tensor:
     """y_u: a site's numbers under its masks.
 
     Args:
@@ -62,8 +62,8 @@ def masked(numbers: Tensor, site: str, own_seed: bytes, pair_seeds: Mapping[str,
         pair_seeds: s_uv by the name of v. Sites are ordered by name.
 
     Example:
-        >>> first = masked(torch.tensor([1]), "a", b"1" * 32, {"b": b"p" * 32})
-        >>> second = masked(torch.tensor([2]), "b", b"2" * 32, {"a": b"p" * 32})
+        >>> first = add_masks(torch.tensor([1]), "a", b"1" * 32, {"b": b"p" * 32})
+        >>> second = add_masks(torch.tensor([2]), "b", b"2" * 32, {"a": b"p" * 32})
         >>> total = first + second
         >>> unmask(total, [b"1" * 32, b"2" * 32], {})
         >>> total
@@ -89,7 +89,7 @@ def unmask(
         pair_seeds: s_uv by (u, v): u answered, v of the roster did not.
 
     Example:
-        >>> total = masked(torch.tensor([1]), "a", b"1" * 32, {"b": b"p" * 32})
+        >>> total = add_masks(torch.tensor([1]), "a", b"1" * 32, {"b": b"p" * 32})
         >>> unmask(total, [b"1" * 32], {("a", "b"): b"p" * 32})
         >>> total
         tensor([1])

@@ -52,7 +52,7 @@ def projection_layer(
         return nn.Sequential(nn.Unflatten(1, (shape[0], 1)), row)
     if len(shape) != 1:
         raise UserError(f"a projection takes features of one to four dimensions, found {tuple(shape)}; choose others")
-    linear = _initialised(nn.Linear(shape[0], channels * size[0] * size[1], device="meta"), generator)
+    linear = _initialise(nn.Linear(shape[0], channels * size[0] * size[1], device="meta"), generator)
     return _AsMap(linear, (channels, *size))
 
 
@@ -117,14 +117,12 @@ def projection_convolution(
     if all(s >= t for s, t in axes) and not pooled:
         rules = [_reducing(s, t, strided=reduction == "strided") for s, t in axes]
         kernel, stride, padding = _by_axis(rules)
-        return _initialised(nn.Conv2d(in_channels, channels, kernel, stride, padding, device="meta"), generator)
+        return _initialise(nn.Conv2d(in_channels, channels, kernel, stride, padding, device="meta"), generator)
     if all(t in (s, 2 * s) for s, t in axes):
         rules = [(1, 1, 0) if s == t else (4, 2, 1) for s, t in axes]
         kernel, stride, padding = _by_axis(rules)
-        return _initialised(
-            nn.ConvTranspose2d(in_channels, channels, kernel, stride, padding, device="meta"), generator
-        )
-    pointwise = _initialised(nn.Conv2d(in_channels, channels, 1, device="meta"), generator)
+        return _initialise(nn.ConvTranspose2d(in_channels, channels, kernel, stride, padding, device="meta"), generator)
+    pointwise = _initialise(nn.Conv2d(in_channels, channels, 1, device="meta"), generator)
     return nn.Sequential(nn.AdaptiveAvgPool2d(size_to), pointwise)
 
 
@@ -142,7 +140,7 @@ def _by_axis(rules: list[tuple[int, int, int]]) -> tuple[tuple[int, int], tuple[
     return (k0, k1), (s0, s1), (p0, p1)
 
 
-def _initialised(module: _Module, generator: torch.Generator | None) -> _Module:
+def _initialise(module: _Module, generator: torch.Generator | None) -> _Module:
     """Give ``module`` memory and PyTorch's default initial weights, uniform in ±1/√fan_in, drawn from ``generator``."""
     bound = module.get_parameter("weight")[0].numel() ** -0.5
     for name in ("weight", "bias"):  # `to_empty` of a module on the meta device imports parts of torch's compiler

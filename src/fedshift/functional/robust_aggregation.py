@@ -112,7 +112,7 @@ def squared_distances(models: Models, at_once: int = AT_ONCE) -> Tensor:
         >>> squared_distances([{"w": torch.tensor([0.0, 0.0])}, {"w": torch.tensor([3.0, 4.0])}]).tolist()
         [[0.0, 25.0], [25.0, 0.0]]
     """
-    like, count = _checked(models)
+    like, count = _check_models(models)
     total = torch.zeros(count, count, dtype=torch.float64)
     floats = {name: tensor for name, tensor in like.items() if tensor.is_floating_point()}
     for _, _, stack in _side_by_side(models, floats, count, at_once):
@@ -222,13 +222,13 @@ def clip_factor(norm: float, bound: float) -> float:
     return 1.0 if norm <= bound else bound / norm
 
 
-def moved(centre: Mapping[str, Tensor], model: Mapping[str, Tensor], factor: float) -> Weights:
+def move_towards(centre: Mapping[str, Tensor], model: Mapping[str, Tensor], factor: float) -> Weights:
     """``centre + factor · (model − centre)`` for the float tensors of ``model``; integers are the model's.
 
     A factor of 1 gives the model itself, bit for bit.
 
     Example:
-        >>> moved({"w": torch.tensor([1.0])}, {"w": torch.tensor([5.0])}, 0.25)["w"]
+        >>> move_towards({"w": torch.tensor([1.0])}, {"w": torch.tensor([5.0])}, 0.25)["w"]
         tensor([2.])
     """
     if factor == 1:
@@ -278,7 +278,7 @@ def _product(first: Mapping[str, Tensor], centre: Mapping[str, Tensor], second: 
 
 def _by_coordinate(models: Models, rule: Callable[[Tensor], Tensor], at_once: int) -> Weights:
     """The model whose every number is ``rule`` of the sites' numbers there, a column of (n, columns) in float64."""
-    like, count = _checked(models)
+    like, count = _check_models(models)
     result = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in like.items()}
     for name, begin, stack in _side_by_side(models, like, count, at_once):
         whole = result[name].view(-1)
@@ -291,7 +291,7 @@ def _by_coordinate(models: Models, rule: Callable[[Tensor], Tensor], at_once: in
     return Weights(result)
 
 
-def _checked(models: Models) -> tuple[dict[str, Tensor], int]:
+def _check_models(models: Models) -> tuple[dict[str, Tensor], int]:
     """Tensors of the models' shapes and types without memory, and how many models there are."""
     like: dict[str, Tensor] = {}
     count = 0

@@ -15,7 +15,7 @@ def linear(progress: float, start: float, end: float) -> float:
         >>> round(linear(0.5, start=0.8, end=0.95), 6)
         0.875
     """
-    return start + (end - start) * _clamped(progress)
+    return start + (end - start) * _clamp(progress)
 
 
 def cosine(progress: float, start: float, end: float = 0.0) -> float:
@@ -25,7 +25,7 @@ def cosine(progress: float, start: float, end: float = 0.0) -> float:
         >>> [round(cosine(progress, start=0.1), 6) for progress in (0.0, 0.5, 1.0)]
         [0.1, 0.05, 0.0]
     """
-    return end + (start - end) * (1 + math.cos(math.pi * _clamped(progress))) / 2
+    return end + (start - end) * (1 + math.cos(math.pi * _clamp(progress))) / 2
 
 
 def inverse_power(
@@ -44,7 +44,7 @@ def inverse_power(
         >>> [round(inverse_power(progress, start=1.0), 4) for progress in (0.0, 0.5, 1.0)]
         [1.0, 0.2608, 0.1656]
     """
-    return start * float((1 + gamma * (_clamped(progress) if clamp else progress)) ** -power)
+    return start * float((1 + gamma * (_clamp(progress) if clamp else progress)) ** -power)
 
 
 def warm_up(progress: float, share: float, start: float = 0.01) -> float:
@@ -61,7 +61,7 @@ def warm_up(progress: float, share: float, start: float = 0.01) -> float:
         >>> [round(warm_up(progress, share=0.1), 4) for progress in (0.0, 0.05, 0.1, 0.5)]
         [0.01, 0.505, 1.0, 1.0]
     """
-    return min(1.0, start + (1 - start) * _clamped(progress / share))
+    return min(1.0, start + (1 - start) * _clamp(progress / share))
 
 
 def ramp(progress: float, gamma: float = 10.0) -> float:
@@ -71,7 +71,7 @@ def ramp(progress: float, gamma: float = 10.0) -> float:
         >>> [round(ramp(progress), 4) for progress in (0.0, 0.1, 1.0)]
         [0.0, 0.4621, 0.9999]
     """
-    return math.tanh(gamma * _clamped(progress) / 2)
+    return math.tanh(gamma * _clamp(progress) / 2)
 
 
 def sigmoid_ramp(progress: float) -> float:
@@ -81,8 +81,8 @@ def sigmoid_ramp(progress: float) -> float:
         >>> [round(2 * sigmoid_ramp(epoch / 5), 6) for epoch in range(6)]
         [0.013476, 0.081524, 0.330598, 0.898658, 1.637462, 2.0]
     """
-    return math.exp(-5 * (1 - _clamped(progress)) ** 2)
+    return math.exp(-5 * (1 - _clamp(progress)) ** 2)
 
 
-def _clamped(progress: float) -> float:
+def _clamp(progress: float) -> float:
     return min(max(progress, 0.0), 1.0)

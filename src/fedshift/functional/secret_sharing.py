@@ -71,10 +71,10 @@ def join_shares(shares: Mapping[int, bytes], threshold: int) -> bytes:
     return secret.to_bytes(SECRET_BYTES)
 
 
-def _value_at(coefficients: Sequence[int], place: int) -> int:
+def _value_at(coefficients: Sequence[int], x: int) -> int:
     value = 0
     for coefficient in reversed(coefficients):
-        value = (value * place + coefficient) % PRIME
+        value = (value * x + coefficient) % PRIME
     return value
 
 

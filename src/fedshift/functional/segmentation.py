@@ -34,9 +34,9 @@ def dice_loss(probabilities: Tensor, masks: Tensor, epsilon: float = 1e-5) -> Te
     """
     if probabilities.shape != masks.shape:
         raise UserError(f"predictions {tuple(probabilities.shape)} and masks {tuple(masks.shape)} differ in shape")
-    own = [axis for axis in range(probabilities.dim()) if axis != 1]
-    both = (probabilities * masks).sum(own)
-    sizes = probabilities.sum(own) + masks.sum(own)
+    axes = [axis for axis in range(probabilities.dim()) if axis != 1]
+    both = (probabilities * masks).sum(axes)
+    sizes = probabilities.sum(axes) + masks.sum(axes)
     return 1 - ((2 * both + epsilon) / (sizes + epsilon)).mean()
 
 

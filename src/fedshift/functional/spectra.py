@@ -81,7 +81,7 @@ def low_frequencies(images: Tensor, half: int, axes: int = 2) -> Tensor:
     return _window(_spectrum(images, axes), images.shape[-axes:], half).abs()
 
 
-def interpolated(images: Tensor, donors: Tensor, rate: Tensor, half: int | None, axes: int = 2) -> Tensor:
+def interpolate_amplitudes(images: Tensor, donors: Tensor, rate: Tensor, half: int | None, axes: int = 2) -> Tensor:
     """Images under the amplitudes of others: ``x' = Re F⁻¹(A'·e^{iP})`` with ``A' = A(1−M) + [(1−λ)A + λA_j]M``.
 
     Where the own amplitude is zero the phase is taken as zero. Values may leave the range of pixels.
@@ -98,7 +98,7 @@ def interpolated(images: Tensor, donors: Tensor, rate: Tensor, half: int | None,
 
     Example:
         >>> dark, bright = torch.full((4, 4), 0.25), torch.full((4, 4), 0.75)
-        >>> interpolated(dark, low_frequencies(bright, 0), torch.tensor(0.5), half=0)[0]
+        >>> interpolate_amplitudes(dark, low_frequencies(bright, 0), torch.tensor(0.5), half=0)[0]
         tensor([0.5000, 0.5000, 0.5000, 0.5000])
     """
     sides = images.shape[-axes:]

@@ -134,7 +134,7 @@ class NormClipping(Rule):
         counters = robust.coordinate_median([_counters(model) for model in models])
 
         def shorten(site: str, model: Weights) -> Weights:
-            return _in_order(model, *map(robust.moved, [centre] * 2, _parts(model), factors[site]), counters)
+            return _in_order(model, *map(robust.move_towards, [centre] * 2, _parts(model), factors[site]), counters)
 
         clipped = {site: factor for site, (factor, _) in factors.items() if factor < 1}
         return Verdict(shorten, {"clipped": clipped, "bound": bounds[0]})
@@ -238,8 +238,8 @@ class Trust(_OneModel):
             mean.add(
                 _in_order(
                     model,
-                    robust.moved(centre, parameters, lengths[0] / length if length and site != self.trusted else 1.0),
-                    robust.moved(
+                    robust.move_towards(centre, parameters, lengths[0] / length if length and site != self.trusted else 1.0),
+                    robust.move_towards(
                         centre, statistics, robust.clip_factor(robust.update_norm(statistics, centre), lengths[1])
                     ),
                     _counters(root),

@@ -118,7 +118,7 @@ def _trained_whole(network: Network, adapters: Adapters) -> list[nn.Module]:
     return [head, *(layer for layer in layers if isinstance(layer, _NORMALISATION))]
 
 
-def merged(network: Network, weights: Weights) -> Weights:
+def merge_adapters(network: Network, weights: Weights) -> Weights:
     """The weights of the same network without adapters, whose products are added to the layers' own weights.
 
     Args:
@@ -150,7 +150,7 @@ def check_adapters(network: Network, input_shape: tuple[int, ...]) -> None:
     trial = copy.deepcopy(network).cpu().eval()
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
-        for layer in _adapted(trial).values():
+        for layer in _adapted_layers(trial).values():
             weight = layer.lora_B["default"].weight
             weight.copy_(torch.randn_like(weight) * 0.1)
         samples = made_up(trial, SAMPLES, input_shape, torch.default_generator)
@@ -202,14 +202,14 @@ def _fits(module: nn.Module) -> bool:
     return layer.groups == 1 and layer.padding_mode == "zeros" and set(layer.dilation) == {1}
 
 
-def _adapted(network: nn.Module) -> dict[str, Any]:
+def _adapted_layers(network: nn.Module) -> dict[str, Any]:
     """Path → each layer that has an adapter."""
     return {path: module for path, module in network.named_modules() if hasattr(module, "lora_B")}
 
 
 def _merge(network: Network) -> None:
     """Add each adapter to its layer, and give the network its whole state back."""
-    for path, layer in _adapted(network).items():
+    for path, layer in _adapted_layers(network).items():
         base, first, second = layer.base_layer, layer.lora_A["default"].weight, layer.lora_B["default"].weight
         # Not by peft, whose product is wrong for convolutions of 1 × 1 × 1.
         product = (second.detach().flatten(1) @ first.detach().flatten(1)).view(base.weight.shape)

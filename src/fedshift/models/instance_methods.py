@@ -33,8 +33,8 @@ def has_method(module: nn.Module, name: str) -> bool:
 
 def method_of(module: nn.Module, name: str) -> Callable[..., Any]:
     """The function behind a module's method: its own, or else its class's."""
-    own: Any = vars(module).get(name)
-    function: Callable[..., Any] = getattr(type(module), name) if own is None else own.__func__
+    instance_method: Any = vars(module).get(name)
+    function: Callable[..., Any] = getattr(type(module), name) if instance_method is None else instance_method.__func__
     return function
 
 

@@ -65,7 +65,7 @@ class Network(nn.Module):
         self.seed = seed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Network:
-        made: Network = _copied(self, memo)
+        made: Network = _copy(self, memo)
         return made
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -111,9 +111,9 @@ class Network(nn.Module):
         Returns:
             A plain `Network`, which shares the modules given to it.
         """
-        place = "features" if moved_to is None else f"features.{moved_to}"
+        prefix = "features" if moved_to is None else f"features.{moved_to}"
         changed: dict[str, Any] = {
-            "stages": {name: path.replace("features", place, 1) for name, path in self.stages.items()}
+            "stages": {name: path.replace("features", prefix, 1) for name, path in self.stages.items()}
         }
         if embedding_size is not None:
             changed["embedding_size"] = embedding_size
@@ -345,7 +345,7 @@ def copy_with(network: Network, weights: Mapping[str, Tensor] | None = None) -> 
     memo: dict[int, Any] = {}
     looked = _Look()
     looked.at(network, "")
-    replaced = _replaced(looked, weights)
+    replaced = _pairs_to_replace(looked, weights)
     for value, tensor in replaced:
         new = torch.empty_like(value).copy_(tensor)
         memo[id(value)] = nn.Parameter(new, value.requires_grad) if isinstance(value, nn.Parameter) else new
@@ -382,7 +382,7 @@ class _Look:
                 self.at(child, f"{prefix}{name}.")
 
 
-def _replaced(looked: _Look, weights: Mapping[str, Tensor] | None) -> list[tuple[Tensor, Tensor]]:
+def _pairs_to_replace(looked: _Look, weights: Mapping[str, Tensor] | None) -> list[tuple[Tensor, Tensor]]:
     """Each tensor of a network's state beside that of the same name in ``weights``; none if torch has to load them."""
     if weights is None or not looked.plain:
         return []
@@ -395,8 +395,8 @@ def _replaced(looked: _Look, weights: Mapping[str, Tensor] | None) -> list[tuple
 def _loads_plainly(module: nn.Module) -> bool:
     """Whether a module leaves it to torch how its state is named and loaded."""
     hooks = module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks or module._state_dict_hooks
-    own = hooks or _has_its(module, _LOADING) or has_method(module, "_load_from_state_dict")
-    return not own and type(module)._load_from_state_dict in _LOADERS
+    has_own = hooks or _has_its(module, _LOADING) or has_method(module, "_load_from_state_dict")
+    return not has_own and type(module)._load_from_state_dict in _LOADERS
 
 
 def _has_its(module: nn.Module, names: tuple[str, ...]) -> bool:
@@ -410,7 +410,7 @@ def _has_other(kind: Any, names: tuple[str, ...]) -> bool:
     return any(getattr(kind, name) is not getattr(nn.Module, name) for name in names)
 
 
-def _copied(module: Any, memo: dict[int, Any]) -> Any:
+def _copy(module: Any, memo: dict[int, Any]) -> Any:
     """A deep copy of a module in a tenth of the time.
 
     A module has a dozen dictionaries of hooks, mostly empty. `copy.deepcopy` takes longer for them than for the weights
@@ -435,7 +435,7 @@ def _copied(module: Any, memo: dict[int, Any]) -> Any:
 
 
 def _child(module: nn.Module, memo: dict[int, Any]) -> Any:
-    return copy.deepcopy(module, memo) if hasattr(module, "__deepcopy__") else _copied(module, memo)
+    return copy.deepcopy(module, memo) if hasattr(module, "__deepcopy__") else _copy(module, memo)
 
 
 _FACTOR = "learning_rate_factor"

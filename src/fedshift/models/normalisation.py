@@ -35,11 +35,11 @@ class BatchInstanceNorm2d(nn.BatchNorm2d):
         whole = super().forward(inputs)
         if inputs.shape[2:].numel() == 1:  # InstanceNorm needs more than one position
             return whole
-        own = functional.instance_norm(inputs, weight=self.weight, bias=self.bias, eps=self.eps)
+        per_sample = functional.instance_norm(inputs, weight=self.weight, bias=self.bias, eps=self.eps)
         if self.training:
             self.gate.data.clamp_(0, 1)  # `clamp` within the graph has no gradient where the gate starts
         share = (self.gate if self.training else self.gate.clamp(0, 1)).view(1, -1, 1, 1)
-        return share * whole + (1 - share) * own
+        return share * whole + (1 - share) * per_sample
 
 
 class AssembledNorm2d(nn.Module):

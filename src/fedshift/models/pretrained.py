@@ -166,21 +166,21 @@ def _download(model: str, weights: str) -> dict[str, Tensor]:
     return state
 
 
-def copy_weights(backbone: nn.Module, found: Mapping[str, Tensor], *, origin: str, model: str, head: str) -> None:
+def copy_weights(backbone: nn.Module, weights: Mapping[str, Tensor], *, origin: str, model: str, head: str) -> None:
     """Copy weights into a network.
 
     Args:
         backbone: the network; changed in place.
-        found: the weights, by the network's names.
+        weights: the weights, by the network's names.
         origin: where they are from, for messages.
         model: the network's name, for messages.
-        head: path of its last layer, which keeps its new weights if ``found`` has another number of classes.
+        head: path of its last layer, which keeps its new weights if ``weights`` has another number of classes.
 
     Raises:
         UserError: the weights do not fit, or are not finite.
     """
     needed = dict(backbone.state_dict())
-    given = dict(found)
+    given = dict(weights)
     for name, module in backbone.named_modules():
         if isinstance(module, nn.BatchNorm2d):
             _unfold(name, module, given)

@@ -100,7 +100,7 @@ def with_compiler(module: M) -> M:
         ``module`` itself.
     """
     for part in _parts(module):
-        with_method(part, "forward", _compiled(method_of(part, "forward")))
+        with_method(part, "forward", _compile(method_of(part, "forward")))
     return module
 
 
@@ -121,7 +121,7 @@ def _in_halves(plain: Callable[..., Tensor], half: torch.dtype) -> Callable[...,
 
 
 @functools.cache
-def _compiled(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _compile(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The same forward pass, compiled while a module trains; all copies share what was compiled."""
     compiler: Any = torch.compile
     # Without a limit of its own torch would after eight sizes compute some without the compiler, and others with it.

@@ -75,14 +75,14 @@ def parse(
         UserError: the name or a field is unknown, or a value is out of bounds.
     """
     name = _NETWORKS.name_in(mapping, "model.name")
-    own = ":" in name
-    if own:
+    is_own = ":" in name
+    if is_own:
         permit(name)
         from fedshift.models.own import own_network
         from fedshift.models.own.structure import Parts
-    kind = own_network.OwnNetwork if own else options_class(name)
+    kind = own_network.OwnNetwork if is_own else options_class(name)
     try:
-        if own:
+        if is_own:
             return own_network.parse(mapping, folder)
         return kind.model_validate(dict(mapping), context={"folder": folder, "permit": permit})
     except ValidationError as invalid:
@@ -92,7 +92,7 @@ def parse(
         if fault["type"] == "extra_forbidden":
             field = str(fault["loc"][-1])
             # A user's own network takes any option, so the field is one of its parts.
-            known = Parts.model_fields if own else kind.model_fields
+            known = Parts.model_fields if is_own else kind.model_fields
             raise UserError(f"{path}: model '{name}' has no such field; {nearest(field, known)}") from None
         raise UserError(f"{path}: {in_words(fault)}, got {repr(fault['input'])[:100]}") from None
 

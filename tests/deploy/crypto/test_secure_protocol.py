@@ -22,7 +22,7 @@ from fedshift.deploy.crypto import at_site
 from fedshift.deploy.crypto.at_server import SecureSum
 from fedshift.deploy.crypto.at_site import Revealed, SecureSite, Upload
 from fedshift.deploy.crypto.keys import KeyCard, Order, PrivateKey, signed_text
-from fedshift.functional.pairwise_masks import masked, unmask
+from fedshift.functional.pairwise_masks import add_masks, unmask
 from fedshift.functional.secret_sharing import SHARE_BYTES
 
 
@@ -286,7 +286,7 @@ def test_different_contents_give_noise(five: Federation) -> None:
         noise = torch.zeros(3, dtype=torch.int64)
         for name in five.names:
             seeds = seeds_of(five, five.order() if alike else orders[name], name)
-            noise += masked(five.numbers[name], name, bytes(32), seeds)
+            noise += add_masks(five.numbers[name], name, bytes(32), seeds)
         unmask(noise, [bytes(32)] * 5, {})
         assert torch.equal(noise, five.plain(five.names)) == alike
 

@@ -25,7 +25,7 @@ from fedshift.encryption import read_private, write_private
 from fedshift.errors import Refused
 from fedshift.federation.secure.integer_sums import threshold
 from fedshift.files import hold_lock, write_bytes
-from fedshift.functional.pairwise_masks import masked
+from fedshift.functional.pairwise_masks import add_masks
 from fedshift.functional.secret_sharing import SECRET_BYTES, SHARE_BYTES, split_secret
 
 _REMEDY = "restore it, or run again under another name: without it, this site could mask an update twice"
@@ -134,7 +134,7 @@ class SecureSite:
         seeds = {card.site: self._key.mask_seed(order, self.site, card) for card in others}
         shares = {name: self._shares(order, secret) for name, secret in {self.site: self_seed, **seeds}.items()}
         upload = Upload(
-            masked(numbers, self.site, self_seed, seeds),
+            add_masks(numbers, self.site, self_seed, seeds),
             {
                 card.site: self._key.seal(
                     order, self.site, card, b"".join(shares[name][index] for name in order.roster)

@@ -14,7 +14,7 @@ from fedshift.data.tables import TableStatistics
 from fedshift.deploy.remote.policy import PrivacyBudget
 from fedshift.deploy.site_file import Holding
 from fedshift.functional.differential_privacy import gaussian
-from fedshift.functional.noisy_moments import change_of_one_row, possible, unscaled
+from fedshift.functional.noisy_moments import change_of_one_row, possible, unscale
 from fedshift.functional.secret_noise import SecretStream
 
 
@@ -48,7 +48,7 @@ def with_noise(holding: Holding, budget: PrivacyBudget, stream: SecretStream) ->
     deviation = float(budget.statistics_noise or 0) * change_of_one_row(len(numeric))
     noisy = possible(sums + deviation * gaussian(sums.shape, stream).double().numpy(), len(holding.domain))
     least, most = (np.array([budget.ranges[name][end] for name in numeric], dtype=np.float64) for end in (0, 1))
-    count, total, squares = unscaled(noisy, least, most).T
+    count, total, squares = unscale(noisy, least, most).T
     told = TableStatistics(
         count=count.astype(np.int64),
         total=total,

@@ -231,7 +231,7 @@ def _model(value: Any, folder: Path) -> NetworkOptions:
     if isinstance(value, NetworkOptions):
         return value
     if own_network.is_object(value):
-        return own_network.given(value)
+        return own_network.network_of_object(value)
     return model_registry.parse(named(value, "model"), folder, model_registry.any_code)
 
 

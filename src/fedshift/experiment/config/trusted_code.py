@@ -12,7 +12,7 @@ from fedshift.methods import registry as methods
 from fedshift.methods.base import Method
 from fedshift.models import registry as models
 from fedshift.models.network_options import NetworkOptions
-from fedshift.models.own.own_network import given, is_object
+from fedshift.models.own.own_network import is_object, network_of_object
 from fedshift.trust import own_words
 
 
@@ -48,7 +48,7 @@ def trusted_network(record: Mapping[str, Any], own_network: Any, file: Path) -> 
     if own_network is not None and not trained:
         raise UserError(f"{file} is the model of '{record['name']}', which comes with fedshift: leave out --network")
     with own_words():
-        result = given(options) if is_object(options) else models.parse(options, permit=permit)
+        result = network_of_object(options) if is_object(options) else models.parse(options, permit=permit)
     now = {
         (network.display.rpartition(":")[2], str(network.record().get("sha256")))
         for network in result.networks()

@@ -9,7 +9,7 @@ from fedshift.errors import UserError
 from fedshift.experiment.fits.about import About
 from fedshift.methods.base import Method
 from fedshift.models import registry as models
-from fedshift.models.adapters import merged
+from fedshift.models.adapters import merge_adapters
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -42,7 +42,7 @@ def trained_network(about: About, method: Method, sources: int) -> Network:
     try:
         adapted = method.adapt_network(network, sources)
         evaluated = method.evaluated_network(adapted, sources)
-        result = merged(evaluated, Weights(evaluated.state_dict()))
+        result = merge_adapters(evaluated, Weights(evaluated.state_dict()))
     except (RuntimeError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise fault from error
     wanted = method.evaluated_network(method.adapt_network(plain, sources), sources).state_dict()

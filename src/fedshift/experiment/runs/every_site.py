@@ -18,7 +18,7 @@ from fedshift.experiment.protocols.base import Split
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.methods.rounds import play_round, start_run
 from fedshift.methods.screening import screening_of
-from fedshift.models.adapters import merged
+from fedshift.models.adapters import merge_adapters
 from fedshift.weights import Weights
 
 
@@ -97,5 +97,5 @@ def _train(planned: PlannedRun, device: str) -> tuple[Weights, LocalFederation]:
         if federation.exhausted() or state.round >= rounds:
             mean = averaging.handed_out(state.averaged, last=True)
             evaluated = method.evaluated_network(network, len(planned.split.train))
-            return merged(evaluated, state.weights if mean is None else mean), federation
+            return merge_adapters(evaluated, state.weights if mean is None else mean), federation
         state = play_round(method, federation, state)

@@ -26,7 +26,7 @@ from fedshift.federation.local.pool import PoolFederation
 from fedshift.methods.base import State
 from fedshift.methods.rounds import finish_run, play_round, start_run
 from fedshift.methods.screening import screening_of
-from fedshift.models.adapters import merged
+from fedshift.models.adapters import merge_adapters
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -189,7 +189,7 @@ class _RunLoop:
         final = self.final or self.evaluator.final(network, model)  # killed between the last round and its result
         result = self.log.result(state, final)
         metadata = model_metadata(self.planned)
-        self.folder.save_model(merged(network, model), metadata)
+        self.folder.save_model(merge_adapters(network, model), metadata)
         if final.predictions and self.planned.experiment.evaluation.predictions:
             self.folder.save_predictions(as_parquet(final.predictions, result.classes, metadata))
         self.folder.finish(result)

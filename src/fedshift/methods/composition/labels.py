@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fedshift.data.domain import WITHOUT_MASKS
 from fedshift.federation.site import Batch, LossOf, PlugIn, Site
-from fedshift.functional.mixing import mixed_inputs, pasted
+from fedshift.functional.mixing import mixed_inputs, paste
 from fedshift.methods.composition.mixstyle import beta
 from fedshift.methods.composition.plug_in import LocalOption, check_images, check_numbers
 from fedshift.models.network import Network
@@ -136,4 +136,4 @@ class _CutMix(_Mixed):
 
     def mix(self, inputs: Tensor, partners: Tensor, share: float) -> tuple[Tensor, float]:
         row, column = torch.rand(2, generator=self._draws).tolist()
-        return pasted(inputs, partners, share, (row, column))
+        return paste(inputs, partners, share, (row, column))

@@ -29,7 +29,7 @@ from fedshift.federation.randomness import generator
 from fedshift.federation.replies import LARGEST_VALUE, About, Bounds, Tensors
 from fedshift.federation.site import Site
 from fedshift.functional.colour import grey, lab_to_rgb, rgb_to_lab
-from fedshift.functional.spectra import interpolated, low_frequencies
+from fedshift.functional.spectra import interpolate_amplitudes, low_frequencies
 from fedshift.functional.styles import StyleAccumulator, adain, channel_styles, style_assignment
 from fedshift.methods.composition.preparation import Preparation
 from fedshift.models.made_up import made_up
@@ -367,7 +367,7 @@ class LowFrequencies(StyleSpace):
         return {"amplitude": (total / number).float()[None]}
 
     def apply(self, samples: Tensor, style: Style) -> Tensor:
-        return interpolated(samples, style["amplitude"], torch.ones(()).to(samples), self.half).clamp(0, 1)
+        return interpolate_amplitudes(samples, style["amplitude"], torch.ones(()).to(samples), self.half).clamp(0, 1)
 
 
 class Columns(StyleSpace):

@@ -20,7 +20,7 @@ from torch import Tensor
 from fedshift.data.transforms import NamedAugmentation, augment, augment_with_masks
 from fedshift.federation.site import Batch, LossOf, PlugIn, Site, with_labelled
 from fedshift.functional.mixing import gradient_perturbed
-from fedshift.functional.spectra import amplitude, interpolated
+from fedshift.functional.spectra import amplitude, interpolate_amplitudes
 from fedshift.methods.composition.plug_in import LocalOption, check_images
 from fedshift.models.network import Network
 
@@ -77,7 +77,7 @@ def amplitude_mixed(site: Site, inputs: Tensor, strength: float, draws: torch.Ge
     pixels = site.pixels(inputs)
     order = torch.randperm(len(pixels), generator=draws).to(pixels.device)
     rate = strength * torch.rand(len(pixels), 1, 1, 1, generator=draws).to(pixels)
-    return site.inputs_of(interpolated(pixels, amplitude(pixels[order]), rate, half=None).clamp(0, 1))
+    return site.inputs_of(interpolate_amplitudes(pixels, amplitude(pixels[order]), rate, half=None).clamp(0, 1))
 
 
 class AugmentOption(LocalOption):

@@ -72,7 +72,7 @@ from fedshift.federation.site import Batch, Site
 from fedshift.functional.meta_learning import answer_at, inner_step, with_gradient
 from fedshift.functional.segmentation import boundary_loss
 from fedshift.functional.source_weights import rounded_shares
-from fedshift.functional.spectra import half_width, interpolated, low_frequencies
+from fedshift.functional.spectra import half_width, interpolate_amplitudes, low_frequencies
 from fedshift.methods.base import Method, RunPlan, Samples, State, Traffic, trained_mean
 from fedshift.methods.index import Reads
 from fedshift.methods.method_tests import MethodTests, tries
@@ -379,7 +379,7 @@ class _Bank:
             pixels = pixels.repeat(sites, *[1] * (pixels.dim() - 1))
         rates = self._rates(len(donors)).view(-1, *[1] * (pixels.dim() - 1)).to(pixels.device)
         half = (self.windows.shape[-2] - 1) // 2
-        mixed = interpolated(pixels, self.windows[rows.to(pixels.device)], rates, half, pixels.dim() - 2)
+        mixed = interpolate_amplitudes(pixels, self.windows[rows.to(pixels.device)], rates, half, pixels.dim() - 2)
         return self.site.inputs_of(mixed.clamp_(0, 1))
 
     def _rates(self, number: int) -> Tensor:

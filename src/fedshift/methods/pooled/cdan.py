@@ -44,8 +44,8 @@ from fedshift.federation.messages import Update
 from fedshift.federation.site import Site
 from fedshift.functional.adversarial import (
     certainty_weights,
+    condition,
     conditional_adversarial_loss,
-    conditioned,
     reverse_gradient,
 )
 from fedshift.functional.losses import entropy
@@ -114,7 +114,7 @@ class CDAN(PooledAdaptation):
         """D's logits of one side, and the weights of its samples."""
         probabilities = logits.softmax(1)
         reversed_features = reverse_gradient(features, strength)
-        judged = parts.discriminator(conditioned(reversed_features, probabilities.detach(), parts.projections))
+        judged = parts.discriminator(condition(reversed_features, probabilities.detach(), parts.projections))
         if not self.entropy_conditioning:
             return judged, features.new_full((len(features),), 1 / len(features))
         return judged, certainty_weights(reverse_gradient(entropy(probabilities), strength))

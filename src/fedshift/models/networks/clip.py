@@ -152,7 +152,7 @@ class TextEncoder:
             UserError: a text is too long for CLIP.
         """
         read = [self._tokenizer(text)["input_ids"] for text in texts]
-        longest = max(range(len(texts)), key=lambda place: len(read[place]))
+        longest = max(range(len(texts)), key=lambda index: len(read[index]))
         if len(read[longest]) > self._longest:
             raise UserError(
                 f"model: {self._what} reads texts of at most {self._longest} tokens, but '{texts[longest]:.60}' has "

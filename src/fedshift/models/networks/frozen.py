@@ -44,7 +44,7 @@ class Frozen(NetworkOptions):
 
     @field_validator("backbone", "head", mode="before")
     @classmethod
-    def _named(cls, value: object, about: ValidationInfo) -> object:
+    def _parse_backbone(cls, value: object, about: ValidationInfo) -> object:
         if isinstance(value, str):
             value = {"name": value}
         if not isinstance(value, Mapping):
@@ -56,7 +56,7 @@ class Frozen(NetworkOptions):
 
     @field_validator("backbone")
     @classmethod
-    def _pretrained(cls, backbone: NetworkOptions) -> NetworkOptions:
+    def _check_pretrained(cls, backbone: NetworkOptions) -> NetworkOptions:
         if ":" in backbone.name:  # a model file could not name it: it must not decide which code runs
             raise ValueError("a frozen backbone must be a network that comes with fedshift, such as resnet18")
         if not getattr(backbone, "pretrained", False):

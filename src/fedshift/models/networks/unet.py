@@ -118,7 +118,7 @@ class _Body(nn.Module):
         self.rise = nn.ModuleList(
             layers.rise(before, after, 2, 2) for before, after in zip(below, widths, strict=False)
         )
-        self.up = nn.ModuleList(_convolution(2 * own, 2 * own, layers) for own in widths[:-1])
+        self.up = nn.ModuleList(_convolution(2 * size, 2 * size, layers) for size in widths[:-1])
 
     def forward(self, images: Tensor) -> Tensor:
         maps: list[Tensor] = []

@@ -59,10 +59,12 @@ def _load(module: nn.Module, bundle: Bundle) -> None:
     try:
         result = torch.load(path, map_location="cpu", weights_only=True)
         given = result.get("model", result)
-        own = module.state_dict()
-        fitting = {name: tensor for name, tensor in given.items() if name in own and own[name].shape == tensor.shape}
+        state = module.state_dict()
+        fitting = {
+            name: tensor for name, tensor in given.items() if name in state and state[name].shape == tensor.shape
+        }
     except Exception as error:  # of many kinds: of files, of archives, of what is no tensor
         raise UserError(f"{bundle.what}: {path} cannot be read as weights ({type(error).__name__})") from error
-    if given.keys() != own.keys() or 2 * len(fitting) < len(own):
+    if given.keys() != state.keys() or 2 * len(fitting) < len(state):
         raise UserError(f"{bundle.what}: {path} holds the weights of another network")
     module.load_state_dict(fitting, strict=False)

@@ -45,7 +45,7 @@ class Trial:
         return Counter(event.path for event in self.events)
 
 
-def tried(module: nn.Module, input_shape: tuple[int, ...], name: str) -> Trial:
+def try_module(module: nn.Module, input_shape: tuple[int, ...], name: str) -> Trial:
     """Try a module on made-up samples, in evaluation mode. It does not change, but is marked if it reads tokens.
 
     Args:
@@ -72,7 +72,7 @@ def tried(module: nn.Module, input_shape: tuple[int, ...], name: str) -> Trial:
     except Exception as error:
         if len(input_shape) == 1 and not reads_tokens(module) and _takes_tokens(module, input_shape, device):
             mark_tokens(module)
-            return tried(module, input_shape, name)
+            return try_module(module, input_shape, name)
         raise UserError(
             f"model '{name}' cannot read samples of shape {tuple(input_shape)}{line_of(error)}: {one_line(error)}"
         ) from error

@@ -190,13 +190,13 @@ def _load(module: nn.Module, classes: int, model: str, source: Pretrained, repos
     """Copy weights from a file, or from what the hub's cache holds of a repository."""
     if repository is None and source is True:
         raise UserError(f"model.pretrained: there are no weights of '{model}' on the hub; give a file")
-    path = find_file(Path(str(source))) if repository is None else _cached(repository, model)
+    path = find_file(Path(str(source))) if repository is None else _cached_file(repository, model)
     copy_weights(
         module, read_weights(path), origin=f"weights file {path}", model=model, head=_head(module, classes, model)
     )
 
 
-def _cached(repository: str, model: str) -> Path:
+def _cached_file(repository: str, model: str) -> Path:
     folder = Path(repository)
     if (folder / "model.safetensors").is_file():
         return folder / "model.safetensors"

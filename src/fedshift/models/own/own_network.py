@@ -26,7 +26,7 @@ from fedshift.models.network import Network
 from fedshift.models.network_options import NetworkOptions
 from fedshift.models.own import bundles, libraries
 from fedshift.models.own.forward_trial import SAMPLES, forward, one_line
-from fedshift.models.own.structure import Parts, Structure, assembled, structure_of
+from fedshift.models.own.structure import Parts, Structure, assemble, structure_of
 
 GIVEN = "python:"
 """Begins the names of networks that were given as objects. No other process can make them."""
@@ -82,14 +82,14 @@ class OwnNetwork(NetworkOptions):
         )
 
     def build(self, input_shape: tuple[int, ...], classes: int) -> Network:
-        with _seeded():
-            module = self._made(input_shape, classes)
+        with _seed_generators():
+            module = self._make_module(input_shape, classes)
         if isinstance(module, Network):
             return module
         key = tuple(input_shape), classes
         if key not in self._structures:
             self._structures[key] = structure_of(module, input_shape, classes, self.parts, self.display)
-        return assembled(module, self._structures[key], classes)
+        return assemble(module, self._structures[key], classes)
 
     def report(self, input_shape: tuple[int, ...], classes: int) -> tuple[str, ...]:
         structure = self._structures.get((tuple(input_shape), classes))
@@ -102,7 +102,7 @@ class OwnNetwork(NetworkOptions):
     def take_structure(self, input_shape: tuple[int, ...], classes: int, known: Any) -> None:
         self._structures[tuple(input_shape), classes] = Structure.model_validate(known)
 
-    def _made(self, input_shape: tuple[int, ...], classes: int) -> nn.Module:
+    def _make_module(self, input_shape: tuple[int, ...], classes: int) -> nn.Module:
         what = f"model '{self.display}'"
         module: Any
         try:
@@ -169,10 +169,10 @@ def parse(fields: Mapping[str, Any], folder: Path | None) -> OwnNetwork:
     # Of fedshift itself no function makes networks, and files would call any of them by its name.
     makes = _is_network if origin.partition(".")[0] == "fedshift" else _makes_networks
     if not makes(make) or not made_in(module, make):
-        own = [key for key, value in vars(module).items() if makes(value) and made_in(module, value)]
+        names = [key for key, value in vars(module).items() if makes(value) and made_in(module, value)]
         raise UserError(
             f"{origin} has no network '{attribute}' of its own (a class derived from torch.nn.Module, or a function); "
-            f"{nearest(attribute, own)}"
+            f"{nearest(attribute, names)}"
         )
     whole = f"{module.__file__}:{attribute}" if origin.endswith(".py") else name
     return _options(fields, whole, make, getattr(module, "__sha256__", None))
@@ -192,7 +192,7 @@ def is_object(value: object) -> bool:
     return callable(value) or (isinstance(value, Mapping) and not isinstance(value.get("name", ""), str))
 
 
-def given(section: Any) -> OwnNetwork:
+def network_of_object(section: Any) -> OwnNetwork:
     """The network that an object of Python is: a class, a function that makes a module, or a module.
 
     A module is the common start with the weights that it has, for every seed.
@@ -204,12 +204,12 @@ def given(section: Any) -> OwnNetwork:
         UserError: it is none of these, or does not take these options.
     """
     fields = section if isinstance(section, Mapping) else {"name": section}
-    own = _given(fields["name"], fields)
-    own._object = fields["name"]
-    return own
+    network = _from_object(fields["name"], fields)
+    network._object = fields["name"]
+    return network
 
 
-def _given(thing: Any, fields: Mapping[str, Any]) -> OwnNetwork:
+def _from_object(thing: Any, fields: Mapping[str, Any]) -> OwnNetwork:
     if isinstance(thing, nn.Module):
         return _options(fields, f"{GIVEN}{type(thing).__name__}", _Copies(thing), _checksum(thing))
     if not callable(thing):
@@ -284,7 +284,7 @@ def _checksum(module: nn.Module) -> str:
 
 
 @contextmanager
-def _seeded() -> Iterator[None]:
+def _seed_generators() -> Iterator[None]:
     """Seed the generators of Python and NumPy as torch's is, and restore them afterwards."""
     seed = torch.initial_seed()
     # Users' code draws from NumPy's old global generator, which only these calls reach.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fedshift.errors import UserError, nearest
 from fedshift.models.made_up import mark_tokens, reads_tokens
 from fedshift.models.network import Network
-from fedshift.models.own.forward_trial import SAMPLES, Event, Trial, forward, one_line, tried
+from fedshift.models.own.forward_trial import SAMPLES, Event, Trial, forward, one_line, try_module
 from fedshift.models.own.stages import ALIGNED, stages_of, within
 
 
@@ -110,7 +110,7 @@ def structure_of(module: nn.Module, input_shape: tuple[int, ...], classes: int, 
     Raises:
         UserError: the module cannot read such samples, does not give scores (n, classes), or has no part that is named.
     """
-    trial = tried(module, input_shape, name)
+    trial = try_module(module, input_shape, name)
     _check_scores(trial.scores, classes, name)
     classifier, width, remark = _classifier(module, trial, parts, name)
     head = "" if classifier is None else classifier
@@ -144,7 +144,7 @@ def structure_of(module: nn.Module, input_shape: tuple[int, ...], classes: int, 
     )
 
 
-def assembled(module: nn.Module, structure: Structure, classes: int) -> Network:
+def assemble(module: nn.Module, structure: Structure, classes: int) -> Network:
     """The module as a `Network`. Its modules are used, not copied.
 
     Raises:
@@ -167,7 +167,7 @@ def assembled(module: nn.Module, structure: Structure, classes: int) -> Network:
     if structure.classifier is None:
         network: Network = WholeNetwork(module, **keywords)
     else:
-        network = Network(module, _replaced(module, structure.classifier, nn.Identity()), **keywords)
+        network = Network(module, _replace(module, structure.classifier, nn.Identity()), **keywords)
         network.backbone = "features"
     network.channels_last = not structure.contiguous
     return network
@@ -180,7 +180,7 @@ def _as_contiguous(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ..
     )
 
 
-def _replaced(module: nn.Module, path: str, new: nn.Module) -> nn.Module:
+def _replace(module: nn.Module, path: str, new: nn.Module) -> nn.Module:
     """The module at ``path``, in whose place stands ``new`` now."""
     parent, _, child = path.rpartition(".")
     outer = module.get_submodule(parent)
@@ -251,7 +251,7 @@ def _unfit(module: nn.Module, event: Event, trial: Trial) -> str:
     if not _gives_the_scores(module, event, trial):
         return "does not give the scores"
     divided = copy.deepcopy(module)
-    head = _replaced(divided, event.path, nn.Identity())
+    head = _replace(divided, event.path, nn.Identity())
     if {id(tensor) for tensor in head.parameters()} & {id(tensor) for tensor in divided.parameters()}:
         return "shares its parameters with other layers"
     try:
@@ -283,7 +283,7 @@ def _gives_the_scores(module: nn.Module, event: Event, trial: Trial) -> bool:
         return False
     other = torch.linspace(-50, 50, scores.numel()).flip(0).reshape(scores.shape).to(scores)
     replaced = copy.deepcopy(module)
-    _replaced(replaced, event.path, _Answer(other))
+    _replace(replaced, event.path, _Answer(other))
     try:
         given, _ = forward(replaced, trial.samples)
     except Exception:  # what reads the layer's own values, such as its weights
