@@ -27,7 +27,7 @@ from fedshift.evaluation.estimate.choice import choose
 from fedshift.evaluation.estimate.combination import read
 from fedshift.evaluation.estimate.sums import sums_of
 from fedshift.experiment.config.experiment import parse
-from fedshift.experiment.estimate import Measured, measured
+from fedshift.experiment.estimate import Measured, measured_sites
 
 RESULT = Path(__file__).parent / "results" / "choice.json"
 COMMON, ADAPTED = "fedavg", ("recipe_unlabelled", "shot", "kd3a")
@@ -89,7 +89,7 @@ def targets(name: str, seed: int, runs: Path) -> list[Target]:
     known: dict[tuple[str, str], Measured] = {}
     for run in results.runs:
         folder = results.folder / run.method / run.target / f"seed-{seed}"
-        (at_target,) = (site for site in measured(folder, tuple(run.classes)) if site.site == run.target)
+        (at_target,) = (site for site in measured_sites(folder, tuple(run.classes)) if site.site == run.target)
         known[run.target, run.method] = at_target
     return [_target(name, seed, site, sites, reached, known) for site in sites]
 

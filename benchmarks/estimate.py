@@ -47,8 +47,8 @@ from fedshift.evaluation.estimate.two_classes import FEWEST, MEASURES, by_score,
 from fedshift.evaluation.site_metrics import best_threshold
 from fedshift.experiment.changed_samples import looked_at, samples_at, samples_of, usual_values
 from fedshift.experiment.config.experiment import parse
-from fedshift.experiment.estimate import Measured, measured
-from fedshift.experiment.features import built
+from fedshift.experiment.estimate import Measured, measured_sites
+from fedshift.experiment.features import build_data
 from fedshift.experiment.predict import TrainedModel
 from fedshift.version import installed_version
 

@@ -27,7 +27,7 @@ from fedshift.experiment.budgets import site_budget
 from fedshift.experiment.compatibility import check_fit
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.environment import threads_set
-from fedshift.experiment.features import built
+from fedshift.experiment.features import build_data
 from fedshift.experiment.plan import Plan, PlannedRun
 from fedshift.experiment.runs.context import Context, Reporter
 from fedshift.experiment.runs.evaluator import Evaluator, predictions
@@ -159,7 +159,7 @@ def experiment_of(cell: Cell) -> Plan:
             "device": "cpu",
         }
     )
-    data = built(experiment)
+    data = build_data(experiment)
     plan = Plan(experiment, split_sites(data) if cell.sites == 10 else data)
     check_fit(plan)
     return plan

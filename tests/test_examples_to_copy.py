@@ -79,7 +79,7 @@ def test_the_protocol_trains_on_the_sites_before_each() -> None:
     with pytest.raises(UserError, match="no site comes before 'D0'"):
         kind(targets="D0").targets_of(data)
     with pytest.raises(UserError, match="is a simulation"):
-        kind().deployed()
+        kind().for_deployment()
 
 
 IN_THE_INDEX = """

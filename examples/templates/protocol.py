@@ -41,6 +41,6 @@ class EarlierSites(LeaveOneOut):
         part = {name: domain for name, domain in data.domains.items() if name in names}
         return super().split_of(replace(data, domains=part), target, seed)
 
-    def deployed(self) -> DeployedProtocol:
+    def for_deployment(self) -> DeployedProtocol:
         """Refused: it is a simulation."""
-        return ProtocolSection.deployed(self)
+        return ProtocolSection.for_deployment(self)

@@ -18,7 +18,7 @@ class Watched:
 
     def train(self, seconds: float, mini_batches: int) -> None:
         self.now += seconds
-        self.lines.trained("site", mini_batches)
+        self.lines.on_trained("site", mini_batches)
 
 
 def part(seed: int) -> Any:
@@ -50,19 +50,19 @@ def test_each_finished_run_has_a_line_and_those_done_before_do_not_count() -> No
     watched = Watched()
     watched.lines.begin(5)
     for seed in range(2):
-        watched.lines.finished(part(seed), RESULT, resumed=True)
+        watched.lines.on_finished(part(seed), RESULT, resumed=True)
     assert not watched.said
     watched.lines.run(part(2), 10, 0)
     watched.now += 60
-    watched.lines.finished(part(2), RESULT, resumed=False)
+    watched.lines.on_finished(part(2), RESULT, resumed=False)
     assert "81.50" in watched.said[0]
     assert "3 of 5" in watched.said[0]
     assert "2:00" in watched.said[0]  # two more at a minute each
     watched.lines.run(part(3), 10, 0)
     watched.now += 3600
-    watched.lines.diverged(part(3))
+    watched.lines.on_diverged(part(3))
     assert "1:01:00" in watched.said[1]
-    watched.lines.skipped(part(4))
+    watched.lines.on_skipped(part(4))
     assert watched.lines.left == 0, "a helper may have it, and be done when all is"
     assert len(watched.said) == 2
     watched.lines.elsewhere(1, ["process 7 on here"])

@@ -26,7 +26,7 @@ from fedshift.deploy.remote.replies import MeasureAnswer, Measures, check_measur
 from fedshift.deploy.remote.requests import SeedSplit
 from fedshift.errors import FedshiftError
 from fedshift.federation.messages import Content
-from fedshift.federation.plain_values import parsed
+from fedshift.federation.plain_values import parse_json
 from fedshift.federation.setting_json import SettingRecipe
 from fedshift.weights import Weights
 
@@ -88,7 +88,7 @@ def test_numbers_and_descriptions() -> None:
 
 def check_header(header: dict[str, Any], setting: dict[str, Any]) -> Measures:
     """A site's report, parsed and checked as the coordinator does it."""
-    report = parsed(MeasureAnswer, json.dumps({"measures": header}), "it").measures
+    report = parse_json(MeasureAnswer, json.dumps({"measures": header}), "it").measures
     check_measures(report, SettingRecipe.model_validate(setting, strict=False))
     return report
 

@@ -131,7 +131,7 @@ class StopAfter(Reporter):
     def __init__(self, rounds: int) -> None:
         self.left = rounds
 
-    def trained(self, site: str, mini_batches: int) -> None:
+    def on_trained(self, site: str, mini_batches: int) -> None:
         if self.left == 0:
             raise Stop
 
@@ -145,7 +145,7 @@ class Slow(Reporter):
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
-    def trained(self, site: str, mini_batches: int) -> None:
+    def on_trained(self, site: str, mini_batches: int) -> None:
         time.sleep(self.seconds)
 
     def round(self, run: Run, record: RoundRecord) -> None:

@@ -17,7 +17,7 @@ from fedshift.evaluation.records import RunResult, SelectedRound
 from fedshift.experiment.config.experiment import Experiment, parse
 from fedshift.experiment.config.search_section import Space
 from fedshift.experiment.drawn_methods import drawn_methods
-from fedshift.experiment.features import built
+from fedshift.experiment.features import build_data
 from fedshift.experiment.plan import Plan
 from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.experiment.search_rules import choices, rule_rows, with_draws, without_target
@@ -79,7 +79,7 @@ def test_a_draw_does_not_depend_on_what_else_is_searched(tmp_path: Path) -> None
 def test_runs_that_leave_a_source_out_never_read_the_target(tmp_path: Path) -> None:
     whole = parsed(tmp_path)
     part = without_target(whole, drawn_methods(whole), (), "a")
-    plan = Plan(part, part.protocol.taking_part(built(part)))
+    plan = Plan(part, part.protocol.taking_part(build_data(part)))
     assert plan.targets == ("b", "c")
     assert all("a" not in (*run.split.train, *run.split.held_out, *run.split.measured) for run in plan.runs)
 

@@ -17,7 +17,7 @@ from small import experiment, features, save, write
 from fedshift.evaluation.records import RunResult, SelectedRound
 from fedshift.experiment.config.experiment import Experiment, load, parse
 from fedshift.experiment.config.search_section import Space
-from fedshift.experiment.draws_in_turn import Trials, drawn_in_turn, proposed
+from fedshift.experiment.draws_in_turn import Trials, drawn_in_turn, propose
 from fedshift.methods.composition.options import training_of
 
 SPACES: dict[str, Any] = {
@@ -48,7 +48,7 @@ def test_they_come_nearer_to_the_best_than_random_draws() -> None:
     for seed in range(5):
         earlier: list[tuple[dict[str, Any], float | None]] = []
         for number in range(30):
-            values = proposed(spaces, earlier, f"{seed} {number}", less_is_better=False)
+            values = propose(spaces, earlier, f"{seed} {number}", less_is_better=False)
             earlier.append((values, worth(values)))
         best["optuna"].append(max(value for _, value in earlier if value is not None))
         random = [
@@ -66,7 +66,7 @@ def test_less_may_be_better_and_what_diverged_is_avoided() -> None:
     numbers = np.linspace(0, 2, 30)
     earlier: list[Any] = [({"x": float(x)}, None if x > 1 else float(x)) for x in numbers]
     for less, words in ((True, "small"), (False, "large")):
-        drawn = [proposed(space, earlier, f"{words} {number}", less_is_better=less)["x"] for number in range(20)]
+        drawn = [propose(space, earlier, f"{words} {number}", less_is_better=less)["x"] for number in range(20)]
         assert (statistics.mean(drawn) < 0.5) is less
         assert statistics.mean(drawn) < 1
 

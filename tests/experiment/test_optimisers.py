@@ -15,7 +15,7 @@ from torch import nn
 
 import fedshift
 from fedshift.experiment.config.experiment import parse
-from fedshift.experiment.features import built
+from fedshift.experiment.features import build_data
 from fedshift.experiment.plan import Plan
 from fedshift.federation.training import Training
 from fedshift.methods.pooled.equal_steps import steps_of_run
@@ -70,7 +70,7 @@ def test_sixty_pooled_steps_are_sixty(tmp_path: Path, method: dict[str, Any], mi
     sizes = {"a": 30, "b": 24, "c": 33, "d": 61}
     where = save(tmp_path, **{site: features(n, size) for n, (site, size) in enumerate(sizes.items())})
     whole = parse(experiment(where, methods=[method], training={"steps": 60, "batch_size": 8}))
-    (planned,) = Plan(whole, built(whole)).runs
+    (planned,) = Plan(whole, build_data(whole)).runs
     assert sum(planned.budget.values()) == mini_batches
     assert steps_of_run(planned.run.method, planned.budget) == 60
 
@@ -80,7 +80,7 @@ def test_steps_of_sites_are_of_each_and_beside_mini_batches_refused(tmp_path: Pa
     whole = experiment(where, training={"rounds": 2, "batch_size": 8, "steps": 12})
     whole["methods"] = [{"name": "fedavg", "steps_per_round": 4}, {"name": "deepall", "training": {"mini_batches": 5}}]
     parsed = parse(whole)
-    federated, pooled = Plan(parsed, built(parsed)).runs
+    federated, pooled = Plan(parsed, build_data(parsed)).runs
     assert set(federated.budget.values()) == {12}
     assert federated.rounds == 3
     assert np.mean(list(pooled.budget.values())) == pytest.approx(5, abs=0.5)

@@ -112,7 +112,7 @@ def test_an_object_trains_as_its_file_does(tmp_path: Path) -> None:
 def test_check_says_what_it_found(tmp_path: Path) -> None:
     found = fedshift.check(own(tmp_path, sites(tmp_path / "data")))
     assert found.model == "own.py:Net"
-    assert any("classifier: 5" in sentence for sentence in found.found)
+    assert any("classifier: 5" in sentence for sentence in found.model_notes)
 
 
 @pytest.mark.slow

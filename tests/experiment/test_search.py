@@ -14,9 +14,9 @@ from fedshift.errors import UserError
 from fedshift.evaluation.records import RunResult
 from fedshift.evaluation.stored import run_folders
 from fedshift.experiment.config.experiment import load, parse
-from fedshift.experiment.features import built
+from fedshift.experiment.features import build_data
 from fedshift.experiment.plan import Plan
-from fedshift.experiment.search import going_on, kept_out, on_rung, ranked, rungs
+from fedshift.experiment.search import going_on, kept_out, on_rung, rank, rungs
 from fedshift.report.search_page import Climbed, outcome
 
 METHODS = [
@@ -59,7 +59,7 @@ def test_what_is_kept_out_is_in_no_run(file: Path) -> None:
     assert kept_out(whole, []) == ("z",)
     part = on_rung(whole, rungs(5, 2)[0], whole.methods, kept_out(whole, ["b"]), 24)
     assert (part.training.mini_batches, part.training.rounds) == (12, 3)
-    plan = Plan(part, part.protocol.taking_part(built(part)))
+    plan = Plan(part, part.protocol.taking_part(build_data(part)))
     assert plan.targets == ("a", "c", "z")
     assert all("b" not in (*planned.split.train, *planned.split.measured) for planned in plan.runs)
 
@@ -82,7 +82,7 @@ def test_a_method_that_diverged_goes_nowhere(file: Path) -> None:
     ranking = [(methods[3], 90.0), (methods[0], 80.0), (methods[1], 70.0), (methods[2], None), (methods[4], None)]
     assert going_on(ranking, methods[0], 2) == (methods[0], methods[3])
     assert going_on(ranking, methods[0], 4) == (methods[0], methods[3], methods[1])
-    assert [mean for _, mean in ranked(methods, [])] == [None] * 5
+    assert [mean for _, mean in rank(methods, [])] == [None] * 5
 
 
 @pytest.mark.parametrize(

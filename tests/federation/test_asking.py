@@ -255,10 +255,10 @@ def test_what_the_engine_tells_a_site() -> None:
         (2, 2, 0.5, 2), (2, 2, 0.25, 6), (2, 2, 1.0, 0), (2, 2, 0.0, -2),
     ]  # fmt: skip
     assert told == [(site, 2) for site in SITES] * 2
-    assert not fake.exhausted()
+    assert not fake.is_exhausted()
     asked(fake).drain()
     asked(fake).drain()
-    assert fake.exhausted()
+    assert fake.is_exhausted()
 
 
 def test_the_mean_of_fifty_models_holds_few_of_them() -> None:

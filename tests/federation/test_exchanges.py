@@ -100,15 +100,15 @@ def test_an_absent_site_loses_the_mean_share_of_the_others() -> None:
     asked(where).drain()
     assert where.progress.used == {"a": 2, "b": 8, "c": 1, "d": 1}
     assert sorted(told) == [("a", 2), ("b", 8), ("c", 1), ("d", 1)]
-    assert not where.exhausted()
+    assert not where.is_exhausted()
     for _ in range(4):
         asked(where).drain()
     assert where.progress.used == {"a": 10, "b": 40, "c": 5, "d": 5}  # no more than it had
-    assert not where.exhausted()  # c has 2 left
+    assert not where.is_exhausted()  # c has 2 left
     asked(where).drain()
     asked(where).drain()
     assert where.progress.used["b"] == 40
-    assert where.exhausted()
+    assert where.is_exhausted()
 
 
 def test_only_drawn_sources_are_asked_and_the_others_are_charged() -> None:

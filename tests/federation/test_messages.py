@@ -29,7 +29,7 @@ from fedshift.federation.messages import (
     encode,
     pieces,
     reply_content,
-    unshared,
+    unshare,
 )
 from fedshift.files import write_bytes
 from fedshift.methods.federated.fedavg import FedAvg
@@ -100,7 +100,7 @@ def test_shared_and_strided_memory() -> None:
         "w": Weights({"all": base, "again": base, "turned": base.T, "row": base[1], "wide": torch.ones(1).expand(5)})
     }
     assert same(decode(encode(content))[0], content)  # type: ignore[arg-type]
-    apart = unshared({"a": base, "b": base[1:]})
+    apart = unshare({"a": base, "b": base[1:]})
     assert apart["a"] is base
     assert apart["b"].untyped_storage().data_ptr() != base.untyped_storage().data_ptr()
     parameter = torch.nn.Parameter(torch.ones(2))
@@ -197,7 +197,7 @@ def test_ledger_of_a_model_with_batch_norm() -> None:
     assert ledger.settle()[1] == {"up": {}, "down": {"weights": size}}
     assert ledger.total["down"]["weights"] == 2 * size
     assert ledger.by_site["a"]["down"] == {"weights": 2 * size}
-    saved, later = json.loads(json.dumps(ledger.saved())), Ledger()
+    saved, later = json.loads(json.dumps(ledger.to_checkpoint())), Ledger()
     later.restore(saved["bytes"], saved["bytes_by_site"])
     assert (later.total, later.by_site) == (ledger.total, ledger.by_site), "a run goes on from its checkpoint"
     later.restore(saved["bytes"])

@@ -15,7 +15,7 @@ from federation.tiny import CLASSES, CNN, MLP, NORMED, domains, plans, setting, 
 from fedshift.data.site_data import poisson_batches
 from fedshift.errors import FedshiftError, UserError
 from fedshift.federation.messages import Update
-from fedshift.federation.plain_values import parsed
+from fedshift.federation.plain_values import parse_json
 from fedshift.federation.private_training import check_network
 from fedshift.federation.randomness import Draws
 from fedshift.federation.setting_json import SettingRecipe, setting_from, setting_recipe
@@ -106,7 +106,7 @@ def test_a_repeated_exchange_repeats_its_noise_and_no_other_does() -> None:
 
 def test_a_worker_is_told_where_noise_comes_from() -> None:
     whole = replace(setting(FedAvg(), domains(MLP), MLP, privacy=PRIVATE), draws={"large": Draws(0.5, "run large")})
-    assert setting_from(parsed(SettingRecipe, json.dumps(setting_recipe(whole).plain()), "it")) == whole
+    assert setting_from(parse_json(SettingRecipe, json.dumps(setting_recipe(whole).plain()), "it")) == whole
 
 
 def test_batches_are_random_and_keep_to_the_budget() -> None:

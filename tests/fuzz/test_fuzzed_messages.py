@@ -34,7 +34,7 @@ from fedshift.deploy.remote.transport import SiteError
 from fedshift.deploy.site_cards import HelloAnswer
 from fedshift.errors import FedshiftError
 from fedshift.federation.local.commands import CallCommand
-from fedshift.federation.plain_values import parsed
+from fedshift.federation.plain_values import parse_json
 from fedshift.federation.setting_json import SettingRecipe
 
 SETTING: dict[str, Any] = {
@@ -100,14 +100,14 @@ def outcome(kind: type[BaseModel], text: str | bytes) -> BaseModel | None:
     """The message, or None where it is refused, in one line."""
     said = ""
     try:
-        found = parsed(kind, text, "a message")
+        found = parse_json(kind, text, "a message")
     except FedshiftError as error:
         said = str(error)
     if said:
         assert "\n" not in said
         assert len(said) < 600
         return None
-    assert parsed(kind, found.model_dump_json(by_alias=True, exclude_unset=True), "it again") == found
+    assert parse_json(kind, found.model_dump_json(by_alias=True, exclude_unset=True), "it again") == found
     return found
 
 
@@ -150,11 +150,11 @@ def test_a_number_that_is_not_finite_in_a_section_that_another_class_parses(numb
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_field_that_nobody_knows(kind: type[BaseModel]) -> None:
-    found = parsed(kind, json.dumps({**WHOLE[kind], "of a later version": 1}), "a message")
-    assert found == parsed(kind, json.dumps(WHOLE[kind]), "a message")
+    found = parse_json(kind, json.dumps({**WHOLE[kind], "of a later version": 1}), "a message")
+    assert found == parse_json(kind, json.dumps(WHOLE[kind]), "a message")
     for name in CLOSED.get(kind, ()):
         with pytest.raises(FedshiftError, match=f"{name}.*there is no such field"):
-            parsed(kind, json.dumps({**WHOLE[kind], name: {**WHOLE[kind][name], "more": 1}}), "a message")
+            parse_json(kind, json.dumps({**WHOLE[kind], name: {**WHOLE[kind][name], "more": 1}}), "a message")
 
 
 def test_every_request_is_tried() -> None:

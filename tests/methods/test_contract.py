@@ -30,7 +30,7 @@ from fedshift.data.site_data import SiteData
 from fedshift.experiment.runs.run_folder import RunFolder
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.messages import known_kinds
-from fedshift.federation.plain_values import parsed
+from fedshift.federation.plain_values import parse_json
 from fedshift.federation.setting_json import SettingRecipe, setting_from, setting_recipe
 from fedshift.methods import registry
 from fedshift.methods.base import State
@@ -120,7 +120,7 @@ def test_every_option_is_described_and_has_a_default(name: str) -> None:
 @every_method
 def test_another_process_can_make_its_equal(name: str) -> None:
     whole = setting(method_of(name, label="mine"), domains(), CNN, 5, refuse=["features"], lr=0.3, augmentation="ccst")
-    again = setting_from(parsed(SettingRecipe, json.dumps(setting_recipe(whole).plain()), "it"))
+    again = setting_from(parse_json(SettingRecipe, json.dumps(setting_recipe(whole).plain()), "it"))
     assert again == whole
     assert type(again.method) is type(whole.method)
     first, second = again.build_network().state_dict(), whole.build_network().state_dict()

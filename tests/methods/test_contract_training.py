@@ -104,7 +104,7 @@ def test_all_methods_train_on_the_same_number_of_mini_batches(kind: Protocol) ->
         whole = Setting(method, training(), network, data.preprocessing, (1, 12, 12), CLASSES, 3, 0, "cpu")
         where = LocalFederation(plans, whole, budget=allowed, rounds=rounds)
         state = start_run(method, where, start_of(method))
-        while not where.exhausted():
+        while not where.is_exhausted():
             state = step_on(method, where, state)
         for site, used in where.progress.used.items():  # a pool trains on a mini-batch of every domain at a time
             assert 0 <= used - where.budget[site] < (len(data.domains) if method.traits.pooled else 1), method.name

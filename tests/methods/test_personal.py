@@ -46,14 +46,14 @@ def ended(method: Method, **options: Any) -> LocalFederation:
 @pytest.mark.parametrize("name", [*KEEPING, "tuned"])
 def test_what_a_site_keeps_is_in_no_reply(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     replies: list[tuple[str, Reply]] = []
-    checked = SiteRunner._checked
+    checked = SiteRunner._check_reply
 
     def noted(self: SiteRunner, call: str, reply: object) -> Any:
         assert isinstance(reply, Reply)
         replies.append((call, reply))
         return checked(self, call, reply)
 
-    monkeypatch.setattr(SiteRunner, "_checked", noted)
+    monkeypatch.setattr(SiteRunner, "_check_reply", noted)
     method = method_of("fedavg", **TUNED) if name == "tuned" else method_of(name)
     where = ended(method)
     kept = [runner.site.memory.weights(PERSONAL) for runner in where._runners.values()]

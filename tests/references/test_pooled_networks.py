@@ -12,7 +12,7 @@ from linear_pool import batch, linear, network, pool
 from test_pooled_domains import of_domains, steps, weights_agree
 from torch import Tensor, nn
 
-from fedshift.federation.site_base import joined
+from fedshift.federation.site_base import join_batches
 from fedshift.methods.pooled.arm import ARM, InContext, Widened
 from fedshift.methods.pooled.erm_plus_plus import ERMPlusPlus
 from fedshift.methods.pooled.miro import MIRO, Oracle
@@ -120,12 +120,12 @@ def test_the_classifier_first_and_a_mean_of_steps(reference: Reference, monkeypa
     def ran(number: int) -> Any:
         drawn.clear()
         model, batches = of_domains(reference)
-        site, weights = pool(method, model, [joined(*batches)], options["rate"])
+        site, weights = pool(method, model, [join_batches(*batches)], options["rate"])
 
         def each(*_: object) -> Any:
             for _ in range(number):
                 drawn.append(1)
-                yield joined(*batches)
+                yield join_batches(*batches)
 
         monkeypatch.setattr(ERMPlusPlus, "of_all", each)
         return method.fit(site, weights, steps=number), site
@@ -164,7 +164,7 @@ def test_near_the_start_in_trained_deviations(reference: Reference) -> None:
 
     model, start = staged(given["A"]), staged(given["A0"])
     method = MIRO(penalty_weight=options["lambda"], rate_factor=options["rate of variances"] / options["rate"])
-    whole = joined(*(batch(x, some) for x, some in zip(given["x"], reference.inputs["labels"], strict=True)))
+    whole = join_batches(*(batch(x, some) for x, some in zip(given["x"], reference.inputs["labels"], strict=True)))
     found = []
     for number in (1, 2):
         site, weights = pool(method, model, [whole] * number, options["rate"])

@@ -81,7 +81,7 @@ class FeatureBar(Watcher):
         self._progress.start()
         self._progress.reset(self._task, total=images, completed=done, description=escape(site), visible=True)
 
-    def extracted(self, images: int) -> None:
+    def on_extracted(self, images: int) -> None:
         self._progress.advance(self._task, images)
 
     def warn(self, message: str) -> None:

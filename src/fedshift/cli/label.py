@@ -66,9 +66,9 @@ def label_samples(
         "list": str(out),
         "rows": to_label.rows,
         "groups": len(to_label.drawn.sizes),
-        "expected_width": to_label.expected(accuracy).width,
+        "expected_width": to_label.interval_at(accuracy).width,
         "width": width,
-        "needed": to_label.needed(accuracy, width),
+        "needed": to_label.labels_for(accuracy, width),
     }
     if format == "json":
         print(json_text(plan, indent=2))

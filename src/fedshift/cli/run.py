@@ -29,7 +29,7 @@ from fedshift.experiment.plan import Run
 from fedshift.experiment.runs.context import Reporter
 from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.experiment.runs.lines import Lines, at_work
-from fedshift.experiment.runs.stopping import heeded
+from fedshift.experiment.runs.stopping import heed_signals
 from fedshift.report.advice.words import two_sentences
 from fedshift.report.collect import collect
 from fedshift.report.other_tools.trackers import tracker
@@ -59,7 +59,7 @@ def run_file(
     errors = safe_console(stderr=True)
     try:
         part = part_of(shard)
-        with heeded() as stop:
+        with heed_signals() as stop:
             experiment, callbacks = load(path, overrides), [tracker(name) for name in trackers]
             train = partial(run_experiment, callbacks=callbacks, stop=stop.check, shard=part, wait=wait)
             left = _run(experiment, runs, errors, train, samples)
@@ -153,8 +153,8 @@ class Bars(Reporter):
     def extraction(self, site: str, images: int, done: int) -> None:
         self._features.extraction(site, images, done)
 
-    def extracted(self, images: int) -> None:
-        self._features.extracted(images)
+    def on_extracted(self, images: int) -> None:
+        self._features.on_extracted(images)
 
     def begin(self, runs: int) -> None:
         self._features.stop()
@@ -166,7 +166,7 @@ class Bars(Reporter):
         name = escape(f"{run.method.display} → {run.target}, seed {run.seed}")
         self._progress.reset(self._current, total=mini_batches, completed=done, description=name, visible=True)
 
-    def trained(self, site: str, mini_batches: int) -> None:
+    def on_trained(self, site: str, mini_batches: int) -> None:
         self._progress.advance(self._current, mini_batches)
 
     def round(self, run: Run, record: RoundRecord) -> None:
@@ -176,16 +176,16 @@ class Bars(Reporter):
             )
             self._progress.update(self._current, description=name)
 
-    def finished(self, run: Run, result: RunResult, resumed: bool) -> None:
+    def on_finished(self, run: Run, result: RunResult, resumed: bool) -> None:
         self._progress.advance(self._whole)
 
-    def diverged(self, run: Run) -> None:
+    def on_diverged(self, run: Run) -> None:
         self._progress.advance(self._whole)
         if self._runs > 1:  # with a single run, the error message says it
             name = f"{run.method.display} → {run.target}, seed {run.seed}: diverged"
             self._progress.console.print(name, markup=False, highlight=False, soft_wrap=True)
 
-    def skipped(self, run: Run) -> None:
+    def on_skipped(self, run: Run) -> None:
         self._progress.advance(self._whole)
 
     def elsewhere(self, runs: int, holders: Collection[str]) -> None:

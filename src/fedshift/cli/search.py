@@ -18,11 +18,11 @@ from fedshift.experiment.check import check
 from fedshift.experiment.config.experiment import Experiment, load
 from fedshift.experiment.drawn_methods import drawn_methods
 from fedshift.experiment.draws_in_turn import Trials, drawn_in_turn, learned_by
-from fedshift.experiment.features import built
+from fedshift.experiment.features import build_data
 from fedshift.experiment.plan import Plan
 from fedshift.experiment.runs.experiment_loop import run_experiment
-from fedshift.experiment.runs.stopping import Stop, heeded
-from fedshift.experiment.search import Rung, budget_of, going_on, kept_out, on_rung, ranked, rungs
+from fedshift.experiment.runs.stopping import Stop, heed_signals
+from fedshift.experiment.search import Rung, budget_of, going_on, kept_out, on_rung, rank, rungs
 from fedshift.experiment.search_rules import by_run, check_rules, choices, with_choices, with_draws, without_target
 from fedshift.extras import import_extra
 from fedshift.files import write_bytes
@@ -50,7 +50,7 @@ def search_file(
         return
     folder = runs / f"{experiment.name}-search"
     try:
-        with heeded() as stop:
+        with heed_signals() as stop:
             climbed = _climb(experiment, ladder, out, budget, partial(_run_part, folder, errors, stop))
     except KeyboardInterrupt:
         errors.print("interrupted: run the same command again to continue after the last round", highlight=False)
@@ -71,10 +71,10 @@ def draw_file(experiment: Experiment, runs: Path, keep_out: Sequence[str], plan_
     out, folder = tuple(keep_out), runs / f"{experiment.name}-search"
     draws = drawn_methods(experiment)  # refuses spaces that do not fit
     whole = with_draws(experiment, draws, out)
-    plan = Plan(whole, whole.protocol.taking_part(built(whole)))
+    plan = Plan(whole, whole.protocol.taking_part(build_data(whole)))
     check_rules(whole, search.rules, plan.data)
     try:
-        with heeded() as stop:
+        with heed_signals() as stop:
             train = partial(_run_part, folder, errors, stop)
             trials = (_in_turn if search.sampler == "optuna" else _at_once)(
                 experiment, out, plan, errors, None if plan_only else train
@@ -113,7 +113,7 @@ def _at_once(
     assert search is not None
     cross = plan.targets if "leave_one_domain_out" in search.rules else ()
     parts = [without_target(experiment, draws, out, target) for target in cross]
-    further = sum(len(Plan(part, part.protocol.taking_part(built(part))).runs) for part in parts)
+    further = sum(len(Plan(part, part.protocol.taking_part(build_data(part))).runs) for part in parts)
     left_out = f", and {further} that leave a source out" if cross else ""
     errors.print(f"{len(draws)} draws: {len(plan.runs)} runs{left_out}", highlight=False, soft_wrap=True)
     if train is None:
@@ -191,7 +191,7 @@ def _climb(
     for rung in ladder:
         part = on_rung(experiment, rung, methods, out, budget)
         results = trained(part)
-        ranking = ranked(methods, results)
+        ranking = rank(methods, results)
         last = rung.number == len(ladder)
         methods = going_on(ranking, experiment.methods[0], 2 if last else ladder[rung.number].methods)
         climbed.append(Climbed(rung, part, results, methods))

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from fedshift.data.identifiers import names_rows
 from fedshift.data.table_files import Columns, canonical, is_missing
-from fedshift.text import listed
+from fedshift.text import join_names
 
 _FOREIGN = 0.1
 """The share of a site's rows from which a category that no other site has looks like another coding."""
@@ -334,7 +334,7 @@ def quote(category: str) -> str:
 
 
 def _listing(names: Sequence[str]) -> str:
-    return listed([quote(name) for name in sorted(names)], _MOST_NAMED)
+    return join_names([quote(name) for name in sorted(names)], _MOST_NAMED)
 
 
 def _list_some(parts: Sequence[str]) -> str:

@@ -26,7 +26,7 @@ from fedshift.data.codings import (
     scale_warnings,
 )
 from fedshift.data.domain import DataSet, Domain, Rows, SparseRows
-from fedshift.text import listed
+from fedshift.text import join_names
 
 _ENOUGH = 30
 """Samples of a site from which its columns are compared with those of others."""
@@ -216,7 +216,7 @@ def _shared_ids(data: DataSet) -> Iterator[str]:
     repeated = [f"{count} of {len(data.domains[name])} rows of '{name}'" for name, count in twice.items() if count]
     if repeated:
         yield (
-            f"rows have the id of another row of their site: {listed(repeated, _MOST_NAMED)}: if they are of one "
+            f"rows have the id of another row of their site: {join_names(repeated, _MOST_NAMED)}: if they are of one "
             "patient, some train while others are measured"
         )
     both = [
@@ -225,7 +225,7 @@ def _shared_ids(data: DataSet) -> Iterator[str]:
     ]
     if both:
         yield (
-            f"sites have ids in common: {listed(both, _MOST_NAMED)}: if they are the same patients, what trains at "
+            f"sites have ids in common: {join_names(both, _MOST_NAMED)}: if they are the same patients, what trains at "
             "one is measured at the other"
         )
 

@@ -73,7 +73,7 @@ def check_deployable(experiment: Experiment) -> FlareEngine:
             f"data.name: {experiment.data.name} lies on this machine; write data: {{name: sites}}, and each site its "
             "own data in its SITE.yaml (fedshift project try plays such a federation with data on this machine)"
         )
-    experiment.protocol.deployed()
+    experiment.protocol.for_deployment()
     for network in experiment.model.networks():
         folder = network.name.rpartition(":")[0]
         if folder.endswith(".py") or folder == "bundle":
@@ -182,7 +182,7 @@ def _carry_out(
     folder.check_identity()
     finished = folder.result()
     if finished is not None:
-        log.finished(run, finished, resumed=True)
+        log.on_finished(run, finished, resumed=True)
         return
     _wait_for(folder)
     with folder:
@@ -216,7 +216,7 @@ def _carry_out(
             rounds=max(1, planned.rounds),
             per_round=planned.drawn,
             seed=run.seed,
-            on_answer=log.trained,
+            on_answer=log.on_trained,
         )
         folder.write_settings()
         position = sums_file(runs.parents[1], name)
@@ -224,7 +224,7 @@ def _carry_out(
         result = train_and_evaluate(context, planned, folder, federation, evaluator, network)
         over = EndRequest(run=name, estimates_follow=bool(plan.data.unlabelled))
         ask_plain(transport, dict.fromkeys(sites, over), engine.patience, Done)
-        log.finished(run, result, resumed=False)
+        log.on_finished(run, result, resumed=False)
 
 
 def _check_measured(plan: DeployedPlan) -> None:
@@ -356,7 +356,7 @@ def _recipe(setting: Setting) -> SettingRecipe:
 
 def _part(plan: DeployedPlan, run: Run, site: str, role: tuple[Role, int] | None) -> SitePart:
     """What a site is told of its own part in a run; ``role``: its role and domain number, None for an unseen one."""
-    protocol = plan.experiment.protocol.deployed()
+    protocol = plan.experiment.protocol.for_deployment()
     personal = {"personal": True} if protocol.by_site and run.method.calls.keep_own_weights else {}
     return SitePart(
         **personal,

@@ -43,7 +43,7 @@ class DeployedPlan(Plan):
         if named := next((target for target in self.experiment.protocol.named_targets if target in only_sources), None):
             raise UserError(f"protocol.targets: '{named}' holds the labels that train: name the site itself")
         sites = tuple(site for site in self.agreed.sites if site not in only_sources)
-        return self.experiment.protocol.deployed().targets_among(sites, self.unseen)
+        return self.experiment.protocol.for_deployment().targets_among(sites, self.unseen)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -84,7 +84,7 @@ class DeployedPlan(Plan):
 
     def _split(self, target: str, seed: int) -> Split:
         """How many rows of each site train and are held out; which rows of the coordinator's own set are measured."""
-        protocol, agreed = self.experiment.protocol.deployed(), self.agreed
+        protocol, agreed = self.experiment.protocol.for_deployment(), self.agreed
         lacking = agreed.data.unlabelled
         sources = [site for site in agreed.sites if site != target and site not in lacking]
         if not sources:

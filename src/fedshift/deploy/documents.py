@@ -9,7 +9,7 @@ from typing import TypeVar
 from pydantic import BaseModel
 
 from fedshift.digests import REMEDY, Damaged, read_object
-from fedshift.federation.plain_values import Unreadable, parsed
+from fedshift.federation.plain_values import Unreadable, parse_json
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -30,6 +30,6 @@ def read_stored(kind: type[M], path: Path, remedy: str = REMEDY, *, older: bool 
     if not content and not path.exists():
         return None
     try:
-        return parsed(kind, json.dumps(content), path.name)
+        return parse_json(kind, json.dumps(content), path.name)
     except Unreadable:
         raise Damaged(path, remedy) from None

@@ -28,7 +28,7 @@ class EventLog(Reporter):
     def run(self, run: Run, mini_batches: int, done: int) -> None:
         self.event({"what": "run", "is": "begun", **_name(run), "mini_batches": mini_batches, "done": done})
 
-    def trained(self, site: str, mini_batches: int) -> None:
+    def on_trained(self, site: str, mini_batches: int) -> None:
         self.event({"what": "trained", "site": site, "mini_batches": mini_batches})
 
     def round(self, run: Run, record: RoundRecord) -> None:
@@ -36,7 +36,7 @@ class EventLog(Reporter):
         measured = {"metric": run.metric, "accuracy": accuracy, "sources": sources}
         self.event({"what": "round", **_name(run), "round": record.round, **measured})
 
-    def finished(self, run: Run, result: Any, resumed: bool) -> None:
+    def on_finished(self, run: Run, result: Any, resumed: bool) -> None:
         self.event({"what": "run", "is": "finished", **_name(run), "accuracy": result.accuracy(), "before": resumed})
 
     def warn(self, message: str) -> None:

@@ -16,7 +16,13 @@ import torch
 from fedshift.data.domain import DataSet, Domain, Preprocessing
 from fedshift.deploy.site_file import Holding
 from fedshift.errors import Refused, UserError
-from fedshift.experiment.features import Watcher, described, extractor_for, site_features, weights_fingerprint
+from fedshift.experiment.features import (
+    Watcher,
+    extractor_for,
+    features_preprocessing,
+    site_features,
+    weights_fingerprint,
+)
 from fedshift.federation.site_runner import Setting
 from fedshift.models.network_options import NetworkOptions
 from fedshift.models.networks.clip import ClipText
@@ -54,7 +60,7 @@ def features_for(
     """
     extractor = extractor_for(options, preprocessing, "data at sites").to(device)
     width = extractor(torch.zeros(1, *shape, dtype=torch.uint8, device=device)).shape[1]
-    preprocessed = described(options, extractor, preprocessing)
+    preprocessed = features_preprocessing(options, extractor, preprocessing)
     if unseen is not None:
         domains = {
             name: replace(
@@ -83,7 +89,7 @@ def features_here(holding: Holding, setting: Setting, device: str) -> Domain:
         return holding.encode(setting.preprocessing, setting.input_shape)
     domain, images = holding.domain, holding.data.preprocessing
     extractor = extractor_for(options, images, f"site '{domain.name}'")
-    if described(options, extractor, images).backbone != record:
+    if features_preprocessing(options, extractor, images).backbone != record:
         raise Refused(
             f"site '{domain.name}': its images, or the weights of {options.backbone.name} in its FEDSHIFT_WEIGHTS, are "
             "not those that the coordinator describes"

@@ -100,7 +100,7 @@ def agree(
         network=experiment.model.model_dump(mode="json"),
         texts=text_towers(experiment.model),
         training=experiment.training.model_dump(mode="json"),
-        split=SplitRule(**experiment.protocol.deployed().split_rule()),
+        split=SplitRule(**experiment.protocol.for_deployment().split_rule()),
         unseen=experiment.protocol.unseen,
         seeds=tuple(experiment.protocol.seeds),
         on_refusal=engine.on_refusal,

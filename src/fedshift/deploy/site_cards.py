@@ -24,7 +24,7 @@ from fedshift.digests import Damaged, write_object
 from fedshift.errors import FedshiftError, UserError
 from fedshift.experiment.environment import versions
 from fedshift.extras import import_extra
-from fedshift.federation.plain_values import Closed, Frozen, parsed
+from fedshift.federation.plain_values import Closed, Frozen, parse_json
 
 MOST_SAMPLES = 50_000_000
 """Most samples of one site. The coordinator lists a site's rows by number, in 8 bytes each."""
@@ -267,7 +267,7 @@ def cards_of(folder: Path) -> dict[str, Card]:
         Damaged: the file is, or a card is impossible.
     """
     try:
-        return parsed(_Cards, json.dumps(read_cards(folder)), "cards").root
+        return parse_json(_Cards, json.dumps(read_cards(folder)), "cards").root
     except Damaged:
         raise
     except FedshiftError:

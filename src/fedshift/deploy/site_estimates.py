@@ -40,7 +40,7 @@ from fedshift.evaluation.estimate.plain_sums import (
 from fedshift.evaluation.estimate.pooled import estimate_from_pooled
 from fedshift.evaluation.estimate.sums import SiteSums, sums_of
 from fedshift.evaluation.predictions import PREDICTIONS, UNLABELLED, SitePredictions, as_parquet
-from fedshift.experiment.estimate import noted
+from fedshift.experiment.estimate import noted_sites
 from fedshift.experiment.handing_out import ESTIMATE
 from fedshift.experiment.runs.run_folder import MODEL, model_file
 from fedshift.files import write_bytes
@@ -175,7 +175,7 @@ class SiteEstimates:
             FedshiftError: there are no predictions of the run, or it is of other classes or columns.
         """
         run, classes = asked.request.run, holding.data.classes
-        answers = [item for item in noted(self._received / run, classes) if item.part == UNLABELLED]
+        answers = [item for item in noted_sites(self._received / run, classes) if item.part == UNLABELLED]
         if not answers:
             raise FedshiftError(f"site '{self._site}' has no predictions of run {run}")
         pooled = asked.request.pooled

@@ -15,7 +15,7 @@ from fedshift.deploy.remote.requests import Whole
 from fedshift.errors import Refused
 from fedshift.evaluation.metrics import counts_by_class
 from fedshift.evaluation.tasks.measuring import MetricOptions, measuring_of
-from fedshift.experiment.runs.evaluator import predictions, scored
+from fedshift.experiment.runs.evaluator import predictions, score
 from fedshift.models.network import Network
 
 
@@ -49,7 +49,7 @@ def measure_at_site(
     if asked is None or METRICS not in policy.send:
         result = predictions(network, view, objective)
     else:
-        scores = scored(network, view, objective, groups)
+        scores = score(network, view, objective, groups)
         result = scores.predicted
         limits = asked.resamples if asked.part == "target" else 0
         options = MetricOptions(asked.threshold, limits, policy.smallest_group)

@@ -19,7 +19,7 @@ from fedshift.digests import read_object, write_object
 from fedshift.encryption import read_private, write_private
 from fedshift.errors import FedshiftError, Refused
 from fedshift.federation.messages import Content, Statistics, promised_kinds
-from fedshift.federation.plain_values import Closed, parsed
+from fedshift.federation.plain_values import Closed, parse_json
 from fedshift.federation.replies import reply_type
 from fedshift.federation.site_memory import SiteMemory
 from fedshift.methods.base import Method
@@ -155,7 +155,7 @@ def kept_answer(folder: Path, exchange: int, key: str) -> tuple[Message, Mapping
         kept = _Kept.model_validate(read_object(file))
         answer = Message(kept.header, read_private(file.with_suffix(".safetensors")), kept.digest)
         _, held, _ = unseal(answer)
-        text = parsed(CallAnswer, kept.header, "a kept answer")
+        text = parse_json(CallAnswer, kept.header, "a kept answer")
     except (OSError, ValueError, FedshiftError):
         return None
     return (answer, held) if text.answers == key else None
@@ -173,7 +173,7 @@ def drop_covered(folder: Path, request: CallRequest) -> None:
         else:
             with contextlib.suppress(FedshiftError, ValueError):
                 kept = _Kept.model_validate(read_object(file))
-                wanted |= set(parsed(CallAnswer, kept.header, "a kept answer").memory.values())
+                wanted |= set(parse_json(CallAnswer, kept.header, "a kept answer").memory.values())
     for file in folder.glob("*.safetensors"):
         if not file.name.startswith("answer-") and file.name not in wanted:
             file.unlink(missing_ok=True)

@@ -68,7 +68,7 @@ from fedshift.errors import FedshiftError, Refused, UserError
 from fedshift.evaluation.predictions import UNLABELLED, SitePredictions
 from fedshift.experiment.config.error_messages import describe
 from fedshift.experiment.environment import resolve_device
-from fedshift.experiment.runs.evaluator import answering, scored
+from fedshift.experiment.runs.evaluator import answering, score
 from fedshift.federation.local.allocator import keep_freed_memory
 from fedshift.federation.messages import promised_kinds, reply_content
 from fedshift.federation.plain_values import fault_of
@@ -534,7 +534,7 @@ class SiteProgram:
         measures = self.rules.measure(asked, network, view, objective, groups, new_site)
         if request.whole is not None and request.whole.sums and objective.task == "classification":
             self.estimates.check_gives(masked=request.whole.kept)
-            scores = scored(answering(network, view, new_site), view, objective, groups)
+            scores = score(answering(network, view, new_site), view, objective, groups)
             kept = KeptScores(scores.scores, scores.labels, threshold_of(request.whole.threshold))
             kept = self.rules.with_noise(asked, kept, groups, view.device)
             classes = request.setting.classes
@@ -625,7 +625,7 @@ class SiteProgram:
         domain = self.holding.domain
         groups = None if domain.groups is None else domain.groups[rows]
         ids = None if domain.ids is None else [domain.ids[row] for row in rows]
-        scores = scored(answering(network, view, new_site), view, objective_of(view.preprocessing), groups)
+        scores = score(answering(network, view, new_site), view, objective_of(view.preprocessing), groups)
         return SitePredictions(self.name, part, rows, ids, scores)
 
     def _estimate(self, asked: Asked[EstimateRequest]) -> Message:

@@ -46,11 +46,11 @@ def budgets(method: Method, methods: Sequence[Method], training: Training, split
     fixed = training.mini_batches
     # More exchanges are no more work: an epoch counts as a whole here, whatever part of it a round trains on.
     total = fixed * len(split.train) if fixed else max(sum(needs(candidate, 1).values()) for candidate in methods)
-    own = needs(method, method.exchanges_per_epoch)
-    whole = sum(own.values())
+    work = needs(method, method.exchanges_per_epoch)
+    whole = sum(work.values())
     if whole == 0:  # the method needs no training; with a budget of 0 a run would end before its first round
-        return dict.fromkeys(own, max(1, -(-total // len(own))))
-    return {site: -(-need * total // whole) for site, need in own.items()}
+        return dict.fromkeys(work, max(1, -(-total // len(work))))
+    return {site: -(-need * total // whole) for site, need in work.items()}
 
 
 def _budgets_of_steps(method: Method, training: Training, split: Split, needs: Mapping[str, int]) -> dict[str, int]:

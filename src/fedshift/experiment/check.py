@@ -26,7 +26,7 @@ from fedshift.experiment.compatibility import check_fit
 from fedshift.experiment.config.experiment import Experiment, method_record
 from fedshift.experiment.costs import DryRun, Spent, dry_run_of, spent_by_experiment, traffic, trained_of
 from fedshift.experiment.environment import resolve_device
-from fedshift.experiment.features import built
+from fedshift.experiment.features import build_data
 from fedshift.experiment.loading_trial import try_loading
 from fedshift.experiment.plan import Plan, PlannedRun
 from fedshift.experiment.protocols.base import Split
@@ -125,7 +125,7 @@ class Check:
     input_shape: tuple[int, ...]
     domains: tuple[DomainCheck, ...]
     model: str
-    found: tuple[str, ...]
+    model_notes: tuple[str, ...]
     parameters: int
     payload: int
     device: str
@@ -170,9 +170,9 @@ def progress_of(plan: Plan, folder: Path) -> Progress:
     for path in there:
         if path in planned:
             try:
-                own = run_folder(planned[path], folder)
-                own.check_identity()
-                finished += own.result() is not None
+                run_record = run_folder(planned[path], folder)
+                run_record.check_identity()
+                finished += run_record.result() is not None
             except UserError as error:
                 refused = refused or str(error)
     return Progress(finished, len(planned), sum(path not in planned for path in there), refused)
@@ -188,7 +188,7 @@ def check(experiment: Experiment, runs: Path | None = None) -> Check:
     Raises:
         UserError: something would stop the experiment later.
     """
-    plan = Plan(experiment, experiment.protocol.taking_part(built(experiment)))
+    plan = Plan(experiment, experiment.protocol.taking_part(build_data(experiment)))
     data = plan.data
     device, threads = resolve_device(experiment.device), experiment.engine.thread_count()
     warnings = list(check_fit(plan))
@@ -199,13 +199,13 @@ def check(experiment: Experiment, runs: Path | None = None) -> Check:
     plain = payload(experiment.training.network(experiment.model, data.input_shape, len(data.classes), 0))
     return Check(
         data=data.name,
-        learned=_learned(data),
+        learned=_task_in_words(data),
         fingerprint=plan.fingerprint,
         classes=data.classes,
         input_shape=data.input_shape,
         domains=tuple(_domain(plan, name) for name in data.domains),
         model=experiment.model.display,
-        found=experiment.model.report(data.input_shape, len(data.classes)),
+        model_notes=experiment.model.report(data.input_shape, len(data.classes)),
         parameters=plain.parameters,
         payload=plain.bytes,
         device=device,
@@ -442,7 +442,7 @@ def _domain(plan: Plan, name: str) -> DomainCheck:
     )
 
 
-def _learned(data: DataSet) -> str:
+def _task_in_words(data: DataSet) -> str:
     """What the data set is for, in words: "3 classes" or "regression of pressure"."""
     if data.preprocessing.objective is None:
         return f"{len(data.classes)} classes"
@@ -505,7 +505,7 @@ def _seconds_per_batch(experiment: Experiment, data: DataSet, device: str, threa
         training = experiment.training
         network = training.network(experiment.model, data.input_shape, len(data.classes), 0).to(device)
         freeze_backbone(network, frozen)
-        network = training.prepared(network).train()
+        network = training.prepare(network).train()
         site = Site(
             name=domain.name,
             role="source",

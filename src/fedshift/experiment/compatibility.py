@@ -94,19 +94,19 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
         UserError: something is not compatible. The message names the first such thing.
     """
     about = About(plan)
-    return tuple(_told(about))
+    return tuple(_notes(about))
 
 
-def _told(about: About) -> Iterator[str]:
+def _notes(about: About) -> Iterator[str]:
     for check in OF_EXPERIMENT:
         yield from check(about)
     for method in about.experiment.methods:
-        yield from _told_of(about, method)
+        yield from _notes_of(about, method)
     for check in OF_ALL_RUNS:
         yield from check(about)
 
 
-def _told_of(about: About, method: Method) -> Iterator[str]:
+def _notes_of(about: About, method: Method) -> Iterator[str]:
     for check in OF_METHOD_ALONE:
         yield from check(about, method)
     for sources in sorted({len(labelled) for labelled, _ in about.roles}):

@@ -101,10 +101,10 @@ def _draw(
     less_is_better = any(result.less_is_better for result in tried.runs.values())
     purpose = f"{search.seed} {method.display} {target} {number}"
     kinds = {field: space for field, (_, space) in spaces.items()}
-    return with_values(method, number, proposed(kinds, earlier, purpose, less_is_better), spaces)
+    return with_values(method, number, propose(kinds, earlier, purpose, less_is_better), spaces)
 
 
-def proposed(
+def propose(
     spaces: Mapping[str, Space],
     earlier: Sequence[tuple[Mapping[str, Any], float | None]],
     purpose: str,

@@ -134,7 +134,7 @@ def _cases(
     known = {row.tobytes() for row in scores.round(_DIGITS)}
     cases, trained_on = {}, []
     for run in _siblings(folder):
-        for item in measured(run, trained.classes):
+        for item in measured_sites(run, trained.classes):
             if run == this_run and _same(item.known.scores, known):
                 trained_on += [] if item.unseen else [item.site]
             elif item.unseen:
@@ -144,8 +144,8 @@ def _cases(
 
 def _siblings(folder: Path) -> list[Path]:
     """The folders of the runs of the same method and seed, that of the run itself among them."""
-    own = folder.absolute()
-    return sorted(own.parents[1].glob(f"*/{own.name}")) if len(own.parents) > 1 else []
+    path = folder.absolute()
+    return sorted(path.parents[1].glob(f"*/{path.name}")) if len(path.parents) > 1 else []
 
 
 def _source_of(run: Path) -> DataSource | None:
@@ -202,7 +202,7 @@ def _looked_at_here(
     return nearby_answers(trained.scores, inputs, usual), samples_at(data, list(left_out)).apart(inputs)
 
 
-def _looked_at(run: Path, one: Measured, read: _Read) -> LeftOut:
+def _looked_at(run: Path, item: Measured, read: _Read) -> LeftOut:
     """What the run's model says of a site's samples when they are changed.
 
     It is what the run noted, and no more, if data or model cannot be read, or if the model says something else of the
@@ -212,8 +212,8 @@ def _looked_at(run: Path, one: Measured, read: _Read) -> LeftOut:
         left_out = load_model(run / MODEL)
         data = read.encoded_for(left_out)
     except UserError:
-        return one.known
-    return looked_at(left_out, data, one.site, one.rows, one.known)
+        return item.known
+    return looked_at(left_out, data, item.site, item.rows, item.known)
 
 
 def _same(scores: NDArray[Any], known: set[bytes]) -> bool:
@@ -236,7 +236,7 @@ def estimate_at_run(run: Path, result: RunResult) -> Estimate:
         UserError: predictions are damaged.
     """
     classes = tuple(result.classes)
-    answers = [label for label in noted(run, classes) if label.part == UNLABELLED]
+    answers = [label for label in noted_sites(run, classes) if label.part == UNLABELLED]
     if any(label.at_site for label in result.without_labels.values()):
         return Estimate(None, None, None, abstain=True, reasons=(AT_SITE,))
     if result.metric != "accuracy" or not answers:
@@ -248,7 +248,7 @@ def estimate_at_run(run: Path, result: RunResult) -> Estimate:
         label.site: label.known
         for other in _siblings(run)
         if other != run.absolute()
-        for label in measured(other, classes)
+        for label in measured_sites(other, classes)
         if label.unseen
     }
     estimate = estimate_accuracy(
@@ -274,7 +274,7 @@ def left_out_sums(trained: TrainedModel, folder: Path | None) -> dict[str, Any] 
     several = trained.segments or trained.objective.task != "classification" or len(trained.classes) > MOST_CLASSES
     if folder is None or several:
         return None
-    every = [item for run in _siblings(folder) for item in measured(run, trained.classes) if item.unseen]
+    every = [item for run in _siblings(folder) for item in measured_sites(run, trained.classes) if item.unseen]
     known = {item.site: item.known for item in every}
     if len(known) < 2:
         return None
@@ -287,12 +287,12 @@ def left_out_sums(trained: TrainedModel, folder: Path | None) -> dict[str, Any] 
     return {"threshold": threshold_of(folder), "sites": sites}
 
 
-def measured(run: Path, classes: tuple[str, ...]) -> Iterator[Measured]:
-    """What a run noted of each site that it was measured at: see `noted`."""
-    return (item for item in noted(run, classes) if item.part != UNLABELLED)
+def measured_sites(run: Path, classes: tuple[str, ...]) -> Iterator[Measured]:
+    """What a run noted of each site that it was measured at: see `noted_sites`."""
+    return (item for item in noted_sites(run, classes) if item.part != UNLABELLED)
 
 
-def noted(run: Path, classes: tuple[str, ...]) -> Iterator[Measured]:
+def noted_sites(run: Path, classes: tuple[str, ...]) -> Iterator[Measured]:
     """What a run noted of each site; nothing if it kept no predictions or is of other classes.
 
     Args:
@@ -303,7 +303,7 @@ def noted(run: Path, classes: tuple[str, ...]) -> Iterator[Measured]:
         UserError: the file is damaged.
 
     Example:
-        >>> list(noted(Path("no-run"), ("healthy", "ill")))
+        >>> list(noted_sites(Path("no-run"), ("healthy", "ill")))
         []
     """
     path = run / PREDICTIONS

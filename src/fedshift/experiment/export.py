@@ -103,7 +103,7 @@ def export(trained: TrainedModel, to: str, folder: Path) -> Exported:
     difference = 0.0
     for number in (1, 5):  # the number of samples is not fixed
         samples = _samples(trained, number)
-        difference = max(difference, float(np.abs(run(samples) - _own(trained, samples)).max()))
+        difference = max(difference, float(np.abs(run(samples) - _fedshift_scores(trained, samples)).max()))
     if not difference <= _TOLERANCE:
         raise FedshiftError(
             f"the exported model's probabilities differ by {difference:.2g} from the run's: {to} does not suit this "
@@ -113,12 +113,12 @@ def export(trained: TrainedModel, to: str, folder: Path) -> Exported:
     return Exported(folder / name, difference)
 
 
-def described(trained: TrainedModel) -> dict[str, str]:
+def json_metadata(trained: TrainedModel) -> dict[str, str]:
     """What an exported file says about itself: classes, preprocessing and where the model comes from, as JSON."""
     return {name: json.dumps(value) for name, value in trained.metadata.items()}
 
 
-def _own(trained: TrainedModel, samples: Samples) -> Floats:
+def _fedshift_scores(trained: TrainedModel, samples: Samples) -> Floats:
     """The probabilities that fedshift itself computes."""
     stored = samples.astype(np.uint8) if trained.stored.kind == "image" else samples
     if not trained.segments:
@@ -162,7 +162,7 @@ def _onnx(trained: TrainedModel, whole: nn.Module) -> Written:
         )
     assert program is not None
     model = program.model_proto
-    onnx.helper.set_model_props(model, described(trained))
+    onnx.helper.set_model_props(model, json_metadata(trained))
     data = model.SerializeToString()
     session = runtime.InferenceSession(data, providers=["CPUExecutionProvider"])
     return data, lambda samples: np.asarray(session.run(None, {"samples": samples})[0])
@@ -174,7 +174,7 @@ def _torchscript(trained: TrainedModel, whole: nn.Module) -> Written:
         warnings.simplefilter("ignore")  # torch calls it deprecated
         script: Any = torch.jit
         traced = script.trace(whole, torch.from_numpy(_samples(trained, 3)), check_trace=False)
-        script.save(traced, buffer, _extra_files=described(trained))
+        script.save(traced, buffer, _extra_files=json_metadata(trained))
         loaded = script.load(io.BytesIO(buffer.getvalue()))
     return buffer.getvalue(), lambda samples: _probabilities(loaded, samples)
 

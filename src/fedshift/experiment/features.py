@@ -54,7 +54,7 @@ class Watcher:
     def extraction(self, site: str, images: int, done: int) -> None:
         """The extraction of a site's images begins. ``done`` of them were computed before."""
 
-    def extracted(self, images: int) -> None:
+    def on_extracted(self, images: int) -> None:
         """This many further images are done."""
 
     def warn(self, message: str) -> None:
@@ -78,7 +78,7 @@ class SiteFeatures:
     seconds: float
 
 
-def built(experiment: Experiment, source: DataSource | None = None, watcher: Watcher | None = None) -> DataSet:
+def build_data(experiment: Experiment, source: DataSource | None = None, watcher: Watcher | None = None) -> DataSet:
     """The experiment's data as methods train on them: features if the network's backbone is frozen.
 
     Args:
@@ -98,12 +98,12 @@ def built(experiment: Experiment, source: DataSource | None = None, watcher: Wat
         for name, result in all_features(experiment, data, watcher or Watcher())
     }
     extractor = extractor_for(options, data.preprocessing, data.name)
-    preprocessing = described(options, extractor, data.preprocessing)
+    preprocessing = features_preprocessing(options, extractor, data.preprocessing)
     features = check_dataset(DataSet(data.name, domains, data.classes, preprocessing, data.manifest))
     return replace(features, warnings=data.warnings)
 
 
-def described(options: Frozen, extractor: Extractor, images: Preprocessing) -> Preprocessing:
+def features_preprocessing(options: Frozen, extractor: Extractor, images: Preprocessing) -> Preprocessing:
     """What a model file and a deployment say of features.
 
     Args:
@@ -193,11 +193,11 @@ def site_features(
             if known is not None:
                 return SiteFeatures(known, path, 0, 0.0)
             began = time.perf_counter()
-            features, before = _extracted(domain, extractor.to(device), device, stream, watcher)
+            features, before = _extract(domain, extractor.to(device), device, stream, watcher)
             seconds = time.perf_counter() - began
             claim.check()
             write = write_bytes if present_key() is None else write_private
-            write(path, _packed(features, header))
+            write(path, _pack(features, header))
             part.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(
@@ -212,7 +212,7 @@ def _batches_in(part: Path) -> Any:
     return open(part, "a+b") if present_key() is None else io.BytesIO()
 
 
-def _extracted(domain: Domain, extractor: Extractor, device: str, stream: Any, watcher: Watcher) -> tuple[Half, int]:
+def _extract(domain: Domain, extractor: Extractor, device: str, stream: Any, watcher: Watcher) -> tuple[Half, int]:
     """All features, and how many of them an earlier call had written. Each batch is written when it is computed."""
     images = domain.inputs
     assert isinstance(images, np.ndarray)
@@ -228,7 +228,7 @@ def _extracted(domain: Domain, extractor: Extractor, device: str, stream: Any, w
         if not isinstance(stream, io.BytesIO):
             os.fsync(stream.fileno())
         parts.append(rows)
-        watcher.extracted(len(rows))
+        watcher.on_extracted(len(rows))
     return np.concatenate(parts), before
 
 
@@ -262,7 +262,7 @@ def _half(features: torch.Tensor, site: str) -> Half:
     return np.asarray(values, dtype=np.float16)
 
 
-def _packed(features: Half, header: Mapping[str, str]) -> bytes:
+def _pack(features: Half, header: Mapping[str, str]) -> bytes:
     metadata = {**header, "sha256": _digest_of(features, header)}
     return save({"features": torch.from_numpy(features.copy())}, {"fedshift": json.dumps(metadata)})
 
@@ -272,8 +272,8 @@ def _digest_of(features: Half, header: Mapping[str, str]) -> str:
     return _sha256(b"".join((json.dumps(about).encode(), features.tobytes())))
 
 
-def _unpacked(path: Path) -> tuple[dict[str, str], Half]:
-    """What `_packed` made, from its file: the description and the features."""
+def _unpack(path: Path) -> tuple[dict[str, str], Half]:
+    """What `_pack` made, from its file: the description and the features."""
     if present_key() is None:
         with safe_open(str(path), framework="pt") as opened:
             about, features = (opened.metadata() or {})["fedshift"], opened.get_tensor("features")
@@ -294,7 +294,7 @@ def _read(path: Path, header: Mapping[str, str], watcher: Watcher) -> Half | Non
     if not path.exists():
         return None
     try:
-        result, features = _unpacked(path)
+        result, features = _unpack(path)
         written = result.pop("sha256")
         # Files of an earlier fedshift have the second.
         if written != _digest_of(features, result) and written != _sha256(features.tobytes()):

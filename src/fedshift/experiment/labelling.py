@@ -58,15 +58,15 @@ class FromLabels:
     def plain(self) -> dict[str, Any]:
         """The same as JSON has it."""
 
-        def told(one: Interval | None) -> dict[str, float] | None:
-            return None if one is None else {"value": one.value, "low": one.low, "high": one.high}
+        def in_json(interval: Interval | None) -> dict[str, float] | None:
+            return None if interval is None else {"value": interval.value, "low": interval.low, "high": interval.high}
 
         return {
             "labels": self.labels,
             "samples": self.samples,
             "level": 100 * LEVEL,
-            "accuracy": told(self.accuracy),
-            "auroc": told(self.auroc),
+            "accuracy": in_json(self.accuracy),
+            "auroc": in_json(self.auroc),
             "width": self.width,
             "needed": self.needed,
         }
@@ -93,13 +93,13 @@ class ToLabel:
         """Their rows, in the order in which they are to be labelled."""
         return [int(row) for row in self.drawn.rows]
 
-    def expected(self, accuracy: float) -> Interval:
+    def interval_at(self, accuracy: float) -> Interval:
         """The interval that their labels will have at a model of this accuracy, in percent."""
         return expected_interval(self.scores, self.drawn, accuracy)
 
-    def needed(self, accuracy: float, width: float) -> int:
+    def labels_for(self, accuracy: float, width: float) -> int:
         """How many labels an interval of so many points is expected to take at a model of this accuracy."""
-        return labels_needed(self.expected(accuracy), len(self.rows), len(self.names), width)
+        return labels_needed(self.interval_at(accuracy), len(self.rows), len(self.names), width)
 
     def text(self, labels: Mapping[int, str] | None = None) -> str:
         """The list as CSV, with the labels that are known by row. It says nothing of the model's answers, so that they
@@ -170,7 +170,7 @@ def samples_to_label(
     Raises:
         UserError: the data do not fit the model, or it gives no probabilities of classes.
     """
-    scores, names = _scored(trained, data, written)
+    scores, names = _score(trained, data, written)
     return ToLabel(names, scores, trained.classes, draw(scores, number, seed, strata=strata, most=most))
 
 
@@ -182,12 +182,12 @@ def list_to_label(
     Raises:
         UserError: it cannot be read, or is of other data.
     """
-    scores, names = _scored(trained, data, written)
+    scores, names = _score(trained, data, written)
     drawn, labels = _read(path, names, scores)
     return ToLabel(names, scores, trained.classes, drawn), labels
 
 
-def _scored(
+def _score(
     trained: TrainedModel, data: Path | Any, written: SiteFormat | None
 ) -> tuple[NDArray[np.float32], tuple[str, ...]]:
     if trained.segments or trained.objective.task != "classification":

@@ -208,7 +208,7 @@ def _order(trial: _Trial) -> str:
     return f"the order in which sites are asked changes '{far[0]}'; take sites by name" if far else ""
 
 
-def _declared(trial: _Trial) -> str:
+def _declared_kinds(trial: _Trial) -> str:
     declared = trial.method.calls.shares
     sent = sorted(set(trial.sites.ledger.total["up"]) - set(declared))
     return f"{', '.join(sent)} left a site, and its calls promise {', '.join(declared)}" if sent else ""
@@ -237,7 +237,7 @@ def _bytes(trial: _Trial) -> str:
     return f"two rounds sent {up} bytes up and {down} down, traffic() says {foretold.up} and {foretold.down}"
 
 
-def _kept(trial: _Trial) -> str:
+def _new_model(trial: _Trial) -> str:
     where, state = trial.start(trial.setting())
     given = state.weights.clone()
     if play_round(trial.method, where, state).weights == given and trial.trains:
@@ -303,9 +303,9 @@ def _share_of_chance(trial: _Trial, setting: Setting, where: LocalFederation, st
 _PROMISES: Mapping[str, Callable[[_Trial], str]] = {
     "same seed, same weights": _same_seed,
     "the order of sites does not matter": _order,
-    "only declared kinds leave a site": _declared,
+    "only declared kinds leave a site": _declared_kinds,
     "a dry run foretells the bytes": _bytes,
-    "a round returns a new model": _kept,
+    "a round returns a new model": _new_model,
     "as much work as announced": _work,
     "it learns": _learns,
 }

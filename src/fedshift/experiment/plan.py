@@ -25,7 +25,7 @@ from fedshift.evaluation.tasks.measuring import measuring_of
 from fedshift.experiment.budgets import budgets, rounds_needed
 from fedshift.experiment.config.experiment import Experiment, data_record, method_record
 from fedshift.experiment.environment import data_fingerprint, versions
-from fedshift.experiment.features import built
+from fedshift.experiment.features import build_data
 from fedshift.experiment.privacy import draws_of, site_privacy
 from fedshift.experiment.protocols.base import Roles, Split
 from fedshift.experiment.unlabelled_sites import without_labels
@@ -34,6 +34,7 @@ from fedshift.federation.training import Training
 from fedshift.methods.base import Method
 from fedshift.methods.composition.options import training_of
 from fedshift.models.network import Network
+from fedshift.text import join_names
 
 POOL = "pool"
 """Name of the single site that holds the samples of all sources for a pooled method."""
@@ -131,12 +132,12 @@ class Plan:
             ]
         if pairs:
             yield (
-                f"sites have numbers of groups in common: {_listed(pairs)}; if they are not the same patients, number "
-                "them differently at each site"
+                f"sites have numbers of groups in common: {join_names(pairs, _MOST_NAMED)}; if they are not the same "
+                "patients, number them differently at each site"
             )
         if fewer:
             yield (
-                f"samples are in groups, so only those of held-out groups are measured: {_listed(fewer)}; "
+                f"samples are in groups, so only those of held-out groups are measured: {join_names(fewer, _MOST_NAMED)}; "
                 "protocol.base_images: shared measures all, which is right where no group is at two sites"
             )
 
@@ -230,7 +231,9 @@ class Plan:
         for name in (*self.data.domains, *(protocol.left_out if unseen else ())):
             if name not in sources:
                 source = source.without(name) if unseen or name not in targets else source.without_labels(name)
-        return self.data if source == self.experiment.data else protocol.taking_part(built(self.experiment, source))
+        return (
+            self.data if source == self.experiment.data else protocol.taking_part(build_data(self.experiment, source))
+        )
 
 
 @dataclass(frozen=True)
@@ -279,7 +282,7 @@ class PlannedRun:
     @property
     def drawn(self) -> int | None:
         """How many sources are drawn for each round; None: all take part."""
-        return self.experiment.protocol.drawn(len(self.split.train))
+        return self.experiment.protocol.number_drawn(len(self.split.train))
 
     @cached_property
     def rounds(self) -> int:
@@ -398,11 +401,6 @@ def model_metadata(planned: PlannedRun) -> dict[str, Any]:
         "experiment": experiment.name,
         "versions": versions(),
     }
-
-
-def _listed(parts: Sequence[str]) -> str:
-    more = f" and {len(parts) - _MOST_NAMED} more" if len(parts) > _MOST_NAMED else ""
-    return f"{', '.join(parts[:_MOST_NAMED])}{more}"
 
 
 def site_plans(method: Method, data: DataSet, split: Split) -> list[SitePlan]:

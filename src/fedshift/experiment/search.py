@@ -16,7 +16,7 @@ from statistics import fmean
 from fedshift.errors import UserError
 from fedshift.evaluation.records import RunResult
 from fedshift.experiment.config.experiment import Experiment
-from fedshift.experiment.features import built
+from fedshift.experiment.features import build_data
 from fedshift.experiment.plan import Plan
 from fedshift.experiment.protocols.base import EVERY_SITE
 from fedshift.methods.base import Method
@@ -64,7 +64,7 @@ def kept_out(experiment: Experiment, names: Sequence[str]) -> tuple[str, ...]:
         UserError: the experiment cannot be searched.
     """
     protocol = experiment.protocol
-    protocol.searched(names)  # refuses one that leaves no source out
+    protocol.for_search(names)  # refuses one that leaves no source out
     if len(experiment.methods) < 3:
         raise UserError("methods: a search chooses among at least two methods beside the first, which is the yardstick")
     return tuple(names) or tuple(target for target in protocol.named_targets if target != EVERY_SITE)
@@ -73,7 +73,7 @@ def kept_out(experiment: Experiment, names: Sequence[str]) -> tuple[str, ...]:
 def budget_of(experiment: Experiment, out: Sequence[str]) -> int:
     """The whole budget: mini-batches of each site in a run, as the experiment's methods need them."""
     searched = _without(experiment, out)
-    plan = Plan(searched, searched.protocol.taking_part(built(searched)))
+    plan = Plan(searched, searched.protocol.taking_part(build_data(searched)))
     return max(planned.mini_batches for planned in plan.runs)
 
 
@@ -102,7 +102,7 @@ def on_rung(
     return _without(experiment, out).model_copy(update=update)
 
 
-def ranked(methods: Sequence[Method], results: Iterable[RunResult]) -> list[tuple[Method, float | None]]:
+def rank(methods: Sequence[Method], results: Iterable[RunResult]) -> list[tuple[Method, float | None]]:
     """The methods with their mean over sources and seeds, the best first; those that diverged come last, with None."""
     values: dict[str, list[float]] = {}
     runs: dict[str, int] = {}
@@ -127,4 +127,4 @@ def going_on(ranking: Sequence[tuple[Method, float | None]], first: Method, numb
 
 
 def _without(experiment: Experiment, out: Sequence[str]) -> Experiment:
-    return experiment.model_copy(update={"protocol": experiment.protocol.searched(out)})
+    return experiment.model_copy(update={"protocol": experiment.protocol.for_search(out)})

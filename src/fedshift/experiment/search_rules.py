@@ -75,7 +75,7 @@ def with_draws(
 def without_target(experiment: Experiment, draws: Sequence[Drawn], out: Sequence[str], target: str) -> Experiment:
     """The experiment that leaves each source of a target out in turn, and never reads the target."""
     whole = with_draws(experiment, draws, out)
-    protocol = whole.protocol.searched((*out, target))
+    protocol = whole.protocol.for_search((*out, target))
     return whole.model_copy(update={"name": f"{experiment.name}-without-{target}", "protocol": protocol})
 
 
@@ -96,7 +96,7 @@ def check_rules(experiment: Experiment, rules: Sequence[Choosing], data: DataSet
             "raise it, or leave the rule out"
         )
     if "leave_one_domain_out" in rules:
-        experiment.protocol.searched(())  # refuses a protocol that leaves no source out
+        experiment.protocol.for_search(())  # refuses a protocol that leaves no source out
         if len(data.domains) < 3:
             raise UserError(
                 f"search.rules: leave_one_domain_out needs at least 3 domains, and there are {len(data.domains)}: "
@@ -124,10 +124,10 @@ def choices(
     seeds = sorted({seed for _, _, seed in runs})
     result = []
     for method in dict.fromkeys(drawn.of for drawn in draws):
-        own = [drawn for drawn in draws if drawn.of == method]
+        of_method = [drawn for drawn in draws if drawn.of == method]
         for target in targets:
             for seed in seeds:
-                best = _best(rule, own, runs, inner.get(target, {}), target, seed)
+                best = _best(rule, of_method, runs, inner.get(target, {}), target, seed)
                 if best is not None:
                     result.append(Chosen(rule, method, target, seed, *best))
     return result
@@ -225,10 +225,10 @@ def rule_rows(chosen: Sequence[Chosen], targets: Sequence[str]) -> list[RuleRow]
     """The table: means and standard errors over seeds, of each target and of the average over targets."""
     rows = []
     for rule, method in dict.fromkeys((item.rule, item.method) for item in chosen):
-        own = [item for item in chosen if (item.rule, item.method) == (rule, method)]
-        at = {target: [item.accuracy for item in own if item.target == target] for target in targets}
+        of_pair = [item for item in chosen if (item.rule, item.method) == (rule, method)]
+        at = {target: [item.accuracy for item in of_pair if item.target == target] for target in targets}
         by_seed: dict[int, list[float]] = {}
-        for item in own:
+        for item in of_pair:
             by_seed.setdefault(item.seed, []).append(item.accuracy)
         whole = [fmean(values) for values in by_seed.values() if len(values) == len(targets)]
         rows.append(

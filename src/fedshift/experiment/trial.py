@@ -39,11 +39,16 @@ def try_method(planned: PlannedRun, network: Network) -> None:
     method, engine, data = planned.run.method, planned.experiment.engine, planned.data
     made = {name: _made_up(domain, len(data.classes)) for name, domain in data.domains.items()}
 
-    def own(parts: Sequence[tuple[Domain, Rows, int]]) -> list[tuple[Domain, Rows, int]]:
+    def made_up_parts(parts: Sequence[tuple[Domain, Rows, int]]) -> list[tuple[Domain, Rows, int]]:
         return [(made[domain.name], np.arange(_SAMPLES, dtype=np.int64), number) for domain, _, number in parts]
 
     sites = [
-        replace(site, parts=own(site.parts), unlabelled=own(site.unlabelled), held_out=own(site.held_out))
+        replace(
+            site,
+            parts=made_up_parts(site.parts),
+            unlabelled=made_up_parts(site.unlabelled),
+            held_out=made_up_parts(site.held_out),
+        )
         for site in planned.sites(data)
     ]
     try:
@@ -105,7 +110,7 @@ def try_training(network: Network, options: NetworkOptions, training: Training, 
                 f"{what} has a weight of type {parameter.dtype} ('{_plain(name)}'), which sites cannot average: keep "
                 "its real and imaginary part as one real weight (torch.view_as_real)"
             )
-    tried = training.prepared(copy.deepcopy(network)).train()
+    tried = training.prepare(copy.deepcopy(network)).train()
     samples = made_up(network, SAMPLES, input_shape, torch.Generator().manual_seed(0))
     if len(input_shape) == 3 and network.channels_last:
         samples = samples.contiguous(memory_format=torch.channels_last)

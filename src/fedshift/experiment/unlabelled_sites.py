@@ -29,19 +29,19 @@ def without_labels(data: DataSet, split: Split, source: DataSource) -> dict[str,
 
 def _shift(data: DataSet, split: Split, site: str, rows: Rows) -> InputShift:
     """How a site's samples differ from those of the sources. Nothing is known of features of a network."""
-    own = data.domains[site].inputs
+    site_inputs = data.domains[site].inputs
     sources = [
         np.asarray(inputs)[chosen]
         for name, chosen in split.train.items()
         if not isinstance(inputs := data.domains[name].inputs, SparseRows)
     ]
     own_scale = data.preprocessing.standardise is not None and data.preprocessing.kind != "image"
-    if isinstance(own, SparseRows) or not sources or own_scale:
+    if isinstance(site_inputs, SparseRows) or not sources or own_scale:
         return InputShift()
     if data.preprocessing.kind == "image":
-        return image_shift(np.asarray(own)[rows].astype(np.uint8), image_statistics(sources))
-    names = _columns(data.preprocessing, own.shape[1])
-    return _column_shift(np.asarray(own)[rows], sources, names) if own.ndim == 2 else InputShift()
+        return image_shift(np.asarray(site_inputs)[rows].astype(np.uint8), image_statistics(sources))
+    names = _columns(data.preprocessing, site_inputs.shape[1])
+    return _column_shift(np.asarray(site_inputs)[rows], sources, names) if site_inputs.ndim == 2 else InputShift()
 
 
 def _columns(preprocessing: Preprocessing, width: int) -> dict[str, int]:
@@ -50,7 +50,9 @@ def _columns(preprocessing: Preprocessing, width: int) -> dict[str, int]:
     return {str(number): number for number in range(width)} if measured else {}
 
 
-def _column_shift(own: NDArray[np.generic], sources: list[NDArray[np.generic]], names: dict[str, int]) -> InputShift:
+def _column_shift(
+    site_inputs: NDArray[np.generic], sources: list[NDArray[np.generic]], names: dict[str, int]
+) -> InputShift:
     places = list(names.values())
     if not places:
         return InputShift()
@@ -58,4 +60,4 @@ def _column_shift(own: NDArray[np.generic], sources: list[NDArray[np.generic]], 
     moments = Preprocessing(
         kind="features", mean=tuple(trained.mean(axis=0).tolist()), std=tuple(trained.std(axis=0).tolist())
     )
-    return feature_shift(own[:, places], moments, tuple(names))
+    return feature_shift(site_inputs[:, places], moments, tuple(names))

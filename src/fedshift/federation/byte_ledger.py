@@ -50,12 +50,12 @@ class Ledger:
                 kinds = self.by_site.setdefault(site, {"up": {}, "down": {}})[direction]
                 kinds[kind] = kinds.get(kind, 0) + size
 
-    def saved(self) -> dict[str, Any]:
+    def to_checkpoint(self) -> dict[str, Any]:
         """What a checkpoint has of it."""
         return {"bytes": self.total, "bytes_by_site": self.by_site}
 
     def restore(self, total: Totals, by_site: dict[str, Totals] | None = None) -> None:
-        """Go on from a checkpoint that holds what `saved` returned."""
+        """Go on from a checkpoint that holds what `to_checkpoint` returned."""
         self.total, self.by_site = total, by_site
 
     def settle(self) -> tuple[list[Entry], Totals]:

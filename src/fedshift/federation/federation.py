@@ -206,7 +206,7 @@ class Federation(ABC):
             return self.sources
         return sources_of_round(self.sources, self.per_round, self.seed, self.round)
 
-    def exhausted(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Whether every site has used its whole budget."""
         return all(self.progress.used[site] >= self.budget[site] for site in self.progress.used)
 
@@ -245,7 +245,7 @@ class Federation(ABC):
                     f"secure aggregation sums the replies of at least {SMALLEST_ROSTER} sites; {call.__name__} asks "
                     f"{len(to)}"
                 )
-            sums: Replies[R] = SumOnly(to, lambda by: self.summed(call.__name__, to, content, by))
+            sums: Replies[R] = SumOnly(to, lambda by: self.sum_replies(call.__name__, to, content, by))
             self._open = sums
             return sums
         answers: Generator[tuple[str, R], None, None] = self._exchange(call.__name__, to, content)
@@ -306,7 +306,7 @@ class Federation(ABC):
             open_replies, self._open = self._open, None
             open_replies.drain()
 
-    def summed(self, call: str, to: tuple[str, ...], content: Mapping[str, Content | PerSite], by: By) -> Mean:
+    def sum_replies(self, call: str, to: tuple[str, ...], content: Mapping[str, Content | PerSite], by: By) -> Mean:
         """The mean of the replies, added as integers: the order of sites and the engine change no bit.
 
         Raises:
@@ -338,14 +338,16 @@ class Federation(ABC):
         content: Mapping[str, Content | PerSite],
         weighing: Weighing | None = None,
     ) -> Generator[tuple[str, Any], None, None]:
-        number, shares = self.progress.exchange, self._spent(to, alike=weighing is not None)
-        own = {site: {name: self._content_for(site, name, value) for name, value in content.items()} for site in to}
+        number, shares = self.progress.exchange, self._spent_shares(to, alike=weighing is not None)
+        content_of = {
+            site: {name: self._content_for(site, name, value) for name, value in content.items()} for site in to
+        }
 
         def requests() -> Iterator[Request]:
             for site in to:
-                self.ledger.record(number, call, site, "down", self.crossing(call, site, own[site]))
+                self.ledger.record(number, call, site, "down", self.crossing(call, site, content_of[site]))
                 left = UNLIMITED if self.finishing else self.budget.get(site, 0) - self.progress.used[site]
-                yield Request(site, Envelope(number, self.round, shares[site], left), own[site])
+                yield Request(site, Envelope(number, self.round, shares[site], left), content_of[site])
 
         turns = self._turns or Turns(len(to))
         missing: list[str] = []
@@ -355,7 +357,7 @@ class Federation(ABC):
                 if weighing is None:
                     self.ledger.record(number, call, answer.site, "up", answer.crossed or reply_content(answer.reply))
                 if not self.checks_replies:
-                    answer = self._checked(call, answer, own[answer.site], weighing)
+                    answer = self._check_answer(call, answer, content_of[answer.site], weighing)
             if isinstance(answer, Answer) and weighing is not None:
                 self.ledger.record(number, call, answer.site, "up", {"sum": answer.reply.numbers})
             if isinstance(answer, Missing):
@@ -365,7 +367,7 @@ class Federation(ABC):
                 continue
             budget = self.budget.get(answer.site, 0)
             spent.append(answer.mini_batches / budget if budget else 0.0)
-            self._worked(answer.site, answer.mini_batches)
+            self._count_work(answer.site, answer.mini_batches)
             yield answer.site, answer.reply
             del answer  # before the next is read
         usual = _usual(spent)
@@ -373,7 +375,7 @@ class Federation(ABC):
             self._charge(site, usual)
         self._charge_undrawn(usual)
 
-    def _spent(self, sites: Sequence[str], *, alike: bool) -> dict[str, float]:
+    def _spent_shares(self, sites: Sequence[str], *, alike: bool) -> dict[str, float]:
         """The share of its budget that each site has used, 0 to 1; ``alike``: the mean of these for all.
 
         What enters a sum depends on nothing that one site alone is told.
@@ -382,7 +384,7 @@ class Federation(ABC):
         shares = {site: min(1.0, used[site] / budget[site]) if budget.get(site) else 0.0 for site in sites}
         return dict.fromkeys(sites, sum(shares.values()) / len(sites)) if alike and sites else shares
 
-    def _checked(
+    def _check_answer(
         self, call: str, answer: Answer[Any], sent: Mapping[str, Content], weighing: Weighing | None
     ) -> Answer[Any] | Missing:
         """The answer, its reply as integers if it is ``weighing``; or why its reply cannot be used."""
@@ -442,7 +444,7 @@ class Federation(ABC):
             undrawn = site in self._undrawn
             charged = min(left, round(due) if undrawn else math.ceil(due))
             self.progress.undrawn += charged if undrawn else 0
-            self._worked(site, charged)
+            self._count_work(site, charged)
 
     def _charge_undrawn(self, share: float | None) -> None:
         """Charge the sources that were not drawn, and report them together: there may be thousands in every round."""
@@ -457,7 +459,7 @@ class Federation(ABC):
         self.progress.undrawn += whole
         self._on_answer(NOT_DRAWN, whole)
 
-    def _worked(self, site: str, mini_batches: int) -> None:
+    def _count_work(self, site: str, mini_batches: int) -> None:
         self.progress.used[site] += mini_batches
         self._on_answer(site, mini_batches)
 

@@ -182,7 +182,7 @@ def reply_content(reply: Reply) -> dict[str, Content]:
     return {field.name: getattr(reply, field.name) for field in fields(reply)}
 
 
-def returned(call: Callable[..., Any]) -> type[Reply] | None:
+def reply_class(call: Callable[..., Any]) -> type[Reply] | None:
     """The reply class in a call's return annotation; None where there is none."""
     try:
         kind = typing.get_type_hints(call).get("return")
@@ -211,11 +211,11 @@ _PROMISED: dict[type[Reply], Mapping[str, str]] = {}
 def promised_kinds(reply: type[Reply]) -> Mapping[str, str]:
     """The kind of each field of a reply class, by field. Fields whose type does not tell the kind are left out."""
     if reply not in _PROMISED:  # every site asks
-        _PROMISED[reply] = _promised(reply)
+        _PROMISED[reply] = _promised_kinds(reply)
     return _PROMISED[reply]
 
 
-def _promised(reply: type[Reply]) -> dict[str, str]:
+def _promised_kinds(reply: type[Reply]) -> dict[str, str]:
     try:
         hints = typing.get_type_hints(reply)
     except NameError:
@@ -259,7 +259,7 @@ def _parts(
         layout[name] = _laid_out(name, value, tensors)
     # One metadata entry: safetensors writes several in any order, and equal messages must have equal bytes.
     metadata = {"message": json.dumps({"content": layout, "header": dict(header or {})})}
-    return unshared(tensors), metadata
+    return unshare(tensors), metadata
 
 
 # This is not a closure inside `_parts`: a closure that calls itself is a reference cycle, which would keep every
@@ -358,7 +358,7 @@ def _below(path: str, key: str) -> str:
     return f"{path}/{key.replace('%', '%25').replace('/', '%2F').replace('|', '%7C')}"
 
 
-def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def unshare(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The same tensors, copied where one shares memory with an earlier one, which safetensors refuses to write."""
     seen: set[int] = set()
     out: dict[str, Tensor] = {}

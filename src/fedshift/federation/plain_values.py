@@ -40,7 +40,7 @@ class Closed(Frozen):
     model_config = ConfigDict(extra="forbid")
 
 
-def parsed(kind: type[M], text: str | bytes, what: str) -> M:
+def parse_json(kind: type[M], text: str | bytes, what: str) -> M:
     """Parse JSON.
 
     Args:
@@ -54,9 +54,9 @@ def parsed(kind: type[M], text: str | bytes, what: str) -> M:
     Example:
         >>> class Point(Closed):
         ...     x: int
-        >>> parsed(Point, '{"x": 3}', "a point").x
+        >>> parse_json(Point, '{"x": 3}', "a point").x
         3
-        >>> parsed(Point, '{"x": "3"}', "a point")
+        >>> parse_json(Point, '{"x": "3"}', "a point")
         Traceback (most recent call last):
         fedshift.federation.plain_values.Unreadable: a point cannot be read: x: input should be a valid integer
     """

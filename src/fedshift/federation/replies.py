@@ -29,7 +29,7 @@ from fedshift.federation.messages import (
     Reply,
     field_types,
     leaves,
-    returned,
+    reply_class,
     text_bytes,
 )
 from fedshift.federation.training import Training
@@ -128,7 +128,7 @@ def reply_type(method: HasCalls, call: str) -> type[Reply]:
     function = getattr(type(method.calls.owner(call)), call, None) if named else None
     if inspect.isfunction(function):
         parameters = list(inspect.signature(function).parameters)
-        kind = returned(function)
+        kind = reply_class(function)
         if parameters[1:2] == ["site"] and kind is not None:
             return kind
     raise FedshiftError(f"'{call}' is not a call of {type(method).__name__}")
@@ -214,8 +214,8 @@ class ReplyCheck:
 
     def most_tensors(self, sent: Mapping[str, Any]) -> int:
         """How many tensors a reply to a request of ``sent`` can have at most."""
-        own = sum(len(value) for _, value in leaves(sent) if isinstance(value, NamedTensors))
-        return max(FEWEST_TENSORS, 2 * (own + len(self._start) * (1 + len(self._about))))
+        sent_tensors = sum(len(value) for _, value in leaves(sent) if isinstance(value, NamedTensors))
+        return max(FEWEST_TENSORS, 2 * (sent_tensors + len(self._start) * (1 + len(self._about))))
 
     def check(
         self, call: str, site: str, kind: type[Reply], content: Mapping[str, Any], sent: Mapping[str, Any]
@@ -389,7 +389,7 @@ class TensorCheck:
     """
 
     def __init__(self, like: Mapping[str, Tensor]) -> None:
-        self._like = _described(like)
+        self._like = _layout_of(like)
         self._agreed: dict[str, Layout] = {}
 
     def check(
@@ -441,14 +441,14 @@ class TensorCheck:
 
     def _check_open(self, path: str, tensors: Described) -> None:
         """Raise FedshiftError if tensors share names with the network's, but are not exactly the network's."""
-        result, own = dict(tensors), dict(self._like)
-        for name in sorted(result.keys() & own.keys()):
-            if result[name] != own[name]:
-                (shape, dtype), (right, right_dtype) = result[name], own[name]
+        result, of_network = dict(tensors), dict(self._like)
+        for name in sorted(result.keys() & of_network.keys()):
+            if result[name] != of_network[name]:
+                (shape, dtype), (right, right_dtype) = result[name], of_network[name]
                 raise FedshiftError(
                     f"'{path}': tensor '{name}' is {shape} {dtype}, the network's is {right} {right_dtype}"
                 )
-        if result.keys() & own.keys() and tensors != self._like:
+        if result.keys() & of_network.keys() and tensors != self._like:
             raise FedshiftError(f"'{path}' holds a part of the network's tensors, or others beside them")
 
     def odd_ones(self, call: str, layouts: Mapping[str, Layout], asked: int) -> dict[str, str]:
@@ -493,24 +493,27 @@ class TensorCheck:
         if not tensors:
             return False
         name, _ = min(tensors)
-        prefixes = (own.removesuffix(name) for own, _ in self._like if own.endswith(f".{name}"))
+        prefixes = (full_name.removesuffix(name) for full_name, _ in self._like if full_name.endswith(f".{name}"))
         return any(
-            tensors == {(own.removeprefix(prefix), rest) for own, rest in self._like if own.startswith(prefix)}
+            tensors
+            == {
+                (full_name.removeprefix(prefix), rest) for full_name, rest in self._like if full_name.startswith(prefix)
+            }
             for prefix in prefixes
         )
 
 
-def _described(tensors: Mapping[str, Tensor]) -> Described:
+def _layout_of(tensors: Mapping[str, Tensor]) -> Described:
     return frozenset((name, (tuple(tensor.shape), tensor.dtype)) for name, tensor in tensors.items())
 
 
 def _models(name: str, value: Any) -> dict[str, Described]:
-    return {path: _described(result) for path, result in leaves({name: value}) if isinstance(result, Weights)}
+    return {path: _layout_of(result) for path, result in leaves({name: value}) if isinstance(result, Weights)}
 
 
-def _odd(found: Mapping[str, Described], expected: Mapping[str, Described]) -> str:
+def _odd(layouts: Mapping[str, Described], expected: Mapping[str, Described]) -> str:
     """The first field in which two layouts differ."""
-    return min(path for path in found.keys() | expected.keys() if found.get(path) != expected.get(path))
+    return min(path for path in layouts.keys() | expected.keys() if layouts.get(path) != expected.get(path))
 
 
 def _may_be_weights(kind: Any) -> bool:

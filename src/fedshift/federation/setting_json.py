@@ -24,12 +24,12 @@ class MethodRecipe(Frozen):
 
     Attributes:
         name: by which it is registered; sites of a deployment are told this.
-        place: the class to import, within one machine.
+        class_path: the class to import, within one machine.
         options: which the class parses.
     """
 
     name: str = ""
-    place: str = Field("", alias="class")
+    class_path: str = Field("", alias="class")
     options: dict[str, Any]
 
 
@@ -82,7 +82,7 @@ def setting_from(recipe: SettingRecipe, permit: Callable[[str], None] = models.o
     Raises:
         ValidationError: a section cannot be parsed.
     """
-    method: CallOwner = find(recipe.method.place).model_validate(recipe.method.options)
+    method: CallOwner = find(recipe.method.class_path).model_validate(recipe.method.options)
     return Setting(
         method=method,
         training=Training.model_validate(recipe.training),

@@ -18,7 +18,7 @@ from fedshift.federation.private_training import minimise_privately
 from fedshift.federation.randomness import derive_seed, drawn_from
 from fedshift.federation.site_base import Batch, Envelope, Role, SiteBase
 from fedshift.federation.steps import Steps
-from fedshift.federation.training import exploded
+from fedshift.federation.training import has_exploded
 from fedshift.models.network import Network, copy_with
 from fedshift.weights import Weights
 
@@ -46,7 +46,7 @@ class Site(SiteBase):
 
     def place(self, module: M) -> M:
         """Move a module of the method's own to this site's device; it multiplies matrices as the network does."""
-        return self.training.prepared(module.to(self.device))
+        return self.training.prepare(module.to(self.device))
 
     def pixels(self, inputs: Tensor) -> Tensor:
         """A batch's images or volumes before normalisation: (b, c, …), values in [0, 1]."""
@@ -97,7 +97,7 @@ class Site(SiteBase):
             if self.plug_ins:
                 raise FedshiftError("no plug-in goes with private training")
             return minimise_privately(self, batches, loss_of, modules, optimizers, remember, regulariser)
-        whole = regularised(loss_of, regulariser)
+        whole = with_regulariser(loss_of, regulariser)
         return self.minimise_over(batches, whole, *modules, optimizers=optimizers, remember=remember)
 
     def minimise_over(
@@ -115,7 +115,7 @@ class Site(SiteBase):
             raise FedshiftError("training.privacy: only Site.minimise trains privately, not minimise_over")
         steppers = list(optimizers) if optimizers is not None else [self.optimizer(*modules, memory=remember)]
         losses: list[Tensor] = []  # read once at the end: a look at each would make an accelerator wait
-        with plugged(self.plug_ins, modules[0], loss_of) as (whole_loss, heads):
+        with with_plug_ins(self.plug_ins, modules[0], loss_of) as (whole_loss, heads):
             trained = [*modules, *(plug_in.head for plug_in in heads if plug_in.head is not None)]
             stepped = [*steppers, *(plug_in.optimizer for plug_in in heads if plug_in.optimizer is not None)]
             clipped = trained if self.training.clip_norm is not None else ()
@@ -158,7 +158,7 @@ class Site(SiteBase):
         Raises:
             TrainingDiverged: it is not a number or explodes.
         """
-        if not math.isfinite(mean) or exploded(mean, first):
+        if not math.isfinite(mean) or has_exploded(mean, first):
             raise TrainingDiverged(
                 f"training turned to {mean} at site '{self.name}' in round {self.envelope.round} with learning rate "
                 f"{self.learning_rate:g}: lower training.lr or set training.clip_norm"
@@ -282,7 +282,9 @@ def with_labelled(drawn: Any, change: Callable[[Batch], Batch]) -> Any:
     return tuple(with_labelled(part, change) for part in drawn) if isinstance(drawn, tuple) else drawn
 
 
-def regularised(loss_of: Callable[[Any], Tensor], regulariser: Callable[[], Tensor] | None) -> Callable[[Any], Tensor]:
+def with_regulariser(
+    loss_of: Callable[[Any], Tensor], regulariser: Callable[[], Tensor] | None
+) -> Callable[[Any], Tensor]:
     """A loss plus a regulariser that depends on no sample; None: no regulariser."""
     if regulariser is None:
         return loss_of
@@ -295,7 +297,7 @@ def regularised(loss_of: Callable[[Any], Tensor], regulariser: Callable[[], Tens
 
 
 @contextmanager
-def plugged(
+def with_plug_ins(
     plug_ins: Sequence[PlugIn], model: nn.Module, loss_of: Callable[[Any], Tensor]
 ) -> Iterator[tuple[Callable[[Any], Tensor], list[PlugIn]]]:
     """The loss with all plug-ins at work, the first of them outermost; and those that have heads.

@@ -54,7 +54,7 @@ class Batch:
         return self.labels
 
 
-def halved(batches: Iterator[Batch]) -> Iterator[Batch]:
+def halves_of(batches: Iterator[Batch]) -> Iterator[Batch]:
     """The first half of every batch, then its second half, which has the odd sample; a sample alone is one half."""
     for batch in batches:
         cut = max(1, len(batch.inputs) // 2)
@@ -63,7 +63,7 @@ def halved(batches: Iterator[Batch]) -> Iterator[Batch]:
             yield batch.part(slice(cut, None))
 
 
-def joined(*batches: Batch) -> Batch:
+def join_batches(*batches: Batch) -> Batch:
     """Labelled batches, one behind the other."""
     return Batch(
         torch.cat([batch.inputs for batch in batches]),
@@ -287,7 +287,7 @@ class SiteBase:
         both halves are its own. Ends early like `batches`.
         """
         draws = self.generator_for("pairs of domains")
-        halves = [halved(self.domain_stream(number, "half")) for number in range(self.domains)]
+        halves = [halves_of(self.domain_stream(number, "half")) for number in range(self.domains)]
         for _ in range(steps):
             if self.mini_batches >= self.envelope.mini_batches_left:
                 return
@@ -295,7 +295,7 @@ class SiteBase:
             order = torch.randperm(self.domains, generator=draws).tolist()
             first, second = next(halves[order[0]]), next(halves[order[1 % self.domains]])
             size = min(len(first.inputs), len(second.inputs))
-            yield joined(first.part(slice(size)), second.part(slice(size)))
+            yield join_batches(first.part(slice(size)), second.part(slice(size)))
 
     def domain_stream(self, domain: int, purpose: str) -> Iterator[Batch]:
         """A pool's mini-batches of one source domain, without end: what is looked at and not trained on.

@@ -14,7 +14,7 @@ from fedshift.data.site_data import SiteData
 from fedshift.data.tasks.objective import objective_of
 from fedshift.errors import FedshiftError, KindRefused
 from fedshift.federation.federation import CallOwner, OnRefusal
-from fedshift.federation.messages import Reply, pieces, promised_kinds, reply_content, returned
+from fedshift.federation.messages import Reply, pieces, promised_kinds, reply_class, reply_content
 from fedshift.federation.randomness import Draws
 from fedshift.federation.replies import About
 from fedshift.federation.site import Envelope, LocalFit, Role, Site
@@ -67,7 +67,7 @@ class Setting:
         """The network that the method trains, with weights drawn from the seed; the same in every process."""
         network = self.training.network(self.network, self.input_shape, self.classes, self.seed)
         network.objective = objective_of(self.preprocessing)
-        network = self.training.prepared(self.method.adapt_network(network, self.sources))
+        network = self.training.prepare(self.method.adapt_network(network, self.sources))
         return with_compiler(network) if self.training.compile else network
 
 
@@ -138,7 +138,7 @@ class SiteRunner:
             KindRefused: the reply holds, or its type promises, a kind that the site refuses to send.
         """
         self._check_promised(call)
-        with self._forked():  # dropout draws from torch's own generators, which `begin` seeds
+        with self._fork_generators():  # dropout draws from torch's own generators, which `begin` seeds
             self.site.begin(envelope)
             self.site.plug_ins = self.method.calls.plug_ins(self.site)
             reply = self.method.calls.run(call, self.site, content)
@@ -146,7 +146,7 @@ class SiteRunner:
                 plug_in.end()
             self.site.plug_ins = ()
             self.site.end()
-        return self._checked(call, reply)
+        return self._check_reply(call, reply)
 
     def begin(self, call: str, envelope: Envelope, content: Mapping[str, Any]) -> LocalFit:
         """Run a call up to its training, which the engine does; then `finish` runs the rest.
@@ -156,7 +156,7 @@ class SiteRunner:
             KindRefused: as in `run`.
         """
         self._check_promised(call)
-        with self._forked():
+        with self._fork_generators():
             self.site.begin(envelope)
         return self.method.calls.in_parts(call, self.site, content)
 
@@ -164,14 +164,14 @@ class SiteRunner:
         """The rest of a call after training with this mean loss; as `run`."""
         reply = fit.reply(loss)
         self.site.end()
-        return self._checked(call, reply)
+        return self._check_reply(call, reply)
 
-    def _forked(self) -> AbstractContextManager[None]:
+    def _fork_generators(self) -> AbstractContextManager[None]:
         """A context whose end restores torch's own generators."""
         cuda = [self.site.device] if self.site.device.type == "cuda" else []
         return torch.random.fork_rng(devices=cuda)
 
-    def _checked(self, call: str, reply: object) -> tuple[Reply, int]:
+    def _check_reply(self, call: str, reply: object) -> tuple[Reply, int]:
         if not isinstance(reply, Reply):
             raise FedshiftError(f"call {call} returned {type(reply).__name__}, not a Reply")
         for name, kind, _ in pieces(reply_content(reply)):  # before anything leaves the site
@@ -180,7 +180,7 @@ class SiteRunner:
 
     def _check_promised(self, call: str) -> None:
         if self.refuse:  # what the call's signature promises can be refused before it trains
-            promised = returned(getattr(self.method.calls.owner(call), call))
+            promised = reply_class(getattr(self.method.calls.owner(call), call))
             for name, kind in promised_kinds(promised).items() if promised else ():
                 self._check(call, name, kind)
 

@@ -40,7 +40,7 @@ ClassWeights = Literal["balanced"] | dict[str, Weight] | tuple[Weight, ...]
 _EXPLODED = 1e4
 
 
-def exploded(loss: float, before: float) -> bool:
+def has_exploded(loss: float, before: float) -> bool:
     """Whether a finite loss is so far above an earlier one, or above 1, that training diverges."""
     return loss > _EXPLODED * max(1.0, before)
 
@@ -284,7 +284,7 @@ class Training(BaseModel):
             network = with_layer_rates(network, self.layer_rates)
         return with_thawing(network) if self.thaw_after else network
 
-    def prepared(self, module: M) -> M:
+    def prepare(self, module: M) -> M:
         """A module that multiplies as these settings say; it is changed in place."""
         return with_precision(with_products(module, self.matrix_products), self.precision)
 

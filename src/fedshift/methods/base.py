@@ -15,7 +15,7 @@ from pydantic import model_validator
 from fedshift.errors import FedshiftError
 from fedshift.federation.exchange import Replies, Routed
 from fedshift.federation.federation import Federation
-from fedshift.federation.messages import KINDS, NUMBERS, Content, Number, Reply, Update, promised_kinds, returned
+from fedshift.federation.messages import KINDS, NUMBERS, Content, Number, Reply, Update, promised_kinds, reply_class
 from fedshift.federation.replies import About, Bounds
 from fedshift.federation.site import LocalFit, PlugIn, Site
 from fedshift.import_paths import place_of
@@ -369,7 +369,7 @@ def calls_of(kind: type) -> Mapping[str, type[Reply]]:
     calls: dict[str, type[Reply]] = {}
     for name, function in inspect.getmembers(kind, inspect.isfunction):
         if not name.startswith("_") and list(inspect.signature(function).parameters)[1:2] == ["site"]:
-            reply = returned(function)
+            reply = reply_class(function)
             if reply is not None:
                 calls[name] = reply
     return calls

@@ -238,7 +238,9 @@ class Trust(_OneModel):
             mean.add(
                 _in_order(
                     model,
-                    robust.move_towards(centre, parameters, lengths[0] / length if length and site != self.trusted else 1.0),
+                    robust.move_towards(
+                        centre, parameters, lengths[0] / length if length and site != self.trusted else 1.0
+                    ),
                     robust.move_towards(
                         centre, statistics, robust.clip_factor(robust.update_norm(statistics, centre), lengths[1])
                     ),

@@ -82,7 +82,7 @@ def _of_model(check: Check) -> Iterator[Block]:
         f"{check.threads} thread(s) per process",
         whole=False,
     )
-    for sentence in check.found:
+    for sentence in check.model_notes:
         yield Line(f"  {sentence}")
 
 

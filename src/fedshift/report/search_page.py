@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fedshift.evaluation.records import RunResult, format_metric
 from fedshift.evaluation.significance import TTest, compare, holm
 from fedshift.experiment.config.experiment import Experiment
-from fedshift.experiment.search import Rung, ranked
+from fedshift.experiment.search import Rung, rank
 from fedshift.methods.base import Method
 from fedshift.report.difference_words import p_value
 from fedshift.report.table import headline
@@ -59,7 +59,7 @@ def search_page(climbed: Sequence[Climbed], out: Sequence[str], budget: int) -> 
             f"| method | mean | minus {first} | p | p (Holm) | goes on |",
             "| --- | ---: | ---: | ---: | ---: | --- |",
         ]
-        for method, mean in ranked(level.experiment.methods, level.results):
+        for method, mean in rank(level.experiment.methods, level.results):
             name = method.display
             test = next((test for at, other, test in tests if at is level and other is method), None)
             cells = ["", "", ""]

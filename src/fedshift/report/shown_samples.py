@@ -19,7 +19,7 @@ from fedshift.data.site_data import SiteData
 from fedshift.data.tables import TableEncoding
 from fedshift.errors import UserError
 from fedshift.experiment.config.experiment import Experiment
-from fedshift.experiment.features import built
+from fedshift.experiment.features import build_data
 from fedshift.experiment.plan import Plan, PlannedRun
 from fedshift.experiment.predict import load_model
 from fedshift.experiment.runs.evaluator import answering
@@ -117,7 +117,7 @@ class ShownSamples:
 
     @cached_property
     def _plan(self) -> Plan:
-        return Plan(self._experiment, self._experiment.protocol.taking_part(built(self._experiment)))
+        return Plan(self._experiment, self._experiment.protocol.taking_part(build_data(self._experiment)))
 
 
 def _is(planned: PlannedRun, run: FinishedRun) -> bool:

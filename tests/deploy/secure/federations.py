@@ -23,7 +23,7 @@ from fedshift.deploy.remote.transport import Lost
 from fedshift.deploy.remote.wire import Message, body_of, seal, unseal
 from fedshift.deploy.secure.identity import signing
 from fedshift.federation.messages import Sealed
-from fedshift.federation.plain_values import parsed
+from fedshift.federation.plain_values import parse_json
 from fedshift.federation.secure.closed import Box, Package, Passage
 from fedshift.federation.secure.integer_sums import Layout
 from fedshift.weights import Weights
@@ -31,17 +31,17 @@ from fedshift.weights import Weights
 
 def call_request(header: Mapping[str, Any]) -> CallRequest:
     """A request as a site reads it."""
-    return parsed(CallRequest, json.dumps(header), "a request")
+    return parse_json(CallRequest, json.dumps(header), "a request")
 
 
 def layout_of(answer: Mapping[str, Any]) -> Layout:
     """What the header of a masked answer says that its integers are."""
-    return Layout.read(parsed(CallAnswer, json.dumps(answer), "it").layout)
+    return Layout.read(parse_json(CallAnswer, json.dumps(answer), "it").layout)
 
 
 def key_card(site: str, answer: Mapping[str, Any]) -> KeyCard:
     """The card in the header of an answer."""
-    return parsed(KeyAnswer, json.dumps(answer), "it").of(site)
+    return parse_json(KeyAnswer, json.dumps(answer), "it").of(site)
 
 
 def card_entry(card: KeyCard) -> list[str]:
@@ -153,7 +153,7 @@ def box_of(
     from fedshift.deploy.crypto.sealing import seal_for  # needs a newer cryptography than the other tests here
 
     told, sealed = seal_for(keys, plain or body_of({passage.field: value}).data, passage, contents or models)
-    signature = key_of(signer or passage.sender).sign(Box.signed(passage, told, sealed), *signing())
+    signature = key_of(signer or passage.sender).sign(Box.text_to_sign(passage, told, sealed), *signing())
     der = certificate_of(passage.sender, key_of(passage.sender)).public_bytes(serialization.Encoding.DER)
     box = Box.of(told, sealed, signature, der)
     return Sealed({**Package([], [(0, name, "") for name in models]).content, **{f"0|{k}": box[k] for k in box}})

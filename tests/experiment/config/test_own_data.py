@@ -13,7 +13,7 @@ from small import experiment, features, save, sites, write
 import fedshift
 from fedshift.errors import UserError
 from fedshift.experiment.config.experiment import Experiment, parse
-from fedshift.experiment.features import built
+from fedshift.experiment.features import build_data
 
 FILE = """
 from pathlib import Path
@@ -48,10 +48,10 @@ def test_it_is_what_arrays_of_the_same_numbers_are(tmp_path: Path) -> None:
     files = {name: tmp_path / "clinic" / f"{name}.npz" for name in "abc"}
     arrays = parse(experiment({}) | {"data": {"name": "arrays", "sites": files, "standardise": True}})
     for source in ("", "b"):
-        one, other = (built(given, given.data.without(source) if source else None) for given in (mine, arrays))
+        one, other = (build_data(given, given.data.without(source) if source else None) for given in (mine, arrays))
         assert np.array_equal(one.domains["c"].inputs, other.domains["c"].inputs)
         assert one.preprocessing == other.preprocessing
-    assert mine.data.without("b").build().preprocessing != built(mine).preprocessing
+    assert mine.data.without("b").build().preprocessing != build_data(mine).preprocessing
     assert mine.data.without("b").without("b") == mine.data.without("b")
 
 

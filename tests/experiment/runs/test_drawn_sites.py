@@ -15,7 +15,7 @@ import fedshift
 from fedshift.errors import UserError
 from fedshift.experiment import check as check_module
 from fedshift.experiment.config.experiment import parse
-from fedshift.experiment.features import built
+from fedshift.experiment.features import build_data
 from fedshift.experiment.fits.about import About
 from fedshift.experiment.fits.private import what_epsilon_means
 from fedshift.experiment.plan import Plan
@@ -37,7 +37,7 @@ def options(folder: Path, *methods: dict[str, Any], drawn: Any = 2, **changes: A
 
 def plan(folder: Path, drawn: Any, **changes: Any) -> Plan:
     whole = parse(options(folder, {"name": "fedavg"}, drawn=drawn, **changes))
-    return Plan(whole, whole.protocol.taking_part(built(whole)))
+    return Plan(whole, whole.protocol.taking_part(build_data(whole)))
 
 
 def lines(runs: Path, method: str) -> list[dict[str, Any]]:

@@ -118,10 +118,10 @@ def test_runs_and_sites_in_a_cluster(cluster: Any, tmp_path: Path) -> None:
     same(models(acting), expected)
     assert not list(acting.glob(".ray-*"))
 
-    with ray_cluster.joined(cluster.address) as ray:
+    with ray_cluster.join_cluster(cluster.address) as ray:
         began = time.monotonic()
         with pytest.raises(FedshiftError, match=r"within 0\.2 seconds \(engine\.wait\)"):
-            ray_cluster.waited(ray, [ray.remote(asleep).options(num_cpus=1).remote(3)], 0.2)
+            ray_cluster.wait_for(ray, [ray.remote(asleep).options(num_cpus=1).remote(3)], 0.2)
         assert time.monotonic() - began < 3
 
     seen = Removes(cluster)

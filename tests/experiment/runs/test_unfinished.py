@@ -13,7 +13,7 @@ from fedshift.errors import TrainingDiverged, UserError
 from fedshift.evaluation.records import RunResult
 from fedshift.experiment.plan import Run
 from fedshift.experiment.runs.context import Reporter
-from fedshift.federation.training import exploded
+from fedshift.federation.training import has_exploded
 from fedshift.report.check_words import _why_rounds_differ
 
 
@@ -24,9 +24,9 @@ def test_a_loss_that_explodes_but_stays_finite_is_divergence(tmp_path: Path) -> 
         fedshift.run(options, tmp_path / "runs")
     loss = float(str(caught.value).partition("turned to ")[2].split()[0])
     assert math.isfinite(loss)
-    assert exploded(loss, 1)
-    assert not exploded(9.0, 0.001)  # not above 1 by much
-    assert not exploded(2e5, 100)  # of features that are not scaled
+    assert has_exploded(loss, 1)
+    assert not has_exploded(9.0, 0.001)  # not above 1 by much
+    assert not has_exploded(2e5, 100)  # of features that are not scaled
 
 
 def test_the_table_says_why_a_run_is_unfinished(tmp_path: Path) -> None:

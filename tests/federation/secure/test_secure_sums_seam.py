@@ -16,7 +16,7 @@ from fedshift.federation.exchange import Answer, Missing, Request
 from fedshift.federation.federation import Federation
 from fedshift.federation.local.pool import WorkerPool
 from fedshift.federation.messages import Update
-from fedshift.federation.plain_values import parsed
+from fedshift.federation.plain_values import parse_json
 from fedshift.federation.secure.integer_sums import ALL, Layout, LayoutEntry, Total, Weighing, contribution, threshold
 from fedshift.federation.site import Role, Site
 from fedshift.functional.fixed_point import FRACTION_BITS
@@ -165,7 +165,7 @@ def test_sums_by_hand() -> None:
     half = 2**FRACTION_BITS // 4  # a has a quarter of the samples
     added = contribution(replies["a"], weighing)
     assert added.numbers["sum"].tolist() == [1, half, half // 2, half, -2 * half, 4 * half]
-    assert Layout.read(parsed(LayoutEntry, added.layout.entry.model_dump_json(), "it")) == added.layout
+    assert Layout.read(parse_json(LayoutEntry, added.layout.entry.model_dump_json(), "it")) == added.layout
 
 
 def test_a_whole_number_is_summed_and_a_text_is_not() -> None:
@@ -204,7 +204,7 @@ SIZE = ["weights", "weights", "w", "torch.float32"]
 )
 def test_a_layout_that_is_none_is_refused(described: Any) -> None:
     with pytest.raises(FedshiftError, match=r"does not describe|it cannot be read"):
-        Layout.read(parsed(LayoutEntry, json.dumps(described), "it"))
+        Layout.read(parse_json(LayoutEntry, json.dumps(described), "it"))
 
 
 class Curious(FedAvg):

@@ -26,7 +26,7 @@ from fedshift.experiment.runs.run_identity import comparable, first_difference
 from fedshift.federation.federation import Federation
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.local.pool import WorkerPool
-from fedshift.federation.plain_values import parsed
+from fedshift.federation.plain_values import parse_json
 from fedshift.federation.setting_json import SettingRecipe, setting_from, setting_recipe
 from fedshift.federation.site import Site
 from fedshift.federation.site_runner import Setting
@@ -207,7 +207,7 @@ def test_an_unknown_inner_method_comes_with_the_nearest() -> None:
 def test_another_process_makes_its_equal_and_the_same_bits(pool: WorkerPool) -> None:
     method = styled(CSAC(acquisition_epochs=1, calibration_epochs=1), style_mode="single", bank_size=3)
     whole = setting(method, domains())
-    assert setting_from(parsed(SettingRecipe, json.dumps(setting_recipe(whole).plain()), "it")) == whole
+    assert setting_from(parse_json(SettingRecipe, json.dumps(setting_recipe(whole).plain()), "it")) == whole
     here, _ = run(method)
     there, _ = run(method, pool=pool)
     assert here.weights == there.weights

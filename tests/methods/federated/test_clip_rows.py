@@ -17,7 +17,7 @@ from tiny_clip import write_clip
 import fedshift
 from fedshift.errors import UserError
 from fedshift.experiment.config.experiment import parse
-from fedshift.experiment.features import built
+from fedshift.experiment.features import build_data
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.local.pool import WorkerPool
 from fedshift.methods import registry
@@ -150,7 +150,7 @@ def test_the_example_runs_and_zero_shot_says_what_transformers_says(
     with torch.no_grad():
         wanted = theirs(**pixels, **read).logits_per_image
     method = registry.parse({"name": "zero_shot"})
-    data = built(parse(example))
+    data = build_data(parse(example))
     network = method.adapt_network(models.build(parse(example).model, data.input_shape, 2, 0), 2)
     inputs = data.domains["north"].inputs
     assert isinstance(inputs, np.ndarray)

@@ -275,7 +275,7 @@ def test_budgets_are_used_up_whoever_ends_first() -> None:
     method = short()
     where = federation(method, budget=budget, rounds=3)
     state = method.start(where, start_of(method))
-    while not where.exhausted():
+    while not where.is_exhausted():
         state = step_on(method, where, state)
     assert where.progress.used == budget
     assert state.round == 3

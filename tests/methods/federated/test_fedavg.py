@@ -101,5 +101,5 @@ def test_a_site_without_budget_returns_what_it_got() -> None:
     updates = dict(where.ask(method.fit, to=where.sources, weights=start).items())
     assert updates["b"].weights == start
     assert updates["a"].weights != start
-    assert where.exhausted()
+    assert where.is_exhausted()
     assert step_on(method, where, State(start)).weights == start

@@ -145,9 +145,9 @@ def test_what_those_who_wait_would_have_trained_goes_to_the_labelled_sites(monke
     assert where.budget == {"north": 12, "south": 12, "target": 6}
     state = states[-1]
     for _ in range(3):
-        assert not where.exhausted()
+        assert not where.is_exhausted()
         state = step_on(method, where, state)
-    assert where.exhausted()
+    assert where.is_exhausted()
     assert used == {"north": 12, "south": 12, "target": 6}
     assert sum(used.values()) == 30
 
@@ -181,7 +181,7 @@ def test_a_gate_that_never_opens_is_said_once_and_the_paper_has_none(monkeypatch
     states = rounds_of(where, method, found, 3)
     assert [len(state.report["warnings"]) for state in states] == [0, 0, 1]
     assert "readiness" in states[-1].report["warnings"][0]
-    assert where.exhausted()
+    assert where.is_exhausted()
     paper = MDFNet()
     assert (paper.readiness, paper.keep_momentum) == (None, True)
     where = federation(paper, found, MLP, rounds=3, budget=6)

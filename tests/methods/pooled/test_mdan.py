@@ -97,11 +97,11 @@ def test_a_step_uses_a_batch_of_every_domain_and_rounds_end_together() -> None:
     assert isinstance(where, LocalFederation)
     state, used = method.start(where, start_of(method, network=MLP)), []
     for _ in range(3):
-        assert not where.exhausted()
+        assert not where.is_exhausted()
         state = step_on(method, where, state)
         used.append(where.progress.used["pool"])
     assert used == [8, 20, 32]
-    assert where.exhausted()
+    assert where.is_exhausted()
     assert run(method, network=MLP, budget=2, rounds=2)[1].progress.used["pool"] == 4
     assert MDAN(local_epochs=3).mini_batches(10, 4) == MDAN(local_epochs=3).target_mini_batches(10, 4) == 120
 

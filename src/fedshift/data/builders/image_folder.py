@@ -36,7 +36,7 @@ from fedshift.data.images import (
 )
 from fedshift.data.site_labels import SiteLabels
 from fedshift.errors import UserError, nearest
-from fedshift.text import listed
+from fedshift.text import join_names
 
 _LAYOUT = "root/<domain>/<class>/<image>: one folder per site, in it one folder per class; other files are left out"
 Width = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -308,7 +308,7 @@ def _patients_at_two_sites(patients: Mapping[str, Sequence[str | None]]) -> Iter
     shared = [f"{count} of '{item}' and '{other}'" for item, other, count in pairs if count]
     if shared:
         why = "if they are the same patients, what trains at one is measured at the other"
-        yield f"sites have patient IDs in common: {listed(shared, _MOST_NAMED)}: {why}"
+        yield f"sites have patient IDs in common: {join_names(shared, _MOST_NAMED)}: {why}"
 
 
 @dataclass

@@ -29,7 +29,7 @@ from fedshift.deploy.remote.policy import Policy
 from fedshift.errors import UserError, nearest
 from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.environment import resolve_device, threads_set, versions
-from fedshift.experiment.features import built
+from fedshift.experiment.features import build_data
 from fedshift.experiment.plan import Plan, PlannedRun, Run
 from fedshift.experiment.predict import load_model
 from fedshift.experiment.privacy import draws_of
@@ -126,7 +126,7 @@ def audit_leakage(
     sizes = list(dict.fromkeys(batches))
     if not sizes or min(sizes) < 1 or iterations < 1 or starts < 1 or repeats < 1:
         raise UserError("--batch, --iterations, --starts and --repeats: give whole numbers of at least 1")
-    plan = Plan(experiment, experiment.protocol.taking_part(built(experiment)))
+    plan = Plan(experiment, experiment.protocol.taking_part(build_data(experiment)))
     whole = plan.data
     if whole.task != "classification":
         raise UserError(f"data set {whole.name} is for {whole.task}, and the audit only attacks classification")

@@ -30,7 +30,7 @@ from fedshift.experiment.budgets import site_budget
 from fedshift.experiment.compatibility import check_fit
 from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.environment import resolve_device, threads_set, versions
-from fedshift.experiment.features import built
+from fedshift.experiment.features import build_data
 from fedshift.experiment.fits.side_by_side import trains_side_by_side
 from fedshift.experiment.plan import Plan, PlannedRun, Run
 from fedshift.experiment.protocols.base import Split
@@ -157,7 +157,7 @@ def audit_membership(
     began, worked = time.perf_counter(), time.process_time()
     if trainings < 2:
         raise UserError("--trainings: at least 2, since the calibrated attack compares each with the others")
-    plan = _Coins(experiment, experiment.protocol.taking_part(built(experiment)))
+    plan = _Coins(experiment, experiment.protocol.taking_part(build_data(experiment)))
     if plan.data.task != "classification":
         raise UserError(f"data set {plan.data.name} is for {plan.data.task}, and the audit only attacks classification")
     plan.target, plan.site = target_and_site(plan, site)
@@ -288,7 +288,7 @@ def _model(planned: PlannedRun, device: str) -> Network:
     federation.screening = screening_of(method, start)
     state = start_run(method, federation, start)
     federation.settle()
-    while state.round < federation.rounds and not federation.exhausted():
+    while state.round < federation.rounds and not federation.is_exhausted():
         state = play_round(method, federation, state)
         federation.settle()
     evaluated = method.evaluated_network(network, len(planned.split.train)).to(device)

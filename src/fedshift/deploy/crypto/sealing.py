@@ -84,7 +84,7 @@ def seal_for(
             wrapped[reader] = public, _SUITE.encrypt(secret, reader_key, info=_purpose(passage, reader))
         except ValueError:  # a point of low order, or of another length
             raise Refused(f"site '{passage.sender}': the key of '{reader}' is none") from None
-    return Box.said(passage, wrapped, models), ChaCha20Poly1305(secret).encrypt(_NONCE, plain, passage.text)
+    return Box.description(passage, wrapped, models), ChaCha20Poly1305(secret).encrypt(_NONCE, plain, passage.text)
 
 
 def _purpose(passage: Passage, reader: str) -> bytes:

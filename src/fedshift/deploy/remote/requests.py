@@ -25,7 +25,7 @@ from fedshift.evaluation.estimate.plain_sums import GivenPooled, GivenReading, G
 from fedshift.evaluation.records import Part as Measured
 from fedshift.federation.federation import OnRefusal
 from fedshift.federation.messages import Content
-from fedshift.federation.plain_values import Closed, Frozen, parsed
+from fedshift.federation.plain_values import Closed, Frozen, parse_json
 from fedshift.federation.secure.integer_sums import By
 from fedshift.federation.setting_json import MethodRecipe, SettingRecipe
 from fedshift.federation.site import Envelope
@@ -463,5 +463,5 @@ def asked_in(
     for check in READING:
         check(site, header, body)
     do, key = str(header.get("do")), str(header.get("key"))
-    request = parsed(KINDS[do], message.header, f"site '{site}': the request '{do}'")
+    request = parse_json(KINDS[do], message.header, f"site '{site}': the request '{do}'")
     return Asked(request, content, body, key, entry)

@@ -19,7 +19,7 @@ from fedshift.errors import FedshiftError
 from fedshift.federation.exchange import Answer, Missing, Request
 from fedshift.federation.messages import Content, PerSite, Reply
 from fedshift.federation.replies import Layout
-from fedshift.federation.secure.closed import Box, ClosedTensor, Passage, carried, most_bytes
+from fedshift.federation.secure.closed import Box, ClosedTensor, Passage, most_bytes, to_sendable
 from fedshift.weights import Weights
 
 
@@ -64,7 +64,7 @@ class SealedFederation(RemoteFederation):
         if box.passage != Passage(self.run, exchange, call, way.field, request.site, readers):
             raise FedshiftError(f"its sealed model is not that of exchange {exchange} for {' and '.join(readers)}")
         # The rest is checked as always, with zeros in place of the numbers that only the readers can check.
-        zeros, closed = box.stand_ins(), box.closed()
+        zeros, closed = box.stand_ins(), box.closed_models()
         reply, layout = super().reply_of(kind, call, request, answer, {**content, way.field: zeros.get("", zeros)})
         return replace(reply, **{way.field: closed.get("", closed)}), layout
 
@@ -91,7 +91,7 @@ class SealedFederation(RemoteFederation):
         super()._record(call, site, outcome, reason)
 
     def _content_for(self, site: str, name: str, value: Content | PerSite) -> Content:
-        sent: Content = carried(super()._content_for(site, name, value))
+        sent: Content = to_sendable(super()._content_for(site, name, value))
         return sent
 
     def _common(self, site: str) -> dict[str, Any]:

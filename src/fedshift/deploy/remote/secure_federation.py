@@ -103,7 +103,7 @@ class SecureFederation(RemoteFederation):
 
     # The first exchange: masked answers -------------------------------------------------------------------------------
 
-    def summed(self, call: str, to: tuple[str, ...], content: Mapping[str, Content | PerSite], by: By) -> Mean:
+    def sum_replies(self, call: str, to: tuple[str, ...], content: Mapping[str, Content | PerSite], by: By) -> Mean:
         # The first sum of a run decides who has a key, and other sources may be drawn for the next.
         self._fetch_keys(to if self.per_round is None else self.sources)
         number = self.progress.exchange

@@ -15,7 +15,7 @@ from fedshift.deploy.remote.requests import PROTOCOL, Request, request_key
 from fedshift.deploy.remote.wire import LARGEST_CARD, LARGEST_HEADER, Body, Message, body_of, seal, unseal
 from fedshift.errors import FedshiftError, KindRefused, ReplyRefused, TrainingDiverged
 from fedshift.federation.messages import Content
-from fedshift.federation.plain_values import Frozen, Unreadable, parsed
+from fedshift.federation.plain_values import Frozen, Unreadable, parse_json
 
 
 class NewJobNeeded(FedshiftError):
@@ -114,10 +114,10 @@ def open_answer(
     """
     header, content, crossed = unseal(message, most_tensors, largest_header)
     if "error" in header:
-        return Opened(parsed(SiteError, message.header, "its answer"), content, crossed)
+        return Opened(parse_json(SiteError, message.header, "its answer"), content, crossed)
     if header.get("answers") != key:
         raise FedshiftError("it answers another request")
-    return Opened(parsed(kind, message.header, "its answer"), content, crossed)
+    return Opened(parse_json(kind, message.header, "its answer"), content, crossed)
 
 
 def stamp(request: Request, body: Body) -> tuple[str, Message]:

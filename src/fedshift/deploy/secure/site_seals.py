@@ -264,7 +264,7 @@ class Sealing:
         keys = {reader: card.public for reader, card in self._cards.items()}
         text, sealed = seal_for(keys, plain, passage, models)
         identity = self._sums.identity
-        signature = identity.sign(Box.signed(passage, text, sealed))
+        signature = identity.sign(Box.text_to_sign(passage, text, sealed))
         if self._way.in_model and self._name in self._cards:
             self._boxes.note({"": exchange}, exchange)
         return {**result, field: Box.of(text, sealed, signature, identity.certificate)}

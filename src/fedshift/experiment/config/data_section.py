@@ -16,7 +16,7 @@ from fedshift.data.databases import below, is_address
 from fedshift.data.domain import DataSource
 from fedshift.errors import UserError
 from fedshift.experiment.config.error_messages import describe
-from fedshift.experiment.config.experiment_file import named
+from fedshift.experiment.config.experiment_file import with_name
 from fedshift.import_paths import place_of
 
 
@@ -38,7 +38,7 @@ def data_source(value: Any, folder: Path) -> DataSource:
         elif not all(map(_is_plain, value.values())):
             value = data_section(value)
     try:
-        fields = _with_paths(named(value, "data"), folder)
+        fields = _with_paths(with_name(value, "data"), folder)
     except (ValueError, TypeError, NameError) as error:  # raised by the import of a user's own file
         raise UserError(f"data: '{value}' cannot be imported: {error}") from error
     if isinstance(fields.get("unseen"), Mapping):  # the coordinator's own data, besides those at sites
@@ -56,16 +56,16 @@ def data_name(source: DataSource) -> str:
     return place_of(type(source)) if data_registry.is_own(source) else source.name
 
 
-def own_file_record(place: str, kind: type) -> dict[str, str]:
+def own_file_record(import_path: str, kind: type) -> dict[str, str]:
     """The name of a class in a user's own file, without a path of this machine, and the file's checksum.
 
     Args:
-        place: the import path of the class; another class than one in a ``.py`` file is named by it alone.
+        import_path: the import path of the class; another class than one in a ``.py`` file is named by it alone.
         kind: the class.
     """
-    file, _, name = place.rpartition(":")
+    file, _, name = import_path.rpartition(":")
     if not file.endswith(".py"):
-        return {"name": place}
+        return {"name": import_path}
     checksum = getattr(sys.modules[kind.__module__], "__sha256__", None)
     return {
         "name": f"{Path(file).name}:{name}",

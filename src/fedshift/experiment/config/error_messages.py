@@ -22,7 +22,7 @@ def describe(error: ValidationError, prefix: str, model: type[BaseModel]) -> str
     """
     faults = error.errors()
     fault = faults[0]
-    location, inside = _place(fault, model)
+    location, inside = _path_to(fault, model)
     parts = location or list(fault["loc"])
     path = prefix
     for part in parts:
@@ -71,7 +71,7 @@ def _takes_boolean(annotation: Any) -> bool:
     return any(map(_takes_boolean, get_args(annotation)))
 
 
-def _place(fault: ErrorDetails, model: type[BaseModel]) -> tuple[list[int | str], type[BaseModel]]:
+def _path_to(fault: ErrorDetails, model: type[BaseModel]) -> tuple[list[int | str], type[BaseModel]]:
     """The fields and numbers on the way to a fault, and the class of the innermost section.
 
     The way also has names that pydantic gives to the types of a union. They are left out.

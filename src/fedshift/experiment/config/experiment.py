@@ -21,7 +21,7 @@ from fedshift.experiment.config.data_section import data_name, data_source, own_
 from fedshift.experiment.config.engine_section import ENGINES, Engine, EngineSection, FlareEngine, LocalEngine
 from fedshift.experiment.config.error_messages import check_booleans, describe
 from fedshift.experiment.config.evaluation_section import Evaluation
-from fedshift.experiment.config.experiment_file import NAME, named, read
+from fedshift.experiment.config.experiment_file import NAME, read, with_name
 from fedshift.experiment.config.search_section import Search
 from fedshift.experiment.protocols.base import ProtocolSection
 from fedshift.experiment.protocols.index import PROTOCOLS, Protocol
@@ -232,7 +232,7 @@ def _model(value: Any, folder: Path) -> NetworkOptions:
         return value
     if own_network.is_object(value):
         return own_network.network_of_object(value)
-    return model_registry.parse(named(value, "model"), folder, model_registry.any_code)
+    return model_registry.parse(with_name(value, "model"), folder, model_registry.any_code)
 
 
 def _methods(value: Any, folder: Path) -> tuple[Method, ...]:
@@ -259,7 +259,7 @@ def _methods(value: Any, folder: Path) -> tuple[Method, ...]:
 def _method(value: Any, path: str, folder: Path) -> Method:
     if isinstance(value, Method):
         return value
-    fields = named(value, path)
+    fields = with_name(value, path)
     try:
         method = method_registry.parse(fields, folder)
         check_booleans(with_names(type(method), fields), f"{path} ({method.name})", type(method))

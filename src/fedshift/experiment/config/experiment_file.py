@@ -17,7 +17,7 @@ NAME = re.compile(r"(?!\.)[\w.-]+")
 """What can name a folder."""
 
 
-def named(value: Any, path: str) -> dict[str, Any]:
+def with_name(value: Any, path: str) -> dict[str, Any]:
     """A section that is a mapping with a name, or a name alone.
 
     Args:
@@ -107,26 +107,26 @@ def override_field(options: dict[str, Any], override: str) -> None:
     index[_index(index, keys[-1], path) if isinstance(index, list) else keys[-1]] = value
 
 
-def _below(place: Any, key: str, where: str, path: str) -> Any:
+def _below(section: Any, key: str, where: str, path: str) -> Any:
     """What ``key`` names in a mapping or a list, written out where it is short for a mapping or not there yet.
 
     Raises:
         UserError: it is neither a mapping nor a list, or is no entry of the list.
     """
-    if isinstance(place, list):
-        index = _index(place, key, where)
-        place[index] = named(place[index], where)
-        return place[index]
-    if isinstance(place.get(key), str) and key in ("data", "model"):
-        place[key] = {"name": place[key]}
-    if place.setdefault(key, {}) is None:
-        place[key] = {}
-    if not isinstance(place[key], dict | list):
+    if isinstance(section, list):
+        index = _index(section, key, where)
+        section[index] = with_name(section[index], where)
+        return section[index]
+    if isinstance(section.get(key), str) and key in ("data", "model"):
+        section[key] = {"name": section[key]}
+    if section.setdefault(key, {}) is None:
+        section[key] = {}
+    if not isinstance(section[key], dict | list):
         raise UserError(
             f"override '{path}': {where} is not a mapping; write it as in the experiment file, such as "
             f"training.rounds=10 (got '{path}')"
         )
-    return place[key]
+    return section[key]
 
 
 def _index(items: list[Any], key: str, where: str) -> int:

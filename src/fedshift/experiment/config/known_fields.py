@@ -21,7 +21,7 @@ Kind = Mapping[str, Any]
 
 
 @cache
-def known() -> Mapping[str, Any]:
+def known_fields() -> Mapping[str, Any]:
     """The content of the file."""
     content: Mapping[str, Any] = json.loads(_FILE.read_text(encoding="utf-8"))
     return content
@@ -29,7 +29,7 @@ def known() -> Mapping[str, Any]:
 
 def experiment_fields() -> tuple[str, ...]:
     """The sections and fields of an experiment file."""
-    return tuple(known()["experiment"])
+    return tuple(known_fields()["experiment"])
 
 
 def check_known(options: Mapping[str, Any]) -> None:
@@ -50,9 +50,9 @@ def check_known(options: Mapping[str, Any]) -> None:
 
 def _sections(options: Mapping[str, Any]) -> Iterator[tuple[str, Kind, Mapping[Any, Any]]]:
     """The sections whose class is known: path, class, and what is written."""
-    kinds: Sequence[Kind] = known()["kinds"]
+    kinds: Sequence[Kind] = known_fields()["kinds"]
     for name, value in options.items():
-        numbers = known()["named"].get(name)
+        numbers = known_fields()["named"].get(name)
         if name == "methods":
             listed = value if isinstance(value, list) else []
             for number, entry in enumerate(listed):
@@ -67,8 +67,8 @@ def _sections(options: Mapping[str, Any]) -> Iterator[tuple[str, Kind, Mapping[A
             called = value.get(key, default)
             if isinstance(called, str) and called in numbers:
                 yield name, kinds[numbers[called]], value
-        elif name in known()["sections"]:
-            yield name, kinds[known()["sections"][name]], value
+        elif name in known_fields()["sections"]:
+            yield name, kinds[known_fields()["sections"][name]], value
 
 
 def _check(path: str, kind: Kind, written: Mapping[Any, Any]) -> None:
@@ -81,12 +81,12 @@ def _check(path: str, kind: Kind, written: Mapping[Any, Any]) -> None:
             raise UserError(f"{path}.{name}: there is no such field; {hint}")
         inner = fields.get(name)
         if inner is not None and isinstance(value, Mapping):
-            _check(f"{path}.{name}", known()["kinds"][inner], value)
+            _check(f"{path}.{name}", known_fields()["kinds"][inner], value)
 
 
 def _deeper(name: str, fields: Mapping[str, int | None]) -> str:
     """Where a section inside this one has a field of that name, as a hint; else ""."""
     for field, number in fields.items():
-        if number is not None and name in known()["kinds"][number]["fields"]:
+        if number is not None and name in known_fields()["kinds"][number]["fields"]:
             return f"write {field}: {{{name}: …}}; "
     return ""

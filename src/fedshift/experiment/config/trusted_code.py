@@ -23,9 +23,11 @@ def trusted_network(record: Mapping[str, Any], own_network: Any, file: Path) -> 
         UserError: it needs other code, or names a network of ours and ``own_network`` is given.
     """
 
-    def own(record: Mapping[str, Any]) -> dict[str, Any]:
+    def with_trusted_name(record: Mapping[str, Any]) -> dict[str, Any]:
         """The options with the name that the caller trusts, also of a network inside."""
-        options = {key: own(value) if isinstance(value, Mapping) else value for key, value in record.items()}
+        options = {
+            key: with_trusted_name(value) if isinstance(value, Mapping) else value for key, value in record.items()
+        }
         if ":" in str(options.get("name")):
             if own_network is None:
                 raise UserError(
@@ -44,7 +46,7 @@ def trusted_network(record: Mapping[str, Any], own_network: Any, file: Path) -> 
             )
 
     trained = set[tuple[str, str]]()
-    options = own({key: value for key, value in record.items() if key != "pretrained"})
+    options = with_trusted_name({key: value for key, value in record.items() if key != "pretrained"})
     if own_network is not None and not trained:
         raise UserError(f"{file} is the model of '{record['name']}', which comes with fedshift: leave out --network")
     with own_words():

@@ -51,7 +51,7 @@ class About:
     @cached_property
     def drawn(self) -> int | None:
         """How many sources are drawn for a round of that run; None: all take part."""
-        return self.experiment.protocol.drawn(self.fewest_sources)
+        return self.experiment.protocol.number_drawn(self.fewest_sources)
 
     @cached_property
     def start(self) -> Network:

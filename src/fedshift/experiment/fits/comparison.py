@@ -54,7 +54,7 @@ def targets_fit(about: About) -> Iterator[str]:
     if measuring.metric != "concordance" or isinstance(about.experiment.data, AtSites):
         return
     for target in plan.targets:
-        sides = protocol.compared(plan.split(target, protocol.seeds[0]))
+        sides = protocol.rows_to_compare(plan.split(target, protocol.seeds[0]))
         for site, rows in ((site, rows) for side in sides for site, rows in side.items()):
             labels = about.data.domains[site].labels[rows]
             if measuring.value(labels[:, 0], labels) is None:

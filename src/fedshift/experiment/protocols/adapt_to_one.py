@@ -90,8 +90,8 @@ class AdaptToOne(OneTarget):
             domains[name] = replace(domains[name], labels=labels)
         return replace(data, domains=domains)
 
-    def deployed(self) -> DeployedProtocol:
+    def for_deployment(self) -> DeployedProtocol:
         """The same protocol, unless labels are to be wrong, which only a simulation can do."""
         if self.wrong_labels:
             raise UserError("protocol.wrong_labels: only a simulation can make labels wrong; sites keep theirs")
-        return super().deployed()
+        return super().for_deployment()

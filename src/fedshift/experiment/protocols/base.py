@@ -79,7 +79,7 @@ class ProtocolSection(Section):
         description="sources that are drawn for each round: a number, or a share below 1; none: all take part",
     )
 
-    def drawn(self, sources: int) -> int | None:
+    def number_drawn(self, sources: int) -> int | None:
         """How many of the ``sources`` of a run are drawn for each round; None: all take part."""
         asked = self.sites_per_round
         return asked if asked is None or isinstance(asked, int) else max(1, round(asked * sources))
@@ -176,7 +176,7 @@ class ProtocolSection(Section):
 
     # What is measured, and with which methods.
 
-    def compared(self, split: Split) -> tuple[Mapping[str, Rows], ...]:
+    def rows_to_compare(self, split: Split) -> tuple[Mapping[str, Rows], ...]:
         """The rows that methods are compared on, by site: of each side that counts."""
         return (split.measured, split.held_out) if self.both_sides else (split.measured,)
 
@@ -197,7 +197,7 @@ class ProtocolSection(Section):
 
     # What else can be done with it.
 
-    def searched(self, out: Sequence[str]) -> Self:
+    def for_search(self, out: Sequence[str]) -> Self:
         """The protocol of a search, in which each source in turn is the target and ``out`` is never read.
 
         Raises:
@@ -205,7 +205,7 @@ class ProtocolSection(Section):
         """
         raise UserError(f"protocol.kind: a search leaves sources out, and {self.kind} does not: use leave_one_out")
 
-    def deployed(self) -> DeployedProtocol:
+    def for_deployment(self) -> DeployedProtocol:
         """The same protocol, if sites on other machines can carry it out.
 
         Raises:
@@ -222,12 +222,12 @@ class DeployedProtocol(ProtocolSection):
         """How every site splits its samples, as they are told."""
 
     @abstractmethod
-    def targets_among(self, sites: tuple[str, ...], own: tuple[str, ...]) -> tuple[str, ...]:
+    def targets_among(self, sites: tuple[str, ...], at_coordinator: tuple[str, ...]) -> tuple[str, ...]:
         """The targets of a deployment.
 
         Args:
             sites: those that take part.
-            own: domains whose samples lie at the coordinator.
+            at_coordinator: domains whose samples lie at the coordinator.
 
         Raises:
             UserError: a target does not exist or cannot take part.

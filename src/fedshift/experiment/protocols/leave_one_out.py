@@ -76,6 +76,6 @@ class LeaveOneOut(OneTarget):
         if len(rows[1]) == 0 and self.base_images != "shared":
             check_groups(data, target)
 
-    def searched(self, out: Sequence[str]) -> Self:
+    def for_search(self, out: Sequence[str]) -> Self:
         """The protocol of a search, in which each source in turn is the target and ``out`` is never read."""
         return self.model_copy(update={"targets": "all", "drop": tuple(dict.fromkeys((*self.drop, *out)))})

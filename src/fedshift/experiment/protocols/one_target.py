@@ -245,7 +245,7 @@ class OneTarget(DeployedProtocol):
     def _check_target_rows(self, data: DataSet, target: str, rows: tuple[Rows, Rows]) -> None:
         """Raise UserError where a target has too few training and held-out rows for its part."""
 
-    def deployed(self) -> DeployedProtocol:
+    def for_deployment(self) -> DeployedProtocol:
         """The same protocol, which sites on other machines can carry out."""
         return self
 
@@ -253,17 +253,17 @@ class OneTarget(DeployedProtocol):
         """How every site splits its samples, as they are told."""
         return {"test_fraction": self.test_fraction, "split": self.split}
 
-    def targets_among(self, sites: tuple[str, ...], own: tuple[str, ...]) -> tuple[str, ...]:
+    def targets_among(self, sites: tuple[str, ...], at_coordinator: tuple[str, ...]) -> tuple[str, ...]:
         """The targets that the file names. ``all``: the coordinator's own domains, or every site if it has none."""
         if self.targets == "all":
-            return own if own and self.unseen else sites
-        known = (*sites, *own)
+            return at_coordinator if at_coordinator and self.unseen else sites
+        known = (*sites, *at_coordinator)
         for target in self.targets:
             if target == EVERY_SITE and self.unseen:
                 continue
             if target not in known:
                 raise UserError(f"protocol.targets: no site is called '{target}'; {nearest(target, known)}")
-            if target in own and not self.unseen:
+            if target in at_coordinator and not self.unseen:
                 raise UserError(
                     f"protocol.targets: '{target}' lies at the coordinator and cannot take part in training"
                 )

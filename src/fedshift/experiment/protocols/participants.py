@@ -88,7 +88,7 @@ class Participants(OneTarget):
         tests = name in self.common_tests or domain.unlabelled or _only_tests(domain)
         return None if tests else EVERY_SITE, EVERY_SITE
 
-    def targets_among(self, sites: tuple[str, ...], own: tuple[str, ...]) -> tuple[str, ...]:
+    def targets_among(self, sites: tuple[str, ...], at_coordinator: tuple[str, ...]) -> tuple[str, ...]:
         """All sites together."""
         return (EVERY_SITE,)
 
@@ -153,7 +153,7 @@ class Participants(OneTarget):
             train[name], measured[name] = self.domain_rows(data.domains[name], seed)
             held_out[name] = train[name][:0]
             if self.validation_fraction:
-                train[name], held_out[name] = self._validated(data.domains[name], train[name], seed)
+                train[name], held_out[name] = self._take_validation(data.domains[name], train[name], seed)
             if len(train[name]) == 0:
                 check_groups(data, name)
                 raise UserError(
@@ -175,23 +175,23 @@ class Participants(OneTarget):
         """How many rows of a site measure the model: as test part, or as a common test set."""
         domain = data.domains[site]
         if site in self.common_tests or _only_tests(domain):
-            return len(self._tested(domain))
+            return len(self._test_rows(domain))
         return 0 if domain.unlabelled else len(self.domain_rows(domain, seed)[1])
 
-    def _validated(self, domain: Domain, train: Rows, seed: int) -> tuple[Rows, Rows]:
+    def _take_validation(self, domain: Domain, train: Rows, seed: int) -> tuple[Rows, Rows]:
         """The training rows of a domain, without those by which the round is chosen; and these."""
         part = replace(part_of(domain, train, domain.name), train_rows=None, test_rows=None, fixed_split=False)
         kept, chosen = part_rows(part, self.validation_fraction, seed, "random")
         return train[kept], train[chosen]
 
-    def _tested(self, domain: Domain) -> Rows:
+    def _test_rows(self, domain: Domain) -> Rows:
         """The rows of a domain that no one trains on: all with a label, or the test rows of a fixed split."""
         return domain.test_rows if domain.fixed_split and domain.test_rows is not None else domain.known
 
     def _common(self, data: DataSet, train: Mapping[str, Rows]) -> dict[str, Rows]:
         """The rows of each set that only tests, without base samples that a site trains on."""
         common = {
-            name: self._tested(domain)
+            name: self._test_rows(domain)
             for name, domain in data.domains.items()
             if name in self.common_tests or _only_tests(domain)
         }
@@ -215,7 +215,7 @@ class Participants(OneTarget):
     def _check_target_rows(self, data: DataSet, target: str, rows: tuple[Rows, Rows]) -> None:
         """There is no target."""
 
-    def deployed(self) -> DeployedProtocol:
+    def for_deployment(self) -> DeployedProtocol:
         """The same protocol: each site measures its own test part, with its own model where a method keeps one.
 
         Raises:

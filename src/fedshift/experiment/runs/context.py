@@ -25,19 +25,19 @@ class Reporter(Watcher):
     def run(self, run: Run, mini_batches: int, done: int) -> None:
         """A run starts or resumes; ``done`` of its ``mini_batches`` are trained."""
 
-    def trained(self, site: str, mini_batches: int) -> None:
+    def on_trained(self, site: str, mini_batches: int) -> None:
         """A site answered after training on this many mini-batches."""
 
     def round(self, run: Run, record: RoundRecord) -> None:
         """A round was evaluated and logged."""
 
-    def finished(self, run: Run, result: RunResult, resumed: bool) -> None:
+    def on_finished(self, run: Run, result: RunResult, resumed: bool) -> None:
         """A run is finished; ``resumed``: it was finished before this call."""
 
-    def diverged(self, run: Run) -> None:
+    def on_diverged(self, run: Run) -> None:
         """A run's training diverged. The other runs continue; the error is raised at the end."""
 
-    def skipped(self, run: Run) -> None:
+    def on_skipped(self, run: Run) -> None:
         """Another process is running this run."""
 
     def elsewhere(self, runs: int, holders: Collection[str]) -> None:

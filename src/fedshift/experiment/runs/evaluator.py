@@ -139,12 +139,16 @@ class Evaluator:
         if self._segments:
             return Final(self._measure_masks(network, weights))
         model = _Loaded(network, weights)
-        kept = [self._kept("target", name, self._at(model, name, view), view) for name, view in self._targets.items()]
-        kept += [
-            self._kept("held_out", name, self._at_source(model, name), view) for name, view in self._sources.items()
+        kept = [
+            self._predictions_of("target", name, self._at(model, name, view), view)
+            for name, view in self._targets.items()
         ]
         kept += [
-            self._kept(part, name, self._answering(model, view), view)
+            self._predictions_of("held_out", name, self._at_source(model, name), view)
+            for name, view in self._sources.items()
+        ]
+        kept += [
+            self._predictions_of(part, name, self._answering(model, view), view)
             for part, views in ((UNLABELLED, self._answered), ("common", self._common))
             for name, view in views.items()
         ]
@@ -171,20 +175,20 @@ class Evaluator:
         return self._at_source(model, name) if name in self._trained_at else self._answering(model, view)
 
     def _at_source(self, model: _Loaded, source: str) -> Network:
-        own = None if self._own_weights is None else self._own_weights(source, model.weights)
+        weights = None if self._own_weights is None else self._own_weights(source, model.weights)
         # Of a model of many sites' networks only this one is set to predict: all of them, for each site, took longest.
-        return model.network_of(model.weights if own is None else own).at(self._trained_at.index(source)).eval()
+        return model.network_of(model.weights if weights is None else weights).at(self._trained_at.index(source)).eval()
 
     def _answering(self, model: _Loaded, view: SiteData) -> Network:
         """The network that predicts where no one trained."""
         return answering(model.network_of(model.weights).eval(), view, self._new_site)
 
-    def _kept(self, part: str, name: str, network: Network, view: SiteData) -> SitePredictions:
+    def _predictions_of(self, part: str, name: str, network: Network, view: SiteData) -> SitePredictions:
         domain, rows = self._domains[name], np.asarray(self._rows[part][name], dtype=np.int64)
         ids: Sequence[str] | None = getattr(domain, "ids", None)
         groups = None if domain.groups is None else domain.groups[rows]
         names = None if ids is None else [ids[row] for row in rows]
-        return SitePredictions(name, part, rows, names, scored(network, view, self._objective, groups))
+        return SitePredictions(name, part, rows, names, score(network, view, self._objective, groups))
 
     def _record(
         self,
@@ -201,9 +205,11 @@ class Evaluator:
         }
         return result | ({"common_accuracy": self._values(common, self._common)} if common else {})
 
-    def _values(self, said: Mapping[str, NDArray[Any]], views: Mapping[str, SiteData]) -> dict[str, float]:
+    def _values(self, predictions: Mapping[str, NDArray[Any]], views: Mapping[str, SiteData]) -> dict[str, float]:
         """Name → the task's metric, where it can be measured."""
-        values = {name: self._measuring.value(item, views[name].labels.cpu().numpy()) for name, item in said.items()}
+        values = {
+            name: self._measuring.value(item, views[name].labels.cpu().numpy()) for name, item in predictions.items()
+        }
         return {name: value for name, value in values.items() if value is not None}
 
     def _measure_masks(self, network: Network, weights: Weights) -> dict[str, Any]:
@@ -254,7 +260,7 @@ def answering(network: Network, view: SiteData, new_site: NewSite | None) -> Net
 
 
 @torch.no_grad()
-def scored(network: Network, view: SiteData, objective: Objective, groups: NDArray[np.int64] | None) -> Scored:
+def score(network: Network, view: SiteData, objective: Objective, groups: NDArray[np.int64] | None) -> Scored:
     """Label, prediction and scores of every sample of ``view`` in order; for classes the probability of each.
 
     ``groups`` says which of the samples belong together; None if all are apart.

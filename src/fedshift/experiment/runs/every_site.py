@@ -94,7 +94,7 @@ def _train(planned: PlannedRun, device: str) -> tuple[Weights, LocalFederation]:
         federation.ledger.settle()
         if federation.progress.exchange:  # else the start asked no site, and there is no model yet
             state = replace(state, averaged=averaging.after(state.averaged, state.weights, state.round / rounds))
-        if federation.exhausted() or state.round >= rounds:
+        if federation.is_exhausted() or state.round >= rounds:
             mean = averaging.handed_out(state.averaged, last=True)
             evaluated = method.evaluated_network(network, len(planned.split.train))
             return merge_adapters(evaluated, state.weights if mean is None else mean), federation

@@ -13,7 +13,7 @@ from fedshift.evaluation.stored import FAILURE, ROUNDS, read_stored
 from fedshift.experiment.compatibility import check_fit
 from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.environment import resolve_device, threads_set
-from fedshift.experiment.features import built
+from fedshift.experiment.features import build_data
 from fedshift.experiment.plan import Plan, PlannedRun
 from fedshift.experiment.runs.context import Callback, Context, Reporter, Workers
 from fedshift.experiment.runs.parallel import parallel_workers
@@ -68,9 +68,9 @@ def run_experiment(
     engine, folder, reporter = experiment.engine, runs / experiment.name, reporter or Reporter()
     device = "cpu" if in_cluster(engine) else resolve_device(experiment.device)
     threads = engine.thread_count()
-    plan = Plan(experiment, experiment.protocol.taking_part(built(experiment, watcher=reporter)))
-    folders = _checked(plan, folder, reporter)
-    unfinished = _unfinished(folders)
+    plan = Plan(experiment, experiment.protocol.taking_part(build_data(experiment, watcher=reporter)))
+    folders = _check_plan(plan, folder, reporter)
+    unfinished = _count_unfinished(folders)
     elsewhere = dict(pair for pair in zip(folders, plan.runs, strict=True) if callbacks and pair[0].result() is None)
     if not helper:
         write_order(plan, folder)
@@ -106,7 +106,7 @@ def run_experiment(
     return folder
 
 
-def _checked(plan: Plan, folder: Path, reporter: Reporter) -> list[RunFolder]:
+def _check_plan(plan: Plan, folder: Path, reporter: Reporter) -> list[RunFolder]:
     """Check that the parts of an experiment fit, and tell the warnings.
 
     Returns:
@@ -124,7 +124,7 @@ def _checked(plan: Plan, folder: Path, reporter: Reporter) -> list[RunFolder]:
     return folders
 
 
-def _unfinished(folders: Sequence[RunFolder]) -> int:
+def _count_unfinished(folders: Sequence[RunFolder]) -> int:
     """The number of runs without a result.
 
     Raises:
@@ -197,13 +197,13 @@ def _carry_out_all(
     reporter, diverged = context.reporter, []
     for planned, folder in runs:
         if folder.result() is None and not folder.acquire():
-            reporter.skipped(planned.run)
+            reporter.on_skipped(planned.run)
             continue
         with folder:
             folder.check_identity()  # again, because another process may have finished it meanwhile
             finished = folder.result()
             if finished is not None:
-                reporter.finished(planned.run, finished, resumed=True)
+                reporter.on_finished(planned.run, finished, resumed=True)
                 continue
             elsewhere.pop(folder, None)
             try:
@@ -211,14 +211,14 @@ def _carry_out_all(
                     result = _carry_out(context, workers, planned, folder)
             except ClaimLost as error:
                 reporter.warn(str(error))
-                reporter.skipped(planned.run)
+                reporter.on_skipped(planned.run)
                 workers.close()
             except TrainingDiverged as error:
                 diverged.append(error)
-                reporter.diverged(planned.run)
+                reporter.on_diverged(planned.run)
                 workers.close()  # they may be in the middle of a mini-batch
             else:
-                reporter.finished(planned.run, result, resumed=False)
+                reporter.on_finished(planned.run, result, resumed=False)
                 for callback in context.callbacks:
                     callback.after_run(planned.run, result, folder.path)
     return diverged

@@ -26,7 +26,7 @@ class Lines(Reporter):
         self._runs = self._passed = 0
         self._names: set[str] = set()
         self._begun: float | None = None
-        self._found = 0  # runs that were finished before this call
+        self._done_before = 0  # runs that were finished before this call
         self._next = 0.0
         self._name = ""
         self._trained = self._total = 0
@@ -39,28 +39,28 @@ class Lines(Reporter):
 
     def run(self, run: Run, mini_batches: int, done: int) -> None:
         if self._begun is None:
-            self._begun, self._found = self._clock(), self._passed
+            self._begun, self._done_before = self._clock(), self._passed
             self._next = self._begun + FIRST
         self._name, self._trained, self._total = _name(run), done, mini_batches
 
-    def trained(self, site: str, mini_batches: int) -> None:
+    def on_trained(self, site: str, mini_batches: int) -> None:
         self._trained += mini_batches
         if self._clock() >= self._next:
             self._line(f"{self._name}: {100 * self._share:.0f} % trained")
 
-    def finished(self, run: Run, result: RunResult, resumed: bool) -> None:
+    def on_finished(self, run: Run, result: RunResult, resumed: bool) -> None:
         self._pass(run)
         if not resumed:
             score = result.score()
             text = "no labels, so not measured" if score is None else with_unit(result.metric, score)
             self._line(f"{_name(run)}: {text}")
 
-    def diverged(self, run: Run) -> None:
+    def on_diverged(self, run: Run) -> None:
         self._pass(run)
         if self._runs > 1:  # with a single run, the error message says it
             self._line(f"{_name(run)}: diverged")
 
-    def skipped(self, run: Run) -> None:
+    def on_skipped(self, run: Run) -> None:
         self._pass(run)
 
     def elsewhere(self, runs: int, holders: Collection[str]) -> None:
@@ -84,7 +84,7 @@ class Lines(Reporter):
         now = self._clock()
         self._next = now + EVERY
         elapsed = now - (now if self._begun is None else self._begun)
-        done = self._passed - self._found + self._share
+        done = self._passed - self._done_before + self._share
         left = elapsed / done * max(0.0, self._runs - self._passed - self._share) if done else 0.0
         pace = f", about {_minutes(left)} left" if left else ""
         self._say(f"{text} ({self._passed} of {self._runs} runs, {_minutes(elapsed)}{pace})")

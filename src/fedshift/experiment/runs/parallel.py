@@ -72,7 +72,7 @@ def parallel_workers(
         try:
             for count in range(number):
                 seen = environment(cards[count]) if cards else {}
-                processes.append(_started(command, Path(folder) / f"errors-{count}.txt", seen))
+                processes.append(_start(command, Path(folder) / f"errors-{count}.txt", seen))
             yield
             for further in processes:
                 _wait_for(further, stop)
@@ -100,7 +100,7 @@ class _Further(NamedTuple):
     output: Path
 
 
-def _started(command: Sequence[str], output: Path, variables: Mapping[str, str]) -> _Further:
+def _start(command: Sequence[str], output: Path, variables: Mapping[str, str]) -> _Further:
     with open(output, "wb") as errors:
         # In its own session, so that Ctrl-C reaches only this process, which then stops the others.
         process = subprocess.Popen(

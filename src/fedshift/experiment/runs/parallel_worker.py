@@ -18,7 +18,7 @@ from fedshift.errors import OUT_OF_MEMORY, FedshiftError, TrainingDiverged, User
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.experiment.runs.parallel import DIVERGED, STOP
-from fedshift.experiment.runs.stopping import Stop, heeded
+from fedshift.experiment.runs.stopping import Stop, heed_signals
 from fedshift.extras import runs_program
 from fedshift.import_paths import CHILD
 
@@ -30,7 +30,7 @@ def main() -> int:
     os.environ[CHILD] = "1"
     runs_program("runs")
     try:
-        with heeded() as stop:
+        with heed_signals() as stop:
             threading.Thread(target=_end_with_parent, args=(stop,), daemon=True).start()
             experiment = parse(json.loads(Path(sys.argv[1]).read_text()))
             run_experiment(experiment, Path(sys.argv[2]), helper=True, stop=stop.check)

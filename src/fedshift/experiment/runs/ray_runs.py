@@ -24,7 +24,7 @@ from fedshift.experiment.plan import PlannedRun
 from fedshift.experiment.runs.context import Reporter
 from fedshift.experiment.runs.run_folder import RunFolder
 from fedshift.federation.local.pool import Pool
-from fedshift.federation.local.ray_cluster import check_room, joined, room_for, settle_in, where
+from fedshift.federation.local.ray_cluster import check_room, join_cluster, room_for, settle_in, where
 
 _LOOK = 0.5
 """Seconds between two looks at what is finished."""
@@ -85,9 +85,9 @@ def spread(
     if any(isinstance(held, InMemory) for held in (getattr(experiment.data, "sites", None) or {}).values()):
         raise UserError("engine.name: ray: data in memory are known to this process alone: use engine.workers")
     tasks = _Tasks(run, experiment, engine, runs, mine, shard, reporter, stop)
-    if not tasks.left():
+    if not tasks.runs_left():
         return []
-    with joined(engine.address) as ray:
+    with join_cluster(engine.address) as ray:
         if tasks.carry_out(ray):
             tasks.wait_for_claims()
             if tasks.carry_out(ray):
@@ -120,13 +120,13 @@ class _Tasks:
         self._told: set[RunFolder] = set()
         self.diverged: list[TrainingDiverged] = []
 
-    def left(self) -> Runs:
+    def runs_left(self) -> Runs:
         """The runs without a result."""
         return [pair for pair in self._mine if not (pair[1].path / RESULT).exists()]
 
     def carry_out(self, ray: Any) -> bool:
         """Start processes, and wait for them; whether a node was lost under one of them."""
-        engine, left = self._engine, self.left()
+        engine, left = self._engine, self.runs_left()
         threads = engine.thread_count()
         check_room(ray, engine.parallel_runs or 1, threads, engine.cards)
         number = min(len(left), engine.parallel_runs or room_for(ray, threads, engine.cards))
@@ -136,12 +136,12 @@ class _Tasks:
         what = self._run, self._options, str(self._runs), os.getcwd(), where(), threads, self._shard
         open_tasks = [task.remote(*what) for _ in range(number)]
         try:
-            return self._waited(ray, open_tasks)
+            return self._wait_for(ray, open_tasks)
         finally:
             for item in open_tasks:
                 ray.cancel(item)  # what is done is not touched
 
-    def _waited(self, ray: Any, open_tasks: list[Any]) -> bool:
+    def _wait_for(self, ray: Any, open_tasks: list[Any]) -> bool:
         lost, newest, heard = False, 0, time.monotonic()
         while open_tasks:
             self._stop()
@@ -161,7 +161,7 @@ class _Tasks:
                     lost = True
                     self._reporter.warn(f"a process in the cluster is gone ({type(error).__name__})")
         self._tell()
-        return lost and bool(self.left())
+        return lost and bool(self.runs_left())
 
     def _take(self, failure: Mapping[str, str] | None) -> None:
         """What a process says of its end."""
@@ -175,7 +175,7 @@ class _Tasks:
     def wait_for_claims(self) -> None:
         """Wait until what a lost node held is free: on another machine its claims end by their silence alone."""
         end = time.monotonic() + 2 * silence()
-        while any(folder.is_held() for _, folder in self.left()) and time.monotonic() < end:
+        while any(folder.is_held() for _, folder in self.runs_left()) and time.monotonic() < end:
             self._stop()
             time.sleep(_LOOK)
 
@@ -190,7 +190,7 @@ class _Tasks:
         for planned, folder in news:
             if (result := folder.result()) is not None:
                 self._told.add(folder)
-                self._reporter.finished(planned.run, result, resumed=False)
+                self._reporter.on_finished(planned.run, result, resumed=False)
 
 
 _ERRORS: Mapping[str, type[FedshiftError]] = {

@@ -61,7 +61,7 @@ def carry_out(context: Context, workers: Workers, planned: PlannedRun, folder: R
         "on_refusal": engine.on_refusal,
         "sums_only": engine.sums_only,
         "per_round": planned.drawn,
-        "on_answer": context.reporter.trained,
+        "on_answer": context.reporter.on_trained,
     }
     together = trains_side_by_side(engine, planned.run.method, setting, network)
     pool = workers.pool_for(shown)
@@ -149,7 +149,7 @@ class _RunLoop:
         return self._finish(evaluated, state)
 
     def _is_done(self, state: State) -> bool:
-        return self.federation.exhausted() or state.round >= self.federation.rounds
+        return self.federation.is_exhausted() or state.round >= self.federation.rounds
 
     def _close_round(self, network: Network, state: State, *, last: bool) -> State:
         """Evaluate the round, log it, then save the checkpoint. A kill between any two loses only this round."""

@@ -42,7 +42,7 @@ from fedshift.experiment.plan import Plan, PlannedRun, common_settings
 from fedshift.experiment.runs.run_identity import comparable, first_difference
 from fedshift.federation.byte_ledger import Totals
 from fedshift.federation.message_files import read_message, write_message
-from fedshift.federation.messages import Content, encode, unshared
+from fedshift.federation.messages import Content, encode, unshare
 from fedshift.federation.plain_values import Frozen
 from fedshift.federation.secure.closed import in_one, in_two, is_closed
 from fedshift.files import plain_yaml, write_bytes, yaml_bytes
@@ -201,8 +201,8 @@ class RunFolder:
             if path == "data.fingerprint":
                 raise UserError(f"the data have changed since {where} was written: put them back, or {way}")
             if path.endswith(".sha256"):
-                own = self.identity[path.removesuffix(".sha256")]["name"].rpartition(":")[0]
-                raise UserError(f"{own} has changed since {where} was written: {way}")
+                code_file = self.identity[path.removesuffix(".sha256")]["name"].rpartition(":")[0]
+                raise UserError(f"{code_file} has changed since {where} was written: {way}")
             raise UserError(
                 f"{where} was written by another experiment: {path} is {old!r} there and {new!r} here; "
                 "give this one another name, or another folder with --runs"
@@ -447,7 +447,7 @@ def model_file(weights: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> by
 
     if is_closed(weights):
         return with_digest(encode(in_two("weights", Weights(weights)), {"fedshift": dict(metadata)}))
-    tensors = unshared({name: tensor.contiguous() for name, tensor in weights.items()})
+    tensors = unshare({name: tensor.contiguous() for name, tensor in weights.items()})
     return fill_digest(save(tensors, {"fedshift": json.dumps(metadata), ENTRY: BLANK}))
 
 

@@ -25,7 +25,7 @@ from fedshift.experiment.runs.stopping import Stopped
 from fedshift.federation.federation import Federation
 from fedshift.federation.local.cards import kind_of
 from fedshift.federation.messages import RawData
-from fedshift.federation.training import exploded
+from fedshift.federation.training import has_exploded
 from fedshift.methods.base import State
 from fedshift.methods.composition.options import described_setting
 from fedshift.methods.screening import Screening
@@ -155,7 +155,7 @@ class RunLog:
         """Raise TrainingDiverged if a site's loss explodes, compared with its first one of the run."""
         for site, loss in losses.items():
             before = next((record.losses[site] for record in self.records if site in record.losses), loss)
-            if exploded(loss, before):
+            if has_exploded(loss, before):
                 grown = f"the loss of site '{site}' was {before:.3g} at first and is {loss:.3g} in round {number}"
                 raise TrainingDiverged(f"{grown}: lower training.lr or set training.clip_norm")
 
@@ -167,7 +167,7 @@ class RunLog:
             "used": federation.progress.used,
             "undrawn": federation.progress.undrawn,
             "budget": federation.budget,
-            **federation.ledger.saved(),
+            **federation.ledger.to_checkpoint(),
             "seconds": self.seconds,
             "environment": self._environment(),
         }

@@ -42,7 +42,7 @@ class Stop:
         if self.by is not None:
             raise Stopped(f"stopped by {self.by} after a round: run the same command again to go on")
 
-    def dropped(self) -> Stopped:
+    def unfinished_round(self) -> Stopped:
         """What to raise for a round that was not finished in time."""
         return Stopped(
             f"stopped by {self.by} in the middle of a round, which took longer than {grace():g} seconds: run the same "
@@ -64,7 +64,7 @@ def grace() -> float:
 
 
 @contextmanager
-def heeded() -> Iterator[Stop]:
+def heed_signals() -> Iterator[Stop]:
     """Heed the signals in this block, and leave the process's handlers as they were behind it.
 
     Raises:
@@ -87,7 +87,7 @@ def heeded() -> Iterator[Stop]:
     except KeyboardInterrupt:
         if stop.by is None:
             raise
-        raise stop.dropped() from None
+        raise stop.unfinished_round() from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():

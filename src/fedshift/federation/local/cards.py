@@ -43,7 +43,7 @@ class Card:
     kind: str
 
 
-def _checked(device: object) -> object:
+def _check_device(device: object) -> object:
     """A list of cards as a tuple; what is no list is a device's name."""
     if isinstance(device, str):
         return device
@@ -57,7 +57,7 @@ def _checked(device: object) -> object:
     return tuple(device)
 
 
-Device = Annotated[str | tuple[str, ...], BeforeValidator(_checked)]
+Device = Annotated[str | tuple[str, ...], BeforeValidator(_check_device)]
 """A device's name; ``all``, every card that this process sees; or names of cards."""
 
 
@@ -102,7 +102,7 @@ def dealt(cards: Sequence[Card], processes: int) -> list[Card]:
     there = [0] * len(cards)
     hands = []
     for _ in range(processes):
-        best = max(range(len(cards)), key=lambda one: (cards[one].free / (there[one] + 1), -there[one], -one))
+        best = max(range(len(cards)), key=lambda index: (cards[index].free / (there[index] + 1), -there[index], -index))
         there[best] += 1
         hands.append(cards[best])
     return hands
@@ -125,7 +125,7 @@ def cards_here() -> tuple[Card, ...]:
     """Every card that this process sees, in the order of their numbers."""
     pretended = os.environ.get(PRETENDED)
     if pretended:
-        return _pretended(pretended)
+        return _pretended_cards(pretended)
     if not torch.cuda.is_available():
         return ()
     count = torch.cuda.device_count()
@@ -161,7 +161,7 @@ def _free_memory() -> dict[str, int]:
         return {}
 
 
-def _pretended(free: str) -> tuple[Card, ...]:
+def _pretended_cards(free: str) -> tuple[Card, ...]:
     every = {str(number): float(gibibytes) for number, gibibytes in enumerate(free.split(","))}
     visible = os.environ.get(VISIBLE, ",".join(every)).split(",")
     return tuple(Card(entry, "cpu", "cpu", int(every[entry] * 2**30), "pretended") for entry in visible)

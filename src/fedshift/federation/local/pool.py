@@ -241,7 +241,7 @@ class WorkerPool(SharedFiles):
         try:
             self.connections[worker].send_bytes(message)
         except OSError as error:
-            raise self._lost(worker) from error
+            raise self._worker_error(worker) from error
 
     def receive(self, kind: type[A], worker: int) -> tuple[dict[str, Any], A]:
         """Wait for a worker's answer: its content, and what it says, of this kind.
@@ -252,10 +252,10 @@ class WorkerPool(SharedFiles):
         try:
             message = self.connections[worker].recv_bytes()
         except (EOFError, OSError) as error:
-            raise self._lost(worker) from error
+            raise self._worker_error(worker) from error
         return answer_of(kind, message)
 
-    def _lost(self, worker: int) -> FedshiftError:
+    def _worker_error(self, worker: int) -> FedshiftError:
         process = self._processes[worker]
         try:
             code = process.wait(timeout=5)

@@ -24,7 +24,7 @@ USAGE = "RAY_USAGE_STATS_ENABLED"
 
 
 @contextmanager
-def joined(address: str) -> Iterator[Any]:
+def join_cluster(address: str) -> Iterator[Any]:
     """Join the cluster at an address, ``local`` or that of its head, and leave it at the end. Yields Ray.
 
     Raises:
@@ -107,7 +107,7 @@ def settle_in(variables: Mapping[str, str], threads: int) -> None:
     keep_freed_memory()
 
 
-def waited(ray: Any, answers: Sequence[Any], seconds: float) -> list[Any]:
+def wait_for(ray: Any, answers: Sequence[Any], seconds: float) -> list[Any]:
     """Those of ``answers`` that are there, at least one.
 
     Raises:

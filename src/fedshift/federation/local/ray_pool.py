@@ -15,7 +15,7 @@ from typing import Any
 from fedshift.errors import SitesLost
 from fedshift.federation.local.commands import Command
 from fedshift.federation.local.pool import A, Once, SharedFiles, answer_of
-from fedshift.federation.local.ray_cluster import check_room, joined, settle_in, waited, where
+from fedshift.federation.local.ray_cluster import check_room, join_cluster, settle_in, wait_for, where
 from fedshift.federation.local.worker import Worker
 from fedshift.federation.messages import Content, encode
 
@@ -65,7 +65,7 @@ class RayPool(SharedFiles):
         self._wait = wait
         self._once: Once[Any] = Once(lambda name, value: self._ray.put(encode({name: value})))
         try:
-            self._ray = self._open.enter_context(joined(address))
+            self._ray = self._open.enter_context(join_cluster(address))
             check_room(self._ray, actors, threads, cards)
             samples = tempfile.TemporaryDirectory(prefix=".ray-", dir=folder, ignore_cleanup_errors=True)
             super().__init__(Path(self._open.enter_context(samples)))
@@ -99,19 +99,19 @@ class RayPool(SharedFiles):
     def ready(self, workers: Sequence[int]) -> list[int]:
         """Those of these actors whose answers are there, at least one."""
         by_answer = {self._asked[worker]: worker for worker in workers}
-        return [by_answer[there] for there in self._waited(list(by_answer))]
+        return [by_answer[there] for there in self._wait_for(list(by_answer))]
 
     def receive(self, kind: type[A], worker: int) -> tuple[dict[str, Any], A]:
         """Wait for an actor's answer, as `WorkerPool.receive`."""
         answer = self._asked.pop(worker)
-        self._waited([answer])
+        self._wait_for([answer])
         try:
             return answer_of(kind, self._ray.get(answer, timeout=self._wait))
         except self._ray.exceptions.RayError as error:
             raise SitesLost(f"the process of sites {worker} in the cluster is gone ({type(error).__name__})") from error
 
-    def _waited(self, answers: Sequence[Any]) -> list[Any]:
-        return waited(self._ray, answers, self._wait)
+    def _wait_for(self, answers: Sequence[Any]) -> list[Any]:
+        return wait_for(self._ray, answers, self._wait)
 
     def close(self) -> None:
         """End the actors, remove the samples and leave the cluster."""

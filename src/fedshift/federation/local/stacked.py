@@ -158,8 +158,8 @@ def _tensors(network: nn.Module) -> dict[str, Tensor]:
 def _scores(network: nn.Module, tensors: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
     """What the network gives at each site, (sites, b, outputs), with stacked tensors and inputs (sites, b, …)."""
 
-    def at_one(own: dict[str, Tensor], read: Tensor) -> Tensor:
-        given: Tensor = functional_call(network, own, (read,))
+    def at_one(tensors: dict[str, Tensor], read: Tensor) -> Tensor:
+        given: Tensor = functional_call(network, tensors, (read,))
         return given
 
     scores: Tensor = torch.vmap(at_one)(dict(tensors), inputs)
@@ -181,9 +181,9 @@ def minimise_together(fits: Sequence[LocalFit]) -> list[tuple[float, float]]:
     """
     if not fits:
         return []
-    order = sorted(range(len(fits)), key=lambda place: -_steps(fits[place]))  # those that train longest are the first
+    order = sorted(range(len(fits)), key=lambda index: -_steps(fits[index]))  # those that train longest are the first
     kind = _Stack if _layers(fits[0].model) is None else _Layers
-    stack = kind([fits[place] for place in order])
+    stack = kind([fits[index] for index in order])
     passes = [fit.site.batches(fit.epochs, fit.steps) for fit in stack.fits]
     while drawn := list(takewhile(lambda batch: batch is not None, (next(pass_, None) for pass_ in passes))):
         stack.step(drawn)  # type: ignore[arg-type]
@@ -191,7 +191,7 @@ def minimise_together(fits: Sequence[LocalFit]) -> list[tuple[float, float]]:
         raise FedshiftError("a site drew more mini-batches than its epochs have")
     stack.optimizer.keep()
     losses = stack.losses()
-    return [losses[order.index(place)] for place in range(len(fits))]
+    return [losses[order.index(index)] for index in range(len(fits))]
 
 
 def _steps(fit: LocalFit) -> int:
@@ -217,10 +217,10 @@ class _Stack:
         for index, by_name in enumerate(named):
             for name, parameter in by_name.items():
                 parameter.data = self.tensors[name][index]
-        own = [[parameters[name] for name in self.trained] for parameters in named]
-        self.optimizer = StackedOptimizer(fits, own, [self.tensors[name] for name in self.trained], self.by_layer)
+        trainable = [[parameters[name] for name in self.trained] for parameters in named]
+        self.optimizer = StackedOptimizer(fits, trainable, [self.tensors[name] for name in self.trained], self.by_layer)
         if self.optimizer.regularised:  # what autograd adds to a site's gradient is added to the stack
-            for index, parameters in enumerate(own):
+            for index, parameters in enumerate(trainable):
                 for parameter, slopes in zip(parameters, self.optimizer.slopes, strict=True):
                     parameter.grad = slopes[index]
         self._number = 0
@@ -266,7 +266,7 @@ class _Stack:
             shares: (sites, b), the share of each row in the mean over its mini-batch; 0 beyond its end.
         """
         if self.fits[0].site.objective == CLASSES:
-            labels = _padded([batch.targets for batch in drawn]).unsqueeze(2)
+            labels = _pad([batch.targets for batch in drawn]).unsqueeze(2)
             predicted = scores.log_softmax(2)
             losses = predicted.gather(2, labels).squeeze(2).mul_(shares).sum(1).neg_()
             slopes = predicted.exp_().scatter_add_(2, labels, predicted.new_full((1, 1, 1), -1.0).expand(labels.shape))
@@ -327,7 +327,7 @@ class _Layers(_Stack):
 
 def _in_one(drawn: Sequence[Batch]) -> tuple[Tensor, Tensor]:
     """The inputs of mini-batches (sites, b, …), and the share of each row in its own; shorter ones end in zeros."""
-    inputs = _padded([batch.inputs for batch in drawn])
+    inputs = _pad([batch.inputs for batch in drawn])
     longest = inputs.shape[1]
     shares = torch.full(inputs.shape[:2], 1 / longest, device=inputs.device)
     for row, batch in zip(shares, drawn, strict=True):
@@ -337,7 +337,7 @@ def _in_one(drawn: Sequence[Batch]) -> tuple[Tensor, Tensor]:
     return inputs, shares
 
 
-def _padded(parts: Sequence[Tensor]) -> Tensor:
+def _pad(parts: Sequence[Tensor]) -> Tensor:
     """Tensors (b, …), of which some may be shorter, as one; what they lack is zero."""
     lengths = [part.shape[0] for part in parts]  # len() of a tensor takes longer
     if len(set(lengths)) == 1:

@@ -26,18 +26,18 @@ class StackedOptimizer:
     def __init__(
         self,
         fits: Sequence[LocalFit],
-        own: Sequence[Sequence[nn.Parameter]],
+        trainable: Sequence[Sequence[nn.Parameter]],
         tensors: Sequence[Tensor],
         by_layer: bool,
     ) -> None:
-        self.fits, self.own, self.tensors = fits, own, tensors
+        self.fits, self.trainable, self.tensors = fits, trainable, tensors
         self.training = training = fits[0].site.training
         self.optimizers = [fit.site.optimizer(fit.model, memory=fit.remember) for fit in fits]
         owners = [
             {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
             for optimizer in self.optimizers
         ]
-        self.groups = [[of[value] for value in values] for of, values in zip(owners, own, strict=True)]
+        self.groups = [[of[value] for value in values] for of, values in zip(owners, trainable, strict=True)]
         self.adam = training.optimizer == "adam"
         self.momentum = 0.0 if self.adam else training.momentum
         names = ("exp_avg", "exp_avg_sq") if self.adam else ("momentum_buffer",) if self.momentum else ()
@@ -55,7 +55,7 @@ class StackedOptimizer:
         self.shrink(len(fits))
 
     def _load(self) -> None:
-        for index, (optimizer, parameters) in enumerate(zip(self.optimizers, self.own, strict=True)):
+        for index, (optimizer, parameters) in enumerate(zip(self.optimizers, self.trainable, strict=True)):
             for number, parameter in enumerate(parameters):
                 entry = optimizer.state.get(parameter, {})
                 for name, stacks in self.state.items():
@@ -115,21 +115,21 @@ class StackedOptimizer:
             else:
                 values.addcmul_(way, _by_site(rate, values), value=-1)
 
-    def _way(self, place: int) -> Tensor:
+    def _way(self, index: int) -> Tensor:
         """The direction in which a tensor moves, before it is multiplied by the learning rate."""
-        slope = self._slopes[place]
+        slope = self._slopes[index]
         if self.training.weight_decay:
-            slope.add_(self._values[place], alpha=self.training.weight_decay)
+            slope.add_(self._values[index], alpha=self.training.weight_decay)
         if self.adam:
-            return self._by_adam(place, slope)
+            return self._by_adam(index, slope)
         if not self.momentum:
             return slope
-        speed = self._now["momentum_buffer"][place].mul_(self.momentum).add_(slope)
+        speed = self._now["momentum_buffer"][index].mul_(self.momentum).add_(slope)
         return slope.add_(speed, alpha=self.momentum) if self.training.nesterov else speed
 
-    def _by_adam(self, place: int, slope: Tensor) -> Tensor:
-        (beta1, beta2), eps = self.groups[0][place]["betas"], self.groups[0][place]["eps"]
-        mean, square = (self._now[name][place] for name in ("exp_avg", "exp_avg_sq"))
+    def _by_adam(self, index: int, slope: Tensor) -> Tensor:
+        (beta1, beta2), eps = self.groups[0][index]["betas"], self.groups[0][index]["eps"]
+        mean, square = (self._now[name][index] for name in ("exp_avg", "exp_avg_sq"))
         mean.lerp_(slope, 1 - beta1)
         square.mul_(beta2).addcmul_(slope, slope, value=1 - beta2)
         spread = square.div(_by_site(1 - beta2**self._done, square)).sqrt_().add_(eps)
@@ -156,7 +156,7 @@ class StackedOptimizer:
         """Leave every site's momentum in its own optimiser, and in its memory if the experiment keeps it."""
         for index, (fit, optimizer) in enumerate(zip(self.fits, self.optimizers, strict=True)):
             if fit.site.mini_batches:
-                for number, parameter in enumerate(self.own[index]):
+                for number, parameter in enumerate(self.trainable[index]):
                     entry = {name: stacks[number][index] for name, stacks in self.state.items()}
                     if self.adam:
                         entry["step"] = self.done[index]

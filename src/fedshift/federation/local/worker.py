@@ -88,7 +88,7 @@ class Worker:
         memory = self._runners[command.site].site.memory
         return {}, Saved(files=memory.save(Path(command.folder), command.version))
 
-    def own(self, command: OwnCommand, content: dict[str, Any]) -> Answer:
+    def own_weights(self, command: OwnCommand, content: dict[str, Any]) -> Answer:
         runner = self._runners[command.site]
         return {"weights": runner.method.own_weights(content["weights"], runner.site.memory)}, Done()
 
@@ -104,7 +104,7 @@ class Worker:
             "call": self.call,
             "save": self.save,
             "load": self.load,
-            "own": self.own,
+            "own": self.own_weights,
         }
         try:
             content, header = decode(command)

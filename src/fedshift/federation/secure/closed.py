@@ -52,7 +52,7 @@ class Passage:
         return json.dumps(["fedshift sealed models 2", *whole]).encode()
 
 
-def _known(dtype: str) -> str:
+def _check_dtype(dtype: str) -> str:
     if dtype not in _DTYPES:
         raise ValueError("there is no such type of tensors")
     return dtype
@@ -63,7 +63,7 @@ class _Said(Frozen):
 
     way: tuple[str, int, str, str, str]
     keys: dict[str, tuple[str, str]]
-    models: dict[str, list[tuple[str, Annotated[str, AfterValidator(_known)], tuple[NonNegativeInt, ...]]]]
+    models: dict[str, list[tuple[str, Annotated[str, AfterValidator(_check_dtype)], tuple[NonNegativeInt, ...]]]]
 
 
 _PLACES_OF_BOXES = TypeAdapter(list[tuple[NonNegativeInt, str, str]], config=ConfigDict(strict=True))
@@ -86,7 +86,7 @@ class Box:
     content: Mapping[str, Tensor]
 
     @staticmethod
-    def said(passage: Passage, keys: Mapping[str, tuple[bytes, bytes]], models: Mapping[str, Weights]) -> bytes:
+    def description(passage: Passage, keys: Mapping[str, tuple[bytes, bytes]], models: Mapping[str, Weights]) -> bytes:
         """What a box says of itself."""
         whole = {
             "way": [passage.run, passage.exchange, passage.call, passage.field, passage.sender],
@@ -99,9 +99,9 @@ class Box:
         return json.dumps(whole).encode()
 
     @staticmethod
-    def of(said: bytes, sealed: bytes, signature: bytes, certificate: bytes) -> Sealed:
+    def of(description: bytes, sealed: bytes, signature: bytes, certificate: bytes) -> Sealed:
         """A box as content of a message."""
-        parts = zip(_PARTS, (said, sealed, signature, certificate), strict=True)
+        parts = zip(_PARTS, (description, sealed, signature, certificate), strict=True)
         return Sealed({name: torch.frombuffer(bytearray(data), dtype=torch.uint8) for name, data in parts})
 
     @staticmethod
@@ -132,14 +132,14 @@ class Box:
         return Box(Passage(*whole.way, tuple(keys)), keys, whole.models, dict(content))
 
     @staticmethod
-    def signed(passage: Passage, said: bytes, sealed: bytes) -> bytes:
+    def text_to_sign(passage: Passage, description: bytes, sealed: bytes) -> bytes:
         """What the sender signs: from whom the box is, for whom, and its content."""
-        return passage.text + hashlib.sha256(said).digest() + hashlib.sha256(sealed).digest()
+        return passage.text + hashlib.sha256(description).digest() + hashlib.sha256(sealed).digest()
 
     @property
     def signed_text(self) -> bytes:
-        """`signed` of this box."""
-        return self.signed(self.passage, bytes_of(self.content["said"]), bytes_of(self.content["sealed"]))
+        """`text_to_sign` of this box."""
+        return self.text_to_sign(self.passage, bytes_of(self.content["said"]), bytes_of(self.content["sealed"]))
 
     def stand_ins(self) -> dict[str, Weights]:
         """Models of zeros that look like those inside, by site."""
@@ -148,7 +148,7 @@ class Box:
             for site, tensors in self.models.items()
         }
 
-    def closed(self) -> dict[str, Weights]:
+    def closed_models(self) -> dict[str, Weights]:
         """The models inside as server code has them, by site."""
         return {
             site: Weights(
@@ -279,7 +279,7 @@ class Package:
 
     def sites_in_order(self) -> list[str]:
         """Whose the models are, in the order of their places in the whole model."""
-        places = sorted(self.places, key=lambda place: _numbers(place[2]))
+        places = sorted(self.places, key=lambda entry: _numbers(entry[2]))
         return [model or self.boxes[number].passage.sender for number, model, _ in places]
 
 
@@ -304,7 +304,7 @@ def is_closed(weights: Mapping[str, Tensor]) -> bool:
     return any(isinstance(tensor, ClosedTensor) for tensor in weights.values())
 
 
-def carried(value: Any) -> Any:
+def to_sendable(value: Any) -> Any:
     """Content as it is sent: what has sealed parts as packages.
 
     Raises:
@@ -316,7 +316,7 @@ def carried(value: Any) -> Any:
             raise FedshiftError("a model that is sealed in part can be measured and kept, but not sent to a call")
         return package.content
     if isinstance(value, Mapping) and not isinstance(value, NamedTensors):
-        return {name: carried(item) for name, item in value.items()}
+        return {name: to_sendable(item) for name, item in value.items()}
     return value
 
 
@@ -337,4 +337,4 @@ def in_one(name: str, content: Mapping[str, Content]) -> Content | None:
     result, clear = content.get(name), content.get(f"{name} in clear")
     if not isinstance(result, Sealed):
         return result
-    return Package.read(result).whole(clear if isinstance(clear, Weights) else {}, Box.closed)
+    return Package.read(result).whole(clear if isinstance(clear, Weights) else {}, Box.closed_models)

@@ -150,9 +150,11 @@ def contribution(reply: Reply, weighing: Weighing) -> Contribution:
         else:
             raise FedshiftError(f"field '{field}' is a {type(value).__name__}, which cannot be summed")
     head = torch.tensor([1], dtype=torch.int64)
-    own = to_fixed(torch.tensor([weight], dtype=torch.float64), weighing.terms)
+    fixed_weight = to_fixed(torch.tensor([weight], dtype=torch.float64), weighing.terms)
     text = to_fixed(torch.tensor(values, dtype=torch.float64), weighing.terms, weight)
-    return Contribution(Masked({"sum": torch.cat([head, own, text, *flat])}), Layout(tuple(numbers), tuple(tensors)))
+    return Contribution(
+        Masked({"sum": torch.cat([head, fixed_weight, text, *flat])}), Layout(tuple(numbers), tuple(tensors))
+    )
 
 
 class Total:

@@ -36,7 +36,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from fedshift.federation.messages import Update
-from fedshift.federation.site import Batch, Site, regularised
+from fedshift.federation.site import Batch, Site, with_regulariser
 from fedshift.functional.losses import proximal_penalty
 from fedshift.methods.base import PERSONAL
 from fedshift.methods.federated.fedavg import FedAvg
@@ -79,7 +79,7 @@ class PFedMe(FedAvg):
         penalty = lambda: proximal_penalty(model.named_parameters(), followed, self.proximal_weight)  # noqa: E731
         loss = site.minimise_over(
             self._repeat_batches(site, model, followed),
-            regularised(self.loss_at(site, model, weights), penalty),
+            with_regulariser(self.loss_at(site, model, weights), penalty),
             model,
             optimizers=[site.optimizer(model, rate=self.inner_rate)],
         )

@@ -30,7 +30,7 @@ from fedshift.data.domain import ALL_TASKS
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
-from fedshift.federation.site_base import joined
+from fedshift.federation.site_base import join_batches
 from fedshift.methods.base import Method, State
 from fedshift.methods.composition.options import plug_ins_of
 from fedshift.methods.method_tests import MethodTests, tries
@@ -113,7 +113,7 @@ class DeepAll(InOnePlace):
             return site.paired_batches(due)
         if self.domain_batches is None:
             return super().of_all(site, due)
-        return (joined(*sources) for sources, _ in self.of_each(site, due))
+        return (join_batches(*sources) for sources, _ in self.of_each(site, due))
 
     def of_each(self, site: Site, due: int) -> Iterator[tuple[tuple[Batch, ...], Batch | None]]:
         """A batch of every source and one of the target, if the pool holds it, for a step; until as in `of_all`.
