@@ -238,13 +238,13 @@ def measured_at(name: str, seed: int, runs: Path) -> tuple[DataSet, fedshift.api
             "device": "cpu",
         }
     )
-    data = built(experiment)
+    data = build_data(experiment)
     results = fedshift.run(experiment, runs)
     folder = results.folder / "fedavg"
     known = {
         site_scores.site: site_scores
         for site in data.domains
-        for site_scores in measured(folder / site / f"seed-{seed}", tuple(data.classes))
+        for site_scores in measured_sites(folder / site / f"seed-{seed}", tuple(data.classes))
         if site_scores.unseen
     }
     return data, results, known

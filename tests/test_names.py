@@ -49,16 +49,8 @@ STATES = {"property", "cached_property"}
 ALLOWED = {
     "methods/federated/recipe_unlabelled.py own": "a part of the network: weights in stored models have its name",
     "methods/pooled/dger.py own": "a part of the network: weights in stored checkpoints have its name",
-    **{
-        f"cli/{file}.py {event}": "an event of a run, as `fedshift.Callback` and reporters call it"
-        for file, events in {
-            "features": ("extracted",),
-            "run": ("diverged", "extracted", "finished", "skipped", "trained"),
-        }.items()
-        for event in events
-    },
 }
-LATER = ("data", "deploy", "evaluation/estimate", "experiment", "federation", "functional", "models")
+LATER = ("data", "deploy", "evaluation/estimate", "federation")
 """Folders whose names are not all put right yet."""
 
 

@@ -96,7 +96,7 @@ def pool_domains(domains: Sequence[Domain]) -> Domain:
             return None
         return np.concatenate([rows + start for rows, start in zip(kept, starts, strict=True)]).astype(np.int64)
 
-    def joined(name: str) -> Any:
+    def join(name: str) -> Any:
         kept = [getattr(domain, name) for domain in domains]
         return None if any(values is None for values in kept) else np.concatenate(kept)
 
@@ -108,7 +108,7 @@ def pool_domains(domains: Sequence[Domain]) -> Domain:
         labels=np.concatenate([domain.labels for domain in domains]),
         train_rows=rows_of("train_rows"),
         test_rows=rows_of("test_rows"),
-        masks=joined("masks"),
+        masks=join("masks"),
         ids=None if any(ids is None for ids in every) else tuple(name for ids in every for name in ids or ()),
         fixed_split=all(domain.fixed_split for domain in domains),
     )

@@ -198,13 +198,13 @@ class SiteData:
         for begin in range(0, self.samples, size):
             yield self.batch(rows[begin : begin + size])
 
-    def _plain(self, rows: Tensor, place: Tensor) -> Tensor:
+    def _plain(self, rows: Tensor, device_rows: Tensor) -> Tensor:
         # No cache for augmented data: only the few reads without augmentation could use it.
         if not (self._cacheable and self.deterministic):
             return to_network(self._raw(rows), self.preprocessing, self.device)
         if self._cache is None:
             self._cache = self._convert_all()
-        chosen = self._cache.index_select(0, place)
+        chosen = self._cache.index_select(0, device_rows)
         # The cache is (n, h, w, c): rows are selected in that layout, so the permuted view is channels-last, no copy.
         return chosen.permute(0, 3, 1, 2) if chosen.dim() == 4 else chosen
 

@@ -137,8 +137,9 @@ class Plan:
             )
         if fewer:
             yield (
-                f"samples are in groups, so only those of held-out groups are measured: {join_names(fewer, _MOST_NAMED)}; "
-                "protocol.base_images: shared measures all, which is right where no group is at two sites"
+                "samples are in groups, so only those of held-out groups are measured: "
+                f"{join_names(fewer, _MOST_NAMED)}; protocol.base_images: shared measures all, which is right where no "
+                "group is at two sites"
             )
 
     def stored_preprocessing(self, data: DataSet) -> Preprocessing:

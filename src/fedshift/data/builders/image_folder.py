@@ -135,8 +135,8 @@ class ImageFolder(SiteLabels):
         for site, pairs in files.items():
             number_of = {_NO_CLASS: UNKNOWN} | {label: number for number, label in enumerate(classes)}
             labels = np.array([number_of[label] for label, _ in pairs], dtype=np.int64)
-            own = None if groups is None else groups[begin : begin + len(pairs)]
-            domain = Domain(site, made.pixels[begin : begin + len(pairs)], labels, own)
+            site_groups = None if groups is None else groups[begin : begin + len(pairs)]
+            domain = Domain(site, made.pixels[begin : begin + len(pairs)], labels, site_groups)
             domains[site] = (
                 domain if tested is None else _fix_split(domain, [image.path in tested for _, image in pairs])
             )

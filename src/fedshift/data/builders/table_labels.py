@@ -155,13 +155,13 @@ class Labelling(BaseModel):
             return None
         condition = None if self.positive is None else Condition.parse(self.positive)
 
-        def known(row: int, cell: str) -> str | None:
+        def class_of_row(row: int, cell: str) -> str | None:
             try:
                 return _class_of(table, row, cell, self.column, condition, self.labels)
             except UserError:
                 return None
 
-        return [known(row, cell) for row, cell in enumerate(table.column(self.column))]
+        return [class_of_row(row, cell) for row, cell in enumerate(table.column(self.column))]
 
 
 def quantities_of(table: Columns, column: str) -> npt.NDArray[np.float32]:
