@@ -312,7 +312,7 @@ OTHERS = {
     "exposure": {"largest_shares"},
     "feature_alignment": {"mean_over_pairs"},
     "fixed_point": {"to_fixed", "from_fixed"},
-    "geometry": {"affine_matrices", "resampled", "cut_out"},
+    "geometry": {"affine_matrices", "resample", "cut_out"},
     "gradient_matching": {"masked_by_agreement", "products_about", "matching_weights", "matching_shares"},
     "information": {"pseudo_labels"},
     "jigsaw": {"tile_permutations", "shuffled_tiles"},
@@ -330,7 +330,7 @@ OTHERS = {
     "mixing": {
         *(
             "mixed_inputs",
-            "pasted",
+            "paste",
             "partners_in_the_other_half",
             "gradient_perturbed",
             "next_of_class",
@@ -338,13 +338,13 @@ OTHERS = {
             "rows_of_other_classes",
         )
     },
-    "pairwise_masks": {"masked"},
+    "pairwise_masks": {"add_masks"},
     "reference_distribution": {"scaled_one_hot", "random_projection"},
     "robust_aggregation": {"squared_distances"},
     "secret_noise": {"uniform", "normal"},
     "segmentation": {"dilate", "erode", "contour", "surroundings"},
     "server_optimizers": {"momentum_step", "adaptive_step"},
-    "spectra": {"amplitude", "low_frequencies", "interpolated"},
+    "spectra": {"amplitude", "low_frequencies", "interpolate_amplitudes"},
     "styles": {"style_assignment", "style_of_groups"},
     "templates": {"turned_templates"},
 }
