@@ -114,7 +114,7 @@ def _drawn(x: Tensor, y: Tensor, draws: torch.Generator) -> Iterator[tuple[Tenso
 def pfllib(checkout: Path, method: str, folder: Path, rounds: int, seed: int) -> float:
     """PFLlib's mean accuracy of the clients after so many rounds."""
     name, options = PFLLIB[_plain_name(method)]
-    data = "fedshift_clients"
+    data = "MNIST_clients"
     for path in folder.glob("c*.npz"):
         arrays = np.load(path)
         for part in ("train", "test"):
