@@ -59,7 +59,9 @@ Column = tuple[str, Callable[[str], str]]
 """A head, and the entry of each method."""
 
 
-def page_table(collected: Collected, select: Selection, warned: set[str], gains: Sequence[Column]) -> str:
+def page_table(
+    collected: Collected, select: Selection, warned: set[str], gains: Sequence[Column], *, sites: bool = False
+) -> str:
     """The table of an experiment, what each row adds, and one line of what only it has.
 
     Args:
@@ -67,6 +69,7 @@ def page_table(collected: Collected, select: Selection, warned: set[str], gains:
         select: the selection rule whose round is shown.
         warned: the warnings that the page has so far, for it has each once; those of this table are added.
         gains: what each method adds to the baseline.
+        sites: every site has a column, however many there are.
     """
     report = report_of(collected, select)
     whole, used = report.table, report.used if select == "last" else {}
@@ -76,7 +79,7 @@ def page_table(collected: Collected, select: Selection, warned: set[str], gains:
     ]
     more = [*gains, *labelled, *worst, *_number_columns(whole), *_costs(whole, used)]
     shown, last = whole, _last_row(whole, collected.results)
-    if len(whole.columns) > _FEW and AVERAGE in whole.columns:
+    if not sites and len(whole.columns) > _FEW and AVERAGE in whole.columns:
         shown, last = replace(whole, columns=(AVERAGE,)), []
     grid = _grid(shown, ", ".join(_corner(whole, collected)), more, last)
     notes = [note for note in _notes(whole, used, collected.results[0].metric) if note not in warned]

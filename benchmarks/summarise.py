@@ -3,8 +3,8 @@
 A marker ``<!-- table NAME [SELECT] -->`` … ``<!-- end -->`` is filled with the table of ``benchmarks/results/NAME``,
 and the published averages where ``published.json`` has them. ``python benchmarks/summarise.py NAME`` prints all of any
 folder of results: every site, settings, differences, published rows, bytes and seconds, and what a source with wrong
-labels counts. SELECT is a selection rule, ``cost``, ``weights`` or ``protocols``, for averages under three ways to
-choose the round.
+labels counts. SELECT is a selection rule, ``sites`` for a column of every site, ``cost``, ``weights`` or
+``protocols``, for averages under three ways to choose the round.
 ``<!-- attacks METHOD SITES -->`` … ``<!-- end -->`` is filled with what bad sites do under each rule.
 """
 
@@ -248,7 +248,8 @@ def section(match: re.Match[str], tests: bool, warned: set[str]) -> str:
     others = dict(zip(OTHERS, (costs, bad_weights, by_protocol), strict=True))
     if select in others:
         return "\n".join([head, others[select](collected), "<!-- end -->"])
-    rule = cast(Selection, select)
+    sites = select == "sites"
+    rule = "last" if sites else cast(Selection, select)
     if not tests:
         return "\n".join(
             [
@@ -259,10 +260,10 @@ def section(match: re.Match[str], tests: bool, warned: set[str]) -> str:
                 "<!-- end -->",
             ]
         )
-    parts = [head, page_table(collected, rule, warned, gains(name, collected, rule)), ""]
-    if name in PUBLISHED and select == "last" and PUBLISHED[name] not in warned:
+    parts = [head, page_table(collected, rule, warned, gains(name, collected, rule), sites=sites), ""]
+    if name in PUBLISHED and rule == "last" and PUBLISHED[name] not in warned:
         warned.add(PUBLISHED[name])
-        parts += [published_table(name, 1), ""]
+        parts += [published_table(name, 99 if sites else 1), ""]
     return "\n".join([*parts, "<!-- end -->"])
 
 
