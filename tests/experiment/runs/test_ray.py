@@ -97,7 +97,7 @@ class Removes(Reporter):
     def __init__(self, cluster: Any) -> None:
         self.cluster, self.finished_runs = cluster, list[Run]()
 
-    def finished(self, run: Run, result: RunResult, resumed: bool) -> None:
+    def on_finished(self, run: Run, result: RunResult, resumed: bool) -> None:
         if not self.finished_runs:
             self.cluster.remove_node(self.cluster.nodes.pop(), allow_graceful=False)
         self.finished_runs.append(run)

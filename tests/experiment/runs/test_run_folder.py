@@ -397,7 +397,7 @@ def test_a_lost_folder_is_noticed_before_a_file_takes_its_name(tmp_path: Path, m
             claim.unlink()
 
     class Leaves(Reporter):
-        def skipped(self, run: Run) -> None:
+        def on_skipped(self, run: Run) -> None:
             raise Stop
 
     monkeypatch.setattr(os, "fsync", lost)

@@ -54,7 +54,7 @@ def test_another_experiment_while_this_one_waits(tmp_path: Path) -> None:
     other = {**options, "training": {"rounds": 1}, "protocol": {"targets": ["b"], "seeds": [0]}}
 
     class Meanwhile(Reporter):
-        def finished(self, run: Run, result: RunResult, resumed: bool) -> None:
+        def on_finished(self, run: Run, result: RunResult, resumed: bool) -> None:
             if run.target == "a":
                 fedshift.run(other, tmp_path / "runs")
 
