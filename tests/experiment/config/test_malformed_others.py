@@ -73,7 +73,7 @@ SECTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("a misspelt balance", {"training": {"class_weights": "balance"}}, "training.class_weights"),
     ("weights beside privacy", {"training": {"class_weights": "balanced", "privacy": {"epsilon": 8}}}, "privacy"),
     ("a rate of no layer", {"training": {"layer_rates": {"features.frist": 2}}}, "'features.first'"),
-    ("a rate of zero", {"training": {"layer_rates": {"features": 0}}}, "training.layer_rates: "),
+    ("a rate of zero", {"training": {"layer_rates": {"features": 0}}}, "training.layer_rates.features: "),
     ("a backbone that never thaws", {"training": {"thaw_after": 2, "rounds": 2}}, "thaw_after: of 2 rounds"),
     ("no backbone", {"model": {"name": "mlp"}, "training": {"thaw_after": 1}}, "the network has no backbone"),
     ("a round below zero", {"training": {"thaw_after": -1}}, "training.thaw_after"),
