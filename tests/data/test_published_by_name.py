@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from fedshift.data.domain import DataSet
-from fedshift.data.published.manifest import Counts, published
+from fedshift.data.published.manifest import Counts, read_manifest
 from fedshift.data.published.pickled import read_pickled
 from fedshift.data.published.source import Published
 from fedshift.data.registry import names, parse, source_class
@@ -33,7 +33,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Small:
     """Says that a data set has these counts; ``classes`` keeps the first so many."""
 
     def smaller(name: str, counts: Mapping[str, Mapping[str, int]], classes: int | None = None) -> None:
-        about = published(name)
+        about = read_manifest(name)
         domains = {domain: Counts(**numbers) for domain, numbers in counts.items()}
         update = {"domains": domains, "total": None, "size": min(about.size, 32), "classes": about.classes[:classes]}
         monkeypatch.setattr(source_class(name), "about", about.model_copy(update=update))
@@ -81,14 +81,14 @@ def halves(data: DataSet, domain: str) -> tuple[list[int], list[int]]:
 )
 def test_counts_are_those_of_the_papers(name: str, samples: int, classes: int) -> None:
     """The manifests' counts are of lists and loaders; the sums stand in the papers."""
-    about = published(name)
+    about = read_manifest(name)
     assert sum(counts.all or 0 for counts in about.domains.values()) == samples
     assert len(set(about.classes)) == classes
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_manifest_says_what_to_fetch(name: str) -> None:
-    about = published(name)
+    about = read_manifest(name)
     assert all((about.title, about.source, about.licence, about.get, about.counts_from))
     with pytest.raises(UserError) as refused:
         parse({"name": name}).build()
@@ -144,7 +144,7 @@ def test_both_numbers_where_they_differ(tmp_path: Path, small: Small) -> None:
 
 def test_counts_that_no_source_is_sure_of_are_told_and_not_checked(tmp_path: Path) -> None:
     """DomainBed's paper and public loaders of its copy disagree, so neither number is an error."""
-    for place in published("terra_incognita").domains:
+    for place in read_manifest("terra_incognita").domains:
         image(tmp_path / place / "bird" / "1.jpg")
     for domains, text in ((None, "4 samples here (24,330 published): "), (["location_38"], "1 samples here: ")):
         warnings = built("terra_incognita", tmp_path, incomplete="allow", domains=domains).warnings

@@ -28,7 +28,7 @@ from fedshift.deploy.crypto.at_site import SecureSite
 from fedshift.deploy.crypto.keys import Order, PrivateKey
 from fedshift.deploy.crypto.sealing import SealingKey
 from fedshift.deploy.documents import read_stored
-from fedshift.deploy.estimates import Threshold, estimated, keep_sums, kept_sums, note_estimated, threshold_file
+from fedshift.deploy.estimates import Threshold, keep_sums, kept_sums, note_estimated, read_estimated, threshold_file
 from fedshift.deploy.flare.authority import CERTIFICATE, ISSUED, KEY, Authority
 from fedshift.deploy.flare.certificates import revoked_sites, write_issued
 from fedshift.deploy.flare.deployment_folder import Deployment
@@ -357,7 +357,7 @@ KINDS: dict[str, Kind] = {
         threshold_file(Path(), "fedavg-D0-0").as_posix(),
         lambda f: read_stored(Threshold, threshold_file(f, "fedavg-D0-0"), "delete it", older=True),
     ),
-    "estimates that were made": Kind(lambda f: note_estimated(f, ["r", "s"]), "estimates.json", estimated),
+    "estimates that were made": Kind(lambda f: note_estimated(f, ["r", "s"]), "estimates.json", read_estimated),
 }
 
 

@@ -122,9 +122,9 @@ def test_calibration_by_class_and_band_knows_the_accuracy_of_unsure_samples() ->
     unsure = here.max(axis=1) < 0.8
     right = float((here.argmax(axis=1) == truth)[unsure].mean())
     sums = sums_of(known, labels)
-    assert estimators.calibrated(sums, here[unsure]) == pytest.approx(right, abs=0.03)
+    assert estimators.histogram_binning(sums, here[unsure]) == pytest.approx(right, abs=0.03)
     assert here[unsure].max(axis=1).mean() > right + 0.05
-    assert estimators.calibrated(sums, known) == pytest.approx(sums.accuracy, abs=1e-3)
+    assert estimators.histogram_binning(sums, known) == pytest.approx(sums.accuracy, abs=1e-3)
 
 
 def test_the_norm_is_that_of_the_matrix_of_probabilities() -> None:

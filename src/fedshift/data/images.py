@@ -521,7 +521,7 @@ def _write(stream: IO[bytes], shape: tuple[int, ...], images: Iterable[_Image]) 
     """Write a cache file: the array; behind it, where numpy does not look, what else is known; the CRC of all that."""
     checksum, deep, paged = 0, {}, []
 
-    def put(data: bytes) -> None:
+    def write(data: bytes) -> None:
         # Not through a memory map: on a full disk a write raises an error, a map kills the process.
         nonlocal checksum
         checksum = zlib.crc32(data, checksum)
@@ -529,14 +529,14 @@ def _write(stream: IO[bytes], shape: tuple[int, ...], images: Iterable[_Image]) 
 
     header = BytesIO()
     np.lib.format.write_array_header_1_0(header, {"descr": "|u1", "fortran_order": False, "shape": shape})
-    put(header.getvalue())
+    write(header.getvalue())
     for number, image in enumerate(images):
-        put(image.pixels.tobytes())
+        write(image.pixels.tobytes())
         if image.deep is not None:
             deep[number] = image.deep
         if image.paged:
             paged.append(number)
-    put(json.dumps({"deep": deep, "paged": paged}).encode())
+    write(json.dumps({"deep": deep, "paged": paged}).encode())
     stream.write(checksum.to_bytes(_CRC))
     stream.flush()
 

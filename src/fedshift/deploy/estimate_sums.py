@@ -62,7 +62,7 @@ class EstimateSums:
         name = f"{self._plan.experiment.name}-{run.method.display}-seed-{run.seed}-sums"
         if name not in self._made:
             try:
-                self._made[name] = self._pooled(name, self._scores(run))
+                self._made[name] = self._pool_sums(name, self._scores(run))
             except FedshiftError as error:
                 self._log.warn(f"there are no sums over left-out sites of {name}: {error}")
                 self._made[name] = None
@@ -79,7 +79,7 @@ class EstimateSums:
         asked = [item.run for item in same if asks_sums(self._plan, item)]
         return {item.target: run_at_sites(self._plan.experiment.name, item) for item in asked}
 
-    def _pooled(self, name: str, scores: Mapping[str, str]) -> GivenPooled:
+    def _pool_sums(self, name: str, scores: Mapping[str, str]) -> GivenPooled:
         if len(scores) < FEWEST:
             raise FedshiftError(f"{len(scores)} sites send confidences, and a sum is of {FEWEST} or more")
         cards = self._keys(name, list(scores))
@@ -187,7 +187,7 @@ class _Sums:
             return {}
         asks = self._second("unmask", order, answered)
         content = {
-            site: sealed_content(added.sealed_for(site), {by: own[site] for by, own in codes.items() if by != site})
+            site: sealed_content(added.sealed_for(site), {by: sent[site] for by, sent in codes.items() if by != site})
             for site in codes
         }
         return self.asking.ask(

@@ -47,11 +47,11 @@ def threshold_file(folder: Path, run: str) -> Path:
     return folder / "thresholds" / f"{run}.json"
 
 
-def keep_sums(place: Path, sums: Mapping[str, GivenSums | None]) -> None:
+def keep_sums(file: Path, sums: Mapping[str, GivenSums | None]) -> None:
     """Keep the sums of a run's targets, until all runs are over."""
     plain = {site: of_site.model_dump(mode="json") for site, of_site in sums.items() if of_site is not None}
     if plain:
-        write_object(place, plain, indent=None)
+        write_object(file, plain, indent=None)
 
 
 def hand_over(plan: DeployedPlan, transport: Transport, folder: Path, deadline: float, log: EventLog) -> None:
@@ -64,17 +64,17 @@ def hand_over(plan: DeployedPlan, transport: Transport, folder: Path, deadline: 
         deadline: seconds to wait for an answer.
         log: is told of sites that do not answer.
     """
-    over = set(estimated(folder))
+    over = set(read_estimated(folder))
     names = [run_at_sites(plan.experiment.name, run.run) for run in plan.runs]
     waiting = [(run, name) for run, name in zip(plan.runs, names, strict=True) if run.split.predicted]
     waiting = [(run, name) for run, name in waiting if name not in over]
     sums = EstimateSums(plan, transport, deadline, log) if plan.experiment.engine.sums_only else None
     for planned, name in waiting:
-        known = {} if sums is not None else _known(plan, planned.run, transport, folder, deadline, log)
+        known = {} if sums is not None else _collect_known(plan, planned.run, transport, folder, deadline, log)
         pooled = None if sums is None else sums.of(planned.run)
         chosen = read_stored(Threshold, threshold_file(folder, name), _REMEDY, older=True)
         threshold = None if chosen is None else chosen.threshold
-        if _estimated(plan, planned, known, pooled, threshold, transport, deadline, log):
+        if _ask_estimate(plan, planned, known, pooled, threshold, transport, deadline, log):
             over.add(name)
     if not waiting:
         return
@@ -87,7 +87,7 @@ def hand_over(plan: DeployedPlan, transport: Transport, folder: Path, deadline: 
             ask_plain(transport, dict.fromkeys(sites, EndRequest(run=name)), deadline, Done)
 
 
-def _known(
+def _collect_known(
     plan: DeployedPlan, run: Run, transport: Transport, folder: Path, deadline: float, log: EventLog
 ) -> dict[str, GivenSite]:
     """Sums and reading of each site that was left out of a run beside this one, as the site without labels is told."""
@@ -99,12 +99,12 @@ def _known(
     for text in sums.values():
         check_classes(text, classes)
     known: dict[str, GivenSite] = {}
-    for site, own in sums.items():
+    for site, of_site in sums.items():
         others = [item.sums for other, item in sums.items() if other != site]
         if others:
             together = GivenSums.model_validate(plain_sums(reduce(add, others)))
             reading = _reading(site, names[site], together, transport, deadline, log)
-            known |= {} if reading is None else {site: GivenSite(sums=own, reading=reading)}
+            known |= {} if reading is None else {site: GivenSite(sums=of_site, reading=reading)}
     return known
 
 
@@ -124,13 +124,13 @@ class _Estimated(Frozen):
     runs: tuple[str, ...] = ()
 
 
-def kept_sums(place: Path) -> dict[str, GivenSums]:
+def kept_sums(file: Path) -> dict[str, GivenSums]:
     """What `keep_sums` kept, by site; empty if there is nothing.
 
     Raises:
         Damaged: the file is.
     """
-    sums = read_stored(_KeptSums, place, _REMEDY, older=True)
+    sums = read_stored(_KeptSums, file, _REMEDY, older=True)
     return {} if sums is None else sums.root
 
 
@@ -139,7 +139,7 @@ def note_estimated(folder: Path, runs: Collection[str]) -> None:
     write_object(folder / OVER, {"runs": sorted(runs)})
 
 
-def estimated(folder: Path) -> tuple[str, ...]:
+def read_estimated(folder: Path) -> tuple[str, ...]:
     """The runs that were noted.
 
     Raises:
@@ -160,7 +160,7 @@ def _reading(
     return None
 
 
-def _estimated(
+def _ask_estimate(
     plan: DeployedPlan,
     planned: PlannedRun,
     known: Mapping[str, GivenSite],

@@ -414,9 +414,9 @@ class Table(TableFormat, TaskFields):
         text = self.site_labels.get(site)
         if text == "none":
             return []
-        return self._labels(table if text is None else table.rows(self._labelled(table)))
+        return self._labels(table if text is None else table.rows(self._labelled_rows(table)))
 
-    def _labelled(self, table: Columns) -> list[int]:
+    def _labelled_rows(self, table: Columns) -> list[int]:
         """The rows that have a label."""
         return [row for row, cell in enumerate(table.column(self.label_column)) if not is_missing(cell)]
 
@@ -431,7 +431,7 @@ class Table(TableFormat, TaskFields):
             )
         numbers = unknown_labels(len(table))
         if labels:
-            numbers[self._labelled(table)] = self._stored_labels(table, labels, classes)
+            numbers[self._labelled_rows(table)] = self._stored_labels(table, labels, classes)
         return numbers
 
     def gives(self) -> dict[str, Any] | None:
@@ -475,7 +475,7 @@ class Table(TableFormat, TaskFields):
         for site, table in tables.items():
             parts[site] = table
             if self.site_labels.get(site) == "few_train":
-                known = self._labelled(table)
+                known = self._labelled_rows(table)
                 rest = sorted({*range(len(table))} - {*known})
                 parts |= {site: table.rows(rest), labelled_name(site): table.rows(known)}
         return self.giving(parts)

@@ -183,12 +183,12 @@ def _of_mat(path: Path, about: MatFile, part: Literal["train", "test"]) -> tuple
     if about.unit:
         images = np.rint(images * 255)
     if images.shape[1:3] != (_SIDE, _SIDE):
-        images = _resized(images.astype(np.uint8))
+        images = _resize(images.astype(np.uint8))
     digits = labels.argmax(axis=1) if labels.ndim == 2 and labels.shape[1] > 1 else labels.reshape(-1) % 10
     return np.broadcast_to(images, (*images.shape[:3], 3)).astype(np.uint8), digits.astype(np.int64)
 
 
-def _resized(images: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+def _resize(images: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     """Images (n, h, w, 1 or 3) brought to the side of the others, bilinearly."""
     grey = images.shape[-1] == 1
     sized = [

@@ -102,13 +102,13 @@ class Lists(BaseModel):
                 if listing is None and not location.incomplete:
                     raise location.missing(f"list {names[0].replace('{domain}', domain)}")
                 if listing is not None:
-                    images += _listed(listing, location, "" if part == "all" else part)
+                    images += _read_list(listing, location, "" if part == "all" else part)
             if images:
                 domains[domain] = _samples(images)
         return domains
 
 
-def _listed(listing: Path, location: Location, part: Part) -> list[_Image]:
+def _read_list(listing: Path, location: Location, part: Part) -> list[_Image]:
     """The images of a list. Its paths may begin above the folder, as ``/data/office/amazon/…``."""
     entries = [_entry(listing, number, line) for number, line in enumerate(_lines(listing), 1) if line.strip()]
     if wrong := next((label for _, label in entries if not 0 <= label < len(location.classes)), None):
@@ -193,7 +193,7 @@ class Table(BaseModel):
         if not rows or any(name not in rows[0] for name in (self.domain, self.label, self.split)):
             raise UserError(f"{table} lacks a column of {self.domain}, {self.label}, {self.split}: get it again")
         return next(
-            (form for form in self.image if (location.inside(_filled(form, rows[0]), table)).exists()), self.image[0]
+            (form for form in self.image if (location.inside(_fill(form, rows[0]), table)).exists()), self.image[0]
         )
 
     def _image(self, row: Mapping[str, str], form: str, location: Location, where: str) -> tuple[str, _Image]:
@@ -202,10 +202,10 @@ class Table(BaseModel):
         if domain is None or part is None or not (label.isdecimal() and int(label) < len(location.classes)):
             shown = ", ".join(f"{name} {value[:40]!r}" for name, value in cells.items())
             raise UserError(f"{where}: {shown} is not what this data set has: get the file again")
-        return domain, _Image(location.inside(_filled(form, row), Path(where)), int(label), part)
+        return domain, _Image(location.inside(_fill(form, row), Path(where)), int(label), part)
 
 
-def _filled(form: str, row: Mapping[str, str]) -> str:
+def _fill(form: str, row: Mapping[str, str]) -> str:
     for name, value in row.items():
         form = form.replace(f"{{{name}}}", value or "")
     return form

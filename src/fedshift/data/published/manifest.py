@@ -104,6 +104,6 @@ class PublishedSet(BaseModel):
 
 
 @cache
-def published(name: str) -> PublishedSet:
+def read_manifest(name: str) -> PublishedSet:
     """What is known of a published data set, from the file of its name."""
     return PublishedSet.model_validate(yaml.safe_load((_FOLDER / f"{name}.yaml").read_text(encoding="utf-8")))

@@ -79,14 +79,14 @@ def _up_to(mask: Path, level: int) -> ImageFile:
     """A mask file that is white where the grey level is at most ``level``."""
     file = on_disk(mask)
 
-    def opened() -> IO[bytes]:
+    def open_mask() -> IO[bytes]:
         written = io.BytesIO()
         with file.open() as stream, Image.open(stream, formats=("PNG", "BMP", "TIFF", "JPEG")) as image:
             image.convert("L").point(lambda grey: 255 if grey <= level else 0).save(written, "PNG")
         written.seek(0)
         return written
 
-    return ImageFile(f"{file.name}, up to {level}", file.stamp, opened)
+    return ImageFile(f"{file.name}, up to {level}", file.stamp, open_mask)
 
 
 class Volumes(BaseModel):

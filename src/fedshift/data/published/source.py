@@ -14,7 +14,7 @@ from fedshift.data.checks import check_dataset
 from fedshift.data.domain import DataSet, DataSource, Domain, Inputs, Manifest, Preprocessing, Rows
 from fedshift.data.images import ImageFile, decode_all
 from fedshift.data.locate import DATA_VARIABLE, data_root
-from fedshift.data.published.manifest import Counts, PublishedSet, published
+from fedshift.data.published.manifest import Counts, PublishedSet, read_manifest
 from fedshift.data.published.samples import Location, Samples
 from fedshift.errors import UserError, nearest
 
@@ -77,7 +77,7 @@ class Published(DataSource):
         part = self.incomplete == "allow"
         location = Location(self._folder(how), tuple(about.domains), chosen, about.classes, part, how)
         samples = about.layout.read(location)
-        warnings = tuple(compared(about, samples, location))
+        warnings = tuple(compare_counts(about, samples, location))
         domains = {name: self._domain(name, samples[name]) for name in chosen if name in samples}
         objective = None if about.task in ("classification", "segmentation") else {"task": about.task}
         preprocessing = self._preprocessing(domains).model_copy(update={"objective": objective})
@@ -119,7 +119,7 @@ class Published(DataSource):
         masks = None
         if samples.masks:
             flat = [masks_of[row] for row in rows for masks_of in samples.masks]
-            pixels = self._decoded(flat, 1, f"{name}-masks", mask=True)
+            pixels = self._decode(flat, 1, f"{name}-masks", mask=True)
             masks = pixels.reshape(len(rows), len(samples.masks), *pixels.shape[2:])
         inputs = self._inputs(name, samples, rows)
         return Domain(name, inputs, samples.labels[rows], None, split.get("train"), split.get("test"), masks)
@@ -127,10 +127,10 @@ class Published(DataSource):
     def _inputs(self, name: str, samples: Samples, rows: Rows) -> Inputs:
         if isinstance(samples.inputs, np.ndarray):
             return cast(Inputs, samples.inputs[rows])
-        files: Inputs = self._decoded([samples.inputs[row] for row in rows], self.about.channels, name)
+        files: Inputs = self._decode([samples.inputs[row] for row in rows], self.about.channels, name)
         return files
 
-    def _decoded(self, files: Sequence[ImageFile], channels: int, name: str, *, mask: bool = False) -> Any:
+    def _decode(self, files: Sequence[ImageFile], channels: int, name: str, *, mask: bool = False) -> Any:
         size = self.size or self.about.size
         return decode_all(files, channels, size, size, f"{self.name}-{name}", mask=mask).pixels
 
@@ -145,7 +145,7 @@ class Published(DataSource):
         )
 
 
-def compared(about: PublishedSet, samples: Mapping[str, Samples], location: Location) -> Iterator[str]:
+def compare_counts(about: PublishedSet, samples: Mapping[str, Samples], location: Location) -> Iterator[str]:
     """Warnings about what an incomplete copy lacks.
 
     Args:
@@ -159,7 +159,7 @@ def compared(about: PublishedSet, samples: Mapping[str, Samples], location: Loca
     if not samples:
         raise location.missing("sample of any domain")
     if about.unverified:
-        yield from _unverified(about, samples, location)
+        yield from _warn_unverified(about, samples, location)
         return
     for name in location.chosen:
         numbers = _numbers(name, about.domains[name], samples.get(name), location.classes)
@@ -170,7 +170,7 @@ def compared(about: PublishedSet, samples: Mapping[str, Samples], location: Loca
         yield from _difference("all domains", about.total, sum(map(len, samples.values())), location)
 
 
-def _unverified(about: PublishedSet, samples: Mapping[str, Samples], location: Location) -> Iterator[str]:
+def _warn_unverified(about: PublishedSet, samples: Mapping[str, Samples], location: Location) -> Iterator[str]:
     """That the counts are not sure, with the number there is, and the published one if it is another."""
     there, whole = sum(map(len, samples.values())), set(location.chosen) == set(location.domains)
     other = f" ({about.total:,} published)" if about.total is not None and whole and about.total != there else ""
@@ -211,7 +211,7 @@ def _numbers(
 def _source_of(name: str) -> type[Published]:
     its_name: Any = Literal.__getitem__(name)
     made = create_model(name, __base__=Published, __module__=__name__, name=(its_name, name))
-    made.about = published(name)
+    made.about = read_manifest(name)
     made.__doc__ = Published.__doc__
     return made
 

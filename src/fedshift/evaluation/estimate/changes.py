@@ -80,7 +80,7 @@ def nearby_answers(scores: Scores, inputs: Inputs, usual: Usual, seed: int = 0) 
     rows = inputs.astype(np.float32)
     answer = scores(inputs).argmax(axis=1)
     if inputs.dtype == np.int64:
-        near = [_swapped(inputs, part, draw) for part in (0.1, 0.15, 0.2, _SWAPPED)]
+        near = [_swap(inputs, part, draw) for part in (0.1, 0.15, 0.2, _SWAPPED)]
         return _answers(scores, near, answer)
     swapped = draw.random(rows.shape) < _SWAPPED
     small = (
@@ -173,11 +173,11 @@ def _of_numbers(rows: Inputs, usual: Usual, draw: np.random.Generator) -> Iterat
 def _of_tokens(rows: Inputs, draw: np.random.Generator) -> Iterator[tuple[str, Inputs]]:
     """Tokens are no numbers: they change places with those of other samples, or with their neighbours."""
     for part in (0.1, 0.2, 0.45):
-        yield f"swapped {part:.0%}".replace("%", " %"), _swapped(rows, part, draw)
+        yield f"swapped {part:.0%}".replace("%", " %"), _swap(rows, part, draw)
     yield "shift", np.roll(rows, 1, axis=1)
 
 
-def _swapped(rows: Inputs, part: float, draw: np.random.Generator) -> Inputs:
+def _swap(rows: Inputs, part: float, draw: np.random.Generator) -> Inputs:
     """Rows of which this part of the values comes from other rows; where either has no token all stays."""
     others = rows[draw.permutation(len(rows))]
     chosen = (draw.random(rows.shape) < part) & (rows >= 0) & (others >= 0)

@@ -5,9 +5,9 @@ with known truth: its accuracy is estimated from the others' sums, as that of th
 how far those estimates were off says how far this one may be.
 
 The estimate begins with the median of five (`USED`), since each of them is far off somewhere. Where no class
-frequencies explain the predictions (`unexplained`, beyond what the left-out sites show of each other), inputs have
-changed and not only frequencies: then confidence misleads most, and the median of the three that do not read it alone
-takes its place.
+frequencies explain the predictions (`unexplained_share`, beyond what the left-out sites show of each other), inputs
+have changed and not only frequencies: then confidence misleads most, and the median of the three that do not read it
+alone takes its place.
 
 Where the left-out sites' samples can be read, too, each gives further cases, in which its samples are changed or drawn
 again. What they show of the median's errors corrects it (`fedshift.evaluation.estimate.correction`), and so does, in
@@ -34,10 +34,10 @@ from fedshift.evaluation.estimate.distances import Apart, beyond
 from fedshift.evaluation.estimate.estimators import (
     ESTIMATORS,
     agreement,
-    calibrated,
     distance_of_confidence,
+    histogram_binning,
     moved_frequencies,
-    unexplained,
+    unexplained_share,
 )
 from fedshift.evaluation.estimate.prior import PUBLIC, Prior, Taught, signs
 from fedshift.evaluation.estimate.sums import Numbers, SiteSums, probabilities, sums_of
@@ -157,15 +157,15 @@ class Estimate:
         else:
             ends = f"{self.low:.1f} to {self.high:.1f} in {LEVEL:.0%} of cases"
             yield f"accuracy here, estimated: {self.estimate:.1f} % ({ends})"
-        for name, one in self.measures.items():
-            if self.abstain and one.reason == self.reasons[0]:
+        for name, measure in self.measures.items():
+            if self.abstain and measure.reason == self.reasons[0]:
                 continue
             at = "" if name == "auroc" else f" at threshold {self.threshold:.2f}"
             title = f"{ENTRIES[name].title}{at}"
-            if one.estimate is None:
-                yield f"{title}: no estimate: {one.reason}"
+            if measure.estimate is None:
+                yield f"{title}: no estimate: {measure.reason}"
             else:
-                yield f"{title}, estimated: {one.estimate:.1f} % ({one.low:.1f} to {one.high:.1f})"
+                yield f"{title}, estimated: {measure.estimate:.1f} % ({measure.low:.1f} to {measure.high:.1f})"
         if self.usual is not None:
             sites = f"{self.sites} site" + ("s" if self.sites > 1 else "")
             yield f"accuracy where it was measured: {self.usual:.1f} % (mean of {sites}, each left out in turn)"
@@ -199,7 +199,7 @@ class Estimate:
             "too_unlike": self.too_unlike,
             "looked_at": self.looked_at,
             "parts": dict(self.parts),
-            "measures": {name: one.plain() for name, one in self.measures.items()},
+            "measures": {name: measure.plain() for name, measure in self.measures.items()},
             "threshold": self.threshold,
         }
 
@@ -210,7 +210,7 @@ class Reading:
 
     Attributes:
         parts: by estimator.
-        unexplained, far: see the functions `unexplained` and `distance_of_confidence`.
+        unexplained, far: see the functions `unexplained_share` and `distance_of_confidence`.
         predicted, frequencies: total variation between the shares of predicted classes here and there, and between
             class frequencies as EM has them and theirs.
         peak: the share of the class that is predicted most, less that there.
@@ -256,7 +256,7 @@ def read(sums: SiteSums, scores: ArrayLike) -> Reading:
     there = sums.confusion.sum(axis=0) / sums.samples
     return Reading(
         {name: estimator(sums, shares) for name, estimator in ESTIMATORS.items()},
-        unexplained(sums, shares),
+        unexplained_share(sums, shares),
         distance_of_confidence(sums, shares),
         predicted=float(np.abs(here - there).sum() / 2),
         frequencies=float(np.abs(moved_frequencies(sums, shares) - sums.frequencies).sum() / 2),
@@ -403,18 +403,18 @@ def estimate_of_cases(
     notes = [*([unusual] if unusual and not unlike else []), *few]
     if cases is None or sites < FEWEST_SITES or len(shares) == 0:
         return replace(known, reasons=(*stop, *notes), harmful=bool(unlike), too_unlike=bool(unlike))
-    found = read(cases.whole, shares)
-    odd, far = found.unexplained - cases.unexplained, found.far - cases.far
+    reading = read(cases.whole, shares)
+    odd, far = reading.unexplained - cases.unexplained, reading.far - cases.far
     unlike_answers = _too_unlike(odd, far)
     known, stop = replace(known, too_unlike=bool(unlike or unlike_answers)), [*stop, *unlike_answers]
-    centre, low, high = cases.interval(found, shares, nearby, apart)
+    centre, low, high = cases.interval(reading, shares, nearby, apart)
     known = replace(known, looked_at=cases.taught is not None and nearby is not None)
     if not stop and 100 * (high - low) > WIDEST:
         stop.append(f"its interval would be {100 * (high - low):.0f} points wide")
     notes += _as_frequent(cases.whole, shares, centre)
     lost = 100 * ((usual or 0.0) - centre)
     harmful = bool(unlike) or _is_harmful(cases, (lost / LOSS, odd / ODD, far / DISTANT), apart)
-    parts = {name: 100 * value for name, value in found.parts.items()}
+    parts = {name: 100 * value for name, value in reading.parts.items()}
     if others:
         parts["agreement"] = 100 * agreement(np.stack([shares, *map(np.asarray, others)]))
     known = replace(
@@ -504,7 +504,7 @@ class Cases:
     def of(cls, left_out: Mapping[str, LeftOut], prior: Prior = PUBLIC) -> Cases:
         """Read at least two left-out sites, each from the sums of the others."""
         sums = {name: sums_of(site.scores, site.labels, site.threshold) for name, site in left_out.items()}
-        others = {name: reduce(add, (one for other, one in sums.items() if other != name)) for name in sums}
+        others = {name: reduce(add, (counts for other, counts in sums.items() if other != name)) for name in sums}
         readings = {name: read(others[name], site.scores) for name, site in left_out.items()}
         cases = cls.of_known({name: KnownSite(sums[name], readings[name]) for name in sums})
         apart = tuple(site.apart for site in left_out.values() if site.apart is not None)
@@ -512,7 +512,7 @@ class Cases:
         if not all(site.looked_at for site in left_out.values()):
             return cases
         usual = cases.unexplained
-        return cases._corrected(
+        return cases._add_correction(
             {name: list(known_cases(others[name], left_out[name], usual, at)) for at, name in enumerate(sums)}
         )
 
@@ -521,15 +521,15 @@ class Cases:
         """The same from sums and readings of at least two left-out sites, without a correction."""
         sums = {name: site.sums for name, site in known.items()}
         readings = {name: site.reading for name, site in known.items()}
-        usual = float(np.mean([one.unexplained for one in readings.values()]))
+        usual = float(np.mean([reading.unexplained for reading in readings.values()]))
         squares = {name: square_of(site, usual) for name, site in known.items()}
-        far = float(np.mean([one.far for one in readings.values()]))
-        scored = tuple(one.by_score for one in sums.values() if one.by_score is not None)
+        far = float(np.mean([reading.far for reading in readings.values()]))
+        scored = tuple(counts.by_score for counts in sums.values() if counts.by_score is not None)
         whole = reduce(add, sums.values())
         return cls(whole, usual, far, _factor(squares), len(sums), by_score=scored)
 
-    def _corrected(self, known: Mapping[str, Sequence[KnownCase]]) -> Cases:
-        """With what all sites' cases teach, and how well each site's are foretold by the others'."""
+    def _add_correction(self, known: Mapping[str, Sequence[KnownCase]]) -> Cases:
+        """Add what all sites' cases teach, and how well each site's are foretold by the others'."""
         squares = {
             name: float(np.mean([case.square(taught) for case in known[name]]))
             for name, taught in ((name, _taught(known, self.prior.correction, without=name)) for name in known)
@@ -597,10 +597,11 @@ def known_cases(others: SiteSums, site: LeftOut, usual: float, seed: int) -> Ite
         >>> {case.accuracy for case in cases}
         {1.0}
     """
-    natural, *changed = site.looked_at
+    natural = site.looked_at[0]
     again = drawn_again(natural.labels, natural.scores.shape[1], seed)
     moved = [Answers(natural.scores[rows], natural.labels[rows], natural.nearby[rows], natural.apart) for rows in again]
-    for answers, weight in [(natural, 1.0), *((one, 1.0) for one in changed), *((one, MOVED_COUNT) for one in moved)]:
+    weights = [1.0] * len(site.looked_at) + [MOVED_COUNT] * len(moved)
+    for answers, weight in zip([*site.looked_at, *moved], weights, strict=True):
         reading, samples = read(others, answers.scores), len(answers.labels)
         accuracy = float((answers.scores.argmax(axis=1) == answers.labels).mean())
         middle, seen = logit(reading.centre(usual)), None
@@ -614,7 +615,7 @@ def _signs(
     sums: SiteSums, reading: Reading, shares: Numbers, middle: float, nearby: NDArray[Any], apart: Apart
 ) -> Numbers:
     """``middle``: the logit of the median."""
-    more = logit(calibrated(sums, shares)) - middle
+    more = logit(histogram_binning(sums, shares)) - middle
     return signs(reading.frequencies, reading.peak, shares, nearby, apart.spread, more)
 
 
@@ -623,7 +624,7 @@ def _taught(known: Mapping[str, Sequence[KnownCase]], prior: Correction, without
     others = {name: cases for name, cases in known.items() if name != without}
     natural = [seen for cases in others.values() if (seen := cases[0].signs) is not None]
     usual = np.mean(natural, axis=0) if len(natural) == len(others) else None
-    return Taught(learn({name: [one.case for one in cases] for name, cases in others.items()}), prior, usual)
+    return Taught(learn({name: [item.case for item in cases] for name, cases in others.items()}), prior, usual)
 
 
 def square_of(site: KnownSite, usual: float) -> float:

@@ -30,14 +30,14 @@ _SMOOTH = 0.5
 _FEW = 3.0
 
 
-def warmed(sums: SiteSums, shares: Numbers) -> Numbers:
+def at_fitted_temperature(sums: SiteSums, shares: Numbers) -> Numbers:
     """The probabilities at the temperature that fits the labelled sites.
 
     Example:
         >>> from fedshift.evaluation.estimate.sums import sums_of
         >>> sums = sums_of([[0.9, 0.1]] * 6 + [[0.2, 0.8]] * 4, [0] * 5 + [1] * 5)
         >>> new = np.array([[0.7, 0.3]] * 6 + [[0.2, 0.8]] * 4)
-        >>> warmed(sums, new)[0].round(3).tolist()
+        >>> at_fitted_temperature(sums, new)[0].round(3).tolist()
         [0.711, 0.289]
     """
     return at_temperature(shares, sums.temperature)
@@ -55,7 +55,7 @@ def confidence(sums: SiteSums, shares: Numbers) -> float:
         >>> round(confidence(sums, new), 3)
         0.752
     """
-    return float(warmed(sums, shares).max(axis=1).mean())
+    return float(at_fitted_temperature(sums, shares).max(axis=1).mean())
 
 
 def difference_of_confidences(sums: SiteSums, shares: Numbers) -> float:
@@ -92,9 +92,9 @@ def thresholded_confidence(sums: SiteSums, shares: Numbers) -> float:
     wrong = sums.samples * (1 - sums.accuracy)
     counts, mine = sums.by_confidence.sum(axis=0), np.bincount(bins(shares.max(axis=1)), minlength=BINS)
     below = np.concatenate(([0.0], np.cumsum(counts)))
-    place = int(np.clip(np.searchsorted(below, wrong, side="right") - 1, 0, len(counts) - 1))
-    part = (wrong - below[place]) / counts[place] if counts[place] else 0.0
-    return _share(1 - (mine[:place].sum() + part * mine[place : place + 1].sum()) / len(shares))
+    cut = int(np.clip(np.searchsorted(below, wrong, side="right") - 1, 0, len(counts) - 1))
+    part = (wrong - below[cut]) / counts[cut] if counts[cut] else 0.0
+    return _share(1 - (mine[:cut].sum() + part * mine[cut : cut + 1].sum()) / len(shares))
 
 
 def sureness(sums: SiteSums, shares: Numbers) -> float:
@@ -152,15 +152,15 @@ def moved_frequencies(sums: SiteSums, shares: Numbers) -> Numbers:
         >>> moved_frequencies(even, np.array([[0.9, 0.1]] * 90 + [[0.1, 0.9]] * 10)).round(1).tolist()
         [0.9, 0.1]
     """
-    base, known = np.maximum(sums.frequencies, 1e-6), warmed(sums, shares)
-    own = base.copy()
+    base, known = np.maximum(sums.frequencies, 1e-6), at_fitted_temperature(sums, shares)
+    moved = base.copy()
     for _ in range(_STEPS):
-        posterior = known * (own / base)
+        posterior = known * (moved / base)
         posterior /= posterior.sum(axis=1, keepdims=True)
-        before, own = own, posterior.mean(axis=0)
-        if np.abs(own - before).max() < 1e-7:
+        before, moved = moved, posterior.mean(axis=0)
+        if np.abs(moved - before).max() < 1e-7:
             break
-    return own
+    return moved
 
 
 def by_moved_frequencies(sums: SiteSums, shares: Numbers) -> float:
@@ -173,8 +173,8 @@ def by_moved_frequencies(sums: SiteSums, shares: Numbers) -> float:
         >>> round(by_moved_frequencies(sums, new), 3)
         0.753
     """
-    own = moved_frequencies(sums, shares)
-    posterior = warmed(sums, shares) * (own / np.maximum(sums.frequencies, 1e-6))
+    moved = moved_frequencies(sums, shares)
+    posterior = at_fitted_temperature(sums, shares) * (moved / np.maximum(sums.frequencies, 1e-6))
     posterior /= posterior.sum(axis=1, keepdims=True)
     return float(posterior[np.arange(len(shares)), shares.argmax(axis=1)].mean())
 
@@ -199,11 +199,11 @@ def by_confusion(sums: SiteSums, shares: Numbers) -> float:
     mine = np.bincount(shares.argmax(axis=1), minlength=len(base)) / len(shares)
     gram = joint.T @ joint + _RIDGE * np.eye(len(base)) * np.square(joint).sum()
     ratio = np.maximum(1 + np.linalg.solve(gram, joint.T @ (mine - joint.sum(axis=1))), 0.0)
-    own = base * ratio
-    return _share(float(own @ sums.recalls / own.sum())) if own.sum() > 0 else sums.accuracy
+    frequencies = base * ratio
+    return _share(float(frequencies @ sums.recalls / frequencies.sum())) if frequencies.sum() > 0 else sums.accuracy
 
 
-def calibrated(sums: SiteSums, shares: Numbers) -> float:
+def histogram_binning(sums: SiteSums, shares: Numbers) -> float:
     """The share that is right at the labelled sites among predictions of the same class and band of confidence.
 
     Where few samples are known, `_FEW` more count that are as often right as all.
@@ -214,7 +214,7 @@ def calibrated(sums: SiteSums, shares: Numbers) -> float:
     Example:
         >>> from fedshift.evaluation.estimate.sums import sums_of
         >>> sums = sums_of([[0.9, 0.1]] * 6 + [[0.2, 0.8]] * 4, [0] * 5 + [1] * 5)
-        >>> round(calibrated(sums, np.array([[0.9, 0.1]] * 6 + [[0.2, 0.8]] * 4)), 3)
+        >>> round(histogram_binning(sums, np.array([[0.9, 0.1]] * 6 + [[0.2, 0.8]] * 4)), 3)
         0.896
     """
     predicted, bands = answers_of(shares)
@@ -258,8 +258,8 @@ def agreement(all_shares: Numbers) -> float:
         >>> agreement(np.array([[[0.9, 0.1], [0.4, 0.6]], [[0.8, 0.2], [0.7, 0.3]]]))
         0.5
     """
-    said = all_shares.argmax(axis=2)
-    pairs = [(one == other).mean() for i, one in enumerate(said) for other in said[:i]]
+    predictions = all_shares.argmax(axis=2)
+    pairs = [(first == second).mean() for i, first in enumerate(predictions) for second in predictions[:i]]
     return float(np.mean(pairs))
 
 
@@ -267,7 +267,7 @@ def _share(value: float) -> float:
     return float(min(1.0, max(0.0, value)))
 
 
-def unexplained(sums: SiteSums, shares: Numbers) -> float:
+def unexplained_share(sums: SiteSums, shares: Numbers) -> float:
     """The share of samples that no class frequencies explain: 0 if only these moved (label shift), up to 1.
 
     Predictions by class and band of confidence are taken for a mixture of those of each class at the labelled sites.
@@ -279,7 +279,7 @@ def unexplained(sums: SiteSums, shares: Numbers) -> float:
         >>> from fedshift.evaluation.estimate.sums import sums_of
         >>> site = np.array([[0.95, 0.05]] * 60 + [[0.05, 0.95]] * 40)
         >>> sums = sums_of(site, [0] * 60 + [1] * 40)
-        >>> unexplained(sums, site[30:]) < 0.02, unexplained(sums, np.full((50, 2), 0.5)) > 0.9
+        >>> unexplained_share(sums, site[30:]) < 0.02, unexplained_share(sums, np.full((50, 2), 0.5)) > 0.9
         (True, True)
     """
     classes = len(sums.frequencies)
@@ -289,11 +289,11 @@ def unexplained(sums: SiteSums, shares: Numbers) -> float:
     by_class /= by_class.sum(axis=1, keepdims=True)
     predicted, bands = answers_of(shares)
     mine = np.bincount(predicted * BANDS + bands, minlength=joint.shape[1]) / len(shares)
-    own = np.full(classes, 1 / classes)
+    frequencies = np.full(classes, 1 / classes)
     for _ in range(_STEPS):
-        part = own[:, None] * by_class
-        own = (part / part.sum(axis=0) * mine).sum(axis=1)
-    return float(np.abs(mine - own @ by_class).sum() / 2)
+        part = frequencies[:, None] * by_class
+        frequencies = (part / part.sum(axis=0) * mine).sum(axis=1)
+    return float(np.abs(mine - frequencies @ by_class).sum() / 2)
 
 
 def distance_of_confidence(sums: SiteSums, shares: Numbers) -> float:

@@ -101,7 +101,7 @@ def draw(
     stratum = strata_of(shares, asked)
     sizes = np.bincount(stratum)
     spread = np.sqrt(_means(sure * (1 - sure), stratum) + _variances(sure, stratum))
-    allotted = _allotted(sizes * spread, sizes, number)
+    allotted = _allot(sizes * spread, sizes, number)
     if strata is None:
         alike = sure.mean() * (1 - sure.mean())
         strata = len(sizes) > 1 and _variance(sizes, spread**2, allotted) <= _WORTH * alike / number
@@ -132,7 +132,7 @@ def accuracy_of(right: ArrayLike, drawn: Drawn, level: float = LEVEL) -> Interva
         >>> round(found.value, 1), round(found.low, 1), round(found.high, 1)  # as in tables of Wilson's interval
         (80.0, 54.1, 93.1)
     """
-    sizes, counts, hits = _counted(np.asarray(right, dtype=np.float64), drawn)
+    sizes, counts, hits = _count_by_stratum(np.asarray(right, dtype=np.float64), drawn)
     shares = sizes / sizes.sum()
     value = float(shares @ (hits / counts))
     worth = _worth(sizes, counts, hits)
@@ -200,7 +200,7 @@ def labels_needed(interval: Interval, labels: int, samples: int, width: float, l
     for number in _doubling(labels, samples):
         if _width(value, each * number * _of_finite(number, samples), level) <= width / 100:
             return _first(
-                lambda one: _width(value, each * one * _of_finite(one, samples), level) <= width / 100, number
+                lambda count: _width(value, each * count * _of_finite(count, samples), level) <= width / 100, number
             )
     return samples
 
@@ -246,7 +246,7 @@ def _variances(values: Numbers, stratum: Rows) -> Numbers:
     return np.maximum(_means(values**2, stratum) - _means(values, stratum) ** 2, 0.0)
 
 
-def _allotted(wanted: NDArray[Any], sizes: NDArray[Any], number: int) -> Rows:
+def _allot(wanted: NDArray[Any], sizes: NDArray[Any], number: int) -> Rows:
     """How many labels each stratum gets: at least two where it has as many, no more than it has, ``number`` in all."""
     least = np.minimum(2, sizes)
     result: Rows = least.astype(np.int64)
@@ -262,7 +262,7 @@ def _variance(sizes: Numbers | Rows, spread: Numbers, counts: Numbers | Rows) ->
     return float(((whole / whole.sum()) ** 2 * spread / counts).sum())
 
 
-def _counted(right: Numbers, drawn: Drawn) -> tuple[Numbers, Numbers, Numbers]:
+def _count_by_stratum(right: Numbers, drawn: Drawn) -> tuple[Numbers, Numbers, Numbers]:
     """The size, the labels and the right answers of each stratum; one without labels joins its neighbour."""
     result: list[list[float]] = []
     carried = 0.0

@@ -167,7 +167,7 @@ def given_whole(whole: Whole) -> GivenWhole:
         "sums": plain_sums(whole.sums),
         "by_score": scores,
     }
-    return _given(GivenWhole, plain)
+    return _parse(GivenWhole, plain)
 
 
 def given_pooled(pooled: Pooled) -> GivenPooled:
@@ -190,13 +190,13 @@ def given_pooled(pooled: Pooled) -> GivenPooled:
         "squares": max(0.0, pooled.squares),
         "rate_squares": np.maximum(pooled.rate_squares, 0.0).tolist(),
     }
-    return _given(GivenPooled, plain)
+    return _parse(GivenPooled, plain)
 
 
 _G = TypeVar("_G", bound=_Part)
 
 
-def _given(kind: type[_G], plain: dict[str, Any]) -> _G:
+def _parse(kind: type[_G], plain: dict[str, Any]) -> _G:
     try:
         return kind.model_validate(plain)
     except ValidationError as error:

@@ -58,7 +58,7 @@ class Whole:
     sums: SiteSums
     by_score: Numbers | None
 
-    def others(self, own: SiteSums) -> SiteSums:
+    def others(self, site: SiteSums) -> SiteSums:
         """The sums of the others: all, less a site's own.
 
         Example:
@@ -68,10 +68,10 @@ class Whole:
             2
         """
         less = {
-            name: np.maximum(getattr(self.sums, name) - getattr(own, name), 0.0)
+            name: np.maximum(getattr(self.sums, name) - getattr(site, name), 0.0)
             for name in ("by_confidence", "losses", "confidences", "answers")
         }
-        return SiteSums(self.sums.samples - own.samples, cost=max(0.0, self.sums.cost - own.cost), **less)
+        return SiteSums(self.sums.samples - site.samples, cost=max(0.0, self.sums.cost - site.cost), **less)
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Pooled:
         return Cases(whole.sums, self.unexplained, self.far, factor, whole.sites, rates=rates)
 
 
-def first_part(own: SiteSums) -> Numbers:
+def first_part(sums: SiteSums) -> Numbers:
     """A site's part of the first sum (n,).
 
     Example:
@@ -109,11 +109,11 @@ def first_part(own: SiteSums) -> Numbers:
         >>> first_part(sums_of([[0.9, 0.1], [0.4, 0.6]], [0, 0]))[:5].tolist()  # accuracy, little, rated, samples
         [0.5, 1.0, 0.0, 2.0, 0.0]
     """
-    rated = own.by_score is not None and tells_rates(own.by_score)
-    head = [own.accuracy, float(says_little(own.confusion.sum(axis=1))), float(rated), float(own.samples)]
-    parts = [own.by_confidence, own.losses, own.confidences, own.answers, np.array([own.cost])]
-    if own.by_score is not None:
-        parts.append(own.by_score * float(rated))
+    rated = sums.by_score is not None and tells_rates(sums.by_score)
+    head = [sums.accuracy, float(says_little(sums.confusion.sum(axis=1))), float(rated), float(sums.samples)]
+    parts = [sums.by_confidence, sums.losses, sums.confidences, sums.answers, np.array([sums.cost])]
+    if sums.by_score is not None:
+        parts.append(sums.by_score * float(rated))
     return np.concatenate([head, *(part.ravel() for part in parts)])
 
 
@@ -164,29 +164,29 @@ def second_part(reading: Reading) -> Numbers:
     return np.array([reading.unexplained, reading.far])
 
 
-def third_part(whole: Whole, unexplained: float, own: SiteSums, reading: Reading) -> Numbers:
+def third_part(whole: Whole, unexplained: float, sums: SiteSums, reading: Reading) -> Numbers:
     """A site's part of the third sum (4,): squared errors of the accuracy and of the rates of two classes.
 
     Args:
         whole: the first sum.
         unexplained: the mean of the second.
-        own: sums of the site.
+        sums: of the site.
         reading: by the sums of the others.
 
     Example:
         >>> from fedshift.evaluation.estimate.combination import read
         >>> from fedshift.evaluation.estimate.sums import sums_of
         >>> scores = [[0.9, 0.1], [0.2, 0.8]] * 10
-        >>> own = sums_of(scores, [0, 1] * 10)
-        >>> whole = whole_of(3 * first_part(own), sites=3, classes=2)
-        >>> third_part(whole, 0.0, own, read(whole.others(own), scores)).tolist()  # three sites that are alike
+        >>> sums = sums_of(scores, [0, 1] * 10)
+        >>> whole = whole_of(3 * first_part(sums), sites=3, classes=2)
+        >>> third_part(whole, 0.0, sums, read(whole.others(sums), scores)).tolist()  # three sites that are alike
         [0.0, 0.0, 0.0, 0.0]
     """
     rates = np.zeros(len(MEASURES))
-    mine = own.by_score
+    mine = sums.by_score
     if whole.by_score is not None and mine is not None and tells_rates(mine) and whole.rated > 1:
         rates = squares_of(np.maximum(whole.by_score - mine, 0.0), mine)
-    return np.concatenate([[square_of(KnownSite(own, reading), unexplained)], rates])
+    return np.concatenate([[square_of(KnownSite(sums, reading), unexplained)], rates])
 
 
 def estimate_from_pooled(

@@ -35,7 +35,7 @@ def signs(
         shares: probabilities (m, classes).
         nearby: answers nearby (m, changes, 2).
         spread: of the samples, see `fedshift.evaluation.estimate.distances.Apart`.
-        calibrated: log-odds of the estimator `calibrated` less those of the median.
+        calibrated: log-odds of the estimator `histogram_binning` less those of the median.
 
     Example:
         >>> signs(0.1, 0.2, np.array([[0.5, 0.5]]), np.ones((1, 4, 2)), 0.3, -0.4).shape

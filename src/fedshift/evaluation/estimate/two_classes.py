@@ -105,12 +105,12 @@ def measures(counts: Numbers) -> Numbers:
     return np.array([auroc, positive[_FIRST:].sum(), negative[:_FIRST].sum()])
 
 
-def pooled(known: Numbers, here: Numbers) -> Numbers:
+def pooled_measures(known: Numbers, here: Numbers) -> Numbers:
     """What the left-out sites have, whatever is here.
 
     Example:
         >>> known = by_score([0.1, 0.4, 0.6, 0.9], [0, 1, 0, 1])
-        >>> pooled(known, known.sum(axis=0)).tolist()
+        >>> pooled_measures(known, known.sum(axis=0)).tolist()
         [0.75, 0.5, 0.5]
     """
     return measures(known)
@@ -124,7 +124,7 @@ def difference_of_expectations(known: Numbers, here: Numbers) -> Numbers:
         >>> difference_of_expectations(known, known.sum(axis=0)).round(6).tolist()
         [0.75, 0.5, 0.5]
     """
-    right = _calibrated(known)
+    right = _calibrate(known)
     expected, usual = (_logits(measures(np.stack([bins * (1 - right), bins * right]))) for bins in (here, known.sum(0)))
     return _shares(_logits(measures(known)) + expected - usual)
 
@@ -160,7 +160,7 @@ def moved_scores(known: Numbers, here: Numbers) -> Numbers:
 
 
 ESTIMATORS: Mapping[str, Callable[[Numbers, Numbers], Numbers]] = {
-    "pooled": pooled,
+    "pooled": pooled_measures,
     "difference of expectations": difference_of_expectations,
     "moved scores": moved_scores,
 }
@@ -230,7 +230,7 @@ def estimates_of(known: Rates, here: Numbers) -> dict[str, Range]:
         return {name: Range(None, reason=why) for name in MEASURES}
     odds, errors = _middle(known.by_score, here)
     factors = np.sqrt((PRIOR + known.squares) / (PRIOR + known.sites))
-    numbers = _expected(known.by_score, here)
+    numbers = _expected_counts(known.by_score, here)
     result = {}
     for index, name in enumerate(MEASURES):
         result[name] = _range(float(odds[index]), float(factors[index] * errors[index]), name, numbers, known.sites)
@@ -263,7 +263,7 @@ def squares_of(others: Numbers, counts: Numbers) -> Numbers:
     return np.asarray(np.minimum(np.maximum(0.0, (odds - _logits(truth)) ** 2 - noise) / errors**2, _MOST_SQUARE))
 
 
-def _expected(known: Numbers, here: Numbers) -> Numbers:
+def _expected_counts(known: Numbers, here: Numbers) -> Numbers:
     """Samples of each class that are expected here (2,): by EM over the pooled bells (Saerens 2002)."""
     bells, share = _smooth(known), 0.5
     for _ in range(2 * _STEPS):
@@ -300,7 +300,7 @@ def _noise(name: str, share: float, numbers: Numbers) -> float:
     return float((share * (1 - share) + several) / (positive * negative) / (share * (1 - share)) ** 2)
 
 
-def _calibrated(known: Numbers) -> Numbers:
+def _calibrate(known: Numbers) -> Numbers:
     """The probability of the positive class in each bin (SCORES,), by Platt's line, which begins as the scores are."""
     negative, positive = known
     rows, line = np.stack([_MIDDLES, np.ones(SCORES)]), np.array([1.0, 0.0])
