@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -458,10 +457,11 @@ def _seconds_to_measure(experiment: Experiment, data: DataSet, device: str, *, p
     """Seconds of the largest domains, measured on one sample of each and on some: the fastest of three."""
     network = experiment.training.network(experiment.model, data.input_shape, len(data.classes), 0).to(device)
     weights = Weights(network.state_dict()).clone()
-    domains = sorted(data.domains.values(), key=len)[-_MEASURED_SITES:]
+    known = {domain.name: domain.known for domain in data.domains.values() if len(domain.known)}
+    largest = sorted(known, key=lambda name: len(known[name]))[-_MEASURED_SITES:]
     every, last = [], []
     for number in (1, _MEASURED):
-        rows = {domain.name: np.arange(min(len(domain), number)) for domain in domains}
+        rows = {name: known[name][:number] for name in largest}
         evaluator = Evaluator(
             replace(data, preprocessing=_in_any_scale(data)),
             Split(rows, {}, rows),
@@ -470,9 +470,9 @@ def _seconds_to_measure(experiment: Experiment, data: DataSet, device: str, *, p
             experiment.evaluation.resamples,
             own_weights=(lambda _, common: common.clone()) if personal else None,
         )
-        every.append(_fastest(evaluator.measure, network, weights) / len(domains))
-        last.append(_fastest(evaluator.final, network, weights) / len(domains))
-    further = max(1, min(_MEASURED, len(domains[0])) - 1)
+        every.append(_fastest(evaluator.measure, network, weights) / len(largest))
+        last.append(_fastest(evaluator.final, network, weights) / len(largest))
+    further = max(1, min(_MEASURED, len(known[largest[0]])) - 1)
     (site, whole), (last_site, last_whole) = every, last
     sample, last_sample = (max(0.0, whole - site) / further, max(0.0, last_whole - last_site) / further)
     return MeasuringTime(site, sample, max(0.0, last_site - site), max(0.0, last_sample - sample))
