@@ -29,7 +29,7 @@ experiment = {
 }
 
 if __name__ == "__main__":
-    for sentence in fedshift.check(experiment).found:  # the classifier and the stages, found by themselves
+    for sentence in fedshift.check(experiment).model_notes:  # the classifier and the stages, found by themselves
         print(sentence)
     results = fedshift.run(experiment)
     print(results)

@@ -36,7 +36,7 @@ def site_of(images: Tensor) -> Any:
         pixels=lambda inputs: inputs,
         inputs_of=lambda pixels: pixels,
         generator_for=lambda purpose: torch.Generator().manual_seed(0),
-        data=SimpleNamespace(batch=lambda rows: (images[rows], None), stored=lambda rows: images[rows]),
+        data=SimpleNamespace(batch=lambda rows: (images[rows], None), stored_rows=lambda rows: images[rows]),
     )
 
 

@@ -108,7 +108,7 @@ def test_it_is_part_of_a_run_s_identity_only_where_it_is_used(tmp_path: Path) ->
 
 @pytest.mark.parametrize(("asked", "sources", "drawn"), [(None, 9, None), (3, 9, 3), (0.1, 1000, 100), (0.1, 4, 1)])
 def test_a_number_or_a_share(asked: Any, sources: int, drawn: int | None) -> None:
-    assert LeaveOneOut(sites_per_round=asked).drawn(sources) == drawn
+    assert LeaveOneOut(sites_per_round=asked).number_drawn(sources) == drawn
 
 
 ADAPT = {"kind": "adapt_to_one"}

@@ -52,7 +52,7 @@ def test_groups_and_not_images_count_the_same() -> None:
         samples=11,
         scratch={},
         generator_for=lambda purpose: torch.Generator().manual_seed(0),
-        data=SimpleNamespace(stored=lambda some: stack[some], input_shape=(1, 12, 12)),
+        data=SimpleNamespace(stored_rows=lambda some: stack[some], input_shape=(1, 12, 12)),
     )
     style = Pardon(style_space="pixel").share_style(site).styles
     torch.testing.assert_close(style["mean"][0], (bright.mean() + dark.mean())[None] / 2)
