@@ -198,12 +198,18 @@ def stop(kit: Kit) -> bool:
 
 @contextlib.contextmanager
 def running_services(coordinator: Path, sites: Iterable[Path]) -> Iterator[None]:
-    """Run a federation on this machine inside the block: the services of a coordinator's kit and of sites' kits."""
+    """Run a federation on this machine inside the block: the services of a coordinator's kit and of sites' kits.
+
+    The coordinator is connected when the block begins; sites look for it until they are.
+    """
     started: list[Kit] = []
     try:
-        for folder, role in ((coordinator, "coordinator"), *((site, "site") for site in sites)):
-            kit = load_kit(folder, role)
-            start(kit, folder / "SITE.yaml" if role == "site" else None, wait=0)
+        kit = load_kit(coordinator, "coordinator")
+        start(kit)
+        started.append(kit)
+        for folder in sites:
+            kit = load_kit(folder, "site")
+            start(kit, folder / "SITE.yaml", wait=0)
             started.append(kit)
         yield
     finally:
