@@ -132,8 +132,8 @@ class OnnxModel:
         names, inputs, shift = self._read(rows)
         if shift.refusal is not None and not accept_shift:
             raise TooUnlike(f"{shift.refusal}. Mend the data, or predict all the same: accept_shift")
-        told = [self._answer(scores) for scores in self._scores(inputs)]
-        predictions = [{"id": name, **item} for name, item in zip(names, told, strict=True)]
+        answers = [self._answer(scores) for scores in self._scores(inputs)]
+        predictions = [{"id": name, **item} for name, item in zip(names, answers, strict=True)]
         return {"predictions": predictions, "warning": shift.warning}
 
     def estimate(self, rows: Sequence[Any]) -> Estimate:

@@ -15,24 +15,24 @@ from fedshift.methods.composition.options import Composed
 from fedshift.methods.method_tests import MethodTests, Try, other_values
 
 
-def tests_of(name: str) -> MethodTests:
+def method_tests(name: str) -> MethodTests:
     return registry.method_class(name).traits.tests
 
 
 def method_of(name: str, options: Mapping[str, Any]) -> Method:
     """The method as its tests run it, with these options."""
-    return registry.parse({"name": name, **tests_of(name).beside, **options})
+    return registry.parse({"name": name, **method_tests(name).beside, **options})
 
 
 def default_of(name: str, option: str) -> Any:
     described = registry.method_class(name).model_fields[option]
-    return tests_of(name).beside.get(option, described.get_default(call_default_factory=True))
+    return method_tests(name).beside.get(option, described.get_default(call_default_factory=True))
 
 
 @functools.cache
 def cases(name: str) -> dict[str, tuple[Try, ...]]:
     """What is tried of each option; those that every method has are tried elsewhere."""
-    tests, fields = tests_of(name), registry.method_class(name).model_fields
+    tests, fields = method_tests(name), registry.method_class(name).model_fields
     tried: dict[str, tuple[Try, ...]] = {}
     for option in sorted(fields.keys() - Composed.model_fields.keys()):
         all_elsewhere = option in tests.elsewhere and get_origin(fields[option].annotation) is not Literal
@@ -43,7 +43,7 @@ def cases(name: str) -> dict[str, tuple[Try, ...]]:
 
 def _derived(name: str, option: str) -> Iterator[Try]:
     annotation = registry.method_class(name).model_fields[option].annotation
-    elsewhere = tests_of(name).elsewhere.get(option, ())
+    elsewhere = method_tests(name).elsewhere.get(option, ())
     values = [value for value in other_values(annotation, default_of(name, option)) if value not in elsewhere]
     if legal := tuple(value for value in values if _may_be(name, option, value)):
         yield Try(legal)

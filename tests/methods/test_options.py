@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 import numpy as np
 import pytest
 import torch
-from option_cases import cases, default_of, method_of, tests_of
+from option_cases import cases, default_of, method_of, method_tests
 from test_ccst import coloured
 from test_ccst_samples import vgg_files
 from test_fedadg import held_out
@@ -150,9 +150,9 @@ CASES = [
 
 @pytest.mark.parametrize("name", registry.names())
 def test_every_option_has_a_case(name: str) -> None:
-    without = fields(name) - cases(name).keys() - tests_of(name).elsewhere.keys()
+    without = fields(name) - cases(name).keys() - method_tests(name).elsewhere.keys()
     assert not without, f"give the trait `tests` of '{name}' values to try: MethodTests(options={{'NAME': tries(…)}})"
-    unknown = (tests_of(name).elsewhere.keys() | tests_of(name).beside.keys()) - fields(name)
+    unknown = (method_tests(name).elsewhere.keys() | method_tests(name).beside.keys()) - fields(name)
     assert not unknown, f"'{name}' has no such options"
 
 
@@ -161,7 +161,7 @@ def test_every_value_that_may_be_chosen_is_tried(name: str) -> None:
     """All values of options that are one of a few."""
     for option, described in registry.method_class(name).model_fields.items():
         tried = {value for one in cases(name).get(option, ()) for value in one.values if isinstance(value, str | bool)}
-        tried |= set(tests_of(name).elsewhere.get(option, ()))
+        tried |= set(method_tests(name).elsewhere.get(option, ()))
         if get_origin(described.annotation) is Literal:
             assert tried == set(get_args(described.annotation)) - {default_of(name, option)}, f"`tests`: '{option}'"
         elif described.annotation is bool:
@@ -170,7 +170,7 @@ def test_every_value_that_may_be_chosen_is_tried(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "option", "one"), CASES)
 def test_an_option_changes_the_result(name: str, option: str, one: Try) -> None:
-    where = one.where or tests_of(name).where
+    where = one.where or method_tests(name).where
     asked = [dict(one.beside), *({**one.beside, option: value} for value in one.values)]
     results = [outcome(name, json.dumps(options), where) for options in asked]
     for number, result in enumerate(results):

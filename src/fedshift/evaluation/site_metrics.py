@@ -91,15 +91,15 @@ def site_metrics(
         curve, values["calibration_error"] = _calibration(outcomes)
         if resamples:
             limits = intervals(outcomes, tuple(values), scored.groups, resamples)
-    told = [metric for metric in values if not hidden or not ENTRIES[metric].by_class]
+    shown = [metric for metric in values if not hidden or not ENTRIES[metric].by_class]
     unseen = withheld([count for *_, count in curve], smallest_group)
     return SiteMetrics(
         site=site,
         part=part,
         samples=len(labels),
         support=[None if number in hidden else count for number, count in enumerate(counts)],
-        values={metric: values[metric] for metric in told},
-        intervals={metric: limits[metric] for metric in told if metric in limits},
+        values={metric: values[metric] for metric in shown},
+        intervals={metric: limits[metric] for metric in shown if metric in limits},
         threshold=threshold,
         reliability=[point for number, point in enumerate(curve) if number not in unseen],
     )

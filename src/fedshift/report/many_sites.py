@@ -60,9 +60,9 @@ def unlike(domains: Sequence[DomainCheck]) -> Iterator[str]:
 
 def without_labels(domains: Sequence[DomainCheck]) -> Iterator[str]:
     """Where samples have no label, and how many: a line for each of a few domains, or one for all."""
-    some = [domain for domain in domains if domain.without_label]
-    if len(some) <= FEW:
-        for domain in some:
+    lacking = [domain for domain in domains if domain.without_label]
+    if len(lacking) <= FEW:
+        for domain in lacking:
             what = (
                 "not measured"
                 if domain.without_label == domain.samples
@@ -70,13 +70,11 @@ def without_labels(domains: Sequence[DomainCheck]) -> Iterator[str]:
             )
             yield f"{domain.name}: {domain.without_label} samples without labels, which no source trains on; {what}"
         return
-    number, none = (
-        sum(domain.without_label for domain in some),
-        [domain.name for domain in some if domain.without_label == domain.samples],
-    )
-    yield f"{number} samples without labels, which no source trains on: {join_names([domain.name for domain in some])}"
-    if none:
-        yield f"not measured, without any label: {join_names(none)}"
+    samples = sum(domain.without_label for domain in lacking)
+    names = join_names([domain.name for domain in lacking])
+    yield f"{samples} samples without labels, which no source trains on: {names}"
+    if bare := [domain.name for domain in lacking if domain.without_label == domain.samples]:
+        yield f"not measured, without any label: {join_names(bare)}"
 
 
 def missing_cells_of(column: str, sites: Mapping[str, tuple[int, int]]) -> str:

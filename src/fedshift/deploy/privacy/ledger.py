@@ -212,20 +212,20 @@ class PrivacyLedger:
         """All costs that are known, by mark and kind, and how many exchanges there were beside them."""
         stored = lines_of(self._file)
         readable = [line for text in stored if is_undamaged(text) and (line := _line_of(text)) is not None]
-        told = [line for answer in answers if (line := _line_of(json.dumps(answer.get("ledger")))) is not None]
+        reported = [line for answer in answers if (line := _line_of(json.dumps(answer.get("ledger")))) is not None]
         costs: dict[tuple[str, float, float], NoisySteps] = {}
         for line in readable:
             if line.steps:
                 key = line.mark, line.noise_multiplier, line.sample_rate
                 costs[key] = replace(line.noisy, steps=line.steps + (costs[key].steps if key in costs else 0))
         known = len(readable) or 1  # without a file its first line, which counts nothing, is missing as well
-        for line in told:
+        for line in reported:
             key = line.mark, line.noise_multiplier, line.sample_rate
             known += key not in costs
             if key not in costs or costs[key].steps < line.steps:
                 costs[key] = line.noisy
-        counted = max([counted, len(stored), *(line.lines for line in told)])
-        if not readable and not told and (self._memory / SECRET).exists():
+        counted = max([counted, len(stored), *(line.lines for line in reported)])
+        if not readable and not reported and (self._memory / SECRET).exists():
             counted = known + 1  # it was begun, and nothing says what for
         unsaid = set() if readable else {_exchange_of(answer) for answer in answers if _may_have_cost(answer)}
         return costs, max(0, counted - known, len(unsaid))

@@ -94,7 +94,7 @@ class SecureFederation(RemoteFederation):
         """Sites that gave no key in this run → error and reason."""
         self._answered: dict[str, list[str]] = {}
         """Exchange and call → the sites of their sum, as the sites were told."""
-        self._told_before: list[str] | None = None
+        self._announced: list[str] | None = None
         """The sites of the present sum as they were told before the coordinator was killed; None: it was not."""
         self._weighing: Weighing | None = None
         self._sum: SumAsked | None = None
@@ -107,7 +107,7 @@ class SecureFederation(RemoteFederation):
         # The first sum of a run decides who has a key, and other sources may be drawn for the next.
         self._fetch_keys(to if self.per_round is None else self.sources)
         number = self.progress.exchange
-        self._told_before = self._answered.get(f"{number}-{call}")
+        self._announced = self._answered.get(f"{number}-{call}")
         sums: dict[Layout, SecureSum] = {}
         self._weighing = Weighing.of(by, [self.checks.samples_of(site) for site in to])
         self._shared.call = call
@@ -131,8 +131,8 @@ class SecureFederation(RemoteFederation):
         self.check_number(answered, to)
         self._check_whole(call, answered, to)
         assert layout is not None
-        if self._told_before is not None and self._told_before != answered:
-            gone = next(site for site in self._told_before if site not in answered)
+        if self._announced is not None and self._announced != answered:
+            gone = next(site for site in self._announced if site not in answered)
             raise FedshiftError(
                 f"round {self.round}, call {call}: site '{gone}' is in the sum that others may have unmasked already, "
                 "and did not answer: when it is back, continue with fedshift deploy resume"
@@ -172,10 +172,10 @@ class SecureFederation(RemoteFederation):
         self._sum = sum_asked(self._weighing, cards, envelopes, self._colluders)
         whole = CallRequest(call=call, envelope=Work(**vars(asked[0].envelope)), **self._common(asked[0].site))
         self._order, _ = order_in(whole, self._outbox.write(call, ALL, first).body.sha256)
-        told = [site for site in envelopes if self._told_before is None or site in self._told_before]
-        with closing(super().deliver(call, (request for request in asked if request.site in told))) as answers:
+        expected = [site for site in envelopes if self._announced is None or site in self._announced]
+        with closing(super().deliver(call, (request for request in asked if request.site in expected))) as answers:
             for request in asked:
-                yield next(answers) if request.site in told else self._not_asked(request.site)
+                yield next(answers) if request.site in expected else self._not_asked(request.site)
 
     def reply_of(
         self, kind: type[Reply], call: str, request: Request, answer: CallAnswer, content: Mapping[str, Any]

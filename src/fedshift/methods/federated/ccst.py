@@ -53,6 +53,22 @@ from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.federated.fedprox import FedProx
 from fedshift.methods.method_tests import MethodTests, Try, tries
 
+_TRIED = {
+    "style_space": (Try(("lowfreq", "feature")), Try(("lab",), {}, "colour")),
+    "level": tries(1, 2),
+    "bank_size": tries(4, style_mode="single"),
+    "one_style_per_batch": tries(True, style_mode="single"),
+    "half_width": tries(0, style_space="lowfreq"),
+    "stage": tries("conv2", style_space="feature"),
+}
+_ELSEWHERE = {
+    "style_space": ("vgg",),
+    "vgg_encoder": ("another",),
+    "vgg_decoder": ("another",),
+    "vgg_size": ("another",),
+}
+"""What tests try of the options of styles, and what has tests of its own."""
+
 
 class CCST(StyleOptions, FedProx):
     """A preset: FedProx of equal shares, whose μ is 0 by default, with ``prepare: styles``."""
@@ -66,23 +82,7 @@ class CCST(StyleOptions, FedProx):
         sends="a model, and once **styles**",
         settings=SETTINGS,
         includes=("styles",),
-        tests=MethodTests(
-            options={
-                "proximal_weight": tries(3.0),
-                "style_space": (Try(("lowfreq", "feature")), Try(("lab",), {}, "colour")),
-                "level": tries(1, 2),
-                "bank_size": tries(4, style_mode="single"),
-                "one_style_per_batch": tries(True, style_mode="single"),
-                "half_width": tries(0, style_space="lowfreq"),
-                "stage": tries("conv2", style_space="feature"),
-            },
-            elsewhere={
-                "style_space": ("vgg",),
-                "vgg_encoder": ("another",),
-                "vgg_decoder": ("another",),
-                "vgg_size": ("another",),
-            },
-        ),
+        tests=MethodTests(options={"proximal_weight": tries(3.0), **_TRIED}, elsewhere=_ELSEWHERE),
     )
 
     weighting: Literal["samples", "uniform"] = Field("uniform", description="shares N_k/ΣN, or 1/K (code)")
@@ -102,20 +102,6 @@ class StyledFedAvg(StyleOptions, FedAvg):
         settings=SETTINGS,
         includes=("styles",),
         tests=MethodTests(
-            options={
-                "style_space": (Try(("lowfreq", "feature")), Try(("lab",), {}, "colour")),
-                "level": tries(1, 2),
-                "bank_size": tries(4, style_mode="single"),
-                "one_style_per_batch": tries(True, style_mode="single"),
-                "half_width": tries(0, style_space="lowfreq"),
-                "stage": tries("conv2", style_space="feature"),
-            },
-            elsewhere={
-                "style_space": ("vgg",),
-                "vgg_encoder": ("another",),
-                "vgg_decoder": ("another",),
-                "vgg_size": ("another",),
-            },
-            golden={"method": {"name": "fedavg", "local_epochs": 5}},
+            options=_TRIED, elsewhere=_ELSEWHERE, golden={"method": {"name": "fedavg", "local_epochs": 5}}
         ),
     )

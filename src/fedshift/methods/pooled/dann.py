@@ -83,9 +83,9 @@ class DANN(DomainLoss):
         begin_momentum(step.optimizer)  # a turn has gradients of one side
         judges = (step.number + 1) % (1 + self.discriminator_steps) < self.discriminator_steps
         judge.requires_grad_(judges)
-        told = self.discriminator_loss(step, judge, step.features.detach() if judges else step.features)
+        loss = self.discriminator_loss(step, judge, step.features.detach() if judges else step.features)
         judge.requires_grad_(True)
-        return told if judges else step.losses.mean() - self.adversarial_weight * told
+        return loss if judges else step.losses.mean() - self.adversarial_weight * loss
 
     def discriminator_loss(self, step: Step, judge: Discriminator, features: Tensor) -> Tensor:
         """ℓ_D, with the penalty on its gradient."""

@@ -40,8 +40,8 @@ def metrics_section(measured: Metrics | None) -> Section | None:
     }
     lines: list[Cells] = []
     for (method, target), values in measured.means.items():
-        told = [(measured.metric, measured.baselines.get(target)), *((name, values.get(name)) for name in columns)]
-        lines.append([method, target, *(_entry(name, value) for name, value in told)])
+        entries = [(measured.metric, measured.baselines.get(target)), *((name, values.get(name)) for name in columns)]
+        lines.append([method, target, *(_entry(name, value) for name, value in entries)])
     title = "Further metrics at each target"
     if measured.metric in _NOTES:
         baseline, note = _NOTES[measured.metric]

@@ -233,9 +233,11 @@ def _blocks(experiment: Watched) -> Iterator[Block]:
     if missing:
         yield Listing(tuple(missing), "Missing in the last round")
     done = [run for run in experiment.runs if run.result is not None]
-    told = [warning for run in done if run.result is not None for warning in run.result.warnings]
+    of_runs = [warning for run in done if run.result is not None for warning in run.result.warnings]
     warnings = list(
-        dict.fromkeys([*experiment.faults, *(experiment.deployment.warnings if experiment.deployment else ()), *told])
+        dict.fromkeys(
+            [*experiment.faults, *(experiment.deployment.warnings if experiment.deployment else ()), *of_runs]
+        )
     )
     if warnings:
         more = [f"and {len(warnings) - _MOST_WARNINGS} more"] if len(warnings) > _MOST_WARNINGS else []
