@@ -22,6 +22,8 @@ from authors_numbers import COMPARED, FILES, Reference, references  # noqa: E402
 
 PAGE = HERE.parents[1] / "docs" / "references.md"
 COMMIT = re.compile(r"\b[0-9a-f]{40}\b")
+BY_OTHERS = re.compile(r" \(by others; [^)]*\)")
+"""What a source says where the authors' own code was looked for in vain."""
 HEAD = """# Agreement with the authors' functions
 
 A method is right when it agrees with numbers that somebody else's function gave. A row counts the comparisons with one
@@ -30,8 +32,8 @@ repository: inputs by formula, what the authors' functions of that commit gave o
 agrees after all.
 
 `python tests/references/list_references.py METHOD` prints every comparison: what, which file and function, how near,
-what differs and why. `make references` compares all of them again and writes this page. Where the authors published no
-code, the repository is somebody else's, as the printed lines say.
+what differs and why. `make references` compares all of them again and writes this page. Some repositories
+are somebody else's, as the printed lines say.
 """
 
 
@@ -117,7 +119,8 @@ def page() -> str:
     for file, reference in every():
         repository = reference.source.partition(",")[0]
         commit = COMMIT.search(reference.source)
-        source = f"{repository}@{commit[0][:8]}" if commit else repository
+        others = BY_OTHERS.search(reference.source)
+        source = (f"{repository}@{commit[0][:8]}" if commit else repository) + (others[0] if others else "")
         groups.setdefault((reference.method, source), []).append(agreement(file, reference))
     lines = [HEAD, "| method | whose functions | compared | within | differ |", "|---|---|---:|---:|---:|"]
     for (method, source), found in groups.items():

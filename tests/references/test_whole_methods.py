@@ -120,10 +120,18 @@ def test_afl_s_projection_on_the_simplex(reference: Reference) -> None:
     reference.agree("projected", [ascended_weights(torch.zeros(len(point)), point, 1.0) for point in points])
 
 
-@compares("federated", "afl_2")
+@compares("federated", "afl_3")
+def test_afl_s_exponential_step(reference: Reference) -> None:
+    weights = torch.tensor(reference.inputs["weights"], dtype=torch.float64)
+    steps = zip(reference.tensors.values(), reference.parameters["gamma"], strict=True)
+    reference.agree("weights", [ascended_weights(weights, losses, rate, exponential=True) for losses, rate in steps])
+
+
+@compares("federated", "afl_2", "afl_4")
 def test_afl_s_weights_and_its_step_with_them(reference: Reference) -> None:
     start, options = start_of(reference), reference.parameters
-    method = AgnosticFederated(weights_rate=options["gamma"], local_epochs=1)
+    rule: Any = "exponential" if reference.id == "afl_4" else "projected"
+    method = AgnosticFederated(weights_rate=options["gamma"], rule=rule, local_epochs=1)
     (state,), _ = played(method, sites_of(reference), start, 1, lr=options["lr"], batch_size=64)
     (model,) = numbers_of([state])
     reference.agree("weights", list(state.report["aggregation_weights"].values()))

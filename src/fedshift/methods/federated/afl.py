@@ -19,6 +19,8 @@ Where papers and code differ, and what was chosen
     training. λ of a round follows from the losses of that round.
  3. AFL's model is the mean over steps; here the last one, or ``average``.
  4. A site that is missing in a round keeps its weight, and the others share what is left (``engine.quorum``).
+ 5. An author's public code (google/fedjax, fedjax/algorithms/agnostic_fed_avg.py, `agnostic_federated_averaging`, for
+    Ro et al., 2021) has the exponential rule alone, and weighs by the losses of the round before.
 
 Should reproduce: no table of this setting with our splits is known to us; with γ = 0 it is FedAvg with equal shares.
 """

@@ -17,7 +17,7 @@ Adaptation, at the target, from the mean of the sources' F with all classifiers 
     min over F of −log of the mean softmax's ŷ on a strong view
     F ← Σ_k α_k F_k + α_T F_T,  α_T = N_T/(ΣN + N_T)
 
-Where the paper and a re-implementation differ (no code of the authors is known to us; WenkeHuang/MarsFL,
+Where the paper and a re-implementation differ (no public code of the authors found, 2026-11-28; WenkeHuang/MarsFL,
 Local/COPALocal.py, `COPALocal.train_net`, and Sever/COPADGSever.py, `COPADGSever.sever_update`). The defaults are the
 paper's. ``setting: batch_norm`` keeps the network's BatchNorm as the re-implementation does, which suits pre-trained
 weights.
