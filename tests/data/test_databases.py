@@ -293,7 +293,7 @@ def test_no_password_is_stored_or_told(
 def test_a_deployed_site_reads_the_rows_again_when_its_database_or_query_changes(place: Path) -> None:
     """`project try` gives the address to the site, and copies no row."""
     pytest.importorskip("nvflare")
-    from fedshift.deploy.cli.project import spread
+    from fedshift.deploy.cli.play import spread
     from fedshift.deploy.site_file import file_stamp
 
     sqlite_database(place / "other.db", seed=1, persons=30)

@@ -14,8 +14,8 @@ import pytest
 from calling import Cli
 
 import fedshift
-from fedshift.cli.label import label_samples
-from fedshift.cli.monitor import print_month
+from fedshift.cli.label import label
+from fedshift.cli.monitor import monitor as look_at_month
 from fedshift.errors import UserError
 from fedshift.experiment.labelling import list_to_label, samples_to_label
 from fedshift.experiment.monitor import read_log
@@ -91,27 +91,27 @@ def test_a_table_may_be_written_otherwise(run: Path, new: Path, tmp_path: Path, 
     patients(50).drop(columns="outcome").to_csv(other, index=False, sep=";", decimal=",")
     written = ["data.separator=;", "data.decimal=,"]
     as_they_are = {**LABEL, "number": 30, "format": "json"}
-    label_samples(run, new, **as_they_are, out=tmp_path / "one.csv")
+    label(run, new, **as_they_are, out=tmp_path / "one.csv")
     plan = json.loads(capsys.readouterr().out)
-    label_samples(run, other, **as_they_are, out=tmp_path / "two.csv", overrides=written)
+    label(run, other, **as_they_are, out=tmp_path / "two.csv", overrides=written)
     assert json.loads(capsys.readouterr().out) == {**plan, "list": str(tmp_path / "two.csv")}
     month = {"month": "first", "alarms": 0.01, "baseline": 3, "format": "json"}
-    print_month(run, other, tmp_path / "log.jsonl", **month, overrides=written)
+    look_at_month(run, other, log=tmp_path / "log.jsonl", **month, overrides=written)
     assert json.loads(capsys.readouterr().out)["samples"] == 150
 
 
 def test_a_longer_list_keeps_the_labels(run: Path, new: Path, tmp_path: Path, capsys: Any) -> None:
     short, long = tmp_path / "short.csv", tmp_path / "long.csv"
-    label_samples(run, new, **{**LABEL, "number": 20}, out=short)
+    label(run, new, **{**LABEL, "number": 20}, out=short)
     filled(short, patients(50), 12)
-    label_samples(run, new, **{**LABEL, "number": 40, "labels": short}, out=long)
+    label(run, new, **{**LABEL, "number": 40, "labels": short}, out=long)
     capsys.readouterr()
-    label_samples(run, new, **{**LABEL, "labels": long}, out=long)
+    label(run, new, **{**LABEL, "labels": long}, out=long)
     assert "12 labels of 150 samples" in capsys.readouterr().out
     with pytest.raises(UserError, match="exists, perhaps with labels in it"):
-        label_samples(run, new, **{**LABEL, "number": 20}, out=short)
+        label(run, new, **{**LABEL, "number": 20}, out=short)
     with pytest.raises(UserError, match="not in a list of 5"):
-        label_samples(run, new, **{**LABEL, "number": 5, "labels": short}, out=tmp_path / "other.csv")
+        label(run, new, **{**LABEL, "number": 5, "labels": short}, out=tmp_path / "other.csv")
 
 
 @pytest.mark.parametrize(
@@ -132,10 +132,10 @@ def test_a_list_that_does_not_fit_is_refused(
     spoil: Callable[[str], str], said: str, run: Path, new: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "labels.csv"
-    label_samples(run, new, **{**LABEL, "number": 20}, out=out)
+    label(run, new, **{**LABEL, "number": 20}, out=out)
     out.write_text(spoil(out.read_text()))
     with pytest.raises(UserError, match=said):
-        label_samples(run, new, **{**LABEL, "labels": out}, out=out)
+        label(run, new, **{**LABEL, "labels": out}, out=out)
 
 
 def test_the_list_says_nothing_of_what_the_model_thinks(run: Path, new: Path, tmp_path: Path) -> None:

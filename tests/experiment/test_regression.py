@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import fedshift
-from fedshift.cli.predict import print_predictions
+from fedshift.cli.predict import predict
 from fedshift.data.registry import parse
 from fedshift.data.tasks.objective import Regression, objective_of
 from fedshift.errors import UserError
@@ -141,7 +141,7 @@ def test_the_page_the_card_and_an_export(
     np.savez(tmp_path / "new.npz", x=x)
     predictions = model.trained.predict(tmp_path / "new.npz")
     np.testing.assert_allclose([one.predicted for one in predictions], model.predict(x))
-    print_predictions(folder_of(results), tmp_path / "new.npz", "csv", None)
+    predict(folder_of(results), tmp_path / "new.npz", format="csv")
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "name,predicted"
     assert float(said[1].split(",")[1]) == pytest.approx(float(model.predict(x)[0]))

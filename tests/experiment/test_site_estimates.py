@@ -12,7 +12,7 @@ from calling import Cli
 from sklearn.metrics import roc_auc_score
 
 import fedshift
-from fedshift.cli.estimate import print_estimate
+from fedshift.cli.estimate import estimate
 from fedshift.errors import UserError
 from fedshift.evaluation.predictions import PREDICTIONS
 from fedshift.experiment.config.experiment import parse
@@ -166,20 +166,20 @@ def test_a_model_alone_has_no_cases(results: fedshift.api.Results, tmp_path: Pat
 def test_mistakes_are_one_line(results: fedshift.api.Results, tmp_path: Path) -> None:
     run, data = run_of(results, "north"), written(tmp_path / "new.csv", hospital(9))
     with pytest.raises(UserError, match="jsn") as error:
-        print_estimate(run, data, "jsn", None)
+        estimate(run, data, format="jsn")
     assert "json" in str(error.value)
     with pytest.raises(UserError, match="pressure"):
-        print_estimate(run, written(tmp_path / "less.csv", hospital(9), ("age",)), "json", None)
+        estimate(run, written(tmp_path / "less.csv", hospital(9), ("age",)), format="json")
     with pytest.raises(UserError, match="estimate takes"):
-        print_estimate(run, data, "json", None, None, ["training.rounds=3"])
+        estimate(run, data, ["training.rounds=3"], format="json")
     with pytest.raises(UserError, match="did you mean"):
-        print_estimate(results.folder, data, "json", None)
+        estimate(results.folder, data, format="json")
     file = run_of(results, "west") / PREDICTIONS
     kept = file.read_bytes()
     file.write_bytes(kept[:-40])
     try:
         with pytest.raises(UserError, match="predictions"):
-            print_estimate(run, data, "json", None)
+            estimate(run, data, format="json")
     finally:
         file.write_bytes(kept)
 

@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 import fedshift
-from fedshift.cli.export import export_run
-from fedshift.cli.predict import print_predictions
+from fedshift.cli.export import export
+from fedshift.cli.predict import predict
 from fedshift.data.domain import UNKNOWN
 from fedshift.errors import UserError
 from fedshift.report.page import page
@@ -248,23 +248,23 @@ def test_a_model_is_not_handed_out_where_it_adapted_to_what_is_too_unlike(
     model = done.model(target="va")
     if codes == ("f", "m"):
         assert said.unlike is None
-        print_predictions(run.folder, new, "csv", None)
+        predict(run.folder, new, format="csv")
         return
     assert said.unlike is not None
     assert "column 'sex': 100 % of the rows have an unknown category ('F', 'M'; known: 'f', 'm')" in said.unlike
     for refused in (
-        lambda: print_predictions(run.folder, new, "csv", None),
-        lambda: export_run(run.folder, "safetensors", tmp_path / "out", None, None),
+        lambda: predict(run.folder, new, format="csv"),
+        lambda: export(run.folder, "safetensors", tmp_path / "out"),
         lambda: model.predict(new),
         lambda: model.predictions(new),
     ):
         with pytest.raises(UserError, match=r"adapted to 'va', and is not handed out.*column 'sex'.*--accept-shift"):
             refused()
-    print_predictions(run.folder, new, "csv", None, accept_shift=True)
+    predict(run.folder, new, format="csv", accept_shift=True)
     assert len(capsys.readouterr().out.splitlines()) == 61
-    export_run(run.folder, "safetensors", tmp_path / "out", None, None, accept_shift=True)
+    export(run.folder, "safetensors", tmp_path / "out", accept_shift=True)
     common = fedshift.run(study(data, protocol={**PLAIN, "targets": ["va"]}), tmp_path / "common")
-    print_predictions(common.collected.unmeasured[0].folder, new, "csv", None)
+    predict(common.collected.unmeasured[0].folder, new, format="csv")
 
 
 def test_the_choice_of_a_model_looks_at_other_sites_alone(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The commands and their options. Each command's work is in its own file, imported when the command is called."""
+"""The commands and their options. What a command needs is imported when it is called."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ import typer.main
 
 from fedshift.cli import listings
 from fedshift.cli.arguments import ExperimentFile, Overrides, Runs, Trust
+from fedshift.cli.check import check
+from fedshift.cli.estimate import estimate
+from fedshift.cli.export import export
+from fedshift.cli.label import label
+from fedshift.cli.monitor import monitor
 from fedshift.cli.pack import pack, unpack
+from fedshift.cli.predict import predict
 from fedshift.cli.trusting import may_ask
 from fedshift.deploy_door import deploy_entrance
 from fedshift.errors import UserError
@@ -28,12 +34,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-OwnMethod = Annotated[str | None, typer.Option("--method", help="FILE.py:Class, if your own method trained the model.")]
-OwnNetwork = Annotated[
-    str | None, typer.Option("--network", help="FILE.py:Class, if the model is of your own network.")
-]
 
 
 @app.command(rich_help_panel=TRAIN)
@@ -139,28 +139,7 @@ def search(
         search_file(experiment, overrides or [], runs, keep_out or [], factor, plan)
 
 
-@app.command(rich_help_panel=TRAIN)
-def check(
-    experiment: ExperimentFile,
-    overrides: Overrides = None,
-    runs: Runs = Path("runs"),
-    noise_cost: Annotated[
-        bool,
-        typer.Option("--noise-cost", help="Train once with training.privacy and once without; say both accuracies."),
-    ] = False,
-    trust: Trust = False,
-) -> None:
-    """Report what is known before training: data, classes, sizes, compatibility, the expected hours and bytes.
-
-    Also says how many of its runs are finished, or that the folder of its runs belongs to another experiment.
-
-    Example: fedshift check hearts.yaml 'data={name: heart_disease}' --noise-cost
-    """
-    refuse_slips(experiment, overrides or [])  # before torch is imported
-    from fedshift.cli.check import check_file
-
-    with may_ask(trust):
-        check_file(experiment, overrides or [], runs, noise_cost=noise_cost)
+app.command(rich_help_panel=TRAIN)(check)
 
 
 @app.command(rich_help_panel=TRAIN)
@@ -265,149 +244,8 @@ def watch(folder: WatchedFolder, port: Port = 8765) -> None:
 
 for listing in (listings.methods, listings.datasets, listings.models, listings.fields):
     app.command(rich_help_panel=LOOK_UP)(listing)
-
-
-@app.command(rich_help_panel=READ)
-def predict(
-    model: Annotated[Path, typer.Argument(help="A run's folder or a model.safetensors.", metavar="RUN_OR_MODEL")],
-    data: Annotated[Path, typer.Argument(help="An image, a folder of images, an .npz or a table.", metavar="DATA")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="How a table is written, such as data.decimal=,", metavar="[data.FIELD=VALUE]..."),
-    ] = None,
-    format: Annotated[str, typer.Option("--format", help="terminal, csv or json.")] = "terminal",
-    method: OwnMethod = None,
-    network: OwnNetwork = None,
-    masks: Annotated[
-        Path | None, typer.Option("--masks", help="Segmentation: the folder for the predicted masks.")
-    ] = None,
-    accept_shift: Annotated[
-        bool, typer.Option("--accept-shift", help="Predict also data that look nothing like the training data.")
-    ] = False,
-) -> None:
-    """Predict with a trained model. Warns of data that look unlike its training data; refuses what is too far off."""
-    from fedshift.cli.predict import print_predictions
-
-    print_predictions(model, data, format, method, masks, network, accept_shift, overrides or [])
-
-
-@app.command(rich_help_panel=READ)
-def estimate(
-    run: Annotated[Path, typer.Argument(help="A run's folder, beside those that left out others.", metavar="RUN")],
-    data: Annotated[Path, typer.Argument(help="Samples of a new site: as for predict.", metavar="DATA")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="How a table is written, such as data.decimal=,", metavar="[data.FIELD=VALUE]..."),
-    ] = None,
-    format: Annotated[str, typer.Option("--format", help="terminal or json.")] = "terminal",
-    method: OwnMethod = None,
-    network: OwnNetwork = None,
-) -> None:
-    """Estimate a model's accuracy at a site without labels, with an interval; or say why that is not possible."""
-    from fedshift.cli.estimate import print_estimate
-
-    print_estimate(run, data, format, method, network, overrides or [])
-
-
-@app.command(rich_help_panel=READ)
-def label(
-    run: Annotated[Path, typer.Argument(help="A run's folder or a model.safetensors.", metavar="RUN_OR_MODEL")],
-    data: Annotated[Path, typer.Argument(help="Samples of a site: as for predict.", metavar="DATA")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="How a table is written, such as data.decimal=,", metavar="[data.FIELD=VALUE]..."),
-    ] = None,
-    number: Annotated[int | None, typer.Option("--number", min=1, help="Samples to label. [50]")] = None,
-    out: Annotated[Path, typer.Option("--out", help="The list to write.", metavar="FILE")] = Path("labels.csv"),
-    labels: Annotated[
-        Path | None, typer.Option("--labels", help="A list that is filled in: what follows from it.", metavar="FILE")
-    ] = None,
-    width: Annotated[float, typer.Option("--width", help="Points that an interval should have.")] = 10.0,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the draw.")] = 0,
-    at_random: Annotated[bool, typer.Option("--at-random", help="Without groups of confidence.")] = False,
-    format: Annotated[str, typer.Option("--format", help="terminal or json.")] = "terminal",
-    method: OwnMethod = None,
-    network: OwnNetwork = None,
-) -> None:
-    """Say which samples to label at a site without labels; and how good the model is there, from the labels given.
-
-    With both --labels and --number, a longer list is written that has the labels of the shorter one.
-    """
-    from fedshift.cli.label import label_samples
-
-    label_samples(
-        run,
-        data,
-        number=number,
-        out=out,
-        labels=labels,
-        width=width,
-        seed=seed,
-        at_random=at_random,
-        format=format,
-        own_code=(method, network),
-        overrides=overrides or [],
-    )
-
-
-@app.command(rich_help_panel=READ)
-def monitor(
-    run: Annotated[Path, typer.Argument(help="A run's folder or a model.safetensors.", metavar="RUN_OR_MODEL")],
-    data: Annotated[Path, typer.Argument(help="The samples of a new month: as for predict.", metavar="DATA")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="How a table is written, such as data.decimal=,", metavar="[data.FIELD=VALUE]..."),
-    ] = None,
-    log: Annotated[Path, typer.Option("--log", help="A line for each month.", metavar="FILE")] = Path("monitor.jsonl"),
-    month: Annotated[str | None, typer.Option("--month", help="Its name in the log. [its number]")] = None,
-    alarms: Annotated[
-        float, typer.Option("--alarms", help="Share of unchanged months that may be called a drift.")
-    ] = 0.01,
-    baseline: Annotated[int, typer.Option("--baseline", min=1, help="First months, to compare others with.")] = 3,
-    format: Annotated[str, typer.Option("--format", help="terminal or json.")] = "terminal",
-    method: OwnMethod = None,
-    network: OwnNetwork = None,
-) -> None:
-    """Compare a new month's samples with the training data and the first months; exit code 1 if somebody should look.
-
-    Each month adds a line of sums to the log: no sample, no name of one. 0: no alarm; 2: a mistake in what was given.
-    """
-    from fedshift.cli.monitor import print_month
-
-    print_month(
-        run,
-        data,
-        log,
-        month=month,
-        alarms=alarms,
-        baseline=baseline,
-        format=format,
-        own_code=(method, network),
-        overrides=overrides or [],
-    )
-
-
-@app.command(rich_help_panel=READ)
-def export(
-    model: Annotated[Path, typer.Argument(help="A run's folder or a model.safetensors.", metavar="RUN_OR_MODEL")],
-    to: Annotated[str, typer.Option("--to", help="onnx, torchscript or safetensors.")],
-    out: Annotated[Path | None, typer.Option("--out", help="Folder to write to. [RUN/export]", metavar="DIR")] = None,
-    method: OwnMethod = None,
-    network: OwnNetwork = None,
-    accept_shift: Annotated[
-        bool, typer.Option("--accept-shift", help="Also a model that was adapted to data that look too unlike.")
-    ] = False,
-    push: Annotated[
-        str | None, typer.Option("--push", help="Also to this repository on Hugging Face's hub.", metavar="OWNER/NAME")
-    ] = None,
-) -> None:
-    """Write a trained model for other programs, with its preprocessing, and a model card (README.md) beside it.
-
-    Nothing is written unless the outputs agree with fedshift's own.
-    """
-    from fedshift.cli.export import export_run
-
-    export_run(model, to, out, method, network, accept_shift, push)
+for reading in (predict, estimate, label, monitor, export):
+    app.command(rich_help_panel=READ)(reading)
 
 
 @app.command(rich_help_panel=READ)

@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
-from fedshift.cli.predict import table_format
-from fedshift.errors import UserError, nearest
-from fedshift.experiment.estimate import estimate_at
-from fedshift.experiment.predict import load_model
+import typer
+
+from fedshift.cli.arguments import OwnMethod, OwnNetwork, TextOrJson, Written, check_format
 from fedshift.text import json_text, printable
 
-_FORMATS = ("terminal", "json")
 
-
-def print_estimate(
-    run: Path,
-    data: Path,
-    format: str,
-    own_method: str | None,
-    own_network: str | None = None,
-    overrides: Sequence[str] = (),
+def estimate(
+    run: Annotated[Path, typer.Argument(help="A run's folder, beside those that left out others.", metavar="RUN")],
+    data: Annotated[Path, typer.Argument(help="Samples of a new site: as for predict.", metavar="DATA")],
+    overrides: Written = None,
+    format: TextOrJson = "terminal",
+    method: OwnMethod = None,
+    network: OwnNetwork = None,
 ) -> None:
-    """Print how well a run's model will do on samples without labels, or why that cannot be said.
+    """Estimate a model's accuracy at a site without labels, with an interval; or say why that is not possible."""
+    from fedshift.cli.predict import table_format
+    from fedshift.experiment.estimate import estimate_at
+    from fedshift.experiment.predict import load_model
 
-    Raises:
-        UserError: the format, the model or the data cannot be used.
-    """
-    if format not in _FORMATS:
-        raise UserError(f"--format: there is no format '{format}'; {nearest(format, _FORMATS)}")
-    written = table_format(overrides, "estimate")
-    trained = load_model(run, own_method, own_network)
-    estimate = estimate_at(trained, run if run.is_dir() else run.parent, data, written)
-    if format == "json":
-        print(json_text(estimate.plain(), indent=2))
-        return
-    print(printable(str(estimate), keep="\n"))
+    check_format(format)
+    written = table_format(overrides or [], "estimate")
+    answer = estimate_at(load_model(run, method, network), run if run.is_dir() else run.parent, data, written)
+    print(json_text(answer.plain(), indent=2) if format == "json" else printable(str(answer), keep="\n"))

@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
-from fedshift.model import Model
+from fedshift.cli.arguments import OwnMethod, OwnNetwork, RunOrModel
 
 
-def export_run(
-    run: Path,
-    to: str,
-    out: Path | None,
-    own_method: str | None,
-    own_network: str | None,
-    accept_shift: bool = False,
-    push_to: str | None = None,
+def export(
+    model: RunOrModel,
+    to: Annotated[str, typer.Option("--to", help="onnx, torchscript or safetensors.")],
+    out: Annotated[Path | None, typer.Option("--out", help="Folder to write to. [RUN/export]", metavar="DIR")] = None,
+    method: OwnMethod = None,
+    network: OwnNetwork = None,
+    accept_shift: Annotated[
+        bool, typer.Option("--accept-shift", help="Also a model that was adapted to data that look too unlike.")
+    ] = False,
+    push: Annotated[
+        str | None, typer.Option("--push", help="Also to this repository on Hugging Face's hub.", metavar="OWNER/NAME")
+    ] = None,
 ) -> None:
-    """Write a run's model in another format and a model card beside it.
+    """Write a trained model for other programs, with its preprocessing, and a model card (README.md) beside it.
 
-    Raises:
-        UserError: the run, the format or the folder cannot be used, or the hub refuses the files; or the model was
-            adapted to samples that are too unlike, unless ``accept_shift`` says that it is wanted all the same.
+    Nothing is written unless the outputs agree with fedshift's own.
     """
-    folder = out or (run if run.is_dir() else run.parent) / "export"
-    exported = Model.load(run, own_method, own_network).export(to, folder, accept_shift, push_to)
+    from fedshift.model import Model
+
+    folder = out or (model if model.is_dir() else model.parent) / "export"
+    exported = Model.load(model, method, network).export(to, folder, accept_shift, push)
     typer.echo(
         f"{exported.file}: its probabilities agree with the run's (largest difference {exported.difference:.1e})"
     )

@@ -2,45 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from fedshift.cli.predict import table_format
-from fedshift.data.table_files import SiteFormat
-from fedshift.errors import UserError, nearest
-from fedshift.evaluation.estimate.labelling import LEVEL, Interval
-from fedshift.experiment.estimate import estimate_at
-from fedshift.experiment.labelling import FromLabels, ToLabel, list_to_label, samples_to_label
-from fedshift.experiment.predict import TrainedModel, load_model
+import typer
+
+from fedshift.cli.arguments import OwnMethod, OwnNetwork, RunOrModel, TextOrJson, Written, check_format
+from fedshift.errors import UserError
 from fedshift.text import json_text, printable
 
-_FORMATS = ("terminal", "json")
+if TYPE_CHECKING:
+    from fedshift.data.table_files import SiteFormat
+    from fedshift.evaluation.estimate.labelling import Interval
+    from fedshift.experiment.labelling import FromLabels, ToLabel
+    from fedshift.experiment.predict import TrainedModel
 
 
-def label_samples(
-    run: Path,
-    data: Path,
-    *,
-    number: int | None,
-    out: Path,
-    labels: Path | None,
-    width: float,
-    seed: int,
-    at_random: bool,
-    format: str,
-    own_code: tuple[str | None, str | None] = (None, None),
-    overrides: Sequence[str] = (),
+def label(
+    run: RunOrModel,
+    data: Annotated[Path, typer.Argument(help="Samples of a site: as for predict.", metavar="DATA")],
+    overrides: Written = None,
+    number: Annotated[int | None, typer.Option("--number", min=1, help="Samples to label. [50]")] = None,
+    out: Annotated[Path, typer.Option("--out", help="The list to write.", metavar="FILE")] = Path("labels.csv"),
+    labels: Annotated[
+        Path | None, typer.Option("--labels", help="A list that is filled in: what follows from it.", metavar="FILE")
+    ] = None,
+    width: Annotated[float, typer.Option("--width", help="Points that an interval should have.")] = 10.0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the draw.")] = 0,
+    at_random: Annotated[bool, typer.Option("--at-random", help="Without groups of confidence.")] = False,
+    format: TextOrJson = "terminal",
+    method: OwnMethod = None,
+    network: OwnNetwork = None,
 ) -> None:
-    """Write a list of samples to label; or with ``labels``, a list that is filled in, say what follows from it. With
-    both ``labels`` and ``number`` a longer list is written that has these labels.
+    """Say which samples to label at a site without labels; and how good the model is there, from the labels given.
 
-    Raises:
-        UserError: the format, the model, the data or the list cannot be used.
+    With both --labels and --number, a longer list is written that has the labels of the shorter one.
     """
-    if format not in _FORMATS:
-        raise UserError(f"--format: there is no format '{format}'; {nearest(format, _FORMATS)}")
-    written = table_format(overrides, "label")
-    trained = load_model(run, *own_code)
+    from fedshift.cli.predict import table_format
+    from fedshift.experiment.labelling import list_to_label, samples_to_label
+    from fedshift.experiment.predict import load_model
+
+    check_format(format)
+    written = table_format(overrides or [], "label")
+    trained = load_model(run, method, network)
     known: dict[int, str] = {}
     if labels is not None:
         before, known = list_to_label(trained, data, labels, written)
@@ -81,11 +86,15 @@ def _expected_accuracy(
     trained: TrainedModel, run: Path, data: Path, written: SiteFormat | None, to_label: ToLabel
 ) -> float:
     """The estimated accuracy; else the mean confidence."""
+    from fedshift.experiment.estimate import estimate_at
+
     estimate = estimate_at(trained, run if run.is_dir() else run.parent, data, written).estimate
     return float(100 * to_label.scores.max(axis=1).mean()) if estimate is None else estimate
 
 
 def _plan_lines(to_label: ToLabel, plan: dict[str, object], accuracy: float, out: Path) -> Iterator[str]:
+    from fedshift.evaluation.estimate.labelling import LEVEL
+
     how = f"at random in {plan['groups']} groups of confidence" if to_label.drawn.stratified else "at random"
     numbers = f"{len(to_label.rows)} of {len(to_label.names)} samples"
     yield f"{out}: {numbers}, drawn {how}; fill in the column label, from the top"
@@ -109,4 +118,6 @@ def _tell(measured: FromLabels, format: str) -> None:
 
 
 def _in_words(interval: Interval) -> str:
+    from fedshift.evaluation.estimate.labelling import LEVEL
+
     return f"{interval.value:.1f} % ({interval.low:.1f} to {interval.high:.1f} in {LEVEL:.0%} of cases)"

@@ -2,51 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedshift.cli.predict import table_format
-from fedshift.errors import UserError, nearest
-from fedshift.evaluation.estimate.combination import LEVEL
-from fedshift.experiment.monitor import FEWEST, Month, monitor
-from fedshift.experiment.predict import load_model
+from fedshift.cli.arguments import OwnMethod, OwnNetwork, RunOrModel, TextOrJson, Written, check_format
 from fedshift.text import json_text, printable
 
-_FORMATS = ("terminal", "json")
+if TYPE_CHECKING:
+    from fedshift.experiment.monitor import Month
 
 
-def print_month(
-    run: Path,
-    data: Path,
-    log: Path,
-    *,
-    month: str | None,
-    alarms: float,
-    baseline: int,
-    format: str,
-    own_code: tuple[str | None, str | None] = (None, None),
-    overrides: Sequence[str] = (),
+def monitor(
+    run: RunOrModel,
+    data: Annotated[Path, typer.Argument(help="The samples of a new month: as for predict.", metavar="DATA")],
+    overrides: Written = None,
+    log: Annotated[Path, typer.Option("--log", help="A line for each month.", metavar="FILE")] = Path("monitor.jsonl"),
+    month: Annotated[str | None, typer.Option("--month", help="Its name in the log. [its number]")] = None,
+    alarms: Annotated[
+        float, typer.Option("--alarms", help="Share of unchanged months that may be called a drift.")
+    ] = 0.01,
+    baseline: Annotated[int, typer.Option("--baseline", min=1, help="First months, to compare others with.")] = 3,
+    format: TextOrJson = "terminal",
+    method: OwnMethod = None,
+    network: OwnNetwork = None,
 ) -> None:
-    """Look at a new month's samples, append a line to the log and print it. The exit code is 1 if it is an alarm.
+    """Compare a new month's samples with the training data and the first months; exit code 1 if somebody should look.
 
-    Raises:
-        UserError: the format, the model, the data or the log cannot be used.
+    Each month adds a line of sums to the log: no sample, no name of one. 0: no alarm; 2: a mistake in what was given.
     """
-    if format not in _FORMATS:
-        raise UserError(f"--format: there is no format '{format}'; {nearest(format, _FORMATS)}")
-    written = table_format(overrides, "monitor")
-    looked_at = monitor(
-        load_model(run, *own_code),
-        run if run.is_dir() else run.parent,
-        data,
-        log,
-        month,
-        alarms=alarms,
-        baseline=baseline,
-        written=written,
-    )
+    from fedshift.cli.predict import table_format
+    from fedshift.experiment import monitor as months
+    from fedshift.experiment.predict import load_model
+
+    check_format(format)
+    written = table_format(overrides or [], "monitor")
+    trained, folder = load_model(run, method, network), run if run.is_dir() else run.parent
+    looked_at = months.monitor(trained, folder, data, log, month, alarms=alarms, baseline=baseline, written=written)
     if format == "json":
         print(json_text({**looked_at.model_dump(mode="json"), "alarm": looked_at.alarm}, indent=2))
     else:
@@ -57,6 +51,9 @@ def print_month(
 
 
 def _lines(month: Month) -> Iterator[str]:
+    from fedshift.evaluation.estimate.combination import LEVEL
+    from fedshift.experiment.monitor import FEWEST
+
     role = ", with which later ones are compared" if month.reference else ""
     yield f"month {month.month}: {month.samples} samples{role}"
     if not month.answers:

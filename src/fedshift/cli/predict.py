@@ -5,18 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+from fedshift.cli.arguments import OwnMethod, OwnNetwork, RunOrModel, Written, check_format
 from fedshift.cli.console import safe_console
-from fedshift.data.table_files import SiteFormat
-from fedshift.errors import UserError, nearest
-from fedshift.experiment.config.experiment_file import override_field
-from fedshift.experiment.handing_out import check_adapted
-from fedshift.experiment.predict import how_written, load_model
-from fedshift.report.folding import Folded
+from fedshift.errors import UserError
 from fedshift.text import csv_text, json_text, printable
 
-_FORMATS = ("terminal", "csv", "json")
+if TYPE_CHECKING:
+    from fedshift.data.table_files import SiteFormat
 
 
 def _warn(text: str) -> None:
@@ -29,6 +28,9 @@ def table_format(overrides: Sequence[str], command: str) -> SiteFormat | None:
     Raises:
         UserError: there is no such field, or its value does not fit.
     """
+    from fedshift.experiment.config.experiment_file import override_field
+    from fedshift.experiment.predict import how_written
+
     options: dict[str, Any] = {}
     for override in overrides:
         if not override.startswith("data."):
@@ -37,28 +39,28 @@ def table_format(overrides: Sequence[str], command: str) -> SiteFormat | None:
     return how_written(options.get("data", {}))
 
 
-def print_predictions(
-    model: Path,
-    data: Path,
-    format: str,
-    own_method: str | None,
-    masks: Path | None = None,
-    own_network: str | None = None,
-    accept_shift: bool = False,
-    overrides: Sequence[str] = (),
+def predict(
+    model: RunOrModel,
+    data: Annotated[Path, typer.Argument(help="An image, a folder of images, an .npz or a table.", metavar="DATA")],
+    overrides: Written = None,
+    format: Annotated[str, typer.Option("--format", help="terminal, csv or json.")] = "terminal",
+    method: OwnMethod = None,
+    network: OwnNetwork = None,
+    masks: Annotated[
+        Path | None, typer.Option("--masks", help="Segmentation: the folder for the predicted masks.")
+    ] = None,
+    accept_shift: Annotated[
+        bool, typer.Option("--accept-shift", help="Predict also data that look nothing like the training data.")
+    ] = False,
 ) -> None:
-    """Print a prediction per sample. With ``masks``, write the predicted masks there and print a line per file.
+    """Predict with a trained model. Warns of data that look unlike its training data; refuses what is too far off."""
+    from fedshift.experiment.handing_out import check_adapted
+    from fedshift.experiment.predict import load_model
+    from fedshift.report.folding import Folded
 
-    What is unusual about the data goes to standard error. With ``accept_shift`` they are predicted however unusual.
-    ``overrides`` say how a table is written, such as ``data.decimal=,``.
-
-    Raises:
-        UserError: the format, the model or the data cannot be used.
-    """
-    if format not in _FORMATS:
-        raise UserError(f"--format: there is no format '{format}'; {nearest(format, _FORMATS)}")
-    written = table_format(overrides, "predict")
-    trained = load_model(model, own_method, own_network)
+    check_format(format, ("terminal", "csv", "json"))
+    written = table_format(overrides or [], "predict")
+    trained = load_model(model, method, network)
     check_adapted(trained, model if model.is_dir() else model.parent, accept=accept_shift)
     if masks is not None:
         if written is not None:

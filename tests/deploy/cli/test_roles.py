@@ -13,7 +13,7 @@ import yaml
 from calling import Cli as Command
 from PIL import Image
 
-from fedshift.deploy.cli.project import spread
+from fedshift.deploy.cli.play import spread
 from fedshift.deploy.flare import roles
 from fedshift.deploy.flare.deployment_folder import Deployment
 from fedshift.deploy.remote.policy import AuditLog

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fedshift.cli.arguments import Overrides, Runs, Trust
+from fedshift.cli.console import say
 from fedshift.cli.trusting import may_ask
+from fedshift.errors import UserError
+
+if TYPE_CHECKING:
+    from fedshift.deploy.flare.authority import Ask
+    from fedshift.deploy.flare.provision import Provisioned
+    from fedshift.deploy.flare.roles import Status
+    from fedshift.deploy.site_file import SiteConfig
+
+PASSPHRASE = "FEDSHIFT_PASSPHRASE"
+"""The environment variable of the passphrase of the authority's key."""
+_FILE = """\
+name: {name}
+contact: {contact}
+server: {server}   # the name under which every site reaches the coordinator
+port: {port}
+sites: [{sites}]
+"""
 
 ProjectFile = Annotated[Path, typer.Argument(help="The project's file.", metavar="PROJECT.yaml")]
 Kits = Annotated[Path, typer.Option("--out", help="Folder of the kits.", metavar="DIR")]
@@ -38,9 +58,18 @@ def project_init(
 
     Example: fedshift project init project.yaml --site north --site south --server fl.example.org --contact a@b.org
     """
-    from fedshift.deploy.cli.project import init_project
+    from fedshift.deploy.flare import roles
 
-    init_project(path, name, contact, server, port, site)
+    if path.exists():
+        raise UserError(f"{path} exists: edit it, or give another name")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(_FILE.format(name=name, contact=contact, server=server, port=port, sites=", ".join(site)))
+    try:
+        roles.load_project(path)
+    except UserError:
+        path.unlink()
+        raise
+    say(f"wrote {path}: check it, then call fedshift project provision {path}")
 
 
 @project.command("provision")
@@ -56,9 +85,50 @@ def project_provision(
 
     Asks for the passphrase of the authority's key, or takes it from FEDSHIFT_PASSPHRASE.
     """
-    from fedshift.deploy.cli.project import provision_project
+    from fedshift.deploy.flare import roles
 
-    provision_project(path, out, renew, no_passphrase)
+    made = roles.provision(roles.load_project(path), out, _asking(no_passphrase), renew=renew)
+    say(f"coordinator: {made.coordinator}")
+    revoked = roles.revoked_sites(roles.load_kit(made.coordinator, "coordinator"))
+    for site, kit in made.sites.items():
+        if site in made.changed:
+            continue
+        new = "" if site in made.new else " (unchanged)"
+        say(f"site {site}: {kit}{new}: give it to {site} only; it holds a private key")
+        if site in revoked:
+            say(f"site {site}: this kit is revoked: fedshift project accept {site}, or reissue it")
+    _say_changed(made)
+    say(f"keep {made.folder / 'authority'} secret: with it anyone can add sites")
+
+
+def _say_changed(made: Provisioned) -> None:
+    """Which sites need another kit.json, since what it tells of the project has changed."""
+    for site, what in made.changed.items():
+        say(
+            f"site {site}: {', '.join(what)}: give {made.sites[site] / 'kit.json'} to {site}, in place of the one in "
+            "its kit (it holds no key), and start it again there: until then it looks for the coordinator as before"
+        )
+    if made.changed:
+        say("coordinator: stop it and start it again; if it runs elsewhere, copy its whole kit there")
+
+
+def _asking(no_passphrase: bool) -> Ask:
+    """How the passphrase of the authority's key is found: in the environment, or by asking whoever types."""
+
+    def ask(new: bool) -> str | None:
+        if new and no_passphrase:
+            return None
+        asking = os.environ.get(PASSPHRASE, "")
+        if not asking and sys.stdin.isatty():
+            asking = str(typer.prompt("passphrase of the authority's key", hide_input=True, confirmation_prompt=new))
+        if not asking:
+            without = ", or choose --no-passphrase" if new else ""
+            raise UserError(
+                f"the authority's key needs a passphrase: set {PASSPHRASE}, or run this in a terminal{without}"
+            )
+        return asking
+
+    return ask
 
 
 @project.command("reissue")
@@ -69,9 +139,14 @@ def project_reissue(
 
     Example: fedshift project reissue project.yaml north
     """
-    from fedshift.deploy.cli.project import reissue_kit
+    from fedshift.deploy.flare import roles
 
-    reissue_kit(path, name, out, no_passphrase)
+    made = roles.reissue(roles.load_project(path), out, name, _asking(no_passphrase))
+    say(
+        f"site {name}: give {made.sites[name] / 'flare' / 'startup'} to {name} only, in place of its own; "
+        f"{made.coordinator} refuses the old one. If it runs elsewhere, copy certificates.json into its kit"
+    )
+    _say_changed(made)
 
 
 @project.command("revoke")
@@ -80,17 +155,20 @@ def project_revoke(name: SiteName, kit: KitFolder = Path("coordinator")) -> None
 
     Example: fedshift project revoke north
     """
-    from fedshift.deploy.cli.project import revoke_kit
-
-    revoke_kit(kit, name, True)
+    _set_revoked(kit, name, True)
 
 
 @project.command("accept")
 def project_accept(name: SiteName, kit: KitFolder = Path("coordinator")) -> None:
     """Accept a revoked kit again. Call it on the coordinator's machine."""
-    from fedshift.deploy.cli.project import revoke_kit
+    _set_revoked(kit, name, False)
 
-    revoke_kit(kit, name, False)
+
+def _set_revoked(folder: Path, site: str, revoked: bool) -> None:
+    from fedshift.deploy.flare import roles
+
+    changed = roles.set_revoked(folder, site, revoked)
+    say(f"site {site}: its kit is {'refused' if revoked else 'accepted'}{'' if changed else ' (unchanged)'}")
 
 
 @project.command("remove")
@@ -99,9 +177,27 @@ def project_remove(path: ProjectFile, name: SiteName, out: Kits = Path("kits")) 
 
     Example: fedshift project remove project.yaml north
     """
-    from fedshift.deploy.cli.project import remove_site
+    from fedshift.deploy.flare import roles
 
-    remove_site(path, name, out)
+    made = roles.remove(path, out, name)
+    rest = [*made.sites]
+    say(
+        f"site {name}: removed from {path}; {made.coordinator} refuses its kit. If the coordinator runs elsewhere, "
+        "copy kit.json and certificates.json into its kit"
+    )
+    say(
+        f"experiments: take {name} out of protocol.targets; engine.quorum can be {len(rest)} at most. One that it was "
+        "part of and that has not finished goes on with engine.quorum only; else begin it anew under another name"
+    )
+    say(
+        f"secure sums: a site that was in one with {name} refuses those without it (rule policy.roster): a person at "
+        f"each writes policy.roster: [{', '.join(sorted(rest))}] into SITE.yaml; begin the next experiment from "
+        "another start, since what sums before and after differ by is one model (docs/privacy.md)"
+        if len(rest) >= 3
+        else f"secure sums: {len(rest)} sites are too few for them"
+    )
+    say(f"its kit and records at {made.folder / 'sites' / name} stay: delete them when nobody needs them")
+    _say_changed(made)
 
 
 @project.command("try")
@@ -116,7 +212,7 @@ def project_try(
     trust: Trust = False,
 ) -> None:
     """Run a whole federation on this machine: one process per role, mutual TLS over loopback."""
-    from fedshift.deploy.cli.project import try_project
+    from fedshift.deploy.cli.play import try_project
 
     with may_ask(trust):
         try_project(experiment, overrides or [], runs, port, keep)
@@ -131,9 +227,14 @@ Foreground = Annotated[bool, typer.Option("--foreground", help="Stay in the fore
 @coordinator.command("start")
 def coordinator_start(kit: KitFolder = Path("coordinator"), foreground: Foreground = False) -> None:
     """Start the coordinator's service. Unfinished deployments resume."""
-    from fedshift.deploy.cli.site import start_coordinator
+    from fedshift.deploy.flare import roles
 
-    start_coordinator(kit, foreground)
+    _say_status("coordinator", roles.start(roles.load_kit(kit, "coordinator"), foreground=foreground))
+
+
+def _say_status(name: str, status: Status) -> None:
+    pid = f" (process {status.pid})" if status.pid else ""
+    say(f"{name}: {status.state}{pid} {status.message}".rstrip())
 
 
 @coordinator.command("status")
@@ -146,10 +247,10 @@ def coordinator_status(kit: KitFolder = Path("coordinator")) -> None:
 
 @coordinator.command("stop")
 def coordinator_stop(kit: KitFolder = Path("coordinator")) -> None:
-    """Stop the coordinator's service."""
-    from fedshift.deploy.cli.site import stop_coordinator
+    """Stop the coordinator's service. Deployments resume when it is started again."""
+    from fedshift.deploy.flare import roles
 
-    stop_coordinator(kit)
+    say(f"coordinator: {'stopped' if roles.stop(roles.load_kit(kit, 'coordinator')) else 'was not running'}")
 
 
 site = typer.Typer(
@@ -200,9 +301,17 @@ def site_recover(
 
     Rather put the files back, from the newest copy that there is. The site refuses to answer until one of both is done.
     """
-    from fedshift.deploy.cli.site import recover_site
+    from fedshift.deploy.privacy.recovery import lost_records, recover_records
+    from fedshift.deploy.site_file import load_site
 
-    recover_site(path, yes)
+    config = load_site(path)
+    lost = lost_records(config)
+    for line in lost or [f"site {config.file.site}: audit log, ledger and secret are whole"]:
+        say(line)
+    question = "Give up what is lost? What is not known of the budget of privacy counts as spent."
+    if lost and (yes or typer.confirm(question)):
+        for line in recover_records(config):
+            say(line)
 
 
 @site.command("backup")
@@ -214,9 +323,23 @@ def site_backup(
 
     Stop the site before. The file is encrypted if a key is set, as all that the site writes.
     """
-    from fedshift.deploy.cli.backup import backup_site
+    from fedshift.deploy.site_backup import back_up
+    from fedshift.deploy.site_file import load_site
+    from fedshift.encryption import KEY_FILE, present_key
 
-    backup_site(path, out)
+    config = load_site(path)
+    _check_stopped(config)
+    files = back_up(config, out)
+    sealed = "encrypted" if present_key() else f"not encrypted ({KEY_FILE} is not set): it holds the kit's private key"
+    say(f"site {config.file.site}: {files} files in {out}, {sealed}")
+
+
+def _check_stopped(config: SiteConfig) -> None:
+    """Raise UserError if the site's service runs."""
+    from fedshift.deploy.flare import roles
+
+    if (config.kit / "kit.json").exists() and roles.running(config.kit):
+        raise UserError(f"site '{config.file.site}' runs; stop it first: fedshift site stop {config.path}")
 
 
 @site.command("restore")
@@ -231,9 +354,16 @@ def site_restore(
 
     Where they are lost, what the site may have answered since the backup counts as spent: by --log, else all of it.
     """
-    from fedshift.deploy.cli.backup import restore_site
+    from fedshift.deploy.site_backup import restore
+    from fedshift.deploy.site_file import load_site
 
-    restore_site(backup, path, log)
+    if path.exists():
+        _check_stopped(load_site(path))
+    done = restore(backup, path, log)
+    say(f"site {done.config.file.site}: {len(done.written)} files put back, {len(done.kept)} that are there stay")
+    if done.counted:
+        say(f"budget of privacy: counted as spent: {done.counted}")
+    say(f"look at it with fedshift site check {path}; runs that were under way are deployed anew")
 
 
 @site.command("open")
@@ -251,10 +381,19 @@ def site_open(
 @site.command("start")
 def site_start(path: SiteFile = Path("SITE.yaml"), foreground: Foreground = False, trust: Trust = False) -> None:
     """Start the site's service. It connects out to the coordinator and listens on no port."""
-    from fedshift.deploy.cli.site import start_site
+    from fedshift.deploy.cli.site import check_name
+    from fedshift.deploy.flare import roles
+    from fedshift.deploy.privacy.recovery import lost_records
+    from fedshift.deploy.site_file import load_site, read_holding
 
     with may_ask(trust):
-        start_site(path, foreground)
+        config = load_site(path)
+        kit = roles.load_kit(config.kit, "site")
+        check_name(config, kit.name)
+        if lost := lost_records(config):
+            raise UserError(lost[0])
+        read_holding(config)  # what is wrong with the data is said now
+        _say_status(kit.name, roles.start(kit, config.path, foreground=foreground))
 
 
 @site.command("status")
@@ -268,6 +407,8 @@ def site_status(path: SiteFile = Path("SITE.yaml")) -> None:
 @site.command("stop")
 def site_stop(path: SiteFile = Path("SITE.yaml")) -> None:
     """Stop the site's service."""
-    from fedshift.deploy.cli.site import stop_site
+    from fedshift.deploy.flare import roles
+    from fedshift.deploy.site_file import load_site
 
-    stop_site(path)
+    kit = roles.load_kit(load_site(path).kit, "site")
+    say(f"site {kit.name}: {'stopped' if roles.stop(kit) else 'was not running'}")

@@ -1,4 +1,4 @@
-"""``fedshift site`` and ``fedshift coordinator``: check, start and stop the service of a role."""
+"""``fedshift site check``, ``agree`` and ``open``: what a site holds, allows and was asked for, and sealed models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fedshift.deploy.flare import roles
 from fedshift.deploy.privacy.few_rows import few_samples, leaving, of_many_rows
 from fedshift.deploy.privacy.ledger import PrivacyLedger
 from fedshift.deploy.privacy.noisy_statistics import lacking
-from fedshift.deploy.privacy.recovery import lost_records, recover_records
+from fedshift.deploy.privacy.recovery import lost_records
 from fedshift.deploy.proxy import proxy_address, proxy_for
 from fedshift.deploy.remote.policy import (
     ACCURACY,
@@ -120,20 +120,6 @@ def _say_records(config: SiteConfig) -> None:
     if (budget := config.file.privacy) is not None:
         spent = PrivacyLedger(config.memory, config.file.site, budget, AuditLog(config.audit_log)).epsilon()
         say(f"spent: ε = {spent:.3g} of {budget.epsilon:g} at δ = {budget.delta:g}")
-
-
-def recover_site(path: Path, yes: bool) -> None:
-    """Show what a site lacks of its own records, and begin them anew after a question, or at once."""
-    config = load_site(path)
-    lost = lost_records(config)
-    if not lost:
-        say(f"site {config.file.site}: audit log, ledger and secret are whole")
-        return
-    for fault in lost:
-        say(fault)
-    if yes or typer.confirm("Give up what is lost? What is not known of the budget of privacy counts as spent."):
-        for line in recover_records(config):
-            say(line)
 
 
 def _values(data: DataSet) -> str:
@@ -345,7 +331,7 @@ def _say_kit(config: SiteConfig) -> None:
         say(f"kit: none at {config.kit} yet")
         return
     kit = roles.load_kit(config.kit, "site")
-    _same_name(config, kit.name)
+    check_name(config, kit.name)
     roles.check_settings(kit)
     say(f"kit: project {kit.project.name}, valid until {roles.expiry(kit)}, contact {kit.project.contact}")
     say(f"certificate: {Identity.of_kit(kit.folder, kit.name).fingerprint} (SHA-256, for policy.peers of other sites)")
@@ -355,42 +341,9 @@ def _say_kit(config: SiteConfig) -> None:
     say(f"coordinator: {f'can be reached{through}' if reason is None else f'cannot be reached{through}: {reason}'}")
 
 
-def _same_name(config: SiteConfig, name: str) -> None:
+def check_name(config: SiteConfig, name: str) -> None:
+    """Raise UserError if a site's kit is another site's."""
     if config.file.site != name:
         raise UserError(
             f"{config.path}: site is '{config.file.site}', but the kit is for '{name}'; use the kit of this site"
         )
-
-
-def start_site(path: Path, foreground: bool) -> None:
-    """Check the site's file, kit, audit log and data, then start its service."""
-    config = load_site(path)
-    kit = roles.load_kit(config.kit, "site")
-    _same_name(config, kit.name)
-    if lost := lost_records(config):
-        raise UserError(lost[0])
-    read_holding(config)
-    _print_status(kit.name, roles.start(kit, config.path, foreground=foreground))
-
-
-def stop_site(path: Path) -> None:
-    """Stop the site's service."""
-    kit = roles.load_kit(load_site(path).kit, "site")
-    say(f"site {kit.name}: {'stopped' if roles.stop(kit) else 'was not running'}")
-
-
-def start_coordinator(folder: Path, foreground: bool) -> None:
-    """Start the coordinator's service."""
-    kit = roles.load_kit(folder, "coordinator")
-    _print_status("coordinator", roles.start(kit, foreground=foreground))
-
-
-def stop_coordinator(folder: Path) -> None:
-    """Stop the coordinator's service. Deployments resume when it is started again."""
-    kit = roles.load_kit(folder, "coordinator")
-    say(f"coordinator: {'stopped' if roles.stop(kit) else 'was not running'}")
-
-
-def _print_status(name: str, status: roles.Status) -> None:
-    pid = f" (process {status.pid})" if status.pid else ""
-    say(f"{name}: {status.state}{pid} {status.message}".rstrip())
