@@ -60,18 +60,11 @@ def accuracy_at_targets(curves: Mapping[str, Mapping[str, Curve]], measure: Meas
         curves: target → method → curve, in percent.
         measure: what the vertical axis shows.
     """
-    rows = -(-len(curves) // _COLUMNS)
-    figure, panels = new_figure(9.6, 0.6 + 2.2 * rows, len(curves), min(_COLUMNS, len(curves)))
-    methods = list(dict.fromkeys(method for lines in curves.values() for method in lines))
-    for number, (axes, (target, lines)) in enumerate(zip(panels, curves.items(), strict=True)):
-        _draw(axes, lines, 100 if measure.unit else np.inf, methods)
-        axes.set_title(target, color=INK, fontsize="medium")
-        if number >= len(curves) - _COLUMNS:
-            axes.set_xlabel("round")
-        if number % _COLUMNS == 0:
-            axes.set_ylabel(measure.axis)
-    _share_height(panels, _COLUMNS)
-    _legend(figure, *panels)
+    columns = min(_COLUMNS, len(curves))
+    figure, panels = _named_panels(curves, ("round", measure.axis), 2.2, columns, 100 if measure.unit else np.inf)
+    for axes in panels[:-columns]:
+        axes.set_xlabel("")
+    _share_height(panels, columns)
     return figure
 
 
@@ -81,17 +74,10 @@ def operating_curves(curves: Mapping[str, Mapping[str, Curve]]) -> Figure:
     Args:
         curves: target → method → (100 − specificity, sensitivity, None), in percent.
     """
-    rows = -(-len(curves) // _COLUMNS)
-    figure, panels = new_figure(9.6, 0.6 + 2.9 * rows, len(curves), min(_COLUMNS, len(curves)))
-    methods = list(dict.fromkeys(method for lines in curves.values() for method in lines))
-    for number, (axes, (target, lines)) in enumerate(zip(panels, curves.items(), strict=True)):
-        axes.plot([0, 100], [0, 100], color=GRID, linewidth=1)
-        _draw(axes, lines, 100, methods)
-        axes.set_title(target, color=INK, fontsize="medium")
-        axes.set_xlabel("false alarms, %")
-        if number % _COLUMNS == 0:
-            axes.set_ylabel("recognised, %")
-    _legend(figure, *panels)
+    axis_names = "false alarms, %", "recognised, %"
+    figure, panels = _named_panels(curves, axis_names, 2.9, min(_COLUMNS, len(curves)), 100)
+    for axes in panels:
+        axes.plot([0, 100], [0, 100], color=GRID, linewidth=1, zorder=1)
     return figure
 
 
@@ -104,18 +90,27 @@ def site_weights(curves: Mapping[str, Mapping[str, Curve]]) -> Figure:
         curves: target → site → curve.
     """
     columns = len(curves) if len(curves) <= 4 else _COLUMNS
-    figure, panels = new_figure(9.6, 0.7 + 2.5 * -(-len(curves) // columns), len(curves), columns)
-    sites = list(dict.fromkeys(site for lines in curves.values() for site in lines))
-    for axes, (target, lines) in zip(panels, curves.items(), strict=True):
-        _draw(axes, lines, 1, sites)
-        axes.set_title(target, color=INK, fontsize="medium")
-        axes.set_xlabel("round")
+    figure, panels = _named_panels(curves, ("round", "weight"), 2.5, columns, 1)
+    for axes in panels:
         axes.set_ylim(bottom=0)
-    for axes in panels[::columns]:
-        axes.set_ylabel("weight")
     _share_height(panels, columns)
-    _legend(figure, *panels)
     return figure
+
+
+def _named_panels(
+    curves: Mapping[str, Mapping[str, Curve]], axis_names: tuple[str, str], height: float, columns: int, most: float
+) -> tuple[Figure, list[Axes]]:
+    """A panel for each entry of ``curves``, with its name above it; a name has one colour in all of them."""
+    figure, panels = new_figure(9.6, 0.6 + height * -(-len(curves) // columns), len(curves), columns)
+    names = list(dict.fromkeys(name for lines in curves.values() for name in lines))
+    for number, (axes, (title, lines)) in enumerate(zip(panels, curves.items(), strict=True)):
+        _draw(axes, lines, most, names)
+        axes.set_title(title, color=INK, fontsize="medium")
+        axes.set_xlabel(axis_names[0])
+        if number % columns == 0:
+            axes.set_ylabel(axis_names[1])
+    _legend(figure, *panels)
+    return figure, panels
 
 
 def accuracy_per_target(table: Table, names: Mapping[str, str] | None = None) -> Figure:

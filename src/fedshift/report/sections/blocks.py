@@ -160,9 +160,15 @@ def figure(
     return Figure(name, plots.svg(drawing, description), description, caption, csv_text(cells), title)
 
 
-def curve_rows(what: Sequence[str], curves: Mapping[Any, Curve]) -> Iterable[Sequence[object]]:
-    """The numbers of curves for a file: the names of each curve, then x, mean and standard deviation."""
-    yield what
-    for names, (x, mean, spread) in curves.items():
-        for number, (at, value) in enumerate(zip(x, mean, strict=True)):
-            yield *names, at, value, None if spread is None else spread[number]
+def curve_rows(what: Sequence[str], panels: Mapping[str, Mapping[str, Curve]]) -> Iterable[Sequence[object]]:
+    """The numbers of curves for a file: panel and name of each, then x, mean and standard deviation.
+
+    Args:
+        what: the names of the columns but for the last.
+        panels: panel → name → curve.
+    """
+    yield *what, "standard_deviation"
+    for panel, curves in panels.items():
+        for name, (x, mean, spread) in curves.items():
+            for number, (at, value) in enumerate(zip(x, mean, strict=True)):
+                yield panel, name, at, value, None if spread is None else spread[number]

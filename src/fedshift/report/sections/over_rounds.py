@@ -22,10 +22,7 @@ def curves_section(details: Details, targets: int) -> Section:
         f"{measure.name} over rounds and over local mini-batches",
         "Mean over targets; the band is one standard deviation over seeds. "
         "The right panel compares at equal work, which includes what a method does before its first round.",
-        curve_rows(
-            ["axis", "method", "x", "mean", "standard_deviation"],
-            {(axis, method): curve for axis, lines in curves.items() for method, curve in lines.items()},
-        ),
+        curve_rows(["axis", "method", "x", "mean"], curves),
     )
     return section("curves", title, mean, *_at_each_target(details, targets))
 
@@ -39,10 +36,7 @@ def _at_each_target(details: Details, targets: int) -> Iterator[Block]:
             plots.accuracy_at_targets(curves, measure),
             f"{measure.name} over rounds at each target",
             f"Mean over seeds at each target; the band is one standard deviation over seeds.{more}",
-            curve_rows(
-                ["target", "method", "round", "mean", "standard_deviation"],
-                {(target, method): curve for target, lines in curves.items() for method, curve in lines.items()},
-            ),
+            curve_rows(["target", "method", "round", "mean"], curves),
             title="At each target",
         )
 
@@ -55,10 +49,7 @@ def weights_section(weights: Sequence[Weights]) -> Section | None:
             plots.site_weights(of_layer.panels),
             f"Weights of the sites over rounds, {of_layer.method}",
             of_layer.note,
-            curve_rows(
-                ["panel", "site", "round", "mean", "standard_deviation"],
-                {(panel, site): curve for panel, lines in of_layer.panels.items() for site, curve in lines.items()},
-            ),
+            curve_rows(["panel", "site", "round", "mean"], of_layer.panels),
             title=of_layer.method,
         )
         for number, of_layer in enumerate(weights, 1)

@@ -69,14 +69,7 @@ def _roc(predictions: Predictions) -> Iterator[Block]:
             plots.operating_curves(predictions.roc),
             "ROC curves by target and method",
             f"ROC: what share of {which} is recognised, for each share of false alarms; samples of all seeds.",
-            curve_rows(
-                ["target", "method", "false_alarms", "recognised", "standard_deviation"],
-                {
-                    (target, method): curve
-                    for target, lines in predictions.roc.items()
-                    for method, curve in lines.items()
-                },
-            ),
+            curve_rows(["target", "method", "false_alarms", "recognised"], predictions.roc),
             title="ROC curves",
         )
 
