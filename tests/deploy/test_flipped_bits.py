@@ -27,13 +27,13 @@ from fedshift.deploy.agreed_terms import AgreedTerms
 from fedshift.deploy.crypto.at_site import SecureSite
 from fedshift.deploy.crypto.keys import Order, PrivateKey
 from fedshift.deploy.crypto.sealing import SealingKey
-from fedshift.deploy.documents import read_stored
 from fedshift.deploy.estimates import Threshold, keep_sums, kept_sums, note_estimated, read_estimated, threshold_file
 from fedshift.deploy.flare.authority import CERTIFICATE, ISSUED, KEY, Authority
 from fedshift.deploy.flare.certificates import revoked_sites, write_issued
 from fedshift.deploy.flare.deployment_folder import Deployment
 from fedshift.deploy.flare.kits import Kit, Project
 from fedshift.deploy.flare.roles import status
+from fedshift.deploy.json_files import read_stored
 from fedshift.deploy.members import CARDS, read_cards
 from fedshift.deploy.privacy.ledger import LEDGER, SECRET, PrivacyLedger
 from fedshift.deploy.remote.policy import AuditLog, Policy
@@ -461,7 +461,7 @@ CALLS = {
     "deploy/flare/certificates": 1,
     "deploy/flare/deployment_folder": 6,
     "deploy/flare/in_project": 2,
-    "deploy/flare/removal": 1,
+    "deploy/flare/provision": 1,
     "deploy/flare/service": 1,
     "deploy/json_files": 3,
     "deploy/playground/played": 1,

@@ -15,10 +15,10 @@ from pathlib import Path
 from pydantic import RootModel
 
 from fedshift.deploy.deployed_plan import DeployedPlan, run_at_sites
-from fedshift.deploy.documents import read_stored
 from fedshift.deploy.estimate_sums import EstimateSums
 from fedshift.deploy.event_log import EventLog
 from fedshift.deploy.handshake import sources_encoding
+from fedshift.deploy.json_files import read_stored
 from fedshift.deploy.remote.requests import EndRequest, EstimateRequest, ReadingAnswer, ReadingRequest
 from fedshift.deploy.remote.transport import Done, Lost, Transport, ask_plain
 from fedshift.digests import write_object

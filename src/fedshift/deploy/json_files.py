@@ -1,4 +1,4 @@
-"""JSON files of a role: what others write there, and a log of events. What the role itself writes is in `digests`."""
+"""JSON files of a role: documents of its own as frozen models, what others write there, and a log of events."""
 
 from __future__ import annotations
 
@@ -6,14 +6,40 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
 
 from fedshift.deploy.chained_log import append_line, has_damaged_end, is_undamaged, lines_of
+from fedshift.digests import REMEDY, Damaged, read_object
 from fedshift.errors import FedshiftError
+from fedshift.federation.plain_values import Unreadable, parse_json
 from fedshift.files import set_aside
 
 DEPLOY_AGAIN = "deploy the experiment again"
 """What to do about damaged settings of a deployment."""
+M = TypeVar("M", bound=BaseModel)
+
+
+def read_stored(kind: type[M], path: Path, remedy: str = REMEDY, *, older: bool = False) -> M | None:
+    """The document in a file; None if there is no file.
+
+    Args:
+        kind: of the document.
+        path: the file, which `write_object` wrote.
+        remedy: what to do about a damaged file, for the message.
+        older: as in `read_object`.
+
+    Raises:
+        Damaged: it holds something else than was written.
+    """
+    content = read_object(path, remedy, older=older)
+    if not content and not path.exists():
+        return None
+    try:
+        return parse_json(kind, json.dumps(content), path.name)
+    except Unreadable:
+        raise Damaged(path, remedy) from None
 
 
 def plain_object(path: Path) -> dict[str, Any]:

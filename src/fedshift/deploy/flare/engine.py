@@ -53,24 +53,37 @@ _AROUND = 1 << 16
 """Bytes that FLARE may add to a message."""
 
 
-class FlareCoordinator(Controller):  # type: ignore[misc]
-    """The coordinator's side of a job: runs the experiment of a deployment."""
+class CoordinatingController(Controller):  # type: ignore[misc]
+    """What the coordinator's side of any job has. ``transport`` carries its messages."""
 
-    def __init__(self, deployment: str, period: float = 0.02) -> None:
-        """Open the deployment's folder.
-
-        Args:
-            deployment: the deployment's name.
-            period: seconds between FLARE's checks of its tasks.
-        """
-        super().__init__(task_check_period=period)
-        self._deployment = Deployment(Path(os.environ[KIT]), deployment)
+    def __init__(self) -> None:
+        super().__init__(task_check_period=0.02)
 
     def start_controller(self, fl_ctx: FLContext) -> None:
         """Nothing to prepare."""
 
     def stop_controller(self, fl_ctx: FLContext) -> None:
         """Nothing to clean up."""
+
+    def process_result_of_unknown_task(
+        self, client: Any, task_name: str, client_task_id: str, result: Shareable, fl_ctx: FLContext
+    ) -> None:
+        """FLARE calls this."""
+        self.log_warning(fl_ctx, f"a reply of site '{client.name}' came too late")
+
+    def transport(self, fl_ctx: FLContext, *rules: Any) -> FlareTransport:
+        """Carries messages from now on; ``rules``: of `FlareTransport`."""
+        transport = FlareTransport(self, fl_ctx, *rules)
+        fl_ctx.get_engine().register_aux_message_handler(TOPIC, transport.parcels.answer)
+        return transport
+
+
+class FlareCoordinator(CoordinatingController):
+    """The coordinator's side of a job: runs the experiment of the deployment of a name."""
+
+    def __init__(self, deployment: str) -> None:
+        super().__init__()
+        self._deployment = Deployment(Path(os.environ[KIT]), deployment)
 
     def process_result_of_unknown_task(
         self, client: Any, task_name: str, client_task_id: str, result: Shareable, fl_ctx: FLContext
@@ -83,8 +96,7 @@ class FlareCoordinator(Controller):  # type: ignore[misc]
         deployment.note_process(job)
         kit = own_kit()
         largest, revoked_now = kit.project.largest_message, partial(revoked_sites, kit)
-        transport = FlareTransport(self, fl_ctx, abort_signal, deployment.new_job_requested, largest, revoked_now)
-        fl_ctx.get_engine().register_aux_message_handler(TOPIC, transport.parcels.answer)
+        transport = self.transport(fl_ctx, abort_signal, deployment.new_job_requested, largest, revoked_now)
         gc.freeze()  # modules stay loaded: `Parcels`, which collects garbage often, need not search them
         try:
             revoked = revoked_now()

@@ -12,13 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from nvflare.apis.fl_context import FLContext
-from nvflare.apis.impl.controller import Controller
-from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 
 from fedshift.deploy.coordinator import EXPERIMENT, PROGRESS, coordinate
-from fedshift.deploy.flare.engine import SITE, FlareSite, FlareTransport
-from fedshift.deploy.flare.parts import TOPIC
+from fedshift.deploy.flare.engine import SITE, CoordinatingController, FlareSite
 from fedshift.deploy.json_files import append_event
 from fedshift.deploy.site_server import SiteProgram, open_site
 from fedshift.digests import write_object
@@ -29,7 +26,7 @@ FOLDER = "fedshift"
 SITE_FILE = "SITE.yaml"
 
 
-class ProjectCoordinator(Controller):  # type: ignore[misc]
+class ProjectCoordinator(CoordinatingController):
     """The server's side: runs a whole experiment.
 
     Args:
@@ -39,28 +36,16 @@ class ProjectCoordinator(Controller):  # type: ignore[misc]
     """
 
     def __init__(self, experiment: Mapping[str, Any], sites: Sequence[str], largest_message: int = 1024) -> None:
-        super().__init__(task_check_period=0.02)
+        super().__init__()
         # FLARE writes the job's settings from these attributes.
         self.experiment, self.sites, self.largest_message = experiment, sites, largest_message
-
-    def start_controller(self, fl_ctx: FLContext) -> None:
-        """Nothing to prepare."""
-
-    def stop_controller(self, fl_ctx: FLContext) -> None:
-        """Nothing to clean up."""
-
-    def process_result_of_unknown_task(
-        self, client: Any, task_name: str, client_task_id: str, result: Shareable, fl_ctx: FLContext
-    ) -> None:
-        self.log_warning(fl_ctx, f"a reply of site '{client.name}' came too late")
 
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
         """Run the experiment. FLARE calls this. An error of ours ends the job with its one line."""
         folder = Path(fl_ctx.get_workspace().get_run_dir(str(fl_ctx.get_job_id()))) / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         write_object(folder / EXPERIMENT, self.experiment)
-        transport = FlareTransport(self, fl_ctx, abort_signal, lambda: None, self.largest_message)
-        fl_ctx.get_engine().register_aux_message_handler(TOPIC, transport.parcels.answer)
+        transport = self.transport(fl_ctx, abort_signal, lambda: None, self.largest_message)
         try:
             coordinate(folder, transport, self.sites)
         except FedshiftError as error:

@@ -20,8 +20,7 @@ from pathlib import Path
 from fedshift.deploy.flare import certificates, kits
 from fedshift.deploy.flare.kit_checks import check_certificates, check_port, check_reachable, check_settings
 from fedshift.deploy.flare.kits import Kit, check_installed, load_project
-from fedshift.deploy.flare.provision import provision, reissue, relocate
-from fedshift.deploy.flare.removal import remove
+from fedshift.deploy.flare.provision import provision, reissue, relocate, remove
 from fedshift.deploy.flare.service_lock import holder
 from fedshift.digests import Damaged, read_object
 from fedshift.encryption import present_key

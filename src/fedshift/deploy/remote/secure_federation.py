@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 from fedshift.deploy.crypto.at_server import SecureSum
 from fedshift.deploy.crypto.at_site import Revealed
 from fedshift.deploy.crypto.keys import KeyAnswer, KeyCard, KeyEntry, Order
-from fedshift.deploy.documents import read_stored
+from fedshift.deploy.json_files import read_stored
 from fedshift.deploy.remote.incoming import Grace
 from fedshift.deploy.remote.orders import (
     confirmed_of,

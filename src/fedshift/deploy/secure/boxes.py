@@ -14,7 +14,7 @@ from pydantic import ConfigDict, RootModel
 
 from fedshift.deploy.agreed_terms import AgreedTerms
 from fedshift.deploy.crypto.sealing import SealingKey
-from fedshift.deploy.documents import read_stored
+from fedshift.deploy.json_files import read_stored
 from fedshift.deploy.remote.requests import RunRequest
 from fedshift.deploy.remote.wire import widen
 from fedshift.deploy.secure.site_sums import SiteSums

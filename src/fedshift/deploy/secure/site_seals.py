@@ -15,7 +15,7 @@ from torch import Tensor
 from fedshift.deploy.agreed_terms import AgreedTerms
 from fedshift.deploy.crypto.keys import KeyAnswer, KeyCard
 from fedshift.deploy.crypto.sealing import SealingKey, key_text, seal_for
-from fedshift.deploy.documents import read_stored
+from fedshift.deploy.json_files import read_stored
 from fedshift.deploy.remote.orders import key_entry
 from fedshift.deploy.remote.policy import SEALED
 from fedshift.deploy.remote.requests import (
