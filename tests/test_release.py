@@ -13,6 +13,8 @@ import yaml
 
 import fedshift
 
+release_address = pytest.importorskip("release_address", reason="docs/ is not beside these tests")
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "fedshift"
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -104,3 +106,22 @@ def test_the_conda_recipe_needs_what_the_package_needs() -> None:
     assert (recipe["context"]["version"], recipe["about"]["license"]) == (version, metadata["license"])
     entry = f"fedshift = {metadata['scripts']['fedshift']}"
     assert recipe["build"]["python"]["entry_points"] == [entry]
+
+
+def test_a_release_says_where_its_repository_is(tmp_path: Path) -> None:
+    """The index shows the README without the files beside it."""
+    for name in ("pyproject.toml", "README.md"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    address = "https://example.org/owner/fedshift"
+    release_address.write_address(tmp_path, address, "v1.2.3")
+    urls = tomllib.loads((tmp_path / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
+    links = re.findall(r"\]\((\S+?)\)", (tmp_path / "README.md").read_text(encoding="utf-8"))
+    assert all(link.startswith("https://") for link in links)
+    files = [link.removeprefix(address) for link in (*urls.values(), *links) if "v1.2.3" in link]
+    assert len(files) > len(urls)
+    for file in files:
+        view, name = re.fullmatch(r"/(blob|raw)/v1\.2\.3/([^#]+)(?:#.*)?", file).groups()  # type: ignore[union-attr]
+        assert (ROOT / name).exists()
+        assert (view == "raw") == name.endswith(".svg")
+    commands = (ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8")
+    assert commands.index("docs/release_address.py") < commands.index("python -m build")
