@@ -111,11 +111,12 @@ class NamedTensors(Mapping[str, Tensor]):
             extra = next(name for name in self._tensors if name not in reference)
             raise UserError(f"{who}: tensor '{extra}' is not expected; do all sites use the same model?")
 
-    def check_finite(self, who: str) -> None:
+    def check_finite(self, who: str, remedy: str = "lower the learning rate") -> None:
         """Check that no tensor holds NaN or infinity.
 
         Args:
             who: what a message calls the owner of these tensors.
+            remedy: what the message says to do.
 
         Raises:
             TrainingDiverged: a tensor does; the message names it.
@@ -125,9 +126,7 @@ class NamedTensors(Mapping[str, Tensor]):
                 # The extremes are NaN if any number is. This takes one pass and no mask.
                 low, high = torch.aminmax(tensor)
                 if not (math.isfinite(low.item()) and math.isfinite(high.item())):
-                    raise TrainingDiverged(
-                        f"{who}: tensor '{name}' holds NaN or infinite numbers; lower the learning rate"
-                    )
+                    raise TrainingDiverged(f"{who}: tensor '{name}' holds NaN or infinite numbers; {remedy}")
 
     def clone(self) -> Self:
         """A copy that shares no memory with this one."""

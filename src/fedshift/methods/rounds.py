@@ -25,6 +25,7 @@ def play_round(method: Method, federation: Federation, state: State) -> State:
 
     Raises:
         FedshiftError: the method returned something else than the next state.
+        TrainingDiverged: it made numbers that are not finite of replies that are, or the server's optimiser did.
     """
     federation.round = state.round + 1
     optimizer = method.at_server(state.weights).optimizer
@@ -32,9 +33,14 @@ def play_round(method: Method, federation: Federation, state: State) -> State:
     new = method.round(federation, begun)
     if not isinstance(new, State) or new.round != federation.round:
         raise FedshiftError(f"{method.name}: round() must return state.advance(...)")
+    # Replies were checked as they came: what is not finite now is the server's own.
+    new.weights.check_finite(
+        f"{method.name}, round {new.round}", f"the replies were finite, look at {method.name}'s round"
+    )
     if optimizer is None:
         return new
     weights, moments = after_round(optimizer, state.weights, new.weights, state.server, method.personal(new.weights))
+    weights.check_finite(f"{method.name}, round {new.round}", "lower the rate of the server's optimiser")
     return replace(new, weights=weights, server=moments)
 
 
