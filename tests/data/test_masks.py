@@ -93,6 +93,7 @@ def test_image_and_mask_move_together() -> None:
     images = masks.repeat(1, 2, 1, 1)[:, :3]
     augmentation = Augmentation(crop_scale=(0.5, 1.0), flip=0.5)
     moved, turned = augment_with_masks(images, masks, augmentation, torch.Generator().manual_seed(3))
+    assert turned is not None
     assert not torch.equal(turned, masks)
     assert set(turned.unique().tolist()) == {0.0, 1.0}
     assert torch.equal((moved[:, :2] > 0.5).float(), turned)

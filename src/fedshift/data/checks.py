@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from fedshift.data.codings import quote
 from fedshift.data.domain import NO_TOKEN, DataSet, Domain, SparseRows
-from fedshift.data.splits import check_fixed_split, check_some_train
+from fedshift.data.splits import TEST, TRAIN
 from fedshift.errors import UserError
 from fedshift.files import names_alike
 
@@ -43,14 +43,21 @@ def check_dataset(dataset: DataSet) -> DataSet:
     where = f"data set {dataset.name}"
     if not dataset.domains:
         raise UserError(f"{where} has no domain: give it at least one site")
-    check_site_names(where, dataset.domains)
-    _check_letters(where, dataset)
+    _check_names(where, dataset)
     if len(dataset.classes) < (2 if dataset.task == "classification" else 1):
         raise UserError(
             f"{where} has fewer than two classes ({', '.join(dataset.classes) or 'none'}): give it at least two"
         )
-    check_some_train(where, dataset.domains.values())
-    first = next(iter(dataset.domains.values()))
+    _check_domains(where, dataset)
+    preprocessing = dataset.preprocessing.model_copy(update={"shape": dataset.input_shape})
+    return replace(dataset, preprocessing=preprocessing, warnings=(*dataset.warnings, *_warnings(dataset)))
+
+
+def _check_domains(where: str, dataset: DataSet) -> None:
+    domains = dataset.domains.values()
+    if all(item.fixed_split and item.train_rows is not None and not len(item.train_rows) for item in domains):
+        raise UserError(f"{where}: data.split has no row of {TRAIN} at any site: give some sites rows of {TRAIN}")
+    first = next(iter(domains))
     for name, domain in dataset.domains.items():
         _check_domain(f"{where}, site '{name}'", domain, len(dataset.classes))
         _check_labels(f"{where}, site '{name}'", domain, dataset)
@@ -74,25 +81,18 @@ def check_dataset(dataset: DataSet) -> DataSet:
                 f"{where}: samples differ in type between sites: '{first.name}' has {_dtype(first)}, '{name}' has "
                 f"{_dtype(domain)}"
             )
-    preprocessing = dataset.preprocessing.model_copy(update={"shape": dataset.input_shape})
-    return replace(dataset, preprocessing=preprocessing, warnings=(*dataset.warnings, *_warnings(dataset)))
 
 
-def check_site_names(where: str, names: Iterable[str]) -> None:
-    """Raise UserError if two sites have one name in other letters, such as North and north."""
-    alike = names_alike(names)
-    if alike is not None:
+def _check_names(where: str, dataset: DataSet) -> None:
+    """Raise UserError for two sites of one name in other letters, or a name that cannot be written as UTF-8.
+
+    A folder that another system named may have such a name. Results could not be written then, after training.
+    """
+    if (alike := names_alike(dataset.domains)) is not None:
         raise UserError(
             f"{where}: sites {quote(alike[0])} and {quote(alike[1])} have one name, but for capitals, spaces or "
             "Unicode forms: write it in one way if they are one site, or rename one"
         )
-
-
-def _check_letters(where: str, dataset: DataSet) -> None:
-    """Raise UserError if a name cannot be written as UTF-8, as a folder's that another system named may be.
-
-    Results and models could not be written then, after training.
-    """
     for what, names in (("site", dataset.domains), ("class", dataset.classes)):
         for name in names:
             if not _is_unicode(name):
@@ -151,7 +151,26 @@ def _check_split(where: str, domain: Domain) -> None:
     for title, rows in (("training", domain.train_rows), ("test", domain.test_rows)):
         if rows is not None and len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= samples):
             raise UserError(f"{where}: the {title} rows go beyond its {samples} samples")
-    check_fixed_split(where, domain)
+    if domain.fixed_split:
+        _check_fixed_split(where, domain)
+
+
+def _check_fixed_split(where: str, domain: Domain) -> None:
+    """Raise UserError unless a fixed split has test rows, and no group on both sides."""
+    train, test = domain.train_rows, domain.test_rows
+    if train is None or test is None:
+        raise UserError(f"{where}: a fixed split needs both its training and its test rows")
+    if len(test) == 0:
+        raise UserError(
+            f"{where}: data.split has no row of {TEST}: each site needs some; one of {TEST} alone only tests"
+        )
+    if domain.groups is not None:
+        both = np.intersect1d(domain.groups[train], domain.groups[test])
+        if len(both):
+            raise UserError(
+                f"{where}: {len(both)} groups, such as patients, have rows of {TRAIN} and of {TEST} in data.split: put "
+                "all rows of a group on one side"
+            )
 
 
 def _check_inputs(where: str, domain: Domain) -> None:

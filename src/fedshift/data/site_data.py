@@ -14,15 +14,7 @@ import torch
 from torch import Tensor
 
 from fedshift.data.domain import Dense, Domain, Inputs, Preprocessing, Rows, SparseRows
-from fedshift.data.transforms import (
-    Augmentation,
-    augment,
-    augment_with_masks,
-    normalise,
-    random_parts,
-    to_network,
-    to_unit,
-)
+from fedshift.data.transforms import Augmentation, to_network, to_unit, training_inputs
 from fedshift.errors import FedshiftError, UserError
 from fedshift.functional.differential_privacy import sample_rate
 from fedshift.functional.secret_noise import Source, uniform
@@ -124,20 +116,14 @@ class SiteData:
         labels, numbers = self.labels.index_select(0, position), self.domain_numbers.index_select(0, position)
         masks = self._gather(rows.cpu().numpy(), self._masks).to(self.device).float() if self._masks else None
         if generator is None or self.deterministic:
-            return self._plain(rows, position), labels if masks is None else masks, numbers
-        images = self.stored_rows(rows)
-        if self._restyle is not None:
-            images = self._restyle(images, rows, generator)
-        if images.dim() != 4:
-            if self.preprocessing.patch is not None:
-                images, masks = random_parts(images, masks, self.preprocessing.patch, generator)
-            return normalise(images, self.preprocessing), labels if masks is None else masks, numbers
-        if masks is None:
-            images = augment(images, self.augmentation, generator)
+            inputs = self._plain(rows, position)
         else:
-            images, labels = augment_with_masks(images, masks, self.augmentation, generator)
-        inputs = normalise(images, self.preprocessing).contiguous(memory_format=torch.channels_last)
-        return inputs, labels, numbers
+            stored = self._raw(rows)
+            images = to_unit(stored, self.device)
+            if self._restyle is not None:
+                images = self._restyle(images, rows, generator)
+            inputs, masks = training_inputs(images, masks, self.preprocessing, self.augmentation, generator)
+        return inputs, labels if masks is None else masks, numbers
 
     def read_ahead(self, orders: Iterable[Tensor], threads: int) -> Iterator[Tensor]:
         """The same mini-batches' rows, while threads read the samples of the next ones.
@@ -201,7 +187,8 @@ class SiteData:
     def _plain(self, rows: Tensor, device_rows: Tensor) -> Tensor:
         # No cache for augmented data: only the few reads without augmentation could use it.
         if not (self._cacheable and self.deterministic):
-            return to_network(self._raw(rows), self.preprocessing, self.device)
+            stored = self._raw(rows)
+            return to_network(stored, self.preprocessing, self.device)
         if self._cache is None:
             self._cache = self._convert_all()
         chosen = self._cache.index_select(0, device_rows)

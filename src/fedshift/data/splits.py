@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -39,32 +39,6 @@ def fixed_split(cells: Sequence[str], locate: Callable[[int], str]) -> tuple[Row
         np.array([row for row, side in enumerate(sides) if side == item], dtype=np.int64) for item in (TRAIN, TEST)
     ]
     return result[0], result[1]
-
-
-def check_fixed_split(where: str, domain: Domain) -> None:
-    """Raise UserError unless a fixed split has test rows, and no group on both sides."""
-    if not domain.fixed_split:
-        return
-    train, test = domain.train_rows, domain.test_rows
-    if train is None or test is None:
-        raise UserError(f"{where}: a fixed split needs both its training and its test rows")
-    if len(test) == 0:
-        raise UserError(
-            f"{where}: data.split has no row of {TEST}: each site needs some; one of {TEST} alone only tests"
-        )
-    if domain.groups is not None:
-        both = np.intersect1d(domain.groups[train], domain.groups[test])
-        if len(both):
-            raise UserError(
-                f"{where}: {len(both)} groups, such as patients, have rows of {TRAIN} and of {TEST} in data.split: put "
-                "all rows of a group on one side"
-            )
-
-
-def check_some_train(where: str, domains: Iterable[Domain]) -> None:
-    """Raise UserError where fixed splits leave no training row at any site."""
-    if all(domain.fixed_split and domain.train_rows is not None and len(domain.train_rows) == 0 for domain in domains):
-        raise UserError(f"{where}: data.split has no row of {TRAIN} at any site: give some sites rows of {TRAIN}")
 
 
 def split_kind(domain: Domain, wanted: Literal["auto", "random", "official"]) -> Literal["random", "official"]:

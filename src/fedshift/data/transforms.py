@@ -6,20 +6,21 @@ All random parameters are drawn per sample from a generator on the CPU, so a run
 from __future__ import annotations
 
 import math
-from typing import Annotated, Self
+from collections.abc import Callable
+from typing import Annotated, Literal, Self
 
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedshift.data.domain import Preprocessing
-from fedshift.data.policies import AugmentationPolicy, with_policy
 from fedshift.errors import UserError, nearest
 from fedshift.functional.colour import adjust_brightness, adjust_contrast, adjust_hue, adjust_saturation, grey
 from fedshift.functional.geometry import affine_matrices, cut_out, resample
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 Strength = Annotated[float, Field(ge=0, le=1)]
+AugmentationPolicy = Literal["rand_augment", "trivial_augment", "augmix"]
 
 
 class Augmentation(BaseModel):
@@ -182,32 +183,57 @@ def augment(images: Tensor, augmentation: Augmentation, generator: torch.Generat
     Returns:
         Images of the same shape with values in [0, 1].
     """
-    if augmentation.is_identity:
-        return images
-    if augmentation.policy is not None:
-        images = with_policy(images, augmentation.policy, generator)
-    images = _recolour(_warp(images, augmentation, generator), augmentation, generator)
-    return _cut(images, augmentation, generator)
+    return augment_with_masks(images, None, augmentation, generator)[0]
 
 
 def augment_with_masks(
-    images: Tensor, masks: Tensor, augmentation: Augmentation, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """`augment` for images and their masks, which are moved together.
+    images: Tensor, masks: Tensor | None, augmentation: Augmentation, generator: torch.Generator
+) -> tuple[Tensor, Tensor | None]:
+    """`augment` for images and their masks, if they have any, which are moved together.
 
     Masks (n, structures, h, w) of 0 and 1 are resampled bilinearly with a threshold of one half.
 
     Raises:
         UserError: a policy, which would move images and not their masks.
     """
-    if augmentation.policy is not None:
-        raise UserError(f"augmentation.policy: {augmentation.policy} cannot move masks with their images; leave it out")
     if augmentation.is_identity:
         return images, masks
+    if augmentation.policy is not None:
+        if masks is not None:
+            raise UserError(
+                f"augmentation.policy: {augmentation.policy} cannot move masks with their images; leave it out"
+            )
+        images = with_policy(images, augmentation.policy, generator)
     channels = images.shape[1]
-    moved = _warp(torch.cat([images, masks], dim=1), augmentation, generator)
-    images = _cut(_recolour(moved[:, :channels], augmentation, generator), augmentation, generator)
-    return images, (moved[:, channels:] > 0.5).to(masks.dtype)
+    moved = _warp(images if masks is None else torch.cat([images, masks], dim=1), augmentation, generator)
+    images = _recolour(moved[:, :channels], augmentation, generator)
+    if augmentation.cut_out:
+        images = cut_out(images, torch.rand(len(images), 2, generator=generator), augmentation.cut_out)
+    return images, None if masks is None else (moved[:, channels:] > 0.5).to(masks.dtype)
+
+
+def training_inputs(
+    images: Tensor,
+    masks: Tensor | None,
+    preprocessing: Preprocessing,
+    augmentation: Augmentation,
+    generator: torch.Generator,
+) -> tuple[Tensor, Tensor | None]:
+    """What a network trains on: images, volumes or vectors before normalisation, randomly changed, and their masks.
+
+    Args:
+        images: as `to_unit` gives them.
+        masks: of the images or volumes; None: there are none.
+        preprocessing: how they are normalised, and the size of the parts of volumes.
+        augmentation: of images.
+        generator: draws all parameters, on the CPU.
+    """
+    if images.dim() == 4:
+        images, masks = augment_with_masks(images, masks, augmentation, generator)
+    elif preprocessing.patch is not None:
+        images, masks = random_parts(images, masks, preprocessing.patch, generator)
+    inputs = normalise(images, preprocessing)
+    return inputs.contiguous(memory_format=torch.channels_last) if inputs.dim() == 4 else inputs, masks
 
 
 def random_parts(
@@ -231,24 +257,57 @@ def random_parts(
     return cut(volumes), None if masks is None else cut(masks)
 
 
-def _cut(images: Tensor, augmentation: Augmentation, generator: torch.Generator) -> Tensor:
-    if not augmentation.cut_out:
-        return images
-    return cut_out(images, torch.rand(len(images), 2, generator=generator), augmentation.cut_out)
+def with_policy(images: Tensor, policy: AugmentationPolicy, generator: torch.Generator) -> Tensor:
+    """Images changed by one of torchvision's policies, one after the other, on the processor, with 8 bits per value.
+
+    ``rand_augment``: 2 operations of magnitude 9 of 30 (Cubuk et al., NeurIPS 2020). ``trivial_augment``: one operation
+    of any magnitude, the wide set (Müller & Hutter, ICCV 2021). ``augmix``: mixed chains of operations (Hendrycks et
+    al., ICLR 2020), without that paper's consistency loss.
+
+    Args:
+        images: (n, c, h, w) with values in [0, 1], grey or colour.
+        policy: its name.
+        generator: draws the seed of all images; torch's own generator is restored.
+    """
+    from torchvision import transforms
+
+    change: nn.Module = {
+        "rand_augment": transforms.RandAugment,
+        "trivial_augment": transforms.TrivialAugmentWide,
+        "augmix": transforms.AugMix,
+    }[policy]()
+    seed = int(torch.randint(2**62, (), generator=generator))
+    pixels = (images.detach() * 255).round().to("cpu", torch.uint8)
+    with torch.random.fork_rng(devices=[]):  # torchvision draws from torch's own generator
+        torch.default_generator.manual_seed(seed)
+        changed = torch.stack([change(image) for image in pixels])
+    return (changed.to(images.device).float() / 255).contiguous(memory_format=torch.channels_last)
 
 
 def _recolour(images: Tensor, augmentation: Augmentation, generator: torch.Generator) -> Tensor:
-    images = _jitter(images, augmentation, generator)
-    if augmentation.greyscale and images.shape[1] == 3:
-        chosen = _uniform(len(images), 0, 1, images, generator) < augmentation.greyscale
-        images = torch.where(chosen, grey(images).expand_as(images), images)
-    return images
+    """Images after all changes of colour, whose numbers are drawn first."""
+    colour = images.shape[1] == 3
+    changes: list[tuple[Callable[[Tensor, Tensor], Tensor], Tensor]] = []
+    for number in torch.randperm(4, generator=generator).tolist():
+        change, strength, middle = (
+            (adjust_brightness, augmentation.brightness, 1),
+            (adjust_contrast, augmentation.contrast, 1),
+            (adjust_saturation, augmentation.saturation if colour else 0, 1),
+            (adjust_hue, augmentation.hue if colour else 0, 0),
+        )[number]
+        if strength:
+            changes.append((change, _uniform(images, middle - strength, middle + strength, generator)))
+    greyscale = augmentation.greyscale if colour else 0
+    chosen = _uniform(images, 0, 1, generator) < greyscale if greyscale else None
+    for change, draws in changes:
+        images = change(images, draws)
+    return images if chosen is None else torch.where(chosen, grey(images).expand_as(images), images)
 
 
-def _uniform(number: int, low: float, high: float, like: Tensor, generator: torch.Generator) -> Tensor:
-    """``number`` draws from [low, high), as (n, 1, 1, 1) on the device of ``like``."""
-    draws = torch.rand(number, generator=generator, dtype=torch.float32) * (high - low) + low
-    return draws.view(-1, 1, 1, 1).to(like.device)
+def _uniform(images: Tensor, low: float, high: float, generator: torch.Generator) -> Tensor:
+    """A number from [low, high) for each image, as (n, 1, 1, 1) on their device."""
+    draws = torch.rand(len(images), generator=generator, dtype=torch.float32) * (high - low) + low
+    return draws.view(-1, 1, 1, 1).to(images.device)
 
 
 def _warp(images: Tensor, augmentation: Augmentation, generator: torch.Generator) -> Tensor:
@@ -309,24 +368,6 @@ def _affine(
         augmentation.shift * draws[5:7].T,
         aspect,
     )
-
-
-def _jitter(images: Tensor, augmentation: Augmentation, generator: torch.Generator) -> Tensor:
-    colour = images.shape[1] == 3
-    for number in torch.randperm(4, generator=generator).tolist():
-        if number == 0 and augmentation.brightness:
-            images = adjust_brightness(images, _factor(augmentation.brightness, images, generator))
-        elif number == 1 and augmentation.contrast:
-            images = adjust_contrast(images, _factor(augmentation.contrast, images, generator))
-        elif number == 2 and augmentation.saturation and colour:
-            images = adjust_saturation(images, _factor(augmentation.saturation, images, generator))
-        elif number == 3 and augmentation.hue and colour:
-            images = adjust_hue(images, _uniform(len(images), -augmentation.hue, augmentation.hue, images, generator))
-    return images
-
-
-def _factor(strength: float, images: Tensor, generator: torch.Generator) -> Tensor:
-    return _uniform(len(images), 1 - strength, 1 + strength, images, generator)
 
 
 STRONG = Augmentation(crop_scale=(0.5, 1.0), brightness=0.8, contrast=0.8, saturation=0.8, hue=0.2, greyscale=0.2)

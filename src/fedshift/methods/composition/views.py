@@ -17,7 +17,7 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
-from fedshift.data.transforms import NamedAugmentation, augment, augment_with_masks
+from fedshift.data.transforms import NamedAugmentation, augment_with_masks
 from fedshift.federation.site import Batch, LossOf, PlugIn, Site, with_labelled
 from fedshift.functional.mixing import gradient_perturbed
 from fedshift.functional.spectra import amplitude, interpolate_amplitudes
@@ -110,11 +110,9 @@ class _Augment(PlugIn):
 
     def _augment(self, batch: Batch) -> Batch:
         pixels, labels = self.site.pixels(batch.inputs).clamp(0, 1), batch.targets
-        if labels.dim() == 4:  # masks
-            pixels, labels = augment_with_masks(pixels, labels, self._by, self._draws)
-        else:
-            pixels = augment(pixels, self._by, self._draws)
-        return replace(batch, inputs=self.site.inputs_of(pixels), labels=labels)
+        masks = labels if labels.dim() == 4 else None
+        pixels, masks = augment_with_masks(pixels, masks, self._by, self._draws)
+        return replace(batch, inputs=self.site.inputs_of(pixels), labels=labels if masks is None else masks)
 
 
 class LabelGradientOption(LocalOption):
