@@ -32,9 +32,10 @@ from fedshift.data.locate import find
 from fedshift.errors import UserError
 from fedshift.evaluation.records import RoundRecord, RunResult
 from fedshift.experiment.config.experiment import load
-from fedshift.experiment.environment import resolve_device, threads_set, versions
+from fedshift.experiment.environment import threads_set, versions
 from fedshift.experiment.plan import Run
 from fedshift.experiment.runs.context import Callback
+from fedshift.federation.local.cards import resolve_device
 
 HERE = Path(__file__).parent
 FEDAVG: dict[str, Any] = {"name": "fedavg", "local_epochs": 1}

@@ -18,14 +18,13 @@ from fedshift.evaluation.records import RunResult, Selection
 from fedshift.evaluation.summary import AVERAGE
 from fedshift.report.collect import Collected
 from fedshift.report.conditions import Conditions, common_badges
-from fedshift.report.markup import escape_markdown, pipes
 from fedshift.report.measures import ACCURACY, MISSING
 from fedshift.report.note import Kind, Note
 from fedshift.report.pairs import PairRow
 from fedshift.report.report import report_of
 from fedshift.report.table import WORST, IntervalCell, Table
 from fedshift.report.table_formats import markdown_entry
-from fedshift.text import join_names
+from fedshift.text import escape_markdown, join_names, pipes
 
 WITHOUT_INPUTS = {
     "accuracy": "the most frequent class",

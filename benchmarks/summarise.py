@@ -23,16 +23,16 @@ import robust_aggregation
 from fedshift.errors import nearest
 from fedshift.evaluation.records import RunResult, Selection
 from fedshift.evaluation.significance import compare
-from fedshift.evaluation.stored import ROUNDS
+from fedshift.evaluation.stored import ROUNDS, read_rounds
 from fedshift.evaluation.summary import AVERAGE, Value, rows
 from fedshift.report import difference_words, differences
-from fedshift.report.collect import Collected, collect, read_rounds
-from fedshift.report.markup import escape_markdown
+from fedshift.report.collect import Collected, collect
 from fedshift.report.measures import MISSING
 from fedshift.report.report import report_of
 from fedshift.report.run_means import mean_weights
 from fedshift.report.table import headline
 from fedshift.report.table_formats import markdown
+from fedshift.text import escape_markdown
 from result_tables import Column, details, page_table
 
 HERE = Path(__file__).parent

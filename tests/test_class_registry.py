@@ -11,12 +11,13 @@ import pytest
 from fedshift.class_registry import ClassRegistry
 from fedshift.errors import FedshiftError, UserError
 from fedshift.import_paths import import_file
+from fedshift.trust import own_module
 
 PLACES = {"known": "fedshift.errors:UserError", "refused": "fedshift.errors:Refused", "gone": "fedshift.nowhere:Gone"}
 
 
 def registry(*, own: bool = True) -> ClassRegistry[FedshiftError]:
-    return ClassRegistry("error", FedshiftError, PLACES, user_classes=own)
+    return ClassRegistry("error", FedshiftError, PLACES, own_module=own_module if own else None)
 
 
 def test_names_are_found_and_nothing_is_imported_before() -> None:

@@ -14,9 +14,10 @@ from fedshift.deploy.chained_log import START, append_line, checked_lines
 from fedshift.deploy.flare.deployment_folder import Deployment
 from fedshift.deploy.remote.policy import AuditLog, Policy
 from fedshift.deploy.secure.rosters import Rosters
-from fedshift.digests import Damaged, read_object, write_object
+from fedshift.digests import Damaged
 from fedshift.encryption import read_private, write_private
 from fedshift.errors import FedshiftError
+from fedshift.json_objects import read_object, write_object
 
 
 def older_log(path: Path, entries: int) -> None:

@@ -18,14 +18,14 @@ from fedshift.data.table_files import read_table
 from fedshift.deploy.flare.kits import check_installed
 from fedshift.errors import UserError
 from fedshift.experiment.export import _onnx
+from fedshift.experiment.hub import checked_repository
+from fedshift.experiment.model_card import model_card
 from fedshift.functional.differential_privacy import NoisySteps, epsilon
 from fedshift.functional.pairwise_masks import _stream
 from fedshift.functional.secret_noise import SecretStream
 from fedshift.models import registry as models
 from fedshift.models.adapters import Adapters, with_adapters
-from fedshift.report.other_tools.hub import checked_repository
-from fedshift.report.other_tools.model_card import model_card
-from fedshift.report.other_tools.trackers import MLflow, TensorBoard, WeightsAndBiases
+from fedshift.report.trackers import MLflow, TensorBoard, WeightsAndBiases
 
 
 def small() -> Any:

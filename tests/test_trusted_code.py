@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 
 import fedshift
 from fedshift import trust
-from fedshift.class_registry import own_module
 from fedshift.cli.app import app
 from fedshift.errors import UserError
 from fedshift.import_paths import CHILD, read_source
 from fedshift.methods import registry as methods
 from fedshift.models import registry as models
+from fedshift.trust import own_module
 
 ALLOW = trust.allow
 RUNS = "from pathlib import Path\nPath(__file__).with_name('ran').write_text('')\n"

@@ -18,10 +18,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from fedshift.data.domain import DataSource
 from fedshift.data.locate import data_root, find
 from fedshift.errors import UserError, nearest
-from fedshift.evaluation.stored import ORDER, is_finished, run_folders
+from fedshift.evaluation.stored import ORDER, is_finished, read_order, run_folders
 from fedshift.evaluation.summary import AVERAGE
 from fedshift.experiment.config.experiment import Experiment, load
-from fedshift.report.collect import read_order
 
 ENTRIES, PUBLISHED, EXPERIMENTS, RESULTS = "papers.yaml", "published.json", "experiments", "results"
 Kind = Literal["cells", "rounds", "weights", "report", "leakage", "distances", "features"]

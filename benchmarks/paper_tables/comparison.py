@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from fedshift.evaluation.records import RoundRecord, RunResult, Selection
 from fedshift.evaluation.significance import TTest, compare
-from fedshift.evaluation.stored import ROUNDS, is_finished, run_folders
+from fedshift.evaluation.stored import ROUNDS, is_finished, read_rounds, run_folders
 from fedshift.evaluation.summary import AVERAGE, Value, rows
-from fedshift.report.collect import collect, read_rounds
+from fedshift.report.collect import collect
 from paper_tables.catalogue import Catalogue, CellSource, Entry, Panel, Quantity
 
 

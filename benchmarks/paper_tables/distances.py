@@ -12,9 +12,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fedshift.digests import check_filled, read_object, write_object
+from fedshift.digests import check_filled
 from fedshift.errors import UserError
 from fedshift.evaluation.stored import run_folders
+from fedshift.json_objects import read_object, write_object
 from fedshift.methods.federated.shot import members_by_name
 from fedshift.weights import Weights
 

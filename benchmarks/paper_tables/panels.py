@@ -7,10 +7,10 @@ from itertools import chain
 from pathlib import Path
 from statistics import fmean
 
-from fedshift.digests import read_object
 from fedshift.errors import UserError
 from fedshift.evaluation.records import RoundRecord, RunResult
 from fedshift.evaluation.summary import AVERAGE, mean_and_standard_error
+from fedshift.json_objects import read_object
 from fedshift.report.collect import natural
 from fedshift.report.run_means import mean_over_targets, weights_by_layer, weights_over_rounds
 from fedshift.text import csv_text

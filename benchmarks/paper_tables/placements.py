@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypedDict
 
-from fedshift.digests import read_object, write_object
 from fedshift.experiment.config.experiment import Experiment
+from fedshift.json_objects import read_object, write_object
 from fedshift.report.collect import collect
 from fedshift.report.shown_samples import ShownSamples
 

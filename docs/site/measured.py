@@ -12,9 +12,9 @@ from typing import Any
 
 from fedshift.errors import FedshiftError
 from fedshift.report.collect import Collected, collect
-from fedshift.report.markup import escape_markdown, pipes
 from fedshift.report.report import report_of
 from fedshift.report.table_formats import markdown_entry
+from fedshift.text import escape_markdown, pipes
 from summarise import PUBLISHED
 
 

@@ -16,7 +16,7 @@ from fedshift.errors import UserError, nearest
 from fedshift.evaluation.estimate.combination import Estimate
 from fedshift.evaluation.predictions import PREDICTIONS
 from fedshift.evaluation.records import RunResult, Selection, SiteMetric, SiteMetrics
-from fedshift.evaluation.stored import ROUNDS, check_sum
+from fedshift.evaluation.stored import ROUNDS, check_sum, read_rounds
 from fedshift.experiment import check as checks
 from fedshift.experiment.config.experiment import Experiment, parse
 from fedshift.experiment.config.experiment import load as load_file
@@ -29,13 +29,13 @@ from fedshift.model import Model, Samples
 from fedshift.report.advice.words import VerdictValues
 from fedshift.report.check_words import check_text
 from fedshift.report.choice import Choice, choice_at
-from fedshift.report.collect import Collected, FinishedRun, collect, read_rounds
+from fedshift.report.collect import Collected, FinishedRun, collect
 from fedshift.report.estimates import estimates_of
-from fedshift.report.other_tools.trackers import tracker
 from fedshift.report.page import table_html, write_page
 from fedshift.report.report import report_of, verdict_of, whole_report
 from fedshift.report.shown_samples import ShownSamples
 from fedshift.report.table_formats import markdown
+from fedshift.report.trackers import tracker
 from fedshift.trust import asks, own_words
 
 if TYPE_CHECKING:

@@ -9,9 +9,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar, cast
 
-from fedshift import trust
 from fedshift.errors import UserError, nearest
-from fedshift.import_paths import USER_MODULE, import_source, imported_beside, package_source, read_source
+from fedshift.import_paths import USER_MODULE, imported_beside
 
 T = TypeVar("T")
 
@@ -26,7 +25,8 @@ class ClassRegistry(Generic[T]):
         base: the class that every entry derives from.
         places: name → ``package.module:Class``, in the order of the documentation.
         elsewhere: what to write for an unknown name that is known as something else, or "".
-        own: whether a name may also be ``file.py:Class`` or ``package.module:Class``, a user's own class.
+        own_module: imports a user's own module, if somebody trusts it (`trust.own_module`): a name may then also be
+            ``file.py:Class`` or ``package.module:Class``. None: it may not.
     """
 
     def __init__(
@@ -36,13 +36,13 @@ class ClassRegistry(Generic[T]):
         places: Mapping[str, str],
         *,
         elsewhere: Callable[[str], str] = lambda name: "",
-        user_classes: bool = False,
+        own_module: Callable[[str, str, Path | None], ModuleType] | None = None,
     ) -> None:
         self.what = what
         self.base = base
         self.places = dict(places)
         self.elsewhere = elsewhere
-        self.user_classes = user_classes
+        self.own_module = own_module
 
     def __contains__(self, name: object) -> bool:
         return name in self.places
@@ -70,7 +70,7 @@ class ClassRegistry(Generic[T]):
         """The class of that name.
 
         Args:
-            name: a registered name or, if ``own``, the import path of a user's class.
+            name: a registered name or, with ``own_module``, the import path of a user's class.
             folder: where a relative ``file.py`` is looked up first. The working directory is next.
             permit: called with the name before anything is imported. It raises to refuse.
 
@@ -79,17 +79,14 @@ class ClassRegistry(Generic[T]):
         """
         if permit is not None:
             permit(name)
-        origin = self.places.get(name, name if self.user_classes else "")
+        origin = self.places.get(name, name if self.own_module else "")
         module_name, colon, attribute = origin.rpartition(":")
         if not colon:
-            hint = "; your own: file.py:Class" if self.user_classes else ""
+            hint = "; your own: file.py:Class" if self.own_module else ""
             raise UserError(f"unknown {self.what} '{name}'; {self.elsewhere(name)}{nearest(name, self.places)}{hint}")
-        if name in self.places:
+        if name in self.places or self.own_module is None:
             return cast(type[T], getattr(importlib.import_module(module_name), attribute))
-        return self._own_class(name, module_name, attribute, folder)
-
-    def _own_class(self, name: str, module_name: str, attribute: str, folder: Path | None) -> type[T]:
-        module = own_module(f"{self.what} '{name}'", module_name, folder)
+        module = self.own_module(f"{self.what} '{name}'", module_name, folder)
         classes = {
             key: kind
             for key, kind in vars(module).items()
@@ -101,48 +98,6 @@ class ClassRegistry(Generic[T]):
                 f"{self.base.__name__}); {nearest(attribute, classes)}"
             )
         return cast(type[T], classes[attribute])
-
-
-def own_module(what: str, name: str, folder: Path | None) -> ModuleType:
-    """A user's own module, if `trust` lets it be imported.
-
-    Args:
-        what: what it is imported for, for the message.
-        name: ``file.py`` or ``package.module``.
-        folder: where a relative ``file.py`` is looked up first. The working directory is next.
-
-    Raises:
-        UserError: there is no such file or module, it cannot be read, or nobody trusts it.
-    """
-    try:
-        if not name.endswith(".py"):
-            return _own_package(what, name)
-        beside = (folder or Path()) / name
-        result = next((file for file in (beside, Path(name)) if file.exists()), None)
-        if result is None:
-            raise UserError(f"{what}: there is no file {beside}")
-        source = read_source(str(result))
-        trust.allow(trust.Code(what, source.path, source.sha256))
-        return import_source(source)
-    except SystemExit:
-        raise UserError(
-            f"{what}: {name} ends Python while it is imported: put what it runs as a script under "
-            'if __name__ == "__main__":'
-        ) from None
-    except (ImportError, OSError, SyntaxError) as error:
-        raise UserError(f"{what} cannot be imported: {error}") from error
-
-
-def _own_package(what: str, name: str) -> ModuleType:
-    """A module of a package: one that is installed requires fedshift, another is shown first."""
-    if not trust.check_package(what, name):
-        path, checksum = package_source(name)
-        trust.allow(trust.Code(what, path, checksum))
-        module = importlib.import_module(name)
-        if package_source(name) != (path, checksum):
-            raise ImportError(f"{path} changed while it was imported")
-        return module
-    return importlib.import_module(name)
 
 
 def made_in(module: ModuleType, thing: Any) -> bool:

@@ -9,8 +9,7 @@ import os
 import secrets
 import shutil
 import tempfile
-import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -87,24 +86,6 @@ def names_a_folder(name: str) -> bool:
     """
     plain = bool(name) and not name.startswith(".") and "/" not in name and "\\" not in name and name.isprintable()
     return plain and len(name.encode(errors="replace")) <= LONGEST_NAME
-
-
-def names_alike(names: Iterable[str]) -> tuple[str, str] | None:
-    """The first two names that a person reads as one; None if there are none.
-
-    They differ in capitals, spaces and Unicode form only. Many file systems take their folders for the same one.
-
-    Example:
-        >>> names_alike(["a", "b", "A"]), names_alike(["a", "b"])
-        (('a', 'A'), None)
-    """
-    known: dict[str, str] = {}
-    for name in names:
-        plain = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())
-        first = known.setdefault("".join(plain.split()), name)
-        if first is not name:
-            return first, name
-    return None
 
 
 def below(root: Path, *names: str) -> Path:

@@ -14,20 +14,19 @@ from fedshift.data.domain import DataSource
 from fedshift.data.input_guard import InputShift
 from fedshift.evaluation.estimate.combination import Estimate
 from fedshift.evaluation.records import RunResult
-from fedshift.evaluation.stored import RESULT, read_stored
+from fedshift.evaluation.stored import RESULT, read_result, read_stored
 from fedshift.experiment.estimate import estimate_at, left_out_sums
 from fedshift.experiment.export import Exported, export
 from fedshift.experiment.handing_out import check_adapted
+from fedshift.experiment.hub import checked_repository, push
 from fedshift.experiment.labelling import ToLabel, samples_to_label
+from fedshift.experiment.model_card import model_card
 from fedshift.experiment.monitor import ALARMS, BASELINE, Month, monitor
 from fedshift.experiment.predict import TrainedModel, how_written, load_model
 from fedshift.experiment.runs.run_folder import model_file
 from fedshift.extras import import_extra
 from fedshift.files import write_bytes
 from fedshift.onnx_model import write_left_out
-from fedshift.report.collect import read_result
-from fedshift.report.other_tools.hub import checked_repository, push
-from fedshift.report.other_tools.model_card import model_card
 
 if TYPE_CHECKING:
     import pandas

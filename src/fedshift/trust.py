@@ -1,7 +1,7 @@
 """Code that a file names runs only if a person trusts it.
 
 An experiment file, a SITE.yaml and the like may name a user's own code: ``file.py:Class`` or ``package.module:Class``.
-`allow` stands before each import of such code. It lets pass
+`own_module` imports such code, and `allow` stands before it. It lets pass
 
 * what was trusted before, by path and SHA-256: in this process, or by this user in ``trusted.json``;
 * what `asks` is told: a person at a terminal says yes, or wrote ``--trust`` or ``trust=True``;
@@ -14,6 +14,7 @@ unless a package says that it requires fedshift.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -23,11 +24,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 from fedshift.errors import UserError
 from fedshift.files import write_bytes
-from fedshift.import_paths import CHILD
+from fedshift.import_paths import CHILD, import_source, package_source, read_source
 
 INHERITED = "FEDSHIFT_TRUSTED"
 """Environment variable in which a worker process is told what its parent let pass: path → SHA-256, as JSON."""
@@ -164,6 +166,48 @@ def _read_known() -> dict[str, list[str]]:
     ):
         return result
     raise UserError(f"{file}, the list of code that you trust, cannot be read: remove it, and trust the code again")
+
+
+def own_module(what: str, name: str, folder: Path | None) -> ModuleType:
+    """A user's own module, if somebody trusts it.
+
+    Args:
+        what: what it is imported for, for the message.
+        name: ``file.py`` or ``package.module``.
+        folder: where a relative ``file.py`` is looked up first. The working directory is next.
+
+    Raises:
+        UserError: there is no such file or module, it cannot be read, or nobody trusts it.
+    """
+    try:
+        if not name.endswith(".py"):
+            return _own_package(what, name)
+        beside = (folder or Path()) / name
+        result = next((file for file in (beside, Path(name)) if file.exists()), None)
+        if result is None:
+            raise UserError(f"{what}: there is no file {beside}")
+        source = read_source(str(result))
+        allow(Code(what, source.path, source.sha256))
+        return import_source(source)
+    except SystemExit:
+        raise UserError(
+            f"{what}: {name} ends Python while it is imported: put what it runs as a script under "
+            'if __name__ == "__main__":'
+        ) from None
+    except (ImportError, OSError, SyntaxError) as error:
+        raise UserError(f"{what} cannot be imported: {error}") from error
+
+
+def _own_package(what: str, name: str) -> ModuleType:
+    """A module of a package: one that is installed requires fedshift, another is shown first."""
+    if not check_package(what, name):
+        path, checksum = package_source(name)
+        allow(Code(what, path, checksum))
+        module = importlib.import_module(name)
+        if package_source(name) != (path, checksum):
+            raise ImportError(f"{path} changed while it was imported")
+        return module
+    return importlib.import_module(name)
 
 
 def check_package(what: str, name: str) -> bool:

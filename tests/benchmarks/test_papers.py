@@ -11,9 +11,9 @@ import torch
 import yaml
 from calling import Cli, called
 
-from fedshift.digests import write_object
 from fedshift.evaluation.records import RoundRecord, RunResult
 from fedshift.evaluation.selection import selected_rounds
+from fedshift.json_objects import write_object
 from fedshift.weights import Weights
 from paper_tables.catalogue import read
 from paper_tables.distances import ACROSS, WITHIN, distances

@@ -11,13 +11,13 @@ import pytest
 from PIL import Image
 
 from fedshift.data.builders.own import data_section
+from fedshift.data.checks import names_alike
 from fedshift.data.domain import Domain
 from fedshift.data.registry import parse
 from fedshift.errors import UserError
 from fedshift.estimator import FederatedClassifier
 from fedshift.experiment.config.experiment import parse as parse_experiment
 from fedshift.experiment.protocols.leave_one_out import LeaveOneOut
-from fedshift.files import names_alike
 
 pandas = pytest.importorskip("pandas")
 X, Y = np.random.default_rng(0).normal(size=(12, 2)).astype(np.float32), np.arange(12) % 2

@@ -19,12 +19,12 @@ from fedshift.deploy.remote.transport import Lost
 from fedshift.deploy.remote.wire import Message, body_of, seal, unseal
 from fedshift.deploy.site_file import load_site
 from fedshift.deploy.site_server import SiteProgram
-from fedshift.digests import write_object
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.federation.exchange import Answer, Request
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.messages import Content
+from fedshift.json_objects import write_object
 from fedshift.weights import Weights
 
 ADAPT = {"kind": "adapt_to_one", "targets": ["east"], "seeds": [0], "test_fraction": 0.3}

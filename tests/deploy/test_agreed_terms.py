@@ -15,8 +15,8 @@ from fedshift.deploy.agreed_terms import AgreedTerms, Peer, Terms
 from fedshift.deploy.cli.site import agree_site
 from fedshift.deploy.remote.policy import Policy, TrainingBounds
 from fedshift.deploy.site_server import SiteProgram
-from fedshift.digests import write_object
 from fedshift.errors import Refused, UserError
+from fedshift.json_objects import write_object
 from fedshift.models import registry as models
 
 

@@ -16,10 +16,10 @@ from fedshift.deploy.remote.requests import PROTOCOL
 from fedshift.deploy.remote.wire import body_of, seal, unseal
 from fedshift.deploy.site_file import load_site
 from fedshift.deploy.site_server import SiteProgram
-from fedshift.digests import write_object
 from fedshift.errors import UserError
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.runs.experiment_loop import run_experiment
+from fedshift.json_objects import write_object
 from fedshift.model import Model
 from fedshift.report.advice.words import first_sentence
 from fedshift.report.collect import collect

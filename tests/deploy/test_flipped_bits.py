@@ -47,21 +47,20 @@ from fedshift.deploy.site_cards import GivenPrivacy
 from fedshift.deploy.site_estimates import KeptScores, asked_reading, keep_scores, kept_scores, note_reading
 from fedshift.deploy.site_requests import keep_answer, kept_answer
 from fedshift.deploy.spent_before import noted_spending
-from fedshift.digests import write_object
 from fedshift.errors import FedshiftError
 from fedshift.evaluation import packing
 from fedshift.evaluation.estimate.plain_sums import GivenSums, plain_sums
 from fedshift.evaluation.estimate.sums import sums_of
 from fedshift.evaluation.site_bytes import read_site_bytes, write_site_bytes
-from fedshift.evaluation.stored import pack_of, read_failure
+from fedshift.evaluation.stored import pack_of, read_failure, read_order
 from fedshift.experiment.runs.run_folder import RunFolder, model_file
 from fedshift.federation.message_files import read_message, write_message
 from fedshift.federation.setting_json import SettingRecipe
 from fedshift.files import write_bytes
 from fedshift.functional.differential_privacy import NoisySteps
+from fedshift.json_objects import write_object
 from fedshift.models import registry as models
 from fedshift.models.pretrained import read_weights
-from fedshift.report.collect import read_order
 from fedshift.weights import Weights
 
 FLIPS = 20

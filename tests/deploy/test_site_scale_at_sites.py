@@ -13,10 +13,10 @@ from loopback import ADAPT, SITES, Loopback, model, options_of, request, result,
 from fedshift.deploy.coordinator import EXPERIMENT, coordinate
 from fedshift.deploy.site_file import load_site
 from fedshift.deploy.site_server import SiteProgram
-from fedshift.digests import write_object
 from fedshift.errors import UserError
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.runs.experiment_loop import run_experiment
+from fedshift.json_objects import write_object
 
 ARRAYS: dict[str, Any] = {"name": "arrays", "classes": ["0", "1", "2"]}
 SEND = ["weights", "numbers", "accuracy", "metrics", "features"]

@@ -19,8 +19,9 @@ import fedshift
 from fedshift import encryption
 from fedshift.data.locate import cache_dir
 from fedshift.errors import UserError
-from fedshift.experiment import features as cache
+from fedshift.experiment import feature_cache as cache
 from fedshift.experiment.config.experiment import parse
+from fedshift.experiment.features import build_data
 from fedshift.experiment.predict import load_model
 from fedshift.models import registry as models
 
@@ -89,7 +90,7 @@ class Counting(cache.Watcher):
 
 def computed(options: dict[str, Any]) -> int:
     watcher = Counting()
-    cache.build_data(parse(options), watcher=watcher)
+    build_data(parse(options), watcher=watcher)
     assert not watcher.warnings
     return watcher.images
 
@@ -100,7 +101,7 @@ def files() -> list[Path]:
 
 def test_features_are_those_of_the_backbone_in_half_precision(tmp_path: Path, weights: dict[str, Path]) -> None:
     where = pictures(tmp_path)
-    data = cache.build_data(parse(experiment(where, weights["one"])))
+    data = build_data(parse(experiment(where, weights["one"])))
     inputs = data.domains["b"].inputs
     assert inputs.shape == (12, 1280)  # type: ignore[union-attr]
     assert data.preprocessing.kind == "features"
@@ -145,17 +146,17 @@ def test_what_recomputes_and_what_does_not(tmp_path: Path, weights: dict[str, Pa
 def test_a_run_that_was_cut_off_goes_on(tmp_path: Path, weights: dict[str, Path]) -> None:
     where = pictures(tmp_path / "data", a=200)
     options = experiment(where, weights["one"])
-    whole = cache.build_data(parse(options)).domains["a"].inputs
+    whole = build_data(parse(options)).domains["a"].inputs
     for file in files():
         file.unlink()
     with pytest.raises(Stop):
-        cache.build_data(parse(options), watcher=Counting(stop_after=128))
+        build_data(parse(options), watcher=Counting(stop_after=128))
     assert not files()
     (part,) = cache_dir().glob("features-*.part")
     with open(part, "ab") as stream:
         stream.write(b"half a row")
     watcher = Counting()
-    found = cache.build_data(parse(options), watcher=watcher).domains["a"].inputs
+    found = build_data(parse(options), watcher=watcher).domains["a"].inputs
     assert watcher.images == 200 - 128 + 12
     assert np.array_equal(found, whole)  # type: ignore[arg-type]
     assert not list(cache_dir().glob("*.part"))
@@ -164,14 +165,14 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path: Path, weights: dict[str, Path]
 @pytest.mark.parametrize("damage", ["cut", "bit", "other"])
 def test_a_damaged_file_is_made_again(tmp_path: Path, weights: dict[str, Path], damage: str) -> None:
     options = experiment(pictures(tmp_path / "data"), weights["one"])
-    cache.build_data(parse(options))
+    build_data(parse(options))
     file = max(files(), key=lambda path: path.stat().st_size)
     raw = bytearray(file.read_bytes())
     if damage == "bit":
         raw[-5] ^= 1
     file.write_bytes({"cut": raw[: len(raw) // 2], "bit": raw, "other": b"nonsense"}[damage])
     watcher = Counting()
-    cache.build_data(parse(options), watcher=watcher)
+    build_data(parse(options), watcher=watcher)
     assert watcher.images == 70
     (warning,) = watcher.warnings
     assert "computed again" in warning
@@ -184,15 +185,15 @@ def test_features_are_encrypted_where_a_key_is_set(
 ) -> None:
     pytest.importorskip("cryptography")
     options = experiment(pictures(tmp_path / "data"), weights["one"])
-    plain = cache.build_data(parse(options)).domains["a"].inputs
+    plain = build_data(parse(options)).domains["a"].inputs
     monkeypatch.setenv(encryption.KEY, encryption.new_key())
     watcher = Counting()
-    assert np.array_equal(cache.build_data(parse(options), watcher=watcher).domains["a"].inputs, plain)  # type: ignore[arg-type]
+    assert np.array_equal(build_data(parse(options), watcher=watcher).domains["a"].inputs, plain)  # type: ignore[arg-type]
     assert watcher.images == 82
     assert all("another key" in warning for warning in watcher.warnings)
     assert all(file.read_bytes().startswith(encryption.MAGIC) for file in files())
     watcher = Counting()
-    assert np.array_equal(cache.build_data(parse(options), watcher=watcher).domains["a"].inputs, plain)  # type: ignore[arg-type]
+    assert np.array_equal(build_data(parse(options), watcher=watcher).domains["a"].inputs, plain)  # type: ignore[arg-type]
     assert (watcher.images, watcher.warnings) == (0, [])
 
 
@@ -202,7 +203,7 @@ def test_with_a_key_a_half_done_extraction_leaves_nothing(
     pytest.importorskip("cryptography")
     monkeypatch.setenv(encryption.KEY, encryption.new_key())
     with pytest.raises(Stop):
-        cache.build_data(parse(experiment(pictures(tmp_path / "data", a=200), weights["one"])), watcher=Counting(64))
+        build_data(parse(experiment(pictures(tmp_path / "data", a=200), weights["one"])), watcher=Counting(64))
     assert not [file for file in cache_dir().iterdir() if "claim" not in file.name and file.stat().st_size]
 
 
@@ -210,7 +211,7 @@ def test_with_a_key_a_half_done_extraction_leaves_nothing(
 def test_flipped_bits_of_features(tmp_path: Path, weights: dict[str, Path]) -> None:
     """Wherever they are in the file: in its header, its description or the features."""
     options = experiment(pictures(tmp_path / "data"), weights["one"])
-    expected = cache.build_data(parse(options)).domains["a"].inputs
+    expected = build_data(parse(options)).domains["a"].inputs
     file = max(files(), key=lambda path: path.stat().st_size)
     features, whole = load_file(file)["features"], file.read_bytes()
     header, draws = json.loads(safe_metadata(file)), random.Random("features")
@@ -222,7 +223,7 @@ def test_flipped_bits_of_features(tmp_path: Path, weights: dict[str, Path]) -> N
         found = cache._read(file, {name: value for name, value in header.items() if name != "sha256"}, watcher)
         assert (found is None and len(watcher.warnings) == 1) or np.array_equal(found, features.numpy())
     file.write_bytes(raw)
-    assert np.array_equal(cache.build_data(parse(options), watcher=Counting()).domains["a"].inputs, expected)
+    assert np.array_equal(build_data(parse(options), watcher=Counting()).domains["a"].inputs, expected)
 
 
 def safe_metadata(file: Path) -> str:
@@ -234,11 +235,11 @@ def safe_metadata(file: Path) -> str:
 def test_flipped_bits_of_half_the_features(tmp_path: Path, weights: dict[str, Path]) -> None:
     where = pictures(tmp_path / "data", a=200)
     options = experiment(where, weights["one"])
-    whole = cache.build_data(parse(options)).domains["a"].inputs
+    whole = build_data(parse(options)).domains["a"].inputs
     (file,) = (file for file in files() if load_file(file)["features"].shape[0] == 200)
     file.unlink()
     with pytest.raises(Stop):
-        cache.build_data(parse(options), watcher=Counting(stop_after=128))
+        build_data(parse(options), watcher=Counting(stop_after=128))
     (part,) = cache_dir().glob("features-*.part")
     half, draws = part.read_bytes(), random.Random("half")
     for _ in range(20):
@@ -252,22 +253,22 @@ def test_flipped_bits_of_half_the_features(tmp_path: Path, weights: dict[str, Pa
         assert len(found) in (0, 1)
         assert all(np.array_equal(batch, whole[:64]) for batch in found)  # type: ignore[index]
     watcher = Counting()
-    assert np.array_equal(cache.build_data(parse(options), watcher=watcher).domains["a"].inputs, whole)  # type: ignore[arg-type]
+    assert np.array_equal(build_data(parse(options), watcher=watcher).domains["a"].inputs, whole)  # type: ignore[arg-type]
     assert watcher.images in (200, 200 - 64)
 
 
 def test_features_of_another_backbone(tmp_path: Path, weights: dict[str, Path]) -> None:
     where = pictures(tmp_path / "data")
-    cache.build_data(parse(experiment(where, weights["one"])))
+    build_data(parse(experiment(where, weights["one"])))
     first = set(files())
-    cache.build_data(parse(experiment(where, weights["two"])))
+    build_data(parse(experiment(where, weights["two"])))
     second = set(files()) - first
     for one, other in zip(
         sorted(first, key=lambda p: p.stat().st_size), sorted(second, key=lambda p: p.stat().st_size), strict=True
     ):
         one.write_bytes(other.read_bytes())
     with pytest.raises(UserError, match=r"another backbone than the experiment's \(other weights\)"):
-        cache.build_data(parse(experiment(where, weights["one"])))
+        build_data(parse(experiment(where, weights["one"])))
 
 
 def test_data_that_are_no_images(tmp_path: Path, weights: dict[str, Path]) -> None:
@@ -314,7 +315,7 @@ def test_the_command_the_run_and_a_prediction_from_images(tmp_path: Path, weight
     folder = tmp_path / "runs/frozen/fedavg/a-b/seed-0"
     assert "frozen" in json.dumps(load_model(folder).metadata)
     predicted = load_model(folder).predict(Path(where["b"]))
-    data = cache.build_data(parse(experiment(where, weights["one"])))
+    data = build_data(parse(experiment(where, weights["one"])))
     with torch.no_grad():
         scores = load_model(folder).network(torch.from_numpy(data.domains["b"].inputs))
     assert [one.predicted for one in predicted] == [data.classes[int(row.argmax())] for row in scores]

@@ -19,8 +19,8 @@ import fedshift
 from fedshift.errors import UserError
 from fedshift.evaluation import packing
 from fedshift.evaluation.packs import rows_of, with_kept_digits
-from fedshift.evaluation.stored import SUMS
-from fedshift.report.collect import collect, read_rounds
+from fedshift.evaluation.stored import SUMS, read_rounds
+from fedshift.report.collect import collect
 from fedshift.report.page import page
 from fedshift.report.report import report_of, whole_report
 from fedshift.report.table_formats import as_json

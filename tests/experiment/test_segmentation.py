@@ -23,12 +23,12 @@ from fedshift.data.domain import Domain
 from fedshift.deploy.audit.leakage import audit_leakage
 from fedshift.errors import UserError
 from fedshift.evaluation.metrics import harmonic_mean
+from fedshift.evaluation.stored import read_rounds
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.predict import load_model
 from fedshift.functional.losses import task_loss
 from fedshift.models import registry
 from fedshift.models.networks.unet import UNet
-from fedshift.report.collect import read_rounds
 from fedshift.report.page import page
 from fedshift.report.report import report_of, whole_report
 

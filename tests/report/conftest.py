@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from fedshift.digests import write_object
 from fedshift.evaluation.records import RoundRecord, RunResult
 from fedshift.evaluation.selection import selected_rounds
+from fedshift.json_objects import write_object
 
 Write = Callable[..., Path]
 

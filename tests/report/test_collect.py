@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedshift.digests import write_object
 from fedshift.errors import UserError
-from fedshift.report.collect import collect, natural, read_rounds
+from fedshift.evaluation.stored import read_rounds
+from fedshift.json_objects import write_object
+from fedshift.report.collect import collect, natural
 
 Write = Callable[..., Path]
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from fedshift.evaluation.records import RunResult, SelectedRound
+from fedshift.evaluation.stored import Order
 from fedshift.report.advice.verdict import Verdict
 from fedshift.report.advice.words import comparison, first_sentence, paragraphs, two_sentences
-from fedshift.report.collect import Collected, FinishedRun, Order
+from fedshift.report.collect import Collected, FinishedRun
 from fedshift.report.conditions import conditions, used_notes
 from fedshift.report.report import verdict_of
 

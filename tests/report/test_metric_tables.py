@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from fedshift.digests import write_object
 from fedshift.errors import UserError
 from fedshift.evaluation.cautions import cautions
 from fedshift.evaluation.records import SiteMetrics
+from fedshift.json_objects import write_object
 from fedshift.report.collect import collect
 from fedshift.report.page import page
 from fedshift.report.report import report_of, whole_report

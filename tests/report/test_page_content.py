@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from page_tables import read
 
-from fedshift.digests import write_object
 from fedshift.evaluation.predictions import SitePredictions, as_parquet
 from fedshift.evaluation.records import RoundRecord, SiteMetrics
 from fedshift.evaluation.site_bytes import MOST_SITES, SiteBytes, site_bytes
@@ -23,6 +22,7 @@ from fedshift.experiment.budgets import budgets
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.plan import common_settings
 from fedshift.experiment.protocols.base import Split
+from fedshift.json_objects import write_object
 from fedshift.report.advice.words import short_kind
 from fedshift.report.collect import Collected, collect
 from fedshift.report.details import Details

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedshift.digests import write_object
 from fedshift.evaluation.predictions import SitePredictions, as_parquet
 from fedshift.evaluation.site_metrics import Scored
+from fedshift.json_objects import write_object
 from fedshift.report.collect import collect
 from fedshift.report.page import write_page
 from fedshift.report.report import whole_report

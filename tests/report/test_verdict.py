@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from fedshift.evaluation.records import RunResult, SelectedRound, SiteMetrics, SitePrivacy
+from fedshift.evaluation.stored import Order
 from fedshift.report.advice.verdict import MAJORITY
 from fedshift.report.advice.words import first_sentence, paragraphs, two_sentences
-from fedshift.report.collect import Collected, FinishedRun, Order, collect
+from fedshift.report.collect import Collected, FinishedRun, collect
 from fedshift.report.report import report_of, verdict_of
 
 SITES = ("a", "b", "c", "d", "e", "f")

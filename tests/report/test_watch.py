@@ -14,9 +14,9 @@ import pytest
 from page_tables import read
 
 from fedshift.deploy.json_files import append_event
-from fedshift.digests import write_object
 from fedshift.errors import UserError
 from fedshift.evaluation.site_bytes import write_site_bytes
+from fedshift.json_objects import write_object
 from fedshift.report.watch.deployments import SeenSite
 from fedshift.report.watch.live_page import experiments_in, watch_page
 from fedshift.report.watch.page_server import server

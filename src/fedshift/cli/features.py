@@ -23,7 +23,8 @@ from rich.text import Text
 from fedshift.cli.console import escape, safe_console
 from fedshift.experiment.config.experiment import Experiment, load
 from fedshift.experiment.environment import threads_set
-from fedshift.experiment.features import SiteFeatures, Watcher, all_features
+from fedshift.experiment.feature_cache import SiteFeatures, Watcher
+from fedshift.experiment.features import all_features
 
 
 def features_file(path: Path, overrides: Sequence[str]) -> None:
@@ -48,7 +49,7 @@ def _extract_with_bar(experiment: Experiment, errors: Console) -> dict[str, Site
     bar = FeatureBar(errors)
     try:
         with threads_set(experiment.engine.thread_count()):
-            return dict(all_features(experiment, experiment.data.build(), bar))
+            return dict(all_features(experiment, experiment.data.build(), bar)[1])
     finally:
         bar.stop()
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import unicodedata
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 
@@ -15,7 +16,6 @@ from fedshift.data.codings import quote
 from fedshift.data.domain import NO_TOKEN, DataSet, Domain, SparseRows
 from fedshift.data.splits import TEST, TRAIN
 from fedshift.errors import UserError
-from fedshift.files import names_alike
 
 TINY_SITE = 10
 _ROWS_AT_ONCE = 4096
@@ -99,6 +99,24 @@ def _check_names(where: str, dataset: DataSet) -> None:
                 raise UserError(f"{where}: the name of {what} {name!a} is not written in UTF-8: rename it")
     if not _is_unicode(json.dumps(dataset.preprocessing.table, ensure_ascii=False, default=str)):
         raise UserError(f"{where}: the name of a column or a category is not written in UTF-8: rename it")
+
+
+def names_alike(names: Iterable[str]) -> tuple[str, str] | None:
+    """The first two names that a person reads as one; None if there are none.
+
+    They differ in capitals, spaces and Unicode form only. Many file systems take their folders for the same one.
+
+    Example:
+        >>> names_alike(["a", "b", "A"]), names_alike(["a", "b"])
+        (('a', 'A'), None)
+    """
+    known: dict[str, str] = {}
+    for name in names:
+        plain = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())
+        first = known.setdefault("".join(plain.split()), name)
+        if first is not name:
+            return first, name
+    return None
 
 
 def _is_unicode(text: str) -> bool:

@@ -24,9 +24,9 @@ from PIL import Image, ImageOps
 from fedshift.claims import hold_claim
 from fedshift.data import sizes
 from fedshift.data.locate import cache_dir
-from fedshift.digests import read_object, write_object
 from fedshift.encryption import present_key, read_private, write_private
 from fedshift.errors import UserError
+from fedshift.json_objects import read_object, write_object
 
 SUFFIXES = frozenset(
     {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".pgm", ".ppm", ".pbm", ".pnm"}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fedshift.class_registry import ClassRegistry
 from fedshift.data.domain import DataSource
+from fedshift.trust import own_module
 
 _MANIFESTS = Path(__file__).parent / "published" / "manifests"
 _SOURCES: ClassRegistry[DataSource] = ClassRegistry(
@@ -33,7 +34,7 @@ _SOURCES: ClassRegistry[DataSource] = ClassRegistry(
         "sites": "fedshift.data.builders.at_sites:AtSites",
         **{path.stem: f"fedshift.data.published.source:{path.stem}" for path in sorted(_MANIFESTS.glob("*.yaml"))},
     },
-    user_classes=True,
+    own_module=own_module,
 )
 names = _SOURCES.names
 

@@ -299,8 +299,8 @@ def _recolour(images: Tensor, augmentation: Augmentation, generator: torch.Gener
             changes.append((change, _uniform(images, middle - strength, middle + strength, generator)))
     greyscale = augmentation.greyscale if colour else 0
     chosen = _uniform(images, 0, 1, generator) < greyscale if greyscale else None
-    for change, draws in changes:
-        images = change(images, draws)
+    for applied, draws in changes:
+        images = applied(images, draws)
     return images if chosen is None else torch.where(chosen, grey(images).expand_as(images), images)
 
 

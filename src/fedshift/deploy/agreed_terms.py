@@ -21,10 +21,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from fedshift.deploy.approvals import Approval, Approver, digest_of_terms, valid_approvals
 from fedshift.deploy.remote.policy import Policy, TrainingBounds
 from fedshift.deploy.remote.requests import SplitRule
-from fedshift.digests import Damaged, read_object, write_object
+from fedshift.digests import Damaged
 from fedshift.errors import Refused
 from fedshift.federation.training import Training
 from fedshift.files import hold_lock
+from fedshift.json_objects import read_object, write_object
 from fedshift.methods.base import Method
 from fedshift.methods.composition.options import training_of
 from fedshift.models.network_options import NetworkOptions

@@ -31,7 +31,6 @@ from fedshift.deploy.remote.sealed_federation import SealedFederation
 from fedshift.deploy.remote.secure_federation import SecureFederation
 from fedshift.deploy.remote.transport import Done, Transport, ask_plain
 from fedshift.deploy.site_cards import write_cards
-from fedshift.digests import read_object, write_object
 from fedshift.errors import FedshiftError, UserError, nearest
 from fedshift.evaluation.records import Part, SiteMetrics
 from fedshift.evaluation.site_metrics import common_threshold
@@ -39,7 +38,7 @@ from fedshift.experiment.budgets import site_budget
 from fedshift.experiment.compatibility import check_fit
 from fedshift.experiment.config.engine_section import FlareEngine
 from fedshift.experiment.config.experiment import Experiment, method_name, parse
-from fedshift.experiment.environment import resolve_device, threads_set
+from fedshift.experiment.environment import threads_set
 from fedshift.experiment.fits.sealed_routing import measured_parts
 from fedshift.experiment.plan import PlannedRun, Run, model_metadata
 from fedshift.experiment.protocols.base import EVERY_SITE, Split
@@ -48,10 +47,12 @@ from fedshift.experiment.runs.evaluator import Evaluator, Final
 from fedshift.experiment.runs.round_loop import train_and_evaluate
 from fedshift.experiment.runs.run_folder import RunFolder, run_folder, write_order
 from fedshift.extras import reports_installed
+from fedshift.federation.local.cards import resolve_device
 from fedshift.federation.secure.integer_sums import threshold
 from fedshift.federation.setting_json import MethodRecipe, SettingRecipe, setting_recipe
 from fedshift.federation.site import Role
 from fedshift.federation.site_runner import Setting, SitePlan, about_sites
+from fedshift.json_objects import read_object, write_object
 from fedshift.methods.base import PERSONAL, Method
 from fedshift.methods.composition.fine_tune import FineTune
 from fedshift.models.network import Network

@@ -21,7 +21,6 @@ from fedshift.deploy.handshake import sources_encoding
 from fedshift.deploy.json_files import read_stored
 from fedshift.deploy.remote.requests import EndRequest, EstimateRequest, ReadingAnswer, ReadingRequest
 from fedshift.deploy.remote.transport import Done, Lost, Transport, ask_plain
-from fedshift.digests import write_object
 from fedshift.evaluation.estimate.plain_sums import (
     GivenPooled,
     GivenReading,
@@ -32,6 +31,7 @@ from fedshift.evaluation.estimate.plain_sums import (
 )
 from fedshift.experiment.plan import PlannedRun, Run
 from fedshift.federation.plain_values import Frozen
+from fedshift.json_objects import write_object
 
 OVER = "estimates.json"
 _REMEDY = "delete it, and sites estimate again"

@@ -16,17 +16,12 @@ import torch
 from fedshift.data.domain import DataSet, Domain, Preprocessing
 from fedshift.deploy.site_file import Holding
 from fedshift.errors import Refused, UserError
-from fedshift.experiment.features import (
-    Watcher,
-    extractor_for,
-    features_preprocessing,
-    site_features,
-    weights_fingerprint,
-)
+from fedshift.experiment.feature_cache import Watcher, site_features
+from fedshift.experiment.features import features_preprocessing
 from fedshift.federation.site_runner import Setting
 from fedshift.models.network_options import NetworkOptions
 from fedshift.models.networks.clip import ClipText
-from fedshift.models.networks.frozen import Frozen
+from fedshift.models.networks.frozen import Extractor, Frozen
 
 
 class FeatureInputs(NamedTuple):
@@ -58,16 +53,11 @@ def features_for(
     Raises:
         UserError: the samples are not images, or the backbone cannot read them.
     """
-    extractor = extractor_for(options, preprocessing, "data at sites").to(device)
+    extractor = options.build_extractor(preprocessing, "data at sites").to(device)
     width = extractor(torch.zeros(1, *shape, dtype=torch.uint8, device=device)).shape[1]
-    preprocessed = features_preprocessing(options, extractor, preprocessing)
+    preprocessed = features_preprocessing(extractor, preprocessing)
     if unseen is not None:
-        domains = {
-            name: replace(
-                domain, inputs=_of(domain, options, extractor, str((preprocessed.backbone or {})["weights"]), device)
-            )
-            for name, domain in unseen.domains.items()
-        }
+        domains = {name: _with_features(domain, extractor, device) for name, domain in unseen.domains.items()}
         unseen = replace(unseen, domains=domains, preprocessing=preprocessed)
     return FeatureInputs(preprocessed, (width,), unseen)
 
@@ -88,22 +78,20 @@ def features_here(holding: Holding, setting: Setting, device: str) -> Domain:
     if not isinstance(options, Frozen) or record is None:
         return holding.encode(setting.preprocessing, setting.input_shape)
     domain, images = holding.domain, holding.data.preprocessing
-    extractor = extractor_for(options, images, f"site '{domain.name}'")
-    if features_preprocessing(options, extractor, images).backbone != record:
+    extractor = options.build_extractor(images, f"site '{domain.name}'")
+    if features_preprocessing(extractor, images).backbone != record:
         raise Refused(
             f"site '{domain.name}': its images, or the weights of {options.backbone.name} in its FEDSHIFT_WEIGHTS, are "
             "not those that the coordinator describes"
         )
-    domain_of_features = replace(
-        domain, inputs=_of(domain, options, extractor, weights_fingerprint(options, extractor), device)
-    )
-    if tuple(domain_of_features.inputs.shape[1:]) != tuple(setting.input_shape):
-        raise UserError(f"site '{domain.name}': samples have the shape {tuple(domain_of_features.inputs.shape[1:])}")
-    return domain_of_features
+    features = _with_features(domain, extractor, device)
+    if tuple(features.inputs.shape[1:]) != tuple(setting.input_shape):
+        raise UserError(f"site '{domain.name}': samples have the shape {tuple(features.inputs.shape[1:])}")
+    return features
 
 
-def _of(domain: Domain, options: Frozen, extractor: Any, weights: str, device: str) -> Any:
-    return site_features(domain, options, extractor, weights, device, Watcher()).features.astype(np.float32)
+def _with_features(domain: Domain, extractor: Extractor, device: str) -> Domain:
+    return replace(domain, inputs=site_features(domain, extractor, device, Watcher()).features.astype(np.float32))
 
 
 def text_towers(network: NetworkOptions) -> dict[str, str]:

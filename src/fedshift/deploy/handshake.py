@@ -23,8 +23,9 @@ from fedshift.deploy.spent_before import SPENT, noted_spending
 from fedshift.errors import UserError
 from fedshift.experiment.config.engine_section import FlareEngine
 from fedshift.experiment.config.experiment import Experiment, method_name
-from fedshift.experiment.environment import resolve_device, versions
+from fedshift.experiment.environment import versions
 from fedshift.experiment.protocols.base import DeployedProtocol
+from fedshift.federation.local.cards import resolve_device
 from fedshift.federation.setting_json import MethodRecipe
 from fedshift.models.networks.frozen import Frozen
 from fedshift.text import one_line

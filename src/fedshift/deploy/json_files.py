@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from fedshift.deploy.chained_log import append_line, has_damaged_end, is_undamaged, lines_of
-from fedshift.digests import REMEDY, Damaged, read_object
+from fedshift.digests import REMEDY, Damaged
 from fedshift.errors import FedshiftError
 from fedshift.federation.plain_values import Unreadable, parse_json
 from fedshift.files import set_aside
+from fedshift.json_objects import read_object
 
 DEPLOY_AGAIN = "deploy the experiment again"
 """What to do about damaged settings of a deployment."""

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedshift.digests import read_object
+from fedshift.json_objects import read_object
 
 CARDS = "cards.json"
 """A file of a deployment: the card of each of its sites, written when its first run begins."""

@@ -23,9 +23,9 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from fedshift.deploy.chained_log import digest_of
-from fedshift.digests import read_object, write_object
 from fedshift.errors import UserError
 from fedshift.extras import import_extra
+from fedshift.json_objects import read_object, write_object
 
 _PATIENCE = 5.0
 _BACKOFF = (0.5, 60.0)

@@ -20,11 +20,12 @@ from fedshift.data.tasks.objective import objective_of
 from fedshift.deploy.members import CARDS, REMEDY, read_cards
 from fedshift.deploy.remote.policy import CONFIDENCES, Policy
 from fedshift.deploy.site_file import Holding
-from fedshift.digests import Damaged, write_object
+from fedshift.digests import Damaged
 from fedshift.errors import FedshiftError, UserError
 from fedshift.experiment.environment import versions
 from fedshift.extras import import_extra
 from fedshift.federation.plain_values import Closed, Frozen, parse_json
+from fedshift.json_objects import write_object
 
 MOST_SAMPLES = 50_000_000
 """Most samples of one site. The coordinator lists a site's rows by number, in 8 bytes each."""

@@ -24,7 +24,6 @@ from fedshift.deploy.remote.requests import SCORES, Asked, EstimateRequest, Read
 from fedshift.deploy.remote.transport import Done, answer_of
 from fedshift.deploy.remote.wire import Message
 from fedshift.deploy.site_file import Holding, SiteConfig
-from fedshift.digests import read_object, write_object
 from fedshift.encryption import read_private, write_private
 from fedshift.errors import FedshiftError, KindRefused, Refused, UserError
 from fedshift.evaluation.estimate.combination import LEVEL, NOT_LOOKED_AT, Estimate, estimate_from_sums, read
@@ -44,6 +43,7 @@ from fedshift.experiment.estimate import noted_sites
 from fedshift.experiment.handing_out import ESTIMATE
 from fedshift.experiment.runs.run_folder import MODEL, model_file
 from fedshift.files import write_bytes
+from fedshift.json_objects import read_object, write_object
 from fedshift.text import json_text, printable
 from fedshift.weights import Weights
 

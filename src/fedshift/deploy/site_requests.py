@@ -15,13 +15,13 @@ from fedshift.deploy.remote.policy import MASKED, SEALED, WEIGHTS, whole_number
 from fedshift.deploy.remote.replies import CallAnswer
 from fedshift.deploy.remote.requests import CallRequest, Hello, plain_name
 from fedshift.deploy.remote.wire import Body, Message, Residuals, body_of, unseal
-from fedshift.digests import read_object, write_object
 from fedshift.encryption import read_private, write_private
 from fedshift.errors import FedshiftError, Refused
 from fedshift.federation.messages import Content, Statistics, promised_kinds
 from fedshift.federation.plain_values import Closed, parse_json
 from fedshift.federation.replies import reply_type
 from fedshift.federation.site_memory import SiteMemory
+from fedshift.json_objects import read_object, write_object
 from fedshift.methods.base import Method
 
 RESIDUALS = "wire-residuals"

@@ -67,9 +67,9 @@ from fedshift.deploy.site_requests import (
 from fedshift.errors import FedshiftError, Refused, UserError
 from fedshift.evaluation.predictions import UNLABELLED, SitePredictions
 from fedshift.experiment.config.error_messages import describe
-from fedshift.experiment.environment import resolve_device
 from fedshift.experiment.runs.evaluator import answering, score
 from fedshift.federation.local.allocator import keep_freed_memory
+from fedshift.federation.local.cards import resolve_device
 from fedshift.federation.messages import promised_kinds, reply_content
 from fedshift.federation.plain_values import fault_of
 from fedshift.federation.replies import reply_type

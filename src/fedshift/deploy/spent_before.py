@@ -13,9 +13,10 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from fedshift.deploy.site_cards import GivenPrivacy, Spent
-from fedshift.digests import Damaged, read_object, write_object
+from fedshift.digests import Damaged
 from fedshift.files import hold_lock
 from fedshift.functional.differential_privacy import NoisySteps, adaptive_epsilon
+from fedshift.json_objects import read_object, write_object
 
 SPENT = "spent.json"
 """Beside the deployments of a coordinator."""

@@ -14,8 +14,9 @@ from fedshift.deploy.chained_log import is_undamaged, text_at_end
 from fedshift.deploy.flare.deployment_folder import ENDS
 from fedshift.deploy.flare.kits import load_kit
 from fedshift.deploy.flare.roles import status
-from fedshift.digests import Damaged, read_object
+from fedshift.digests import Damaged
 from fedshift.errors import UserError
+from fedshift.json_objects import read_object
 from fedshift.report.watch.deployments import Deployed, SeenSite
 from fedshift.text import one_line
 

@@ -66,6 +66,12 @@ class MetricEntry:
         """Whether a record of the last round has it by site."""
         return self.origin == "end" or any(self.tasks.values())
 
+    @property
+    def in_words(self) -> str:
+        """Name and unit, for a note below a table."""
+        less = " (less is better)" if self.better == "less" else ""
+        return self.what or f"{self.title} in {'percent' if self.unit else 'the unit of the label'}{less}"
+
     def in_percent(self, share: Numbers) -> Numbers:
         """Shares as percent; what has a unit of its own stays as it is."""
         percent: Numbers = 100.0 * share

@@ -11,7 +11,6 @@ from typing import Any
 
 import yaml
 
-from fedshift.digests import write_object
 from fedshift.errors import UserError
 from fedshift.evaluation import packs
 from fedshift.evaluation.packs import PackedRun, rows_of, with_kept_digits
@@ -29,6 +28,7 @@ from fedshift.evaluation.stored import (
     run_folders,
 )
 from fedshift.files import below, plain_yaml, write_bytes, yaml_bytes
+from fedshift.json_objects import write_object
 
 _LOCK = ".lock"
 _PACKED = (packs.ROUNDS, packs.RUNS)

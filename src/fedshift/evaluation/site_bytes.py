@@ -14,7 +14,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from fedshift.digests import Damaged, read_object, write_object
+from fedshift.digests import Damaged
+from fedshift.json_objects import read_object, write_object
 
 MOST_SITES = 100
 """Sites that a result names one by one."""

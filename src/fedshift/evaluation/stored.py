@@ -14,13 +14,17 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from fedshift.digests import Damaged, read_object
+from pydantic import BaseModel, ValidationError
+
+from fedshift.digests import Damaged
 from fedshift.errors import UserError
 from fedshift.evaluation import packs
 from fedshift.evaluation.packs import PackedRounds, PackedRun
+from fedshift.evaluation.records import RoundRecord, RunResult, SiteMetric
 from fedshift.files import write_bytes, yaml_bytes
+from fedshift.json_objects import read_object
 
 FAILURE = "failure.json"
 """Why an unfinished run stopped."""
@@ -28,6 +32,18 @@ RESULT, ROUNDS, ORDER, SETTINGS = "result.json", "rounds.jsonl", "order.json", "
 _SEED = re.compile(r"seed-\d+")
 _DEPTH = 3
 """How many folders deep a run is below its experiment."""
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class Order(BaseModel):
+    """The planned methods, targets and seeds, in the order of the experiment file, and its headline."""
+
+    methods: list[str] = []
+    targets: list[str] = []
+    seeds: list[int] = []
+    headline: SiteMetric = "accuracy"
 
 
 @dataclass(frozen=True)
@@ -88,7 +104,7 @@ def read_stored(path: Path) -> Stored | None:
 
     Example:
         >>> import tempfile
-        >>> from fedshift.digests import write_object
+        >>> from fedshift.json_objects import write_object
         >>> with tempfile.TemporaryDirectory() as place:
         ...     file = Path(place) / "order.json"
         ...     before, _ = read_stored(file), write_object(file, {"seeds": [0]})
@@ -115,6 +131,67 @@ def read_stored(path: Path) -> Stored | None:
 
 SUMS = "SHA256SUMS"
 """The digests of a finished run's files, or of an experiment's packed ones, as ``sha256sum --check`` reads them."""
+
+
+def read_result(path: Path) -> RunResult:
+    """Read a `result.json`, packed or not.
+
+    Raises:
+        UserError: it cannot be read, or is not a run's result.
+    """
+    file = read_stored(path)
+    if file is None:
+        raise UserError(f"cannot read {path}: there is no such file")
+    return _parse(RunResult, file.data, file.where(), "remove it and run the experiment again to redo this run")
+
+
+def read_order(path: Path) -> Order:
+    """Read an `order.json`, packed or not; empty if there is none.
+
+    Raises:
+        UserError: it cannot be read, or is not an order of methods and targets.
+    """
+    file = read_stored(path)
+    if file is None:
+        return Order()
+    return _parse(Order, file.data, file.where(), "remove it; methods and targets then come in alphabetical order")
+
+
+def read_rounds(path: Path) -> list[RoundRecord]:
+    """Read a `rounds.jsonl`, packed or not; empty if there is none.
+
+    An incomplete last line is skipped: the run was killed while it wrote the line.
+
+    Raises:
+        UserError: the file cannot be read, another line is not a round's record, or a round is there twice.
+    """
+    file = read_stored(path)
+    if file is None:
+        return []
+    lines = file.data.splitlines()
+    if file.data and not file.data.endswith(b"\n"):
+        lines.pop()
+    records: list[RoundRecord] = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            record = _parse(RoundRecord, line, file.where(number), "remove this run and run it again")
+            if records and record.round <= records[-1].round:
+                raise UserError(
+                    f"{file.where(number)} has round {record.round} after round {records[-1].round}: two processes "
+                    "wrote it; remove this run and run it again"
+                )
+            records.append(record)
+    return records
+
+
+def _parse(model: type[Model], text: bytes, where: str, advice: str) -> Model:
+    try:
+        return model.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        what = " ".join(f"{field + ': ' if field else ''}{first['msg']}".split())
+        raise UserError(f"{where} is corrupt or was not written by fedshift ({what}): {advice}") from error
 
 
 def write_sums(

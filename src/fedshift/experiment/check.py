@@ -24,7 +24,6 @@ from fedshift.evaluation.stored import run_folders
 from fedshift.experiment.compatibility import check_fit
 from fedshift.experiment.config.experiment import Experiment, method_record
 from fedshift.experiment.costs import DryRun, Spent, dry_run_of, spent_by_experiment, traffic, trained_of
-from fedshift.experiment.environment import resolve_device
 from fedshift.experiment.features import build_data
 from fedshift.experiment.loading_trial import try_loading
 from fedshift.experiment.plan import Plan, PlannedRun
@@ -34,6 +33,7 @@ from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.experiment.runs.run_folder import run_folder
 from fedshift.experiment.trial import try_method
 from fedshift.federation.local.allocator import keep_freed_memory
+from fedshift.federation.local.cards import resolve_device
 from fedshift.federation.messages import promised_kinds
 from fedshift.federation.site import Site
 from fedshift.federation.site_base import Batch, Envelope

@@ -17,9 +17,7 @@ import numpy as np
 import torch
 
 from fedshift.data.domain import DataSet, SparseRows
-from fedshift.errors import UserError
 from fedshift.federation.local.allocator import keep_freed_memory
-from fedshift.federation.local.cards import Device, cards_of, dealt
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -62,26 +60,6 @@ def _versions() -> Mapping[str, str]:
         except PackageNotFoundError:
             result[name] = "not installed"
     return result
-
-
-def resolve_device(name: Device) -> str:
-    """The device of that name. ``auto`` is the first accelerator, or the CPU; of several cards, that with most memory.
-
-    Raises:
-        UserError: this machine does not have the device.
-    """
-    if cards := cards_of(name):
-        return dealt(cards, 1)[0].device
-    assert isinstance(name, str)
-    if name == "auto":
-        if torch.cuda.is_available():
-            return "cuda"
-        return "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
-        torch.zeros(1, device=name).item()
-    except (RuntimeError, AssertionError, NotImplementedError):
-        raise UserError(f"device: '{name}' is not available here; write auto or cpu") from None
-    return name
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from fedshift.errors import UserError
 from fedshift.methods.base import Method
 from fedshift.methods.index import ENTRIES
 from fedshift.methods.settings import PAPER, with_setting
+from fedshift.trust import own_module
 
 METHODS: Mapping[str, str] = {name: entry.class_path for name, entry in ENTRIES.items()}
 
@@ -31,7 +32,7 @@ def _as_option(name: str) -> str:
     return f"write {{name: fedavg, local: [{plain}]}}; " if plain in PLUG_INS else ""
 
 
-_CLASSES: ClassRegistry[Method] = ClassRegistry("method", Method, METHODS, elsewhere=_as_option, user_classes=True)
+_CLASSES: ClassRegistry[Method] = ClassRegistry("method", Method, METHODS, elsewhere=_as_option, own_module=own_module)
 
 
 def names() -> tuple[str, ...]:

@@ -13,29 +13,26 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
-
-from pydantic import BaseModel, ValidationError
+from typing import Any
 
 from fedshift.errors import UserError, nearest
 from fedshift.evaluation.packs import RUNS, with_kept_digits
-from fedshift.evaluation.records import RoundRecord, RunResult, SiteMetric
-from fedshift.evaluation.stored import ORDER, RESULT, is_finished, packed_run, read_failure, read_stored, run_folders
+from fedshift.evaluation.records import RunResult
+from fedshift.evaluation.stored import (
+    ORDER,
+    RESULT,
+    Order,
+    is_finished,
+    packed_run,
+    read_failure,
+    read_order,
+    read_result,
+    run_folders,
+)
 from fedshift.report.by_site import at_sites
 from fedshift.text import one_line
 
 _MOST_NAMES = 12
-
-Model = TypeVar("Model", bound=BaseModel)
-
-
-class Order(BaseModel):
-    """The planned methods, targets and seeds, in the order of the experiment file, and its headline."""
-
-    methods: list[str] = []
-    targets: list[str] = []
-    seeds: list[int] = []
-    headline: SiteMetric = "accuracy"
 
 
 @dataclass(frozen=True)
@@ -162,67 +159,6 @@ def collect(folder: str | os.PathLike[str]) -> Collected:
 def _reasons(unfinished: Iterable[Path]) -> Iterator[str]:
     """Why runs stopped, for those that failed."""
     yield from (reason for folder in unfinished if (reason := read_failure(folder)) is not None)
-
-
-def read_result(path: Path) -> RunResult:
-    """Read a `result.json`, packed or not.
-
-    Raises:
-        UserError: it cannot be read, or is not a run's result.
-    """
-    file = read_stored(path)
-    if file is None:
-        raise UserError(f"cannot read {path}: there is no such file")
-    return _parse(RunResult, file.data, file.where(), "remove it and run the experiment again to redo this run")
-
-
-def read_order(path: Path) -> Order:
-    """Read an `order.json`, packed or not; empty if there is none.
-
-    Raises:
-        UserError: it cannot be read, or is not an order of methods and targets.
-    """
-    file = read_stored(path)
-    if file is None:
-        return Order()
-    return _parse(Order, file.data, file.where(), "remove it; methods and targets then come in alphabetical order")
-
-
-def read_rounds(path: Path) -> list[RoundRecord]:
-    """Read a `rounds.jsonl`, packed or not; empty if there is none.
-
-    An incomplete last line is skipped: the run was killed while it wrote the line.
-
-    Raises:
-        UserError: the file cannot be read, another line is not a round's record, or a round is there twice.
-    """
-    file = read_stored(path)
-    if file is None:
-        return []
-    lines = file.data.splitlines()
-    if file.data and not file.data.endswith(b"\n"):
-        lines.pop()
-    records: list[RoundRecord] = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            record = _parse(RoundRecord, line, file.where(number), "remove this run and run it again")
-            if records and record.round <= records[-1].round:
-                raise UserError(
-                    f"{file.where(number)} has round {record.round} after round {records[-1].round}: two processes "
-                    "wrote it; remove this run and run it again"
-                )
-            records.append(record)
-    return records
-
-
-def _parse(model: type[Model], text: bytes, where: str, advice: str) -> Model:
-    try:
-        return model.model_validate_json(text)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        what = " ".join(f"{field + ': ' if field else ''}{first['msg']}".split())
-        raise UserError(f"{where} is corrupt or was not written by fedshift ({what}): {advice}") from error
 
 
 def _check_is_folder(root: Path, asked: str | os.PathLike[str]) -> None:

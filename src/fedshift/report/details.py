@@ -12,9 +12,9 @@ from typing import Any
 from fedshift.evaluation.cautions import baselines, cautions
 from fedshift.evaluation.metric_entries import Metric
 from fedshift.evaluation.records import RoundRecord, RunResult, SiteMetric
-from fedshift.evaluation.stored import ROUNDS
+from fedshift.evaluation.stored import ROUNDS, read_rounds
 from fedshift.report.by_site import rounds_at
-from fedshift.report.collect import Collected, FinishedRun, natural, read_rounds
+from fedshift.report.collect import Collected, FinishedRun, natural
 from fedshift.report.many_targets import FEW
 from fedshift.report.measures import Measure
 from fedshift.report.mistakes import Predictions, placed_of, predictions_of

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from fedshift.evaluation.significance import TTest
 from fedshift.report.differences import LEVEL, Difference
-from fedshift.report.markup import escape_markdown, pipes
 from fedshift.report.measures import MISSING, Measure
-from fedshift.text import in_unit
+from fedshift.text import escape_markdown, in_unit, pipes
 
 
 def head(targets: Sequence[str], measure: Measure) -> list[str]:

@@ -57,11 +57,10 @@ def _measure(entry: MetricEntry) -> Measure:
 
     distance = RunResult.hd95 if entry.name == "hd95" else RunResult.hausdorff
     values: dict[str, Value] = {"headline": RunResult.accuracy, "rounds": distance, "end": at_the_end}
-    less = " (less is better)" if entry.better == "less" else ""
     return Measure(
         entry.title,
         values[entry.origin],
-        entry.what or f"{entry.title} in {'percent' if entry.unit else 'the unit of the label'}{less}",
+        entry.in_words,
         entry.title if entry.origin == "rounds" else "",
         less_is_better=entry.better == "less",
         meaning=entry.meaning,

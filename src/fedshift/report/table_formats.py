@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 
 from fedshift.evaluation.summary import AVERAGE
 from fedshift.report.folding import Folded
-from fedshift.report.markup import escape_latex, escape_markdown, pipes
 from fedshift.report.measures import MISSING
 from fedshift.report.table import Cell, Table
-from fedshift.text import csv_text, json_text, printable
+from fedshift.text import csv_text, escape_latex, escape_markdown, json_text, pipes, printable
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult

@@ -17,7 +17,7 @@ from fedshift.deploy.flare import roles
 from fedshift.deploy.flare.deployment_folder import Deployment
 from fedshift.deploy.flare.service_lock import only_service
 from fedshift.deploy.remote.policy import AuditLog
-from fedshift.digests import write_object
+from fedshift.json_objects import write_object
 
 
 @pytest.fixture

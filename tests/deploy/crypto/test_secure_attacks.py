@@ -20,12 +20,12 @@ from fedshift.deploy.crypto import at_site
 from fedshift.deploy.crypto.at_server import SecureSum
 from fedshift.deploy.crypto.at_site import Revealed, SecureSite
 from fedshift.deploy.crypto.keys import KeyCard, signed_text
-from fedshift.digests import write_object
 from fedshift.errors import Refused
 from fedshift.experiment.fits.secure_sums import check_sums
 from fedshift.federation.secure.integer_sums import SMALLEST_ROSTER
 from fedshift.functional.control_variates import next_control
 from fedshift.functional.divergence_weighting import distance_weighted, fused_from_sums
+from fedshift.json_objects import write_object
 from fedshift.methods import registry
 from fedshift.weights import Weights
 

@@ -20,9 +20,9 @@ from fedshift.deploy.flare.certificates import revoked_sites
 from fedshift.deploy.flare.kit_checks import check_certificates, check_settings
 from fedshift.deploy.flare.kits import COORDINATOR_CLASS, SITE_CLASS, Project, load_kit
 from fedshift.deploy.flare.provision import Provisioned
-from fedshift.digests import read_object
 from fedshift.errors import UserError
 from fedshift.import_paths import find
+from fedshift.json_objects import read_object
 
 SECRET = "a long passphrase"
 

@@ -24,7 +24,7 @@ from fedshift.deploy.flare.provision import Provisioned
 from fedshift.deploy.flare.service import Service
 from fedshift.deploy.remote.requests import request_key
 from fedshift.deploy.remote.wire import Message, body_of, seal
-from fedshift.digests import write_object
+from fedshift.json_objects import write_object
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
-from fedshift.digests import read_object
 from fedshift.errors import UserError
+from fedshift.json_objects import read_object
 
 pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install -e '.[deploy]'")
 

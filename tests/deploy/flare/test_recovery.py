@@ -15,8 +15,8 @@ pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip instal
 
 from fedshift.deploy.flare.deployment_folder import Deployment
 from fedshift.deploy.flare.jobs import Attendance, RunningDeployment
-from fedshift.digests import write_object
 from fedshift.files import write_bytes
+from fedshift.json_objects import write_object
 
 
 class Server:

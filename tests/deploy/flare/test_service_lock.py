@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fedshift.digests import write_object
 from fedshift.errors import FedshiftError, UserError
+from fedshift.json_objects import write_object
 
 pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install -e '.[deploy]'")
 

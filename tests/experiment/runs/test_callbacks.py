@@ -13,10 +13,10 @@ import small
 import fedshift
 from fedshift.errors import UserError
 from fedshift.evaluation.records import RoundRecord, RunResult
+from fedshift.evaluation.stored import read_rounds
 from fedshift.experiment.plan import Run
 from fedshift.experiment.runs.lines import notebook_reporter
-from fedshift.report.collect import read_rounds
-from fedshift.report.other_tools.trackers import tracker
+from fedshift.report.trackers import tracker
 
 
 class Noting(fedshift.Callback):

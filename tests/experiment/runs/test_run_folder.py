@@ -21,11 +21,11 @@ from small import Stop, StopAfter, experiment, features, outcome, save, sites, w
 
 import fedshift
 from fedshift.cli.run import ELSEWHERE
-from fedshift.digests import read_object
 from fedshift.evaluation.records import RoundRecord, RunResult
 from fedshift.experiment.plan import Run
 from fedshift.experiment.runs.context import Reporter
 from fedshift.experiment.runs.run_folder import RunFolder
+from fedshift.json_objects import read_object
 
 PART = Path("small") / "fedavg" / "a" / "seed-0"
 

@@ -28,11 +28,12 @@ from fedshift.deploy.audit.gradient_search import Exchange, Search, Watcher
 from fedshift.deploy.remote.policy import Policy
 from fedshift.errors import UserError, nearest
 from fedshift.experiment.config.experiment import Experiment
-from fedshift.experiment.environment import resolve_device, threads_set, versions
+from fedshift.experiment.environment import threads_set, versions
 from fedshift.experiment.features import build_data
 from fedshift.experiment.plan import Plan, PlannedRun, Run
 from fedshift.experiment.predict import load_model
 from fedshift.experiment.privacy import draws_of
+from fedshift.federation.local.cards import resolve_device
 from fedshift.federation.secure.integer_sums import SMALLEST_ROSTER
 from fedshift.federation.site import Site
 from fedshift.federation.site_memory import SiteMemory

@@ -29,11 +29,12 @@ from fedshift.errors import UserError
 from fedshift.experiment.budgets import site_budget
 from fedshift.experiment.compatibility import check_fit
 from fedshift.experiment.config.experiment import Experiment
-from fedshift.experiment.environment import resolve_device, threads_set, versions
+from fedshift.experiment.environment import threads_set, versions
 from fedshift.experiment.features import build_data
 from fedshift.experiment.fits.side_by_side import trains_side_by_side
 from fedshift.experiment.plan import Plan, PlannedRun, Run
 from fedshift.experiment.protocols.base import Split
+from fedshift.federation.local.cards import resolve_device
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.functional.membership import found_at, likelihood_ratios, scaled_confidence
 from fedshift.methods.rounds import play_round, start_run

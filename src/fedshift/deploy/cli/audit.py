@@ -19,10 +19,10 @@ from fedshift.deploy.audit.gradient_search import Watcher
 from fedshift.deploy.audit.leakage import LeakageAudit, audit_leakage
 from fedshift.deploy.audit.membership import AtRate, MembershipAttack, MembershipAudit, audit_membership
 from fedshift.deploy.site_file import load_site
-from fedshift.digests import write_object
 from fedshift.errors import UserError
 from fedshift.experiment.config.experiment import load
 from fedshift.files import write_bytes
+from fedshift.json_objects import write_object
 from fedshift.report.folding import Folded
 
 RECORD, PICTURE, MEMBERSHIP = "leakage.json", "leakage.png", "membership.json"

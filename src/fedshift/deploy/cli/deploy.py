@@ -16,11 +16,12 @@ from fedshift.deploy.coordinator import EXPERIMENT, check_deployable, check_memb
 from fedshift.deploy.flare import roles
 from fedshift.deploy.flare.deployment_folder import ENDS, Deployment
 from fedshift.deploy.watched import deployment_status
-from fedshift.digests import Damaged, read_object, write_object
+from fedshift.digests import Damaged
 from fedshift.errors import FedshiftError, UserError
 from fedshift.evaluation.records import with_unit
 from fedshift.experiment.config.experiment import Experiment, load
 from fedshift.experiment.runs.run_folder import RunFolder, check_place
+from fedshift.json_objects import read_object, write_object
 
 _ACTIONS = ("status", "logs", "abort", "resume")
 

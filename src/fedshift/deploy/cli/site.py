@@ -44,8 +44,9 @@ from fedshift.deploy.site_requests import seals_all
 from fedshift.digests import Damaged, without_digest
 from fedshift.encryption import KEY_FILE, present_key
 from fedshift.errors import FedshiftError, Refused, UserError, nearest
-from fedshift.experiment.environment import resolve_device, versions
+from fedshift.experiment.environment import versions
 from fedshift.experiment.runs.run_folder import SEALED_MODEL, model_file
+from fedshift.federation.local.cards import resolve_device
 from fedshift.federation.messages import decode, known_kinds
 from fedshift.federation.plain_values import Frozen
 from fedshift.files import write_bytes

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from fedshift.deploy.crypto.keys import KeyCard, Order, PrivateKey, commitment, same_keys, signed_text
-from fedshift.digests import read_object, write_object
 from fedshift.encryption import read_private, write_private
 from fedshift.errors import Refused
 from fedshift.federation.secure.integer_sums import threshold
 from fedshift.files import hold_lock, write_bytes
 from fedshift.functional.pairwise_masks import add_masks
 from fedshift.functional.secret_sharing import SECRET_BYTES, SHARE_BYTES, split_secret
+from fedshift.json_objects import read_object, write_object
 
 _REMEDY = "restore it, or run again under another name: without it, this site could mask an update twice"
 Verify = Callable[[KeyCard, bytes], bool]

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from fedshift.deploy.json_files import plain_object
-from fedshift.digests import Damaged, read_object, write_object
+from fedshift.digests import Damaged
 from fedshift.errors import UserError
 from fedshift.files import write_bytes
+from fedshift.json_objects import read_object, write_object
 
 CERTIFICATE, KEY, ISSUED = "rootCA.pem", "rootCA.key", "issued.json"
 RENEW = "restore it, or make all kits anew with fedshift project provision --renew"

@@ -11,9 +11,9 @@ from typing import Any
 
 from fedshift.deploy.flare.kits import Kit
 from fedshift.deploy.flare.limits import CERTIFICATES
-from fedshift.digests import read_object, write_object
 from fedshift.errors import UserError, nearest
 from fedshift.files import hold_lock
+from fedshift.json_objects import read_object, write_object
 
 _LOCK = "certificates.lock"
 """Held while the list is read and written: two at once would lose a revocation."""

@@ -14,8 +14,9 @@ from typing import Any
 
 from fedshift.deploy.json_files import DEPLOY_AGAIN, append_event, events_of, plain_object
 from fedshift.deploy.members import members
-from fedshift.digests import Damaged, read_object, write_object
+from fedshift.digests import Damaged
 from fedshift.errors import UserError, nearest
+from fedshift.json_objects import read_object, write_object
 
 _NAME = re.compile(r"[\w-][\w.-]*")
 ENDS = ("finished", "failed", "aborted")

@@ -18,8 +18,8 @@ from fedshift.deploy.coordinator import EXPERIMENT, PROGRESS, coordinate
 from fedshift.deploy.flare.engine import SITE, CoordinatingController, FlareSite
 from fedshift.deploy.json_files import append_event
 from fedshift.deploy.site_server import SiteProgram, open_site
-from fedshift.digests import write_object
 from fedshift.errors import FedshiftError, UserError
+from fedshift.json_objects import write_object
 
 FOLDER = "fedshift"
 """The folder of the run, in that of FLARE's job at the server."""

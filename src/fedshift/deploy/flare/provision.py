@@ -28,9 +28,9 @@ from fedshift.deploy.flare.kits import (
 )
 from fedshift.deploy.flare.limits import LARGEST_FRAME, LISTENER
 from fedshift.deploy.json_files import plain_object
-from fedshift.digests import read_object, write_object
 from fedshift.errors import FedshiftError, UserError, nearest
 from fedshift.files import make_private, write_bytes
+from fedshift.json_objects import read_object, write_object
 
 _DRIVERS = Path(__file__).parent / "drivers"
 _RIGHTS = {

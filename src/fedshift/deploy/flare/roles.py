@@ -22,9 +22,10 @@ from fedshift.deploy.flare.kit_checks import check_certificates, check_port, che
 from fedshift.deploy.flare.kits import Kit, check_installed, load_project
 from fedshift.deploy.flare.provision import provision, reissue, relocate, remove
 from fedshift.deploy.flare.service_lock import holder
-from fedshift.digests import Damaged, read_object
+from fedshift.digests import Damaged
 from fedshift.encryption import present_key
 from fedshift.errors import FedshiftError, UserError
+from fedshift.json_objects import read_object
 
 __all__ = [
     "Kit",

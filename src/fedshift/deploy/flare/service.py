@@ -30,9 +30,9 @@ from fedshift.deploy.health import Health, RoleMetrics, monitor_server
 from fedshift.deploy.proxy import proxy_address, proxy_for, proxy_variables
 from fedshift.deploy.role_file import COORDINATOR_FILE, audit_log_of, role_file
 from fedshift.deploy.sinks import Forwarder
-from fedshift.digests import write_object
 from fedshift.errors import FedshiftError, UserError
 from fedshift.extras import runs_program
+from fedshift.json_objects import write_object
 
 _BACKOFF = (1.0, 60.0)
 """Shortest and longest wait before another try, in seconds."""

@@ -15,9 +15,9 @@ import yaml
 from fedshift.deploy.coordinator import EXPERIMENT
 from fedshift.deploy.flare import roles
 from fedshift.deploy.flare.deployment_folder import Deployment
-from fedshift.digests import write_object
 from fedshift.errors import FedshiftError
 from fedshift.experiment.config.experiment import parse
+from fedshift.json_objects import write_object
 
 SITES = ("north", "south")
 NASTY = ("<script>alert(1)</script>", '=HYPERLINK("http://x")', "\x1b]0;owned\x07\x1b[2J")

@@ -16,10 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, f
 
 from fedshift.deploy.approvals import public_key, same_person
 from fedshift.deploy.chained_log import START, append_line, checked_lines, digest_of
-from fedshift.digests import read_object, write_object
 from fedshift.errors import FedshiftError, KindRefused, Refused, UserError, nearest
 from fedshift.federation.messages import NUMBERS, Content, Masked, Sealed, known_kinds, leaves
 from fedshift.files import set_aside
+from fedshift.json_objects import read_object, write_object
 from fedshift.models import registry as networks
 from fedshift.weights import NamedTensors, Weights
 

@@ -34,7 +34,6 @@ from fedshift.deploy.remote.replies import CallAnswer
 from fedshift.deploy.remote.requests import CallRequest, KeyRequest, SumAsked, UnmaskRequest, Work
 from fedshift.deploy.remote.transport import Done, Lost, Sign, SiteError, ask_plain, open_answer, stamp
 from fedshift.deploy.remote.wire import Message, Residuals, body_of
-from fedshift.digests import write_object
 from fedshift.errors import FedshiftError, KindRefused, Refused, ReplyRefused, UserError
 from fedshift.federation.exchange import Answer, Mean, Missing, Request
 from fedshift.federation.messages import Content, PerSite, Reply
@@ -50,6 +49,7 @@ from fedshift.federation.secure.integer_sums import (
     Weighing,
     threshold,
 )
+from fedshift.json_objects import write_object
 
 RECORD = "sums.json"
 _REMEDY = "restore it, or delete the run's folder and run again"

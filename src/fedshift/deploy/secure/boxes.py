@@ -18,13 +18,13 @@ from fedshift.deploy.json_files import read_stored
 from fedshift.deploy.remote.requests import RunRequest
 from fedshift.deploy.remote.wire import widen
 from fedshift.deploy.secure.site_sums import SiteSums
-from fedshift.digests import write_object
 from fedshift.errors import FedshiftError, Refused
 from fedshift.federation.exchange import Routed
 from fedshift.federation.messages import Content, decode
 from fedshift.federation.plain_values import Closed
 from fedshift.federation.replies import ReplyCheck, reply_type
 from fedshift.federation.secure.closed import Box, Package, bytes_of
+from fedshift.json_objects import write_object
 from fedshift.methods.base import Method
 from fedshift.weights import Weights
 

@@ -33,7 +33,6 @@ from fedshift.deploy.secure.boxes import Boxes, Way
 from fedshift.deploy.secure.site_sums import SiteSums
 from fedshift.deploy.site_file import SiteConfig
 from fedshift.deploy.site_requests import narrow_reply
-from fedshift.digests import write_object
 from fedshift.errors import FedshiftError, Refused
 from fedshift.federation.exchange import Routed
 from fedshift.federation.messages import Content, Reply, Sealed, leaves, reply_content
@@ -41,6 +40,7 @@ from fedshift.federation.replies import About, ReplyCheck
 from fedshift.federation.secure.closed import Box, Package, Passage, most_bytes
 from fedshift.federation.site_runner import Setting, SiteRunner
 from fedshift.federation.training import Training
+from fedshift.json_objects import write_object
 from fedshift.methods.base import Method
 from fedshift.models.network import Network
 from fedshift.weights import Weights

@@ -15,6 +15,7 @@ from pydantic import (
 )
 
 from fedshift.data import registry as data_registry
+from fedshift.data.checks import names_alike
 from fedshift.data.domain import DataSource
 from fedshift.errors import UserError, nearest
 from fedshift.experiment.config.data_section import data_name, data_source, own_file_record
@@ -29,7 +30,6 @@ from fedshift.experiment.protocols.leave_one_out import LeaveOneOut
 from fedshift.experiment.section import Section
 from fedshift.federation.local.cards import Device
 from fedshift.federation.training import Training
-from fedshift.files import names_alike
 from fedshift.methods import registry as method_registry
 from fedshift.methods.base import Method
 from fedshift.methods.composition.options import training_of

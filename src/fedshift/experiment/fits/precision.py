@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fedshift.errors import UserError
-from fedshift.experiment.environment import resolve_device
 from fedshift.experiment.fits.about import About
+from fedshift.federation.local.cards import resolve_device
 from fedshift.methods.base import Method
 from fedshift.methods.composition.options import training_of
 from fedshift.models.products import can_compile, has_bf16_units

@@ -12,9 +12,10 @@ from fedshift.data.domain import DataSet
 from fedshift.experiment.budgets import site_budget
 from fedshift.experiment.compatibility import check_fit
 from fedshift.experiment.config.experiment import Experiment
-from fedshift.experiment.environment import resolve_device, threads_set
+from fedshift.experiment.environment import threads_set
 from fedshift.experiment.plan import Plan, PlannedRun, model_metadata
 from fedshift.experiment.protocols.base import Split
+from fedshift.federation.local.cards import resolve_device
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.methods.rounds import play_round, start_run
 from fedshift.methods.screening import screening_of

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from fedshift.claims import ClaimLost, network_file_system, silence
 from fedshift.errors import SitesLost, TrainingDiverged, UserError
-from fedshift.evaluation.records import RoundRecord, RunResult
-from fedshift.evaluation.stored import FAILURE, ROUNDS, read_stored
+from fedshift.evaluation.records import RunResult
+from fedshift.evaluation.stored import FAILURE, ROUNDS, read_rounds
 from fedshift.experiment.compatibility import check_fit
 from fedshift.experiment.config.experiment import Experiment
-from fedshift.experiment.environment import resolve_device, threads_set
+from fedshift.experiment.environment import threads_set
 from fedshift.experiment.features import build_data
 from fedshift.experiment.plan import Plan, PlannedRun
 from fedshift.experiment.runs.context import Callback, Context, Reporter, Workers
@@ -21,7 +21,7 @@ from fedshift.experiment.runs.ray_runs import in_cluster, pool_in_cluster, sprea
 from fedshift.experiment.runs.round_loop import carry_out
 from fedshift.experiment.runs.run_folder import RunFolder, run_folder, write_order
 from fedshift.extras import reports_installed
-from fedshift.federation.local.cards import cards_of, shares
+from fedshift.federation.local.cards import cards_of, environment, resolve_device, shares
 from fedshift.models.own.forward_trial import told_of
 
 _LOOK = 1.0
@@ -86,7 +86,8 @@ def run_experiment(
     else:
         helpers = 0 if helper or shard != (1, 1) else max(0, min(engine.parallel_runs or 1, unfinished) - 1)
         diverged = []
-        first, *further = shares(cards_of(experiment.device), helpers + 1, engine.workers)
+        first, *others = shares(cards_of(experiment.device), helpers + 1, engine.workers)
+        further = [environment(cards) for cards in others]
         context = Context(first[0].device if first else device, threads, reporter, callbacks, stop)
         with (
             threads_set(threads),
@@ -101,8 +102,8 @@ def run_experiment(
     for run_of, planned in elsewhere.items():
         _pass_on(planned, run_of, callbacks)
     if diverged:
-        others = "; others diverged too" if len(diverged) > 1 else ""
-        raise TrainingDiverged(f"{diverged[0]}{others}") from diverged[0]
+        more = "; others diverged too" if len(diverged) > 1 else ""
+        raise TrainingDiverged(f"{diverged[0]}{more}") from diverged[0]
     return folder
 
 
@@ -146,10 +147,9 @@ def _tell_held(folders: Sequence[RunFolder], reporter: Reporter) -> None:
 
 def _pass_on(planned: PlannedRun, folder: RunFolder, callbacks: Sequence[Callback]) -> None:
     """Pass a run that another process finished on to the callbacks."""
-    result, rounds = folder.result(), read_stored(folder.path / ROUNDS)
-    if result is None or rounds is None:
+    result, records = folder.result(), read_rounds(folder.path / ROUNDS)
+    if result is None:
         return
-    records = [RoundRecord.model_validate_json(line) for line in rounds.data.splitlines()]
     for callback in callbacks:
         for record in records:
             callback.after_round(planned.run, record, folder.path)

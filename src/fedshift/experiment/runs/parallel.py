@@ -18,7 +18,6 @@ from fedshift.data.builders.in_memory import InMemory
 from fedshift.errors import FedshiftError, TrainingDiverged, UserError
 from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.runs.stopping import Stopped, grace
-from fedshift.federation.local.cards import Card, environment
 
 DIVERGED = 3
 """Exit code of a process in which a run diverged."""
@@ -37,7 +36,7 @@ def parallel_workers(
     number: int,
     diverged: list[TrainingDiverged],
     stop: Callable[[], None] = lambda: None,
-    cards: Sequence[Sequence[Card]] = (),
+    variables: Sequence[Mapping[str, str]] = (),
 ) -> Iterator[None]:
     """Start further processes that take runs of the same experiment.
 
@@ -50,7 +49,8 @@ def parallel_workers(
         diverged: receives the errors of runs that diverged in one of them.
         stop: is called while this process waits for them, and raises an error to stop. After `Stopped` they finish
             their rounds.
-        cards: those of each process; none where the device is no choice of cards.
+        variables: of the environment of each process, by which it sees its cards alone; none where the device is no
+            choice of cards.
 
     Raises:
         UserError: the data are objects of this process, which another one cannot read.
@@ -64,15 +64,16 @@ def parallel_workers(
     with tempfile.TemporaryDirectory(prefix="fedshift-runs-") as folder:
         file = Path(folder) / "experiment.json"
         options = experiment.dump()
-        if any(cards):
+        if any(variables):
             options["device"] = "all"  # of those that it sees
         file.write_text(json.dumps(options))
         command = [sys.executable, "-m", "fedshift.experiment.runs.parallel_worker", str(file), str(runs)]
         processes: list[_Further] = []
         try:
             for count in range(number):
-                seen = environment(cards[count]) if cards else {}
-                processes.append(_start(command, Path(folder) / f"errors-{count}.txt", seen))
+                processes.append(
+                    _start(command, Path(folder) / f"errors-{count}.txt", variables[count] if variables else {})
+                )
             yield
             for further in processes:
                 _wait_for(further, stop)

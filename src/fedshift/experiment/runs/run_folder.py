@@ -20,7 +20,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from fedshift.claims import Claim, network_file_system
-from fedshift.digests import BLANK, ENTRY, fill_digest, with_digest, write_object
+from fedshift.digests import BLANK, ENTRY, fill_digest, with_digest
 from fedshift.errors import FedshiftError, UserError
 from fedshift.evaluation.predictions import PREDICTIONS
 from fedshift.evaluation.records import RoundRecord, RunResult
@@ -46,6 +46,7 @@ from fedshift.federation.messages import Content, encode, unshare
 from fedshift.federation.plain_values import Frozen
 from fedshift.federation.secure.closed import in_one, in_two, is_closed
 from fedshift.files import plain_yaml, write_bytes, yaml_bytes
+from fedshift.json_objects import write_object
 from fedshift.methods.base import State
 from fedshift.methods.composition.averages import Kept
 from fedshift.weights import Weights

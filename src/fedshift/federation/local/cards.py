@@ -91,6 +91,26 @@ def cards_of(device: Device) -> tuple[Card, ...]:
     return tuple(by_name[name] for name in device)
 
 
+def resolve_device(name: Device) -> str:
+    """The device of that name. ``auto`` is the first accelerator, or the CPU; of several cards, that with most memory.
+
+    Raises:
+        UserError: this machine does not have the device.
+    """
+    if cards := cards_of(name):
+        return dealt(cards, 1)[0].device
+    assert isinstance(name, str)
+    if name == "auto":
+        if torch.cuda.is_available():
+            return "cuda"
+        return "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=name).item()
+    except (RuntimeError, AssertionError, NotImplementedError):
+        raise UserError(f"device: '{name}' is not available here; write auto or cpu") from None
+    return name
+
+
 def dealt(cards: Sequence[Card], processes: int) -> list[Card]:
     """The card of each process: each next one goes where the most free memory is left to it.
 

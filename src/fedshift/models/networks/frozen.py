@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -10,6 +13,7 @@ from pydantic import Field, PositiveInt, SerializeAsAny, ValidationInfo, field_v
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fedshift.data.domain import Preprocessing, Task
 from fedshift.errors import UserError
 from fedshift.models import registry
 from fedshift.models.network import Network
@@ -81,23 +85,28 @@ class Frozen(NetworkOptions):
     def take_structure(self, input_shape: tuple[int, ...], classes: int, known: Any) -> None:
         self.head.take_structure(input_shape, classes, known)
 
-    def transform(self) -> dict[str, Any]:
-        """How stored images are prepared for the backbone, as plain data."""
-        mean, std = _SCALES[self.scale]
-        return {"size": self.size, "mean": mean, "std": std}
-
-    def extractor(self, input_shape: tuple[int, ...]) -> Extractor:
+    def build_extractor(self, images: Preprocessing, what: str, task: Task = "classification") -> Extractor:
         """The backbone behind its transform.
 
         Args:
-            input_shape: shape of the stored images, (channels, height, width).
+            images: how they are stored.
+            what: the name of the data, for messages.
+            task: of the data.
 
         Raises:
-            UserError: the backbone cannot read such images.
+            UserError: the data are not images, or the backbone cannot read them or is for another task.
         """
-        channels, height, width = input_shape
-        shape = (channels, self.size or height, self.size or width)
-        return Extractor(registry.build(self.backbone, shape, 2, 0).features, self)
+        registry.check_task(self, task, what)
+        if images.kind != "image" or images.shape is None:
+            shape = "×".join(map(str, images.shape or ()))
+            raise UserError(
+                f"model.backbone: {self.backbone.name} reads images, but {what} gives {images.kind} of {shape} "
+                "numbers; for data that are features already, use a head such as mlp as the model"
+            )
+        channels, height, width = images.shape
+        shape_read = (channels, self.size or height, self.size or width)
+        network = registry.build(self.backbone, shape_read, 2, 0)
+        return Extractor(network.features, self)
 
 
 class Extractor(nn.Module):
@@ -105,17 +114,39 @@ class Extractor(nn.Module):
 
     Args:
         backbone: a network without its classifier; its parameters are frozen.
-        options: size and scale of the images.
+        options: which network it is, and the size and scale of its images.
     """
 
     def __init__(self, backbone: nn.Module, options: Frozen) -> None:
         super().__init__()
+        self.options = options
         self.backbone = backbone.requires_grad_(False)
         self._size = options.size
         mean, std = _SCALES[options.scale]
         self.register_buffer("mean", torch.tensor(mean).view(1, 3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(std).view(1, 3, 1, 1), persistent=False)
         self.eval()
+
+    @property
+    def name(self) -> str:
+        """The name of the backbone."""
+        return self.options.backbone.name
+
+    @property
+    def transform(self) -> dict[str, Any]:
+        """How stored images are prepared for the backbone, as plain data."""
+        mean, std = _SCALES[self.options.scale]
+        return {"size": self.options.size, "mean": mean, "std": std}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A checksum of the backbone's weights and options, without the path of the weights' file."""
+        built_as = self.options.backbone.model_dump(mode="json", exclude={"pretrained"})
+        digest = hashlib.sha256(json.dumps(built_as, sort_keys=True).encode())
+        for name, tensor in self.state_dict().items():
+            digest.update(name.encode())
+            digest.update(tensor.detach().cpu().contiguous().numpy().data)
+        return digest.hexdigest()[:32]
 
     def train(self, mode: bool = True) -> Extractor:
         """Stay in evaluation mode, whatever ``mode``: BatchNorm uses the statistics that came with the weights."""

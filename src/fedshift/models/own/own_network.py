@@ -19,7 +19,7 @@ from pydantic_core import PydanticSerializationError, to_jsonable_python
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fedshift.class_registry import made_in, own_module
+from fedshift.class_registry import made_in
 from fedshift.errors import UserError, nearest
 from fedshift.import_paths import place_of
 from fedshift.models.network import Network
@@ -27,6 +27,7 @@ from fedshift.models.network_options import NetworkOptions
 from fedshift.models.own import bundles, libraries
 from fedshift.models.own.forward_trial import SAMPLES, forward, one_line
 from fedshift.models.own.structure import Parts, Structure, assemble, structure_of
+from fedshift.trust import own_module
 
 GIVEN = "python:"
 """Begins the names of networks that were given as objects. No other process can make them."""

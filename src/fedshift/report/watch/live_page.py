@@ -14,9 +14,19 @@ from fedshift.errors import UserError
 from fedshift.evaluation.metric_entries import ENTRIES
 from fedshift.evaluation.records import RoundRecord, RunResult, with_unit
 from fedshift.evaluation.site_bytes import SiteBytes, read_site_bytes
-from fedshift.evaluation.stored import ORDER, RESULT, ROUNDS, SETTINGS, is_finished, read_failure, run_folders
+from fedshift.evaluation.stored import (
+    ORDER,
+    RESULT,
+    ROUNDS,
+    SETTINGS,
+    is_finished,
+    read_failure,
+    read_order,
+    read_result,
+    read_rounds,
+    run_folders,
+)
 from fedshift.files import plain_yaml
-from fedshift.report.collect import read_order, read_result, read_rounds
 from fedshift.report.html import render
 from fedshift.report.measures import MISSING
 from fedshift.report.page import DARK, LIGHT

@@ -44,7 +44,8 @@ from nvflare.fuel.f3.sfm.conn_manager import SfmFrameReceiver
 
 from fedshift.deploy.flare.drivers.shared_connection import SharedConnection
 from fedshift.deploy.flare.limits import CERTIFICATES, LISTENER, REFUSED_FOR
-from fedshift.digests import Damaged, read_object
+from fedshift.digests import Damaged
+from fedshift.json_objects import read_object
 
 HANDSHAKE_SECONDS = 10.0
 """Most seconds from a connection to the end of its handshake."""

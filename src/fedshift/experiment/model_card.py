@@ -14,10 +14,8 @@ from fedshift.evaluation.selection import RULES
 from fedshift.experiment.predict import TrainedModel
 from fedshift.experiment.protocols.base import EVERY_SITE
 from fedshift.extras import import_extra
-from fedshift.report.markup import escape_markdown as text
-from fedshift.report.markup import pipes
-from fedshift.report.measures import METRICS
-from fedshift.text import in_unit
+from fedshift.text import escape_markdown as text
+from fedshift.text import in_unit, pipes
 
 _TASKS = {
     "table": "tabular-classification",
@@ -207,13 +205,14 @@ def _measures(trained: TrainedModel, result: RunResult) -> Iterator[str]:
     if not _is_measured(result):
         yield f"{text(result.target)} has no labels, so nothing was measured: fedshift estimate says what to expect."
         return
-    yield f"{METRICS[result.metric].what}, of one run with one seed."
+    metric = ENTRIES[result.metric]
+    yield f"{metric.in_words}, of one run with one seed."
     yield ""
     yield pipes(
         ["round", "number", "target", "held-out samples of the sources"],
         [
             [
-                rule.description.replace("accuracy", METRICS[result.metric].name),
+                rule.description.replace("accuracy", metric.title),
                 str(chosen.round),
                 format_metric(result.metric, chosen.accuracy),
                 _number(result.metric, chosen.source_accuracy),

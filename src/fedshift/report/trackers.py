@@ -11,11 +11,10 @@ from typing import Any
 
 from fedshift.errors import UserError, nearest
 from fedshift.evaluation.records import RoundRecord, RunResult
-from fedshift.evaluation.stored import ROUNDS
+from fedshift.evaluation.stored import ROUNDS, read_rounds
 from fedshift.experiment.plan import Run
 from fedshift.experiment.runs.context import Callback
 from fedshift.extras import import_extra
-from fedshift.report.collect import read_rounds
 
 _DEPTH = 3
 """How many folders deep a run is below its experiment."""

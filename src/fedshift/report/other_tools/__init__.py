@@ -1,1 +1,0 @@
-"""For other tools: model cards, experiment trackers."""
