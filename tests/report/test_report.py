@@ -27,7 +27,6 @@ RENDERERS = (
     "report/difference_words.py",
     "report/folding.py",
     "report/html.py",
-    "report/markup.py",
     "report/page.py",
     "report/pictures/",
     "report/plots.py",
