@@ -151,7 +151,7 @@ class OnnxModel:
             raise UserError(f"estimate is for models that tell classes apart, and this one is for {self.task}")
         _, inputs, shift = self._read(rows)
         outputs = estimate_from_sums(
-            self.left_out, self._scores(inputs), shift.refusal, shift.warning, threshold=self.threshold
+            self.left_out, self._scores(inputs), shift.refusal, shift.warning, self.threshold, shift.doubt
         )
         return replace(outputs, reasons=(*outputs.reasons, NOT_LOOKED_AT)) if self.left_out else outputs
 

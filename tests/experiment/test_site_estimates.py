@@ -134,6 +134,7 @@ def test_a_site_that_trained_is_no_new_site(results: fedshift.api.Results) -> No
     assert found.abstain
     assert "south" in found.reasons[0]
     assert (found.estimate, found.low, found.high) == (None, None, None)
+    assert {measure.estimate for measure in found.measures.values()} == {None}
 
 
 @pytest.mark.parametrize(
@@ -238,6 +239,63 @@ def test_samples_of_several_sites_mixed_are_within_the_interval(results: fedshif
     model, data = results.model(target="north", seed=0), written(tmp_path / "x.csv", rows)
     found = model.estimate(data)
     assert found.abstain or found.low <= right(model, data, rows) <= found.high
+
+
+def test_the_same_rows_again_say_no_more(results: fedshift.api.Results, tmp_path: Path) -> None:
+    model, rows = results.model(target="north", seed=0), hospital(9, 12)
+    few = model.estimate(written(tmp_path / "few.csv", rows))
+    again = model.estimate(written(tmp_path / "again.csv", rows * 40))
+    assert width(again) > 0.9 * width(few)
+    assert any("480 count as 12 different ones" in reason for reason in again.reasons)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda row: {**row, "age": f"{12 * float(row['age']):.1f}"},
+        lambda row: {**row, "pressure": ""},
+        lambda row: {**row, "pressure": "99999"},
+    ],
+    ids=["months for years", "no value", "a code for no value"],
+)
+@pytest.mark.parametrize("share", [4, 10])
+def test_some_rows_that_are_unlike_widen_the_interval(
+    results: fedshift.api.Results, tmp_path: Path, change: Any, share: int
+) -> None:
+    model, rows = results.model(target="north", seed=0), hospital(9, 120)
+    usual = model.estimate(written(tmp_path / "usual.csv", rows))
+    mixed = [change(row) if at % share == 0 else row for at, row in enumerate(rows)]
+    found = model.estimate(written(tmp_path / "mixed.csv", mixed))
+    assert width(found) > width(usual) + 60 / share
+    assert any("column" in reason for reason in found.reasons)
+
+
+def test_a_unit_between_what_is_told_and_what_is_refused_gets_no_confident_number(
+    results: fedshift.api.Results, tmp_path: Path
+) -> None:
+    """No value is impossible, but all are much smaller: from a note to a refusal the interval widens."""
+    model, rows = results.model(target="north", seed=0), hospital(9, 120)
+    widths = []
+    for factor in (1.0, 0.6, 0.5):
+        smaller = [{**row, "pressure": f"{factor * float(row['pressure']):.1f}"} for row in rows]
+        widths.append(width(model.estimate(written(tmp_path / f"{factor}.csv", smaller))))
+    assert widths[0] < widths[1] <= widths[2] == 100
+
+
+def test_values_too_large_for_the_model_are_named(
+    results: fedshift.api.Results, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    model, rows = results.model(target="north", seed=0), hospital(9)
+    data = written(tmp_path / "x.csv", [{**rows[0], "age": "1e300"}, *rows[1:]])
+    found = model.estimate(data)
+    assert found.abstain
+    assert "column 'age'" in found.reasons[0]
+    assert found.reasons[1] == "the model gives no probabilities for 1 of 90 samples: their values are too large"
+    for refused in (model.to_label, lambda path: model.monitor(path, tmp_path / "log.jsonl")):
+        with pytest.raises(UserError, match="no number of 1 of 90 samples, the first is 'row 1'"):
+            refused(data)
+    assert not (tmp_path / "log.jsonl").exists()
+    assert not recwarn.list
 
 
 def test_half_in_another_unit_is_told(results: fedshift.api.Results, tmp_path: Path) -> None:

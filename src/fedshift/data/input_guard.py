@@ -106,9 +106,22 @@ class ColumnShift:
         return reasons
 
     @property
+    def odd_rows(self) -> float:
+        """The share of rows with a value that training had none of."""
+        return max(self.unknown, self.outside, 0.0 if self.expected else self.missing)
+
+    @property
+    def doubt(self) -> float:
+        """The share of rows for which answers may be anything: those with odd values; all of them as the overlap of
+        the column comes near the one that is refused, and none as it comes near the one that is not reported."""
+        common = 1.0 if self.overlap is None else self.overlap
+        apart = (OVERLAP_REPORTED - common) / (OVERLAP_REPORTED - OVERLAP_REFUSED)
+        return min(1.0, max(0.0, apart, self.odd_rows if self.odd_rows > REPORTED else 0.0))
+
+    @property
     def is_refused(self) -> bool:
         """Whether it differs so much that predictions would be of little use."""
-        share = max(self.unknown, self.outside, 0.0 if self.expected else self.missing)
+        share = self.odd_rows
         far = self.overlap is not None and self.overlap < OVERLAP_REFUSED
         return self.rows >= FEWEST and (share > REFUSED or far)
 
@@ -136,6 +149,11 @@ class InputShift:
     def refusal(self) -> str | None:
         """What is too unusual to be predicted, in one line; None if nothing is."""
         return self._describe([column for column in self.columns if column.is_refused], self.refused_images)
+
+    @property
+    def doubt(self) -> float:
+        """The share of rows for which answers may be anything, by the column of which that is most."""
+        return max((column.doubt for column in self.columns), default=0.0)
 
     def _describe(self, columns: Sequence[ColumnShift], images: Sequence[str]) -> str | None:
         if not columns and not images:

@@ -304,7 +304,8 @@ def encode(table: Columns, encoding: TableEncoding) -> npt.NDArray[np.float32]:
             named = [categorical.fill if is_missing(cell) else cell for cell in named]
         cells = np.array([canonical(cell) for cell in named], dtype=object)
         flags += [(cells == category).astype(np.float64) for category in categorical.categories]
-    return np.stack([*scaled, *absent, *flags], axis=1).astype(np.float32)
+    with np.errstate(over="ignore"):  # what is too large gets infinite: `check_scores` says so
+        return np.stack([*scaled, *absent, *flags], axis=1).astype(np.float32)
 
 
 def encode_rows(preprocessing: Preprocessing, rows: Path | Columns) -> tuple[list[str], npt.NDArray[np.float32]]:

@@ -184,7 +184,12 @@ class SiteEstimates:
             check_classes(pooled.whole.sums, len(classes))
         shift = _shift(holding, answers[0].rows, asked.request.preprocessing)
         threshold = threshold_of(asked.request.threshold)
-        given: dict[str, Any] = {"unlike": shift.refusal, "unusual": shift.warning, "threshold": threshold}
+        given: dict[str, Any] = {
+            "unlike": shift.refusal,
+            "unusual": shift.warning,
+            "threshold": threshold,
+            "odd_rows": shift.doubt,
+        }
         scores = answers[0].known.scores
         if pooled is None:
             estimate = estimate_from_sums(known, scores, **given)

@@ -274,7 +274,15 @@ class WithoutLabels(_Record):
     samples: Count
     unlike: str | None = Field(default=None, description="how the samples are too unlike those of the sources")
     unusual: str | None = Field(default=None, description="how they are unlike them at all")
+    doubt: float = Field(default=0.0, ge=0, le=1, description="share of samples for which answers may be anything")
     at_site: bool = Field(default=False, description="whether their site keeps its predictions and its estimate")
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        written: dict[str, Any] = plain(self)
+        if not self.doubt:
+            written.pop("doubt", None)
+        return written
 
 
 class RunResult(_Record):

@@ -20,8 +20,10 @@ from fedshift.errors import UserError
 from fedshift.evaluation.estimate.changes import nearby_answers
 from fedshift.evaluation.estimate.combination import NOT_LOOKED_AT, Estimate, LeftOut, estimate_accuracy, read
 from fedshift.evaluation.estimate.distances import Apart
+from fedshift.evaluation.estimate.doubtful_rows import share_of_copies
 from fedshift.evaluation.estimate.plain_sums import MOST_CLASSES, plain_reading, plain_sums
 from fedshift.evaluation.estimate.sums import sums_of
+from fedshift.evaluation.estimate.two_classes import Range
 from fedshift.evaluation.predictions import PREDICTIONS, UNLABELLED
 from fedshift.evaluation.records import RunResult
 from fedshift.evaluation.site_metrics import common_threshold
@@ -111,13 +113,24 @@ def estimate_of(
         nearby=nearby,
         threshold=0.5 if folder is None else threshold_of(folder),
         apart=apart,
+        odd_rows=samples.shift.doubt,
+        copied=share_of_copies(samples.inputs)
+        - max((share_of_copies(site.scores) for site in left_out.values()), default=0.0),
     )
     if left_out and nearby is None:
         estimate = replace(estimate, reasons=(*estimate.reasons, NOT_LOOKED_AT))
     if not trained_on:
         return estimate
     why = f"the model trained at '{trained_on[0]}', whose samples these are: an estimate is for a new site"
-    return replace(estimate, estimate=None, low=None, high=None, abstain=True, reasons=(why, *estimate.reasons))
+    return replace(
+        estimate,
+        estimate=None,
+        low=None,
+        high=None,
+        abstain=True,
+        reasons=(why, *estimate.reasons),
+        measures={name: Range(None, reason=why) for name in estimate.measures},
+    )
 
 
 def _task(trained: TrainedModel) -> str:
@@ -195,6 +208,8 @@ def _looked_at_here(
     """What the model says near the samples, and how far these are; None if not all left-out sites were looked at so."""
     if read is None or not left_out or not all(site.looked_at for site in left_out.values()):
         return None, None
+    if not np.isfinite(inputs).all():
+        return None, None
     data = read.encoded_for(trained)
     usual = usual_values(data, list(left_out))
     if not len(inputs) or not changeable(inputs) or inputs.shape[1:] != usual.mean.shape:
@@ -252,7 +267,12 @@ def estimate_at_run(run: Path, result: RunResult) -> Estimate:
         if label.unseen
     }
     estimate = estimate_accuracy(
-        left_out, scores, unlike=text.unlike, unusual=text.unusual, threshold=answered.known.threshold
+        left_out,
+        scores,
+        unlike=text.unlike,
+        unusual=text.unusual,
+        threshold=answered.known.threshold,
+        odd_rows=text.doubt,
     )
     return replace(estimate, reasons=(*estimate.reasons, NOT_LOOKED_AT)) if left_out else estimate
 

@@ -27,7 +27,7 @@ from fedshift.evaluation.estimate.labelling import (
     labels_needed,
     strata_of,
 )
-from fedshift.experiment.predict import TrainedModel
+from fedshift.experiment.predict import TrainedModel, check_scores
 from fedshift.files import write_bytes
 from fedshift.text import csv_cell, csv_text, from_csv_cell
 
@@ -193,7 +193,9 @@ def _score(
     if trained.segments or trained.objective.task != "classification":
         raise UserError("label is for models that tell classes apart, and this one does not")
     samples = trained.read(data, written)
-    return trained.scores(samples.inputs), tuple(map(str, samples.names))
+    scores = trained.scores(samples.inputs)
+    check_scores(scores, samples.names)
+    return scores, tuple(map(str, samples.names))
 
 
 def _mark(scores: NDArray[np.float32], asked: int) -> str:

@@ -20,7 +20,7 @@ from fedshift.errors import UserError
 from fedshift.evaluation.estimate.combination import Estimate
 from fedshift.evaluation.estimate.drift import ColumnSums, answers, answers_differ, columns_differ
 from fedshift.experiment.estimate import estimate_of
-from fedshift.experiment.predict import ToPredict, TrainedModel
+from fedshift.experiment.predict import ToPredict, TrainedModel, check_scores
 from fedshift.files import hold_lock, write_bytes
 
 ALARMS = 0.01
@@ -164,9 +164,10 @@ def _looked_at(trained: TrainedModel, folder: Path | None, samples: ToPredict, m
     """The month with what its samples show."""
     if month.samples < FEWEST:
         return month
+    scores = trained.probabilities(samples.inputs)
+    check_scores(scores, samples.names)
     estimate = _estimate(trained, folder, samples)
     told = {} if estimate is None else {"estimate": estimate.estimate, "low": estimate.low, "high": estimate.high}
-    scores = trained.probabilities(samples.inputs)
     return month.model_copy(
         update={
             **told,

@@ -92,6 +92,20 @@ def warn_in_python(text: str) -> None:
     warnings.warn(text, stacklevel=5)
 
 
+def check_scores(scores: npt.NDArray[np.float32], names: Sequence[str]) -> None:
+    """Refuse samples of which a model says no number, as of values that are too large for it.
+
+    Raises:
+        UserError: there are some; it names the first.
+    """
+    lost = np.flatnonzero(~np.isfinite(scores).all(axis=1))
+    if len(lost):
+        raise UserError(
+            f"the model says no number of {len(lost)} of {len(names)} samples, the first is '{names[lost[0]]}': mend "
+            "their values, which are too large, or leave them out"
+        )
+
+
 @dataclass(frozen=True)
 class ToPredict:
     """Samples to predict, as the network's preprocessing reads them.
@@ -197,6 +211,7 @@ class TrainedModel:
         samples.check(accept_shift, warn)
         names, inputs = samples.names, samples.inputs
         scores, objective = self.scores(inputs), self.objective
+        check_scores(scores, names)
         text = objective.predictions(scores, np.array(self.classes, dtype=object)).tolist()
         told = scores.tolist() if objective.has_probabilities else [()] * len(names)
         labels = known_labels(samples.source, names, self.classes, self.labelling) or [None] * len(names)

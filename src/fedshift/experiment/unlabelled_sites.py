@@ -23,7 +23,7 @@ def without_labels(data: DataSet, split: Split, source: DataSource) -> dict[str,
     for site, rows in split.predicted.items():
         table = source.table_shift(site) if data.preprocessing.kind == "table" else None
         shift = _shift(data, split, site, rows) if table is None else table
-        result[site] = WithoutLabels(samples=len(rows), unlike=shift.refusal, unusual=shift.warning)
+        result[site] = WithoutLabels(samples=len(rows), unlike=shift.refusal, unusual=shift.warning, doubt=shift.doubt)
     return result
 
 

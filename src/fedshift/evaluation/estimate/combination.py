@@ -31,6 +31,7 @@ from numpy.typing import ArrayLike, NDArray
 from fedshift.evaluation.estimate.changes import drawn_again
 from fedshift.evaluation.estimate.correction import Case, Correction, learn
 from fedshift.evaluation.estimate.distances import Apart, beyond
+from fedshift.evaluation.estimate.doubtful_rows import of_whole_rows, with_room, worth
 from fedshift.evaluation.estimate.estimators import (
     ESTIMATORS,
     agreement,
@@ -68,6 +69,8 @@ ODD, and distance of confidence over DISTANT. About 6 % of unharmed targets reac
 WIDEST = 70.0
 """An interval of more points than these says nothing, and no estimate is given."""
 LEVEL = 0.9
+_MOST_COPIED = 0.8
+"""Samples that count as no more than this part of their number are told to be copies."""
 _OF_TWO = "it is estimated of two classes only"
 NOT_LOOKED_AT = "it rests on scores alone: the left-out sites' samples were not looked at again"
 
@@ -283,12 +286,13 @@ def estimate_from_sums(
     unlike: str | None = None,
     unusual: str | None = None,
     threshold: float = 0.5,
+    odd_rows: float = 0.0,
 ) -> Estimate:
     """As `estimate_accuracy`, where of the left-out sites only sums and readings are known. It says the same.
 
     Args:
         known: by site.
-        scores, unlike, unusual, threshold: as there.
+        scores, unlike, unusual, threshold, odd_rows: as there.
 
     Example:
         >>> estimate_from_sums({}, [[0.9, 0.1], [0.3, 0.7]] * 10).reasons
@@ -305,6 +309,7 @@ def estimate_from_sums(
         unlike=unlike,
         unusual=unusual,
         threshold=threshold,
+        odd_rows=odd_rows,
     )
 
 
@@ -318,6 +323,8 @@ def estimate_accuracy(
     nearby: NDArray[Any] | None = None,
     threshold: float = 0.5,
     apart: Apart | None = None,
+    odd_rows: float = 0.0,
+    copied: float = 0.0,
 ) -> Estimate:
     """Estimate the accuracy of a model at a site without labels.
 
@@ -331,6 +338,8 @@ def estimate_accuracy(
         nearby: what the model says near the samples, see `nearby_answers`; None: the median is not corrected.
         threshold: of two classes, the score from which the model calls the second one.
         apart: how far the samples are from those of the left-out sites, where both can be read.
+        odd_rows: share of the samples of which the sites know nothing, see `with_room`.
+        copied: probability that two samples are copies, beyond that at the left-out sites, see `share_of_copies`.
 
     Example:
         >>> draw = np.random.default_rng(0)
@@ -358,6 +367,8 @@ def estimate_accuracy(
         nearby=nearby,
         threshold=threshold,
         apart=apart,
+        odd_rows=odd_rows,
+        copied=copied,
     )
 
 
@@ -374,6 +385,8 @@ def estimate_of_cases(
     nearby: NDArray[Any] | None = None,
     threshold: float = 0.5,
     apart: Apart | None = None,
+    odd_rows: float = 0.0,
+    copied: float = 0.0,
 ) -> Estimate:
     """As `estimate_accuracy`, of left-out sites that were read.
 
@@ -383,7 +396,7 @@ def estimate_of_cases(
         usual: their mean accuracy.
         cases: what they say of estimates; None: too few to be read.
         shares: what the model says of the samples without labels: probabilities (m, classes).
-        others, unlike, unusual, nearby, threshold, apart: as there.
+        others, unlike, unusual, nearby, threshold, apart, odd_rows, copied: as there.
 
     Example:
         >>> estimate_of_cases(1, [], None, None, np.array([[0.9, 0.1], [0.3, 0.7]] * 10)).reasons
@@ -400,17 +413,21 @@ def estimate_of_cases(
         sites=sites,
     )
     stop = [*([unlike] if unlike else []), *_impossible(sites, shares)]
-    notes = [*([unusual] if unusual and not unlike else []), *few]
-    if cases is None or sites < FEWEST_SITES or len(shares) == 0:
+    different = worth(len(shares), copied)
+    notes = [*([unusual] if unusual and not unlike else []), *few, *_repeats(len(shares), different)]
+    if cases is None or _cannot_be_read(sites, shares):
         return replace(known, reasons=(*stop, *notes), harmful=bool(unlike), too_unlike=bool(unlike))
     reading = read(cases.whole, shares)
     odd, far = reading.unexplained - cases.unexplained, reading.far - cases.far
     unlike_answers = _too_unlike(odd, far)
     known, stop = replace(known, too_unlike=bool(unlike or unlike_answers)), [*stop, *unlike_answers]
-    centre, low, high = cases.interval(reading, shares, nearby, apart)
+    centre, low, high = cases.interval(reading, shares, nearby, apart, different)
+    low, high = with_room(*of_whole_rows(low, high, different), odd_rows)
     known = replace(known, looked_at=cases.taught is not None and nearby is not None)
     if not stop and 100 * (high - low) > WIDEST:
-        stop.append(f"its interval would be {100 * (high - low):.0f} points wide")
+        why = f", since {unusual}" if unusual and odd_rows else ""
+        stop.append(f"its interval would be {100 * (high - low):.0f} points wide{why}")
+        notes = [note for note in notes if not why or note != unusual]
     notes += _as_frequent(cases.whole, shares, centre)
     lost = 100 * ((usual or 0.0) - centre)
     harmful = bool(unlike) or _is_harmful(cases, (lost / LOSS, odd / ODD, far / DISTANT), apart)
@@ -421,7 +438,8 @@ def estimate_of_cases(
         known, reasons=(*stop, *notes), harmful=harmful, parts=parts, unexplained=odd, far=far, abstain=bool(stop)
     )
     if cases.by_score or cases.rates is not None:
-        known = replace(known, measures=_measures(cases, shares, threshold, stop), threshold=threshold)
+        measures = _measures(cases, shares, threshold, stop, different, odd_rows)
+        known = replace(known, measures=measures, threshold=threshold)
     elif shares.shape[1] > 2:
         known = replace(known, measures={"auroc": Range(None, reason=_OF_TWO)})
     return known if stop else replace(known, estimate=100 * centre, low=100 * low, high=100 * high)
@@ -463,12 +481,16 @@ def harm_signs(left_out: Sequence[Apart], apart: Apart, by_scores: tuple[float, 
     return np.array([*beyond(apart, left_out), min(3.0, max(-2.0, lost)), *odd])
 
 
-def _measures(cases: Cases, shares: Numbers, threshold: float, stop: Sequence[str]) -> dict[str, Range]:
+def _measures(
+    cases: Cases, shares: Numbers, threshold: float, stop: Sequence[str], different: float, odd_rows: float
+) -> dict[str, Range]:
     """AUROC, sensitivity and specificity; none where there is no accuracy, either."""
     if stop:
         return {name: Range(None, reason=stop[0]) for name in MEASURES}
     here = np.bincount(in_bins(probabilities(shares)[:, 1], threshold), minlength=SCORES).astype(np.float64)
-    return estimates(cases.by_score, here) if cases.rates is None else estimates_of(cases.rates, here)
+    here *= different / len(shares)
+    known = estimates(cases.by_score, here) if cases.rates is None else estimates_of(cases.rates, here)
+    return {name: measure.with_room(odd_rows) for name, measure in known.items()}
 
 
 @dataclass(frozen=True)
@@ -537,12 +559,21 @@ class Cases:
         return replace(self, taught=_taught(known, self.prior.correction), corrected_factor=_factor(squares))
 
     def interval(
-        self, reading: Reading, scores: ArrayLike, nearby: NDArray[Any] | None = None, apart: Apart | None = None
+        self,
+        reading: Reading,
+        scores: ArrayLike,
+        nearby: NDArray[Any] | None = None,
+        apart: Apart | None = None,
+        different: float | None = None,
     ) -> tuple[float, float, float]:
-        """The estimate and the ends of its interval, for the accuracy on these very samples."""
+        """The estimate and the ends of its interval, for the accuracy on these very samples.
+
+        ``different``: as how many they count; None: all.
+        """
         from scipy.special import stdtrit  # takes a second to import
 
-        centre, factor, samples = reading.centre(self.unexplained), self.factor, len(np.asarray(scores))
+        centre, factor = reading.centre(self.unexplained), self.factor
+        samples = len(np.asarray(scores)) if different is None else different
         if self.taught is not None and nearby is not None:
             seen = None if apart is None else self.signs(reading, scores, nearby, apart)
             centre = _share(logit(centre) + self.taught.at(reading.features(nearby), seen))
@@ -679,11 +710,31 @@ def _accuracy(site: LeftOut) -> float:
     return float((site.scores.argmax(axis=1) == site.labels).mean())
 
 
+def _cannot_be_read(sites: int, shares: Numbers) -> bool:
+    return sites < FEWEST_SITES or len(shares) == 0 or _without_numbers(shares) > 0
+
+
+def _without_numbers(shares: Numbers) -> int:
+    """How many samples get no probabilities: numbers that are too large for the network end as no number."""
+    return int(np.count_nonzero(~np.isfinite(shares).all(axis=1)))
+
+
+def _repeats(samples: int, different: float) -> list[str]:
+    """A note where samples are copies of each other."""
+    if different > _MOST_COPIED * samples:
+        return []
+    return [f"the same samples stand there again and again: {samples} count as {different:.0f} different ones"]
+
+
 def _impossible(sites: int, shares: Numbers) -> list[str]:
     """Why there can be no estimate from so many left-out sites, whatever the numbers."""
     reasons = []
     if sites < FEWEST_SITES:
         reasons.append(f"too few sites: an estimate needs {FEWEST_SITES} that were left out, and there is {sites}")
+    if lost := _without_numbers(shares):
+        reasons.append(
+            f"the model gives no probabilities for {lost} of {len(shares)} samples: their values are too large"
+        )
     if len(shares) < FEWEST_SAMPLES:
         reasons.append(f"too few samples: {len(shares)}, and an estimate needs {FEWEST_SAMPLES}")
     elif float(np.ptp(shares, axis=0).max()) < 1e-6:

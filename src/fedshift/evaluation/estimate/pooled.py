@@ -190,13 +190,18 @@ def third_part(whole: Whole, unexplained: float, sums: SiteSums, reading: Readin
 
 
 def estimate_from_pooled(
-    pooled: Pooled, scores: ArrayLike, unlike: str | None = None, unusual: str | None = None, threshold: float = 0.5
+    pooled: Pooled,
+    scores: ArrayLike,
+    unlike: str | None = None,
+    unusual: str | None = None,
+    threshold: float = 0.5,
+    odd_rows: float = 0.0,
 ) -> Estimate:
     """As `estimate_from_sums`, where only sums over all left-out sites are known.
 
     Args:
         pooled: the sums.
-        scores, unlike, unusual, threshold: as there.
+        scores, unlike, unusual, threshold, odd_rows: as there.
 
     Example:
         >>> from fedshift.evaluation.estimate.sums import sums_of
@@ -218,6 +223,7 @@ def estimate_from_pooled(
         unlike=unlike,
         unusual=unusual,
         threshold=threshold,
+        odd_rows=odd_rows,
     )
     return replace(estimate, reasons=(*estimate.reasons, SUMMED))
 

@@ -27,6 +27,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from fedshift.evaluation.estimate.doubtful_rows import with_room
+
 Numbers = NDArray[np.float64]
 
 MEASURES = ("auroc", "sensitivity", "specificity")
@@ -57,6 +59,13 @@ class Range:
     low: float | None = None
     high: float | None = None
     reason: str | None = None
+
+    def with_room(self, share: float) -> Range:
+        """The same with room for a share of samples of which nothing is known; none if it gets too wide."""
+        if self.low is None or self.high is None or share <= 0:
+            return self
+        low, high = (100 * end for end in with_room(self.low / 100, self.high / 100, share))
+        return Range(self.estimate, low, high) if high - low <= WIDEST else _too_wide(low, high)
 
     def plain(self) -> dict[str, float | str | None]:
         """The same as JSON has it."""
@@ -284,8 +293,12 @@ def _range(odds: float, error: float, name: str, numbers: Numbers, sites: int) -
     half = float(stdtrit(PRIOR + sites, (1 + LEVEL) / 2)) * math.sqrt(error**2 + _noise(name, centre, numbers))
     low, high = (float(end) for end in 100 * _shares(np.array([odds - half, odds + half])))
     if high - low > WIDEST:
-        return Range(None, reason=f"its interval would be {high - low:.0f} points wide")
+        return _too_wide(low, high)
     return Range(100 * centre, low, high)
+
+
+def _too_wide(low: float, high: float) -> Range:
+    return Range(None, reason=f"its interval would be {high - low:.0f} points wide")
 
 
 def _noise(name: str, share: float, numbers: Numbers) -> float:
