@@ -57,7 +57,7 @@ class FACT(PooledTraining):
         citation="Xu et al., CVPR 2021",
         group="pooled",
         advice="For images that differ in colour and texture; no gain shown: 75.26 on PACS images, +0.69 over "
-        "deepall (p = 1.000).",
+        "deepall (p = 1.000), while β grew within an epoch.",
         settings={"released": {"cross_entropy_weight": 0.5}},
         needs_classes="its student learns the teacher's probabilities of classes",
         unfit_plug_ins={

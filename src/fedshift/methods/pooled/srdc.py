@@ -76,7 +76,7 @@ class SRDC(PooledAdaptation):
         citation="Tang et al., CVPR 2020",
         group="pooled",
         advice="59.00 in win-win on PACS features, +2.15 over Source-only (p here = 0.160); it loses 6.60 on SURF "
-        "(p here = 0.004).",
+        "(p here = 0.004); both while its k-means began with the last round's centres.",
         settings={"released": {"auxiliary": "batch", "detach": False, "source_selection": False}},
         needs_classes="it clusters samples by class",
         memory_names=("optimizer",),
