@@ -344,6 +344,8 @@ def test_design_page_lists_the_folders_that_exist() -> None:
     assert sorted(found) == sorted(
         {path.parent.relative_to(source).as_posix() for path in source.rglob("*.py")} - {"."}
     )
+    modules = {path.stem for path in source.glob("*.py")} - {"__init__", "__main__"}
+    assert modules - set(re.findall(r"\w+", tree)) == set(), "a module that the page does not name"
 
 
 def test_the_design_page_is_read_in_ten_minutes() -> None:

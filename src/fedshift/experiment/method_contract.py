@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 
 from fedshift.data.domain import Domain, Preprocessing
 from fedshift.data.site_data import batches_per_epoch
 from fedshift.errors import TrainingDiverged, UserError
+from fedshift.experiment.config.error_messages import describe
 from fedshift.experiment.costs import SAMPLES, dry_run
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.messages import known_kinds
@@ -50,21 +52,46 @@ def check_method(kind: type[Method], network: str | Mapping[str, Any] | None = N
         options: of the method, beside those of its trait ``small``.
 
     Raises:
-        UserError: promises are broken; the message has one line for each.
+        UserError: the class is no whole method, which is one line; or promises are broken, one line for each.
 
     Example:
         >>> from fedshift.methods import FedAvg
         >>> check_method(FedAvg)
     """
-    method = kind(**{**kind.traits.small, **options})
+    method = _method_of(kind, options)
     if network is not None:
         chosen = models.parse({"name": network} if isinstance(network, str) else network, permit=models.any_code)
         first = learner = _Trial(method, chosen, _Images())
     else:
         first, learner = _Trial(method, models.parse(_NETWORK), _Images()), _learner(method)
-    broken = [f"{promise}: {why}" for promise, why in _broken(first, learner)]
+    broken = dict(_broken(first, learner))
+    if len(broken) == len(_PROMISES) and len(set(broken.values())) == 1:
+        raise UserError(f"{kind.__name__} keeps no promise: {next(iter(broken.values()))}")
     if broken:
-        raise UserError("\n".join([f"{kind.__name__} breaks {len(broken)} of {len(_PROMISES)} promises", *broken]))
+        lines = [f"{promise}: {why}" for promise, why in broken.items()]
+        raise UserError("\n".join([f"{kind.__name__} breaks {len(broken)} of {len(_PROMISES)} promises", *lines]))
+
+
+def _method_of(kind: type[Method], options: Mapping[str, Any]) -> Method:
+    """A method with these options.
+
+    Raises:
+        UserError: ``kind`` is no class of a whole method, or the options do not fit.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, Method)):
+        what = f"an object of {type(kind).__name__}: give the class" if isinstance(kind, Method) else repr(kind)
+        raise UserError(f"check_method: takes a class that derives from fedshift.Method, got {what}")
+    if missing := sorted(getattr(kind, "__abstractmethods__", ())):
+        raise UserError(
+            f"check_method: {kind.__name__} has no {' and no '.join(missing)}: write them, or derive from "
+            "fedshift.methods.LocalTraining, which trains at sites, or FedAvg, which also has the mean"
+        )
+    if not kind.traits.name:
+        raise UserError(f'check_method: {kind.__name__} has no name: write traits = Method.traits.derive(name="…")')
+    try:
+        return kind(**{**kind.traits.small, **options})
+    except ValidationError as error:
+        raise UserError(describe(error, kind.__name__, kind)) from None
 
 
 def _learner(method: Method) -> _Trial:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, Protocol, get_args
 
-from fedshift.data.domain import Task
+from fedshift.data.domain import ALL_TASKS, Task
+from fedshift.errors import UserError, nearest
 from fedshift.federation.exchange import Routed
 from fedshift.methods.index import Group, Reads
 from fedshift.methods.method_tests import MethodTests
@@ -101,6 +102,14 @@ class Traits:
     own_gradients: bool = False
     relative_cost: float = 1.0
 
+    def __post_init__(self) -> None:
+        given = {"tasks": self.tasks, "target": (self.target,), "server_reads": (self.server_reads,)}
+        given["group"] = () if self.group is None else (self.group,)
+        for trait, words in given.items():
+            for word in words:
+                if word not in _WORDS[trait]:
+                    raise UserError(f"traits: {self.name}.{trait}: there is no '{word}'; {nearest(word, _WORDS[trait])}")
+
     def __get__(self, method: HasTraits | None, kind: type[HasTraits]) -> Traits:
         # A descriptor, so that an object's traits are those with its options wherever they are asked for.
         return self if method is None else method.adjust_traits(self)
@@ -126,12 +135,24 @@ class Traits:
             >>> mine = traits.derive(name="mine")
             >>> mine.server_reads, mine.trains_privately
             ('sums', False)
+
+        Raises:
+            UserError: there is no such trait, or it has no such value.
         """
+        for name in changes.keys() - _NAMES:
+            raise UserError(f"traits: there is no '{name}'; {nearest(name, _NAMES)}")
         blank = Traits()
         inherited = self.tests.derive(tests or blank.tests)
         return replace(self, **{name: getattr(blank, name) for name in _OF_ONE_CLASS} | changes, tests=inherited)
 
 
+_NAMES = frozenset(each.name for each in fields(Traits))
+_WORDS: Mapping[str, tuple[str, ...]] = {
+    "tasks": ALL_TASKS,
+    "target": get_args(Target),
+    "server_reads": get_args(Reads),
+    "group": get_args(Group),
+}
 _SITES: Mapping[Target, str] = {
     "unseen": "unseen target",
     "unlabelled": "target without labels",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sysconfig
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -158,8 +159,8 @@ def told_of(options: NetworkOptions, when: str) -> Iterator[None]:
 
 def line_of(error: Exception) -> str:
     """File and line of the user's code at which an error was raised."""
-    package = str(Path(__file__).parents[2])
+    not_theirs = (str(Path(__file__).parents[2]), sysconfig.get_path("stdlib"), "<frozen")
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith(package) and "site-packages" not in frame.filename:
+        if not frame.filename.startswith(not_theirs) and "site-packages" not in frame.filename:
             return f" ({Path(frame.filename).name}, line {frame.lineno})"
     return ""
