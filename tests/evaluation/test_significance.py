@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import optimize, stats
 
-from fedshift.evaluation.records import RunResult, SelectedRound
+from fedshift.evaluation.records import RunResult, SelectedRound, SiteMetrics
 from fedshift.evaluation.significance import TTest, cluster_test, compare, holm, t_test
 
 Drawn = dict[tuple[str, int], float]
@@ -169,11 +169,16 @@ def test_what_has_no_clusters() -> None:
     assert (one.clustered, one.test) == (None, t_test([10.0, 12.0])), "one target: of that target only"
     both = {("a-b", 0): 60.0, ("a-b", 1): 61.0, ("b-a", 0): 50.0, ("b-a", 1): 53.0}
     pairs = [result.model_copy(update={"labelled": ["a"]}) for result in results(both)]
+    at_x = SiteMetrics(site="x", part="target", samples=9, support=[4, 5], values={})
+    shared = [result.model_copy(update={"sites": [at_x]}) for result in results(both)]
     sides = [one.model_copy(update={"selected": {"last": SelectedRound(round=1, accuracy=40.0)}}) for one in pairs]
     value = lambda result, select: result.accuracy(select)  # noqa: E731
     found = compare(pairs, sides, value=value)
     assert found is not None
     assert (found.clustered, found.test) == (None, found.seeds), "pairs of sites share sites"
+    found = compare(shared, results(dict.fromkeys(both, 40.0)))
+    assert found is not None
+    assert (found.clustered, found.test) == (None, found.seeds), "one site is measured for both targets"
 
 
 def test_targets_are_no_repeats() -> None:

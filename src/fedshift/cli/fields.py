@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -25,7 +25,8 @@ def options_table(kind: type[BaseModel], title: str = "options", without: Collec
             default = "required" if info.is_required() else yaml_value(info.get_default(call_default_factory=True))
             meaning, values = Text(printable(info.description or "")), ", ".join(_values(info.annotation))
             if values:
-                meaning.append(f"{'; ' if meaning else ''}one of {printable(values)}", style="dim")
+                also = "also" if _takes_others(info.annotation) else "one of"
+                meaning.append(f"{'; ' if meaning else ''}{also} {printable(values)}", style="dim")
             table.add_row(field, escape(default), meaning)
     return table
 
@@ -109,3 +110,9 @@ def _values(annotation: Any) -> list[str]:
     if get_origin(annotation) in (Union, UnionType):
         return [value for part in get_args(annotation) for value in _values(part)]
     return ["true", "false"] if annotation is bool else []
+
+
+def _takes_others(annotation: Any) -> bool:
+    """Whether a field takes other values beside those that its type lists."""
+    parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
+    return any(part is not NoneType and not _values(part) for part in parts)

@@ -19,7 +19,7 @@ diagnostic study are tested likewise (Hillis, Statistics in Medicine 26, 2007). 
 Of 100 differences that are chance it calls at most 5 more than chance (simulated), with two seeds up to 9.
 
 The second view is Student's paired t-test over seeds, each averaged over the targets. It speaks of these targets only.
-With a single target there is no other. Pairs of sites (win-win) share sites and are no clusters: they have it alone.
+With a single target there is no other. Targets that share sites, such as pairs, are no clusters: they have it alone.
 """
 
 from __future__ import annotations
@@ -178,12 +178,24 @@ def compare(
     complete = sorted(set[int].intersection(*map(set, differences.values())))
     means = [fmean(by_seed[seed] for by_seed in differences.values()) for seed in complete]
     clusters = [[by_seed[seed] for seed in complete] for by_seed in differences.values()]
-    pairs = any(result.labelled for result in first)  # pairs of sites share sites, so they are no clusters
+    independent = not share_sites(first)
     return Comparison(
-        cluster_test(clusters) if len(clusters) > 1 and len(complete) > 1 and not pairs else None,
+        cluster_test(clusters) if len(clusters) > 1 and len(complete) > 1 and independent else None,
         t_test(means) if means else None,
         {target: t_test(list(by_seed.values())) for target, by_seed in differences.items()},
     )
+
+
+def share_sites(results: Iterable[RunResult]) -> bool:
+    """Whether targets have sites in common, as pairs of sites do: they are no clusters, and none is a new draw."""
+    targets_of: dict[str, set[str]] = {}
+    for result in results:
+        if result.labelled:
+            return True
+        for measured in result.sites:
+            if measured.part == "target":
+                targets_of.setdefault(measured.site, set()).add(result.target)
+    return any(len(targets) > 1 for targets in targets_of.values())
 
 
 def _by_target(results: Iterable[RunResult], select: Selection, value: Value) -> dict[str, dict[int, float]]:

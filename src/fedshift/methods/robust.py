@@ -20,7 +20,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import torch
 from pydantic import (
@@ -251,9 +251,8 @@ class Trust(_OneModel):
         return mean.result(), {"trust": trust}
 
 
-RULES: Mapping[str, type[Rule]] = {
-    kind.model_fields["rule"].default: kind for kind in (NormClipping, Median, TrimmedMean, Krum, Trust)
-}
+AnyRule = NormClipping | Median | TrimmedMean | Krum | Trust
+RULES: Mapping[str, type[Rule]] = {kind.model_fields["rule"].default: kind for kind in get_args(AnyRule)}
 
 
 def unfit(rule: type[Rule], averages: Averages) -> str:
@@ -279,7 +278,7 @@ def _read(value: Any) -> Any:
 
 
 RobustAggregation = Annotated[
-    Annotated[NormClipping | Median | TrimmedMean | Krum | Trust, Field(discriminator="rule")] | None,
+    Annotated[AnyRule, Field(discriminator="rule")] | None,
     BeforeValidator(_read),
 ]
 """The field ``robust`` of a method."""

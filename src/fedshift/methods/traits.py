@@ -103,12 +103,18 @@ class Traits:
     relative_cost: float = 1.0
 
     def __post_init__(self) -> None:
-        given = {"tasks": self.tasks, "target": (self.target,), "server_reads": (self.server_reads,)}
-        given["group"] = () if self.group is None else (self.group,)
+        given: dict[str, tuple[str, ...]] = {
+            "tasks": self.tasks,
+            "target": (self.target,),
+            "server_reads": (self.server_reads,),
+            "group": () if self.group is None else (self.group,),
+        }
         for trait, words in given.items():
             for word in words:
                 if word not in _WORDS[trait]:
-                    raise UserError(f"traits: {self.name}.{trait}: there is no '{word}'; {nearest(word, _WORDS[trait])}")
+                    raise UserError(
+                        f"traits: {self.name}.{trait}: there is no '{word}'; {nearest(word, _WORDS[trait])}"
+                    )
 
     def __get__(self, method: HasTraits | None, kind: type[HasTraits]) -> Traits:
         # A descriptor, so that an object's traits are those with its options wherever they are asked for.

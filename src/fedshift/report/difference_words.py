@@ -45,8 +45,8 @@ def note(measure: Measure) -> str:
     unit = "Percentage points" if measure.unit else "In the label's unit"
     here = f"p here: Student's paired t-test over {repeats} of the average over the columns, which speaks of these only"
     test = (
-        "t, df and p are those of no row, since pairs of sites share sites"
-        if measure.repeat == "split"
+        "t, df and p are those of no row, since columns share sites"
+        if measure.share_sites
         else f"t, df and p: one test for every row, a mixed model with targets as clusters and {repeats} crossed with "
         f"them; it needs two targets and two {repeats}"
     )

@@ -25,6 +25,7 @@ class Measure:
         what: name and unit, for a note; "" where ``notes`` replace the usual notes.
         title: the title above the table.
         repeat: what the table averages over.
+        share_sites: whether columns have sites in common, as pairs of sites do.
         less_is_better: whether the smallest value is the best.
         notes: the notes below the table.
         meaning: an explanation for readers who do not know the metric.
@@ -37,6 +38,7 @@ class Measure:
     what: str = ""
     title: str = ""
     repeat: str = "seed"
+    share_sites: bool = False
     less_is_better: bool = False
     notes: tuple[str, ...] = ()
     meaning: str = ""

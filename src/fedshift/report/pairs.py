@@ -34,6 +34,7 @@ HARMONIC_MEANS = {
         "(all samples), in percent",
         f"Harmonic mean of both {plural}",
         repeat="split",
+        share_sites=True,
         meaning="Each column is a pair, labelled sites before the dash, unlabelled ones after it. The first table's "
         f"number is the harmonic mean of the {plural} on both sides, so it is low when one side pays for the other. "
         "The average is the unweighted mean over pairs.",
@@ -135,7 +136,10 @@ def beside(results: Sequence[RunResult]) -> Iterable[tuple[Measure, Sequence[Run
     yield Measure(name, RunResult.source_accuracy, title=f"{name} at the labelled sites, part held out"), results
     yield Measure(name, RunResult.accuracy, title=f"{name} at the unlabelled sites"), results
     for distance in DISTANCES:
-        yield replace(distance, title=f"{distance.name} at the unlabelled sites", repeat="split"), results
+        yield (
+            replace(distance, title=f"{distance.name} at the unlabelled sites", repeat="split", share_sites=True),
+            results,
+        )
     text = "Points over the model that each labelled site trains alone, at equal work."
     gain = _Gain(results, "labelled")
     yield Measure("Win-win gain", gain, title="Win-win gain of the labelled sites", notes=(text,)), results

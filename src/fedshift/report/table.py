@@ -22,6 +22,7 @@ from fedshift.evaluation.cautions import (
 )
 from fedshift.evaluation.records import RunResult, Selection
 from fedshift.evaluation.selection import RULES
+from fedshift.evaluation.significance import share_sites
 from fedshift.evaluation.summary import AVERAGE, Row, row_of, rows, with_samples
 from fedshift.report import pairs
 from fedshift.report.by_site import at_common_tests, measures_each
@@ -207,7 +208,9 @@ def headline(results: Sequence[RunResult]) -> Measure:
         )
     if not results:
         return ACCURACY
-    return (pairs.HARMONIC_MEANS if all(result.labelled for result in results) else METRICS)[results[0].metric]
+    measures = pairs.HARMONIC_MEANS if all(result.labelled for result in results) else METRICS
+    measure = measures[results[0].metric]
+    return measure if measure.share_sites == (shared := share_sites(results)) else replace(measure, share_sites=shared)
 
 
 def table_of(

@@ -16,7 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt
 
@@ -160,12 +160,13 @@ class SWAD(Averaging):
         return dense_window(kept.losses, self.settled, self.patience, self.tolerance)
 
 
-AVERAGES: Mapping[str, type[SWA | EMA | SWAD]] = {"swa": SWA, "ema": EMA, "swad": SWAD}
+AnyAverage = SWA | EMA | SWAD
+AVERAGES: Mapping[str, type[AnyAverage]] = {kind.model_fields["kind"].default: kind for kind in get_args(AnyAverage)}
 
 
 def _read(value: Any) -> Any:
     return read_choice(value, "kind", AVERAGES, "average")
 
 
-AverageOption = Annotated[Annotated[SWA | EMA | SWAD, Field(discriminator="kind")] | None, BeforeValidator(_read)]
+AverageOption = Annotated[Annotated[AnyAverage, Field(discriminator="kind")] | None, BeforeValidator(_read)]
 """The field ``average`` of a method."""

@@ -8,7 +8,7 @@ it. It acts on each mini-batch in the order of the list: with ``[amplitude_mix, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from pydantic import BeforeValidator, Field
 
@@ -21,23 +21,21 @@ from fedshift.methods.composition.regularisers import DropoutOption, SharpnessOp
 from fedshift.methods.composition.triplets import TripletsOption
 from fedshift.methods.composition.views import AmplitudeMixOption, AugmentOption, LabelGradientOption
 
-PLUG_INS: Mapping[str, type[LocalOption]] = {
-    kind.model_fields["name"].default: kind
-    for kind in (
-        MixStyleOption,
-        AmplitudeMixOption,
-        LabelGradientOption,
-        JigsawOption,
-        TripletsOption,
-        LabelSmoothingOption,
-        MixupOption,
-        CutMixOption,
-        SharpnessOption,
-        DropoutOption,
-        StochasticDepthOption,
-        AugmentOption,
-    )
-}
+LocalPlugIn = (
+    MixStyleOption
+    | AmplitudeMixOption
+    | LabelGradientOption
+    | JigsawOption
+    | TripletsOption
+    | LabelSmoothingOption
+    | MixupOption
+    | CutMixOption
+    | SharpnessOption
+    | DropoutOption
+    | StochasticDepthOption
+    | AugmentOption
+)
+PLUG_INS: Mapping[str, type[LocalOption]] = {kind.model_fields["name"].default: kind for kind in get_args(LocalPlugIn)}
 
 
 def _read(value: Any) -> Any:
@@ -49,24 +47,7 @@ def _read(value: Any) -> Any:
 
 
 LocalPlugIns = Annotated[
-    tuple[
-        Annotated[
-            MixStyleOption
-            | AmplitudeMixOption
-            | LabelGradientOption
-            | JigsawOption
-            | TripletsOption
-            | LabelSmoothingOption
-            | MixupOption
-            | CutMixOption
-            | SharpnessOption
-            | DropoutOption
-            | StochasticDepthOption
-            | AugmentOption,
-            Field(discriminator="name"),
-        ],
-        ...,
-    ],
+    tuple[Annotated[LocalPlugIn, Field(discriminator="name")], ...],
     BeforeValidator(_read),
 ]
 """The field ``local`` of a method."""

@@ -60,7 +60,7 @@ def next_site(method: str, able: Sequence[str], table: Table, few: Collection[st
     left = tuple(target for target in table.columns[:-1] if target not in targets)
     mean = fmean(row.mean for row in chosen.values()) if left and chosen else average.row.mean
     k = len(chosen)
-    if k < 2 or table.measure.repeat == "split":  # pairs share sites, so none is a new draw
+    if k < 2 or table.measure.share_sites:  # no target is a new draw
         return Expected(mean, None, None, k, left, average.row.mean)
     share = table.measure.unit == "%"
     best = min if table.measure.less_is_better else max

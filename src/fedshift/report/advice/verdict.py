@@ -454,8 +454,8 @@ def _of_seeds(ranked: Comparable, repeat: str) -> Iterator[Unknown]:
 def _of_targets(results: Sequence[RunResult], table: Table) -> Iterator[Unknown]:
     """What the number of targets leaves open of the next one."""
     targets = table.columns[:-1]
-    if table.measure.repeat == "split":
-        yield Unknown("no interval", "These pairs share sites, so they give no interval for a pair that was not tried.")
+    if table.measure.share_sites:
+        yield Unknown("no interval", "These targets share sites, so they give no interval for one that was not tried.")
     elif measured_where_trained(results):
         yield Unknown(
             "how it does at a new site",
