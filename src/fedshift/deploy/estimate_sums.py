@@ -7,21 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from fedshift.deploy.crypto.at_server import SecureSum
-from fedshift.deploy.crypto.keys import KeyAnswer, KeyCard, Order
+from fedshift.deploy.crypto.keys import KeyAnswer, KeyCard
 from fedshift.deploy.deployed_plan import DeployedPlan, asks_sums, run_at_sites
 from fedshift.deploy.event_log import EventLog
-from fedshift.deploy.remote.orders import (
-    confirmed_of,
-    key_entry,
-    order_asked,
-    order_to_mask,
-    revealed_of,
-    sealed_content,
-    upload_of,
-)
+from fedshift.deploy.remote.orders import key_entry, order_to_mask, second_exchange, upload_of
 from fedshift.deploy.remote.requests import EndRequest, KeyRequest, MaskRequest, UnmaskRequest
 from fedshift.deploy.remote.transport import Done, Lost, Transport, ask_for_content, ask_plain
 from fedshift.errors import FedshiftError
@@ -36,7 +28,7 @@ from fedshift.functional.fixed_point import from_fixed
 
 T = TypeVar("T")
 _TENSORS = 3
-"""Most tensors of an answer, but for codes, of which there is one for each site."""
+"""Tensors of a masked part."""
 
 
 class EstimateSums:
@@ -169,32 +161,11 @@ class _Sums:
             return site
 
         self.asking.ask(dict.fromkeys(cards, (request, {})), _TENSORS, read)
-        total = added.unmask_total(self._shares(order, added))
+
+        def again(asks: UnmaskRequest, content: Mapping[str, Mapping[str, Content]], *how: Any) -> dict[str, Any]:
+            return self.asking.ask({site: (asks, sent) for site, sent in content.items()}, *how)
+
+        total = added.unmask_total(second_exchange(added, again))
         if int(total[0]) != len(added.answered):
             raise FedshiftError("the masks of the sites did not cancel: one of them lied")
         return from_fixed(total[1:]).numpy(), added.answered
-
-    def _shares(self, order: Order, added: SecureSum) -> dict[str, Any]:
-        """What the sites of a sum reveal, after they confirmed to each other who answered."""
-        answered = added.answered
-        asks = self._second("confirm", order, answered)
-        codes = self.asking.ask(
-            {site: (asks, {}) for site in answered},
-            max(_TENSORS, len(answered)),
-            lambda site, content: confirmed_of(content, site, answered),
-        )
-        if len(codes) < order.needed:
-            return {}
-        asks = self._second("unmask", order, answered)
-        content = {
-            site: sealed_content(added.sealed_for(site), {by: sent[site] for by, sent in codes.items() if by != site})
-            for site in codes
-        }
-        return self.asking.ask(
-            {site: (asks, sealed) for site, sealed in content.items()},
-            _TENSORS,
-            lambda site, content: revealed_of(content, order, answered),
-        )
-
-    def _second(self, do: Literal["confirm", "unmask"], order: Order, answered: Sequence[str]) -> UnmaskRequest:
-        return UnmaskRequest(do=do, run=self.name, order=order_asked(order), answered=tuple(answered))

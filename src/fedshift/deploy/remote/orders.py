@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from fedshift.deploy.crypto.at_server import SecureSum
 from fedshift.deploy.crypto.at_site import Revealed, Upload
 from fedshift.deploy.crypto.keys import KeyCard, KeyEntry, Order
-from fedshift.deploy.remote.requests import CallRequest, MaskRequest, OrderAsked, SumAsked, Work
+from fedshift.deploy.remote.requests import CallRequest, MaskRequest, OrderAsked, SumAsked, UnmaskRequest, Work
 from fedshift.errors import FedshiftError, Refused
 from fedshift.federation.messages import Content, Masked
 from fedshift.federation.secure.integer_sums import Weighing, threshold
@@ -28,6 +30,8 @@ _LARGEST_EXPONENT = 60
 _CODE_BYTES = 32
 _WIRE_BYTES = 28
 """Nonce and tag of what is sealed."""
+_TENSORS = 2
+"""Tensors in an answer to a request to unmask."""
 
 
 def key_entry(card: KeyCard) -> KeyEntry:
@@ -178,6 +182,39 @@ def revealed_of(content: Mapping[str, Content], order: Order, answered: Sequence
     rows = _rows(result["own"], len(answered), SHARE_BYTES)
     of_pairs = _rows(result["pairs"], len(pairs), SHARE_BYTES if pairs else 0)
     return Revealed(dict(zip(answered, rows, strict=True)), dict(zip(pairs, of_pairs, strict=True)))
+
+
+AskAgain = Callable[
+    [UnmaskRequest, Mapping[str, Mapping[str, Content]], int, Callable[[str, Any], Any]], dict[str, Any]
+]
+"""Asks sites of a sum, each with content of its own, for answers of so many tensors at most; what a function reads of
+each, by site, without those whose answer is none."""
+
+
+def second_exchange(masked: SecureSum, ask: AskAgain, **round_now: int) -> dict[str, Revealed]:
+    """What the sites of a sum reveal, by site, after they confirmed to each other who answered.
+
+    Nothing if too few confirm: the sites would refuse. Whoever gave no code is not waited for again.
+
+    Args:
+        masked: the sum, to which sites sent their parts.
+        ask: asks them.
+        round_now: ``round``, if the sum is of a round.
+    """
+    order, answered = masked.order, masked.answered
+
+    def request(do: Literal["confirm", "unmask"]) -> UnmaskRequest:
+        return UnmaskRequest(do=do, run=order.run, order=order_asked(order), answered=tuple(answered), **round_now)
+
+    nothing: dict[str, dict[str, Content]] = {site: {} for site in answered}
+    codes = ask(request("confirm"), nothing, len(answered), lambda site, sent: confirmed_of(sent, site, answered))
+    if len(codes) < order.needed:
+        return {}
+    content = {
+        site: sealed_content(masked.sealed_for(site), {by: sent[site] for by, sent in codes.items() if by != site})
+        for site in codes
+    }
+    return ask(request("unmask"), content, _TENSORS, lambda site, sent: revealed_of(sent, order, answered))
 
 
 def _pairs(order: Order, answered: Sequence[str]) -> list[tuple[str, str]]:

@@ -11,20 +11,16 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 from fedshift.deploy.crypto.at_server import SecureSum
-from fedshift.deploy.crypto.at_site import Revealed
 from fedshift.deploy.crypto.keys import KeyAnswer, KeyCard, KeyEntry, Order
 from fedshift.deploy.json_files import read_stored
 from fedshift.deploy.remote.incoming import Grace
 from fedshift.deploy.remote.orders import (
-    confirmed_of,
     key_entry,
-    order_asked,
     order_in,
-    revealed_of,
-    sealed_content,
+    second_exchange,
     sum_asked,
     upload_of,
 )
@@ -55,9 +51,6 @@ RECORD = "sums.json"
 _REMEDY = "restore it, or delete the run's folder and run again"
 """The file of keys and sums, in the coordinator's own folder of a run's memory."""
 _ENTRY = "sums"
-_TENSORS = 2
-"""Tensors in an answer to a request to unmask."""
-_T = TypeVar("_T")
 
 
 class _Record(Closed):
@@ -198,11 +191,8 @@ class SecureFederation(RemoteFederation):
         Raises:
             FedshiftError: too few sites did.
         """
-        codes, reasons = self._confirm(masked)
-        told: dict[str, Revealed] = {}
-        if len(codes) >= masked.order.needed:  # otherwise the sites would refuse
-            told, more_reasons = self._shares(masked, codes)
-            reasons += more_reasons
+        reasons: list[str] = []
+        told = second_exchange(masked, partial(self._second, reasons), round=self.round)
         total = Total()
         total.sites, total.layout = masked.answered, layout
         try:
@@ -212,42 +202,16 @@ class SecureFederation(RemoteFederation):
             more = "".join(f"; {reason}" for reason in reasons)
             raise FedshiftError(f"round {self.round}, call {call}: {error}{more}") from None
 
-    def _confirm(self, masked: SecureSum) -> tuple[dict[str, dict[str, bytes]], list[str]]:
-        """The codes of each site, by the site they are for, and why others give none."""
-        answered = masked.answered
-        read = {site: partial(confirmed_of, site=site, answered=answered) for site in answered}
-        return self._second("confirm", masked, {site: {} for site in answered}, read, len(answered))
-
-    def _shares(
-        self, masked: SecureSum, codes: Mapping[str, Mapping[str, bytes]]
-    ) -> tuple[dict[str, Revealed], list[str]]:
-        """What the sites that confirmed reveal, by site, and why others reveal nothing."""
-        order, answered = masked.order, masked.answered
-        content = {  # whoever gave no code is not waited for again
-            site: sealed_content(
-                masked.sealed_for(site), {by: codes_of[site] for by, codes_of in codes.items() if by != site}
-            )
-            for site in codes
-        }
-        return self._second(
-            "unmask",
-            masked,
-            content,
-            dict.fromkeys(answered, partial(revealed_of, order=order, answered=answered)),
-            _TENSORS,
-        )
-
     def _second(
         self,
-        do: Literal["confirm", "unmask"],
-        masked: SecureSum,
+        reasons: list[str],
+        request: UnmaskRequest,
         content: Mapping[str, Mapping[str, Content]],
-        read: Mapping[str, Callable[[Mapping[str, Content]], _T]],
         tensors: int,
-    ) -> tuple[dict[str, _T], list[str]]:
-        """What the sites of a sum answer to a request ``do`` of the second exchange, by site, and why others do not."""
-        order, answered = masked.order, tuple(masked.answered)
-        request = UnmaskRequest(do=do, run=self.run, round=self.round, order=order_asked(order), answered=answered)
+        read: Callable[[str, Mapping[str, Content]], Any],
+    ) -> dict[str, Any]:
+        """What the sites of a sum answer to a request of the second exchange, by site; adds why others do not."""
+        order, do = request.order, request.do
         outgoing: list[tuple[str, Message]] = []
         keys: dict[str, str] = {}
         for site in content:
@@ -255,11 +219,10 @@ class SecureFederation(RemoteFederation):
             keys[site], asks = stamp(request, body)
             outgoing.append((site, asks))
             self.ledger.record(order.exchange, do, site, "down", body.content)
-        told: dict[str, _T] = {}
-        reasons: list[str] = []
+        told: dict[str, Any] = {}
         # Once enough sites answered, wait a little for others: what some sent may be wrong.
         seconds = self.patience if self.grace is None else self.grace
-        grace, missing = Grace(seconds, order.needed, len(content), ()), set(content)
+        grace, missing = Grace(seconds, order.threshold, len(content), ()), set(content)
         for site, message in self._arrivals(do, outgoing):
             if isinstance(message, Sign):
                 if message is Sign.QUIET and grace.over(missing):
@@ -275,13 +238,13 @@ class SecureFederation(RemoteFederation):
                 result = open_answer(Done, message, keys[site], tensors)
                 if isinstance(result.answer, SiteError):
                     raise FedshiftError(result.answer.message[:2000])
-                told[site] = read[site](result.content)
+                told[site] = read(site, result.content)
                 self.ledger.record(order.exchange, do, site, "up", result.content)
             except FedshiftError as error:
                 self._record(do, site, "lost" if isinstance(message, Lost) else "refused", str(error))
                 reasons.append(f"site '{site}': {error}")
             grace.note_answer(usable=site in told)
-        return told, reasons
+        return told
 
     # Keys -------------------------------------------------------------------------------------------------------------
 
