@@ -7,12 +7,13 @@ and a sink has a copy of each.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -101,6 +102,25 @@ def checked_lines(path: Path, remedy: str = f"{_REMEDY} in its place") -> list[s
 def lines_of(path: Path) -> list[str]:
     """The whole lines of a log, whether their chain is whole or not."""
     return _split(path)[0]
+
+
+def lines_after(path: Path, begin: int) -> Iterator[tuple[int, str]]:
+    """The whole lines of a log from a byte on, each behind the byte at which it ends. Half a line is being written."""
+    with open(path, "rb") as file:
+        file.seek(begin)
+        for data in file:
+            if not data.endswith(b"\n"):
+                return
+            begin += len(data)
+            yield begin, data[:-1].decode(errors="replace")
+
+
+def objects_in(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The lines that can be read, whether their chain is whole or not."""
+    for text in lines:
+        with contextlib.suppress(ValueError):
+            if isinstance(line := json.loads(text), dict):
+                yield line
 
 
 def has_damaged_end(path: Path) -> bool:

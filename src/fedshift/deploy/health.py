@@ -17,6 +17,7 @@ from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
+from fedshift.deploy.chained_log import lines_after, objects_in
 from fedshift.errors import UserError
 from fedshift.extras import import_extra
 
@@ -42,34 +43,6 @@ class Health:
         return self.state == "connected"
 
 
-@dataclass
-class _Lines:
-    """Counts the lines of a log, each once."""
-
-    path: Path
-    count: Callable[[dict[str, Any]], None]
-    _read: int = 0
-
-    def read(self) -> None:
-        """Count what was added. A log that was begun anew is read from its start; nothing is taken back."""
-        if not self.path.exists():
-            return
-        if self.path.stat().st_size < self._read:
-            self._read = 0
-        with open(self.path, "rb") as file:
-            file.seek(self._read)
-            for data in file:
-                if not data.endswith(b"\n"):
-                    break
-                self._read += len(data)
-                try:
-                    line = json.loads(data)
-                except ValueError:
-                    continue
-                if isinstance(line, dict):
-                    self.count(line)
-
-
 @dataclass(eq=False)
 class RoleMetrics:
     """What Prometheus is told of a role: a collector of `prometheus_client`.
@@ -85,7 +58,7 @@ class RoleMetrics:
     health: Callable[[], Health]
     logs: Callable[[], Iterable[Path]]
     folder: Path
-    _lines: dict[Path, _Lines] = field(default_factory=dict, init=False)
+    _read: dict[Path, int] = field(default_factory=dict, init=False)
     _events: Counter[tuple[str, str]] = field(default_factory=Counter, init=False)
     _bytes: Counter[str] = field(default_factory=Counter, init=False)
     _last: float = field(default=0.0, init=False)
@@ -127,10 +100,14 @@ class RoleMetrics:
         return iter(())
 
     def _read_logs(self) -> None:
-        for path in self.logs():
-            if path not in self._lines:
-                self._lines[path] = _Lines(path, self._count)
-            self._lines[path].read()
+        """Count what was added. A log that was begun anew is read from its start; nothing is taken back."""
+        for path in filter(Path.exists, self.logs()):
+            begin = self._read.get(path, 0)
+            self._read[path] = begin if path.stat().st_size >= begin else 0
+            for end, line in lines_after(path, self._read[path]):
+                self._read[path] = end
+                for entry in objects_in([line]):
+                    self._count(entry)
 
     def _count(self, line: dict[str, Any]) -> None:
         when = line.get("time")

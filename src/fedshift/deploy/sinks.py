@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from fedshift.deploy.chained_log import digest_of
+from fedshift.deploy.chained_log import digest_of, lines_after
 from fedshift.errors import UserError
 from fedshift.extras import import_extra
 from fedshift.json_objects import read_object, write_object
@@ -192,23 +192,18 @@ class Forwarder:
         begin, number = sent.get(log, (0, 0))
         if not path.exists():
             return
-        with open(path, "rb") as file:
-            if begin > os.fstat(file.fileno()).st_size:
-                self.sink.send(json.dumps({"from": self.name, "log": log, "cut_after": number}))
-                begin = number = 0
-            file.seek(begin)
-            try:
-                for data in file:
-                    if not data.endswith(b"\n"):
-                        break  # it is being written
-                    line = data[:-1].decode(errors="replace")
-                    self.sink.send(json.dumps({"from": self.name, "log": log, "number": number + 1, "line": line}))
-                    begin, number = begin + len(data), number + 1
-            finally:
-                if sent.get(log) != [begin, number]:
-                    sent[log] = [begin, number]
-                    with contextlib.suppress(UserError):
-                        write_object(self.position_file, sent, private=True)
+        if begin > path.stat().st_size:
+            self.sink.send(json.dumps({"from": self.name, "log": log, "cut_after": number}))
+            begin = number = 0
+        try:
+            for end, line in lines_after(path, begin):
+                self.sink.send(json.dumps({"from": self.name, "log": log, "number": number + 1, "line": line}))
+                begin, number = end, number + 1
+        finally:
+            if sent.get(log) != [begin, number]:
+                sent[log] = [begin, number]
+                with contextlib.suppress(UserError):
+                    write_object(self.position_file, sent, private=True)
 
 
 def _short(line: str) -> str:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from typing import Any
-
-from fedshift.deploy.chained_log import lines_of
+from fedshift.deploy.chained_log import lines_of, objects_in
 from fedshift.deploy.privacy.ledger import PrivacyLedger
 from fedshift.deploy.remote.policy import RECOVERED, AuditLog, whole_number
 from fedshift.deploy.site_file import SiteConfig
@@ -30,7 +26,7 @@ def recover_records(config: SiteConfig) -> list[str]:
         What was done, a line for each file; nothing if all fits.
     """
     done: list[str] = []
-    answers, counted = _readable(config), 0
+    answers, counted = list(objects_in(lines_of(config.audit_log))), 0
     try:
         log = AuditLog(config.audit_log)
     except FedshiftError:
@@ -44,16 +40,3 @@ def recover_records(config: SiteConfig) -> list[str]:
         rosters = max([log.rosters, *(whole_number(answer.get("rosters")) for answer in answers)])
         log.append(do=RECOVERED, done=done, rosters=rosters, ledger={"lines": ledger.lines()})
     return done
-
-
-def _readable(config: SiteConfig) -> list[Mapping[str, Any]]:
-    """The lines of the audit log that can be read, whether their chain is whole or not."""
-    lines: list[Mapping[str, Any]] = []
-    for text in lines_of(config.audit_log):
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict):
-            lines.append(line)
-    return lines
