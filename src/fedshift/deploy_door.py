@@ -9,6 +9,9 @@ from types import ModuleType
 ROOMS = "fedshift.deploy"
 
 
-def deploy_entrance() -> ModuleType | None:
-    """The module `fedshift.deploy.entrance`, which says what the rooms add to the library; None without them."""
-    return importlib.import_module(f"{ROOMS}.entrance") if find_spec(ROOMS) is not None else None
+def deploy_room(name: str) -> ModuleType | None:
+    """A module of the rooms that adds to the library: ``entrance`` commands, ``watched`` what deployments do.
+
+    None without the rooms.
+    """
+    return importlib.import_module(f"{ROOMS}.{name}") if find_spec(ROOMS) is not None else None

@@ -20,7 +20,7 @@ from fedshift.cli.monitor import monitor
 from fedshift.cli.pack import pack, unpack
 from fedshift.cli.predict import predict
 from fedshift.cli.trusting import may_ask
-from fedshift.deploy_door import deploy_entrance
+from fedshift.deploy_door import deploy_room
 from fedshift.errors import UserError
 from fedshift.evaluation.metric_entries import ENTRIES
 from fedshift.experiment.config.experiment_file import refuse_slips
@@ -271,7 +271,7 @@ for change in (pack, unpack):
     app.command(rich_help_panel=READ)(change)
     results.command()(change)
 app.add_typer(results, name="results", hidden=True)
-if (entrance := deploy_entrance()) is not None:
+if (entrance := deploy_room("entrance")) is not None:
     entrance.add_commands(app)
 
 

@@ -1,4 +1,4 @@
-"""What the deployment's rooms add to the library: their commands, and their part of the page of running experiments."""
+"""The commands that the deployment's rooms add to the command line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from fedshift.cli.trusting import may_ask
 from fedshift.deploy.cli.audits import audit
 from fedshift.deploy.cli.federation import KitFolder, coordinator, project, site
 from fedshift.deploy.cli.security import security
-from fedshift.report.watch.deployments import Deployed
 
 NETWORK, PRIVACY = "Train over a network", "Privacy and security"
 """Headings of these commands in ``fedshift --help``."""
@@ -50,17 +49,3 @@ def deploy(
 
     with may_ask(trust):
         deploy(what, rest or [], kit, runs, detach)
-
-
-def deployments_in(root: Path) -> list[Path]:
-    """The folders of the deployments in or below ``root``: a deployment, a coordinator's kit, or what holds one."""
-    from fedshift.deploy import watched
-
-    return watched.deployments_in(root)
-
-
-def deployment_status(folder: Path) -> Deployed | None:
-    """What is known of the deployment in ``folder``; None if there is none."""
-    from fedshift.deploy import watched
-
-    return watched.deployment_status(folder)

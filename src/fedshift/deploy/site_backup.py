@@ -68,7 +68,8 @@ def back_up(config: SiteConfig, out: Path) -> int:
         raise UserError(lost[0])
     head = {"fedshift_backup": 1, "site": config.file.site, "made": time.time()}
     files = {HEAD: json.dumps(head).encode(), SITE_FILE: config.path.read_bytes()}
-    files |= {f"kit/{path.relative_to(config.kit)}": path.read_bytes() for path in _kit_files(config.kit)}
+    kit = sorted(path for pattern in _KIT for path in config.kit.glob(pattern) if path.is_file())
+    files |= {f"kit/{path.relative_to(config.kit)}": path.read_bytes() for path in kit}
     files |= {f"memory/{path.relative_to(config.memory)}": path.read_bytes() for path in _records(config.memory)}
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as archive:
@@ -98,8 +99,10 @@ def restore(backup: Path, path: Path, newest: Path | None = None) -> Restored:
     config = load_site(path)
     if config.file.site != site:
         raise UserError(f"{backup} is of site '{site}', and {path} of '{config.file.site}'")
-    targets = {config.kit / name: data for name, data in _below(files, "kit")}
-    records = {config.memory / name: data for name, data in _below(files, "memory")}
+    targets, records = (
+        {root / name.removeprefix(below): data for name, data in files.items() if name.startswith(below)}
+        for root, below in ((config.kit, "kit/"), (config.memory, "memory/"))
+    )
     behind = {file for file, data in records.items() if file.name in _CHAINED and _is_older(file, data)}
     if config.audit_log in behind:
         behind.add(end_file(config.audit_log))
@@ -116,10 +119,6 @@ def restore(backup: Path, path: Path, newest: Path | None = None) -> Restored:
     staying = tuple(file for file in (*targets, *records) if file not in written)
     counted = "" if ledger_was_there else _count_spent(config, complete=copied is not None)
     return Restored(config, tuple(written), staying, counted)
-
-
-def _kit_files(kit: Path) -> list[Path]:
-    return sorted(path for pattern in _KIT for path in kit.glob(pattern) if path.is_file())
 
 
 def _records(memory: Path) -> list[Path]:
@@ -158,12 +157,6 @@ def _is_plain(entry: tarfile.TarInfo) -> bool:
     parts = PurePosixPath(entry.name).parts
     known = entry.name in (HEAD, SITE_FILE) or parts[:1] in (("kit",), ("memory",))
     return entry.isreg() and known and ".." not in parts and not entry.name.startswith("/")
-
-
-def _below(files: Mapping[str, bytes], folder: str) -> Iterator[tuple[str, bytes]]:
-    for name, data in files.items():
-        if name.startswith(f"{folder}/"):
-            yield name.removeprefix(f"{folder}/"), data
 
 
 def _is_older(file: Path, data: bytes) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,9 @@ def show_site(path: Path) -> None:
         lines = []
     _say(f"last request: {_last_request([line for line in lines if line.get('do') not in (AGREED, RECOVERED)])}")
     refusals = [line for line in lines if line.get("refused") or line.get("failed")]
-    _say(f"last refusal: {_refusal_text(refusals[-1]) if refusals else 'none'}")
+    last = refusals[-1] if refusals else {}
+    why = last.get("refused") or last.get("failed")
+    _say(f"last refusal: {f'{_last_request([last])}: {why}' if refusals else 'none'}")
     _say(f"privacy: {_ledger(config)}")
     _say_machine(config.memory if config.memory.exists() else kit.folder, kit.folder)
     _say(f"kit valid until {roles.expiry(kit)}; project {kit.project.name}, coordinator {kit.project.server}")
@@ -156,10 +158,6 @@ def _last_request(lines: list[dict[str, Any]]) -> str:
     last = lines[-1]
     where = f", round {last['round']}" if last.get("round") is not None else ""
     return f"{_moment(last.get('time'))} {last.get('call') or last.get('do')} of {last.get('run')}{where}"
-
-
-def _refusal_text(line: Mapping[str, Any]) -> str:
-    return f"{_last_request([dict(line)])}: {line.get('refused') or line.get('failed')}"
 
 
 def _say_machine(disk: Path, kit: Path | None = None) -> None:

@@ -34,7 +34,9 @@ def only_service(kit: Kit) -> Iterator[None]:
         deadline = time.monotonic() + _SECONDS
         while not _take(file):
             if time.monotonic() > deadline:
-                raise UserError(f"{kit.role} '{kit.name}' runs already{_who(file)}; stop it first")
+                number = _number(file)
+                who = f" (process {number})" if number else ""
+                raise UserError(f"{kit.role} '{kit.name}' runs already{who}; stop it first")
             time.sleep(0.05)
         os.ftruncate(file, 0)
         os.pwrite(file, str(os.getpid()).encode(), 0)
@@ -61,8 +63,3 @@ def _take(file: int) -> bool:
 def _number(file: int) -> int:
     text = os.pread(file, 20, 0)
     return int(text) if text.isdigit() else 0
-
-
-def _who(file: int) -> str:
-    number = _number(file)
-    return f" (process {number})" if number else ""

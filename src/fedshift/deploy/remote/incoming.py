@@ -6,7 +6,7 @@ import io
 import threading
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -46,10 +46,6 @@ class Taken:
     memory: dict[str, str]
     layout: Layout | None
     held: Held | None = None
-
-    def put_by(self, held: Held | None) -> Taken:
-        """This reply as it waits: without its answer if the message is in a file."""
-        return self if held is None or not held.paths else replace(self, answer=None, held=held)
 
 
 class Spool:

@@ -67,7 +67,9 @@ class _Exchange:
         # Whether an open field fits shows when all have answered, so such an exchange waits for all.
         self.grace.note_answer(usable=isinstance(taken, Taken) and taken.layout is None)
         if isinstance(taken, Taken) and isinstance(message, Message) and not awaited:
-            taken = taken.put_by(self.spool.hold(message))
+            held = self.spool.hold(message)
+            if held is not None and held.paths:  # then its answer need not wait in memory
+                taken = replace(taken, answer=None, held=held)
         self.waiting[site] = taken
 
 

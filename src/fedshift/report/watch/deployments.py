@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedshift.deploy_door import deploy_entrance
+from fedshift.deploy_door import deploy_room
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,13 @@ class Deployed:
 
 def deployments_in(root: Path) -> list[Path]:
     """The folders of the deployments in or below ``root``."""
-    entrance = deploy_entrance()
-    folders: list[Path] = entrance.deployments_in(root) if entrance is not None else []
+    watched = deploy_room("watched")
+    folders: list[Path] = watched.deployments_in(root) if watched is not None else []
     return folders
 
 
 def deployment_at(folder: Path) -> Deployed | None:
     """What is known of the deployment in ``folder``; None if there is none."""
-    entrance = deploy_entrance()
-    deployment: Deployed | None = entrance.deployment_status(folder) if entrance is not None else None
+    watched = deploy_room("watched")
+    deployment: Deployed | None = watched.deployment_status(folder) if watched is not None else None
     return deployment
