@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ SITES = {"north": 41, "south": 17, "east": 26}
 UNSEEN = {"west": 30}
 VECTOR_MODEL: dict[str, Any] = {"name": "mlp", "hidden": [8, 6]}
 
+T = TypeVar("T")
 Change = Callable[[str, dict[str, Any], Message | Lost], Message | Lost | list[Message]]
 
 
@@ -116,6 +117,56 @@ def site_file(folder: Path, name: str, data: str, **policy: Any) -> Path:
     }
     site_yaml.write_text(yaml.safe_dump(options))
     return site_yaml
+
+
+def site_files(folder: Path, sites: Mapping[str, int] = SITES, **policy: Any) -> dict[str, Path]:
+    """A SITE.yaml for each of some sites, and their data."""
+    files = write_data(folder / "data", sites)
+    return {name: site_file(folder, name, files[name], **policy) for name in sites}
+
+
+class Killed(BaseException):
+    """Stands for a coordinator that dies."""
+
+
+def killed_when(dies: Callable[[str, dict[str, Any]], bool]) -> Change:
+    """The coordinator dies when an answer arrives of whose site and request that is true."""
+
+    def change(site: str, header: dict[str, Any], answer: Message | Lost) -> Message | Lost:
+        if dies(site, header):
+            raise Killed
+        return answer
+
+    return change
+
+
+def killed_at(*moments: tuple[str, str, int], lose: Mapping[int, Path] | None = None) -> Change:
+    """The coordinator dies when an answer of a site arrives, to a kind of request or call, in a round: once each.
+
+    ``lose``: number of a death → the folder below which sites then have lost the answers that they kept.
+    """
+    left = set(moments)
+
+    def dies(site: str, header: dict[str, Any]) -> bool:
+        round_number = header.get("envelope", header).get("round")
+        now = left & {(site, name, round_number) for name in (header["do"], header.get("call"))}
+        left.difference_update(now)
+        folder = (lose or {}).get(len(moments) - len(left)) if now else None
+        for file in folder.rglob("answer-*") if folder else ():
+            file.unlink()
+        return bool(now)
+
+    return killed_when(dies)
+
+
+def through_deaths(run: Callable[[], T]) -> tuple[T, int]:
+    """What a run gives that begins anew whenever it is killed, and how often that was."""
+    deaths = 0
+    while True:
+        try:
+            return run(), deaths
+        except Killed:
+            deaths += 1
 
 
 def deploy(
@@ -232,13 +283,16 @@ CARD: dict[str, Any] = {
 """What a site says of itself."""
 
 
-def full_answer(
-    program: SiteProgram, weights: Weights, sender: str = "someone", **changes: Any
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a site answers to a request for a call with something in it changed: the header, and the content."""
-    header = {
+def part_of(program: SiteProgram) -> dict[str, Any]:
+    """What a site trains on, as a request says it."""
+    split = {"test_fraction": 0.3, "split": "auto", "seed": 0}
+    return {"role": "source", "number": 0, "whole": False, "fingerprint": program.holding.fingerprint, "split": split}
+
+
+def call_header(program: SiteProgram, **changes: Any) -> dict[str, Any]:
+    """What a request for a call says, with something in it changed."""
+    return {
         "do": "call",
-        "protocol": PROTOCOL,
         "run": "r",
         "call": "fit",
         "envelope": {"exchange": 1, "round": 1, "progress": 0.0, "mini_batches_left": 5},
@@ -247,15 +301,16 @@ def full_answer(
         "checkpoint": 0,
         "wire": "float32",
         "setting": SETTING,
-        "part": {
-            "role": "source",
-            "number": 0,
-            "whole": False,
-            "fingerprint": program.holding.fingerprint,
-            "split": {"test_fraction": 0.3, "split": "auto", "seed": 0},
-        },
+        "part": part_of(program),
         **changes,
     }
+
+
+def full_answer(
+    program: SiteProgram, weights: Weights, sender: str = "someone", **changes: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a site answers to a request for a call with something in it changed: the header, and the content."""
+    header = {"protocol": PROTOCOL, **call_header(program, **changes)}
     body = body_of({"weights": weights})
     answer, content, _ = unseal(program.handle(seal({"key": request_key(header, body.sha256), **header}, body), sender))
     return answer, content

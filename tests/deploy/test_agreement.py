@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from loopback import SITES, Loopback, deploy, events, model, options_of, result, same, site_file, write_data
+from loopback import SITES, Loopback, deploy, events, model, options_of, result, same, site_file, site_files, write_data
 
 from fedshift.deploy.coordinator import coordinate
 from fedshift.deploy.remote.requests import PROTOCOL
@@ -157,9 +157,7 @@ def test_clocks_that_differ_are_said(off: float, message: str | None, tmp_path: 
         answer_header, content, _ = unseal(answer)
         return seal({**answer_header, "time": answer_header["time"] + off}, body_of(content))
 
-    files = write_data(tmp_path / "data", SITES)
-    places = {site: site_file(tmp_path, site, files[site]) for site in SITES}
-    deploy(tmp_path, options_of({"name": "fedavg"}), transport=Loopback(places, wrong))
+    deploy(tmp_path, options_of({"name": "fedavg"}), transport=Loopback(site_files(tmp_path), wrong))
     messages = [event["message"] for event in events(tmp_path) if event["what"] == "warning"]
     if message is None:
         assert messages == []
@@ -201,8 +199,7 @@ def test_requests_of_another_version_are_refused_in_one_line(
 def test_experiments_that_cannot_be_deployed_are_explained(
     change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    files = write_data(tmp_path / "data", SITES)
-    transport = Loopback({site: site_file(tmp_path, site, files[site]) for site in SITES})
+    transport = Loopback(site_files(tmp_path))
     options = {**options_of({"name": "fedavg"}), "data": {"name": "sites"}, "engine": {"name": "flare"}, **change}
     deployment_folder = tmp_path / "deployment"
     deployment_folder.mkdir()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loopback import SITES, Loopback, deploy, model, options_of, same, simulate, site_file, write_data
+from loopback import Killed, Loopback, deploy, killed_when, model, options_of, same, simulate, site_files
 
 from fedshift.encryption import KEY, new_key
 from fedshift.errors import FedshiftError, UserError
@@ -16,10 +16,6 @@ from fedshift.errors import FedshiftError, UserError
 CSAC = {"name": "csac", "acquisition_epochs": 1, "calibration_epochs": 1}
 """A method whose sites remember something."""
 ENGINE = {"wire": "bf16"}  # the coordinator remembers rounding residuals
-
-
-class Killed(Exception):
-    """Stands for a process that dies."""
 
 
 @pytest.fixture
@@ -31,14 +27,8 @@ def wide_open() -> Any:
 
 def cut_short(folder: Path) -> dict[str, Path]:
     """Deploy until the last round's first answer; the sites' files."""
-
-    def die(site: str, header: dict[str, Any], answer: Any) -> Any:
-        if header.get("envelope", {}).get("round") == 3:
-            raise Killed
-        return answer
-
-    files = write_data(folder / "data", SITES)
-    places = {site: site_file(folder, site, files[site]) for site in SITES}
+    die = killed_when(lambda site, header: header.get("envelope", {}).get("round") == 3)
+    places = site_files(folder)
     with pytest.raises(Killed):
         deploy(folder, options_of(CSAC), transport=Loopback(places, die), engine=ENGINE)
     return places

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from loopback import SETTING, full_answer, request
+from loopback import SETTING, full_answer, part_of, request
 from test_hostile_coordinator import hello, program_of
 
 from fedshift.deploy.agreed_terms import AgreedTerms
@@ -234,7 +234,7 @@ def test_other_splits_are_refused_until_the_site_agrees(tmp_path: Path) -> None:
     assert program.terms.in_force().splits == ()
     program = program_of(tmp_path / "fresh")
     assert "error" not in request(program, do="hello", **hello(seeds=[0, 1]))
-    part = request_part(program)
+    part = part_of(program)
     for change in ({"seed": 2}, {"test_fraction": 0.29}):
         for do in ("call", "measure"):
             other = {**part, "split": {**part["split"], **change}}
@@ -248,16 +248,6 @@ def test_other_splits_are_refused_until_the_site_agrees(tmp_path: Path) -> None:
     assert "error" not in request(program_of(tmp_path / "five"), do="hello", **hello(seeds=list(range(5))))
     free = program_of(tmp_path / "free", splits="all")
     assert "error" not in request(free, do="hello", **hello(seeds=list(range(20))))
-
-
-def request_part(program: SiteProgram) -> dict[str, Any]:
-    return {
-        "role": "source",
-        "number": 0,
-        "whole": False,
-        "fingerprint": program.holding.fingerprint,
-        "split": {"test_fraction": 0.3, "split": "auto", "seed": 0},
-    }
 
 
 @pytest.mark.threat("other_terms")

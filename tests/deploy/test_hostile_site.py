@@ -9,19 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from loopback import (
-    ADAPT,
-    SITES,
-    UNSEEN,
-    Loopback,
-    deploy,
-    events,
-    model,
-    options_of,
-    same,
-    site_file,
-    write_data,
-)
+from loopback import ADAPT, UNSEEN, Loopback, deploy, events, model, options_of, same, site_files
 from test_refusals import images as write_images
 from test_remote import METHODS
 from tiny import normed_for
@@ -54,8 +42,7 @@ def attack(folder: Path, spoil: Spoil, do: str = "call", call: str | None = None
         spoil(answer_header, content)
         return seal(answer_header, body_of(content))
 
-    files = write_data(folder / "data", SITES)
-    return Loopback({site: site_file(folder, site, files[site], **policy) for site in SITES}, change)
+    return Loopback(site_files(folder, **policy), change)
 
 
 def refusals(folder: Path) -> set[str]:

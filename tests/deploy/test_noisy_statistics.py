@@ -149,8 +149,6 @@ def test_no_encoding_tells_whether_a_cell_is_above_a_bound(tmp_path: Path) -> No
     """The coordinator chooses mean and deviation: one so small that some ages become infinite, and others do not."""
     program = with_secret(place_of(tmp_path, "south", **{**NOISY, "epsilon": 0.5}), bytes(32))
     training = {"batch_size": 8, "lr": 0.1, "privacy": {"noise_multiplier": 3.0}}
-    split = {"test_fraction": 0.3, "split": "auto", "seed": 0}
-    part = {"role": "source", "number": 0, "whole": False, "fingerprint": program.holding.fingerprint, "split": split}
     messages = []
     for number, std in enumerate((10.0, 50 / float(np.finfo(np.float32).max), 1e-300)):
         columns = [{"name": "age", "mean": 0.0, "std": std}, {"name": "pressure", "mean": 0.0, "std": 1e3}]
@@ -166,7 +164,7 @@ def test_no_encoding_tells_whether_a_cell_is_above_a_bound(tmp_path: Path) -> No
         }
         envelope = {"exchange": number, "round": 1, "progress": 0.0, "mini_batches_left": 5}
         start = Weights({"classifier.weight": torch.zeros(2, 7), "classifier.bias": torch.zeros(2)})
-        messages.append(full_answer(program, start, setting=setting, part=part, envelope=envelope)[0]["message"])
+        messages.append(full_answer(program, start, setting=setting, envelope=envelope)[0]["message"])
     assert "costs more than is left" in messages[0]
     assert len(set(messages)) == 1
 

@@ -15,21 +15,22 @@ import torch
 from loopback import (
     ADAPT,
     SITES,
+    Killed,
     Loopback,
     Without,
     deploy,
     events,
+    killed_when,
     model,
     options_of,
     same,
     simulate,
     site_file,
-    write_data,
+    site_files,
 )
 from test_hostile_site import HOSTILE, Spoil, attack, puts, refusals, says
 from test_refusals import EVERYTHING
 from test_refusals import images as write_images
-from test_remote import Killed
 
 from fedshift.deploy.remote.transport import Lost
 from fedshift.deploy.remote.wire import Message, body_of, seal, unseal
@@ -212,10 +213,8 @@ def test_a_reply_that_cannot_be_used_is_recorded_and_the_quorum_goes_on(how: str
             content["more"] = 1
         return seal(answer_header, body_of(content))
 
-    files = write_data(tmp_path / "data", SITES)
-    places = {site: site_file(tmp_path, site, files[site]) for site in SITES}
     options = options_of({"name": "fedavg"})
-    there, _ = deploy(tmp_path, options, transport=Loopback(places, spoil), engine={"quorum": 2})
+    there, _ = deploy(tmp_path, options, transport=Loopback(site_files(tmp_path), spoil), engine={"quorum": 2})
     losses = [event for event in events(tmp_path) if event.get("is") in ("lost", "refused")]
     assert {(event["site"], event["round"]) for event in losses} == {("south", 2)}
     assert ("refused" in {event["is"] for event in losses}) == (how not in ("late", "error", "diverged"))
@@ -233,9 +232,7 @@ def test_training_that_went_wrong_at_a_site_ends_the_run_without_enough_others(
             return answer
         return seal({"error": "TrainingDiverged", "message": "site 'south' in round 1: no number"}, body_of({}))
 
-    files = write_data(tmp_path / "data", SITES)
-    places = {site: site_file(tmp_path, site, files[site]) for site in SITES}
-    transport = Loopback(places, spoil)
+    transport = Loopback(site_files(tmp_path), spoil)
     with pytest.raises(TrainingDiverged, match="site 'south' in round 1: no number"):
         deploy(tmp_path, options_of({"name": "fedavg"}), transport=transport, engine={"quorum": quorum})
 
@@ -244,8 +241,7 @@ def test_a_lost_site_without_a_quorum_ends_the_run_with_a_clear_message(tmp_path
     def lose(site: str, header: dict[str, Any], answer: Any) -> Any:
         return Lost("no reply within 5 s") if site == "south" and header["do"] == "call" else answer
 
-    files = write_data(tmp_path / "data", SITES)
-    places = {site: site_file(tmp_path, site, files[site]) for site in SITES}
+    places = site_files(tmp_path)
     with pytest.raises(FedshiftError, match=r"'south' is lost .*deploy resume.*engine\.quorum"):
         deploy(tmp_path, options_of({"name": "fedavg"}), transport=Loopback(places, lose))
     there, _ = deploy(tmp_path, options_of({"name": "fedavg"}), transport=Loopback(places))  # it is back
@@ -262,9 +258,7 @@ def test_a_site_that_misses_a_round_leaves_the_documented_result(
         return Lost("no reply within 5 s") if late else answer
 
     options = options_of({"name": "fedavg"})
-    files = write_data(tmp_path / "data", SITES)
-    places = {site: site_file(tmp_path, site, files[site]) for site in SITES}
-    there, _ = deploy(tmp_path, options, transport=Loopback(places, lose), engine={"quorum": 2})
+    there, _ = deploy(tmp_path, options, transport=Loopback(site_files(tmp_path), lose), engine={"quorum": 2})
     monkeypatch.setattr(Without, "absent", {("south", 2)})
     monkeypatch.setattr("fedshift.experiment.runs.round_loop.LocalFederation", Without)
     here = simulate(tmp_path, options)
@@ -273,9 +267,9 @@ def test_a_site_that_misses_a_round_leaves_the_documented_result(
 
 @pytest.mark.threat("replayed_reply")
 def test_a_second_reply_is_refused(tmp_path: Path) -> None:
-    files = write_data(tmp_path / "data", SITES)
-    places = {site: site_file(tmp_path, site, files[site]) for site in SITES}
-    doubled = Loopback(places, lambda site, header, answer: [answer, answer] if site == "north" else answer)
+    doubled = Loopback(
+        site_files(tmp_path), lambda site, header, answer: [answer, answer] if site == "north" else answer
+    )
     options = options_of({"name": "fedavg"})
     there, _ = deploy(tmp_path, options, transport=doubled)
     assert same(model(simulate(tmp_path, options), "fedavg", "west"), model(there, "fedavg", "west"))
@@ -295,9 +289,9 @@ def test_the_reply_of_an_earlier_round_is_refused(tmp_path: Path) -> None:
         sent.append(answer)
         return sent[0]
 
-    files = write_data(tmp_path / "data", SITES)
-    places = {site: site_file(tmp_path, site, files[site]) for site in SITES}
-    deploy(tmp_path, options_of({"name": "fedavg"}), transport=Loopback(places, replay), engine={"quorum": 2})
+    deploy(
+        tmp_path, options_of({"name": "fedavg"}), transport=Loopback(site_files(tmp_path), replay), engine={"quorum": 2}
+    )
     assert {(event["site"], event["round"]) for event in events(tmp_path) if event.get("is") == "refused"} == {
         (HOSTILE, 2),
         (HOSTILE, 3),
@@ -305,15 +299,9 @@ def test_the_reply_of_an_earlier_round_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_site_that_is_lost_before_the_run_goes_on_stands_in_by_its_card(tmp_path: Path) -> None:
-    files = write_data(tmp_path / "data", SITES)
-    places = {site: site_file(tmp_path, site, files[site]) for site in SITES}
+    places = site_files(tmp_path)
     options = options_of({"name": "fedavg"})
-
-    def die(site: str, header: dict[str, Any], answer: Any) -> Any:
-        if header["do"] == "call" and header["envelope"]["round"] == 2:
-            raise Killed
-        return answer
-
+    die = killed_when(lambda site, header: header.get("envelope", {}).get("round") == 2)
     with pytest.raises(Killed):
         deploy(tmp_path, options, transport=Loopback(places, die))
     away = Loopback(places, lambda site, header, answer: Lost("away") if site == "east" else answer)
@@ -324,8 +312,7 @@ def test_a_site_that_is_lost_before_the_run_goes_on_stands_in_by_its_card(tmp_pa
 
 
 def test_replies_in_any_order_give_the_same_bits(tmp_path: Path) -> None:
-    files = write_data(tmp_path / "data", SITES)
-    backwards = Loopback({site: site_file(tmp_path, site, files[site]) for site in SITES})
+    backwards = Loopback(site_files(tmp_path))
     backwards.backwards = True
     options = options_of({"name": "csac", "acquisition_epochs": 1, "calibration_epochs": 1})
     there, _ = deploy(tmp_path, options, transport=backwards)

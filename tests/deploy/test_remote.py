@@ -12,14 +12,17 @@ import torch
 from loopback import (
     ADAPT,
     SITES,
+    Killed,
     Loopback,
     deploy,
+    killed_when,
     model,
     options_of,
     result,
     same,
     simulate,
     site_file,
+    site_files,
     write_data,
 )
 
@@ -95,10 +98,6 @@ def test_nobody_need_be_left_out(tmp_path: Path) -> None:
 # What goes wrong on the way -----------------------------------------------------------------------------------------
 
 
-class Killed(Exception):
-    """Stands for a process that dies."""
-
-
 @pytest.mark.parametrize(("name", "wire"), [("fedavg", "float32"), ("csac", "bf16"), ("fedavg", "int8")])
 def test_a_run_killed_anywhere_goes_on_to_the_same_bits(name: str, wire: str, tmp_path: Path) -> None:
     """The coordinator dies before or after any answer, and with it every site's process; all is made anew from disk."""
@@ -117,8 +116,7 @@ def test_a_run_killed_anywhere_goes_on_to_the_same_bits(name: str, wire: str, tm
             return answer
 
         folder = tmp_path / str(when)
-        files = write_data(folder / "data", SITES)
-        places = {site: site_file(folder, site, files[site]) for site in SITES}
+        places = site_files(folder)
         with pytest.raises(Killed):
             deploy(folder, options, transport=Loopback(places, die), engine=engine)
         again, second = deploy(folder, options, transport=Loopback(places), engine=engine)
@@ -130,14 +128,8 @@ def test_a_run_killed_anywhere_goes_on_to_the_same_bits(name: str, wire: str, tm
 @pytest.mark.threat("between_the_two")
 def test_a_request_that_comes_again_is_not_trained_again(tmp_path: Path) -> None:
     options = options_of({"name": "fedavg"})
-    files = write_data(tmp_path / "data", SITES)
-    places = {site: site_file(tmp_path, site, files[site]) for site in SITES}
-
-    def die(site: str, header: dict[str, Any], answer: Any) -> Any:
-        if header["do"] == "call" and header["envelope"]["exchange"] == 2 and site == "east":
-            raise Killed
-        return answer
-
+    places = site_files(tmp_path)
+    die = killed_when(lambda site, header: (site, header.get("envelope", {}).get("exchange")) == ("east", 2))
     with pytest.raises(Killed):
         deploy(tmp_path, options, transport=Loopback(places, die))
     deploy(tmp_path, options, transport=Loopback(places))
@@ -148,8 +140,6 @@ def test_a_request_that_comes_again_is_not_trained_again(tmp_path: Path) -> None
 
 def test_sites_are_told_up_to_where_a_checkpoint_reaches(tmp_path: Path) -> None:
     """They keep their answers since then, and no older ones."""
-    files = write_data(tmp_path / "data", SITES)
-    places = {site: site_file(tmp_path, site, files[site]) for site in SITES}
     told: list[int] = []
 
     def listening(site: str, header: dict[str, Any], answer: Any) -> Any:
@@ -157,7 +147,7 @@ def test_sites_are_told_up_to_where_a_checkpoint_reaches(tmp_path: Path) -> None
             told.append(header["checkpoint"])
         return answer
 
-    deploy(tmp_path, options_of({"name": "fedavg"}), transport=Loopback(places, listening))
+    deploy(tmp_path, options_of({"name": "fedavg"}), transport=Loopback(site_files(tmp_path), listening))
     assert len(told) > 1
     assert told == list(range(len(told)))
 

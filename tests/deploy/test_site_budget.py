@@ -11,7 +11,21 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from loopback import SETTING, Loopback, deploy, model, options_of, request, result, same, site_file, write_data
+from loopback import (
+    SETTING,
+    Killed,
+    Loopback,
+    deploy,
+    killed_at,
+    model,
+    options_of,
+    part_of,
+    request,
+    result,
+    same,
+    site_file,
+    write_data,
+)
 
 from fedshift.deploy.privacy.ledger import LEDGER, SECRET, PrivacyLedger
 from fedshift.deploy.privacy.recovery import recover_records
@@ -103,10 +117,6 @@ def test_a_deployed_run_is_private_and_counted(tmp_path: Path) -> None:
         assert (tmp_path / name / "memory" / SECRET).stat().st_mode & 0o777 == 0o600
 
 
-class Killed(BaseException):
-    """Ends the coordinator, as a kill would."""
-
-
 @pytest.mark.threat("spent_budget")
 def test_noise_is_of_the_secret_and_a_run_that_was_killed_repeats_it(tmp_path: Path) -> None:
     """Only the secrets differ between the first two. The third has those of the first, and is killed in round 2."""
@@ -115,14 +125,8 @@ def test_noise_is_of_the_secret_and_a_run_that_was_killed_repeats_it(tmp_path: P
     for name in SITES:
         secret = read_private(tmp_path / "a" / name / "memory" / SECRET)
         draw_secret(tmp_path / "c" / name / "memory", secret, name)
-
-    def kill_site(site: str, header: dict[str, Any], answer: Any) -> Any:
-        if header["do"] == "call" and header["envelope"]["round"] == 2 and site == "south":
-            raise Killed
-        return answer
-
     with pytest.raises(Killed):
-        deploy_private(tmp_path / "c", {}, change=kill_site)
+        deploy_private(tmp_path / "c", {}, change=killed_at(("south", "call", 2)))
     for file in (tmp_path / "c").rglob("answer-*"):
         file.unlink()
     assert same(model(deploy_private(tmp_path / "c", {}), "fedavg", "west"), whole)
@@ -151,14 +155,9 @@ def test_a_repeated_request_repeats_its_answer_and_is_counted_once(tmp_path: Pat
     for file in (site.config.memory / "r").glob("answer-*"):
         file.unlink()
     other = SiteProgram(site.config)
-    header = request(other, setting=ASKED, part={**_part(other)})
+    header = request(other, setting=ASKED)
     assert not torch.equal(weights_of(other, header), before)
     assert len(lines(site)) == 2
-
-
-def _part(site: SiteProgram) -> dict[str, Any]:
-    split = {"test_fraction": 0.3, "split": "auto", "seed": 0}
-    return {"role": "source", "number": 0, "whole": False, "fingerprint": site.holding.fingerprint, "split": split}
 
 
 def test_another_request_has_other_noise_and_counts(tmp_path: Path) -> None:
@@ -274,7 +273,7 @@ def test_a_model_that_mixes_samples_is_not_measured(tmp_path: Path) -> None:
     mixing: dict[str, Any] = {"name": "mlp", "hidden": [2], "batch_norm": True}
     for changes in ({"method": {"name": "fedbn", "options": {"unseen": "target"}}}, {"network": mixing}):
         site = program(tmp_path / next(iter(changes)), epsilon=50.0, measurement_noise=20.0)
-        part = {**_part(site), "role": "unseen", "whole": True}
+        part = {**part_of(site), "role": "unseen", "whole": True}
         answer = request(site, do="measure", round=1, setting={**ASKED, **changes}, part=part)
         assert answer.get("error") == "Refused", answer
         assert "measures only what can train privately" in answer["message"]
@@ -284,7 +283,7 @@ def test_a_model_that_mixes_samples_is_not_measured(tmp_path: Path) -> None:
 def test_measurements_have_noise_and_are_counted(tmp_path: Path) -> None:
     """A model of zeros is right for 14 of 40 samples; each request has its own noise, a repeated one the same."""
     site = program(tmp_path, epsilon=50.0, measurement_noise=2.0)
-    part = {**_part(site), "role": "unseen", "whole": True}
+    part = {**part_of(site), "role": "unseen", "whole": True}
     measures = [request(site, do="measure", round=round, setting=ASKED, part=part)["measures"] for round in range(30)]
     right = torch.tensor([measure["accuracy"] * 0.4 for measure in measures])
     assert 1.0 < float(right.std()) < 3.5
@@ -297,7 +296,7 @@ def test_measurements_have_noise_and_are_counted(tmp_path: Path) -> None:
 @pytest.mark.threat("spent_budget")
 def test_models_are_measured_until_the_budget_is_spent(tmp_path: Path) -> None:
     site = program(tmp_path, epsilon=3.0, measurement_noise=8.0)
-    part = {**_part(site), "role": "unseen", "whole": True}
+    part = {**part_of(site), "role": "unseen", "whole": True}
 
     def measure_once(number: int, run: str = "r") -> Any:
         return request(site, do="measure", round=number, run=run, setting=ASKED, part=part)

@@ -10,29 +10,28 @@ from federations import Between, write_kits
 from loopback import ADAPT, SITES, deploy, options_of, site_file, write_data
 
 SEALED_ONLY = ["sealed", "numbers", "accuracy", "metrics"]
+KD3A: dict[str, Any] = {"name": "kd3a"}
 SHOT: dict[str, Any] = {"name": "shot", "bottleneck": 4}
 COPA: dict[str, Any] = {"name": "copa", "local_epochs": 1}
 UNSEEN_SITE = {"targets": ["east"], "seeds": [0], "test_fraction": 0.3}
 RUN = "seed-0"
+SOURCES = ("north", "south")
 
 
-def between(folder: Path, **policy: Any) -> Between:
-    """Sites with kits."""
+def between(folder: Path, source: Mapping[str, Any] | None = None, **policy: Any) -> Between:
+    """Sites with kits; ``source``: what the policy of the sources says besides."""
     write_kits(folder, list(SITES))
     files = write_data(folder / "data", SITES)
-    return Between({name: site_file(folder, name, files[name], **policy) for name in SITES})
+    more = {name: {**policy, **(source or {} if name in SOURCES else {})} for name in SITES}
+    return Between({name: site_file(folder, name, files[name], **more[name]) for name in SITES})
 
 
-def options(method: Mapping[str, Any], rounds: int = 2) -> dict[str, Any]:
-    protocol = ADAPT if method["name"] in ("shot", "kd3a") or method.get("adaptation") else UNSEEN_SITE
+def options(method: Mapping[str, Any] = KD3A, rounds: int = 2) -> dict[str, Any]:
+    protocol = ADAPT if method["name"] in ("shot", "kd3a", "fada") or method.get("adaptation") else UNSEEN_SITE
     whole = options_of(dict(method), protocol=protocol)
     return {**whole, "training": {**whole["training"], "rounds": rounds}}
 
 
-def run(folder: Path, transport: Between, method: Mapping[str, Any], rounds: int = 2, **engine: Any) -> Path:
+def run(folder: Path, transport: Between, method: Mapping[str, Any] = KD3A, rounds: int = 2, **engine: Any) -> Path:
     engine = {"routing": "sealed", **engine}
     return deploy(folder, options(method, rounds), unseen={}, transport=transport, engine=engine)[0]
-
-
-class Killed(Exception):
-    """The coordinator died here."""

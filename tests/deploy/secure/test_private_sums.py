@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from loopback import Loopback, model, result, site_file, write_data
+from loopback import Change, Loopback, killed_at, model, result, site_file, through_deaths, write_data
 
 pytest.importorskip("cryptography")
 from federations import FOUR, deploy_secure, secure_options, simulate_secure, write_kits
-from test_secure_deployments import Killed, fingerprints, killed_at
+from test_secure_deployments import fingerprints
 
 from fedshift.deploy.privacy.ledger import LEDGER
 from fedshift.deploy.remote.transport import Lost
@@ -27,7 +26,6 @@ from fedshift.functional.differential_privacy import NoisySteps
 from fedshift.weights import Weights
 
 pytestmark = pytest.mark.skipif(find_spec("opacus") is None, reason="opacus is not installed")
-Change = Callable[[str, dict[str, Any], Message | Lost], Message | Lost]
 PRIVATE: dict[str, Any] = {"batch_size": 8, "lr": 0.1, "privacy": {"noise_multiplier": 30.0}}
 AT_SITES = {"targets": ["sites"], "seeds": [0], "test_fraction": 0.3}
 
@@ -140,14 +138,10 @@ def test_a_budget_that_ends_between_the_exchanges_costs_the_next_sum_its_site(
 
 
 def test_killed_between_the_exchanges_noise_is_paid_for_once(tmp_path: Path) -> None:
-    change, deaths = killed_at(("up", "call", 1), ("north", "unmask", 1), ("east", "unmask", 2)), 0
+    change = killed_at(("up", "call", 1), ("north", "unmask", 1), ("east", "unmask", 2))
     options = secure_options(training=PRIVATE)
-    while True:
-        transport = federation_with_budget(tmp_path, change)
-        try:
-            deploy_secure(tmp_path, options, transport=transport)
-            break
-        except Killed:
-            deaths += 1
+    (_, transport), deaths = through_deaths(
+        lambda: deploy_secure(tmp_path, options, transport=federation_with_budget(tmp_path, change))
+    )
     assert deaths == 3
     assert all(paid_calls(transport, name) == ["fit", "fit"] for name in FOUR)

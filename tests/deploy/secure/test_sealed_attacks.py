@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from loopback import SITES, answer_to, forge
+from loopback import SITES, Killed, answer_to, forge
 
 pytest.importorskip("cryptography")
 pytest.importorskip("cryptography.hazmat.primitives.hpke")
 from cryptography.hazmat.primitives import serialization
 from federations import box_of, card_entry, certificate_of, key_of
-from sealed import COPA, SHOT, Killed, between, run
+from sealed import COPA, SHOT, between, run
 
 from fedshift.deploy.crypto.keys import KeyCard
 from fedshift.deploy.crypto.sealing import SealingKey, key_text

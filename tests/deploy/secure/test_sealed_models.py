@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from loopback import ADAPT, SITES, deploy, model, options_of, result, same, simulate, site_file, write_data
+from loopback import Loopback, killed_at, model, result, same, simulate, through_deaths
 
 pytest.importorskip("cryptography")
 pytest.importorskip("cryptography.hazmat.primitives.hpke")
 from cryptography.hazmat.primitives import serialization
-from federations import Between, Meddle, Request, box_of, card_entry, certificate_of, key_of, write_kits
+from federations import Between, Meddle, Request, box_of, card_entry, certificate_of, key_of
+from sealed import KD3A as KD3A_OPTIONS
+from sealed import SOURCES, between, options, run
 
 from fedshift.deploy.crypto.keys import KeyCard
 from fedshift.deploy.crypto.sealing import SealingKey, key_text
@@ -32,28 +34,8 @@ from fedshift.methods.federated.kd3a import KD3A
 from fedshift.weights import Weights
 
 FADA = {"name": "fada", "steps_per_round": 2}
-KD3A_OPTIONS = {"name": "kd3a"}
 RUN = "tiny-kd3a-east-seed-0"
-SOURCES = ("north", "south")
 TARGET_KEY = bytes(range(32))
-
-
-def between(folder: Path, source: dict[str, Any] | None = None, **policy: Any) -> Between:
-    """Sites with kits; ``source``: what the policy of the sources says besides."""
-    write_kits(folder, list(SITES))
-    files = write_data(folder / "data", SITES)
-    more = {name: {**policy, **(source or {} if name in SOURCES else {})} for name in SITES}
-    return Between({name: site_file(folder, name, files[name], **more[name]) for name in SITES})
-
-
-def options(method: Mapping[str, Any] = KD3A_OPTIONS) -> dict[str, Any]:
-    whole = options_of(dict(method), protocol=ADAPT)
-    return {**whole, "training": {**whole["training"], "rounds": 2}}
-
-
-def run(folder: Path, transport: Between, method: Mapping[str, Any] = KD3A_OPTIONS, **engine: Any) -> Path:
-    engine = {"routing": "sealed", **engine}
-    return deploy(folder, options(method), unseen={}, transport=transport, engine=engine)[0]
 
 
 @pytest.mark.threat("handed_on_model")
@@ -95,33 +77,18 @@ def test_same_bits_as_the_local_engine_and_no_source_model_in_clear(
     assert not list(transport.programs["east"].config.memory.glob("*/sealing/*")), "the key goes with the run"
 
 
-class Killed(Exception):
-    """The coordinator died here."""
-
-
 @pytest.mark.parametrize("wire", ["float32", "int8"])
 def test_killed_anywhere_a_run_ends_in_the_same_bits(wire: str, tmp_path: Path) -> None:
     """Coordinator and sites begin anew each time; the second time a source has lost the answer that it kept."""
-    left = [("south", "fit", 1), ("east", "distil", 1), ("north", "fit", 2), ("east", "distil", 2)]
+    moments = [("south", "fit", 1), ("east", "distil", 1), ("north", "fit", 2), ("east", "distil", 2)]
+    change = killed_at(*moments, lose={2: tmp_path / "north"})
 
-    def change(site: str, header: dict[str, Any], answer: Message | Lost) -> Message | Lost:
-        moment = (site, header.get("call"), header.get("envelope", header).get("round"))
-        if moment in left:
-            left.remove(moment)
-            for file in (tmp_path / "north").rglob("answer-*") if len(left) == 2 else ():
-                file.unlink()
-            raise Killed
-        return answer
-
-    deaths = 0
-    while True:
+    def anew() -> tuple[Path, Loopback]:
         transport = between(tmp_path)
         transport.change = change
-        try:
-            there = run(tmp_path, transport, wire=wire)
-            break
-        except Killed:
-            deaths += 1
+        return run(tmp_path, transport, wire=wire), transport
+
+    (there, transport), deaths = through_deaths(anew)
     assert deaths == 4
     straight = run(tmp_path / "straight", between(tmp_path / "straight"), wire=wire)
     assert same(model(there, "kd3a", "east"), model(straight, "kd3a", "east"))

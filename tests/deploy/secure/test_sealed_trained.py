@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from loopback import SITES, deploy, model, options_of, result, same, simulate, write_data
+from loopback import SITES, deploy, killed_at, model, options_of, result, same, simulate, through_deaths, write_data
 from safetensors.torch import load_file
 
 pytest.importorskip("cryptography")
 pytest.importorskip("cryptography.hazmat.primitives.hpke")
 from federations import Request, write_kits
-from sealed import COPA, RUN, SEALED_ONLY, SHOT, Killed, between, options, run
+from sealed import COPA, RUN, SEALED_ONLY, SHOT, between, options, run
 
 from fedshift.deploy.cli.site import open_model
 from fedshift.deploy.remote.policy import AuditLog
@@ -92,26 +92,15 @@ def test_killed_anywhere_a_run_ends_in_the_same_bits(
     method: dict[str, Any], moments: list[tuple[str, str, int]], tmp_path: Path
 ) -> None:
     """Coordinator and sites begin anew each time; the third time sites have lost the answers that they kept."""
-    left = list(moments)
+    change = killed_at(*moments, lose={3: tmp_path})
 
-    def change(site: str, header: dict[str, Any], answer: Message | Lost) -> Message | Lost:
-        moment = (site, header.get("call", header["do"]), header.get("envelope", header).get("round"))
-        if moment in left:
-            left.remove(moment)
-            for file in tmp_path.rglob("answer-*") if len(left) == 1 else ():
-                file.unlink()
-            raise Killed
-        return answer
-
-    while True:
+    def anew() -> Path:
         transport = between(tmp_path)
         transport.change = change
-        try:
-            there = run(tmp_path, transport, method)
-            break
-        except Killed:
-            pass
-    assert not left
+        return run(tmp_path, transport, method)
+
+    there, deaths = through_deaths(anew)
+    assert deaths == len(moments)
     here = simulate(tmp_path, options(method), unseen={}, routing="sealed")
     name = method["name"]
     assert same(model(here, name, "east"), open_at_site(tmp_path, there, name, "east"))

@@ -9,7 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from loopback import Loopback, Without, events, model, result, same, site_file, write_data
+from loopback import (
+    Change,
+    Killed,
+    Loopback,
+    Without,
+    events,
+    killed_at,
+    model,
+    result,
+    same,
+    site_file,
+    through_deaths,
+    write_data,
+)
 
 pytest.importorskip("cryptography")
 from federations import FOUR, deploy_secure, secure_options, simulate_secure, write_kits
@@ -24,7 +37,6 @@ from fedshift.federation.messages import Masked
 
 CSAC = {"name": "csac", "acquisition_epochs": 1, "calibration_epochs": 1}
 FIVE = {**FOUR, "down": 19}
-Change = Callable[[str, dict[str, Any], Message | Lost], Message | Lost]
 
 
 def fingerprints(folder: Path, sites: list[str]) -> dict[str, str]:
@@ -109,37 +121,14 @@ def test_sites_are_lost_before_and_between_the_exchanges(
         assert down[1] < 0.55 * down[0]
 
 
-class Killed(Exception):
-    """The coordinator died here."""
-
-
-def killed_at(*moments: tuple[str, str, int]) -> Change:
-    """The coordinator dies when an answer of a site arrives, once each."""
-    left = set(moments)
-
-    def change(site: str, header: dict[str, Any], answer: Message | Lost) -> Message | Lost:
-        moment = (site, header["do"], header.get("envelope", header).get("round"))
-        if moment in left:
-            left.remove(moment)
-            raise Killed
-        return answer
-
-    return change
-
-
 def test_killed_between_the_exchanges_a_run_ends_in_the_same_bits(tmp_path: Path) -> None:
     """Coordinator and sites begin anew each time: from nothing, and from a checkpoint."""
     options = secure_options(CSAC)
     moments = [("north", "confirm", 0), ("up", "call", 1), ("east", "unmask", 1), ("up", "confirm", 2)]
-    change, deaths = killed_at(*moments), 0
-    while True:
-        try:
-            there, transport = deploy_secure(
-                tmp_path, options, transport=between(tmp_path, change, FOUR, roster="first")
-            )
-            break
-        except Killed:
-            deaths += 1
+    change = killed_at(*moments)
+    (there, transport), deaths = through_deaths(
+        lambda: deploy_secure(tmp_path, options, transport=between(tmp_path, change, FOUR, roster="first"))
+    )
     assert deaths == len(moments)
     here = simulate_secure(tmp_path, options)
     assert same(model(here, "csac", "west"), model(there, "csac", "west"))

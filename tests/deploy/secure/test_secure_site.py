@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from loopback import SETTING, site_file, write_data
+from loopback import SETTING, call_header, site_file, write_data
 
 pytest.importorskip("cryptography")
 from cryptography.hazmat.primitives import serialization
@@ -75,27 +75,10 @@ class Coordinator:
         cards = {name: self.cards[name] for name in names}
         envelopes = dict.fromkeys(names, Envelope(**ENVELOPE))
         whole = sum_asked(Weighing("samples", 8, len(FOUR)), cards, envelopes).model_dump(mode="json")
-        header = {
-            "do": "call",
-            "run": "r",
-            "call": "fit",
-            "envelope": ENVELOPE,
-            "memory": {},
-            "kept": {},
-            "checkpoint": 0,
-            "wire": "float32",
-            "aggregation": "secure",
-            "setting": SETTING,
-            "part": {
-                "role": "source",
-                "number": 0,
-                "whole": False,
-                "fingerprint": self.sites[site].holding.fingerprint,
-                "split": {"test_fraction": 0.3, "split": "auto", "seed": 0},
-            },
-            **{name: value for name, value in changes.items() if name not in whole},
-            "sum": {**whole, **{name: value for name, value in changes.items() if name in whole}},
-        }
+        more = {name: value for name, value in changes.items() if name not in whole}
+        whole |= {name: value for name, value in changes.items() if name in whole}
+        program = self.sites[site]
+        header = call_header(program, **{"envelope": ENVELOPE, "aggregation": "secure", **more, "sum": whole})
         sha = body_of({"weights": weights}).sha256
         return header, order_in(call_request(header), sha)[0]
 
