@@ -64,7 +64,7 @@ def check_categories(tables: Mapping[str, Columns], columns: Iterable[str], labe
         for column in names:
             together: Counter[str] = Counter()
             for table in tables.values():
-                rows = counted_cells(table.column(column))
+                rows = counted_cells(table.cells[column])
                 if named(rows):
                     raise _refusal(table.path, f"column '{column}'", rows, advice, "data.many_categories")
                 together.update(rows)

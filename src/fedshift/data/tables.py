@@ -39,7 +39,7 @@ from fedshift.data.table_files import (
     number_of,
     read_table,
 )
-from fedshift.errors import UserError, in_words
+from fedshift.errors import UserError, in_words, nearest
 from fedshift.functional.noisy_moments import Ranges, within
 
 
@@ -119,7 +119,17 @@ class TableEncoding(BaseModel):
             fills: column → what a missing value is read as.
             form: how files are written.
             id: the column that names each row.
+
+        Raises:
+            UserError: a missing category is to be read as none of the categories.
         """
+        for category in self.categorical:
+            value = fills.get(category.name)
+            if value is not None and value not in category.categories:
+                raise UserError(
+                    f"data.impute: '{value}' is no category of column '{category.name}'; "
+                    f"{nearest(str(value), category.categories)}"
+                )
         numeric = tuple(
             column.model_copy(
                 update={"missing_values": tuple(codes.get(column.name, ())), "fill": fills.get(column.name)}

@@ -38,7 +38,7 @@ from fedshift.data.site_labels import unknown_labels, unread
 from fedshift.data.site_scale import check_scale, sums_of
 from fedshift.data.splits import fixed_split
 from fedshift.data.tables import moments
-from fedshift.data.tasks.task_fields import TaskFields, flags, label_sums, quantities, times
+from fedshift.data.tasks.task_fields import TaskFields, flags, label_sums, quantities, sites_for_statistics, times
 from fedshift.errors import UserError, nearest
 from fedshift.text import type_in_words
 
@@ -266,26 +266,6 @@ def _scale_warning(dataset: DataSet) -> tuple[str, ...]:
         f"column {column} of the features has a root mean square of {sizes[column]:.4g}: such numbers train badly; "
         f"{advice}",
     )
-
-
-def sites_for_statistics(chosen: tuple[str, ...] | None, sites: Mapping[str, object]) -> tuple[str, ...]:
-    """The sites whose statistics are used.
-
-    Args:
-        chosen: names of sites; None: all.
-        sites: all sites.
-
-    Raises:
-        UserError: no site is chosen, or one does not exist; names the nearest one.
-    """
-    if chosen is None:
-        return tuple(sites)
-    if not chosen:
-        raise UserError("data.statistics_from: no site is left; name a source, or leave the field out")
-    for site in chosen:
-        if site not in sites:
-            raise UserError(f"data.statistics_from: no site '{site}'; {nearest(site, sites)}")
-    return chosen
 
 
 def _arrays(site: str, held: Path | Database | InMemory, labels: str | None = None) -> dict[str, Array]:

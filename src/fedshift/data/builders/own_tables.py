@@ -6,7 +6,7 @@ Their samples are numbers of several columns, or the tokens of one column of tex
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,6 @@ import numpy as np
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from fedshift.data.agreement import MOMENTS, table_given
-from fedshift.data.builders.arrays import sites_for_statistics
 from fedshift.data.builders.in_memory import Held, InMemory, SiteSamples
 from fedshift.data.builders.table_labels import (
     CLASSES,
@@ -28,7 +27,7 @@ from fedshift.data.builders.table_labels import (
 from fedshift.data.checks import agreed_classes, check_dataset
 from fedshift.data.codings import count_columns
 from fedshift.data.databases import Database, read_query
-from fedshift.data.domain import DataSet, DataSource, Domain, Inputs, Labels, Manifest, Preprocessing, Rows
+from fedshift.data.domain import DataSet, DataSource, Domain, Inputs, Labels, Manifest, Preprocessing
 from fedshift.data.identifiers import check_categories
 from fedshift.data.input_guard import InputShift, table_shift
 from fedshift.data.site_labels import labelled_name, unknown_labels, unread
@@ -56,7 +55,7 @@ from fedshift.data.tables import (
     encoding_of,
     site_statistics,
 )
-from fedshift.data.tasks.task_fields import TaskFields, label_sums
+from fedshift.data.tasks.task_fields import TaskFields, label_sums, sites_for_statistics
 from fedshift.data.text_columns import LONGEST, TextEncoding, text_encoding
 from fedshift.errors import UserError, nearest
 from fedshift.functional.noisy_moments import Ranges
@@ -330,6 +329,7 @@ class Table(TableFormat, TaskFields):
             UserError: a file cannot be used; names file, line and column.
         """
         whole = self._whole_tables()
+        warnings = tuple(self._unread_labels(whole))
         tables = self._complete(whole)
         self._check_identifiers(tables)
         named = (
@@ -344,10 +344,9 @@ class Table(TableFormat, TaskFields):
         known = [label_sums(labels[site][domains[site].described]) for site in scaling] if self.scales_labels else []
         objective = self.objective(known)
         preprocessing = encoding.model_copy(update={"objective": objective})
-        columns = {
-            site: count_columns(table, self.numeric, self.categorical) for site, table in self._tables_to_compare(whole)
-        }
-        domains, warnings = self.by_labels(domains), tuple(self._unread_labels(whole))
+        compared = {} if self._further else whole  # none in a further encoding of the same tables
+        columns = {site: count_columns(table, self.numeric, self.categorical) for site, table in compared.items()}
+        domains = self.by_labels(domains)
         return check_dataset(DataSet(self.name, domains, classes, preprocessing, self.manifest(), warnings, columns))
 
     def _inputs(self, tables: Mapping[str, Columns]) -> tuple[dict[str, Inputs], Preprocessing]:
@@ -356,7 +355,6 @@ class Table(TableFormat, TaskFields):
         if (text := self._text) is not None:
             return {site: text.tokens(table) for site, table in tables.items()}, text.preprocessing(form, self.id)
         encoding = self._encoding(tables)
-        self._check_fills(encoding)
         encoding = encoding.with_choices(self._codes(""), self._fills, form, self.id)
         scale = None if self.standardise is True else self.standardise
         preprocessing = encoding.preprocessing().model_copy(update={"standardise": scale})
@@ -384,10 +382,6 @@ class Table(TableFormat, TaskFields):
         labelled = {site: tables[site] for site in self.labelled_sites(tables)}
         labels = [name for name in self.label_columns if as_written and name not in self.many_categories]
         check_categories(labelled, [], labels)
-
-    def _tables_to_compare(self, tables: Mapping[str, Columns]) -> Iterable[tuple[str, Columns]]:
-        """The tables whose columns are compared between sites: none in a further encoding of the same tables."""
-        return () if self._further else tables.items()
 
     def _classes(self, labels: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
         """What networks have an output for: the classes of all sites together, or the column of a quantity."""
@@ -418,7 +412,7 @@ class Table(TableFormat, TaskFields):
 
     def _labelled_rows(self, table: Columns) -> list[int]:
         """The rows that have a label."""
-        return [row for row, cell in enumerate(table.column(self.label_column)) if not is_missing(cell)]
+        return [row for row, cell in enumerate(table.cells[self.label_column]) if not is_missing(cell)]
 
     def _numbers_of(self, site: str, table: Columns, labels: Sequence[str], classes: Sequence[str]) -> Labels:
         """As `_stored_labels`, of a site that may lack labels."""
@@ -484,9 +478,8 @@ class Table(TableFormat, TaskFields):
         """The encoding of the sites that give statistics."""
         parts = self._parts(tables)
         chosen = sites_for_statistics(self.statistics_from, parts)
-        statistics = [
-            site_statistics(self._training_rows(parts[site]), self.numeric, self.categorical) for site in chosen
-        ]
+        tables = {site: self._training_rows(parts[site]) for site in chosen}
+        statistics = [site_statistics(table, self.numeric, self.categorical) for table in tables.values()]
         return agreed_encoding(statistics, self.numeric, self.categorical)
 
     def encode(self, preprocessing: Preprocessing, classes: tuple[str, ...]) -> DataSet:
@@ -618,30 +611,18 @@ class Table(TableFormat, TaskFields):
         return read_query(held, self.query, f"{self.query.name}{at}", form, self._numbers)
 
     def _domain(self, site: str, table: Columns, inputs: Inputs, labels: Labels) -> Domain:
-        domain = Domain(site, inputs, labels, ids=self._ids(table))
+        domain = Domain(site, inputs, labels, ids=None if self.id is None else tuple(table.cells[self.id]))
         if self.split is None:
             return domain
-        train, test = self._sides(table, self.split)
+        train, test = fixed_split(table.cells[self.split], table.locate)
         return replace(domain, train_rows=train, test_rows=test, fixed_split=True)
-
-    def _sides(self, table: Columns, split: str) -> tuple[Rows, Rows]:
-        return fixed_split(table.column(split), table.locate)
 
     def _training_rows(self, table: Columns) -> Columns:
         """The rows that statistics are made of: none of a fixed test set."""
-        return table if self.split is None else table.rows(self._sides(table, self.split)[0].tolist())
-
-    def _ids(self, table: Columns) -> tuple[str, ...] | None:
-        return None if self.id is None else tuple(table.column(self.id))
-
-    def _check_fills(self, encoding: TableEncoding) -> None:
-        for column in encoding.categorical:
-            value = self._fills.get(column.name)
-            if value is not None and value not in column.categories:
-                raise UserError(
-                    f"data.impute: '{value}' is no category of column '{column.name}'; "
-                    f"{nearest(str(value), column.categories)}"
-                )
+        if self.split is None:
+            return table
+        train, _ = fixed_split(table.cells[self.split], table.locate)
+        return table.rows(train.tolist())
 
     def _labels(self, table: Columns) -> list[str]:
         return classes_of(table, self.label_column, self._condition, self.labels)

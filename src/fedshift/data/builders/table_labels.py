@@ -60,7 +60,7 @@ class Condition:
         Raises:
             UserError: its cell is not a number, and the sign needs one.
         """
-        cell = canonical(table.column(self.column)[row])
+        cell = canonical(table.cells[self.column][row])
         if self.sign not in _COMPARED:
             return (cell == self.value) == (self.sign != "!=")
         number, limit = number_of(cell), number_of(self.value)
@@ -88,12 +88,12 @@ def classes_of(
         UserError: a label is missing, or has no class.
     """
     _check_any_label(table, column)
-    return [_class_of(table, row, cell, column, condition, mapping) for row, cell in enumerate(table.column(column))]
+    return [_class_of(table, row, cell, column, condition, mapping) for row, cell in enumerate(table.cells[column])]
 
 
 def _check_any_label(table: Columns, column: str) -> None:
     """Raise UserError where no row has a label: filling or dropping rows is no help there."""
-    if len(table) and all(map(is_missing, table.column(column))):
+    if len(table) and all(map(is_missing, table.cells[column])):
         what = "no row has a label: if this site has none, write data.site_labels: {SITE: none}, with the site's name"
         after = "or leave it out, and predict its rows with 'fedshift predict'"
         file = table.locate(0).partition(",")[0]
@@ -161,7 +161,7 @@ class Labelling(BaseModel):
             except UserError:
                 return None
 
-        return [class_of_row(row, cell) for row, cell in enumerate(table.column(self.column))]
+        return [class_of_row(row, cell) for row, cell in enumerate(table.cells[self.column])]
 
 
 def quantities_of(table: Columns, column: str) -> npt.NDArray[np.float32]:
@@ -172,7 +172,7 @@ def quantities_of(table: Columns, column: str) -> npt.NDArray[np.float32]:
     """
     _check_any_label(table, column)
     out = np.empty(len(table), dtype=np.float32)
-    for row, cell in enumerate(table.column(column)):
+    for row, cell in enumerate(table.cells[column]):
         where = f"{table.locate(row)}, column '{column}'"
         number = None if is_missing(cell) else number_of(cell)
         with np.errstate(over="ignore"):
@@ -187,48 +187,27 @@ def quantities_of(table: Columns, column: str) -> npt.NDArray[np.float32]:
     return out
 
 
-def times_of(table: Columns, time: str, event: str) -> npt.NDArray[np.float32]:
-    """The time and the event of each row, (n, 2).
-
-    Raises:
-        UserError: a time is missing or negative, or an event is not 0 or 1.
-    """
-    out = np.stack([quantities_of(table, time), quantities_of(table, event)], axis=1)
-    for column, wrong, wanted in (
-        (time, out[:, 0] < 0, "a time of 0 or more"),
-        (event, ~np.isin(out[:, 1], (0, 1)), "1 where the event happened, else 0"),
-    ):
-        if wrong.any():
-            where = table.locate(int(np.flatnonzero(wrong)[0]))
-            raise UserError(
-                f"{where}, column '{column}': task time_to_event needs {wanted}: mend or drop the row",
-                public=f"{where}: task time_to_event needs {wanted}",
-            )
-    return out
-
-
-def flags_of(table: Columns, columns: Sequence[str]) -> npt.NDArray[np.float32]:
-    """The cells of columns of 0 and 1, (n, columns).
-
-    Raises:
-        UserError: a cell is something else.
-    """
-    out = np.stack([quantities_of(table, column) for column in columns], axis=1)
-    for row, index in np.argwhere(~np.isin(out, (0, 1))):
-        where = table.locate(int(row))
-        raise UserError(
-            f"{where}, column '{columns[index]}': task multi_label needs 0 or 1: mend the cell",
-            public=f"{where}: a label is not 0 or 1",
-        )
-    return out
-
-
 def labels_of(table: Columns, task: str, columns: Sequence[str]) -> npt.NDArray[np.float32]:
-    """The labels of each row for a task whose labels are no classes.
+    """The labels of each row for a task whose labels are no classes: (n,), or (n, columns) of several columns.
 
     Raises:
         UserError: a cell does not fit the task.
     """
+    out = np.stack([quantities_of(table, column) for column in columns], axis=1)
     if task == "time_to_event":
-        return times_of(table, *columns)
-    return flags_of(table, columns) if task == "multi_label" else quantities_of(table, columns[0])
+        wrong = [
+            (out[:, 0] < 0, "a time of 0 or more"),
+            (~np.isin(out[:, 1], (0, 1)), "1 where the event happened, else 0"),
+        ]
+    elif task == "multi_label":
+        wrong = [(~np.isin(column, (0, 1)), "0 or 1") for column in out.T]
+    else:
+        return out[:, 0]
+    for column, (rows, wanted) in zip(columns, wrong, strict=True):
+        if rows.any():
+            where = table.locate(int(np.flatnonzero(rows)[0]))
+            raise UserError(
+                f"{where}, column '{column}': task {task} needs {wanted}: mend or drop the row",
+                public=f"{where}: task {task} needs {wanted}",
+            )
+    return out

@@ -14,7 +14,7 @@ from pydantic import Field, PositiveFloat, model_validator
 
 from fedshift.data.domain import Preprocessing
 from fedshift.data.site_labels import SiteLabels
-from fedshift.errors import UserError
+from fedshift.errors import UserError, nearest
 from fedshift.functional.survival import MeanOver
 from fedshift.text import type_in_words
 
@@ -117,6 +117,26 @@ def with_label_scale(objective: Mapping[str, object], sums: Sequence[Sums]) -> d
     # Rounding gives a constant label a variance of about 1e-16 of its square instead of 0.
     constant = variance <= 1e-12 * (1 + mean**2)
     return {**objective, "mean": mean, "std": 1.0 if constant else float(np.sqrt(variance))}
+
+
+def sites_for_statistics(chosen: tuple[str, ...] | None, sites: Mapping[str, object]) -> tuple[str, ...]:
+    """The sites whose statistics are used.
+
+    Args:
+        chosen: names of sites; None: all.
+        sites: all sites.
+
+    Raises:
+        UserError: no site is chosen, or one does not exist; names the nearest one.
+    """
+    if chosen is None:
+        return tuple(sites)
+    if not chosen:
+        raise UserError("data.statistics_from: no site is left; name a source, or leave the field out")
+    for site in chosen:
+        if site not in sites:
+            raise UserError(f"data.statistics_from: no site '{site}'; {nearest(site, sites)}")
+    return chosen
 
 
 def label_sums(labels: npt.NDArray[Any]) -> dict[str, float]:
