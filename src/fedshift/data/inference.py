@@ -89,7 +89,6 @@ def samples_in_memory(samples: Any, preprocessing: Preprocessing) -> tuple[list[
 
 
 def _texts(samples: Any, text: TextEncoding) -> Columns:
-    """The table of texts in memory."""
     if isinstance(samples, str) or not all(isinstance(sample, str) for sample in samples):
         raise UserError("X: the model reads text: give a list of texts, a data frame, or the path of a .csv")
     return from_columns("X", {text.column: list(samples)})

@@ -69,7 +69,9 @@ def site_differences(data: DataSet, parts: Parts | None = None) -> tuple[str, ..
         *_repeated_samples(data, prints, parts),
         *_shared_ids(data),
         *(_scales(numbers, codes) if data.preprocessing.standardise is None else ()),
-        *_codings(data, numbers, codes),
+        *fewer(missing_warnings(data.columns)),
+        *fewer(named_warnings(data.columns)),
+        *fewer(number_warnings(numbers, codes)),
     )
 
 
@@ -236,13 +238,6 @@ def _counts_rows(ids: tuple[str, ...]) -> bool:
         return {int(name) for name in ids} <= set(range(len(ids) + 1))
     except ValueError:
         return False
-
-
-def _codings(data: DataSet, numbers: Numbers, codes: Codes) -> Iterator[str]:
-    """Warnings about missing cells, codes for them, categories and columns that never change."""
-    yield from fewer(missing_warnings(data.columns))
-    yield from fewer(named_warnings(data.columns))
-    yield from fewer(number_warnings(numbers, codes))
 
 
 def _numbers(data: DataSet) -> Numbers:

@@ -592,7 +592,7 @@ def advice_on(cell: str, otherwise: str) -> str:
 
     No advice makes a thousandth of a number: 1,061 can be a thousand and more.
     """
-    if is_date(cell):
+    if _DATE.fullmatch(cell):
         return "write dates as days since one date that all sites share, or drop the column"
     if _GROUPED_COMMA.fullmatch(cell):
         return "if commas group thousands, set data.thousands: ','"
@@ -606,11 +606,6 @@ def advice_on(cell: str, otherwise: str) -> str:
     return (
         otherwise if re.search(r"\d", cell) else f"if it means missing, set data.missing_words: ['{cell}']; {otherwise}"
     )
-
-
-def is_date(cell: str) -> bool:
-    """Whether a cell is a date, as ISO 8601, days first or months first."""
-    return _DATE.fullmatch(cell) is not None
 
 
 def _read_partitioned(path: Path, form: TableFormat, numeric: Collection[str]) -> Columns:

@@ -182,7 +182,6 @@ def _whole(there: Pack | None) -> list[PackedRun]:
 
 
 def _of_folder(folder: Path, experiment: Path) -> PackedRun:
-    """The finished run in a folder."""
     result, settings, rounds = (read_stored(folder / name) for name in (RESULT, SETTINGS, ROUNDS))
     if result is None or settings is None:
         raise UserError(f"{folder} holds no {SETTINGS}: it was not written by this version of fedshift")
@@ -201,7 +200,6 @@ def _of_folder(folder: Path, experiment: Path) -> PackedRun:
 
 
 def _mapping(file: Stored) -> dict[str, Any]:
-    """The mapping in a JSON or YAML file."""
     try:
         text, as_json = file.data, file.file.suffix == ".json"
         mapping = json.loads(text) if as_json else plain_yaml(text)

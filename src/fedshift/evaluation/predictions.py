@@ -95,7 +95,6 @@ def as_parquet(sites: Sequence[SitePredictions], classes: Sequence[str], about: 
 def _label_columns(
     labels: NDArray[Any], predicted: NDArray[Any], classes: Sequence[str], names: Callable[[NDArray[Any]], Any]
 ) -> dict[str, Any]:
-    """The columns of labels and predictions."""
     if predicted.ndim == 2:
         columns = {f"label_{name}": labels[:, number] for number, name in enumerate(classes)}
         return columns | {f"predicted_{name}": predicted[:, number] for number, name in enumerate(classes)}

@@ -120,7 +120,7 @@ def read_stored(path: Path) -> Stored | None:
         return None if pack is None else Stored(_json(pack.order), folder / packs.RUNS)
     pack, name = (None, "") if (folder / RESULT).exists() else _pack_and_name(folder)
     if pack is None or name not in pack.runs:
-        return _on_disk(path)
+        return Stored(_read_checked(path), path) if path.exists() else None
     if path.name == ROUNDS:
         lines = pack.lines(name)
         return None if lines is None else Stored(lines, pack.folder / packs.ROUNDS, name)
@@ -280,7 +280,6 @@ def read_failure(folder: Path) -> str | None:
 
 
 def _sums_of(folder: Path) -> dict[str, str]:
-    """The digests in a folder by name."""
     file = folder / SUMS
     text = _read(file).decode(errors="replace") if file.is_file() else ""
     return {name: digest for digest, _, name in (line.rpartition("  ") for line in text.split("\n")) if name}
@@ -400,12 +399,6 @@ def _stamp(file: Path) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return there.st_ino, there.st_size, there.st_mtime_ns
-
-
-def _on_disk(path: Path) -> Stored | None:
-    if not path.exists():
-        return None
-    return Stored(_read_checked(path), path)
 
 
 def _read_checked(path: Path) -> bytes:

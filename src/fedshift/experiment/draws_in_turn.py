@@ -132,7 +132,10 @@ def propose(
         state = optuna.trial.TrialState.PRUNED if worth is None else optuna.trial.TrialState.COMPLETE
         study.add_trial(optuna.trial.create_trial(params=params, distributions=distributions, value=worth, state=state))
     chosen = study.ask(fixed_distributions=distributions).params
-    return {field: _outside(space, chosen[field]) for field, space in spaces.items()}
+    return {
+        field: chosen[field] if space.choices is None else space.choices[chosen[field]]
+        for field, space in spaces.items()
+    }
 
 
 def _distribution(space: Space, kinds: Any) -> Any:
@@ -148,7 +151,3 @@ def _distribution(space: Space, kinds: Any) -> Any:
 
 def _inside(space: Space, value: Any) -> Any:
     return value if space.choices is None else space.choices.index(value)
-
-
-def _outside(space: Space, value: Any) -> Any:
-    return value if space.choices is None else space.choices[value]

@@ -35,7 +35,7 @@ from fedshift.data.inference import (
 )
 from fedshift.data.input_guard import ImageStatistics, InputShift, feature_shift, image_shift, table_shift
 from fedshift.data.site_scale import check_several, of_these
-from fedshift.data.table_files import Columns, SiteFormat
+from fedshift.data.table_files import SiteFormat
 from fedshift.data.tables import encoding_of
 from fedshift.data.tasks.objective import Objective, objective_of
 from fedshift.data.transforms import to_network
@@ -163,14 +163,14 @@ class TrainedModel:
         table = table_to_predict(data, self.stored, written)
         if table is not None:
             named, rows = rows_to_predict(self.stored, table)
-            shift = InputShift() if self.stored.table is None else self._table_shift(table)
+            shift = InputShift()
+            if self.stored.table is not None:
+                own_scale = self.stored.standardise is not None
+                shift = table_shift(table, encoding_of(self.stored), own_scale=own_scale)
             return ToPredict(named, rows, shift, table, scale=self._scale(len(rows)))
         names, inputs = (load_for_prediction if isinstance(data, Path) else samples_in_memory)(data, self.stored)
         left_out = further_pages(data) if isinstance(data, Path) and self.stored.kind == "image" else None
         return ToPredict(names, inputs, self._shift(inputs, data), data, left_out, self._scale(len(inputs)))
-
-    def _table_shift(self, table: Columns) -> InputShift:
-        return table_shift(table, encoding_of(self.stored), own_scale=self.stored.standardise is not None)
 
     def _scale(self, samples: int) -> str | None:
         if self.preprocessing.standardise is None or not samples:

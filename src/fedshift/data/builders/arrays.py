@@ -251,7 +251,7 @@ def _scale_warning(dataset: DataSet) -> tuple[str, ...]:
     """A warning if a column of features is too large for a network to train well."""
     preprocessing = dataset.preprocessing
     is_scaled = preprocessing.mean is not None or preprocessing.standardise is not None
-    if len(dataset.input_shape) != 1 or is_scaled or _are_tokens(_any_inputs(dataset)):
+    if len(dataset.input_shape) != 1 or is_scaled or _are_tokens(next(iter(dataset.domains.values())).inputs):
         return ()
     features = [domain.inputs for domain in dataset.domains.values() if not isinstance(domain.inputs, SparseRows)]
     # ``einsum`` adds up in float64 without copying the features, which may fill half of the memory.
@@ -388,10 +388,6 @@ def _tokens(where: str, x: Array, mask: Array | None) -> npt.NDArray[np.int64]:
 
 def _are_tokens(inputs: Inputs) -> bool:
     return not isinstance(inputs, SparseRows) and inputs.dtype == np.int64
-
-
-def _any_inputs(dataset: DataSet) -> Inputs:
-    return next(iter(dataset.domains.values())).inputs
 
 
 def _integers(where: str, name: str, values: Array, samples: int, advice: str = "") -> npt.NDArray[np.int64]:

@@ -250,7 +250,6 @@ def _read_listing(listing: Path, root: Path, images: ImageTree) -> set[Path]:
 
 
 def _fix_split(domain: Domain, tested: Sequence[bool]) -> Domain:
-    """A domain whose test rows are fixed."""
     test = np.array(tested, dtype=bool)
     return replace(domain, train_rows=np.flatnonzero(~test), test_rows=np.flatnonzero(test), fixed_split=True)
 

@@ -72,7 +72,7 @@ class InMemory:
         if self.labels is not None:
             return _array(f"{where}: inputs", self._plain), _array(f"{where}: labels", self.labels)
         if self.is_named:
-            return self._named_arrays(where)
+            return self._column(where, INPUTS, "inputs"), self._column(where, LABELS, "labels")
         if self.is_frame:
             raise UserError(f"{where}: a data frame without labels is a table: write name: table and label: COLUMN")
         try:
@@ -120,9 +120,6 @@ class InMemory:
         if self.is_named:
             return self._column(where, INPUTS, "inputs")
         return self.arrays(where)[0]
-
-    def _named_arrays(self, where: str) -> tuple[Array, Array]:
-        return self._column(where, INPUTS, "inputs"), self._column(where, LABELS, "labels")
 
     def _column(self, where: str, usual: Sequence[str], what: str) -> Array:
         names = [name for name in usual if name in self.samples.column_names]

@@ -260,7 +260,6 @@ class Table(TableFormat, TaskFields):
         return TableFormat(**{name: getattr(self, name) for name in TableFormat.model_fields})
 
     def _form_of(self, site: str) -> TableFormat:
-        """How a site's file is written."""
         form = self.per_site.get(site)
         return self._form if form is None else merge_formats(self._form, form)
 
@@ -408,10 +407,10 @@ class Table(TableFormat, TaskFields):
         text = self.site_labels.get(site)
         if text == "none":
             return []
-        return self._labels(table if text is None else table.rows(self._labelled_rows(table)))
+        known = table if text is None else table.rows(self._labelled_rows(table))
+        return classes_of(known, self.label_column, self._condition, self.labels)
 
     def _labelled_rows(self, table: Columns) -> list[int]:
-        """The rows that have a label."""
         return [row for row, cell in enumerate(table.cells[self.label_column]) if not is_missing(cell)]
 
     def _numbers_of(self, site: str, table: Columns, labels: Sequence[str], classes: Sequence[str]) -> Labels:
@@ -623,6 +622,3 @@ class Table(TableFormat, TaskFields):
             return table
         train, _ = fixed_split(table.cells[self.split], table.locate)
         return table.rows(train.tolist())
-
-    def _labels(self, table: Columns) -> list[str]:
-        return classes_of(table, self.label_column, self._condition, self.labels)

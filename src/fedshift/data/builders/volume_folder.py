@@ -128,7 +128,6 @@ class VolumeFolder(DataSource):
         return check_dataset(DataSet(self.name, domains, classes, preprocessing, self.manifest(), warned))
 
     def _of_classes(self, site: Path, left_out: LeftOut) -> tuple[list[str], list[_Item]]:
-        """The classes of a site, and its volumes."""
         left_out.note_misplaced(site)
         items = [
             _Item(series, label.name)
@@ -137,7 +136,12 @@ class VolumeFolder(DataSource):
             for series in volume
         ]
         if not items:
-            hint = root_hint(self.root, lambda root: any(_holds_volumes(folder) for folder in folders(root)))
+            hint = root_hint(
+                self.root,
+                lambda root: any(
+                    path.is_file() and is_medical(path) for folder in folders(root) for path in folder.rglob("*")
+                ),
+            )
             raise UserError(f"site '{site.name}' is empty: no volumes in {site}/<class>; {hint}expected {_LAYOUT}")
         return sorted({item.label for item in items}), items
 
@@ -274,10 +278,6 @@ def _groups(items: Mapping[str, Sequence[_Item]]) -> dict[str, npt.NDArray[np.in
     if len(numbers) == sum(map(len, patients.values())):
         return {}
     return {site: np.array(some, dtype=np.int64) for site, some in patients.items()}
-
-
-def _holds_volumes(folder: Path) -> bool:
-    return any(is_medical(path) for path in folder.rglob("*") if path.is_file())
 
 
 def _volumes_in(folder: Path, left_out: LeftOut, patient: Patient) -> dict[str, list[Series]]:

@@ -142,7 +142,6 @@ class RunLog:
             missing.clear()
 
     def _report_refused(self, report: dict[str, Any]) -> None:
-        """What sites refused to send."""
         if refused := self.federation.refused:
             report["refused"] = dict(refused)
             before = self._refusals()

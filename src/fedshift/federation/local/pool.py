@@ -376,7 +376,6 @@ class PoolFederation(Federation):
                 turn.packed = None
 
     def _answer(self, site: str, worker: int) -> Answer[Any] | Missing:
-        """What a worker answers for a site."""
         try:
             content, done = self._pool.receive(CallDone, worker)
         except (TrainingDiverged, KindRefused) as error:

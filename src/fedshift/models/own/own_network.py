@@ -274,7 +274,6 @@ def _options(fields: Mapping[str, Any], name: str, make: Maker, sha256: str | No
 
 
 def _checksum(module: nn.Module) -> str:
-    """A checksum of a module's layers and weights."""
     digest = hashlib.sha256(f"{type(module).__qualname__} {module!r}".encode())
     for name, tensor in module.state_dict().items():
         digest.update(name.encode())
