@@ -137,8 +137,8 @@ Numbers = Mapping[str, Mapping[str, Column]]
 def count_columns(table: Columns, numeric: Sequence[str], categorical: Sequence[str]) -> dict[str, Column | Categories]:
     """The values of the columns of a table, and how many rows have each."""
     return {
-        **{name: Column.of(Counter(table.column(name))) for name in numeric},
-        **{name: Categories.of(Counter(table.column(name))) for name in categorical},
+        **{name: Column.of(Counter(table.cells[name])) for name in numeric},
+        **{name: Categories.of(Counter(table.cells[name])) for name in categorical},
     }
 
 

@@ -475,10 +475,9 @@ class Table(TableFormat, TaskFields):
 
     def _encoding(self, tables: Mapping[str, Columns]) -> TableEncoding:
         """The encoding of the sites that give statistics."""
-        parts = self._parts(tables)
+        parts = {site: self._training_rows(table) for site, table in self._parts(tables).items()}
         chosen = sites_for_statistics(self.statistics_from, parts)
-        tables = {site: self._training_rows(parts[site]) for site in chosen}
-        statistics = [site_statistics(table, self.numeric, self.categorical) for table in tables.values()]
+        statistics = [site_statistics(parts[site], self.numeric, self.categorical) for site in chosen]
         return agreed_encoding(statistics, self.numeric, self.categorical)
 
     def encode(self, preprocessing: Preprocessing, classes: tuple[str, ...]) -> DataSet:
