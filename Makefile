@@ -33,7 +33,7 @@ demo: $(if $(wildcard $(READY)),$(READY),$(PLAIN))  ## compare four methods on r
 test: $(READY)  ## all tests; those on real data need FEDSHIFT_DATA and FEDSHIFT_WEIGHTS and say so when they skip
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(FEDSHIFT_WORKERS) --dist loadfile --no-loadscope-reorder
 
-references: $(READY)  ## every number that an authors' function gave beside ours; writes docs/references.md
+references: $(READY)  ## every number that an authors' function gave beside ours; writes tests/references/README.md
 	OMP_NUM_THREADS=1 $(BIN)/python tests/references/list_references.py
 
 test-fast: $(READY)  ## the tests that start no processes
@@ -93,7 +93,7 @@ bench: $(READY)  ## ratios measured in one run, written to benchmarks/results/be
 docs:  ## the documentation site, build/docs/html/index.html; a warning or a dead link within it is a failure
 	$(PYTHON) -m venv $(DOCS)
 	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs,$(EXTRAS)]"
-	PYTHONPATH=benchmarks $(DOCS)/bin/python docs/site/assemble.py build/docs/source
+	PYTHONPATH=benchmarks:docs $(DOCS)/bin/python docs/site/assemble.py build/docs/source
 	$(DOCS)/bin/python -m sphinx --fail-on-warning --keep-going --fresh-env -q -c docs/site build/docs/source build/docs/html
 	$(DOCS)/bin/python docs/site/dead_links.py build/docs/html
 

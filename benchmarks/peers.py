@@ -161,9 +161,10 @@ def table(name: str, steps: int) -> list[str]:
     return [line(name, ours, theirs.get(name, ())) for name, ours in numbers(f"{peer}_fedshift.csv", steps).items()]
 
 
-def main(name: str, steps: int, folder: Path) -> None:
-    """Run what is missing, and print both."""
-    run(COMPARISONS[name], folder / name, steps)
+def main(name: str, steps: int, folder: Path | None) -> None:
+    """Run what is missing, if there is a folder for it, and print both."""
+    if folder is not None:
+        run(COMPARISONS[name], folder / name, steps)
     print(f"| method | fedshift | {COMPARISONS[name].peer} | difference (in standard errors) |\n|---|---:|---:|---:|")
     print(*table(name, steps), sep="\n")
 
@@ -173,5 +174,7 @@ if __name__ == "__main__":
     parser.add_argument("name", choices=list(COMPARISONS))
     parser.add_argument("--steps", type=int, default=300, choices=(60, 300, 1000), help="of angles")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "fedshift_peers")
+    parser.add_argument("--no-run", action="store_true", help="only print what is committed")
     chosen = parser.parse_args()
-    main(chosen.name, chosen.steps if chosen.name == "angles" else STEPS_OF_A_CLIENT, chosen.folder)
+    steps = chosen.steps if chosen.name == "angles" else STEPS_OF_A_CLIENT
+    main(chosen.name, steps, None if chosen.no_run else chosen.folder)

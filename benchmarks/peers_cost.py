@@ -140,10 +140,10 @@ def seconds_table() -> list[str]:
 
 
 def fill_page() -> str:
-    """The page with both tables between its marks."""
+    """The page with the seconds between its marks."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(_MARK)
     _, _, after = rest.partition(_END)
-    return "\n".join([before + _MARK.rstrip(), "", *lines_table(), "", *seconds_table(), ""]) + "\n" + _END + after
+    return "\n".join([before + _MARK.rstrip(), "", *seconds_table(), ""]) + "\n" + _END + after
 
 
 def main(works: Sequence[str], beside: str | None) -> None:
@@ -164,7 +164,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("works", nargs="*", metavar="WORK", help=f"{' or '.join(WORKS)}; all by default")
     parser.add_argument("--beside", metavar="COMMAND", help="a command whose processor seconds are measured in turns")
+    parser.add_argument("--lines", action="store_true", help="only print the lines of each committed comparison")
     chosen = parser.parse_args()
+    if chosen.lines:
+        print(*lines_table(), sep="\n")
+        parser.exit()
     if unknown := set(chosen.works) - set(WORKS):
         parser.error(f"there is no {', '.join(unknown)}: choose among {', '.join(WORKS)}")
     main(chosen.works or list(WORKS), chosen.beside)

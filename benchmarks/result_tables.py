@@ -1,8 +1,8 @@
 """The tables of a result page: few words, since README.md says once what all of them have in common.
 
-A page has each method's average, what it adds to the baseline, its worst site and what it sent. A command prints the
-rest: every site, intervals, settings, accuracies by kind of site and all differences. Notes become columns and rows
-where they are numbers. What is left of them is one line below the table.
+A page has each method's average, the published one, what it adds to the baseline, and its worst site. A command prints
+the rest: every site, intervals, settings, bytes, steps, accuracies by kind of site and all differences. Notes become
+columns and rows where they are numbers. What is left of them is one line below the table.
 """
 
 from __future__ import annotations
@@ -39,11 +39,23 @@ _FEW = 3
 """Up to so many columns, a page shows each site."""
 _USUAL = (ACCURACY.what, "Harmonic mean, per split")
 _ELSEWHERE = frozenset[Kind](
-    ["average", "baseline", "below", "gain", "harmonic", "measure", "partial", "progress", "sent", "settings", "steps"]
+    [
+        "average",
+        "baseline",
+        "below",
+        "explained",
+        "gain",
+        "harmonic",
+        "measure",
+        "partial",
+        "progress",
+        "sent",
+        "settings",
+        "steps",
+    ]
 )
 """Notes that are columns or rows here, or that README.md says once."""
 _SHORTER: Mapping[Kind, str] = {
-    "explained": "{}",
     "privacy": "Each run: {}",
     "repeats": "Fewer {}.",
     "scale": "Each site in its own scale.",
@@ -59,16 +71,25 @@ Column = tuple[str, Callable[[str], str]]
 
 
 def page_table(
-    collected: Collected, select: Selection, warned: set[str], gains: Sequence[Column], *, sites: bool = False
+    name: str,
+    collected: Collected,
+    select: Selection,
+    warned: set[str],
+    gains: Sequence[Column],
+    *,
+    sites: bool = False,
+    only: Sequence[str] = (),
 ) -> str:
     """The table of an experiment, what each row adds, and one line of what only it has.
 
     Args:
+        name: that of the results.
         collected: the runs.
         select: the selection rule whose round is shown.
         warned: the warnings that the page has so far, for it has each once; those of this table are added.
-        gains: what each method adds to the baseline.
+        gains: what each method adds to the baseline, and published averages.
         sites: every site has a column, however many there are.
+        only: the rows that are shown; all by default.
     """
     report = report_of(collected, select)
     whole, used = report.table, report.used if select == "last" else {}
@@ -76,13 +97,17 @@ def page_table(
     labelled: list[Column] = [
         (table.measure.title, partial(_of_cell, table, AVERAGE)) for table in whole.more if _on_page(table)
     ]
-    more = [*gains, *labelled, *worst, *_number_columns(whole), *_costs(whole, used)]
+    more = [*gains, *labelled, *worst, *_number_columns(whole)]
     shown, last = whole, _last_row(whole, collected.results)
+    if only:
+        shown = replace(whole, methods=tuple(name for name in whole.methods if name in only))
     if not sites and len(whole.columns) > _FEW and AVERAGE in whole.columns:
-        shown, last = replace(whole, columns=(AVERAGE,)), []
-    grid = _grid(shown, ", ".join(_corner(whole, collected)), more, last)
+        shown, last = replace(shown, columns=(AVERAGE,)), []
+    grid = _grid(shown, ", ".join(_corner(whole, collected, costs=False)), more, last)
     notes = [note for note in _notes(whole, used, collected.results[0].metric) if note not in warned]
     warned.update(note for note in notes if note.startswith("Warning"))
+    if left := len(whole.methods) - len(shown.methods):
+        notes.append(f"{left} more row{'s' * (left > 1)}: `python benchmarks/summarise.py {name}`.")
     notes += (
         [f"**{collected.unfinished} of {collected.planned} runs are still to come.**"] if collected.unfinished else []
     )
@@ -103,7 +128,7 @@ def _on_page(table: Table) -> bool:
     return table.measure.title.startswith("Win-win gain")
 
 
-def _corner(whole: Table, collected: Collected) -> Iterator[str]:
+def _corner(whole: Table, collected: Collected, *, costs: bool = True) -> Iterator[str]:
     """What the numbers are unless accuracies, repeats, runs, hours, and versions and threads that are unusual."""
     results = collected.results
     if whole.measure.title:
@@ -114,8 +139,9 @@ def _corner(whole: Table, collected: Collected) -> Iterator[str]:
             if not what.startswith(_USUAL):
                 yield what
             yield f"up to {repeats}" if fewer else repeats
-    yield f"{len(results)} runs"
-    yield f"{sum(result.seconds for result in results) / 3600:.1f} hours"
+    if costs:
+        yield f"{len(results)} runs"
+        yield f"{sum(result.seconds for result in results) / 3600:.1f} hours"
     versions = sorted({f"{name} {result.versions[name]}" for result in results for name in ("torch", "numpy")})
     yield from versions if set(versions) - set(_VERSIONS) else ()
     threads = {str(result.threads) for result in results}
@@ -156,15 +182,6 @@ def _number_columns(whole: Table) -> Iterator[Column]:
         yield "of the averages", lambda name: f"{averages[name].harmonic_mean_of_averages:.2f}"
     if "gain" in kinds:
         yield "gain of unlabelled", lambda name: f"{averages[name].gain['unlabelled']:+.2f}".replace("-", "−")
-
-
-def _costs(whole: Table, used: Mapping[str, Conditions]) -> Iterator[Column]:
-    """Exchanges and bytes, and steps where rows could differ in them."""
-    if any(row.sent for row in used.values()):
-        yield "exchanges", lambda name: f"{used[name].exchanges:,.0f}" if name in used else MISSING
-        yield "MB", lambda name: f"{used[name].sent / 1e6:,.2f}" if name in used else MISSING
-    if any(note.kind == "steps" for note in whole.notes) and used:
-        yield "steps", lambda name: f"{steps:,.0f}" if name in used and (steps := used[name].steps) else MISSING
 
 
 def _last_row(whole: Table, results: Sequence[RunResult]) -> list[str]:

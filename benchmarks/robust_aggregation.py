@@ -210,6 +210,10 @@ def finished_runs() -> list[dict[str, Any]]:
     return [json.loads(line) for line in RUNS.read_text(encoding="utf-8").splitlines()] if RUNS.exists() else []
 
 
+TABLES = (("fedavg", 5), ("fedavg", 10), ("csac", 5))
+"""Method and number of sites of each table."""
+
+
 def table(method: str, sites: int) -> str:
     """Accuracy under each attack and rule, and how often the trigger works, over the seeds that every cell has."""
     rows = [row for row in finished_runs() if (row["method"], row["sites"]) == (method, sites)]
@@ -254,4 +258,7 @@ def main(seeds: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    main([int(seed) for seed in sys.argv[1:]] or [0, 1, 2])
+    if sys.argv[1:] == ["--tables"]:
+        print(*(f"{method}\n{table(method, sites)}\n" for method, sites in TABLES), sep="\n")
+    else:
+        main([int(seed) for seed in sys.argv[1:]] or [0, 1, 2])

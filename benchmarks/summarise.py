@@ -1,10 +1,10 @@
 """Writes the tables of benchmarks/*.md and README.md from the committed results: ``python benchmarks/summarise.py``.
 
-A marker ``<!-- table NAME [SELECT] -->`` … ``<!-- end -->`` is filled with the table of ``benchmarks/results/NAME``,
-and the published averages where ``published.json`` has them. ``python benchmarks/summarise.py NAME`` prints all of any
-folder of results: every site, settings, differences, published rows, bytes and seconds, and what a source with wrong
-labels counts. SELECT is a selection rule, ``sites`` for a column of every site, ``cost``, ``weights`` or
-``protocols``, for averages under three ways to choose the round.
+A marker ``<!-- table NAME [SELECT] [of ROW, ROW] -->`` … ``<!-- end -->`` is filled with the table of
+``benchmarks/results/NAME``, with the published averages where ``published.json`` has them.
+``python benchmarks/summarise.py NAME`` prints all of any folder of results: every row and site, settings, differences,
+published rows, bytes and seconds, and what a source with wrong labels counts. SELECT is a selection rule, ``sites`` for
+a column of every site, ``cost``, ``weights`` or ``protocols``, for averages under three ways to choose the round.
 ``<!-- attacks METHOD SITES -->`` … ``<!-- end -->`` is filled with what bad sites do under each rule.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import cast
+from typing import Any, cast
 
 import robust_aggregation
 from fedshift.errors import nearest
@@ -46,6 +46,8 @@ PUBLISHED = {
     "amazon_reviews_log": "amazon_reviews",
     "five_digits": "digit5",
     "office_caltech_surf": "office_caltech",
+    "peers_heart": "flamby_heart",
+    "peers_tcga": "flamby_tcga",
 }
 BASELINES = {
     "pooled_surf": "deepall",
@@ -82,7 +84,7 @@ PAIRS = (
 """Further comparisons, made wherever a table has both."""
 _BY_PROTOCOL = ("rotated_mnist_paper", "rotated_mnist_ghifary")
 """Results that are also printed under three ways to choose the round, as their papers differ in it."""
-MARKER = re.compile(r"<!-- table (\w+)(?: (\w+))? -->.*?<!-- end -->", re.DOTALL)
+MARKER = re.compile(r"<!-- table (\w+)(?: (?!of )(\w+))?(?: of ([^>]+?))? -->.*?<!-- end -->", re.DOTALL)
 
 ATTACKS = re.compile(r"(<!-- attacks (\w+) (\d+) -->).*?<!-- end -->", re.DOTALL)
 
@@ -135,10 +137,39 @@ def gains(name: str, collected: Collected, select: Selection) -> list[Column]:
     return [(f"− {escape_markdown(baseline)} (p)", lambda method: cells.get(method, MISSING))] if cells else []
 
 
-def published_table(name: str, most: int = 99) -> str:
-    """The published rows as a Markdown table in the same order of columns; the last alone, the average, if ``most``."""
-    entry = json.loads((HERE / "published.json").read_text(encoding="utf-8"))[PUBLISHED[name]]
-    names = list(next(iter(entry["rows"].values())))[-most:]
+def published_entry(name: str) -> dict[str, Any]:
+    """Source and rows of what was published beside some results."""
+    entry: dict[str, Any] = json.loads((HERE / "published.json").read_text(encoding="utf-8"))[PUBLISHED[name]]
+    return entry
+
+
+def published_source(name: str) -> str:
+    """Where the published averages are from."""
+    return f"Published: {published_entry(name)['source'].partition(' (mean')[0]}."
+
+
+def published_column(name: str, collected: Collected) -> list[Column]:
+    """The published average of each method, beside the first row of that method; a column, or none."""
+    if name not in PUBLISHED:
+        return []
+    averages: dict[str, list[float]] = {}
+    for paper, cells in sorted(published_entry(name)["rows"].items(), key=lambda row: "(" in row[0]):
+        plain = re.sub(r"[^a-z0-9]", "", paper.partition("(")[0].lower())
+        if AVERAGE in cells and ("(" in paper or plain not in averages):
+            averages.setdefault(plain, []).append(cells[AVERAGE][0])
+    names = {run.method: str(run.options["method"]["name"]) for run in collected.results}
+    first: dict[str, str] = {}
+    for label in collected.order.methods:
+        if label in names and (label == names[label] or names[label] not in collected.order.methods):
+            first.setdefault(names[label].replace("_", ""), label)
+    cells = {first[plain]: f"{of[0]:.2f}" for plain, of in averages.items() if plain in first}
+    return [("published", lambda method: cells.get(method, MISSING))] if cells else []
+
+
+def published_table(name: str) -> str:
+    """The published rows as a Markdown table in the same order of columns."""
+    entry = published_entry(name)
+    names = list(next(iter(entry["rows"].values())))
     head = f"| published: {entry['source']} | " + " | ".join(names) + " |"
     lines = [head, "|---" * (len(names) + 1) + "|"]
     for method, cells in entry["rows"].items():
@@ -260,11 +291,14 @@ def section(match: re.Match[str], tests: bool, warned: set[str]) -> str:
                 "<!-- end -->",
             ]
         )
-    parts = [head, page_table(collected, rule, warned, gains(name, collected, rule), sites=sites), ""]
-    if name in PUBLISHED and rule == "last" and PUBLISHED[name] not in warned:
-        warned.add(PUBLISHED[name])
-        parts += [published_table(name, 99 if sites else 1), ""]
-    return "\n".join([*parts, "<!-- end -->"])
+    only = tuple(filter(None, re.split(r", *", match.group(3) or "")))
+    if unknown := [row for row in only if row not in collected.order.methods]:
+        raise ValueError(f"{name} has no row {unknown[0]}; {nearest(unknown[0], collected.order.methods)}")
+    columns = [*published_column(name, collected), *gains(name, collected, rule)]
+    table = page_table(name, collected, rule, warned, columns, sites=sites, only=only)
+    source = published_source(name) if name in PUBLISHED and PUBLISHED[name] not in warned else ""
+    warned.update([PUBLISHED[name]] if source else [])
+    return "\n".join([head, table, "", *([source, ""] if source else []), "<!-- end -->"])
 
 
 def more(name: str, select: Selection = "last") -> str:
@@ -281,6 +315,11 @@ def more(name: str, select: Selection = "last") -> str:
 OTHERS = ("cost", "weights", "protocols")
 NAMES = sorted(folder.name for folder in (HERE / "results").iterdir() if folder.is_dir())
 PAGES = [*sorted(HERE.glob("*.md")), HERE.parent / "README.md"]
+
+
+def has_runs(name: str) -> bool:
+    """Whether results are runs, and not of another form such as an audit's."""
+    return (HERE / "results" / name / "runs.parquet").is_file()
 
 
 def printed_results(text: str) -> set[str]:

@@ -97,7 +97,7 @@ def families() -> str:
 
 
 def by_group() -> str:
-    """The table of docs/methods.md: methods by what they are for, what leaves a site, and what the server reads."""
+    """The table of the documentation site: what methods are for, what leaves a site, and what the server reads."""
     entries = {kind.name: entry_of(kind) for kind in classes()}
     titles = {group: title.partition(":")[0] for group, title in GROUPS.items()}
     rows = [((titles[entry.group], entry.sends, _reads(entry)), name) for name, entry in entries.items()]
@@ -110,8 +110,10 @@ def _reads(entry: Entry) -> str:
 
 def screened() -> str:
     """The table of docs/robust_aggregation.md: which rules go with a method that averages, and what they see."""
+    usual = ("all", "models")
     rows = [((_rules(kind()), _seen(kind())), kind.name) for kind in classes() if kind.traits.averages]
-    return _table(("methods", "rules", "what a rule sees"), rows)
+    others = [row for row in rows if row[0] != usual]
+    return _table(("methods", "rules", "what a rule sees"), others) + f"| all others | {' | '.join(usual)} |\n"
 
 
 def _rules(method: Method) -> str:
@@ -142,7 +144,6 @@ def _table(head: Iterable[str], rows: Iterable[tuple[tuple[str, ...], str]]) -> 
 
 TABLES: Mapping[str, tuple[tuple[str, Callable[[], str]], ...]] = {
     "README.md": (("families", families),),
-    "docs/methods.md": (("groups", by_group),),
     "docs/robust_aggregation.md": (("screened", screened),),
 }
 """The pages with tables: the name of the mark and what stands below it."""

@@ -1,10 +1,10 @@
-"""Write ``threats.md``: who may try what, how it is stopped, how many tests show it, and what remains.
+"""The threat model as tables: who may try what, how it is stopped, how many tests show it, and what remains.
 
-    python docs/list_threats.py
+    python docs/list_threats.py            # prints them; the documentation site has them on the page threats.md
     python docs/list_threats.py --tests    # prints the tests and the selftest's attempts of each row
 
 The rows are in ``tests/threats.yaml``. A test that shows how a row is stopped carries ``@pytest.mark.threat("id")``,
-with more ids if it shows more. ``tests/test_threat_model.py`` compares the page.
+with more ids if it shows more. ``tests/test_threat_model.py`` compares rows and marks.
 """
 
 from __future__ import annotations
@@ -22,19 +22,8 @@ from pydantic import BaseModel, ConfigDict, Field
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
 ROWS = TESTS / "threats.yaml"
-PAGE = ROOT / "docs" / "threats.md"
 REMAINS = "test_what_remains_"
 """How the name of a test begins that shows what remains, and not how it is stopped."""
-
-_HEAD = """\
-# Threats
-
-Each row says who tries what, how it is stopped, how many tests show that, and what remains. A star: `fedshift security
-selftest` [tries it](security.md#try-it) on your machine. [Security](security.md) has the same on one page.
-
-{rows} rows, {tests} tests: `python docs/list_threats.py --tests` names them. This page is written by
-`python docs/list_threats.py` from `tests/threats.yaml` and the tests that are marked.
-"""
 
 
 class Threat(BaseModel):
@@ -84,10 +73,10 @@ def _ids(decorators: Iterable[ast.expr]) -> list[str]:
     return [ast.literal_eval(argument) for mark in marks for argument in mark.args]
 
 
-def page() -> str:
-    """The page as it should be."""
+def tables() -> str:
+    """A table for each attacker. A star: the selftest tries it."""
     rows, tests = threats(), marked()
-    parts = [_HEAD.format(rows=len(rows), tests=len({name for names in tests.values() for name in names}))]
+    parts = [f"{len(rows)} rows, {len({name for names in tests.values() for name in names})} tests.\n"]
     for who, group in groupby(rows, key=lambda row: row.who):
         lines = [_line(row, tests) for row in group]
         parts.append(
@@ -122,4 +111,4 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--tests"]:
         print(in_full())
     else:
-        PAGE.write_text(page(), encoding="utf-8")
+        print(tables())

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(not SITE.is_dir(), reason="docs/ is not beside t
 @pytest.fixture(scope="module")
 def assemble() -> Iterator[ModuleType]:
     """The program that lays out the pages, with what it imports beside it."""
-    places = [str(SITE), str(ROOT / "benchmarks")]
+    places = [str(SITE), str(ROOT / "benchmarks"), str(ROOT / "docs")]
     sys.path[:0] = places
     import assemble
 

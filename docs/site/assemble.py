@@ -9,19 +9,26 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import list_methods
+import list_threats
 import measured
 import reference
 from gallery import titled
 
+import summarise
 from fedshift.data import registry as datasets
 from fedshift.methods.index import ENTRIES
 
 ROOT = Path(__file__).resolve().parents[2]
 OWN = Path(__file__).parent / "pages"
+REFERENCES = ROOT / "tests" / "references" / "README.md"
 AT_THE_ROOT = ("CHANGELOG.md", "CONTRIBUTING.md", "CODE_OF_CONDUCT.md", "SECURITY.md")
+SITE = re.compile(r"<!-- site (\w+) -->")
+MADE: dict[str, Callable[[], str]] = {"threats": list_threats.tables, "methods": list_methods.by_group}
+"""What stands on a page of the site where the committed page has only a mark."""
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
 
@@ -29,11 +36,10 @@ def assemble(out: Path) -> None:
     """Write every page below ``out``, which is emptied first."""
     shutil.rmtree(out, ignore_errors=True)
     shutil.copytree(OWN, out)
-    pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md"), *(ROOT / name for name in AT_THE_ROOT)]
+    pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md"), REFERENCES]
+    pages += [ROOT / name for name in AT_THE_ROOT]
     for page in pages:
-        place = out / page.relative_to(ROOT)
-        place.parent.mkdir(exist_ok=True)
-        place.write_text(with_links(page, set(pages)), encoding="utf-8")
+        _write(out / page.relative_to(ROOT), whole(page, with_links(page, set(pages))))
     for picture in (ROOT / "benchmarks").glob("*.png"):
         shutil.copy(picture, out / "benchmarks")
     for picture in (ROOT / "docs").glob("*.svg"):
@@ -50,6 +56,16 @@ def assemble(out: Path) -> None:
     _write(out / "reference" / "experiment_file.md", reference.experiment_file())
     _write(out / "reference" / "networks.md", reference.networks())
     _write(out / "reference" / "functional.md", reference.functional())
+
+
+def whole(page: Path, text: str) -> str:
+    """A page with what is not committed: tables at its marks, and all of the results that a page of results names."""
+    text = SITE.sub(lambda mark: MADE[mark[1]](), text)
+    if page.parent.name != "benchmarks":
+        return text
+    names = sorted({*(match[0] for match in summarise.MARKER.findall(text)), *summarise.printed_results(text)})
+    parts = [f"### {name}\n\n{summarise.more(name)}" for name in names if summarise.has_runs(name)]
+    return "\n\n".join([text.rstrip(), *(["## All numbers", *parts] if parts else [])])
 
 
 def in_light_colours(svg: str) -> str:

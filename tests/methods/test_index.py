@@ -31,6 +31,12 @@ def test_the_index_and_the_tables_are_made_from_the_classes() -> None:
         assert (ROOT / page).read_text(encoding="utf-8") == list_methods.filled(page), f"{page}: {made}"
 
 
+def test_the_table_of_the_site_lists_every_method_once() -> None:
+    first_columns = re.findall(r"^\|([^|]+)\|", list_methods.by_group(), flags=re.M)
+    listed = sorted(name for column in first_columns for name in re.findall(r"`(\w+)`", column))
+    assert listed == sorted(kind.name for kind in list_methods.classes())
+
+
 @pytest.mark.parametrize("kind", list_methods.classes(), ids=lambda kind: kind.name)
 def test_a_class_says_what_a_reader_of_the_list_needs(kind: type[FedAvg]) -> None:
     traits = kind.traits

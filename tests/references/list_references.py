@@ -1,4 +1,4 @@
-"""Lists with whom each method agrees: ``make references`` compares every entry anew and writes docs/references.md.
+"""Lists with whom each method agrees: ``make references`` compares every entry anew and writes README.md beside this.
 
 The page has a row for each method and repository. ``python tests/references/list_references.py METHOD`` prints every
 entry of a method: what is compared, with whose function, how near, and what differs and why. `make references` shows
@@ -20,7 +20,7 @@ sys.path.insert(0, str(HERE))
 
 from authors_numbers import COMPARED, FILES, Reference, references  # noqa: E402
 
-PAGE = HERE.parents[1] / "docs" / "references.md"
+PAGE = HERE / "README.md"
 COMMIT = re.compile(r"\b[0-9a-f]{40}\b")
 BY_OTHERS = re.compile(r" \(by others; [^)]*\)")
 """What a source says where the authors' own code was looked for in vain."""
@@ -113,7 +113,7 @@ def differences(reference: Reference) -> str:
 
 
 def page() -> str:
-    """docs/references.md as it should be."""
+    """The page as it should be."""
     load_comparisons()
     groups: dict[tuple[str, str], list[str]] = {}
     for file, reference in every():

@@ -1,7 +1,7 @@
 """Every promise that depends on an installation, tried: ports, certificates, files, kits, processes.
 
 To add one, write a function that tries it, and a `Promise` in `PROMISES`. Its ``tries`` goes under ``selftest`` of the
-row that it shows, in tests/threats.yaml, of which docs/threats.md is made. An attack that comes out alike on every
+row that it shows, in tests/threats.yaml (docs/threats.md). An attack that comes out alike on every
 machine is a test, which carries the mark of its row.
 """
 

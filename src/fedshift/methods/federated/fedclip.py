@@ -19,7 +19,7 @@ script), and what was chosen
  4. The code uses Adam with β = (0.9, 0.98), ε = 1e-6, a learning rate of 5e-5 and weight decay of 0.2; the optimiser is
     the experiment's.
 
-Should reproduce: the code's step on the same features (``fedclip_1`` of docs/references.md).
+Should reproduce: the code's step on the same features (``fedclip_1`` of tests/references/README.md).
 """
 
 from __future__ import annotations

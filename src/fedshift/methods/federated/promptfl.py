@@ -15,8 +15,8 @@ Where papers and code differ, and what was chosen
  2. ``per_class`` is CoOp's class-specific context.
  3. The model's ``template`` plays no part.
 
-Should reproduce: CoOp's logits and step (``promptfl_1``, ``promptfl_2`` of docs/references.md); zero_shot with a
-template of m words, where the vectors are these words' embeddings.
+Should reproduce: CoOp's logits and step (``promptfl_1``, ``promptfl_2`` of tests/references/README.md); zero_shot with
+a template of m words, where the vectors are these words' embeddings.
 """
 
 from __future__ import annotations
