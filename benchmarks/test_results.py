@@ -177,7 +177,12 @@ def test_committed_results_are_whole_and_still_understood() -> None:
 
 @pytest.mark.parametrize(("name", "steps"), [("angles", 300), ("clients", peers.STEPS_OF_A_CLIENT)])
 def test_the_page_has_what_was_measured_beside_the_peers(name: str, steps: int) -> None:
+    """A row that it leaves out is level with the peer's, or has none beside it."""
     page = (peers.HERE / "peers.md").read_text(encoding="utf-8")
     rows = peers.table(name, steps)
-    assert len(rows) > 10
-    assert all(row in page for row in rows)
+    shown = [row for row in rows if row in page]
+    assert len(shown) >= 5
+    for row in set(rows) - set(shown):
+        difference = re.search(r"\| ([-+][\d.]+) \(([-+][\d.]+)\) \|$", row)
+        assert difference is None or abs(float(difference[1])) <= 1.0, row
+        assert difference is None or abs(float(difference[2])) <= 2.3, row

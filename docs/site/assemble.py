@@ -6,6 +6,7 @@ the site's own pages, and those made from the code: methods, data sets, networks
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 import sys
@@ -27,7 +28,13 @@ OWN = Path(__file__).parent / "pages"
 REFERENCES = ROOT / "tests" / "references" / "README.md"
 AT_THE_ROOT = ("CHANGELOG.md", "CONTRIBUTING.md", "CODE_OF_CONDUCT.md", "SECURITY.md")
 SITE = re.compile(r"<!-- site (\w+) -->")
-MADE: dict[str, Callable[[], str]] = {"threats": list_threats.tables, "methods": list_methods.by_group}
+MADE: dict[str, Callable[[], str]] = {
+    "threats": list_threats.tables,
+    "methods": list_methods.by_group,
+    "secure_sums": lambda: docstring("deploy/secure/__init__.py"),
+    "sealed_models": lambda: docstring("deploy/secure/site_seals.py"),
+    "flare": lambda: docstring("deploy/flare/__init__.py"),
+}
 """What stands on a page of the site where the committed page has only a mark."""
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
@@ -66,6 +73,12 @@ def whole(page: Path, text: str) -> str:
     names = sorted({*(match[0] for match in summarise.MARKER.findall(text)), *summarise.printed_results(text)})
     parts = [f"### {name}\n\n{summarise.more(name)}" for name in names if summarise.has_runs(name)]
     return "\n\n".join([text.rstrip(), *(["## All numbers", *parts] if parts else [])])
+
+
+def docstring(module: str) -> str:
+    """What stands at the head of a module, below its first sentence: Markdown."""
+    text = ast.get_docstring(ast.parse((ROOT / "src" / "fedshift" / module).read_text(encoding="utf-8"))) or ""
+    return text.partition("\n\n")[2]
 
 
 def in_light_colours(svg: str) -> str:

@@ -1,6 +1,26 @@
 """What a deployed site does with sealed models: it seals its own for their readers, and opens those of others.
 
 It also seals for itself what the coordinator keeps for it, and opens the trained model that is made of sealed parts.
+
+Each reader makes one X25519 key per run, and signs run, name and key with the key of its site's kit. A sender checks
+the certificate as for sums. A model is encrypted with a key that is used once (ChaCha20-Poly1305), and that key is
+sealed for each reader with HPKE (RFC 9180: X25519, HKDF-SHA256, ChaCha20-Poly1305), both from the package
+`cryptography`. It opens only for the run, exchange, call, field, sender and readers that it was sealed for, all of
+which the sender signs; so neither the coordinator nor another reader can replace it.
+
+* **Checks.** The sender checks its model before sealing, as the server would, and each reader what it opens: names
+  and shapes, finite numbers, the distance to the start. It refuses a wrong one and names its sender; if the target
+  does, the run ends. Names, shapes and types are told in clear.
+* **The server's code** has tensors with names and shapes and no numbers; whatever would read a number ends the run.
+* **Other rounds.** A model that is handed on must be of the exchange before. Each reader notes how new the parts of a
+  model were, and refuses older ones later, parts of different calls, and another order than that of their sites.
+* **The same run in clear.** A site notes that a run has sealed models, and refuses requests of it that are not sealed
+  or of another method.
+* **Measuring** is at the sites that can open the model. With `shot` that is the target alone: no accuracy at the
+  sources, no round selected by it. A `copa` whose target lies at the coordinator is refused.
+* **Logs.** A sender's says for whom (`sealed_for`), a reader's whose models it opened (`opened`).
+* **Killed and resumed**: other bytes, the same bits at the end. A reader that gives no key is waited for.
+* **Cost**: for twelve million numbers on one core 0.07 s to seal and sign and 0.1 s to open.
 """
 
 from __future__ import annotations
