@@ -2,6 +2,19 @@
 
 It also seals for itself what the coordinator keeps for it, and opens the trained model that is made of sealed parts.
 
+```text
+            source                             coordinator                    target
+once a run                                  ── asks ─────────────────────▶  key pair
+                                            ◀──────────────── key, signature
+each round  checks whose key it is        ◀─ what to train, key, signature
+            trains, checks its model
+            seals it, signs               ── carries ───────────────────▶  opens, checks who signed
+                                                                             checks the model, trains
+kd3a, fada                                  ◀──────────── its own model, in clear
+shot                                        ◀── its own models, sealed for itself
+                                            ── keeps, gives back ────────▶  opens them, measures
+```
+
 Each reader makes one X25519 key per run, and signs run, name and key with the key of its site's kit. A sender checks
 the certificate as for sums. A model is encrypted with a key that is used once (ChaCha20-Poly1305), and that key is
 sealed for each reader with HPKE (RFC 9180: X25519, HKDF-SHA256, ChaCha20-Poly1305), both from the package
