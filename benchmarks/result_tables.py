@@ -107,7 +107,7 @@ def page_table(
     notes = [note for note in _notes(whole, used, collected.results[0].metric) if note not in warned]
     warned.update(note for note in notes if note.startswith("Warning"))
     if left := len(whole.methods) - len(shown.methods):
-        notes.append(f"{left} more row{'s' * (left > 1)}: `python benchmarks/summarise.py {name}`.")
+        notes.append(f"{left} more row{'s' * (left > 1)} in `{name}`.")
     notes += (
         [f"**{collected.unfinished} of {collected.planned} runs are still to come.**"] if collected.unfinished else []
     )
