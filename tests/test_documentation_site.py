@@ -162,6 +162,17 @@ def test_links_to_files_that_are_no_pages_become_their_names(assemble: ModuleTyp
         assemble.with_links(tmp_path / "page.md", set())
 
 
+def test_pages_get_what_is_not_committed(assemble: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    marks = {mark for page in (ROOT / "docs").glob("*.md") for mark in assemble.SITE.findall(page.read_text("utf-8"))}
+    assert marks == assemble.MADE.keys()
+    assert assemble.whole(ROOT / "docs" / "threats.md", "a <!-- site threats --> b").count("\n| ") > 80
+    assert "* **Binding.**" in assemble.docstring("deploy/secure/__init__.py")
+    monkeypatch.setattr(assemble.summarise, "more", lambda name: f"all of {name}")
+    page = assemble.whole(ROOT / "benchmarks" / "rivals.md", "See `five_digits` and `leakage`.\n")
+    assert page == "See `five_digits` and `leakage`.\n\n## All numbers\n\n### five_digits\n\nall of five_digits"
+    assert assemble.whole(ROOT / "docs" / "scale.md", "`five_digits`") == "`five_digits`"
+
+
 def test_scripts_get_a_title_and_keep_their_code(assemble: ModuleType) -> None:
     script = '"""Your table: does it work?\n\nMore."""\n\nx = """y"""\n'
     titled = '"""\nYour table\n==========\n\nDoes it work?\n\nMore.\n"""\n\nx = """y"""\n'
