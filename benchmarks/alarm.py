@@ -17,6 +17,8 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial, reduce
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,8 @@ from sklearn.linear_model import LogisticRegression
 
 from estimate import MOST, RESULTS, SETS, measured_at, round_numbers, synthetic, with_moved_classes
 from fedshift.evaluation.estimate.combination import DISTANT, LOSS, ODD, PRIOR, harm_signs
-from fedshift.evaluation.estimate.distances import Apart
+from fedshift.evaluation.estimate.distances import Apart, Samples, beyond
+from fedshift.evaluation.estimate.input_sums import Moments
 from fedshift.experiment.changed_samples import samples_at, samples_of, spread
 
 Numbers = NDArray[np.float64]
@@ -39,12 +42,18 @@ PENALTY = 30.0
 """On squared coefficients; each data set counts for 40 harmed and 40 unharmed targets. Chosen on all of them."""
 OLD, PRESENT = (0, 1, 3), (0, 1, 2, 3, 4, 5)
 """Signs of the alarm before means and scores were read, and all."""
+OF_SUMS = (6, 7, 3, 4, 5)
+"""Those of a deployed federation: spread and means by sums of the other sites' inputs, and scores."""
+LEAST = 10
+"""Samples that have a value beside the usual one, so that sums tell it: the default of ``policy.smallest_group``."""
 Key = tuple[str, int, str, str, str]
+Both = tuple[Apart, Apart]
+"""By samples, and by sums over them."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is known of a target, and what the alarm reads."""
+    """What is known of a target, and what the alarm reads; the last two signs by sums of inputs."""
 
     data: str
     harmed: bool
@@ -52,14 +61,16 @@ class Target:
     chance: float
 
     @classmethod
-    def of(cls, one: Mapping[str, Any], apart: Apart, left_out: Sequence[Apart]) -> Target | None:
+    def of(cls, one: Mapping[str, Any], apart: Both, left_out: Sequence[Both]) -> Target | None:
         """From what a result says of it; None between harm and none."""
         loss = one["natural"] - one["truth"]
         spared = one["kind"] == "natural" or (one["kind"] == "moved" and loss < SPARED)
         if loss < HARM and not spared:
             return None
         by_scores = ((one["usual"] - one["estimate"]) / LOSS, one["unexplained"] / ODD, one["far"] / DISTANT)
-        return cls(one["data"], loss >= HARM, harm_signs(left_out, apart, by_scores), chance_of_harm(one))
+        signs = harm_signs([item[0] for item in left_out], apart[0], by_scores)
+        of_sums = beyond(apart[1], [item[1] for item in left_out])
+        return cls(one["data"], loss >= HARM, np.array([*signs, *of_sums]), chance_of_harm(one))
 
 
 Sums = Callable[[Sequence[Target], Sequence[Target]], Numbers]
@@ -75,27 +86,34 @@ def chance_of_harm(one: Mapping[str, Any]) -> float:
     return float(stdtr(PRIOR + 4, 4 * (harm - estimate) / max(high - low, 1e-6)))
 
 
-def distances(runs: Path) -> Iterator[tuple[Key, Apart]]:
+def distances(runs: Path) -> Iterator[tuple[Key, Both]]:
     """How far the samples of every target are, and those of each left-out site (kind ``left out``)."""
     for name in SETS:
         for seed in (0, 1):
             data, _, known = measured_at(name, seed, runs / f"seed-{seed}")
+            rows = {site: spread(len(data.domains[site])) for site in known}
+            moments = {site: Moments.of(samples_of(data, site, some), LEAST) for site, some in rows.items()}
             for site, one in known.items():
-                there = samples_at(data, [other for other in known if other != site])
+                others = [other for other in known if other != site]
+                there = partial(_apart, samples_at(data, others), reduce(add, (moments[other] for other in others)))
                 some = np.sort(np.random.default_rng(seed).permutation(len(one.rows))[:MOST])
                 natural, labels = samples_of(data, site, one.rows[some]), one.known.labels[some]
                 yield (
                     (name, seed, site, "left out", ""),
-                    there.apart(samples_of(data, site, one.rows[spread(len(one.rows))])),
+                    there(samples_of(data, site, one.rows[spread(len(one.rows))])),
                 )
-                yield (name, seed, site, "natural", ""), there.apart(natural)
+                yield (name, seed, site, "natural", ""), there(natural)
                 for shift, inputs in synthetic(data, site, one.rows[some], seed):
-                    yield (name, seed, site, "synthetic", shift), there.apart(inputs)
+                    yield (name, seed, site, "synthetic", shift), there(inputs)
                 for shift, chosen in with_moved_classes(labels, len(data.classes), seed):
-                    yield (name, seed, site, "moved", shift), there.apart(natural[chosen])
+                    yield (name, seed, site, "moved", shift), there(natural[chosen])
 
 
-def targets(apart: Mapping[Key, Apart]) -> Iterator[Target]:
+def _apart(there: Samples, sums: Moments, inputs: NDArray[Any]) -> Both:
+    return there.apart(inputs), sums.apart(inputs)
+
+
+def targets(apart: Mapping[Key, Both]) -> Iterator[Target]:
     """All targets that are harmed or spared."""
     for one in json.loads((RESULTS / "estimate_0_1.json").read_text(encoding="utf-8"))["targets"]:
         name, seed, site = one["data"], one["seed"], one["site"]
@@ -122,8 +140,9 @@ def learned(known: Sequence[Target], signs: Sequence[int]) -> tuple[Numbers, flo
 def boosted(known: Sequence[Target], judged: Sequence[Target]) -> Numbers:
     """What gradient boosting says of targets, learned from known ones."""
     model = GradientBoostingClassifier(n_estimators=100, max_depth=2, learning_rate=0.06, subsample=0.7, random_state=0)
-    model.fit([one.signs for one in known], [one.harmed for one in known], balanced(known))
-    return np.asarray(model.predict_proba([one.signs for one in judged])[:, 1])
+    signs = slice(len(PRESENT))
+    model.fit([one.signs[signs] for one in known], [one.harmed for one in known], balanced(known))
+    return np.asarray(model.predict_proba([one.signs[signs] for one in judged])[:, 1])
 
 
 def balanced(known: Sequence[Target]) -> Numbers:
@@ -189,7 +208,9 @@ def main() -> None:
         "the warning": judged(known, linear(PRESENT)),
         "without scores but what is lost": judged(known, linear((0, 1, 2, 3))),
         "spread, nearest, what is lost": judged(known, linear(OLD)),
-        "spread, means and scores": judged(known, linear((0, 2, 3, 4, 5))),
+        "without the nearest": judged(known, linear((0, 2, 3, 4, 5))),
+        "deployed": judged(known, linear(OF_SUMS)),
+        "deployed, without means": judged(known, linear((6, 3, 4, 5))),
         "scores": judged(known, plain_sum(3, 4, 5)),
         "probability of harm": judged(known, lambda teach, some: np.array([one.chance for one in some])),
         "boosting": judged(known, boosted),
@@ -197,17 +218,22 @@ def main() -> None:
         "boosting, judged set known": judged(known, boosted, alone=False),
     }
     weights, alarm = learned(known, PRESENT)
+    sum_weights, sum_alarm = learned(known, OF_SUMS)
     result = {
         "command": "python benchmarks/alarm.py",
         "harmed": sum(one.harmed for one in known),
         "unharmed": sum(not one.harmed for one in known),
         "learned sum": {
             "the warning": at_learned(known, PRESENT),
+            "deployed": at_learned(known, OF_SUMS),
+            "deployed, without means": at_learned(known, (6, 3, 4, 5)),
             "before": at_learned(known, OLD),
         },
         "at five": table,
         "weights": weights.tolist(),
         "alarm": alarm,
+        "sum weights": sum_weights.tolist(),
+        "sum alarm": sum_alarm,
         "targets": [{"data": one.data, "harmed": one.harmed, "signs": one.signs.tolist()} for one in known],
     }
     (RESULTS / "alarm.json").write_text(json.dumps(round_numbers(result), indent=1) + "\n", encoding="utf-8")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fedshift.evaluation.estimate.combination import Cases, LeftOut, known_cases
+from fedshift.evaluation.estimate.combination import Cases, LeftOut, looks
 from fedshift.evaluation.estimate.correction import Correction, standard
 from fedshift.evaluation.estimate.prior import beside
 
@@ -45,7 +45,7 @@ def lessons(sites: Mapping[str, LeftOut]) -> Iterator[Lesson]:
         cases = Cases.of(others)
         assert cases.taught is not None
         assert cases.taught.usual is not None
-        known = list(known_cases(cases.whole, site, cases.unexplained, seed))
+        known = [look.to_case(cases.unexplained) for look in looks(cases.whole, site, seed)]
         looked_at = len(site.looked_at)
         for number, known_case in enumerate(known):
             assert known_case.signs is not None

@@ -34,6 +34,7 @@ from fedshift.deploy.flare.deployment_folder import Deployment
 from fedshift.deploy.flare.kits import Kit, Project
 from fedshift.deploy.flare.roles import status
 from fedshift.deploy.json_files import read_stored
+from fedshift.deploy.kept_scores import KeptScores, asked_reading, keep_scores, kept_scores, note_reading
 from fedshift.deploy.members import CARDS, read_cards
 from fedshift.deploy.privacy.ledger import LEDGER, SECRET, PrivacyLedger
 from fedshift.deploy.remote.policy import AuditLog, Policy
@@ -44,11 +45,12 @@ from fedshift.deploy.remote.wire import body_of
 from fedshift.deploy.secure.boxes import Boxes
 from fedshift.deploy.secure.rosters import ROSTERS, Rosters
 from fedshift.deploy.site_cards import GivenPrivacy
-from fedshift.deploy.site_estimates import KeptScores, asked_reading, keep_scores, kept_scores, note_reading
 from fedshift.deploy.site_requests import keep_answer, kept_answer
 from fedshift.deploy.spent_before import noted_spending
 from fedshift.errors import FedshiftError
 from fedshift.evaluation import packing
+from fedshift.evaluation.estimate.combination import Answers
+from fedshift.evaluation.estimate.distances import Apart
 from fedshift.evaluation.estimate.plain_sums import GivenSums, plain_sums
 from fedshift.evaluation.estimate.sums import sums_of
 from fedshift.evaluation.site_bytes import read_site_bytes, write_site_bytes
@@ -74,6 +76,16 @@ REQUEST = RunRequest(
 )
 PROJECT = Project(name="p", contact="a@example.org", server="localhost", port=8002, sites=("north", "south"))
 MODEL = Weights({"w": torch.arange(24.0).reshape(4, 6), "b": torch.ones(4)})
+
+
+HALVES = np.full((4, 2), 0.5, dtype=np.float32)
+LOOKED_AT = (Answers(HALVES, np.zeros(4, dtype=np.int64), np.ones((4, 4, 2)), Apart(0.1, None, 0.2)),)
+KEPT = KeptScores(HALVES, np.zeros(4, dtype=np.int64), looked_at=LOOKED_AT)
+
+
+def kept_numbers(kept: KeptScores) -> list[Any]:
+    (looked,) = kept.looked_at
+    return [kept.scores.tolist(), looked.scores.tolist(), looked.nearby.tolist(), looked.apart]
 
 
 class Kind(NamedTuple):
@@ -341,9 +353,9 @@ KINDS: dict[str, Kind] = {
         lambda f: {name: tensor.tolist() for name, tensor in read_weights(f / "m.safetensors").items()},
     ),
     "kept scores": Kind(
-        lambda f: keep_scores(f, "r", KeptScores(np.full((4, 2), 0.5, dtype=np.float32), np.zeros(4, dtype=np.int64))),
+        lambda f: keep_scores(f, "r", KEPT),
         "r.scores",
-        lambda f: (lambda kept: None if kept is None else kept.scores.tolist())(kept_scores(f, "r")),
+        lambda f: (lambda kept: None if kept is None else kept_numbers(kept))(kept_scores(f, "r")),
     ),
     "reading that was asked for": Kind(
         lambda f: note_reading(f, "r", "k" * 64), "r-reading.json", lambda f: asked_reading(f, "r")
@@ -464,6 +476,7 @@ CALLS = {
     "deploy/flare/service": 1,
     "deploy/json_files": 3,
     "deploy/playground/played": 1,
+    "deploy/kept_scores": 2,
     "deploy/privacy/ledger": 2,
     "deploy/remote/outbox": 1,
     "deploy/remote/policy": 2,
@@ -474,7 +487,6 @@ CALLS = {
     "deploy/sinks": 1,
     "deploy/site_backup": 1,  # tried in tests/deploy/privacy/test_backup.py
     "deploy/site_cards": 1,
-    "deploy/site_estimates": 2,
     "deploy/site_requests": 2,
     "deploy/spent_before": 1,
     "evaluation/packing": 1,

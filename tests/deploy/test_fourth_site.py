@@ -14,7 +14,10 @@ from loopback import Loopback, deploy, events, forge, model, options_of, result,
 from safetensors.torch import load_file
 
 import fedshift
+from fedshift.data.domain import Preprocessing
 from fedshift.deploy.remote.policy import AuditLog
+from fedshift.deploy.remote.requests import InputsRequest
+from fedshift.deploy.remote.transport import stamp
 from fedshift.deploy.remote.wire import Message, body_of, seal, unseal
 from fedshift.deploy.site_estimates import SiteEstimates
 from fedshift.deploy.site_file import load_site, read_holding
@@ -31,11 +34,20 @@ def samples(seed: int, n: int) -> tuple[np.ndarray, np.ndarray]:  # type: ignore
     return x, (x[:, 0] + 0.5 * draw.normal(size=n) > 0).astype(np.int64) + (x[:, 1] > 1)
 
 
-def files(folder: Path, classes: int = 3, few: int = 0) -> dict[str, str]:
-    """``few``: how many samples of the fourth site have a label."""
+def received(folder: Path) -> dict[str, Any]:
+    """The estimate that the fourth site made."""
+    run = next((folder / "va" / "received").iterdir())
+    estimate: dict[str, Any] = json.loads((run / "estimate.json").read_text())
+    return estimate
+
+
+def files(folder: Path, classes: int = 3, few: int = 0, shift: float = 0.0) -> dict[str, str]:
+    """``few``: how many samples of the fourth site have a label; ``shift``: of its inputs, with as much noise."""
     folder.mkdir(parents=True, exist_ok=True)
     for seed, (site, n) in enumerate({**LABELLED, "va": 70}.items()):
         x, y = samples(seed, n)
+        if site == "va" and shift:
+            x = (x + shift * np.random.default_rng(9).normal(size=x.shape) + shift).astype(np.float32)
         known = np.arange(n) % 70 < few if site == "va" else np.ones(n, dtype=bool)
         held = {"y": np.where(known, np.minimum(y, classes - 1), -1)} if known.any() else {}
         np.savez(folder / f"{site}.npz", x=x, **held)
@@ -54,13 +66,20 @@ def places(
 
 
 def both(
-    folder: Path, method: Any, protocol: dict[str, Any], classes: int = 3, few: int = 0, **engine: Any
+    folder: Path,
+    method: Any,
+    protocol: dict[str, Any],
+    classes: int = 3,
+    few: int = 0,
+    shift: float = 0.0,
+    send: list[str] = SEND,
+    **engine: Any,
 ) -> tuple[Path, fedshift.api.Results, Loopback]:
     """The runs of a deployment of four sites, and the same in a simulation."""
-    held, labels = files(folder / "data", classes, few), "few" if few else "none"
+    held, labels = files(folder / "data", classes, few, shift), "few" if few else "none"
     options = options_of(method, protocol=protocol, evaluation={"resamples": 0})
     options["methods"] = method if isinstance(method, list) else [method]
-    at = places(folder, held, labels=labels)
+    at = places(folder, held, labels=labels, send=send)
     for path in at.values():
         path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "classes": [*"012"[:classes]]}))
     transport = Loopback(at)
@@ -109,6 +128,32 @@ def test_it_ends_as_the_simulation_does(tmp_path: Path) -> None:
     assert "va has no labels, so it is not measured" in output
     assert "the site keeps it beside its predictions" in output
     assert transport.asked.count(("va", "fit")) == 0
+
+
+@pytest.mark.parametrize("shift", [0.0, 3.0])
+def test_sums_of_inputs_give_the_estimate_of_samples(shift: float, tmp_path: Path) -> None:
+    """As where the simulation looks at all samples again. Only the warning reads less: not how far the nearest are."""
+    deployed, simulated, _ = both(tmp_path, "fedavg", PROTOCOL, shift=shift, send=[*SEND, "moments"])
+    x = np.load(tmp_path / "data" / "va.npz")["x"]
+    here = simulated.estimate(x, target="va")
+    there = received(tmp_path)
+    assert here.looked_at
+    assert there["looked_at"]
+    for name in ("estimate", "low", "high", "usual", "unexplained", "far"):
+        value = getattr(here, name)
+        assert there[name] == (value if value is None else pytest.approx(value, abs=1e-3))
+    assert there["abstain"] is here.abstain
+    assert there["harmful"] is here.harmful is (shift > 0)
+    assert any("it read sums of the left-out sites' inputs" in reason for reason in there["reasons"])
+    for site in LABELLED:
+        lines, _ = AuditLog.check(tmp_path / site / "memory" / "audit.jsonl")
+        kinds = {line["do"]: {kind["kind"] for kind in line.get("sent", {}).values()} for line in lines}
+        assert (kinds["inputs"], kinds["reading"]) == ({"moments"}, {"confidences"})
+    counted = result(deployed, "fedavg", "north")["bytes_by_site"]["sites"]
+    assert [counted[site]["up"].get("moments", 0) for site in LABELLED] == [0, 88, 88]  # a count and ten sums
+    lines, _ = AuditLog.check(tmp_path / "va" / "memory" / "audit.jsonl")
+    assert "inputs" not in {line["do"] for line in lines}
+    assert [event["is"] for event in events(tmp_path) if event["what"] == "estimate"] == ["inputs"] * 4 + ["made"]
 
 
 @pytest.mark.parametrize("kind", ["leave_one_out", "adapt_to_one"])
@@ -253,6 +298,109 @@ def test_a_table_is_guarded_where_it_lies(va: pd.DataFrame, reason: str | None, 
     assert reason is None or any(reason in text for text in there["reasons"])
     if len(va) < 20:
         assert there["high"] - there["low"] > 30
+
+
+@pytest.mark.parametrize("months", [False, True])
+def test_sums_of_a_tables_inputs_are_in_the_encoding_of_each_run(months: bool, tmp_path: Path) -> None:
+    """One site alone has a category, so what a run encodes depends on whom it leaves out."""
+    frames = {site: patients(seed) for seed, site in enumerate((*LABELLED, "va"))}
+    frames["north"].loc[:29, "sex"] = "x"
+    frames["east"].loc[:9, "a"] = np.nan
+    if months:
+        frames["va"] = frames["va"].assign(b=3 * frames["va"]["b"] + 5)
+    places = {
+        site: table_site(tmp_path, site, frame, **({"site_labels": {"va": "none"}} if site == "va" else {}))
+        for site, frame in frames.items()
+    }
+    for site in LABELLED:
+        options = yaml.safe_load(places[site].read_text())
+        options["policy"] = {"send": [*SEND, "moments"], "smallest_group": 1}
+        places[site].write_text(yaml.safe_dump(options))
+    options = options_of("fedavg", protocol=PROTOCOL, evaluation={"resamples": 0})  # type: ignore[arg-type]
+    deploy(tmp_path, options, sites={**LABELLED, "va": 80}, unseen={}, transport=Loopback(places))
+    held = {site: str(place.parent / "t.csv") for site, place in places.items()}
+    data = {"name": "table", "sites": held, "label": "ill", "numeric": ["a", "b"], "categorical": ["sex"]}
+    whole = {**options, "methods": ["fedavg"], "data": {**data, "site_labels": {"va": "none"}}}
+    simulated = fedshift.run({**whole, "engine": {"threads": 1}}, tmp_path / "simulated")
+    here, there = simulated.estimate(frames["va"].drop(columns="ill"), target="va"), received(tmp_path)
+    assert here.looked_at is there["looked_at"] is True
+    for name in ("estimate", "low", "high"):
+        value = getattr(here, name)
+        assert there[name] == (value if value is None else pytest.approx(value, abs=1e-3))
+    assert there["harmful"] is here.harmful
+
+
+def test_where_a_site_keeps_sums_of_its_inputs_scores_alone_are_read_and_the_estimate_says_so(tmp_path: Path) -> None:
+    held = files(tmp_path / "data")
+    at = places(tmp_path, held, send=[*SEND, "moments"])
+    strict = yaml.safe_load(at["south"].read_text())
+    strict["policy"]["send"] = SEND
+    at["south"].write_text(yaml.safe_dump(strict))
+    transport = Loopback(at)
+    options = options_of("fedavg", protocol=PROTOCOL, evaluation={"resamples": 0})  # type: ignore[arg-type]
+    deploy(tmp_path, options, sites={**LABELLED, "va": 70}, unseen={}, transport=transport)
+    there = received(tmp_path)
+    assert there["looked_at"] is False
+    assert any("rests on scores alone" in reason for reason in there["reasons"])
+    assert any("'south' sends no moments" in event.get("message", "") for event in events(tmp_path))
+    assert ("south", "inputs") not in transport.asked
+
+
+@pytest.mark.threat("site_without_labels")
+@pytest.mark.parametrize("which", ["policy", "budget", "secure", "few"])
+def test_sums_of_inputs_leave_only_as_the_policy_says(which: str, tmp_path: Path) -> None:
+    policy = {
+        "policy": {"send": SEND},
+        "budget": {"send": [*SEND, "moments"]},
+        "secure": {"send": [*SEND, "moments"], "secure": "required"},
+        "few": {"send": [*SEND, "moments"], "smallest_group": 91},
+    }[which]
+    site_yaml = site_file(tmp_path, "north", files(tmp_path / "data")["north"], **policy)
+    budget = {"privacy": {"epsilon": 5.0, "measurement_noise": 5.0}} if which == "budget" else {}
+    site_yaml.write_text(yaml.safe_dump({**yaml.safe_load(site_yaml.read_text()), **budget}))
+    program = Loopback({"north": site_yaml}).programs["north"]
+    header = stamp(InputsRequest(run="r", preprocessing=Preprocessing(kind="features")), body_of({}))[1]
+    answer = unseal(program.handle(header, "an attacker"))[0]
+    assert answer["error"].endswith("Refused")
+    assert "inputs" not in answer
+    lines, _ = AuditLog.check(tmp_path / "north" / "memory" / "audit.jsonl")
+    assert [("sent" in line, "refused" in line) for line in lines] == [(False, True)]
+
+
+@pytest.mark.threat("site_without_labels")
+@pytest.mark.parametrize("preprocessing", [{"kind": "features", "shape": (7,)}, {"kind": "image", "shape": (3, 8, 8)}])
+def test_sums_of_inputs_are_of_the_sites_own_samples(preprocessing: dict[str, Any], tmp_path: Path) -> None:
+    """Whatever shape is asked for: five sums of five columns, with values of few rows told as the usual one."""
+    held = files(tmp_path / "data")
+    x = np.array(np.load(held["north"])["x"])
+    x[:, 4] = np.arange(90) == 33  # one patient
+    np.savez(held["north"], x=x, y=np.load(held["north"])["y"])
+    site_yaml = site_file(tmp_path, "north", held["north"], send=[*SEND, "moments"], smallest_group=10)
+    program = Loopback({"north": site_yaml}).programs["north"]
+    request = InputsRequest(run="r", preprocessing=Preprocessing(**preprocessing))
+    answer = unseal(program.handle(stamp(request, body_of({}))[1], "an attacker"))[0]
+    assert answer["inputs"]["samples"] == 90
+    np.testing.assert_allclose(answer["inputs"]["total"], [*x[:, :4].sum(axis=0, dtype=np.float64), 0.0], rtol=1e-6)
+    np.testing.assert_allclose(answer["inputs"]["squares"][:4], np.square(x[:, :4].astype(np.float64)).sum(axis=0))
+
+
+def test_false_sums_of_inputs_end_in_scores_alone(tmp_path: Path) -> None:
+    """A site that lies about how many values there are, and one whose sums no model can read."""
+
+    def spoil(site: str, header: dict[str, Any], answer: Any) -> Any:
+        answer_header, content, _ = unseal(answer)
+        if site == "north" and header["do"] == "inputs":
+            longer = len(transport.asked) % 2
+            false = {"samples": 9, "total": [1e29] * (5 + longer), "squares": [1e59] * (5 + longer)}
+            return seal({**answer_header, "inputs": false}, body_of(content))
+        return answer
+
+    transport = Loopback(places(tmp_path, files(tmp_path / "data"), send=[*SEND, "moments"]), spoil)
+    options = options_of("fedavg", protocol=PROTOCOL, evaluation={"resamples": 0})  # type: ignore[arg-type]
+    deploy(tmp_path, options, sites={**LABELLED, "va": 70}, unseen={}, transport=transport)
+    there = received(tmp_path)
+    assert there["sites"] == 3
+    assert there["looked_at"] is False
 
 
 def test_few_labels_of_a_table_train(tmp_path: Path) -> None:

@@ -23,16 +23,20 @@ from fedshift.deploy.remote.requests import (
     EndRequest,
     EstimateRequest,
     Hello,
+    InputsAnswer,
+    InputsRequest,
     KeyRequest,
     MaskRequest,
     MeasureRequest,
     PredictRequest,
+    ReadingAnswer,
     ReadingRequest,
     UnmaskRequest,
 )
 from fedshift.deploy.remote.transport import SiteError
 from fedshift.deploy.site_cards import HelloAnswer
 from fedshift.errors import FedshiftError
+from fedshift.evaluation.estimate.estimators import ESTIMATORS
 from fedshift.federation.local.commands import CallCommand
 from fedshift.federation.plain_values import parse_json
 from fedshift.federation.setting_json import SettingRecipe
@@ -51,6 +55,19 @@ ORDER = {"exchange": 1, "call": "fit", "content": "00", "keys": {"north": "AAAA"
 METHODS = [SETTING["method"]]
 HELLO = {"version": "1", "methods": METHODS, "split": SPLIT, "seeds": [0], "on_refusal": "stop", "network": None}
 LAYOUT = [["loss"], [["weights", "weights", "w", "torch.float32", [2, 3]]]]
+INPUTS = {"samples": 2, "total": [1.0, -3.0], "squares": [1.0, 5.0]}
+SHARES = dict.fromkeys(("unexplained", "far", "predicted", "frequencies", "peak"), 0.5)
+READING = {"parts": dict.fromkeys(ESTIMATORS, 0.5), **SHARES}
+LOOK = {
+    "reading": READING,
+    "nearby": [0.5] * 8,
+    "sure": [0.5, 0.5],
+    "binned": 0.5,
+    "spread": -0.1,
+    "accuracy": 0.5,
+    "samples": 4,
+    "moved": False,
+}
 MEASURES = {"accuracy": 50.0, "samples": 4, "classes": [[1, 2], None]}
 WHOLE: dict[type[BaseModel], dict[str, Any]] = {
     HelloAnswer: {"card": CARD, "time": 1e9},
@@ -62,7 +79,15 @@ WHOLE: dict[type[BaseModel], dict[str, Any]] = {
     Hello: {"do": "hello", "run": "e", **HELLO},
     KeyRequest: {"do": "key", "run": "r"},
     CallRequest: {"do": "call", "call": "fit", "envelope": WORK, "sum": SUM, "seal": {"for": {"south": KEY}}, **RUN},
-    MeasureRequest: {"do": "measure", "round": 2, "whole": {"part": "target", "threshold": 0.5}, **RUN},
+    MeasureRequest: {
+        "do": "measure",
+        "round": 2,
+        "whole": {"part": "target", "threshold": 0.5, "inputs": INPUTS},
+        **RUN,
+    },
+    InputsRequest: {"do": "inputs", "run": "r", "preprocessing": {"kind": "features"}},
+    InputsAnswer: {"inputs": INPUTS},
+    ReadingAnswer: {"reading": READING, "looked": {"looks": [LOOK], "moved": -1.5}},
     PredictRequest: {"do": "predict", "round": 2, "metadata": {"classes": ["a"]}, **RUN},
     UnmaskRequest: {"do": "unmask", "run": "r", "round": 1, "order": ORDER, "answered": ["north"]},
     MaskRequest: {
@@ -74,7 +99,13 @@ WHOLE: dict[type[BaseModel], dict[str, Any]] = {
         "threshold": 2,
     },
     EndRequest: {"do": "end", "run": "r", "estimates_follow": True},
-    EstimateRequest: {"do": "estimate", "run": "r", "known": {}, "preprocessing": {"kind": "features"}},
+    EstimateRequest: {
+        "do": "estimate",
+        "run": "r",
+        "known": {},
+        "preprocessing": {"kind": "features"},
+        "inputs": INPUTS,
+    },
     CallCommand: {"do": "call", "site": "north", "call": "fit", "envelope": WORK},
 }
 """A message of each kind that is as it should be."""
@@ -146,6 +177,30 @@ def test_a_number_that_is_not_finite_in_a_section_that_another_class_parses(numb
     for whole in (text.replace('"?"', number, 1), text[::-1].replace('"?"', number[::-1], 1)[::-1]):
         assert outcome(SettingRecipe, whole.replace('"?"', "1")) is None
     assert outcome(SettingRecipe, text.replace('"?"', "1")) is not None
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        {**INPUTS, "samples": 0},
+        {**INPUTS, "squares": [1.0, 4.0]},  # of two samples whose sum is -3, at least 4.5
+        {**INPUTS, "squares": [1.0]},
+        {**INPUTS, "squares": [-1.0, 5.0]},
+        {**INPUTS, "total": [1e120, 0.0]},
+        {"samples": 1, "total": [], "squares": []},
+        {"samples": 1, "total": [0.0] * 12_289, "squares": [0.0] * 12_289},
+    ],
+)
+def test_sums_of_inputs_that_no_samples_have_are_refused(inputs: dict[str, Any]) -> None:
+    assert outcome(InputsAnswer, json.dumps({"inputs": inputs})) is None
+
+
+@pytest.mark.parametrize(
+    "changes", [{"accuracy": 1.5}, {"spread": 1e9}, {"nearby": [0.5] * 7}, {"samples": 0}, {"reading": SHARES}]
+)
+def test_looks_that_no_samples_give_are_refused(changes: dict[str, Any]) -> None:
+    looked = {"looks": [{**LOOK, **changes}], "moved": 0.0}
+    assert outcome(ReadingAnswer, json.dumps({"reading": READING, "looked": looked})) is None
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,7 +8,7 @@ the deployment's folder.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,19 +19,21 @@ import torch
 from fedshift.data.builders.at_sites import AtSites
 from fedshift.data.site_data import batches_per_epoch
 from fedshift.deploy.deployed_plan import DeployedPlan, asks_sums, check_budgets, run_at_sites
+from fedshift.deploy.estimate_inputs import summed_inputs
 from fedshift.deploy.estimates import hand_over, keep_sums, sums_file, threshold_file
 from fedshift.deploy.event_log import EventLog
 from fedshift.deploy.handshake import agree
 from fedshift.deploy.json_files import DEPLOY_AGAIN
 from fedshift.deploy.members import CARDS, members
 from fedshift.deploy.remote.remote_federation import RemoteFederation
-from fedshift.deploy.remote.replies import Measures
+from fedshift.deploy.remote.replies import Measures, inputs_bytes
 from fedshift.deploy.remote.requests import EndRequest, SeedSplit, SitePart
 from fedshift.deploy.remote.sealed_federation import SealedFederation
 from fedshift.deploy.remote.secure_federation import SecureFederation
 from fedshift.deploy.remote.transport import Done, Transport, ask_plain
 from fedshift.deploy.site_cards import write_cards
 from fedshift.errors import FedshiftError, UserError, nearest
+from fedshift.evaluation.estimate.plain_sums import GivenInputs
 from fedshift.evaluation.records import Part, SiteMetrics
 from fedshift.evaluation.site_metrics import common_threshold
 from fedshift.experiment.budgets import site_budget
@@ -221,7 +223,8 @@ def _carry_out(
         )
         folder.write_settings()
         position = sums_file(runs.parents[1], name)
-        evaluator = _AtSites(plan, planned, federation, torch.device(context.device), position)
+        inputs = partial(summed_inputs, plan, planned, planned.split.train, transport, engine.deadline, log)
+        evaluator = _AtSites(plan, planned, federation, torch.device(context.device), position, inputs)
         result = train_and_evaluate(context, planned, folder, federation, evaluator, network)
         over = EndRequest(run=name, estimates_follow=bool(plan.data.unlabelled))
         ask_plain(transport, dict.fromkeys(sites, over), engine.patience, Done)
@@ -382,8 +385,9 @@ class _AtSites:
         federation: RemoteFederation,
         device: torch.device,
         sums_file: Path,
+        inputs: Callable[[], GivenInputs | None],
     ) -> None:
-        """``sums_file``: the file for sums of confidences, if the target gives some."""
+        """``sums_file``: for sums of confidences, if the target gives some; ``inputs`` asks for those of inputs."""
         data, measured_here = planned.data, planned.run.target in plan.unseen
         split = measured_parts(planned.run.method, plan.experiment.engine.routing, planned.split)
         self._resamples, model = plan.experiment.evaluation.resamples, plan.experiment.model
@@ -395,6 +399,8 @@ class _AtSites:
         self._federation, self._classes = federation, len(data.classes)
         self._predicted, self._metadata = [*split.predicted], partial(model_metadata, planned)
         self._sums, self._sums_file = asks_sums(plan, planned), sums_file
+        self._trained = [*planned.split.train]
+        self._inputs = inputs if len(self._targets) == 1 and _tells_moments(plan, self._targets[0]) else None
         self._kept = {"kept": True} if plan.experiment.engine.sums_only else {}
 
     def measure(self, network: Network, weights: Weights) -> dict[str, Any]:
@@ -414,6 +420,10 @@ class _AtSites:
         threshold = common_threshold(_metrics(result, sources, "held_out"))
         asked: dict[str, Any] = {"resamples": self._resamples, "threshold": threshold}
         asked |= {"sums": True, **self._kept} if self._sums else {}
+        if self._sums and self._inputs is not None and (inputs := self._inputs()) is not None:
+            asked["inputs"] = inputs
+            for site in self._trained:
+                self._federation.ledger.record(0, "inputs", site, "up", {"inputs": inputs_bytes(inputs)})
         result |= self._ask(weights, self._targets, part="target", **asked)
         if self._sums:
             keep_sums(self._sums_file, {site: result[site].sums for site in self._targets if site in result})
@@ -454,6 +464,10 @@ class _AtSites:
             "source_accuracy": sources,
             "per_class": [_recall(pair) for pair in pairs] if self._targets else [],
         }
+
+
+def _tells_moments(plan: DeployedPlan, site: str) -> bool:
+    return site in plan.agreed.cards and plan.agreed.cards[site].gives_moments
 
 
 def _metrics(measures: Mapping[str, Measures], sites: Sequence[str], part: Part) -> list[SiteMetrics]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from pydantic import RootModel
 
 from fedshift.deploy.deployed_plan import DeployedPlan, run_at_sites
+from fedshift.deploy.estimate_inputs import summed_inputs
 from fedshift.deploy.estimate_sums import EstimateSums
 from fedshift.deploy.event_log import EventLog
 from fedshift.deploy.handshake import sources_encoding
@@ -22,8 +23,8 @@ from fedshift.deploy.json_files import read_stored
 from fedshift.deploy.remote.requests import EndRequest, EstimateRequest, ReadingAnswer, ReadingRequest
 from fedshift.deploy.remote.transport import Done, Lost, Transport, ask_plain
 from fedshift.evaluation.estimate.plain_sums import (
+    GivenInputs,
     GivenPooled,
-    GivenReading,
     GivenSite,
     GivenSums,
     check_classes,
@@ -34,6 +35,8 @@ from fedshift.federation.plain_values import Frozen
 from fedshift.json_objects import write_object
 
 OVER = "estimates.json"
+_MOST_LOOKED = 300
+"""Sites that tell of their changed samples: what more of them tell is too long for a request."""
 _REMEDY = "delete it, and sites estimate again"
 
 
@@ -71,10 +74,14 @@ def hand_over(plan: DeployedPlan, transport: Transport, folder: Path, deadline: 
     sums = EstimateSums(plan, transport, deadline, log) if plan.experiment.engine.sums_only else None
     for planned, name in waiting:
         known = {} if sums is not None else _collect_known(plan, planned.run, transport, folder, deadline, log)
+        if len(known) > _MOST_LOOKED:
+            known = {site: given.model_copy(update={"looked": None}) for site, given in known.items()}
+        looked = bool(known) and all(site.looked is not None for site in known.values())
+        inputs = summed_inputs(plan, planned, known, transport, deadline, log) if looked else None
         pooled = None if sums is None else sums.of(planned.run)
         chosen = read_stored(Threshold, threshold_file(folder, name), _REMEDY, older=True)
         threshold = None if chosen is None else chosen.threshold
-        if _ask_estimate(plan, planned, known, pooled, threshold, transport, deadline, log):
+        if _ask_estimate(plan, planned, known, inputs, pooled, threshold, transport, deadline, log):
             over.add(name)
     if not waiting:
         return
@@ -103,8 +110,9 @@ def _collect_known(
         others = [item.sums for other, item in sums.items() if other != site]
         if others:
             together = GivenSums.model_validate(plain_sums(reduce(add, others)))
-            reading = _reading(site, names[site], together, transport, deadline, log)
-            known |= {} if reading is None else {site: GivenSite(sums=of_site, reading=reading)}
+            request = ReadingRequest(run=names[site], sums=together, number=sorted(sums).index(site))
+            answer = _reading(site, request, transport, deadline, log)
+            known |= {} if answer is None else {site: GivenSite(sums=of_site, **dict(answer))}
     return known
 
 
@@ -150,13 +158,12 @@ def read_estimated(folder: Path) -> tuple[str, ...]:
 
 
 def _reading(
-    site: str, run: str, others: GivenSums, transport: Transport, deadline: float, log: EventLog
-) -> GivenReading | None:
-    answers = ask_plain(transport, {site: ReadingRequest(run=run, sums=others)}, deadline, ReadingAnswer)
-    answer = answers.get(site, Lost("did not answer"))
+    site: str, request: ReadingRequest, transport: Transport, deadline: float, log: EventLog
+) -> ReadingAnswer | None:
+    answer = ask_plain(transport, {site: request}, deadline, ReadingAnswer).get(site, Lost("did not answer"))
     if not isinstance(answer, Lost):
-        return answer.answer.reading
-    log.warn(f"site '{site}' is no case of the estimates of {run}: {answer.reason}")
+        return answer.answer
+    log.warn(f"site '{site}' is no case of the estimates of {request.run}: {answer.reason}")
     return None
 
 
@@ -164,6 +171,7 @@ def _ask_estimate(
     plan: DeployedPlan,
     planned: PlannedRun,
     known: Mapping[str, GivenSite],
+    inputs: GivenInputs | None,
     pooled: GivenPooled | None,
     threshold: float | None,
     transport: Transport,
@@ -174,7 +182,7 @@ def _ask_estimate(
     site, run = planned.run.target, run_at_sites(plan.experiment.name, planned.run)
     preprocessing = sources_encoding(plan.agreed, site)
     request = EstimateRequest(
-        run=run, known=dict(known), preprocessing=preprocessing, threshold=threshold, pooled=pooled
+        run=run, known=dict(known), preprocessing=preprocessing, threshold=threshold, pooled=pooled, inputs=inputs
     )
     answer = ask_plain(transport, {site: request}, deadline, Done).get(site, Lost("did not answer"))
     lost, sites = isinstance(answer, Lost), len(known) if pooled is None else pooled.whole.sites

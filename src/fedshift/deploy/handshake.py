@@ -292,6 +292,12 @@ def _warnings_of(experiment: Experiment, cards: Mapping[str, Card]) -> tuple[str
                 f"site '{site}' sends no confidences (rule {rule}): what to expect at '{lacking[0]}', which has no "
                 "labels, rests on other sites",
             )
+        elif not card.unlabelled and card.changeable and not card.gives_moments:
+            rule = "policy.send" if card.privacy is None else "privacy.epsilon"
+            warnings += (
+                f"site '{site}' sends no moments (rule {rule}): what to expect at '{lacking[0]}', which has no labels, "
+                "rests on scores alone",
+            )
     return warnings
 
 

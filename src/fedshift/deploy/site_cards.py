@@ -18,10 +18,12 @@ from fedshift.data.domain import Preprocessing, SparseRows
 from fedshift.data.tables import TableEncoding
 from fedshift.data.tasks.objective import objective_of
 from fedshift.deploy.members import CARDS, REMEDY, read_cards
-from fedshift.deploy.remote.policy import CONFIDENCES, Policy
+from fedshift.deploy.remote.policy import CONFIDENCES, MOMENTS, Policy
 from fedshift.deploy.site_file import Holding
 from fedshift.digests import Damaged
 from fedshift.errors import FedshiftError, UserError
+from fedshift.evaluation.estimate.input_sums import MOST_VALUES
+from fedshift.experiment.changed_samples import LARGEST
 from fedshift.experiment.environment import versions
 from fedshift.extras import import_extra
 from fedshift.federation.plain_values import Closed, Frozen, parse_json
@@ -175,6 +177,18 @@ class Card(Closed):
         """Whether sums of confidences may leave the site: with a budget they must have noise."""
         noise = None if self.privacy is None else self.privacy.confidences_noise
         return CONFIDENCES in self.send and (self.privacy is None or noise is not None)
+
+    @property
+    def gives_moments(self) -> bool:
+        """Whether sums of inputs may leave the site, and can be made of them. No noise covers them."""
+        return MOMENTS in self.send and self.privacy is None and self.changeable
+
+    @property
+    def changeable(self) -> bool:
+        """Whether samples are vectors of numbers or images of bytes, and small enough to be changed."""
+        sizes = {"uint8": 3, "float32": 1, "sparse": 1}.get(self.type)
+        small = sizes == 1 or max(self.shape[1:], default=0) <= LARGEST
+        return len(self.shape) == sizes and small and math.prod(self.shape) <= MOST_VALUES
 
     def _check_counts(self) -> None:
         """Raise ValueError unless what is given can be of this many samples of this shape."""

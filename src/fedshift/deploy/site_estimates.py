@@ -8,47 +8,49 @@ predictions on its own disk, and estimates by itself. It answers nothing but tha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 
 from fedshift.data.domain import Preprocessing, SparseRows
 from fedshift.data.input_guard import InputShift, feature_shift, image_shift
+from fedshift.deploy.kept_scores import READING, KeptScores, asked_reading, keep_scores, kept_scores, note_reading
 from fedshift.deploy.remote.policy import CONFIDENCES, MASKED
 from fedshift.deploy.remote.requests import SCORES, Asked, EstimateRequest, ReadingAnswer, ReadingRequest
 from fedshift.deploy.remote.transport import Done, answer_of
 from fedshift.deploy.remote.wire import Message
 from fedshift.deploy.site_file import Holding, SiteConfig
-from fedshift.encryption import read_private, write_private
+from fedshift.deploy.site_inputs import BY_SUMS, compare_inputs
 from fedshift.errors import FedshiftError, KindRefused, Refused, UserError
-from fedshift.evaluation.estimate.combination import LEVEL, NOT_LOOKED_AT, Estimate, estimate_from_sums, read
+from fedshift.evaluation.estimate.combination import (
+    LEVEL,
+    NOT_LOOKED_AT,
+    Estimate,
+    estimate_from_sums,
+    looks,
+    read,
+)
 from fedshift.evaluation.estimate.plain_sums import (
     MOST_CLASSES,
+    GivenLooks,
     GivenReading,
     GivenSums,
     check_classes,
     known_sites,
+    plain_looks,
     plain_reading,
     plain_sums,
 )
 from fedshift.evaluation.estimate.pooled import estimate_from_pooled
-from fedshift.evaluation.estimate.sums import SiteSums, sums_of
 from fedshift.evaluation.predictions import PREDICTIONS, UNLABELLED, SitePredictions, as_parquet
 from fedshift.experiment.estimate import noted_sites
 from fedshift.experiment.handing_out import ESTIMATE
 from fedshift.experiment.runs.run_folder import MODEL, model_file
 from fedshift.files import write_bytes
-from fedshift.json_objects import read_object, write_object
 from fedshift.text import json_text, printable
 from fedshift.weights import Weights
-
-READING = "-reading.json"
-_REMEDY = "delete it, and deploy again for an estimate"
 
 
 class SiteEstimates:
@@ -146,12 +148,16 @@ class SiteEstimates:
             Refused: readings may not leave, or there was another one.
         """
         self.check_gives(masked=False)
-        scores = self.kept_for(asked.request.run, "reading", asked.key).scores
-        others = asked.request.sums
-        check_classes(others, scores.shape[1])
-        reading = GivenReading.model_validate(plain_reading(read(others.sums, scores)))
+        kept = self.kept_for(asked.request.run, "reading", asked.key)
+        others, looked = asked.request.sums, None
+        check_classes(others, kept.scores.shape[1])
+        reading = GivenReading.model_validate(plain_reading(read(others.sums, kept.scores)))
         asked.entry["sent"] = {"reading": {"kind": CONFIDENCES}}
-        return answer_of(asked.key, ReadingAnswer(reading=reading))
+        if kept.looked_at and (apart := kept.looked_at[0].apart) is not None:
+            cases = list(looks(others.sums, kept.left_out, asked.request.number % 2**32))
+            looked = GivenLooks.model_validate(plain_looks(cases, apart))
+            asked.entry["sent"]["looked"] = {"kind": CONFIDENCES}
+        return answer_of(asked.key, ReadingAnswer(reading=reading, looked=looked))
 
     def forget(self, run: str) -> None:
         """Remove the scores of a run."""
@@ -192,11 +198,13 @@ class SiteEstimates:
         }
         scores = answers[0].known.scores
         if pooled is None:
+            given |= compare_inputs(self._received / run / MODEL, asked.request.inputs, holding, answers[0].rows)
             estimate = estimate_from_sums(known, scores, **given)
         else:
             estimate = estimate_from_pooled(pooled.pooled, scores, **given)
         if estimate.sites:
-            estimate = replace(estimate, reasons=(*estimate.reasons, NOT_LOOKED_AT))
+            how = BY_SUMS if estimate.looked_at else _of_scores(asked.request)
+            estimate = replace(estimate, reasons=(*estimate.reasons, how))
         write_bytes(
             self._received / run / ESTIMATE, f"{json_text(estimate.plain(), indent=2)}\n".encode(), private=True
         )
@@ -217,61 +225,6 @@ def threshold_of(threshold: float | None) -> float:
     return threshold
 
 
-@dataclass(frozen=True)
-class KeptScores:
-    """What a run's last model says of a site's samples.
-
-    Attributes:
-        scores: probabilities (n, classes).
-        labels: class numbers (n,).
-        threshold: of two classes, the score from which the second one is called.
-    """
-
-    scores: NDArray[Any]
-    labels: NDArray[np.int64]
-    threshold: float = 0.5
-
-    @property
-    def sums(self) -> SiteSums:
-        """Their sums."""
-        return sums_of(self.scores, self.labels, self.threshold)
-
-
-def keep_scores(memory: Path, run: str, kept: KeptScores) -> None:
-    """Keep the scores of a run's last model beside the memory of the run. No reading was made of them."""
-    parts = {"scores": kept.scores, "labels": kept.labels, "threshold": np.array([kept.threshold])}
-    write_private(memory / f"{run}{SCORES}", save({name: _tensor(part) for name, part in parts.items()}))
-    (memory / f"{run}{READING}").unlink(missing_ok=True)
-
-
-def kept_scores(memory: Path, run: str) -> KeptScores | None:
-    """The scores that were kept; None if there are none.
-
-    Raises:
-        UserError: the file is damaged.
-    """
-    try:
-        result = load(read_private(memory / f"{run}{SCORES}", _REMEDY))
-        return KeptScores(result["scores"].numpy(), result["labels"].numpy(), float(result["threshold"][0]))
-    except (OSError, KeyError, SafetensorError):
-        return None
-
-
-def note_reading(memory: Path, run: str, key: str) -> None:
-    """Note the key of the one request for a reading."""
-    write_object(memory / f"{run}{READING}", {"key": key}, private=True)
-
-
-def asked_reading(memory: Path, run: str) -> str | None:
-    """The key that was noted; None if there is none.
-
-    Raises:
-        Damaged: the file is.
-    """
-    result = read_object(memory / f"{run}{READING}", _REMEDY, older=True)
-    return None if not result else str(result["key"])
-
-
 def in_words(estimate: Estimate) -> str:
     """An estimate in a line."""
     if estimate.estimate is None:
@@ -279,6 +232,14 @@ def in_words(estimate: Estimate) -> str:
     warning = "; it may do much worse here: have some samples labelled" if estimate.harmful else ""
     ends = f"{estimate.low:.1f} to {estimate.high:.1f} in {LEVEL:.0%} of cases"
     return f"accuracy here, estimated: {estimate.estimate:.1f} % ({ends}){warning}"
+
+
+def _of_scores(request: EstimateRequest) -> str:
+    """Why an estimate reads scores alone, in words."""
+    kept = [f"'{name}'"[:100] for name, site in request.known.items() if site.looked is None]
+    if not kept or len(kept) == len(request.known):
+        return NOT_LOOKED_AT
+    return f"{NOT_LOOKED_AT}, since no sums of inputs come from {', '.join(kept[:5])}"
 
 
 def _shift(holding: Holding, rows: NDArray[np.int64], trained: Preprocessing) -> InputShift:
@@ -298,9 +259,3 @@ def _shift(holding: Holding, rows: NDArray[np.int64], trained: Preprocessing) ->
     inputs = inputs[rows]
     images = inputs.dtype == np.uint8
     return image_shift(inputs.astype(np.uint8, copy=False), None) if images else feature_shift(inputs, trained)
-
-
-def _tensor(scores: NDArray[Any]) -> Any:
-    import torch
-
-    return torch.from_numpy(np.ascontiguousarray(scores))

@@ -20,14 +20,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from fedshift.data.domain import Domain, Rows
+from fedshift.data.domain import Domain, Preprocessing, Rows
 from fedshift.data.site_data import SiteData
 from fedshift.data.site_scale import scale_domain
 from fedshift.data.tasks.objective import objective_of
 from fedshift.deploy.agreed_terms import AgreedTerms, asked_bounds, split_terms
 from fedshift.deploy.features_at_sites import check_text_towers, features_here
+from fedshift.deploy.kept_scores import KeptScores
 from fedshift.deploy.privacy.exposure import ExposureWatch
 from fedshift.deploy.privacy.few_rows import check_classes, check_few
 from fedshift.deploy.privacy.site_rules import SiteRules
@@ -52,8 +54,9 @@ from fedshift.deploy.secure.site_estimate_sums import SiteEstimateSums
 from fedshift.deploy.secure.site_seals import Sealing, SiteSeals
 from fedshift.deploy.secure.site_sums import SiteSums, Summing, promised_masked, without_body
 from fedshift.deploy.site_cards import card_of
-from fedshift.deploy.site_estimates import KeptScores, SiteEstimates, threshold_of
+from fedshift.deploy.site_estimates import SiteEstimates, threshold_of
 from fedshift.deploy.site_file import SiteConfig, file_stamp, load_site, read_holding
+from fedshift.deploy.site_inputs import SiteInputs
 from fedshift.deploy.site_requests import (
     RESIDUALS,
     audit_entry,
@@ -143,7 +146,7 @@ class SiteProgram:
         self.sums = SiteSums(config, self.terms, self.log)
         self.seals = SiteSeals(config, self.terms, self.sums)
         self.rules = SiteRules(config, self.log)
-        self.estimates = SiteEstimates(config)
+        self.estimates, self.inputs = SiteEstimates(config), SiteInputs(config)
         self.device = resolve_device(config.file.device)
         if config.file.threads is not None:
             torch.set_num_threads(config.file.threads)
@@ -162,6 +165,7 @@ class SiteProgram:
             "unmask": self.sums.unmask,
             "measure": self._measure,
             "predict": self._predict,
+            "inputs": lambda asked: self.inputs.give(asked, self.holding),
             "reading": self.estimates.reading,
             "mask": SiteEstimateSums(self.sums, self.estimates).mask,
             "estimate": self._estimate,
@@ -536,11 +540,23 @@ class SiteProgram:
             self.estimates.check_gives(masked=request.whole.kept)
             scores = score(answering(network, view, new_site), view, objective, groups)
             kept = KeptScores(scores.scores, scores.labels, threshold_of(request.whole.threshold))
+            if request.whole.inputs is not None:
+                domain = self._domain(self._setting(request.setting, method), request.part)
+                model = partial(self._scores_of, network, new_site, view.preprocessing)
+                kept = self.inputs.look(kept, model, domain, held_out, request.whole.inputs)
             kept = self.rules.with_noise(asked, kept, groups, view.device)
             classes = request.setting.classes
             sums = self.estimates.sums(request.run, kept, classes, asked.entry, masked=request.whole.kept)
             measures = measures.model_copy(update={"sums": sums})
         return answer_of(asked.key, MeasureAnswer(measures=measures))
+
+    def _scores_of(
+        self, network: Network, new_site: NewSite | None, preprocessing: Preprocessing, inputs: NDArray[Any]
+    ) -> NDArray[Any]:
+        """What a network says of samples that are none of the site's, as they would be stored."""
+        changed = Domain(self.name, inputs, np.zeros(len(inputs), dtype=np.int64))
+        view = SiteData([(changed, np.arange(len(inputs)), 0)], preprocessing, None, self.device)
+        return score(answering(network, view, new_site), view, objective_of(preprocessing), None).scores
 
     def check_labelled(self, request: MeasureRequest) -> None:
         """Raise Refused where the site has no labels."""

@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedshift.data.domain import DataSet, SparseRows
-from fedshift.evaluation.estimate.changes import Usual, changes, nearby_answers
+from fedshift.evaluation.estimate.changes import Scores, Usual, changes, nearby_answers
 from fedshift.evaluation.estimate.combination import Answers, LeftOut
 from fedshift.evaluation.estimate.distances import Samples
+from fedshift.evaluation.estimate.input_sums import Moments
 from fedshift.experiment.predict import TrainedModel
 
 MOST = 300
@@ -42,13 +43,35 @@ def looked_at(trained: TrainedModel, data: DataSet, site: str, rows: NDArray[np.
     inputs, labels, scores = samples_of(data, site, rows[some]), known.labels[some], known.scores[some]
     if not changeable(inputs) or not np.allclose(trained.scores(inputs), scores, atol=_SAME):
         return known
-    others = [name for name in data.domains if name != site]
+    others = [name for name in data.domains if name != site and name not in data.unlabelled]
     usual, there = usual_values(data, others), samples_at(data, others)
-    answers = [Answers(scores, labels, nearby_answers(trained.scores, inputs, usual), there.apart(inputs))]
+    answers = answers_under_changes(trained.scores, inputs, scores, labels, usual, there)
+    return replace(known, looked_at=answers, apart=answers[0].apart)
+
+
+def answers_under_changes(
+    model: Scores,
+    inputs: NDArray[Any],
+    scores: NDArray[Any],
+    labels: NDArray[np.int64],
+    usual: Usual,
+    there: Samples | Moments,
+) -> tuple[Answers, ...]:
+    """What a model says of samples as they are, first, and under each change.
+
+    Args:
+        model: gives scores.
+        inputs: the samples.
+        scores: what it says of them.
+        labels: class numbers (n,).
+        usual: what is usual at the sites that trained.
+        there: what samples are compared with.
+    """
+    answers = [Answers(scores, labels, nearby_answers(model, inputs, usual), there.apart(inputs))]
     for number, (_, changed) in enumerate(changes(inputs, usual), 1):
-        nearby = nearby_answers(trained.scores, changed, usual, number)
-        answers.append(Answers(trained.scores(changed).astype(np.float64), labels, nearby, there.apart(changed)))
-    return replace(known, looked_at=tuple(answers), apart=answers[0].apart)
+        nearby = nearby_answers(model, changed, usual, number)
+        answers.append(Answers(model(changed).astype(np.float64), labels, nearby, there.apart(changed)))
+    return tuple(answers)
 
 
 def usual_values(data: DataSet, sites: Sequence[str]) -> Usual:

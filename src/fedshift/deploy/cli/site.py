@@ -31,6 +31,7 @@ from fedshift.deploy.remote.policy import (
     CONFIDENCES,
     MASKED,
     METRICS,
+    MOMENTS,
     SEALED,
     WEIGHTS,
     AuditLog,
@@ -145,7 +146,7 @@ def _values(data: DataSet) -> str:
 
 def _say_policy(config: SiteConfig) -> None:
     policy = config.file.policy
-    every = (*known_kinds(), ACCURACY, METRICS, CONFIDENCES)
+    every = (*known_kinds(), ACCURACY, METRICS, CONFIDENCES, MOMENTS)
     leaves = [kind for kind in dict.fromkeys((*policy.send, MASKED, SEALED)) if policy.lets_out(kind)]
     say(f"may leave: {', '.join(leaves)}; of at least {policy.smallest_group} samples")
     say(f"never leaves: {', '.join(kind for kind in every if kind not in leaves)}")

@@ -25,6 +25,7 @@ from fedshift.data.domain import Domain, Rows
 from fedshift.data.site_data import SiteData
 from fedshift.data.splits import part_rows, random_split, split_kind
 from fedshift.data.tasks.objective import Objective
+from fedshift.deploy.kept_scores import KeptScores
 from fedshift.deploy.privacy.few_rows import of_many_rows
 from fedshift.deploy.privacy.ledger import PrivacyLedger
 from fedshift.deploy.privacy.noisy_statistics import lacking, with_noise
@@ -32,7 +33,6 @@ from fedshift.deploy.remote.policy import ACCURACY, AuditLog
 from fedshift.deploy.remote.replies import Measures
 from fedshift.deploy.remote.requests import Asked, CallRequest, MeasureRequest, Request, SeedSplit
 from fedshift.deploy.remote.wire import body_of
-from fedshift.deploy.site_estimates import KeptScores
 from fedshift.deploy.site_file import Holding, SiteConfig
 from fedshift.deploy.site_measures import measure_at_site
 from fedshift.errors import Refused, UserError

@@ -29,13 +29,15 @@ METRICS = "metrics"
 """The kind of what a site adds to that report at the end of a run: AUROC, calibration and so on."""
 CONFIDENCES = "confidences"
 """The kind of a site's sums of confidences among right and wrong answers, for an estimate at a site without labels."""
+MOMENTS = "moments"
+"""The kind of sums of a site's inputs and of their squares, with which other sites compare their samples."""
 _DAY = 24 * 3600
 _COUNTED = ("call", "measure", "step", "predict")
 """What counts towards the limits of a day and of a round. Version 1 of the requests named a call ``step``."""
 _FEW, _MOST_EXPOSED = 16, 0.8
 """How fast the limit of exposure falls with the number of samples, and the most that it is at any site."""
 MASKED, SEALED, WEIGHTS = Masked.kind, Sealed.kind, Weights.kind
-_AGGREGATES = ("statistics", WEIGHTS, MASKED, SEALED, NUMBERS, ACCURACY, METRICS, CONFIDENCES)
+_AGGREGATES = ("statistics", WEIGHTS, MASKED, SEALED, NUMBERS, ACCURACY, METRICS, CONFIDENCES, MOMENTS)
 """Kinds that summarise many samples: at least `Policy.smallest_group` of them."""
 
 
@@ -73,7 +75,8 @@ class Policy(BaseModel):
         description="kinds that may leave: weights, numbers (counts, losses), accuracy (of a model on held-out "
         "samples), metrics (of a run's last model: AUROC, calibration …), statistics (means, sums that encode a "
         "table), confidences (counts and sums of a run's last model, by which a site without labels estimates its "
-        "accuracy), styles, spectra, features; masked (a part of a sum of models under secure aggregation) and "
+        "accuracy), moments (sums of each input and of its square, with which such a site compares its own), styles, "
+        "spectra, features; masked (a part of a sum of models under secure aggregation) and "
         "sealed (a model that the coordinator cannot open) also wherever weights may",
     )
     secure: Literal["allowed", "required"] = Field(
@@ -191,7 +194,7 @@ class Policy(BaseModel):
     @field_validator("send")
     @classmethod
     def _kinds(cls, send: tuple[str, ...]) -> tuple[str, ...]:
-        known = (*known_kinds(), ACCURACY, METRICS, CONFIDENCES)
+        known = (*known_kinds(), ACCURACY, METRICS, CONFIDENCES, MOMENTS)
         for kind in send:
             if kind not in known:
                 raise ValueError(f"unknown kind '{kind}'; {nearest(kind, known)}")

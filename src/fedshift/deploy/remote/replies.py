@@ -11,10 +11,10 @@ from pydantic import Field, StringConstraints
 
 from fedshift.data.domain import Preprocessing
 from fedshift.data.tasks.objective import objective_of
-from fedshift.deploy.remote.policy import ACCURACY, CONFIDENCES
+from fedshift.deploy.remote.policy import ACCURACY, CONFIDENCES, MOMENTS
 from fedshift.deploy.remote.requests import FileName
 from fedshift.errors import FedshiftError
-from fedshift.evaluation.estimate.plain_sums import GivenSums, check_classes
+from fedshift.evaluation.estimate.plain_sums import GivenInputs, GivenSums, check_classes
 from fedshift.evaluation.metric_entries import ENTRIES
 from fedshift.evaluation.records import SiteMetrics
 from fedshift.evaluation.site_metrics import BINS
@@ -102,6 +102,12 @@ class Confidences(Statistics):
     kind = CONFIDENCES
 
 
+class SummedInputs(Statistics):
+    """Stands in the ledger for a site's sums of inputs."""
+
+    kind = MOMENTS
+
+
 K = TypeVar("K", bound=NamedTensors)
 
 
@@ -114,6 +120,11 @@ def sums_bytes(sums: GivenSums) -> Confidences:
     """The numbers in a site's sums of confidences, for the ledger."""
     numbers = 2 + 2 * len(sums.by_confidence[0]) + 2 * len(sums.losses) + sums.sums.answers.size
     return for_ledger(Confidences, 8 * (numbers + (0 if sums.by_score is None else 2 * len(sums.by_score[0]))))
+
+
+def inputs_bytes(inputs: GivenInputs) -> SummedInputs:
+    """The numbers in sums of inputs, for the ledger."""
+    return for_ledger(SummedInputs, 8 * (1 + 2 * len(inputs.total)))
 
 
 def report_bytes(report: Measures) -> Measured:

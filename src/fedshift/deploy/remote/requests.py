@@ -21,7 +21,15 @@ from fedshift.data.domain import Preprocessing
 from fedshift.deploy.crypto.keys import Encoded, KeyEntry
 from fedshift.deploy.remote.wire import Message, Wire
 from fedshift.errors import FedshiftError, Refused, UserError
-from fedshift.evaluation.estimate.plain_sums import GivenPooled, GivenReading, GivenSite, GivenSums, GivenWhole
+from fedshift.evaluation.estimate.plain_sums import (
+    GivenInputs,
+    GivenLooks,
+    GivenPooled,
+    GivenReading,
+    GivenSite,
+    GivenSums,
+    GivenWhole,
+)
 from fedshift.evaluation.records import Part as Measured
 from fedshift.federation.federation import OnRefusal
 from fedshift.federation.messages import Content
@@ -244,6 +252,7 @@ class Whole(Closed):
         threshold: the score from which a sample of a target is positive; None if no source chose one.
         sums: whether sums of confidences are asked for, too.
         kept: whether they are kept at the site, for a sum over sites.
+        inputs: sums of the inputs of the sites that trained, with which the site compares its own and changes them.
     """
 
     part: Measured
@@ -251,6 +260,7 @@ class Whole(Closed):
     threshold: Annotated[float, Field(ge=0, le=1)] | None = None
     sums: bool = False
     kept: bool = False
+    inputs: GivenInputs | None = None
 
 
 class MeasureRequest(RunRequest):
@@ -289,6 +299,20 @@ class UnmaskRequest(Request):
     answered: tuple[str, ...]
 
 
+class InputsRequest(Request):
+    """Asks for sums of a site's inputs, in the encoding of a run."""
+
+    do: Literal["inputs"] = "inputs"
+    run: RunName
+    preprocessing: Preprocessing
+
+
+class InputsAnswer(Frozen):
+    """What a site answers that is asked for sums of its inputs."""
+
+    inputs: GivenInputs
+
+
 # After a run ----------------------------------------------------------------------------------------------------------
 
 
@@ -301,17 +325,25 @@ class EndRequest(Request):
 
 
 class ReadingRequest(Request):
-    """Asks what estimators say of the kept scores, from the sums of the other sites."""
+    """Asks what estimators say of the kept scores, from the sums of the other sites.
+
+    Attributes:
+        run: whose scores they are.
+        sums: of the others.
+        number: of the site among all, which decides how its samples are drawn again.
+    """
 
     do: Literal["reading"] = "reading"
     run: RunName
     sums: GivenSums
+    number: Number = 0
 
 
 class ReadingAnswer(Frozen):
-    """What a site answers that is asked for the reading of its scores."""
+    """What a site answers that is asked for the reading of its scores; ``looked``: if it looked at its samples."""
 
     reading: GivenReading
+    looked: GivenLooks | None = None
 
 
 class MaskRequest(Request):
@@ -344,7 +376,16 @@ class MaskRequest(Request):
 
 
 class EstimateRequest(Request):
-    """Tells a site without labels what is known of others: of each, or of all together."""
+    """Tells a site without labels what is known of others: of each, or of all together.
+
+    Attributes:
+        run: its name.
+        known: by site.
+        preprocessing: of the sites that trained, with which its samples compare.
+        threshold: that their scores chose.
+        pooled: of all together, in place of ``known``.
+        inputs: sums of the inputs of the sites that are known; None where some keep these.
+    """
 
     do: Literal["estimate"] = "estimate"
     run: RunName
@@ -352,6 +393,7 @@ class EstimateRequest(Request):
     preprocessing: Preprocessing
     threshold: float | None = None
     pooled: GivenPooled | None = None
+    inputs: GivenInputs | None = None
 
 
 KINDS: dict[str, type[Request]] = {
@@ -364,6 +406,7 @@ KINDS: dict[str, type[Request]] = {
     "confirm": UnmaskRequest,
     "unmask": UnmaskRequest,
     "end": EndRequest,
+    "inputs": InputsRequest,
     "reading": ReadingRequest,
     "mask": MaskRequest,
     "estimate": EstimateRequest,

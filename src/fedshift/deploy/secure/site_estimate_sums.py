@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from fedshift.deploy.crypto.keys import Order
+from fedshift.deploy.kept_scores import KeptScores
 from fedshift.deploy.remote.orders import order_to_mask, upload_content
 from fedshift.deploy.remote.policy import sent_kinds
 from fedshift.deploy.remote.requests import Asked, MaskRequest
 from fedshift.deploy.remote.transport import Done, answer_of
 from fedshift.deploy.remote.wire import Message, body_of
 from fedshift.deploy.secure.site_sums import SiteSums
-from fedshift.deploy.site_estimates import KeptScores, SiteEstimates
+from fedshift.deploy.site_estimates import SiteEstimates
 from fedshift.errors import FedshiftError, Refused
 from fedshift.evaluation.estimate.combination import read
 from fedshift.evaluation.estimate.plain_sums import GivenSums, check_classes, plain_sums

@@ -40,7 +40,7 @@ from fedshift.evaluation.estimate.estimators import (
     moved_frequencies,
     unexplained_share,
 )
-from fedshift.evaluation.estimate.prior import PUBLIC, Prior, Taught, signs
+from fedshift.evaluation.estimate.prior import PUBLIC, Prior, Taught, signs, sureness
 from fedshift.evaluation.estimate.sums import Numbers, SiteSums, probabilities, sums_of
 from fedshift.evaluation.estimate.two_classes import MEASURES, SCORES, Range, Rates, estimates, estimates_of, in_bins
 from fedshift.evaluation.metric_entries import ENTRIES
@@ -226,11 +226,11 @@ class Reading:
     frequencies: float
     peak: float
 
-    def features(self, nearby: NDArray[Any]) -> Numbers:
-        """What the correction reads of them and of the answers nearby (m, changes, 2)."""
+    def features(self, nearby: Numbers) -> Numbers:
+        """What the correction reads of them and of the mean answers nearby (2 · changes,)."""
         parts = [logit(value) for value in self.parts.values()]
         unlike = [self.unexplained, self.far, self.predicted, self.frequencies, self.peak]
-        return np.array([*parts, *unlike, *nearby.mean(axis=0).ravel()])
+        return np.array([*parts, *unlike, *nearby])
 
     def centre(self, usual: float) -> float:
         """The estimate; ``usual``: the share of unexplained samples at left-out sites."""
@@ -274,10 +274,14 @@ class KnownSite:
     Attributes:
         sums: of what a model that never saw it says of its samples.
         reading: of the same, from the sums of the other left-out sites.
+        looks: what it says of some of its samples under changes; empty if they were not looked at.
+        apart: how far its samples are from sums of those of the sites that trained; None likewise.
     """
 
     sums: SiteSums
     reading: Reading
+    looks: tuple[Look, ...] = ()
+    apart: Apart | None = None
 
 
 def estimate_from_sums(
@@ -287,12 +291,14 @@ def estimate_from_sums(
     unusual: str | None = None,
     threshold: float = 0.5,
     odd_rows: float = 0.0,
+    nearby: NDArray[Any] | None = None,
+    apart: Apart | None = None,
 ) -> Estimate:
     """As `estimate_accuracy`, where of the left-out sites only sums and readings are known. It says the same.
 
     Args:
         known: by site.
-        scores, unlike, unusual, threshold, odd_rows: as there.
+        scores, unlike, unusual, threshold, odd_rows, nearby, apart: as there.
 
     Example:
         >>> estimate_from_sums({}, [[0.9, 0.1], [0.3, 0.7]] * 10).reasons
@@ -308,8 +314,10 @@ def estimate_from_sums(
         np.asarray(scores, dtype=np.float64),
         unlike=unlike,
         unusual=unusual,
+        nearby=nearby,
         threshold=threshold,
         odd_rows=odd_rows,
+        apart=apart,
     )
 
 
@@ -460,11 +468,16 @@ def _is_harmful(cases: Cases, by_scores: tuple[float, float, float], apart: Apar
     """Whether a shift may be harmful: by what is lost, how odd scores are and, where these are known, by distances."""
     if apart is None or len(cases.apart) < FEWEST_SITES:
         return sum(by_scores) > ALARM
-    return float(cases.prior.weights @ harm_signs(cases.apart, apart, by_scores)) > cases.prior.alarm
+    signs, prior = harm_signs(cases.apart, apart, by_scores), cases.prior
+    if len(signs) == len(prior.weights):
+        return float(prior.weights @ signs) > prior.alarm
+    return float(prior.sum_weights @ signs) > prior.sum_alarm
 
 
 def harm_signs(left_out: Sequence[Apart], apart: Apart, by_scores: tuple[float, float, float]) -> Numbers:
     """What the alarm reads where samples can be compared (6,): how far they are (`beyond`), what is lost, what is odd.
+
+    Where only sums over samples are known (5,): all but the nearest.
 
     Args:
         left_out: how far each left-out site is.
@@ -533,14 +546,11 @@ class Cases:
         cases = replace(cases, prior=prior, apart=apart if len(apart) == len(left_out) else ())
         if not all(site.looked_at for site in left_out.values()):
             return cases
-        usual = cases.unexplained
-        return cases._add_correction(
-            {name: list(known_cases(others[name], left_out[name], usual, at)) for at, name in enumerate(sums)}
-        )
+        return cases.with_looks({name: tuple(looks(others[name], left_out[name], at)) for at, name in enumerate(sums)})
 
     @classmethod
     def of_known(cls, known: Mapping[str, KnownSite]) -> Cases:
-        """The same from sums and readings of at least two left-out sites, without a correction."""
+        """The same from sums and readings of at least two left-out sites; corrected where all were looked at."""
         sums = {name: site.sums for name, site in known.items()}
         readings = {name: site.reading for name, site in known.items()}
         usual = float(np.mean([reading.unexplained for reading in readings.values()]))
@@ -548,10 +558,15 @@ class Cases:
         far = float(np.mean([reading.far for reading in readings.values()]))
         scored = tuple(counts.by_score for counts in sums.values() if counts.by_score is not None)
         whole = reduce(add, sums.values())
-        return cls(whole, usual, far, _factor(squares), len(sums), by_score=scored)
+        cases = cls(whole, usual, far, _factor(squares), len(sums), by_score=scored)
+        if not all(site.looks for site in known.values()):
+            return cases
+        apart = tuple(site.apart for site in known.values() if site.apart is not None)
+        return replace(cases, apart=apart).with_looks({name: site.looks for name, site in known.items()})
 
-    def _add_correction(self, known: Mapping[str, Sequence[KnownCase]]) -> Cases:
+    def with_looks(self, looks: Mapping[str, Sequence[Look]]) -> Cases:
         """Add what all sites' cases teach, and how well each site's are foretold by the others'."""
+        known = {name: [look.to_case(self.unexplained) for look in of_site] for name, of_site in looks.items()}
         squares = {
             name: float(np.mean([case.square(taught) for case in known[name]]))
             for name, taught in ((name, _taught(known, self.prior.correction, without=name)) for name in known)
@@ -575,18 +590,13 @@ class Cases:
         centre, factor = reading.centre(self.unexplained), self.factor
         samples = len(np.asarray(scores)) if different is None else different
         if self.taught is not None and nearby is not None:
-            seen = None if apart is None else self.signs(reading, scores, nearby, apart)
-            centre = _share(logit(centre) + self.taught.at(reading.features(nearby), seen))
+            seen = Seen.of(self.whole, reading, scores, nearby, apart)
+            centre = _share(logit(centre) + self.taught.at(seen.features, seen.signs(logit(centre))))
             factor = self.corrected_factor
         middle = logit(centre)
         noise = 1 / (samples * centre + 0.5) + 1 / (samples * (1 - centre) + 0.5)
         half = stdtrit(PRIOR + self.sites, (1 + LEVEL) / 2) * math.sqrt((factor * reading.error) ** 2 + noise)
         return centre, min(centre, _share(middle - half)), max(centre, _share(middle + half))
-
-    def signs(self, reading: Reading, scores: ArrayLike, nearby: NDArray[Any], apart: Apart) -> Numbers:
-        """What the prior reads of samples without labels: see `fedshift.evaluation.estimate.prior.signs`."""
-        middle = logit(reading.centre(self.unexplained))
-        return _signs(self.whole, reading, probabilities(scores), middle, nearby, apart)
 
 
 @dataclass(frozen=True)
@@ -612,42 +622,90 @@ class KnownCase:
         return _square(off, self.accuracy, self.samples, self.error)
 
 
-def known_cases(others: SiteSums, site: LeftOut, usual: float, seed: int) -> Iterator[KnownCase]:
+@dataclass(frozen=True)
+class Seen:
+    """What is seen of samples without their labels: means over them.
+
+    Attributes:
+        reading: what estimators say.
+        nearby: mean answers nearby (2 · changes,).
+        sure: see `fedshift.evaluation.estimate.prior.sureness`.
+        binned: what the estimator `histogram_binning` says.
+        spread: of the samples; None if they were not compared.
+    """
+
+    reading: Reading
+    nearby: Numbers
+    sure: tuple[float, float]
+    binned: float
+    spread: float | None
+
+    @classmethod
+    def of(cls, sums: SiteSums, reading: Reading, scores: ArrayLike, nearby: NDArray[Any], apart: Apart | None) -> Seen:
+        """Of scores (m, classes) and answers nearby (m, changes, 2), by the sums over labelled sites."""
+        shares, spread = probabilities(scores), None if apart is None else apart.spread
+        near = nearby.mean(axis=0).ravel()
+        return cls(reading, near, sureness(shares), histogram_binning(sums, shares), spread)
+
+    @property
+    def features(self) -> Numbers:
+        """What the correction reads."""
+        return self.reading.features(self.nearby)
+
+    def signs(self, middle: float) -> Numbers | None:
+        """What the prior reads; ``middle``: the logit of the median. None if samples were not compared."""
+        if self.spread is None:
+            return None
+        more = logit(self.binned) - middle
+        return signs(self.reading.frequencies, self.reading.peak, self.sure, self.nearby, self.spread, more)
+
+
+@dataclass(frozen=True)
+class Look:
+    """A case of a left-out site, before it is known how much the sites differ.
+
+    Attributes:
+        seen: of its samples.
+        accuracy, samples: the truth, and on how many samples.
+        moved: whether they were drawn again in other class frequencies.
+    """
+
+    seen: Seen
+    accuracy: float
+    samples: int
+    moved: bool
+
+    def to_case(self, usual: float) -> KnownCase:
+        """The case; ``usual``: the share of unexplained samples at left-out sites."""
+        reading = self.seen.reading
+        middle = logit(reading.centre(usual))
+        case = Case(self.seen.features, logit(self.accuracy) - middle, MOVED_COUNT if self.moved else 1.0)
+        return KnownCase(case, self.seen.signs(middle), self.accuracy, self.samples, reading.error)
+
+
+def looks(others: SiteSums, site: LeftOut, seed: int) -> Iterator[Look]:
     """The cases of a site: as it is, changed, and drawn again in other class frequencies.
 
     Args:
         others: the sums of the other left-out sites.
         site: it was looked at.
-        usual: the share of unexplained samples at left-out sites.
         seed: decides the frequencies.
 
     Example:
         >>> scores, labels = np.array([[0.9, 0.1], [0.2, 0.8]] * 20), np.array([0, 1] * 20)
         >>> looked_at = (Answers(scores, labels, np.ones((40, 4, 2))),)
-        >>> cases = known_cases(sums_of(scores, labels), LeftOut(scores, labels, looked_at), usual=0.0, seed=0)
+        >>> cases = looks(sums_of(scores, labels), LeftOut(scores, labels, looked_at), seed=0)
         >>> {case.accuracy for case in cases}
         {1.0}
     """
     natural = site.looked_at[0]
     again = drawn_again(natural.labels, natural.scores.shape[1], seed)
     moved = [Answers(natural.scores[rows], natural.labels[rows], natural.nearby[rows], natural.apart) for rows in again]
-    weights = [1.0] * len(site.looked_at) + [MOVED_COUNT] * len(moved)
-    for answers, weight in zip([*site.looked_at, *moved], weights, strict=True):
-        reading, samples = read(others, answers.scores), len(answers.labels)
+    for number, answers in enumerate([*site.looked_at, *moved]):
+        reading = read(others, answers.scores)
         accuracy = float((answers.scores.argmax(axis=1) == answers.labels).mean())
-        middle, seen = logit(reading.centre(usual)), None
-        if answers.apart is not None:
-            seen = _signs(others, reading, probabilities(answers.scores), middle, answers.nearby, answers.apart)
-        case = Case(reading.features(answers.nearby), logit(accuracy) - middle, weight)
-        yield KnownCase(case, seen, accuracy, samples, reading.error)
-
-
-def _signs(
-    sums: SiteSums, reading: Reading, shares: Numbers, middle: float, nearby: NDArray[Any], apart: Apart
-) -> Numbers:
-    """``middle``: the logit of the median."""
-    more = logit(histogram_binning(sums, shares)) - middle
-    return signs(reading.frequencies, reading.peak, shares, nearby, apart.spread, more)
+        seen = Seen.of(others, reading, answers.scores, answers.nearby, answers.apart)
+        yield Look(seen, accuracy, len(answers.labels), number >= len(site.looked_at))
 
 
 def _taught(known: Mapping[str, Sequence[KnownCase]], prior: Correction, without: str = "") -> Taught:

@@ -10,7 +10,7 @@ Values are measured by the means and deviations at the labelled sites.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 Rows = NDArray[np.float32]
 
-_LEAST = 0.05
+LEAST = 0.05
 """Deviations are taken for larger by this part of the usual one, so that constant values count for little."""
-_MOST, _KNOWN = 400, 600
+COMPARED, _KNOWN = 400, 600
 """Samples that are compared, and with how many."""
 _STILL = 0.02
 """By this a mean distance of means is taken for larger: without it the logarithm of none has no end."""
@@ -36,12 +36,13 @@ class Apart:
 
     Attributes:
         spread: mean logarithm of a value's deviation here by that there.
-        nearest: logarithm of the median distance to the nearest sample there, by that among the samples there.
+        nearest: logarithm of the median distance to the nearest sample there, by that among the samples there; None
+            where only sums over the samples are known.
         moved: logarithm of the mean distance of a value's mean from that there, in deviations.
     """
 
     spread: float
-    nearest: float
+    nearest: float | None
     moved: float
 
 
@@ -68,7 +69,7 @@ class Samples:
         rows = _flat(np.concatenate(list(sites)))
         deviation = rows.std(axis=0)
         varied = deviation[deviation > 0]
-        least = _LEAST * (float(np.median(varied)) if len(varied) else 1.0)
+        least = LEAST * (float(np.median(varied)) if len(varied) else 1.0)
         deviation = deviation + np.float32(least)
         some = np.random.default_rng(0).permutation(len(rows))[:_KNOWN]
         mean = rows.mean(axis=0)
@@ -86,15 +87,34 @@ class Samples:
             >>> abs(alike.spread) < 0.1, wide.spread > 0.9, wide.nearest > alike.nearest + 0.5
             (True, True, True)
         """
-        rows = _flat(inputs)[:_MOST]
-        spread = float(np.log((rows.std(axis=0) + self.least) / self.deviation).mean())
+        rows = _flat(inputs)[:COMPARED]
         scaled = (rows - self.mean) / self.deviation
         far = float(np.median(_nearest(scaled, self.known)))
-        moved = float(np.log(np.abs(scaled.mean(axis=0)).mean() + _STILL))
-        return Apart(spread, float(np.log((far + 1e-6) / (self.usual + 1e-6))), moved)
+        nearest = float(np.log((far + 1e-6) / (self.usual + 1e-6)))
+        return values_apart(rows, self.mean, self.deviation, self.least, nearest)
 
 
-def beyond(apart: Apart, left_out: Sequence[Apart]) -> tuple[float, float, float]:
+def values_apart(
+    rows: NDArray[Any], mean: NDArray[Any], deviation: NDArray[Any], least: float, nearest: float | None = None
+) -> Apart:
+    """How far values of samples (n, d) are.
+
+    Args:
+        rows: the samples.
+        mean, deviation: of each value (d,) there, the latter larger by ``least``.
+        least: as of `Samples`.
+        nearest: of the result.
+
+    Example:
+        >>> values_apart(np.array([[0.0], [2.0]]), np.zeros(1), np.ones(1), 0.0).spread
+        0.0
+    """
+    spread = float(np.log((rows.std(axis=0) + least) / deviation).mean())
+    moved = float(np.log(np.abs((rows.mean(axis=0) - mean) / deviation).mean() + _STILL))
+    return Apart(spread, nearest, moved)
+
+
+def beyond(apart: Apart, left_out: Sequence[Apart]) -> tuple[float, ...]:
     """How much farther than the left-out sites: in standard errors of one more such site, at most `MOST`.
 
     Args:
@@ -102,21 +122,19 @@ def beyond(apart: Apart, left_out: Sequence[Apart]) -> tuple[float, float, float
         left_out: of each left-out site from the others, two or more.
 
     Returns:
-        of the spread, in either direction; of the nearest samples and of the means, where 0 is the left-out sites'
-        mean.
+        of the spread, in either direction; of the nearest samples, unless some are not known, and of the means, where 0
+        is the left-out sites' mean.
 
     Example:
         >>> beyond(Apart(1.0, 0.5, 0.5), [Apart(0.0, 0.5, 0.5), Apart(0.0, 0.5, 0.5)])
         (2.5, 0.0, 0.0)
     """
-    usual = np.array([astuple(item) for item in left_out])
+    nearest = all(item.nearest is not None for item in (apart, *left_out))
+    names = ("spread", "nearest", "moved") if nearest else ("spread", "moved")
+    here, usual = (np.array([[getattr(item, name) for name in names] for item in of]) for of in ([apart], left_out))
     error = usual.std(axis=0, ddof=1) * np.sqrt(1 + 1 / len(usual)) + FLOOR
-    spread, nearest, moved = (np.array(astuple(apart)) - usual.mean(axis=0)) / error
-    return (
-        min(MOST, abs(float(spread))),
-        float(np.clip(nearest, -2.0, MOST)),
-        float(np.clip(moved, -2.0, MOST)),
-    )
+    spread, *others = ((here[0] - usual.mean(axis=0)) / error).tolist()
+    return min(MOST, abs(spread)), *(min(MOST, max(-2.0, other)) for other in others)
 
 
 def _flat(inputs: NDArray[Any]) -> Rows:

@@ -8,15 +8,18 @@ counts of confidences among right and wrong answers, so they leave a site only i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Self, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fedshift.errors import FedshiftError, in_words
-from fedshift.evaluation.estimate.combination import KnownSite, Reading
+from fedshift.evaluation.estimate.changes import NEARBY
+from fedshift.evaluation.estimate.combination import KnownSite, Look, Reading, Seen
+from fedshift.evaluation.estimate.distances import Apart
 from fedshift.evaluation.estimate.estimators import ESTIMATORS
+from fedshift.evaluation.estimate.input_sums import MOST_VALUES, Moments
 from fedshift.evaluation.estimate.pooled import FEWEST, Pooled, Whole
 from fedshift.evaluation.estimate.sums import BANDS, BINS, TEMPERATURES, SiteSums
 from fedshift.evaluation.estimate.two_classes import SCORES
@@ -29,6 +32,12 @@ _Bins = Annotated[tuple[_Count, ...], Field(min_length=BINS, max_length=BINS)]
 _Bands = Annotated[tuple[_Count, ...], Field(min_length=BANDS, max_length=BANDS)]
 _Scores = Annotated[tuple[_Count, ...], Field(min_length=SCORES, max_length=SCORES)]
 _Share = Annotated[float, Field(ge=0, le=1)]
+_Logarithm = Annotated[float, Field(ge=-1e3, le=1e3)]
+_Sum = Annotated[float, Field(ge=-1e30, le=1e30)]
+_Square = Annotated[float, Field(ge=0, le=1e60)]
+"""Means and deviations are then numbers of float32."""
+MOST_LOOKS = 40
+"""Cases of a left-out site: changes, and draws in other class frequencies."""
 
 
 class _Part(BaseModel):
@@ -92,17 +101,84 @@ class GivenReading(_Part):
             raise ValueError("parts are not those of the estimators")
         return self
 
+    @property
+    def reading(self) -> Reading:
+        """The same as estimates read it."""
+        return Reading(**self.model_dump())
+
+
+class GivenLook(_Part):
+    """A `Look`, checked."""
+
+    reading: GivenReading
+    nearby: Annotated[tuple[_Share, ...], Field(min_length=2 * NEARBY, max_length=2 * NEARBY)]
+    sure: tuple[_Share, _Share]
+    binned: _Share
+    spread: _Logarithm
+    accuracy: _Share
+    samples: Annotated[int, Field(ge=1, le=2**53)]
+    moved: bool
+
+    @property
+    def look(self) -> Look:
+        """The same as estimates read it."""
+        seen = Seen(self.reading.reading, np.array(self.nearby), self.sure, self.binned, self.spread)
+        return Look(seen, self.accuracy, self.samples, self.moved)
+
+
+class GivenLooks(_Part):
+    """What a left-out site tells of some of its samples under changes.
+
+    Attributes:
+        looks: the samples as they are, first.
+        moved: see `Apart`, as well as the spread of the first.
+    """
+
+    looks: Annotated[tuple[GivenLook, ...], Field(min_length=1, max_length=MOST_LOOKS)]
+    moved: _Logarithm
+
+    @property
+    def apart(self) -> Apart:
+        """How far the samples are from those of the sites that trained."""
+        return Apart(self.looks[0].spread, None, self.moved)
+
+
+class GivenInputs(_Part):
+    """The `Moments` of samples, checked."""
+
+    samples: Annotated[int, Field(ge=1, le=2**53)]
+    total: Annotated[tuple[_Sum, ...], Field(min_length=1, max_length=MOST_VALUES)]
+    squares: Annotated[tuple[_Square, ...], Field(min_length=1, max_length=MOST_VALUES)]
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if len(self.total) != len(self.squares):
+            raise ValueError("total and squares are not of the same values")
+        most = (1 + 1e-6) * self.samples * np.array(self.squares) + 1e-6  # of Cauchy and Schwarz
+        if (np.square(self.total) > most).any():
+            raise ValueError("squares are smaller than the sums allow")
+        return self
+
+    @property
+    def moments(self) -> Moments:
+        """The same as estimates read it."""
+        return Moments(self.samples, np.array(self.total), np.array(self.squares))
+
 
 class GivenSite(_Part):
-    """What a site without labels is told of a left-out site."""
+    """What a site without labels is told of a left-out site; ``looked``: None where its policy keeps that."""
 
     sums: GivenSums
     reading: GivenReading
+    looked: GivenLooks | None = None
 
     @property
     def known(self) -> KnownSite:
         """The same as estimates read it."""
-        return KnownSite(self.sums.sums, Reading(**self.reading.model_dump()))
+        sums, reading = self.sums.sums, self.reading.reading
+        if self.looked is None:
+            return KnownSite(sums, reading)
+        return KnownSite(sums, reading, tuple(look.look for look in self.looked.looks), self.looked.apart)
 
 
 class GivenWhole(_Part):
@@ -148,15 +224,16 @@ class GivenPooled(_Part):
 def given_whole(whole: Whole) -> GivenWhole:
     """The first sum as a message holds it.
 
-    Raises:
-        FedshiftError: its numbers do not fit each other, so masks were not those of one sum, or a site lied.
+        Raises:
+            FedshiftError: its numbers do not fit each other, so masks were not those of one sum, or a site lied.
 
-    Example:
-        >>> from fedshift.evaluation.estimate.pooled import first_part, whole_of
-        >>> from fedshift.evaluation.estimate.sums import sums_of
-        >>> whole = whole_of(3 * first_part(sums_of([[0.9, 0.1]], [0])), sites=3, classes=2)
-        >>> given_whole(whole).whole.sums.samples
-        3
+        Example:
+            >>> from fedshift.evaluation.estimate.input_sums import MOST_VALUES, Moments
+    from fedshift.evaluation.estimate.pooled import first_part, whole_of
+            >>> from fedshift.evaluation.estimate.sums import sums_of
+            >>> whole = whole_of(3 * first_part(sums_of([[0.9, 0.1]], [0])), sites=3, classes=2)
+            >>> given_whole(whole).whole.sums.samples
+            3
     """
     scores = None if whole.by_score is None else whole.by_score.tolist()
     plain = {
@@ -173,15 +250,16 @@ def given_whole(whole: Whole) -> GivenWhole:
 def given_pooled(pooled: Pooled) -> GivenPooled:
     """All three sums as a message holds them.
 
-    Raises:
-        FedshiftError: as `given_whole`.
+        Raises:
+            FedshiftError: as `given_whole`.
 
-    Example:
-        >>> from fedshift.evaluation.estimate.pooled import first_part, whole_of
-        >>> from fedshift.evaluation.estimate.sums import sums_of
-        >>> whole = whole_of(3 * first_part(sums_of([[0.9, 0.1]], [0])), sites=3, classes=2)
-        >>> given_pooled(Pooled(whole, 0.1, 0.0, 2.0, np.zeros(3))).pooled.squares
-        2.0
+        Example:
+            >>> from fedshift.evaluation.estimate.input_sums import MOST_VALUES, Moments
+    from fedshift.evaluation.estimate.pooled import first_part, whole_of
+            >>> from fedshift.evaluation.estimate.sums import sums_of
+            >>> whole = whole_of(3 * first_part(sums_of([[0.9, 0.1]], [0])), sites=3, classes=2)
+            >>> given_pooled(Pooled(whole, 0.1, 0.0, 2.0, np.zeros(3))).pooled.squares
+            2.0
     """
     plain = {
         "whole": given_whole(pooled.whole).model_dump(mode="json"),
@@ -219,6 +297,40 @@ def plain_sums(sums: SiteSums) -> dict[str, Any]:
         "answers": sums.answers.tolist(),
         "cost": sums.cost,
         **({} if sums.by_score is None else {"by_score": sums.by_score.tolist()}),
+    }
+
+
+def plain_inputs(moments: Moments) -> dict[str, Any]:
+    """Moments as a message holds them.
+
+    Example:
+        >>> plain_inputs(Moments.of(np.array([[2.0], [3.0]])))
+        {'samples': 2, 'total': [5.0], 'squares': [13.0]}
+    """
+    return {"samples": moments.samples, "total": moments.total.tolist(), "squares": moments.squares.tolist()}
+
+
+def plain_looks(looks: Sequence[Look], apart: Apart) -> dict[str, Any]:
+    """Cases of a site as a message holds them; ``apart``: of its samples as they are.
+
+    Example:
+        >>> plain_looks([], Apart(0.0, None, -1.0))
+        {'looks': [], 'moved': -1.0}
+    """
+    return {"looks": [_plain_look(look) for look in looks], "moved": apart.moved}
+
+
+def _plain_look(look: Look) -> dict[str, Any]:
+    seen = look.seen
+    return {
+        "reading": plain_reading(seen.reading),
+        "nearby": [_within(share) for share in seen.nearby],
+        "sure": [_within(share) for share in seen.sure],
+        "binned": _within(seen.binned),
+        "spread": seen.spread,
+        "accuracy": look.accuracy,
+        "samples": look.samples,
+        "moved": look.moved,
     }
 
 

@@ -12,10 +12,8 @@ both judge each data set by tables of the others.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fedshift.evaluation.estimate.correction import Correction
 from fedshift.evaluation.estimate.estimators import margin, matrix_norm
@@ -25,24 +23,33 @@ _WIDEST = 1.5
 """Spreads count for no more than this above or below the usual one."""
 
 
+def sureness(shares: Numbers) -> tuple[float, float]:
+    """The mean margin and the matrix norm of probabilities (m, classes).
+
+    Example:
+        >>> sureness(np.array([[1.0, 0.0], [0.0, 1.0]]))
+        (1.0, 1.0)
+    """
+    return margin(shares), matrix_norm(shares)
+
+
 def signs(
-    frequencies: float, peak: float, shares: Numbers, nearby: NDArray[Any], spread: float, calibrated: float
+    frequencies: float, peak: float, sure: tuple[float, float], nearby: Numbers, spread: float, calibrated: float
 ) -> Numbers:
     """What the prior reads of a site's samples, before the same of left-out sites is taken from it.
 
     Args:
         frequencies, peak: of its `Reading`.
-        shares: probabilities (m, classes).
-        nearby: answers nearby (m, changes, 2).
+        sure: its `sureness`.
+        nearby: mean answers nearby (2 · changes,).
         spread: of the samples, see `fedshift.evaluation.estimate.distances.Apart`.
         calibrated: log-odds of the estimator `histogram_binning` less those of the median.
 
     Example:
-        >>> signs(0.1, 0.2, np.array([[0.5, 0.5]]), np.ones((1, 4, 2)), 0.3, -0.4).shape
+        >>> signs(0.1, 0.2, (0.5, 0.7), np.ones(8), 0.3, -0.4).shape
         (14,)
     """
-    sure = [margin(shares), matrix_norm(shares)]
-    return np.array([frequencies, peak, *sure, *nearby.mean(axis=0).ravel(), spread, calibrated])
+    return np.array([frequencies, peak, *sure, *nearby, spread, calibrated])
 
 
 def beside(signs: Numbers, usual: Numbers) -> Numbers:
@@ -65,11 +72,14 @@ class Prior:
         correction: of the log-odds of the median, from `beside`.
         weights: of how far samples are apart (3,), what is lost, and how odd scores are (2,), see `harm_signs`.
         alarm: a shift may be harmful where their sum is larger.
+        sum_weights, sum_alarm: the same where of all samples only sums are known, so not how far the nearest are.
     """
 
     correction: Correction
     weights: Numbers
     alarm: float
+    sum_weights: Numbers
+    sum_alarm: float
 
 
 @dataclass(frozen=True)
@@ -127,4 +137,12 @@ _WEIGHTS = {
     "confidence": 0.1682,
 }
 """Of the alarm."""
-PUBLIC = Prior(Correction(*np.array(list(_MOMENTS.values())).T), np.array(list(_WEIGHTS.values())), 1.3131)
+_SUM_WEIGHTS = {"spread": 1.4431, "moved": 0.2778, "lost": 0.4978, "unexplained": -0.0817, "confidence": 0.2213}
+"""Of the alarm without the nearest samples."""
+PUBLIC = Prior(
+    Correction(*np.array(list(_MOMENTS.values())).T),
+    np.array(list(_WEIGHTS.values())),
+    1.3131,
+    np.array(list(_SUM_WEIGHTS.values())),
+    1.4388,
+)

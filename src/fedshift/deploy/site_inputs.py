@@ -1,0 +1,154 @@
+"""A site's part in what estimates read of inputs: sums of its own, and comparisons with those of others.
+
+A labelled site gives of each input value the sum and the sum of squares. A site that is left out, and one without
+labels, change their own samples and compare them with the sums of the others, so no sample leaves.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedshift.data.domain import Domain, Preprocessing, Rows, SparseRows
+from fedshift.deploy.kept_scores import KeptScores
+from fedshift.deploy.remote.policy import MOMENTS
+from fedshift.deploy.remote.requests import Asked, InputsAnswer, InputsRequest
+from fedshift.deploy.remote.transport import answer_of
+from fedshift.deploy.remote.wire import Message
+from fedshift.deploy.site_file import Holding, SiteConfig
+from fedshift.errors import FedshiftError, KindRefused, Refused, UserError
+from fedshift.evaluation.estimate.changes import Scores, nearby_answers
+from fedshift.evaluation.estimate.input_sums import MOST_VALUES, Moments
+from fedshift.evaluation.estimate.plain_sums import GivenInputs, plain_inputs
+from fedshift.experiment.changed_samples import answers_under_changes, changeable, spread
+from fedshift.experiment.predict import load_model
+
+BY_SUMS = "it read sums of the left-out sites' inputs: a harmful shift is noticed a little less often than by samples"
+_SAME = 1e-3
+
+
+class SiteInputs:
+    """What one labelled site gives of its inputs.
+
+    Args:
+        config: the site's.
+    """
+
+    def __init__(self, config: SiteConfig) -> None:
+        self._site, self._policy, self._budget = config.file.site, config.file.policy, config.file.privacy
+
+    def give(self, asked: Asked[InputsRequest], holding: Holding) -> Message:
+        """Sums of the inputs of some samples here, in the encoding that is asked for.
+
+        Raises:
+            Refused: they may not leave.
+            FedshiftError: they cannot be made of these samples, or the encoding is of another table.
+        """
+        self._check()
+        rows = spread(len(holding.domain))
+        self._policy.check_group(self._site, MOMENTS, len(rows), "an estimate")
+        samples = _in_encoding(holding, asked.request.preprocessing, rows)
+        if samples is None:
+            raise FedshiftError(f"site '{self._site}' has samples of which no sums are made")
+        moments = Moments.of(samples, self._policy.smallest_group)
+        try:
+            inputs = GivenInputs.model_validate(plain_inputs(moments))
+        except ValueError:
+            raise FedshiftError(f"site '{self._site}' has values that are too large for sums of them") from None
+        asked.entry["sent"] = {"inputs": {"kind": MOMENTS}}
+        return answer_of(asked.key, InputsAnswer(inputs=inputs))
+
+    def _check(self) -> None:
+        """Raise Refused unless sums of inputs may leave."""
+        self._policy.check_kind(self._site, MOMENTS, "an estimate at a site without labels")
+        if self._budget is not None:
+            raise Refused(
+                f"site '{self._site}' has a budget of privacy and sends no sums of its inputs, since no noise covers "
+                "them (rule privacy.epsilon)"
+            )
+        if self._policy.secure == "required":
+            raise KindRefused(f"site '{self._site}' sends no sums of its inputs alone (rule policy.secure: required)")
+
+    def look(self, kept: KeptScores, model: Scores, domain: Domain, rows: Rows, there: GivenInputs) -> KeptScores:
+        """The same scores, with what the model says of some of the samples under changes.
+
+        Args:
+            kept: of the samples.
+            model: gives the scores of inputs.
+            domain: has the inputs, as they are stored.
+            rows: which of them were scored.
+            there: sums of the inputs of the sites that trained.
+
+        Returns:
+            ``kept`` itself if sums of inputs may not leave here, or the samples cannot be changed or compared.
+        """
+        if MOMENTS not in self._policy.send or self._budget is not None:
+            return kept
+        some = spread(len(rows))
+        samples, scores, labels = _as_array(domain, rows[some]), kept.scores[some], kept.labels[some]
+        if domain.scale is not None or samples is None or not _fit(there, samples):
+            return kept
+        if not np.allclose(model(samples), scores, atol=_SAME):  # of a frozen network, or one that adapts
+            return kept
+        moments = there.moments
+        usual = moments.usual(samples.shape[1:])
+        answers = answers_under_changes(model, samples, scores, labels, usual, moments)
+        if not all(np.isfinite(item.scores).all() and np.isfinite(item.nearby).all() for item in answers):
+            return kept
+        return replace(kept, looked_at=answers)
+
+
+def compare_inputs(model: Path, inputs: GivenInputs | None, holding: Holding, rows: Rows) -> dict[str, Any]:
+    """What a model says near samples here, and how far these are from sums of others' inputs.
+
+    Args:
+        model: its file.
+        inputs: the sums; None: they are not known.
+        holding: has the samples.
+        rows: of them.
+
+    Returns:
+        Arguments of `estimate_from_sums`; none where nothing can be compared.
+    """
+    if inputs is None:
+        return {}
+    trained = load_model(model)
+    samples = _in_encoding(holding, trained.preprocessing, rows)
+    if samples is None or not _fit(inputs, samples):
+        return {}
+    moments = inputs.moments
+    nearby = nearby_answers(trained.scores, samples, moments.usual(samples.shape[1:]))
+    return {"nearby": nearby, "apart": moments.apart(samples)} if np.isfinite(nearby).all() else {}
+
+
+def _fit(inputs: GivenInputs, samples: NDArray[Any]) -> bool:
+    """Whether sums are of such samples."""
+    return len(inputs.total) == math.prod(samples.shape[1:])
+
+
+def _as_array(domain: Domain, rows: Rows) -> NDArray[Any] | None:
+    """Some samples as an array; None if they cannot be changed, see `changeable`, or have too many values."""
+    if math.prod(domain.inputs.shape[1:]) > MOST_VALUES:
+        return None
+    inputs = domain.inputs.dense(rows) if isinstance(domain.inputs, SparseRows) else np.asarray(domain.inputs[rows])
+    return inputs if changeable(inputs) else None
+
+
+def _in_encoding(holding: Holding, preprocessing: Preprocessing, rows: Rows) -> NDArray[Any] | None:
+    """Some samples in an encoding of all sites, as `_as_array`.
+
+    Raises:
+        FedshiftError: the encoding is of other data.
+    """
+    shape = tuple(holding.domain.inputs.shape[1:])
+    if holding.given is not None and preprocessing.shape is not None:
+        shape = preprocessing.shape
+    try:
+        return _as_array(holding.encode(preprocessing, shape), rows)
+    except (ValueError, KeyError, UserError):
+        raise FedshiftError("a request has no encoding that can be read") from None
