@@ -2,8 +2,8 @@
 
     python tests/list_cases.py
 
-A test that tries such an input carries `@pytest.mark.case("kind", "what was tried")`; a parameter carries it in
-`pytest.param(..., marks=pytest.mark.case(...))`. Both texts are literals.
+A test that tries such an input carries `@pytest.mark.case("kind", "what was tried")`; a parameter is
+`case("kind", "what was tried", ...)` of `tried.py`. Both texts are literals.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ def cases_of(path: Path) -> Iterator[Case]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     for call in sorted(calls, key=lambda node: (node.lineno, node.col_offset)):
-        if ast.unparse(call.func) == "pytest.mark.case":
-            kind, tried = (ast.literal_eval(argument) for argument in call.args)
+        texts = [argument.value for argument in call.args[:2] if isinstance(argument, ast.Constant)]
+        if ast.unparse(call.func) in ("pytest.mark.case", "case") and len(texts) == 2:
+            kind, tried = map(str, texts)
             yield Case(kind, tried, path.relative_to(TESTS).as_posix())
 
 

@@ -21,6 +21,7 @@ from fedshift.import_paths import CHILD, read_source
 from fedshift.methods import registry as methods
 from fedshift.models import registry as models
 from fedshift.trust import own_module
+from tried import case
 
 ALLOW = trust.allow
 RUNS = "from pathlib import Path\nPath(__file__).with_name('ran').write_text('')\n"
@@ -89,14 +90,14 @@ def command(*words: object) -> SimpleNamespace:
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param(("check",), marks=pytest.mark.case("code that a file names", "fedshift check")),
-        pytest.param(("run",), marks=pytest.mark.case("code that a file names", "fedshift run")),
-        pytest.param(("search",), marks=pytest.mark.case("code that a file names", "fedshift search")),
-        pytest.param(("features",), marks=pytest.mark.case("code that a file names", "fedshift features")),
-        pytest.param(("deploy",), marks=pytest.mark.case("code that a file names", "fedshift deploy")),
-        pytest.param(("project", "try"), marks=pytest.mark.case("code that a file names", "fedshift project try")),
-        pytest.param(("audit", "leakage"), marks=pytest.mark.case("code that a file names", "fedshift audit leakage")),
-        pytest.param(("audit", "membership"), marks=pytest.mark.case("code that a file names", "audit membership")),
+        case("code that a file names", "fedshift check", ("check",)),
+        case("code that a file names", "fedshift run", ("run",)),
+        case("code that a file names", "fedshift search", ("search",)),
+        case("code that a file names", "fedshift features", ("features",)),
+        case("code that a file names", "fedshift deploy", ("deploy",)),
+        case("code that a file names", "fedshift project try", ("project", "try")),
+        case("code that a file names", "fedshift audit leakage", ("audit", "leakage")),
+        case("code that a file names", "audit membership", ("audit", "membership")),
     ],
 )
 def test_no_command_runs_the_code_of_an_experiment_unasked(words: tuple[str, ...], experiment: Path) -> None:
@@ -211,15 +212,15 @@ NAMES: list[tuple[str, Callable[[str], object]]] = [
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("subprocess:Popen", marks=pytest.mark.case("code that a file names", "subprocess:Popen")),
-        pytest.param("os:system", marks=pytest.mark.case("code that a file names", "os:system")),
-        pytest.param("idlelib.idle:x", marks=pytest.mark.case("code that a file names", "idlelib.idle, by import")),
-        pytest.param("antigravity:x", marks=pytest.mark.case("code that a file names", "antigravity, by import")),
-        pytest.param("this:x", marks=pytest.mark.case("code that a file names", "this, by import")),
-        pytest.param("torch:load", marks=pytest.mark.case("code that a file names", "torch:load")),
-        pytest.param("numpy:load", marks=pytest.mark.case("code that a file names", "numpy:load")),
-        pytest.param("yaml:unsafe_load", marks=pytest.mark.case("code that a file names", "yaml:unsafe_load")),
-        pytest.param("pytest:main", marks=pytest.mark.case("code that a file names", "pytest:main")),
+        case("code that a file names", "subprocess:Popen", "subprocess:Popen"),
+        case("code that a file names", "os:system", "os:system"),
+        case("code that a file names", "idlelib.idle, by import", "idlelib.idle:x"),
+        case("code that a file names", "antigravity, by import", "antigravity:x"),
+        case("code that a file names", "this, by import", "this:x"),
+        case("code that a file names", "torch:load", "torch:load"),
+        case("code that a file names", "numpy:load", "numpy:load"),
+        case("code that a file names", "yaml:unsafe_load", "yaml:unsafe_load"),
+        case("code that a file names", "pytest:main", "pytest:main"),
     ],
 )
 def test_nothing_of_python_or_of_another_package_can_be_named(name: str, parse: Callable[[str], object]) -> None:
@@ -234,12 +235,12 @@ def test_nothing_of_python_or_of_another_package_can_be_named(name: str, parse: 
 @pytest.mark.parametrize(
     "attribute",
     [
-        pytest.param("Popen", marks=pytest.mark.case("code that a file names", "a class that its module imports")),
-        pytest.param("Linear", marks=pytest.mark.case("code that a file names", "a layer that its module imports")),
-        pytest.param("partial", marks=pytest.mark.case("code that a file names", "a builtin that its module imports")),
-        pytest.param("halfway", marks=pytest.mark.case("code that a file names", "an object that can be called")),
-        pytest.param("Thing", marks=pytest.mark.case("code that a file names", "a class that is no network")),
-        pytest.param("nn", marks=pytest.mark.case("code that a file names", "a module")),
+        case("code that a file names", "a class that its module imports", "Popen"),
+        case("code that a file names", "a layer that its module imports", "Linear"),
+        case("code that a file names", "a builtin that its module imports", "partial"),
+        case("code that a file names", "an object that can be called", "halfway"),
+        case("code that a file names", "a class that is no network", "Thing"),
+        case("code that a file names", "a module", "nn"),
     ],
 )
 def test_only_networks_that_the_file_makes_are_called(attribute: str, tmp_path: Path) -> None:

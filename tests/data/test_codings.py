@@ -18,6 +18,7 @@ from fedshift.data.site_differences import shared_groups, site_differences
 from fedshift.data.tables import site_statistics
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.plan import Plan
+from tried import case
 
 ROWS = 60
 
@@ -67,37 +68,33 @@ def test_sites_of_equal_coding_give_no_warning(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("cells", "words"),
     [
-        pytest.param(
-            respelt(str.upper),
-            ["'M' at 'c'", "is 'm' at 'a', 'b'"],
-            marks=pytest.mark.case("categories between sites", "M and F for m and f"),
+        case(
+            "categories between sites", "M and F for m and f", respelt(str.upper), ["'M' at 'c'", "is 'm' at 'a', 'b'"]
         ),
-        pytest.param(
+        case(
+            "categories between sites",
+            "1 and 2 for m and f",
             respelt(lambda cell: "12"[cell == "f"]),
             ["'1', '2' of 'c' (100 % of its rows)", "'f', 'm'"],
-            marks=pytest.mark.case("categories between sites", "1 and 2 for m and f"),
         ),
-        pytest.param(
+        case(
+            "categories between sites",
+            "male and female for m and f",
             respelt(lambda cell: {"m": "male", "f": "female"}[cell]),
             ["'female', 'male' of 'c' (100 %"],
-            marks=pytest.mark.case("categories between sites", "male and female for m and f"),
         ),
-        pytest.param(
-            respelt(lambda cell: f"{cell}."),
-            ["'m.'", "is 'm'"],
-            marks=pytest.mark.case("categories between sites", "a full stop behind"),
-        ),
-        pytest.param(
+        case("categories between sites", "a full stop behind", respelt(lambda cell: f"{cell}."), ["'m.'", "is 'm'"]),
+        case(
+            "categories between sites",
+            "one row in capitals",
             ["M", *patients(3)["sex"][1:]],
             ["'M' at 'c' (1.67 % of its rows)"],
-            marks=pytest.mark.case("categories between sites", "one row in capitals"),
         ),
-        pytest.param(
+        case(
+            "categories between sites",
+            "a category that only one site has, in a fifth of its rows",
             [*["divers"] * 12, *patients(3)["sex"][12:]],
             ["'divers' of 'c' (20 % of its rows)"],
-            marks=pytest.mark.case(
-                "categories between sites", "a category that only one site has, in a fifth of its rows"
-            ),
         ),
     ],
 )
@@ -110,16 +107,12 @@ def test_categories_that_no_other_site_has(tmp_path: Path, cells: list[object], 
 @pytest.mark.parametrize(
     ("here", "there"),
     [
-        pytest.param("1", "01", marks=pytest.mark.case("categories between sites", "a leading zero")),
-        pytest.param(
-            "ärztin",
-            unicodedata.normalize("NFD", "ärztin"),
-            marks=pytest.mark.case("categories between sites", "a decomposed umlaut"),
-        ),
-        pytest.param("type 2", "type-2", marks=pytest.mark.case("categories between sites", "a hyphen for a space")),
-        pytest.param("ﬁne", "fine", marks=pytest.mark.case("categories between sites", "a ligature")),
-        pytest.param("STRASSE", "straße", marks=pytest.mark.case("categories between sites", "ß and SS")),
-        pytest.param("A", "Ａ", marks=pytest.mark.case("categories between sites", "a full-width letter")),
+        case("categories between sites", "a leading zero", "1", "01"),
+        case("categories between sites", "a decomposed umlaut", "ärztin", unicodedata.normalize("NFD", "ärztin")),
+        case("categories between sites", "a hyphen for a space", "type 2", "type-2"),
+        case("categories between sites", "a ligature", "ﬁne", "fine"),
+        case("categories between sites", "ß and SS", "STRASSE", "straße"),
+        case("categories between sites", "a full-width letter", "A", "Ａ"),
     ],
 )
 def test_spellings_that_look_alike(tmp_path: Path, here: str, there: str) -> None:
@@ -208,53 +201,20 @@ def test_arrays_are_compared(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("column", "value", "rows", "share"),
     [
-        pytest.param(
-            "age",
-            "999",
-            ROWS,
-            "999 in all of the rows of 'c'",
-            marks=pytest.mark.case("categories between sites", "age 999 in all rows"),
-        ),
-        pytest.param(
-            "bp",
-            "0",
-            ROWS,
-            "0 in all of the rows of 'c'",
-            marks=pytest.mark.case("categories between sites", "pressure 0 in all rows"),
-        ),
-        pytest.param(
-            "bp",
-            "0",
-            6,
-            "0 in 10 % of the rows of 'c'",
-            marks=pytest.mark.case("categories between sites", "pressure 0 in a tenth"),
-        ),
-        pytest.param(
-            "age", "-1", 4, "-1 in 6.67 %", marks=pytest.mark.case("categories between sites", "age -1 in four rows")
-        ),
-        pytest.param(
-            "age", "-9", 4, "-9 in 6.67 %", marks=pytest.mark.case("categories between sites", "age -9 in four rows")
-        ),
-        pytest.param(
-            "bp",
-            "9999",
-            3,
-            "9999 in 5 %",
-            marks=pytest.mark.case("categories between sites", "pressure 9999 in three rows"),
-        ),
-        pytest.param(
-            "age",
-            "99",
-            12,
-            "99 in 20 %",
-            marks=pytest.mark.case("categories between sites", "age 99, just above the oldest patient"),
-        ),
-        pytest.param(
+        case("categories between sites", "age 999 in all rows", "age", "999", ROWS, "999 in all of the rows of 'c'"),
+        case("categories between sites", "pressure 0 in all rows", "bp", "0", ROWS, "0 in all of the rows of 'c'"),
+        case("categories between sites", "pressure 0 in a tenth", "bp", "0", 6, "0 in 10 % of the rows of 'c'"),
+        case("categories between sites", "age -1 in four rows", "age", "-1", 4, "-1 in 6.67 %"),
+        case("categories between sites", "age -9 in four rows", "age", "-9", 4, "-9 in 6.67 %"),
+        case("categories between sites", "pressure 9999 in three rows", "bp", "9999", 3, "9999 in 5 %"),
+        case("categories between sites", "age 99, just above the oldest patient", "age", "99", 12, "99 in 20 %"),
+        case(
+            "categories between sites",
+            "a number of no usual code, far beyond the range",
             "bp",
             "5000",
             5,
             "5000 in 8.33 %",
-            marks=pytest.mark.case("categories between sites", "a number of no usual code, far beyond the range"),
         ),
     ],
 )
@@ -278,45 +238,39 @@ def test_codes_within_one_site(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "draw",
     [
-        pytest.param(
-            lambda rng, n: rng.poisson(1.0, n),
-            marks=pytest.mark.case("categories between sites", "healthy: a count with many zeros"),
-        ),
-        pytest.param(
+        case("categories between sites", "healthy: a count with many zeros", lambda rng, n: rng.poisson(1.0, n)),
+        case(
+            "categories between sites",
+            "healthy: cigarettes a day",
             lambda rng, n: rng.choice([0, 0, *np.arange(1, 41)], n),
-            marks=pytest.mark.case("categories between sites", "healthy: cigarettes a day"),
         ),
-        pytest.param(
+        case(
+            "categories between sites",
+            "healthy: ST depression, half 0",
             lambda rng, n: np.maximum(0, rng.normal(0.5, 1, n)).round(1),
-            marks=pytest.mark.case("categories between sites", "healthy: ST depression, half 0"),
         ),
-        pytest.param(
-            lambda rng, n: rng.choice([0, 1, 2, 3], n),
-            marks=pytest.mark.case("categories between sites", "healthy: vessels 0 to 3"),
-        ),
-        pytest.param(
-            lambda rng, n: rng.choice([3, 6, 7], n),
-            marks=pytest.mark.case("categories between sites", "healthy: codes 3, 6, 7"),
-        ),
-        pytest.param(
-            lambda rng, n: rng.normal(0, 2, n).round(),
-            marks=pytest.mark.case("categories between sites", "healthy: base excess, with -1"),
-        ),
-        pytest.param(
+        case("categories between sites", "healthy: vessels 0 to 3", lambda rng, n: rng.choice([0, 1, 2, 3], n)),
+        case("categories between sites", "healthy: codes 3, 6, 7", lambda rng, n: rng.choice([3, 6, 7], n)),
+        case("categories between sites", "healthy: base excess, with -1", lambda rng, n: rng.normal(0, 2, n).round()),
+        case(
+            "categories between sites",
+            "healthy: Apgar",
             lambda rng, n: rng.choice([7, 8, 9, 10], n, p=[0.1, 0.2, 0.6, 0.1]),
-            marks=pytest.mark.case("categories between sites", "healthy: Apgar"),
         ),
-        pytest.param(
+        case(
+            "categories between sites",
+            "healthy: a skewed laboratory value",
             lambda rng, n: rng.lognormal(1, 1.2, n).round(1),
-            marks=pytest.mark.case("categories between sites", "healthy: a skewed laboratory value"),
         ),
-        pytest.param(
+        case(
+            "categories between sites",
+            "healthy: saturation",
             lambda rng, n: np.minimum(100, rng.normal(97, 2, n)).round(),
-            marks=pytest.mark.case("categories between sites", "healthy: saturation"),
         ),
-        pytest.param(
+        case(
+            "categories between sites",
+            "healthy: a sign that is rare",
             lambda rng, n: (rng.random(n) < 0.01).astype(int),
-            marks=pytest.mark.case("categories between sites", "healthy: a sign that is rare"),
         ),
     ],
 )
@@ -485,29 +439,21 @@ def given(folder: Path, sites: dict[str, dict[str, list[object]]]) -> dict[str, 
 @pytest.mark.parametrize(
     ("column", "cells", "word"),
     [
-        pytest.param(
-            "sex",
-            respelt(str.upper),
-            "'M' at 'c' is 'm'",
-            marks=pytest.mark.case("categories between sites", "deployed: M and F"),
-        ),
-        pytest.param(
+        case("categories between sites", "deployed: M and F", "sex", respelt(str.upper), "'M' at 'c' is 'm'"),
+        case(
+            "categories between sites",
+            "deployed: 1 and 2",
             "sex",
             respelt(lambda cell: "12"[cell == "f"]),
             "'1', '2' of 'c',",
-            marks=pytest.mark.case("categories between sites", "deployed: 1 and 2"),
         ),
-        pytest.param(
-            "bp",
-            ["0"] * ROWS,
-            "0 in all 60 rows",
-            marks=pytest.mark.case("categories between sites", "deployed: pressure 0 in all rows"),
-        ),
-        pytest.param(
+        case("categories between sites", "deployed: pressure 0 in all rows", "bp", ["0"] * ROWS, "0 in all 60 rows"),
+        case(
+            "categories between sites",
+            "deployed: age in months",
             "age",
             [float(str(value)) * 12 for value in patients(3)["age"]],
             "in other units: column 'age'",
-            marks=pytest.mark.case("categories between sites", "deployed: age in months"),
         ),
     ],
 )

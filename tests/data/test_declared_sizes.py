@@ -23,6 +23,7 @@ from fedshift.data.images import decode, on_disk
 from fedshift.data.locate import load_npz
 from fedshift.data.table_files import read_table
 from fedshift.errors import UserError, is_out_of_memory
+from tried import case
 
 LIMIT = "0.1"
 """GiB."""
@@ -65,11 +66,11 @@ def archive_of(path: Path, **members: bytes) -> Path:
 @pytest.mark.parametrize(
     ("shape", "kind", "version"),
     [
-        pytest.param((2**46,), "<f8", (1, 0), marks=pytest.mark.case("declared sizes", "npz: 2^46 numbers")),
-        pytest.param((2**20,) * 3, "|u1", (2, 0), marks=pytest.mark.case("declared sizes", "npz: header of version 2")),
-        pytest.param((2**62, 2**62), "<f4", (1, 0), marks=pytest.mark.case("declared sizes", "npz: above 64 bits")),
-        pytest.param((2**28,), "<c16", (3, 0), marks=pytest.mark.case("declared sizes", "npz: header of version 3")),
-        pytest.param((3,), "|S999999999", (1, 0), marks=pytest.mark.case("declared sizes", "npz: texts of 1 GB")),
+        case("declared sizes", "npz: 2^46 numbers", (2**46,), "<f8", (1, 0)),
+        case("declared sizes", "npz: header of version 2", (2**20,) * 3, "|u1", (2, 0)),
+        case("declared sizes", "npz: above 64 bits", (2**62, 2**62), "<f4", (1, 0)),
+        case("declared sizes", "npz: header of version 3", (2**28,), "<c16", (3, 0)),
+        case("declared sizes", "npz: texts of 1 GB", (3,), "|S999999999", (1, 0)),
     ],
 )
 def test_arrays_that_declare_too_much(
@@ -187,13 +188,11 @@ def dicom(path: Path, *, deflated: bool = False, **values: Any) -> Path:
 @pytest.mark.parametrize(
     "values",
     [
-        pytest.param(
-            {"Rows": 65535, "Columns": 65535},
-            marks=pytest.mark.case("declared sizes", "DICOM: 65,535 by 65,535 pixels"),
-        ),
-        pytest.param(
+        case("declared sizes", "DICOM: 65,535 by 65,535 pixels", {"Rows": 65535, "Columns": 65535}),
+        case(
+            "declared sizes",
+            "DICOM: two thousand million frames",
             {"Rows": 512, "Columns": 512, "NumberOfFrames": 2**31 - 1},
-            marks=pytest.mark.case("declared sizes", "DICOM: two thousand million frames"),
         ),
     ],
 )

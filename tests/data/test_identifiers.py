@@ -16,6 +16,7 @@ from fedshift.data.identifiers import names_rows
 from fedshift.data.registry import parse
 from fedshift.data.site_differences import site_differences
 from fedshift.errors import UserError
+from tried import case
 
 pandas = pytest.importorskip("pandas")
 ROWS = 40
@@ -50,13 +51,13 @@ COLUMNS = {
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param("names", marks=pytest.mark.case("identifiers", "a data frame's column of 80 names")),
-        pytest.param("two visits each", marks=pytest.mark.case("identifiers", "two rows of each patient")),
-        pytest.param("dates as text", marks=pytest.mark.case("identifiers", "dates and times as text")),
-        pytest.param("free text, often the same", marks=pytest.mark.case("identifiers", "findings, 25 of 40 equal")),
-        pytest.param("some cells empty", marks=pytest.mark.case("identifiers", "names with a quarter missing")),
-        pytest.param("postcodes", marks=pytest.mark.case("identifiers", "post codes with a number")),
-        pytest.param("pandas categories", marks=pytest.mark.case("identifiers", "names as a pandas Categorical")),
+        case("identifiers", "a data frame's column of 80 names", "names"),
+        case("identifiers", "two rows of each patient", "two visits each"),
+        case("identifiers", "dates and times as text", "dates as text"),
+        case("identifiers", "findings, 25 of 40 equal", "free text, often the same"),
+        case("identifiers", "names with a quarter missing", "some cells empty"),
+        case("identifiers", "post codes with a number", "postcodes"),
+        case("identifiers", "names as a pandas Categorical", "pandas categories"),
     ],
 )
 def test_a_column_that_names_rows_is_no_category_of_a_frame(kind: str) -> None:
@@ -83,12 +84,13 @@ def csv_of(folder: Path, ending: str = "csv", **columns: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("ending", "make"),
     [
-        pytest.param("csv", names_at, marks=pytest.mark.case("identifiers", "names listed as categorical, CSV")),
-        pytest.param("parquet", names_at, marks=pytest.mark.case("identifiers", "names as categorical, Parquet")),
-        pytest.param(
+        case("identifiers", "names listed as categorical, CSV", "csv", names_at),
+        case("identifiers", "names as categorical, Parquet", "parquet", names_at),
+        case(
+            "identifiers",
+            "numbers of patients listed as categorical",
             "csv",
             lambda name: [10_000 + ord(name) * 100 + row for row in range(ROWS)],
-            marks=pytest.mark.case("identifiers", "numbers of patients listed as categorical"),
         ),
     ],
 )
@@ -109,10 +111,10 @@ def visits_of(name: str, each: int, patients: int) -> list[str]:
 @pytest.mark.parametrize(
     ("each", "patients"),
     [
-        pytest.param(3, 14, marks=pytest.mark.case("identifiers", "patients with three visits each")),
-        pytest.param(4, 12, marks=pytest.mark.case("identifiers", "patients with four visits each")),
-        pytest.param(8, 60, marks=pytest.mark.case("identifiers", "sixty patients with eight visits each")),
-        pytest.param(9, 30, marks=pytest.mark.case("identifiers", "thirty patients of nine visits each")),
+        case("identifiers", "patients with three visits each", 3, 14),
+        case("identifiers", "patients with four visits each", 4, 12),
+        case("identifiers", "sixty patients with eight visits each", 8, 60),
+        case("identifiers", "thirty patients of nine visits each", 9, 30),
     ],
 )
 def test_patients_with_some_visits_are_no_categories(tmp_path: Path, each: int, patients: int) -> None:
@@ -176,35 +178,41 @@ def test_levels_without_rows_are_no_categories() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        pytest.param(
+        case(
+            "data frames",
+            "one cell <18 among numbers",
             {"x": ["<18" if row == 3 else float(row) for row in range(ROWS)]},
             r"site 'a', row 4, column 'x': '<18' is not a number",
-            marks=pytest.mark.case("data frames", "one cell <18 among numbers"),
         ),
-        pytest.param(
+        case(
+            "data frames",
+            "one cell <18, all read as text by pandas",
             {"x": ["<18" if row == 3 else str(row) for row in range(ROWS)]},
             r"site 'a', row 4, column 'x': '<18' is not a number",
-            marks=pytest.mark.case("data frames", "one cell <18, all read as text by pandas"),
         ),
-        pytest.param(
+        case(
+            "data frames",
+            "a column of dates",
             {"when": pandas.date_range("2024-01-01", periods=ROWS)},
             r"site 'a', row 1, column 'when': '2024-01-01 00:00:00' is not a number \(write dates as days",
-            marks=pytest.mark.case("data frames", "a column of dates"),
         ),
-        pytest.param(
+        case(
+            "data frames",
+            "a column of time spans",
             {"when": pandas.to_timedelta(np.arange(ROWS), "D")},
             r"site 'a', row 1, column 'when': '0 days 00:00:00' is not a number",
-            marks=pytest.mark.case("data frames", "a column of time spans"),
         ),
-        pytest.param(
+        case(
+            "data frames",
+            "one decimal comma among numbers",
             {"x": ["1,5"] + [float(row) for row in range(ROWS - 1)]},
             r"site 'a', row 1, column 'x': '1,5' is not a number",
-            marks=pytest.mark.case("data frames", "one decimal comma among numbers"),
         ),
-        pytest.param(
+        case(
+            "data frames",
+            "one infinite number",
             {"x": [np.inf] + [1.0] * (ROWS - 1)},
             r"site 'a', row 1, column 'x': 'inf' is not a number",
-            marks=pytest.mark.case("data frames", "one infinite number"),
         ),
     ],
 )

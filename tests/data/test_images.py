@@ -21,6 +21,7 @@ from fedshift.data.builders.mask_folder import MaskFolder
 from fedshift.data.images import decode, decode_all, has_colour, on_disk, unreadable
 from fedshift.data.inference import load_for_prediction
 from fedshift.errors import UserError
+from tried import case
 
 TWELVE = np.array([[0, 819], [2457, 4095]], dtype=np.uint16)  # 0, 20, 60 and 100 % of 12 bits
 SHARES = [[0, 51], [153, 255]]
@@ -100,24 +101,22 @@ def pgm(path: Path, values: npt.NDArray[Any], white: int) -> Path:
 @pytest.mark.parametrize(
     "write",
     [
-        pytest.param(
-            lambda path: png(path, TWELVE, 0, 16), marks=pytest.mark.case("deep images", "12 bits in a PNG of 16")
-        ),
-        pytest.param(
-            lambda path: tiff(path, TWELVE.tobytes(), (2, 2), 16),
-            marks=pytest.mark.case("deep images", "12 bits in a TIFF of 16"),
-        ),
-        pytest.param(
+        case("deep images", "12 bits in a PNG of 16", lambda path: png(path, TWELVE, 0, 16)),
+        case("deep images", "12 bits in a TIFF of 16", lambda path: tiff(path, TWELVE.tobytes(), (2, 2), 16)),
+        case(
+            "deep images",
+            "12 bits in a TIFF of 16 with a sign",
             lambda path: tiff(path, TWELVE.astype("<i2").tobytes(), (2, 2), 16, form=2),
-            marks=pytest.mark.case("deep images", "12 bits in a TIFF of 16 with a sign"),
         ),
-        pytest.param(
+        case(
+            "deep images",
+            "12 bits in a TIFF of 32",
             lambda path: tiff(path, TWELVE.astype("<i4").tobytes(), (2, 2), 32, form=2),
-            marks=pytest.mark.case("deep images", "12 bits in a TIFF of 32"),
         ),
-        pytest.param(
+        case(
+            "deep images",
+            "a TIFF of real numbers",
             lambda path: tiff(path, TWELVE.astype("<f4").tobytes(), (2, 2), 32, form=3),
-            marks=pytest.mark.case("deep images", "a TIFF of real numbers"),
         ),
     ],
 )
@@ -131,25 +130,16 @@ def test_a_window_says_what_is_black_and_white(tmp_path: Path, write: Any) -> No
 @pytest.mark.parametrize(
     "write",
     [
-        pytest.param(
-            lambda path: png(path, TWELVE * 16, 0, 16), marks=pytest.mark.case("deep images", "PNG of 16 bits")
-        ),
-        pytest.param(
-            lambda path: tiff(path, (TWELVE * 16).tobytes(), (2, 2), 16),
-            marks=pytest.mark.case("deep images", "TIFF of 16 bits"),
-        ),
-        pytest.param(
+        case("deep images", "PNG of 16 bits", lambda path: png(path, TWELVE * 16, 0, 16)),
+        case("deep images", "TIFF of 16 bits", lambda path: tiff(path, (TWELVE * 16).tobytes(), (2, 2), 16)),
+        case(
+            "deep images",
+            "TIFF of 16 bits in which 0 is white",
             lambda path: tiff(path, (65535 - TWELVE * 16).tobytes(), (2, 2), 16, white_is_zero=True),
-            marks=pytest.mark.case("deep images", "TIFF of 16 bits in which 0 is white"),
         ),
-        pytest.param(
-            lambda path: tiff(path, twelve_bits(), (2, 2), 12),
-            marks=pytest.mark.case("deep images", "TIFF that says it has 12 bits"),
-        ),
-        pytest.param(lambda path: pgm(path, TWELVE, 4095), marks=pytest.mark.case("deep images", "PGM of 12 bits")),
-        pytest.param(
-            lambda path: pgm(path, TWELVE * 16, 65535), marks=pytest.mark.case("deep images", "PGM of 16 bits")
-        ),
+        case("deep images", "TIFF that says it has 12 bits", lambda path: tiff(path, twelve_bits(), (2, 2), 12)),
+        case("deep images", "PGM of 12 bits", lambda path: pgm(path, TWELVE, 4095)),
+        case("deep images", "PGM of 16 bits", lambda path: pgm(path, TWELVE * 16, 65535)),
     ],
 )
 def test_a_format_says_what_is_white(tmp_path: Path, write: Any) -> None:
@@ -165,14 +155,10 @@ def test_a_compressed_tiff(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("bits", "form", "dtype", "kind"),
     [
-        pytest.param(
-            16, 2, "<i2", "sign", marks=pytest.mark.case("deep images", "16 bits with a sign: nothing says white")
-        ),
-        pytest.param(32, 2, "<i4", "32 bits", marks=pytest.mark.case("deep images", "32 bits: nothing says white")),
-        pytest.param(
-            32, 1, "<u4", "32 bits", marks=pytest.mark.case("deep images", "32 bits unsigned: nothing says white")
-        ),
-        pytest.param(32, 3, "<f4", "real", marks=pytest.mark.case("deep images", "real numbers: nothing says white")),
+        case("deep images", "16 bits with a sign: nothing says white", 16, 2, "<i2", "sign"),
+        case("deep images", "32 bits: nothing says white", 32, 2, "<i4", "32 bits"),
+        case("deep images", "32 bits unsigned: nothing says white", 32, 1, "<u4", "32 bits"),
+        case("deep images", "real numbers: nothing says white", 32, 3, "<f4", "real"),
     ],
 )
 def test_nothing_says_what_is_white(tmp_path: Path, bits: int, form: int, dtype: str, kind: str) -> None:
@@ -230,9 +216,9 @@ def test_grey_with_alpha(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("bits", "factor"),
     [
-        pytest.param(1, 255, marks=pytest.mark.case("image modes", "grey of 1 bit")),
-        pytest.param(2, 85, marks=pytest.mark.case("image modes", "grey of 2 bits")),
-        pytest.param(4, 17, marks=pytest.mark.case("image modes", "grey of 4 bits")),
+        case("image modes", "grey of 1 bit", 1, 255),
+        case("image modes", "grey of 2 bits", 2, 85),
+        case("image modes", "grey of 4 bits", 4, 17),
     ],
 )
 def test_few_bits(tmp_path: Path, bits: int, factor: int) -> None:
@@ -258,8 +244,8 @@ def test_palette_with_transparency(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("a.tif", marks=pytest.mark.case("image modes", "CMYK as TIFF")),
-        pytest.param("a.jpg", marks=pytest.mark.case("image modes", "CMYK as JPEG, which stores it turned over")),
+        case("image modes", "CMYK as TIFF", "a.tif"),
+        case("image modes", "CMYK as JPEG, which stores it turned over", "a.jpg"),
     ],
 )
 def test_four_inks(tmp_path: Path, name: str) -> None:
@@ -281,10 +267,10 @@ def two(path: Path, **options: Any) -> Path:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        pytest.param("a.tif", {}, marks=pytest.mark.case("files left out", "second page of a TIFF")),
-        pytest.param("a.gif", {}, marks=pytest.mark.case("files left out", "second frame of a GIF")),
-        pytest.param("a.webp", {"lossless": True}, marks=pytest.mark.case("files left out", "second frame of a WebP")),
-        pytest.param("a.png", {}, marks=pytest.mark.case("files left out", "second frame of an APNG")),
+        case("files left out", "second page of a TIFF", "a.tif", {}),
+        case("files left out", "second frame of a GIF", "a.gif", {}),
+        case("files left out", "second frame of a WebP", "a.webp", {"lossless": True}),
+        case("files left out", "second frame of an APNG", "a.png", {}),
     ],
 )
 def test_further_pages_are_counted(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
@@ -370,15 +356,9 @@ def test_dark_images_with_masks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "bits", "form"),
     [
-        pytest.param(
-            np.array([0, 1, 255, 256], "<u2"), 16, 1, marks=pytest.mark.case("deep images", "masks of 16 bits")
-        ),
-        pytest.param(
-            np.array([0, 1, -1, 70000], "<i4"), 32, 2, marks=pytest.mark.case("deep images", "masks of 32 bits")
-        ),
-        pytest.param(
-            np.array([0, 0.25, 1, 7], "<f4"), 32, 3, marks=pytest.mark.case("deep images", "masks of real numbers")
-        ),
+        case("deep images", "masks of 16 bits", np.array([0, 1, 255, 256], "<u2"), 16, 1),
+        case("deep images", "masks of 32 bits", np.array([0, 1, -1, 70000], "<i4"), 32, 2),
+        case("deep images", "masks of real numbers", np.array([0, 0.25, 1, 7], "<f4"), 32, 3),
     ],
 )
 def test_deep_masks(tmp_path: Path, data: npt.NDArray[Any], bits: int, form: int) -> None:

@@ -21,6 +21,7 @@ from fedshift.data.input_guard import (
 from fedshift.data.table_files import from_columns
 from fedshift.data.tables import CategoricalColumn, NumericColumn, TableEncoding
 from fedshift.errors import UserError
+from tried import case
 
 ENCODING = TableEncoding(
     numeric=(
@@ -56,57 +57,39 @@ def test_patients_of_the_same_kind_pass_without_a_word() -> None:
 @pytest.mark.parametrize(
     ("column", "change", "share"),
     [
-        pytest.param(
-            "age",
-            lambda value: value * 12,
-            "100 %",
-            marks=pytest.mark.case("units of new data", "age in months, the model read years"),
-        ),
-        pytest.param(
+        case("units of new data", "age in months, the model read years", "age", lambda value: value * 12, "100 %"),
+        case(
+            "units of new data",
+            "cholesterol in mmol/L, all within five deviations of mg/dL",
             "chol",
             lambda value: value / 38.67,
             "overlap 0.0",
-            marks=pytest.mark.case("units of new data", "cholesterol in mmol/L, all within five deviations of mg/dL"),
         ),
-        pytest.param(
+        case(
+            "categories of new data",
+            "M and F, the model knows male and female",
             "sex",
             lambda value: value[0].upper(),
             "'F', 'M'",
-            marks=pytest.mark.case("categories of new data", "M and F, the model knows male and female"),
         ),
-        pytest.param(
-            "sex",
-            str.upper,
-            "'FEMALE', 'MALE'",
-            marks=pytest.mark.case("categories of new data", "all categories in upper case"),
-        ),
-        pytest.param(
+        case("categories of new data", "all categories in upper case", "sex", str.upper, "'FEMALE', 'MALE'"),
+        case(
+            "categories of new data",
+            "1 and 2 in place of names",
             "sex",
             lambda value: "12"[value == "male"],
             "'1', '2'",
-            marks=pytest.mark.case("categories of new data", "1 and 2 in place of names"),
         ),
-        pytest.param(
-            "age",
-            lambda value: 2026 - value,
-            "100 %",
-            marks=pytest.mark.case("units of new data", "the year of birth in place of the age"),
-        ),
-        pytest.param(
+        case("units of new data", "the year of birth in place of the age", "age", lambda value: 2026 - value, "100 %"),
+        case(
+            "units of new data",
+            "a decimal sign read as a sign of thousands",
             "chol",
             lambda value: value * 1000,
             "100 %",
-            marks=pytest.mark.case("units of new data", "a decimal sign read as a sign of thousands"),
         ),
-        pytest.param(
-            "age",
-            lambda value: "",
-            "no value",
-            marks=pytest.mark.case("missing in new data", "a column that every training row had"),
-        ),
-        pytest.param(
-            "age", lambda value: -999, "100 %", marks=pytest.mark.case("missing in new data", "a code for missing")
-        ),
+        case("missing in new data", "a column that every training row had", "age", lambda value: "", "no value"),
+        case("missing in new data", "a code for missing", "age", lambda value: -999, "100 %"),
     ],
 )
 def test_usual_mistakes_are_refused_by_column(column: str, change: Any, share: str) -> None:
@@ -260,31 +243,25 @@ def test_statistics_are_of_all_images_and_of_no_few() -> None:
 @pytest.mark.parametrize(
     ("images", "word", "refused"),
     [
-        pytest.param(colour(), "", False, marks=pytest.mark.case("images to predict", "images of the same kind")),
-        pytest.param(
-            np.repeat(colour()[:, :1], 3, axis=1),
-            "grey",
-            True,
-            marks=pytest.mark.case("images to predict", "grey ones, training had colour"),
+        case("images to predict", "images of the same kind", colour(), "", False),
+        case(
+            "images to predict", "grey ones, training had colour", np.repeat(colour()[:, :1], 3, axis=1), "grey", True
         ),
-        pytest.param(
+        case(
+            "images to predict",
+            "numbers from 0 to 1 as whole numbers",
             (colour() / 255).round().astype(np.uint8),
             "multiply",
             True,
-            marks=pytest.mark.case("images to predict", "numbers from 0 to 1 as whole numbers"),
         ),
-        pytest.param(
+        case(
+            "images to predict",
+            "nearly black, as of 12 bits in 16",
             (colour() // 20).astype(np.uint8),
             "overlap",
             False,
-            marks=pytest.mark.case("images to predict", "nearly black, as of 12 bits in 16"),
         ),
-        pytest.param(
-            np.zeros((12, 3, 8, 8), dtype=np.uint8),
-            "black",
-            False,
-            marks=pytest.mark.case("images to predict", "black ones"),
-        ),
+        case("images to predict", "black ones", np.zeros((12, 3, 8, 8), dtype=np.uint8), "black", False),
     ],
 )
 def test_images_are_compared(images: Any, word: str, refused: bool) -> None:

@@ -23,6 +23,8 @@ from pydicom.encaps import encapsulate  # noqa: E402
 from pydicom.pixels.processing import apply_color_lut, apply_modality_lut, apply_voi_lut  # noqa: E402
 from pydicom.sequence import Sequence as Items  # noqa: E402
 
+from tried import case  # noqa: E402
+
 PURE = np.array([[[255, 0, 0], [0, 255, 0]], [[0, 0, 255], [200, 200, 200]]], dtype=np.uint8)
 HU = np.array([[-1000, 0], [40, 1000]])
 
@@ -125,9 +127,9 @@ def test_planes_of_ybr_in_frames(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("bits", "white"),
     [
-        pytest.param(16, 65535, marks=pytest.mark.case("DICOM colours", "RGB of 16 bits")),
-        pytest.param(12, 4095, marks=pytest.mark.case("DICOM colours", "RGB of 12 bits in 16")),
-        pytest.param(10, 1023, marks=pytest.mark.case("DICOM colours", "RGB of 10 bits in 16")),
+        case("DICOM colours", "RGB of 16 bits", 16, 65535),
+        case("DICOM colours", "RGB of 12 bits in 16", 12, 4095),
+        case("DICOM colours", "RGB of 10 bits in 16", 10, 1023),
     ],
 )
 def test_colours_of_more_bits(tmp_path: Path, bits: int, white: int) -> None:
@@ -149,18 +151,10 @@ def encoded(form: str, **options: Any) -> bytes:
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        pytest.param("YBR_FULL_422", {"subsampling": 1}, marks=pytest.mark.case("DICOM colours", "JPEG YBR_FULL_422")),
-        pytest.param("YBR_FULL", {"subsampling": 0}, marks=pytest.mark.case("DICOM colours", "JPEG YBR_FULL")),
-        pytest.param(
-            "RGB",
-            {"subsampling": 0},
-            marks=pytest.mark.case("DICOM colours", "JPEG of YBR with JFIF that is called RGB"),
-        ),
-        pytest.param(
-            "RGB",
-            {"keep_rgb": True},
-            marks=pytest.mark.case("DICOM colours", "JPEG whose components are red, green, blue"),
-        ),
+        case("DICOM colours", "JPEG YBR_FULL_422", "YBR_FULL_422", {"subsampling": 1}),
+        case("DICOM colours", "JPEG YBR_FULL", "YBR_FULL", {"subsampling": 0}),
+        case("DICOM colours", "JPEG of YBR with JFIF that is called RGB", "RGB", {"subsampling": 0}),
+        case("DICOM colours", "JPEG whose components are red, green, blue", "RGB", {"keep_rgb": True}),
     ],
 )
 def test_jpeg(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
@@ -177,21 +171,17 @@ def test_jpeg(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("kind", "irreversible", "syntax"),
     [
-        pytest.param(
+        case(
+            "DICOM colours",
+            "JPEG 2000 YBR_RCT, which the decoder has converted",
             "YBR_RCT",
             False,
             pydicom.uid.JPEG2000Lossless,
-            marks=pytest.mark.case("DICOM colours", "JPEG 2000 YBR_RCT, which the decoder has converted"),
         ),
-        pytest.param(
-            "YBR_ICT",
-            True,
-            pydicom.uid.JPEG2000,
-            marks=pytest.mark.case("DICOM colours", "JPEG 2000 YBR_ICT, which the decoder has converted"),
+        case(
+            "DICOM colours", "JPEG 2000 YBR_ICT, which the decoder has converted", "YBR_ICT", True, pydicom.uid.JPEG2000
         ),
-        pytest.param(
-            "RGB", False, pydicom.uid.JPEG2000Lossless, marks=pytest.mark.case("DICOM colours", "JPEG 2000 RGB")
-        ),
+        case("DICOM colours", "JPEG 2000 RGB", "RGB", False, pydicom.uid.JPEG2000Lossless),
     ],
 )
 def test_jpeg_2000(tmp_path: Path, kind: str, irreversible: bool, syntax: Any) -> None:
@@ -212,15 +202,10 @@ def test_run_lengths(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        pytest.param({"kind": "HSV"}, marks=pytest.mark.case("DICOM colours", "HSV is refused")),
-        pytest.param(
-            {"kind": "YBR_PARTIAL_422"}, marks=pytest.mark.case("DICOM colours", "YBR_PARTIAL_422 is refused")
-        ),
-        pytest.param({"kind": "YBR_RCT"}, marks=pytest.mark.case("DICOM colours", "uncompressed YBR_RCT is refused")),
-        pytest.param(
-            {"kind": "YBR_FULL", "deep": True},
-            marks=pytest.mark.case("DICOM colours", "YBR_FULL of 16 bits is refused"),
-        ),
+        case("DICOM colours", "HSV is refused", {"kind": "HSV"}),
+        case("DICOM colours", "YBR_PARTIAL_422 is refused", {"kind": "YBR_PARTIAL_422"}),
+        case("DICOM colours", "uncompressed YBR_RCT is refused", {"kind": "YBR_RCT"}),
+        case("DICOM colours", "YBR_FULL of 16 bits is refused", {"kind": "YBR_FULL", "deep": True}),
     ],
 )
 def test_colours_that_are_not_read(tmp_path: Path, fields: dict[str, Any]) -> None:
@@ -259,25 +244,18 @@ def palette(kind: str, bits: int, first: int = 0, *, entries: int | None = None)
 @pytest.mark.parametrize(
     ("values", "tables"),
     [
-        pytest.param(INDICES, palette("1", 8), marks=pytest.mark.case("DICOM palettes", "entries of 8 bits")),
-        pytest.param(INDICES, palette("2", 16), marks=pytest.mark.case("DICOM palettes", "entries of 16 bits")),
-        pytest.param(INDICES, palette("2", 8), marks=pytest.mark.case("DICOM palettes", "entries of 8 bits in 16")),
-        pytest.param(
+        case("DICOM palettes", "entries of 8 bits", INDICES, palette("1", 8)),
+        case("DICOM palettes", "entries of 16 bits", INDICES, palette("2", 16)),
+        case("DICOM palettes", "entries of 8 bits in 16", INDICES, palette("2", 8)),
+        case(
+            "DICOM palettes",
+            "indices of 16 bits from 1000 on",
             INDICES.astype(np.uint16) + 1000,
             palette("2", 16, 1000),
-            marks=pytest.mark.case("DICOM palettes", "indices of 16 bits from 1000 on"),
         ),
-        pytest.param(
-            INDICES.astype(np.int16) - 2,
-            palette("2", 16, -2),
-            marks=pytest.mark.case("DICOM palettes", "signed indices"),
-        ),
-        pytest.param(
-            INDICES, palette("segmented", 16), marks=pytest.mark.case("DICOM palettes", "segmented, entries of 16 bits")
-        ),
-        pytest.param(
-            INDICES, palette("segmented", 8), marks=pytest.mark.case("DICOM palettes", "segmented, entries of 8 bits")
-        ),
+        case("DICOM palettes", "signed indices", INDICES.astype(np.int16) - 2, palette("2", 16, -2)),
+        case("DICOM palettes", "segmented, entries of 16 bits", INDICES, palette("segmented", 16)),
+        case("DICOM palettes", "segmented, entries of 8 bits", INDICES, palette("segmented", 8)),
     ],
 )
 def test_palettes(tmp_path: Path, values: npt.NDArray[Any], tables: dict[str, Any]) -> None:
@@ -337,9 +315,9 @@ def shown(values: npt.NDArray[Any], function: str, centre: float, width: float) 
 @pytest.mark.parametrize(
     "function",
     [
-        pytest.param("LINEAR", marks=pytest.mark.case("DICOM windows", "LINEAR")),
-        pytest.param("LINEAR_EXACT", marks=pytest.mark.case("DICOM windows", "LINEAR_EXACT")),
-        pytest.param("SIGMOID", marks=pytest.mark.case("DICOM windows", "SIGMOID")),
+        case("DICOM windows", "LINEAR", "LINEAR"),
+        case("DICOM windows", "LINEAR_EXACT", "LINEAR_EXACT"),
+        case("DICOM windows", "SIGMOID", "SIGMOID"),
     ],
 )
 def test_window_functions(tmp_path: Path, function: str) -> None:
@@ -361,13 +339,9 @@ def test_an_unknown_window_function(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        pytest.param(
-            {"WindowCenter": 40, "WindowWidth": 0}, marks=pytest.mark.case("DICOM windows", "width 0 is none")
-        ),
-        pytest.param(
-            {"WindowCenter": None, "WindowWidth": None}, marks=pytest.mark.case("DICOM windows", "empty ones are none")
-        ),
-        pytest.param({}, marks=pytest.mark.case("DICOM windows", "without one the range of the file")),
+        case("DICOM windows", "width 0 is none", {"WindowCenter": 40, "WindowWidth": 0}),
+        case("DICOM windows", "empty ones are none", {"WindowCenter": None, "WindowWidth": None}),
+        case("DICOM windows", "without one the range of the file", {}),
     ],
 )
 def test_no_window(tmp_path: Path, fields: dict[str, Any]) -> None:
@@ -436,30 +410,20 @@ def table(entries: Sequence[int], first: int, bits: int) -> Items:
 @pytest.mark.parametrize(
     ("sequence", "expected"),
     [
-        pytest.param(
-            table([255, 10, 20, 30], 0, 8),
-            [[255, 10], [20, 30]],
-            marks=pytest.mark.case("DICOM tables", "VOI of 8 bits"),
-        ),
-        pytest.param(
-            table([4095, 0, 819, 1638], 0, 12),
-            [[255, 0], [51, 102]],
-            marks=pytest.mark.case("DICOM tables", "VOI of 12 bits"),
-        ),
-        pytest.param(
-            table([65535, 0, 257, 514], 0, 16),
-            [[255, 0], [1, 2]],
-            marks=pytest.mark.case("DICOM tables", "VOI of 16 bits"),
-        ),
-        pytest.param(
+        case("DICOM tables", "VOI of 8 bits", table([255, 10, 20, 30], 0, 8), [[255, 10], [20, 30]]),
+        case("DICOM tables", "VOI of 12 bits", table([4095, 0, 819, 1638], 0, 12), [[255, 0], [51, 102]]),
+        case("DICOM tables", "VOI of 16 bits", table([65535, 0, 257, 514], 0, 16), [[255, 0], [1, 2]]),
+        case(
+            "DICOM tables",
+            "VOI that says 16 bits and holds 12",
             table([4095, 0, 819, 1638], 0, 16),
             [[255, 0], [51, 102]],
-            marks=pytest.mark.case("DICOM tables", "VOI that says 16 bits and holds 12"),
         ),
-        pytest.param(
+        case(
+            "DICOM tables",
+            "VOI that begins at 2: values before have its first entry",
             table([0, 200], 2, 8),
             [[0, 0], [0, 200]],
-            marks=pytest.mark.case("DICOM tables", "VOI that begins at 2: values before have its first entry"),
         ),
     ],
 )
@@ -484,12 +448,8 @@ def test_a_window_before_a_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "first"),
     [
-        pytest.param(INDICES, 0, marks=pytest.mark.case("DICOM tables", "modality, unsigned of 8 bits")),
-        pytest.param(
-            INDICES.astype(np.int16) - 5,
-            -5,
-            marks=pytest.mark.case("DICOM tables", "modality, from a negative value on"),
-        ),
+        case("DICOM tables", "modality, unsigned of 8 bits", INDICES, 0),
+        case("DICOM tables", "modality, from a negative value on", INDICES.astype(np.int16) - 5, -5),
     ],
 )
 def test_tables_of_the_modality(tmp_path: Path, values: npt.NDArray[Any], first: int) -> None:
@@ -511,11 +471,12 @@ def test_a_presentation_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        pytest.param({"PhotometricInterpretation": "MONOCHROME1"}, marks=pytest.mark.case("DICOM grey", "MONOCHROME1")),
-        pytest.param({"PresentationLUTShape": "INVERSE"}, marks=pytest.mark.case("DICOM grey", "INVERSE")),
-        pytest.param(
+        case("DICOM grey", "MONOCHROME1", {"PhotometricInterpretation": "MONOCHROME1"}),
+        case("DICOM grey", "INVERSE", {"PresentationLUTShape": "INVERSE"}),
+        case(
+            "DICOM grey",
+            "MONOCHROME1 and INVERSE say the same, as in digital radiography",
             {"PhotometricInterpretation": "MONOCHROME1", "PresentationLUTShape": "INVERSE"},
-            marks=pytest.mark.case("DICOM grey", "MONOCHROME1 and INVERSE say the same, as in digital radiography"),
         ),
     ],
 )
@@ -527,18 +488,13 @@ def test_white_is_low(tmp_path: Path, fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        pytest.param({"PixelPaddingValue": -32768}, marks=pytest.mark.case("DICOM grey", "padding")),
-        pytest.param(
-            {"PixelPaddingValue": -32768, "PixelPaddingRangeLimit": -30000},
-            marks=pytest.mark.case("DICOM grey", "padding up to a limit"),
-        ),
-        pytest.param(
-            {"PixelPaddingValue": -30000, "PixelPaddingRangeLimit": -32768},
-            marks=pytest.mark.case("DICOM grey", "padding down to a limit"),
-        ),
-        pytest.param(
+        case("DICOM grey", "padding", {"PixelPaddingValue": -32768}),
+        case("DICOM grey", "padding up to a limit", {"PixelPaddingValue": -32768, "PixelPaddingRangeLimit": -30000}),
+        case("DICOM grey", "padding down to a limit", {"PixelPaddingValue": -30000, "PixelPaddingRangeLimit": -32768}),
+        case(
+            "DICOM grey",
+            "padding is black in MONOCHROME1 too",
             {"PixelPaddingValue": -32768, "PhotometricInterpretation": "MONOCHROME1"},
-            marks=pytest.mark.case("DICOM grey", "padding is black in MONOCHROME1 too"),
         ),
     ],
 )
@@ -605,8 +561,8 @@ def test_one_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("shape", "signed"),
     [
-        pytest.param((4, 4), False, marks=pytest.mark.case("DICOM encodings", "JPEG 2000 grey of 16 bits")),
-        pytest.param((3, 4, 4), False, marks=pytest.mark.case("DICOM encodings", "JPEG 2000 grey in three frames")),
+        case("DICOM encodings", "JPEG 2000 grey of 16 bits", (4, 4), False),
+        case("DICOM encodings", "JPEG 2000 grey in three frames", (3, 4, 4), False),
     ],
 )
 def test_jpeg_2000_grey(tmp_path: Path, shape: tuple[int, ...], signed: bool) -> None:
@@ -624,10 +580,10 @@ def test_jpeg_2000_grey(tmp_path: Path, shape: tuple[int, ...], signed: bool) ->
 @pytest.mark.parametrize(
     "syntax",
     [
-        pytest.param("1.2.840.10008.1.2.1.99", marks=pytest.mark.case("DICOM encodings", "deflated")),
-        pytest.param("1.2.840.10008.1.2", marks=pytest.mark.case("DICOM encodings", "implicit VR")),
-        pytest.param("1.2.840.10008.1.2.2", marks=pytest.mark.case("DICOM encodings", "big endian, with a VOI table")),
-        pytest.param("1.2.840.10008.1.2.5", marks=pytest.mark.case("DICOM encodings", "RLE grey of 16 bits")),
+        case("DICOM encodings", "deflated", "1.2.840.10008.1.2.1.99"),
+        case("DICOM encodings", "implicit VR", "1.2.840.10008.1.2"),
+        case("DICOM encodings", "big endian, with a VOI table", "1.2.840.10008.1.2.2"),
+        case("DICOM encodings", "RLE grey of 16 bits", "1.2.840.10008.1.2.5"),
     ],
 )
 def test_other_encodings(tmp_path: Path, syntax: str) -> None:
@@ -650,24 +606,25 @@ def test_other_encodings(tmp_path: Path, syntax: str) -> None:
 @pytest.mark.parametrize(
     ("syntax", "words"),
     [
-        pytest.param(
+        case(
+            "DICOM encodings",
+            "JPEG Lossless: the message names what to install",
             "1.2.840.10008.1.2.4.70",
             "pip install pylibjpeg pylibjpeg-libjpeg",
-            marks=pytest.mark.case("DICOM encodings", "JPEG Lossless: the message names what to install"),
         ),
-        pytest.param(
+        case(
+            "DICOM encodings",
+            "JPEG-LS: the message names what to install",
             "1.2.840.10008.1.2.4.80",
             "pip install pylibjpeg",
-            marks=pytest.mark.case("DICOM encodings", "JPEG-LS: the message names what to install"),
         ),
-        pytest.param(
+        case(
+            "DICOM encodings",
+            "HTJ2K: the message names what to install",
             "1.2.840.10008.1.2.4.201",
             "pip install pylibjpeg pylibjpeg-openjpeg",
-            marks=pytest.mark.case("DICOM encodings", "HTJ2K: the message names what to install"),
         ),
-        pytest.param(
-            "1.2.840.10008.1.2.4.102", "convert it", marks=pytest.mark.case("DICOM encodings", "a video is refused")
-        ),
+        case("DICOM encodings", "a video is refused", "1.2.840.10008.1.2.4.102", "convert it"),
     ],
 )
 def test_encodings_that_are_not_installed(tmp_path: Path, syntax: str, words: str) -> None:
@@ -775,11 +732,11 @@ def test_too_few_groups(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("IM000001", marks=pytest.mark.case("files left out", "DICOM without an ending is read")),
-        pytest.param("a.IMA", marks=pytest.mark.case("files left out", "DICOM as .IMA is read")),
-        pytest.param("1.2.840.113619.2.5", marks=pytest.mark.case("files left out", "DICOM named as its UID is read")),
-        pytest.param("a.DCM", marks=pytest.mark.case("files left out", "DICOM as .DCM is read")),
-        pytest.param("a.dicom", marks=pytest.mark.case("files left out", "DICOM as .dicom is read")),
+        case("files left out", "DICOM without an ending is read", "IM000001"),
+        case("files left out", "DICOM as .IMA is read", "a.IMA"),
+        case("files left out", "DICOM named as its UID is read", "1.2.840.113619.2.5"),
+        case("files left out", "DICOM as .DCM is read", "a.DCM"),
+        case("files left out", "DICOM as .dicom is read", "a.dicom"),
     ],
 )
 def test_dicom_is_recognised(tmp_path: Path, name: str) -> None:
@@ -809,10 +766,10 @@ def test_a_report(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("by", "expected"),
     [
-        pytest.param("id", "P 7", marks=pytest.mark.case("patients", "by the patient's ID, without blanks around")),
-        pytest.param("study", "1.2.3", marks=pytest.mark.case("patients", "by study")),
-        pytest.param("series", "1.2.3.4", marks=pytest.mark.case("patients", "by series")),
-        pytest.param("file", None, marks=pytest.mark.case("patients", "by file")),
+        case("patients", "by the patient's ID, without blanks around", "id", "P 7"),
+        case("patients", "by study", "study", "1.2.3"),
+        case("patients", "by series", "series", "1.2.3.4"),
+        case("patients", "by file", "file", None),
     ],
 )
 def test_who_is_a_patient(tmp_path: Path, by: Any, expected: str | None) -> None:
@@ -850,9 +807,9 @@ def axial(volume: npt.NDArray[Any]) -> npt.NDArray[Any]:
 @pytest.mark.parametrize(
     "beyond",
     [
-        pytest.param(np.nan, marks=pytest.mark.case("NIfTI", "NaN is black and not in the range")),
-        pytest.param(np.inf, marks=pytest.mark.case("NIfTI", "infinity is black and not in the range")),
-        pytest.param(-np.inf, marks=pytest.mark.case("NIfTI", "minus infinity is black and not in the range")),
+        case("NIfTI", "NaN is black and not in the range", np.nan),
+        case("NIfTI", "infinity is black and not in the range", np.inf),
+        case("NIfTI", "minus infinity is black and not in the range", -np.inf),
     ],
 )
 def test_only_finite_values_make_the_range(tmp_path: Path, beyond: float) -> None:
@@ -871,10 +828,8 @@ def test_nothing_finite(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "shape",
     [
-        pytest.param((2, 3, 4, 1), marks=pytest.mark.case("NIfTI", "a fourth axis of length one is dropped")),
-        pytest.param(
-            (2, 3, 4, 1, 1), marks=pytest.mark.case("NIfTI", "a fourth and fifth axis of length one are dropped")
-        ),
+        case("NIfTI", "a fourth axis of length one is dropped", (2, 3, 4, 1)),
+        case("NIfTI", "a fourth and fifth axis of length one are dropped", (2, 3, 4, 1, 1)),
     ],
 )
 def test_trailing_axes_of_one(tmp_path: Path, shape: tuple[int, ...]) -> None:
@@ -884,13 +839,9 @@ def test_trailing_axes_of_one(tmp_path: Path, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        pytest.param(np.zeros((2, 2, 2, 3), np.float32), "2×2×2×3", marks=pytest.mark.case("NIfTI", "several volumes")),
-        pytest.param(
-            np.zeros((2, 2, 2, 1, 3), np.float32),
-            "2×2×2×1×3",
-            marks=pytest.mark.case("NIfTI", "vectors in a fifth axis"),
-        ),
-        pytest.param(np.zeros((2, 2, 2), np.complex64), "complex", marks=pytest.mark.case("NIfTI", "complex numbers")),
+        case("NIfTI", "several volumes", np.zeros((2, 2, 2, 3), np.float32), "2×2×2×3"),
+        case("NIfTI", "vectors in a fifth axis", np.zeros((2, 2, 2, 1, 3), np.float32), "2×2×2×1×3"),
+        case("NIfTI", "complex numbers", np.zeros((2, 2, 2), np.complex64), "complex"),
     ],
 )
 def test_nifti_that_is_not_read(tmp_path: Path, values: npt.NDArray[Any], words: str) -> None:
@@ -928,10 +879,10 @@ def test_rgb24(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "slope",
     [
-        pytest.param(0.0, marks=pytest.mark.case("NIfTI", "slope 0 means no scaling")),
-        pytest.param(np.nan, marks=pytest.mark.case("NIfTI", "slope NaN means no scaling")),
-        pytest.param(3.0, marks=pytest.mark.case("NIfTI", "a slope")),
-        pytest.param(-2.0, marks=pytest.mark.case("NIfTI", "a negative slope")),
+        case("NIfTI", "slope 0 means no scaling", 0.0),
+        case("NIfTI", "slope NaN means no scaling", np.nan),
+        case("NIfTI", "a slope", 3.0),
+        case("NIfTI", "a negative slope", -2.0),
     ],
 )
 def test_slopes(tmp_path: Path, slope: float) -> None:
@@ -957,8 +908,8 @@ def test_huge_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "order",
     [
-        pytest.param((1, 2, 0), marks=pytest.mark.case("NIfTI", "a sagittal volume is turned")),
-        pytest.param((0, 2, 1), marks=pytest.mark.case("NIfTI", "a coronal volume is turned")),
+        case("NIfTI", "a sagittal volume is turned", (1, 2, 0)),
+        case("NIfTI", "a coronal volume is turned", (0, 2, 1)),
     ],
 )
 def test_volumes_are_turned(tmp_path: Path, order: tuple[int, int, int]) -> None:

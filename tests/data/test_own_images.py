@@ -23,6 +23,7 @@ from fedshift.data.images import FORMATS, SUFFIXES, decode, has_colour, on_disk,
 from fedshift.data.inference import load_for_prediction
 from fedshift.errors import UserError
 from fedshift.experiment.protocols.index import Protocol
+from tried import case
 
 
 @pytest.fixture(autouse=True)
@@ -240,9 +241,9 @@ def test_empty_and_missing_folders(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("root", "meant"),
     [
-        pytest.param("all", "all/images", marks=pytest.mark.case("folders", "root one folder too high")),
-        pytest.param("all/images/north", "all/images", marks=pytest.mark.case("folders", "root one folder too low")),
-        pytest.param("", None, marks=pytest.mark.case("folders", "root two folders too high")),
+        case("folders", "root one folder too high", "all", "all/images"),
+        case("folders", "root one folder too low", "all/images/north", "all/images"),
+        case("folders", "root two folders too high", "", None),
     ],
 )
 def test_a_root_beside_the_right_one_is_asked_about(tmp_path: Path, root: str, meant: str | None) -> None:

@@ -16,6 +16,7 @@ from fedshift.data.builders.own_tables import Table
 from fedshift.data.table_files import PLAIN, Columns, SiteFormat, TableFormat, number_of, read_table
 from fedshift.data.tables import encode_rows, encoding_of, numbers, rows_of
 from fedshift.errors import UserError
+from tried import case
 
 openpyxl = pytest.importorskip("openpyxl")
 pandas = pytest.importorskip("pandas")
@@ -37,43 +38,22 @@ WANTED = {"age": ["61.3", "54.6"], "sex": ["m", "f"]}
 @pytest.mark.parametrize(
     ("text", "form"),
     [
-        pytest.param("sep=;\nage;sex\n61.3;m\n54.6;f\n", {}, marks=pytest.mark.case("CSV separators", "Excel's sep=;")),
-        pytest.param(
-            '"sep=|"\r\nage|sex\r\n61.3|m\r\n54.6|f\r\n',
-            {},
-            marks=pytest.mark.case("CSV separators", 'Excel\'s "sep=|" in quotes, CRLF'),
+        case("CSV separators", "Excel's sep=;", "sep=;\nage;sex\n61.3;m\n54.6;f\n", {}),
+        case("CSV separators", 'Excel\'s "sep=|" in quotes, CRLF', '"sep=|"\r\nage|sex\r\n61.3|m\r\n54.6|f\r\n', {}),
+        case(
+            "CSV separators", "byte order mark before sep= with a tab", "\ufeffsep=\t\nage\tsex\n61.3\tm\n54.6\tf\n", {}
         ),
-        pytest.param(
-            "\ufeffsep=\t\nage\tsex\n61.3\tm\n54.6\tf\n",
-            {},
-            marks=pytest.mark.case("CSV separators", "byte order mark before sep= with a tab"),
-        ),
-        pytest.param(
-            "age|sex\n61.3|m\n54.6|f\n", {"separator": "|"}, marks=pytest.mark.case("CSV separators", "separator: |")
-        ),
-        pytest.param(
-            "age\tsex\n61.3\tm\n54.6\tf\n",
-            {"separator": "tab"},
-            marks=pytest.mark.case("CSV separators", "separator: tab"),
-        ),
-        pytest.param(
-            "age sex\n61.3 m\n54.6 f\n",
-            {"separator": " "},
-            marks=pytest.mark.case("CSV separators", "separator: a blank"),
-        ),
-        pytest.param(
+        case("CSV separators", "separator: |", "age|sex\n61.3|m\n54.6|f\n", {"separator": "|"}),
+        case("CSV separators", "separator: tab", "age\tsex\n61.3\tm\n54.6\tf\n", {"separator": "tab"}),
+        case("CSV separators", "separator: a blank", "age sex\n61.3 m\n54.6 f\n", {"separator": " "}),
+        case(
+            "CSV separators",
+            "a separator that is set stands above a sep= line",
             "sep=,\nage;sex\n61.3;m\n54.6;f\n",
             {"separator": ";"},
-            marks=pytest.mark.case("CSV separators", "a separator that is set stands above a sep= line"),
         ),
-        pytest.param(
-            "age;sex\n61,3;m\n54,6;f\n", {"decimal": ","}, marks=pytest.mark.case("CSV numbers", "decimal commas")
-        ),
-        pytest.param(
-            "age;sex\n61.3;m\n54.6;f\n".encode("utf-16"),
-            {"encoding": "utf-16"},
-            marks=pytest.mark.case("CSV letters", "UTF-16"),
-        ),
+        case("CSV numbers", "decimal commas", "age;sex\n61,3;m\n54,6;f\n", {"decimal": ","}),
+        case("CSV letters", "UTF-16", "age;sex\n61.3;m\n54.6;f\n".encode("utf-16"), {"encoding": "utf-16"}),
     ],
 )
 def test_separators_and_letters(tmp_path: Path, text: str | bytes, form: dict[str, Any]) -> None:
@@ -108,11 +88,11 @@ def test_letters_of_windows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "encoding",
     [
-        pytest.param("zlib", marks=pytest.mark.case("CSV letters", "an encoding that expands bytes")),
-        pytest.param("rot13", marks=pytest.mark.case("CSV letters", "an encoding of text to text")),
-        pytest.param("unicode_escape", marks=pytest.mark.case("CSV letters", "an encoding of Python's source")),
-        pytest.param("latin-one", marks=pytest.mark.case("CSV letters", "an unknown encoding")),
-        pytest.param("a\0b", marks=pytest.mark.case("CSV letters", "an encoding with a null byte")),
+        case("CSV letters", "an encoding that expands bytes", "zlib"),
+        case("CSV letters", "an encoding of text to text", "rot13"),
+        case("CSV letters", "an encoding of Python's source", "unicode_escape"),
+        case("CSV letters", "an unknown encoding", "latin-one"),
+        case("CSV letters", "an encoding with a null byte", "a\0b"),
     ],
 )
 def test_what_is_no_encoding_of_files(encoding: str) -> None:
@@ -133,12 +113,12 @@ def test_what_cannot_separate(separator: str) -> None:
 @pytest.mark.parametrize(
     "cell",
     [
-        pytest.param("1_0", marks=pytest.mark.case("CSV numbers", "1_0, which Python reads as 10")),
-        pytest.param("１２", marks=pytest.mark.case("CSV numbers", "digits of other scripts")),
-        pytest.param("Infinity", marks=pytest.mark.case("CSV numbers", "Infinity")),
-        pytest.param("1e999", marks=pytest.mark.case("CSV numbers", "an exponent too large")),
-        pytest.param("0x10", marks=pytest.mark.case("CSV numbers", "hexadecimal")),
-        pytest.param("<18", marks=pytest.mark.case("CSV numbers", "a bound")),
+        case("CSV numbers", "1_0, which Python reads as 10", "1_0"),
+        case("CSV numbers", "digits of other scripts", "１２"),
+        case("CSV numbers", "Infinity", "Infinity"),
+        case("CSV numbers", "an exponent too large", "1e999"),
+        case("CSV numbers", "hexadecimal", "0x10"),
+        case("CSV numbers", "a bound", "<18"),
     ],
 )
 def test_what_is_no_number(tmp_path: Path, cell: str) -> None:
@@ -150,42 +130,17 @@ def test_what_is_no_number(tmp_path: Path, cell: str) -> None:
 @pytest.mark.parametrize(
     ("cell", "form", "value"),
     [
-        pytest.param(
-            "2.330,0", {"decimal": ",", "thousands": "."}, 2330.0, marks=pytest.mark.case("CSV numbers", "2.330,0")
+        case("CSV numbers", "2.330,0", "2.330,0", {"decimal": ",", "thousands": "."}, 2330.0),
+        case("CSV numbers", "1.061 as a thousand", "1.061", {"decimal": ",", "thousands": "."}, 1061.0),
+        case("CSV numbers", "1,061 as a thousand", "1,061", {"thousands": ","}, 1061.0),
+        case("CSV numbers", "two groups and a sign", "-1,234,567.5", {"thousands": ","}, -1234567.5),
+        case(
+            "CSV numbers", "a narrow blank between groups", "1\u202f234,5", {"decimal": ",", "thousands": " "}, 1234.5
         ),
-        pytest.param(
-            "1.061",
-            {"decimal": ",", "thousands": "."},
-            1061.0,
-            marks=pytest.mark.case("CSV numbers", "1.061 as a thousand"),
-        ),
-        pytest.param("1,061", {"thousands": ","}, 1061.0, marks=pytest.mark.case("CSV numbers", "1,061 as a thousand")),
-        pytest.param(
-            "-1,234,567.5",
-            {"thousands": ","},
-            -1234567.5,
-            marks=pytest.mark.case("CSV numbers", "two groups and a sign"),
-        ),
-        pytest.param(
-            "1\u202f234,5",
-            {"decimal": ",", "thousands": " "},
-            1234.5,
-            marks=pytest.mark.case("CSV numbers", "a narrow blank between groups"),
-        ),
-        pytest.param("1’234.5", {"thousands": "'"}, 1234.5, marks=pytest.mark.case("CSV numbers", "Swiss thousands")),
-        pytest.param(
-            "2,5",
-            {"decimal": ",", "thousands": "."},
-            2.5,
-            marks=pytest.mark.case("CSV numbers", "a decimal comma beside thousands"),
-        ),
-        pytest.param(
-            "2,500",
-            {"decimal": ",", "thousands": "."},
-            2.5,
-            marks=pytest.mark.case("CSV numbers", "three decimals after a comma"),
-        ),
-        pytest.param("999", {"thousands": ","}, 999.0, marks=pytest.mark.case("CSV numbers", "no group")),
+        case("CSV numbers", "Swiss thousands", "1’234.5", {"thousands": "'"}, 1234.5),
+        case("CSV numbers", "a decimal comma beside thousands", "2,5", {"decimal": ",", "thousands": "."}, 2.5),
+        case("CSV numbers", "three decimals after a comma", "2,500", {"decimal": ",", "thousands": "."}, 2.5),
+        case("CSV numbers", "no group", "999", {"thousands": ","}, 999.0),
     ],
 )
 def test_numbers_in_groups(tmp_path: Path, cell: str, form: dict[str, Any], value: float) -> None:
@@ -196,16 +151,10 @@ def test_numbers_in_groups(tmp_path: Path, cell: str, form: dict[str, Any], valu
 @pytest.mark.parametrize(
     ("cell", "form"),
     [
-        pytest.param(
-            "1.5", {"decimal": ",", "thousands": "."}, marks=pytest.mark.case("CSV numbers", "1.5 where points group")
-        ),
-        pytest.param("1,06", {"thousands": ","}, marks=pytest.mark.case("CSV numbers", "1,06 where commas group")),
-        pytest.param("12,34,567", {"thousands": ","}, marks=pytest.mark.case("CSV numbers", "groups of two digits")),
-        pytest.param(
-            "1.061",
-            {"decimal": ","},
-            marks=pytest.mark.case("CSV numbers", "1.061 beside decimal commas is not divided by 1,000"),
-        ),
+        case("CSV numbers", "1.5 where points group", "1.5", {"decimal": ",", "thousands": "."}),
+        case("CSV numbers", "1,06 where commas group", "1,06", {"thousands": ","}),
+        case("CSV numbers", "groups of two digits", "12,34,567", {"thousands": ","}),
+        case("CSV numbers", "1.061 beside decimal commas is not divided by 1,000", "1.061", {"decimal": ","}),
     ],
 )
 def test_a_number_that_can_be_read_in_two_ways(tmp_path: Path, cell: str, form: dict[str, Any]) -> None:
@@ -217,15 +166,11 @@ def test_a_number_that_can_be_read_in_two_ways(tmp_path: Path, cell: str, form: 
 @pytest.mark.parametrize(
     ("cell", "advice"),
     [
-        pytest.param("1,061", "data.thousands: ','", marks=pytest.mark.case("CSV numbers", "advice on 1,061")),
-        pytest.param(
-            "2.330,0",
-            "data.thousands: '.' and data.decimal: ','",
-            marks=pytest.mark.case("CSV numbers", "advice on 2.330,0"),
-        ),
-        pytest.param("1 061", 'data.thousands: " "', marks=pytest.mark.case("CSV numbers", "advice on 1 061")),
-        pytest.param("1'061", 'data.thousands: "\'"', marks=pytest.mark.case("CSV numbers", "advice on 1'061")),
-        pytest.param("61,3", "data.decimal: ','", marks=pytest.mark.case("CSV numbers", "advice on 61,3")),
+        case("CSV numbers", "advice on 1,061", "1,061", "data.thousands: ','"),
+        case("CSV numbers", "advice on 2.330,0", "2.330,0", "data.thousands: '.' and data.decimal: ','"),
+        case("CSV numbers", "advice on 1 061", "1 061", 'data.thousands: " "'),
+        case("CSV numbers", "advice on 1'061", "1'061", 'data.thousands: "\'"'),
+        case("CSV numbers", "advice on 61,3", "61,3", "data.decimal: ','"),
     ],
 )
 def test_advice_makes_no_thousandth(tmp_path: Path, cell: str, advice: str) -> None:
@@ -315,10 +260,10 @@ def test_empty_cells_around_the_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        pytest.param(b"", marks=pytest.mark.case("Excel files", "an empty file")),
-        pytest.param(b"PK\x03\x04 and no more", marks=pytest.mark.case("Excel files", "a file that is cut off")),
-        pytest.param(b"\xd0\xcf\x11\xe0" + bytes(600), marks=pytest.mark.case("Excel files", "the older format .xls")),
-        pytest.param(b"age,sex\n1,m\n", marks=pytest.mark.case("Excel files", "a CSV file called .xlsx")),
+        case("Excel files", "an empty file", b""),
+        case("Excel files", "a file that is cut off", b"PK\x03\x04 and no more"),
+        case("Excel files", "the older format .xls", b"\xd0\xcf\x11\xe0" + bytes(600)),
+        case("Excel files", "a CSV file called .xlsx", b"age,sex\n1,m\n"),
     ],
 )
 def test_what_is_no_excel_file(tmp_path: Path, content: bytes) -> None:
@@ -365,19 +310,12 @@ def test_an_excel_file_that_declares_many_cells(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "rows",
     [
-        pytest.param(
-            b'<row r="99999999999"><c r="A99999999999"><v>7</v></c></row>',
-            marks=pytest.mark.case("Excel files", "a row beyond those of Excel"),
+        case(
+            "Excel files", "a row beyond those of Excel", b'<row r="99999999999"><c r="A99999999999"><v>7</v></c></row>'
         ),
-        pytest.param(
-            b'<row r="2"><c r="ZZZZZZ2"><v>7</v></c></row>',
-            marks=pytest.mark.case("Excel files", "a column beyond those of Excel"),
-        ),
-        pytest.param(
-            b'<row r="2"><c r="A2" t="s"><v>999</v></c></row>',
-            marks=pytest.mark.case("Excel files", "a text that is not there"),
-        ),
-        pytest.param(b'<row r="2"><c r="A2"><v>7</v>', marks=pytest.mark.case("Excel files", "XML that is cut off")),
+        case("Excel files", "a column beyond those of Excel", b'<row r="2"><c r="ZZZZZZ2"><v>7</v></c></row>'),
+        case("Excel files", "a text that is not there", b'<row r="2"><c r="A2" t="s"><v>999</v></c></row>'),
+        case("Excel files", "XML that is cut off", b'<row r="2"><c r="A2"><v>7</v>'),
     ],
 )
 def test_a_sheet_that_is_made_up(tmp_path: Path, rows: bytes) -> None:
@@ -552,58 +490,46 @@ def test_words_of_all_sites_are_kept_for_predictions(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        pytest.param(
+        case(
+            "exports per site",
+            "a spelling of a number",
             {"spellings": {"age": {"old": "90"}}},
             "'age' is listed under numeric",
-            marks=pytest.mark.case("exports per site", "a spelling of a number"),
         ),
-        pytest.param(
-            {"spellings": {"sex": {True: "m"}}},
-            "in quotes",
-            marks=pytest.mark.case("exports per site", "a word that YAML reads as true"),
-        ),
-        pytest.param(
+        case("exports per site", "a word that YAML reads as true", {"spellings": {"sex": {True: "m"}}}, "in quotes"),
+        case(
+            "exports per site",
+            "an unknown site",
             {"per_site": {"suoth": {"decimal": ","}}},
             "no site 'suoth'; did you mean 'south'",
-            marks=pytest.mark.case("exports per site", "an unknown site"),
         ),
-        pytest.param(
-            {"units": {"outcome": 2}},
-            "'outcome' is no column of numbers",
-            marks=pytest.mark.case("exports per site", "a unit of a class"),
-        ),
-        pytest.param(
-            {"units": {"chol": 0}}, "greater than 0", marks=pytest.mark.case("exports per site", "a factor of 0")
-        ),
-        pytest.param(
-            {"units": {"chol": float("nan")}},
-            "finite",
-            marks=pytest.mark.case("exports per site", "a factor that is no number"),
-        ),
-        pytest.param(
+        case("exports per site", "a unit of a class", {"units": {"outcome": 2}}, "'outcome' is no column of numbers"),
+        case("exports per site", "a factor of 0", {"units": {"chol": 0}}, "greater than 0"),
+        case("exports per site", "a factor that is no number", {"units": {"chol": float("nan")}}, "finite"),
+        case(
+            "exports per site",
+            "a code in a column of categories",
             {"per_site": {"south": {"missing_values": {"sex": 1}}}},
             "'sex' is not listed under numeric",
-            marks=pytest.mark.case("exports per site", "a code in a column of categories"),
         ),
-        pytest.param(
-            {"thousands": "."},
-            "both '.'",
-            marks=pytest.mark.case("exports per site", "points for decimals and thousands"),
-        ),
-        pytest.param(
+        case("exports per site", "points for decimals and thousands", {"thousands": "."}, "both '.'"),
+        case(
+            "exports per site",
+            "a site's decimal point where all group by points",
             {"thousands": ".", "decimal": ",", "per_site": {"south": {"decimal": "."}}},
             "both '.'",
-            marks=pytest.mark.case("exports per site", "a site's decimal point where all group by points"),
         ),
-        pytest.param(
+        case(
+            "exports per site",
+            "two columns with one new name",
             {"rename": {"a": "age", "b": "age"}},
             "two columns become 'age'",
-            marks=pytest.mark.case("exports per site", "two columns with one new name"),
         ),
-        pytest.param(
+        case(
+            "exports per site",
+            "an option that is not of files",
             {"per_site": {"south": {"label": "Diagnose"}}},
             "per_site",
-            marks=pytest.mark.case("exports per site", "an option that is not of files"),
         ),
     ],
 )
@@ -647,12 +573,12 @@ def test_many_columns_take_seconds(tmp_path: Path) -> None:
     for site in ("a", "b"):
         rows = "\n".join(",".join([*["1"] * width, label]) for label in ("x", "y"))
         (tmp_path / f"{site}.csv").write_text(",".join([*names, "label"]) + "\n" + rows + "\n")
-    began = time.monotonic()
+    began = time.process_time()
     table = Table.model_validate(
         {"sites": {site: tmp_path / f"{site}.csv" for site in ("a", "b")}, "label": "label", "numeric": names}
     )
     assert table.build().input_shape == (width,)
-    assert time.monotonic() - began < 20  # 4 s on a free core; looking up each name in a list took 100 s
+    assert time.process_time() - began < 20  # 4 s of a core; looking up each name in a list took 100 s
 
 
 @pytest.mark.case("tables of many columns", "a repeated name among 60,000")

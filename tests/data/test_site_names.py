@@ -18,6 +18,7 @@ from fedshift.errors import UserError
 from fedshift.estimator import FederatedClassifier
 from fedshift.experiment.config.experiment import parse as parse_experiment
 from fedshift.experiment.protocols.leave_one_out import LeaveOneOut
+from tried import case
 
 pandas = pytest.importorskip("pandas")
 X, Y = np.random.default_rng(0).normal(size=(12, 2)).astype(np.float32), np.arange(12) % 2
@@ -62,10 +63,10 @@ def estimator(folder: Path, names: tuple[str, str]) -> Any:
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(("a", "A"), marks=pytest.mark.case("site names", "a and A")),
-        pytest.param((COMPOSED, DECOMPOSED), marks=pytest.mark.case("site names", "two Unicode forms of one name")),
-        pytest.param(("St Mary", "St\u00a0Mary"), marks=pytest.mark.case("site names", "a no-break space for a space")),
-        pytest.param(("Straße", "STRASSE"), marks=pytest.mark.case("site names", "sharp s and SS")),
+        case("site names", "a and A", ("a", "A")),
+        case("site names", "two Unicode forms of one name", (COMPOSED, DECOMPOSED)),
+        case("site names", "a no-break space for a space", ("St Mary", "St\u00a0Mary")),
+        case("site names", "sharp s and SS", ("Straße", "STRASSE")),
     ],
 )
 def test_names_alike_are_refused(tmp_path: Path, build: Any, names: tuple[str, str]) -> None:

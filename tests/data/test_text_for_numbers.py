@@ -12,6 +12,7 @@ from fedshift.data.builders.own import data_section
 from fedshift.data.registry import parse
 from fedshift.errors import UserError
 from fedshift.estimator import FederatedClassifier, FederatedRegressor
+from tried import case
 
 pandas = pytest.importorskip("pandas")
 X, Y = np.random.default_rng(0).normal(size=(12, 3)).astype(np.float32), np.arange(12) % 2
@@ -30,23 +31,14 @@ def saved(folder: Path, **arrays: Any) -> Any:
 
 
 WRONG = [
-    pytest.param(lambda _: built((TEXT, Y)), marks=pytest.mark.case("text for numbers", "inputs in memory")),
-    pytest.param(lambda _: built((TEXT.tolist(), Y)), marks=pytest.mark.case("text for numbers", "lists of text")),
-    pytest.param(lambda _: built((TEXT.astype("S"), Y)), marks=pytest.mark.case("text for numbers", "inputs as bytes")),
-    pytest.param(
-        lambda _: built((np.full((12, 1, 4, 4), "1"), Y)), marks=pytest.mark.case("text for numbers", "images of text")
-    ),
-    pytest.param(
-        lambda _: built((X, Y.astype(str)), task="regression"), marks=pytest.mark.case("text for numbers", "quantities")
-    ),
-    pytest.param(
-        lambda _: built((X, Y.astype(str))), marks=pytest.mark.case("text for numbers", "labels at one of two sites")
-    ),
-    pytest.param(lambda to: saved(to, x=TEXT, y=Y), marks=pytest.mark.case("text for numbers", "inputs in a .npz")),
-    pytest.param(
-        lambda to: saved(to, x=X, y=Y, groups=Y.astype(str)),
-        marks=pytest.mark.case("text for numbers", "groups in a .npz"),
-    ),
+    case("text for numbers", "inputs in memory", lambda _: built((TEXT, Y))),
+    case("text for numbers", "lists of text", lambda _: built((TEXT.tolist(), Y))),
+    case("text for numbers", "inputs as bytes", lambda _: built((TEXT.astype("S"), Y))),
+    case("text for numbers", "images of text", lambda _: built((np.full((12, 1, 4, 4), "1"), Y))),
+    case("text for numbers", "quantities", lambda _: built((X, Y.astype(str)), task="regression")),
+    case("text for numbers", "labels at one of two sites", lambda _: built((X, Y.astype(str)))),
+    case("text for numbers", "inputs in a .npz", lambda to: saved(to, x=TEXT, y=Y)),
+    case("text for numbers", "groups in a .npz", lambda to: saved(to, x=X, y=Y, groups=Y.astype(str))),
 ]
 
 
@@ -62,12 +54,10 @@ def test_text_is_called_text(tmp_path: Path, build: Any) -> None:
 @pytest.mark.parametrize(
     ("x", "y"),
     [
-        pytest.param(TEXT, Y, marks=pytest.mark.case("text for numbers", "estimator, an array")),
-        pytest.param(TEXT.tolist(), Y, marks=pytest.mark.case("text for numbers", "estimator, lists")),
-        pytest.param(TEXT.astype("S"), Y, marks=pytest.mark.case("text for numbers", "estimator, bytes")),
-        pytest.param(
-            X, np.array(["Doe"] * 12), marks=pytest.mark.case("text for numbers", "estimator, words for quantities")
-        ),
+        case("text for numbers", "estimator, an array", TEXT, Y),
+        case("text for numbers", "estimator, lists", TEXT.tolist(), Y),
+        case("text for numbers", "estimator, bytes", TEXT.astype("S"), Y),
+        case("text for numbers", "estimator, words for quantities", X, np.array(["Doe"] * 12)),
     ],
 )
 def test_an_estimator_says_so_in_its_own_words(x: Any, y: Any) -> None:

@@ -14,20 +14,21 @@ from fedshift.errors import UserError
 from fedshift.evaluation import packing, packs
 from fedshift.evaluation.stored import SUMS, pack_of
 from fedshift.files import LONGEST_NAME, below, names_a_folder, write_bytes
+from tried import case
 
 HONEST = {"method": "fedavg", "target": "D0", "seed": 0}
 HOSTILE = [
-    pytest.param("..", marks=pytest.mark.case("names in packs", "two dots")),
-    pytest.param("../..", marks=pytest.mark.case("names in packs", "two folders up")),
-    pytest.param("/tmp/fedshift-stranger", marks=pytest.mark.case("names in packs", "an absolute path")),
-    pytest.param("a/../../b", marks=pytest.mark.case("names in packs", "up from within a name")),
-    pytest.param("a\\..\\b", marks=pytest.mark.case("names in packs", "backslashes")),
-    pytest.param(".", marks=pytest.mark.case("names in packs", "a single dot")),
-    pytest.param(".git", marks=pytest.mark.case("names in packs", "a hidden folder")),
-    pytest.param("a\x00b", marks=pytest.mark.case("names in packs", "a NUL")),
-    pytest.param("a\nb", marks=pytest.mark.case("names in packs", "a line break")),
-    pytest.param("\u202eexe", marks=pytest.mark.case("names in packs", "text turned from right to left")),
-    pytest.param("n" * (LONGEST_NAME + 1), marks=pytest.mark.case("names in packs", "a name of 256 bytes")),
+    case("names in packs", "two dots", ".."),
+    case("names in packs", "two folders up", "../.."),
+    case("names in packs", "an absolute path", "/tmp/fedshift-stranger"),
+    case("names in packs", "up from within a name", "a/../../b"),
+    case("names in packs", "backslashes", "a\\..\\b"),
+    case("names in packs", "a single dot", "."),
+    case("names in packs", "a hidden folder", ".git"),
+    case("names in packs", "a NUL", "a\x00b"),
+    case("names in packs", "a line break", "a\nb"),
+    case("names in packs", "text turned from right to left", "\u202eexe"),
+    case("names in packs", "a name of 256 bytes", "n" * (LONGEST_NAME + 1)),
 ]
 
 

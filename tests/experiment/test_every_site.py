@@ -13,6 +13,7 @@ from small import experiment, features, save, sites, write
 import fedshift
 from fedshift.errors import UserError
 from fedshift.model import Model
+from tried import case
 
 EVERY: dict[str, Any] = {"targets": ["sites"], "seeds": [0], "test_fraction": 0.3}
 
@@ -50,11 +51,9 @@ def test_every_reader_of_results_takes_it(cli: Cli, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("protocol", "match"),
     [
-        pytest.param(
-            {"kind": "adapt_to_one"}, "leave_one_out", marks=pytest.mark.case("targets", "sites, adapting to one")
-        ),
-        pytest.param({"test_fraction": 0}, "test_fraction", marks=pytest.mark.case("targets", "sites, none held out")),
-        pytest.param({"targets": ["site"]}, "no domain", marks=pytest.mark.case("targets", "site for sites")),
+        case("targets", "sites, adapting to one", {"kind": "adapt_to_one"}, "leave_one_out"),
+        case("targets", "sites, none held out", {"test_fraction": 0}, "test_fraction"),
+        case("targets", "site for sites", {"targets": ["site"]}, "no domain"),
     ],
 )
 def test_what_cannot_be_measured_is_one_line(tmp_path: Path, protocol: dict[str, Any], match: str) -> None:

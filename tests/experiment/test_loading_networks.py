@@ -20,6 +20,7 @@ import fedshift
 from fedshift.errors import UserError
 from fedshift.evaluation.predictions import PREDICTIONS
 from fedshift.experiment.predict import load_model
+from tried import case
 
 FILE = strange_ends.__file__
 
@@ -44,25 +45,25 @@ def check_predictions(model: fedshift.Model, folder: Path, inputs: Any = None) -
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param("log_softmax", marks=pytest.mark.case("network ends", "log softmax")),
-        pytest.param("softmax", marks=pytest.mark.case("network ends", "softmax")),
-        pytest.param("sigmoid", marks=pytest.mark.case("network ends", "sigmoid")),
-        pytest.param("tanh", marks=pytest.mark.case("network ends", "tanh")),
-        pytest.param("relu", marks=pytest.mark.case("network ends", "relu")),
-        pytest.param("scale", marks=pytest.mark.case("network ends", "scale")),
-        pytest.param("learned_scale", marks=pytest.mark.case("network ends", "learned scale")),
-        pytest.param("clamp", marks=pytest.mark.case("network ends", "clamp")),
-        pytest.param("in_place_relu", marks=pytest.mark.case("network ends", "in place relu")),
-        pytest.param("in_place_scale", marks=pytest.mark.case("network ends", "in place scale")),
-        pytest.param("in_place_shift", marks=pytest.mark.case("network ends", "in place shift")),
-        pytest.param("view", marks=pytest.mark.case("network ends", "view")),
-        pytest.param("chunk", marks=pytest.mark.case("network ends", "chunk")),
-        pytest.param("flip", marks=pytest.mark.case("network ends", "flip")),
-        pytest.param("norm", marks=pytest.mark.case("network ends", "norm")),
-        pytest.param("prior", marks=pytest.mark.case("network ends", "prior")),
-        pytest.param("dropout", marks=pytest.mark.case("network ends", "dropout")),
-        pytest.param("contiguous", marks=pytest.mark.case("network ends", "contiguous")),
-        pytest.param("bfloat16", marks=pytest.mark.case("network ends", "bfloat16")),
+        case("network ends", "log softmax", "log_softmax"),
+        case("network ends", "softmax", "softmax"),
+        case("network ends", "sigmoid", "sigmoid"),
+        case("network ends", "tanh", "tanh"),
+        case("network ends", "relu", "relu"),
+        case("network ends", "scale", "scale"),
+        case("network ends", "learned scale", "learned_scale"),
+        case("network ends", "clamp", "clamp"),
+        case("network ends", "in place relu", "in_place_relu"),
+        case("network ends", "in place scale", "in_place_scale"),
+        case("network ends", "in place shift", "in_place_shift"),
+        case("network ends", "view", "view"),
+        case("network ends", "chunk", "chunk"),
+        case("network ends", "flip", "flip"),
+        case("network ends", "norm", "norm"),
+        case("network ends", "prior", "prior"),
+        case("network ends", "dropout", "dropout"),
+        case("network ends", "contiguous", "contiguous"),
+        case("network ends", "bfloat16", "bfloat16"),
     ],
 )
 def test_whatever_its_end_a_loaded_model_predicts_as_the_run_did(kind: str, tmp_path: Path) -> None:
@@ -82,12 +83,12 @@ def test_whatever_its_end_a_loaded_model_predicts_as_the_run_did(kind: str, tmp_
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param("item", marks=pytest.mark.case("constructors that read tensors", "item")),
-        pytest.param("tolist", marks=pytest.mark.case("constructors that read tensors", "tolist")),
-        pytest.param("numpy", marks=pytest.mark.case("constructors that read tensors", "numpy")),
-        pytest.param("branch", marks=pytest.mark.case("constructors that read tensors", "branch")),
-        pytest.param("nonzero", marks=pytest.mark.case("constructors that read tensors", "nonzero")),
-        pytest.param("cpu", marks=pytest.mark.case("constructors that read tensors", "cpu")),
+        case("constructors that read tensors", "item", "item"),
+        case("constructors that read tensors", "tolist", "tolist"),
+        case("constructors that read tensors", "numpy", "numpy"),
+        case("constructors that read tensors", "branch", "branch"),
+        case("constructors that read tensors", "nonzero", "nonzero"),
+        case("constructors that read tensors", "cpu", "cpu"),
     ],
 )
 def test_a_constructor_may_read_tensors(kind: str, tmp_path: Path) -> None:
@@ -99,11 +100,11 @@ def test_a_constructor_may_read_tensors(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param("log_softmax", marks=pytest.mark.case("model files without parts", "log softmax")),
-        pytest.param("scale", marks=pytest.mark.case("model files without parts", "scale")),
-        pytest.param("relu", marks=pytest.mark.case("model files without parts", "relu")),
-        pytest.param("dropout", marks=pytest.mark.case("model files without parts", "dropout")),
-        pytest.param("in_place_scale", marks=pytest.mark.case("model files without parts", "in place scale")),
+        case("model files without parts", "log softmax", "log_softmax"),
+        case("model files without parts", "scale", "scale"),
+        case("model files without parts", "relu", "relu"),
+        case("model files without parts", "dropout", "dropout"),
+        case("model files without parts", "in place scale", "in_place_scale"),
     ],
 )
 def test_a_file_that_says_nothing_of_its_parts_loads(kind: str, tmp_path: Path) -> None:
@@ -142,12 +143,10 @@ def test_a_network_given_as_an_object_predicts_after_the_run(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "model",
     [
-        pytest.param(strange_ends.End, marks=pytest.mark.case("network objects", "a class with options")),
-        pytest.param(lambda shape, classes: nn.Linear(*shape, classes), marks=pytest.mark.case("network objects", "λ")),
-        pytest.param(
-            nn.Sequential(nn.LazyLinear(4), nn.LazyLinear(3)), marks=pytest.mark.case("network objects", "lazy")
-        ),
-        pytest.param(nn.Linear(5, 3), marks=pytest.mark.case("network objects", "a layer")),
+        case("network objects", "a class with options", strange_ends.End),
+        case("network objects", "λ", lambda shape, classes: nn.Linear(*shape, classes)),
+        case("network objects", "lazy", nn.Sequential(nn.LazyLinear(4), nn.LazyLinear(3))),
+        case("network objects", "a layer", nn.Linear(5, 3)),
     ],
 )
 def test_objects_of_every_form_predict_after_the_run(model: Any, tmp_path: Path) -> None:
@@ -185,9 +184,9 @@ class Net(nn.Module):
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"width": 10**11}, marks=pytest.mark.case("sizes in a model file", "a wide layer")),
-        pytest.param({"width": 10**12, "how": "rand"}, marks=pytest.mark.case("sizes in a model file", "a large draw")),
-        pytest.param({"width": 10**9, "how": "many"}, marks=pytest.mark.case("sizes in a model file", "many buffers")),
+        case("sizes in a model file", "a wide layer", {"width": 10**11}),
+        case("sizes in a model file", "a large draw", {"width": 10**12, "how": "rand"}),
+        case("sizes in a model file", "many buffers", {"width": 10**9, "how": "many"}),
     ],
 )
 def test_options_in_a_file_do_not_take_the_memory(options: dict[str, Any], tmp_path: Path) -> None:
@@ -206,14 +205,14 @@ def test_options_in_a_file_do_not_take_the_memory(options: dict[str, Any], tmp_p
 @pytest.mark.parametrize(
     "parts",
     [
-        pytest.param({"classifier": "first"}, marks=pytest.mark.case("parts in a model file", "another layer")),
-        pytest.param({"classifier": "gone"}, marks=pytest.mark.case("parts in a model file", "no such layer")),
-        pytest.param({"classifier": ""}, marks=pytest.mark.case("parts in a model file", "the whole network")),
-        pytest.param({"stages": {"a": "x.y"}}, marks=pytest.mark.case("parts in a model file", "no such stage")),
-        pytest.param({"aligned": ["a"]}, marks=pytest.mark.case("parts in a model file", "a stage without a path")),
-        pytest.param({"embedding_size": -1}, marks=pytest.mark.case("parts in a model file", "a negative width")),
-        pytest.param({"more": 1}, marks=pytest.mark.case("parts in a model file", "an unknown field")),
-        pytest.param("text", marks=pytest.mark.case("parts in a model file", "no mapping")),
+        case("parts in a model file", "another layer", {"classifier": "first"}),
+        case("parts in a model file", "no such layer", {"classifier": "gone"}),
+        case("parts in a model file", "the whole network", {"classifier": ""}),
+        case("parts in a model file", "no such stage", {"stages": {"a": "x.y"}}),
+        case("parts in a model file", "a stage without a path", {"aligned": ["a"]}),
+        case("parts in a model file", "a negative width", {"embedding_size": -1}),
+        case("parts in a model file", "an unknown field", {"more": 1}),
+        case("parts in a model file", "no mapping", "text"),
     ],
 )
 def test_wrong_parts_in_a_file_are_told_in_one_line(parts: Any, tmp_path: Path) -> None:
@@ -249,43 +248,19 @@ def test_parts_are_those_that_the_run_stored(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        pytest.param(
-            "complex", r"complex64 \('weight'\)", marks=pytest.mark.case("networks that cannot train", "complex")
+        case("networks that cannot train", "complex", "complex", r"complex64 \('weight'\)"),
+        case(
+            "networks that cannot train", "sparse", "sparse", r"sparse gradients \('embedding.weight'\).*sparse=False"
         ),
-        pytest.param(
-            "sparse",
-            r"sparse gradients \('embedding.weight'\).*sparse=False",
-            marks=pytest.mark.case("networks that cannot train", "sparse"),
-        ),
-        pytest.param(
-            "tuple",
-            "returns tuple while it trains.*scores alone",
-            marks=pytest.mark.case("networks that cannot train", "tuple"),
-        ),
-        pytest.param(
-            "features_tuple",
-            "returns tuple while it trains",
-            marks=pytest.mark.case("networks that cannot train", "features tuple"),
-        ),
-        pytest.param(
-            "dict", "returns dict while it trains", marks=pytest.mark.case("networks that cannot train", "dict")
-        ),
-        pytest.param(
-            "list", "returns list while it trains", marks=pytest.mark.case("networks that cannot train", "list")
-        ),
-        pytest.param(
-            "none", "returns NoneType while it trains", marks=pytest.mark.case("networks that cannot train", "none")
-        ),
-        pytest.param("sum", r"shape \(\) while it trains", marks=pytest.mark.case("networks that cannot train", "sum")),
-        pytest.param(
-            "raises",
-            r"strange_ends\.py, line \d+\): KeyError",
-            marks=pytest.mark.case("networks that cannot train", "raises"),
-        ),
-        pytest.param(
-            "in_place", "RuntimeError: .*inplace", marks=pytest.mark.case("networks that cannot train", "in place")
-        ),
-        pytest.param("detached", "RuntimeError", marks=pytest.mark.case("networks that cannot train", "detached")),
+        case("networks that cannot train", "tuple", "tuple", "returns tuple while it trains.*scores alone"),
+        case("networks that cannot train", "features tuple", "features_tuple", "returns tuple while it trains"),
+        case("networks that cannot train", "dict", "dict", "returns dict while it trains"),
+        case("networks that cannot train", "list", "list", "returns list while it trains"),
+        case("networks that cannot train", "none", "none", "returns NoneType while it trains"),
+        case("networks that cannot train", "sum", "sum", r"shape \(\) while it trains"),
+        case("networks that cannot train", "raises", "raises", r"strange_ends\.py, line \d+\): KeyError"),
+        case("networks that cannot train", "in place", "in_place", "RuntimeError: .*inplace"),
+        case("networks that cannot train", "detached", "detached", "RuntimeError"),
     ],
 )
 def test_a_network_that_cannot_train_is_told_in_one_line_before(kind: str, words: str, tmp_path: Path) -> None:
@@ -349,11 +324,9 @@ class Net(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        pytest.param(
-            "shape", "could not be loaded|loading state_dict", marks=pytest.mark.case("unlike twins", "another layer")
-        ),
-        pytest.param("values", "predicts something else", marks=pytest.mark.case("unlike twins", "another factor")),
-        pytest.param("ends", "only once", marks=pytest.mark.case("unlike twins", "made only a few times")),
+        case("unlike twins", "another layer", "shape", "could not be loaded|loading state_dict"),
+        case("unlike twins", "another factor", "values", "predicts something else"),
+        case("unlike twins", "made only a few times", "ends", "only once"),
     ],
 )
 def test_check_tries_to_load_and_to_predict(kind: str, words: str, tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ def test_methods_train_a_network_of_volumes(model: dict[str, Any], tmp_path: Pat
 
 def test_a_federation_learns_the_organ_at_an_unseen_scanner(tmp_path: Path) -> None:
     """From chance to half of the overlap, with ELCFS's meta step, too."""
-    training = {**TINY["training"], "rounds": 12}
+    training = {**TINY["training"], "rounds": 9}
     data = {**TINY["data"], "per_site": 6}
     methods = ["fedavg", {"name": "elcfs", "window": 0.1, "setting": "light"}]
     results = fedshift.run({**TINY, "data": data, "training": training, "methods": methods}, tmp_path)

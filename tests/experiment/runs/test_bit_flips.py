@@ -15,6 +15,7 @@ import fedshift
 from fedshift.errors import UserError
 from fedshift.evaluation.stored import SUMS, check_sum, read_stored
 from fedshift.experiment.predict import load_model
+from tried import case
 
 FLIPS = 20
 CSAC = {"name": "csac", "acquisition_epochs": 1, "calibration_epochs": 1}
@@ -54,11 +55,11 @@ def kinds(runs: Path) -> dict[str, Path]:
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param("checkpoint", marks=pytest.mark.case("bit flips", "checkpoint of a run, 20 flips")),
-        pytest.param("local_model", marks=pytest.mark.case("bit flips", "a site's model in its memory, 20 flips")),
-        pytest.param("optimizer", marks=pytest.mark.case("bit flips", "momentum in a site's memory, 20 flips")),
-        pytest.param("projections", marks=pytest.mark.case("bit flips", "projections in a site's memory, 20 flips")),
-        pytest.param("rounds", marks=pytest.mark.case("bit flips", "rounds of an interrupted run, 20 flips")),
+        case("bit flips", "checkpoint of a run, 20 flips", "checkpoint"),
+        case("bit flips", "a site's model in its memory, 20 flips", "local_model"),
+        case("bit flips", "momentum in a site's memory, 20 flips", "optimizer"),
+        case("bit flips", "projections in a site's memory, 20 flips", "projections"),
+        case("bit flips", "rounds of an interrupted run, 20 flips", "rounds"),
     ],
 )
 def test_a_run_does_not_go_on_from_a_damaged_file(
@@ -78,9 +79,9 @@ def test_a_run_does_not_go_on_from_a_damaged_file(
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("result.json", marks=pytest.mark.case("bit flips", "result of a finished run, 20 flips")),
-        pytest.param("rounds.jsonl", marks=pytest.mark.case("bit flips", "rounds of a finished run, 20 flips")),
-        pytest.param("experiment.yaml", marks=pytest.mark.case("bit flips", "settings of a finished run, 20 flips")),
+        case("bit flips", "result of a finished run, 20 flips", "result.json"),
+        case("bit flips", "rounds of a finished run, 20 flips", "rounds.jsonl"),
+        case("bit flips", "settings of a finished run, 20 flips", "experiment.yaml"),
     ],
 )
 def test_a_damaged_file_of_a_finished_run_is_not_read(
