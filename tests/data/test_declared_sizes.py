@@ -21,6 +21,7 @@ from PIL import Image
 from fedshift.data import sizes
 from fedshift.data.images import decode, on_disk
 from fedshift.data.locate import load_npz
+from fedshift.data.published.pickled import read_pickled
 from fedshift.data.table_files import read_table
 from fedshift.errors import UserError, is_out_of_memory
 from tried import case
@@ -308,3 +309,10 @@ def test_what_says_that_there_is_no_memory() -> None:
     assert is_out_of_memory(MemoryError())
     assert not is_out_of_memory(error_of(lambda: torch.zeros(3) @ torch.zeros(4)))
     assert not is_out_of_memory(error_of(lambda: io.BytesIO().fileno()))
+
+
+def test_a_pickle_larger_than_memory_allows_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "data.pkl"
+    with path.open("wb") as stream:
+        stream.truncate(200 << 20)  # a hole: it takes no room on the disk
+    refused(path, read_pickled)

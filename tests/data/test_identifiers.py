@@ -253,3 +253,9 @@ def test_types_of_columns() -> None:
     fields = data_section({name: (site(name, **columns), [0, 1] * 20) for name in "ab"})
     assert fields["numeric"] == ["x", "z", "n", "o"]
     assert fields["categorical"] == ["g", "code", "stage"]
+
+
+def test_time_and_event_of_a_frame_are_no_inputs() -> None:
+    frame = site("a", months=np.linspace(1, 9, ROWS), died=np.arange(ROWS) % 2)
+    section = data_section({"a": frame}, time="months", event="died", task="time_to_event")
+    assert set(section["numeric"]) | set(section["categorical"]) == {"x", "z", "g"}

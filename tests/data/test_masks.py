@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from fedshift.data.builders.discs_and_cups import CAMERAS, DiscsAndCups
-from fedshift.data.builders.mask_folder import MaskFolder
+from fedshift.data.builders.mask_folder import MaskFolder, mask_file
 from fedshift.data.checks import check_dataset
 from fedshift.data.domain import DataSet, Domain
 from fedshift.data.site_data import SiteData
@@ -253,3 +253,10 @@ def test_masks_of_another_shape_and_domains_without() -> None:
     bare = Domain("north", north.inputs, north.labels)
     with pytest.raises(UserError, match="site 'east' has masks, site 'north' has none"):
         check_dataset(DataSet("x", {**data.domains, "north": bare}, data.classes, data.preprocessing, data.manifest))
+
+
+@pytest.mark.parametrize("name", ["../disc/eye.png", "a/../../disc/eye.png", "../../eye.png"])
+def test_a_predicted_mask_lies_below_its_structure(tmp_path: Path, name: str) -> None:
+    assert mask_file(tmp_path, "cup", "left/eye.jpg") == tmp_path / "cup" / "left" / "eye.png"
+    with pytest.raises(UserError, match="would be written outside"):
+        mask_file(tmp_path, "cup", name)

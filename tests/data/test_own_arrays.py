@@ -155,3 +155,12 @@ def test_files_that_are_missing_truncated_or_something_else(tmp_path: Path) -> N
         Arrays(sites={"a": tmp_path / "plain.npy"}).build()
     with pytest.raises(UserError, match="does not exist"):
         Arrays(sites={"a": tmp_path}).build()
+
+
+@pytest.mark.parametrize(("options", "left"), [({}, ("a", "c")), ({"statistics_from": ["a", "b"]}, ("a",))])
+def test_quantities_are_scaled_by_the_sites_that_statistics_come_from(
+    options: dict[str, object], left: tuple[str, ...]
+) -> None:
+    sites = {name: (np.zeros((4, 2), np.float32), np.arange(4.0)) for name in "abc"}
+    source = Arrays(sites=sites, task="regression", standardise=True, **options)  # type: ignore[arg-type]
+    assert source.without_labels("b").label_statistics_from == left  # type: ignore[attr-defined]

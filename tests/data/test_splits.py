@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedshift.data.domain import Domain
-from fedshift.data.splits import part_rows, random_split, stratified_split
+from fedshift.data.splits import cut, part_rows, random_split, stratified_split
 from fedshift.errors import UserError
 
 labels_lists = st.lists(st.integers(0, 4), min_size=1, max_size=80).map(lambda found: np.array(found, dtype=np.int64))
@@ -106,3 +106,15 @@ def test_official_rows() -> None:
     assert (train.tolist(), held.tolist()) == ([0, 3], [1])
     train, held = part_rows(domain, 0.5, 0, "random")
     assert (len(train), len(held)) == (2, 2)
+
+
+def test_sites_differ_as_a_dirichlet_distribution_of_all_classes() -> None:
+    """A share of α = (c, c, c, c) has the variance p(1 − p)/(4c + 1), and 40 draws of it add p(1 − p)/40 of the rest."""
+    labels, skew = np.repeat(np.arange(4), 100), 0.5
+    shares = []
+    for number in range(15):
+        whole = Domain(f"site{number}", np.zeros((400, 1), np.float32), labels)
+        shares += [np.bincount(part.labels, minlength=4) / len(part) for part in cut(whole, 10, "labels", skew)[:2]]
+    expected = 0.25 * 0.75 / (4 * skew + 1)
+    expected += (0.25 * 0.75 - expected) / 40
+    assert np.var(shares) == pytest.approx(expected, rel=0.25)  # α = skew would have 1.9 times as much

@@ -69,6 +69,12 @@ def test_irm_s_derivative_is_that_of_autograd(halves: bool) -> None:
     torch.testing.assert_close(irm_penalty([logits], [labels], halves=halves), wanted)
 
 
+def test_a_domain_with_one_sample_has_no_halves_and_is_squared() -> None:
+    logits, labels = torch.tensor([[2.0, 1.0, -1.0]]), torch.tensor([1])
+    by_scale = float((logits.softmax(1) * logits).sum() - logits[0, 1])
+    assert float(irm_penalty([logits], [labels], halves=True)) == pytest.approx(by_scale**2)
+
+
 def test_smaller_domains_of_groupdro_have_more_added() -> None:
     """q_e grows by exp(η (L_e + C/√n_e))."""
     method = GroupDRO(weights_rate=0.5, adjustment=3.0)
