@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+from fedshift.data.builders.in_memory import InMemory
 from fedshift.data.domain import DataSet
 from fedshift.errors import UserError
 from fedshift.experiment.config.data_section import data_source
@@ -147,3 +148,8 @@ def test_one_line_for_each_mistake(site: Any, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         built({"a": FEATURES["a"], "b": site})
     assert "\n" not in str(caught.value)
+
+
+def test_a_list_of_samples_to_predict_holds_inputs_alone() -> None:
+    rows = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]
+    assert InMemory(rows, None).inputs("site").tolist() == rows

@@ -63,6 +63,11 @@ def test_sites_differ_in_how_they_look_and_not_in_anatomy() -> None:
     assert np.ptp(sizes, axis=0).max() < 0.03
 
 
+def test_no_scene_is_at_two_sites() -> None:
+    masks = [mask.tobytes() for domain in small().domains.values() for mask in np.asarray(domain.masks)]
+    assert len(set(masks)) == len(masks)
+
+
 # A site's view --------------------------------------------------------------------------------------------------------
 
 

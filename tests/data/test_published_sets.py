@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from fedshift.data.builders.amazon_reviews import _from_svmlight
 from fedshift.data.builders.office_caltech_surf import OfficeCaltechSurf
 from fedshift.data.builders.rotated import RotatedMnist, turned_clockwise
 from fedshift.data.domain import DataSet, SparseRows
@@ -304,3 +305,21 @@ def test_ghifarys_digits_turn_counter_clockwise_and_share_base_images() -> None:
     values = np.concatenate([np.asarray(domain.inputs) for domain in data.domains.values()]) / 255
     assert abs(values.mean() - data.preprocessing.mean[0]) < 1e-3
     assert abs(values.std() - data.preprocessing.std[0]) < 1e-3
+
+
+@pytest.mark.parametrize("negative", ["0", "-1"])
+def test_reviews_as_svmlight(tmp_path: Path, negative: str) -> None:
+    folder = tmp_path
+    for name in ("books", "dvd", "electronics", "kitchen"):
+        (folder / f"{name}_train.svmlight").write_text(f"1 1:2 5000:1\n{negative} 3:1\n")
+        (folder / f"{name}_test.svmlight").write_text(f"{negative} 2:4\n1 7:1\n1 1:3\n")
+    domains = _from_svmlight(folder)
+    assert list(domains) == ["books", "dvd", "electronics", "kitchen"]
+    books = domains["books"]
+    assert books.labels.tolist() == [1, 0, 0, 1, 1]
+    assert [np.asarray(rows).tolist() for rows in (books.train_rows, books.test_rows)] == [[0, 1], [2, 3, 4]]
+    rows = books.inputs
+    assert isinstance(rows, SparseRows)
+    assert rows.indptr.tolist() == [0, 2, 3, 4, 5, 6]
+    assert rows.indices.tolist() == [0, 4999, 2, 1, 6, 0]
+    assert rows.data.tolist() == [2, 1, 1, 4, 1, 3]
