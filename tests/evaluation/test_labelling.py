@@ -125,6 +125,15 @@ def test_as_many_labels_as_are_needed_give_the_width(value: float, width: float)
         labels_needed(first, 100, 150, 0.0)
 
 
+@pytest.mark.parametrize(("samples", "before"), [(400, 200), (300, 240)])
+def test_labels_of_a_small_site_are_worth_more(samples: int, before: int) -> None:
+    """What was labelled is a large part of the site: so are the labels that the width still takes."""
+    first = accuracy_of(np.arange(before) < 0.8 * before, at_random(before, samples))
+    number = labels_needed(first, before, samples, 4.0)
+    right = np.arange(number) < 0.8 * number
+    assert accuracy_of(right, at_random(number, samples)).width == pytest.approx(4.0, abs=0.2)
+
+
 def test_what_is_expected_of_a_list_is_about_what_comes() -> None:
     labels, scores = patients(np.random.default_rng(7), 2000, 2.5, 1.0)
     right = scores.argmax(axis=1) == labels

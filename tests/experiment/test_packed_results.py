@@ -200,3 +200,12 @@ def test_pack_what_is_no_experiment(tmp_path: Path, cli: Cli, ran: tuple[dict[st
     (ran[1] / "csac" / "a" / "seed-0" / SUMS).unlink()
     (ran[1] / "csac" / "a" / "seed-0" / "rounds.jsonl").write_text('{"round": 1}\n{"round"\n')
     assert "rounds.jsonl line 2 is corrupt" in cli("pack", ran[1]).error()
+
+
+def test_a_run_in_the_folder_of_another_is_not_packed(ran: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+    folder = tmp_path / "whole" / "small"
+    (folder / "fedavg" / "a").rename(folder / "fedavg" / "z")
+    before = names(folder)
+    with pytest.raises(UserError, match="z/seed-0 holds the run fedavg/a/seed-0: move it to"):
+        packing.pack(folder)
+    assert names(folder) == before

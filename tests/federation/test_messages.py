@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from tiny import NORMED, domains, setting
 from torch import Tensor
 
@@ -31,6 +34,7 @@ from fedshift.federation.messages import (
     reply_content,
     unshare,
 )
+from fedshift.federation.plain_values import Frozen
 from fedshift.files import write_bytes
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.weights import NamedTensors, Weights
@@ -247,3 +251,15 @@ def test_a_number_that_is_not_finite_comes_back_as_that_number(value: float) -> 
     for found in (content["loss"], by_site["a"]):
         assert isinstance(found, float)
         assert found == value or (math.isnan(found) and math.isnan(value))
+
+
+class Anything(Frozen):
+    value: Any
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("around", [lambda x: x, lambda x: [1.0, [x]], lambda x: (1.0, (x,)), lambda x: {"a": {"b": x}}])
+def test_no_value_of_any_type_is_infinite(number: float, around: Callable[[float], Any]) -> None:
+    assert Anything(value=around(1.5)).value == around(1.5)
+    with pytest.raises(ValidationError, match="value has a number that is not finite"):
+        Anything(value=around(number))

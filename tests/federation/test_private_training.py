@@ -137,6 +137,21 @@ def test_a_group_is_in_a_batch_as_a_whole() -> None:
     assert np.mean(sizes) == pytest.approx(10, abs=2)
 
 
+def test_groups_of_equal_size_train_as_their_samples_do() -> None:
+    """Without noise and clipping: the mean over groups of their means is the mean over samples."""
+    found = vectors("large", 12)
+    method, steps = FedAvg(local_epochs=2), []
+    for groups in (None, np.arange(12) // 3):
+        whole = setting(method, [replace(found, groups=groups)], MLP, privacy=PRIVATE, batch_size=12)
+        site = SiteRunner(
+            plans(method, [replace(found, groups=groups)])[0], replace(whole, draws={"large": Draws(0.0, "run large")})
+        ).site
+        site.begin(Envelope(exchange=1, round=1, progress=0.0, mini_batches_left=100))
+        steps.append(fitted(method, site).weights)
+    for name, weights in steps[0].items():
+        torch.testing.assert_close(weights, steps[1][name], rtol=1e-4, atol=1e-6)
+
+
 def test_what_mixes_samples_is_refused() -> None:
     check_network(models.build(models.parse(CNN), (1, 12, 12), CLASSES, 0), (1, 12, 12))
     frozen = {"name": "frozen", "backbone": {"name": "resnet18", "pretrained": "imagenet"}, "head": {**MLP}}

@@ -20,7 +20,7 @@ from fedshift.experiment.costs import dry_run
 from fedshift.federation.federation import Federation
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.messages import Reply, Statistics, leaves, reply_content
-from fedshift.federation.site import Batch, Site
+from fedshift.federation.site import Batch, Envelope, Site
 from fedshift.federation.site_runner import SiteRunner
 from fedshift.methods import registry
 from fedshift.methods.base import PERSONAL, Method
@@ -250,6 +250,20 @@ def test_a_share_of_apfl_stays_within_zero_and_one(ahead: float, share: float) -
     site.memory[PERSONAL] = Weights(moved(w, slopes_at(site, w, next(site.all_batches())), -ahead))
     method.fit(site, start)  # type: ignore[attr-defined]
     assert site.memory["share"] == share
+
+
+def test_the_own_model_of_apfl_counts_statistics_as_the_common_one() -> None:
+    """Both begin alike, and so does the mixture: after a step their BatchNorm has seen the same numbers."""
+    method = method_of("apfl", steps_per_round=1)
+    site = SiteRunner(plans(method, domains(NORMED))[0], setting(method, domains(NORMED), NORMED)).site
+    site.begin(Envelope(exchange=1, round=1, progress=0.0, mini_batches_left=10))
+    start = site.weights_of(site.model())
+    common, own = method.fit(site, start).weights, site.memory.weights(PERSONAL)  # type: ignore[attr-defined]
+    counted = [name for name in common if "running" in name]
+    assert counted
+    for name in counted:
+        torch.testing.assert_close(own[name], common[name])
+        assert not torch.equal(common[name], start[name])
 
 
 @pytest.mark.parametrize("name", ["apfl", "fedrod", "ditto"])
