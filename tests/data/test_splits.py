@@ -109,7 +109,7 @@ def test_official_rows() -> None:
 
 
 def test_sites_differ_as_a_dirichlet_distribution_of_all_classes() -> None:
-    """A share of α = (c, c, c, c) has the variance p(1 − p)/(4c + 1), and 40 draws of it add p(1 − p)/40 of the rest."""
+    """A share of α = (c, c, c, c) has the variance p(1 − p)/(4c + 1), and 40 draws of it add a fortieth of the rest."""
     labels, skew = np.repeat(np.arange(4), 100), 0.5
     shares = []
     for number in range(15):

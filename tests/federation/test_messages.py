@@ -258,7 +258,9 @@ class Anything(Frozen):
 
 
 @pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("around", [lambda x: x, lambda x: [1.0, [x]], lambda x: (1.0, (x,)), lambda x: {"a": {"b": x}}])
+@pytest.mark.parametrize(
+    "around", [lambda x: x, lambda x: [1.0, [x]], lambda x: (1.0, (x,)), lambda x: {"a": {"b": x}}]
+)
 def test_no_value_of_any_type_is_infinite(number: float, around: Callable[[float], Any]) -> None:
     assert Anything(value=around(1.5)).value == around(1.5)
     with pytest.raises(ValidationError, match="value has a number that is not finite"):

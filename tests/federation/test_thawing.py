@@ -22,7 +22,7 @@ from fedshift.methods.base import State
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.federated.fedprox import FedProx
 from fedshift.methods.pooled.masf import MASF
-from fedshift.models.network import freeze_backbone
+from fedshift.models.network import Network, freeze_backbone, with_thawing
 from fedshift.models.registry import any_code
 from fedshift.weights import Weights
 
@@ -108,3 +108,16 @@ def test_what_cannot_thaw_is_refused() -> None:
     for method, said in ((FedAvg(), "fedavg has 1 rounds"), (MASF(), "masf needs gradients")):
         with pytest.raises(UserError, match=rf"thaw_after: {said}"):
             rounds_needed(method, training(rounds=3, thaw_after=1), split, {"here": 2})
+
+
+def test_a_backbone_of_one_layer_is_frozen_too() -> None:
+    parts = nn.Linear(3, 4), nn.Linear(4, 2)
+    network = Network(*parts, embedding_size=4, classes=2, stages={}, alignment_stages=())
+    network.backbone = "features"
+    freeze_backbone(with_thawing(network), True)
+    assert {name for name, value in network.named_parameters() if value.requires_grad} == {
+        "classifier.weight",
+        "classifier.bias",
+    }
+    freeze_backbone(network, False)
+    assert all(value.requires_grad for value in network.parameters())

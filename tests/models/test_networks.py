@@ -15,6 +15,7 @@ from torch.nn import functional
 from fedshift.errors import UserError
 from fedshift.models import registry
 from fedshift.models.network import Network
+from fedshift.models.networks.frozen import Extractor, Frozen
 from fedshift.models.networks.vision import GreyToColour, TensorFlowConv2d
 
 
@@ -306,3 +307,12 @@ def test_a_stage_that_is_not_there_cannot_be_the_first_trained_one() -> None:
 def test_unknown_stage_gets_the_nearest_name() -> None:
     with pytest.raises(UserError, match=r"no stage 'conv3'; did you mean 'conv"):
         network((1, 28, 28), name="mnist_cnn").with_stages(torch.rand(1, 1, 28, 28), ["conv3"])
+
+
+def test_an_extractor_learns_nothing() -> None:
+    options = Frozen.model_construct(size=8, scale="imagenet")
+    extractor = Extractor(nn.Sequential(nn.Conv2d(3, 2, 3), nn.BatchNorm2d(2)), options).train()
+    before = {name: value.clone() for name, value in extractor.state_dict().items()}
+    assert not extractor(torch.randint(0, 255, (4, 3, 8, 8), dtype=torch.uint8)).requires_grad
+    assert not any(parameter.requires_grad for parameter in extractor.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in extractor.state_dict().items())

@@ -12,7 +12,7 @@ from tiny import CNN, LINEAR, MLP, NORMED, domains, federation, images, run, sta
 from fedshift.errors import UserError
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.site import Batch, Envelope, Site
-from fedshift.methods.base import State
+from fedshift.methods.base import Samples, State
 from fedshift.methods.federated.csac import CSAC
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.weights import Weights
@@ -298,3 +298,10 @@ def test_state_after_the_start_is_the_fused_model() -> None:
     assert state.round == 0
     assert set(state.report) == {"losses", "aggregation_weights"}
     assert set(state.report["losses"]) == {"large", "small", "one"}
+
+
+@pytest.mark.parametrize(("options", "warned"), [({}, True), ({"alignment_weight": 0}, False), ({"stages": ()}, False)])
+def test_texts_are_warned_of_where_stages_are_aligned(options: dict[str, Any], warned: bool) -> None:
+    method = CSAC(**options)
+    assert bool(method.check_samples(Samples((8,), tokens=True))) is warned
+    assert method.check_samples(Samples((8,))) == ()

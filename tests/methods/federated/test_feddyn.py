@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import pytest
 import torch
 from lost import kept, lose
-from tiny import MLP, NORMED, domains, federation, run, start_of, step_on
+from tiny import MLP, NORMED, assert_close, domains, federation, run, start_of, step_on
 
 from fedshift.functional.averaging import is_buffer, weighted_average
 from fedshift.methods.base import State
@@ -68,3 +69,17 @@ def test_a_missing_site_counts_as_one_that_did_not_move() -> None:
         h = -0.3 / 3 * (models["large"][name] + models["small"][name] - 2 * start[name])
         torch.testing.assert_close(gradient_of(state)[name], h, atol=1e-6, rtol=1e-5)
         torch.testing.assert_close(tensor, mean - h / 0.3, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("site", "mean_samples"), [("small", 20.0), ("large", 20.0)])
+def test_a_site_s_strength_is_in_the_inverse_of_its_samples(site: str, mean_samples: float) -> None:
+    """α_k = α·N̄/N_k, in the loss and in h_k alike."""
+    found = domains(MLP, SIZES)
+    fits = []
+    for method, mean in ((FedDyn(alpha=0.3), mean_samples), (FedDyn(alpha=0.3 * mean_samples / SIZES[site]), 0.0)):
+        where, start = federation(method, found, MLP), start_of(method, found, MLP)
+        for _ in range(2):
+            update = dict(where.ask(method.fit, to=[site], weights=start, mean_samples=mean).items())[site]
+        fits.append((update.weights, kept(where, site, "gradient")))
+    for weighed, plain in zip(*fits, strict=True):
+        assert_close(weighed, plain)

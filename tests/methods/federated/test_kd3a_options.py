@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,7 +14,10 @@ from fedshift.errors import UserError
 from fedshift.experiment.compatibility import check_fit
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.plan import Plan
+from fedshift.federation.site import Site
 from fedshift.functional.averaging import is_buffer
+from fedshift.methods.federated.kd3a import Models, shares_of_round
+from fedshift.weights import Weights
 
 IDENTITIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a label is a name": ({"label": "mine"}, {}),
@@ -127,3 +131,14 @@ def test_impossible_options(options: dict[str, Any], field: str) -> None:
     with pytest.raises(UserError, match=rf"^methods\[0\] \(kd3a\)\.{field}: ") as said:
         parse(written)
     assert "\n" not in str(said.value)
+
+
+@pytest.mark.parametrize("confident", [0.0, 0.6, 1.0])
+def test_the_target_s_share_is_the_released_one_however_sources_are_weighted(confident: float) -> None:
+    """Sources of equal samples have equal shares, as those of equal focus."""
+    models = Models(Weights({}), {}, {}, dict.fromkeys("abc", 20))
+    site = cast(Site, SimpleNamespace(name="t", samples=7))
+    found = shares_of_round(site, "samples", models, None, confident)
+    assert found == pytest.approx(shares_of_round(site, "samples", models, torch.ones(3), confident))
+    assert found["t"] == pytest.approx(confident / 4)
+    assert sum(found.values()) == pytest.approx(1)

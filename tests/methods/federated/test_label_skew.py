@@ -96,8 +96,12 @@ def test_the_server_s_drift_is_the_mean_of_the_sites_of_which_one_was_missing() 
     method, found = FedDC(alpha=0.3), domains(MLP, SIZES)
     where = federation(method, found, MLP, rounds=3)
     state = step_on(method, where, method.start(where, start_of(method, found, MLP)))
-    before = kept(where, "other", "drift")
+    before, sent = {site: kept(where, site, "drift").clone() for site in SIZES}, state.weights
     lose(where, "other")
     state = step_on(method, where, state)
-    sites = [kept(where, site, "drift") for site in ("large", "small")] + [before]
-    assert_close(cast(Weights, state.parts["drift"]), weighted_average(sites, [1.0] * 3))
+    after = {site: kept(where, site, "drift") for site in ("large", "small")}
+    drift = cast(Weights, state.parts["drift"])
+    assert_close(drift, weighted_average([*after.values(), before["other"]], [1.0] * 3))
+    for name, tensor in state.weights.items():  # the mean of the models that came, and the whole drift
+        steps = [after[site][name] - before[site][name] for site in after]
+        torch.testing.assert_close(tensor, sent[name] + sum(steps) / 2 + drift[name], atol=1e-6, rtol=1e-5)

@@ -146,6 +146,7 @@ class Strange(nn.Module):
             "nan": scores / 0,
             "log_softmax": F.log_softmax(scores, 1),
             "dropout": self.drop(scores),
+            "clipped": scores.clamp(min=-9),
             "skip": scores + self.first(vectors).sum(1, keepdim=True),
         }
         return ends.get(self.kind, scores)

@@ -17,6 +17,7 @@ from fedshift.experiment.config.experiment import parse as experiment
 from fedshift.models import registry
 from fedshift.models.network import Network
 from fedshift.models.network_options import NetworkOptions
+from fedshift.models.own.forward_trial import line_of
 
 FILE = Path(nets.__file__)
 
@@ -79,7 +80,7 @@ def test_the_network_computes_what_the_module_does() -> None:
     assert isinstance(module.out[1], nn.Linear), "the user's module stays whole"
 
 
-@pytest.mark.parametrize("kind", ["log_softmax", "dropout", "twice", "tied", "skip"])
+@pytest.mark.parametrize("kind", ["log_softmax", "dropout", "clipped", "twice", "tied", "skip"])
 def test_a_network_without_a_classifier_trains_and_says_so(kind: str) -> None:
     network = built("Strange", (3,), kind=kind)
     network(torch.rand(4, 3)).sum().backward()
@@ -246,3 +247,11 @@ def test_objects_that_cannot_be_used(model: Any, engine: dict[str, Any], said: s
     with pytest.raises(UserError, match=rf"model.*{said}") as told:
         experiment(EXPERIMENT | {"model": model, "engine": engine})
     assert "\n" not in str(told.value)
+
+
+def test_an_error_is_at_the_innermost_line_of_the_users_code() -> None:
+    names: dict[str, Any] = {}
+    exec(compile("def low():\n    return 1 / 0\n\ndef high():\n    return low()\n", "/home/me/mine.py", "exec"), names)
+    with pytest.raises(ZeroDivisionError) as caught:
+        names["high"]()
+    assert line_of(caught.value) == " (mine.py, line 2)"
