@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from small import experiment, features, save, sites
@@ -11,9 +12,12 @@ from small import experiment, features, save, sites
 import fedshift
 from fedshift.data.domain import Domain, Rows
 from fedshift.errors import UserError
+from fedshift.experiment.check import Progress
+from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.protocols import one_target
 from fedshift.methods.base import RunPlan, Traffic
 from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.report.check_words import of_runs
 from fedshift.report.conditions import conditions
 
 METHODS = [
@@ -171,3 +175,15 @@ def test_check_trains_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     ]  # fmt: skip
     assert found.parameters == 18
     assert found.payload == 72
+
+
+@pytest.mark.parametrize("others", [0, 2])
+def test_runs_of_others_in_a_folder_are_told_before_the_first_is_finished(tmp_path: Path, others: int) -> None:
+    told = SimpleNamespace(progress=Progress(0, 4, others=others), encoding_shares=(), warnings=())
+    said = [line.text for line in of_runs(parse(experiment(sites(tmp_path))), cast(Any, told), tmp_path / "runs")]  # type: ignore[union-attr]
+    assert (
+        said
+        == [f"{tmp_path / 'runs'}: 0 of 4 runs are finished; 2 more in this folder are not of this experiment"][
+            : others // 2
+        ]
+    )

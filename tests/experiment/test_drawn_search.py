@@ -20,8 +20,9 @@ from fedshift.experiment.drawn_methods import drawn_methods
 from fedshift.experiment.features import build_data
 from fedshift.experiment.plan import Plan
 from fedshift.experiment.runs.experiment_loop import run_experiment
-from fedshift.experiment.search_rules import choices, rule_rows, with_draws, without_target
+from fedshift.experiment.search_rules import Chosen, choices, rule_rows, with_draws, without_target
 from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.report.rules_page import rules_page
 
 SPACES: dict[str, Any] = {
     "training.lr": {"log_uniform": [0.01, 1]},
@@ -181,3 +182,15 @@ def test_a_method_of_python_is_drawn_too(tmp_path: Path) -> None:
     whole = given(tmp_path) | {"methods": [FedAvg(label="mine")]}
     whole["search"]["spaces"] = {"mine.steps_per_round": {"integer": [2, 5]}}
     assert {one.method.steps_per_round for one in drawn_methods(parse(whole))} <= {None, 2, 3, 4, 5}  # type: ignore[attr-defined]
+
+
+def test_the_page_has_the_settings_that_most_seeds_chose(tmp_path: Path) -> None:
+    whole = parsed(tmp_path)
+    draws = {one.number: one for one in drawn_methods(whole) if one.of == "fedavg"}
+    chosen = [
+        Chosen("training_domains", "fedavg", "a", seed, draws[number], 50.0) for seed, number in enumerate((1, 2, 2))
+    ]
+    page = rules_page(whole, chosen, ["a"], "accuracy")
+    assert f"training.lr {draws[2].values['training.lr']}" in page
+    assert f"training.lr {draws[1].values['training.lr']}" not in page
+    assert "| 1, 2, 2 |" in page

@@ -27,7 +27,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tower(folder: Path, channels: int = 3) -> Network:
-    return registry.build(registry.parse({"name": "clip", "pretrained": str(folder)}), (channels, 32, 32), 3, 0).eval()
+    return tower_of(folder, (channels, 32, 32)).eval()
+
+
+def tower_of(folder: Path, shape: tuple[int, ...]) -> Network:
+    return registry.build(registry.parse({"name": "clip", "pretrained": str(folder)}), shape, 3, 0)
 
 
 def texts(folder: Path, classes: int = 3, width: int = 16, **changes: Any) -> Network:
@@ -110,6 +114,9 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, monkeypatch: pytest
     refused("template needs {} once", lambda: texts(folder, template="a photo"))
     refused("32 × 32, but these are 3 × 30 × 30; .*model.size: 32", lambda: registry.build(
         registry.parse({"name": "clip", "pretrained": str(folder)}), (3, 30, 30), 3, 0))  # fmt: skip
+    refused("these are 3 × 32 × 48", lambda: tower_of(folder, (3, 32, 48)))
+    refused("these are 3 × 48 × 32", lambda: tower_of(folder, (3, 48, 32)))
+    refused("colour or grey images .* these are 2 × 32 × 32", lambda: tower_of(folder, (2, 32, 32)))
     refused("vectors of 1280 numbers", lambda: registry.build(
         registry.parse({"name": "clip", "pretrained": str(folder)}), (1280,), 3, 0))  # fmt: skip
     for lacking, message in (

@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedshift.errors import UserError
+from fedshift.evaluation.records import RunResult, SelectedRound
 from fedshift.evaluation.stored import read_rounds
 from fedshift.json_objects import write_object
+from fedshift.report.by_site import at_common_tests, at_sites
 from fedshift.report.collect import collect, natural
 
 Write = Callable[..., Path]
@@ -136,3 +138,15 @@ def test_natural_order_holds_for_any_names(names: list[str]) -> None:
 
 def test_numbers_in_names_count_as_numbers() -> None:
     assert sorted(["M100", "art", "M15", "M5"], key=natural) == ["art", "M5", "M15", "M100"]
+
+
+def test_a_site_of_many_has_its_own_number_and_no_classes_of_all() -> None:
+    last = SelectedRound(
+        round=2, accuracy=75.0, sites={"a": 70.0, "b": 80.0}, common={"x": 60.0}, per_class=[50.0, 100.0]
+    )
+    options = {"protocol": {"kind": "participants"}}
+    run = RunResult.model_construct(target="sites", selected={"last": last}, sites=[], options=options, data={})
+    (first, _), (common,) = list(at_sites([run])), list(at_common_tests([run]))
+    for apart, site, value in ((first, "a", 70.0), (common, "x", 60.0)):
+        chosen = apart.selected["last"]
+        assert (apart.target, chosen) == (site, SelectedRound(round=2, accuracy=value, sites={site: value}))

@@ -23,7 +23,7 @@ from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.plan import common_settings
 from fedshift.experiment.protocols.base import Split
 from fedshift.json_objects import write_object
-from fedshift.report.advice.words import short_kind
+from fedshift.report.advice.words import DIFFERENCES, short_kind
 from fedshift.report.collect import Collected, collect
 from fedshift.report.details import Details
 from fedshift.report.html import render
@@ -36,7 +36,7 @@ from fedshift.report.rerun_file import experiment_file
 from fedshift.report.run_means import weights_by_layer
 from fedshift.report.sections.blocks import Figure, Grid, Text
 from fedshift.report.sections.predictions import predictions_section
-from fedshift.report.sections.results import grids, sites_grid
+from fedshift.report.sections.results import _listings, grids, sites_grid
 from fedshift.report.table_formats import as_json, markdown
 
 Write = Callable[..., Path]
@@ -301,3 +301,12 @@ def test_mistakes_of_the_chosen_method(write_part: Write) -> None:
     roc = list(csv.reader(io.StringIO(drawn[0].csv, newline="")))
     assert roc[1][:4] == ["t", "m", "0", "0"]
     assert roc[-1][:4] == ["t", "m", "100", "100"]
+
+
+@pytest.mark.parametrize("number", [1, 5, 6, 7, 8, 20])
+def test_many_differences_unfold_and_none_is_lost(number: int) -> None:
+    lines = tuple(f"line {at}" for at in range(number))
+    first, *more = _listings(DIFFERENCES, lines)
+    assert first.items[-1] == lines[-1]  # says how they were corrected
+    assert sorted([*first.items, *(line for part in more for line in part.items)]) == sorted(lines)
+    assert [(part.folds, part.title) for part in more] == [(True, f"{number - 6} more differences")] * (number > 7)

@@ -436,6 +436,9 @@ def test_less_is_better() -> None:
     (against,) = found.against
     assert against.gain == pytest.approx(20, abs=2)
     assert "20" in two_sentences(found)
+    assert found.expected is not None
+    assert found.expected.high is not None
+    assert found.expected.high < 30, "the choice without a target takes the same method"
 
 
 def test_it_is_plain_json_and_words(experiment: Path) -> None:
