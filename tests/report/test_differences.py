@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from scipy import stats
@@ -107,3 +109,17 @@ def test_the_page_compares_every_two_methods(folder: Path) -> None:
     for name in ("ours − fedavg", "theirs − fedavg", "theirs − ours"):
         assert f">{name}<" in section
     assert "5.03 ± 0.03*" in section
+
+
+@pytest.mark.parametrize(
+    ("p", "differing"),
+    [
+        ((0.03, 0.03, 0.03), []),
+        ((0.01, 0.03, 0.6), ["a"]),
+        ((0.01, 0.02, None), ["a", "b"]),
+        ((0.04, None, None), ["a"]),
+    ],
+)
+def test_targets_that_differ_are_corrected_over_the_targets(p: tuple[float | None, ...], differing: list[str]) -> None:
+    tests = {target: SimpleNamespace(p=value) for target, value in zip("abc", p, strict=True)}
+    assert list(differences._differing_targets(cast(Any, SimpleNamespace(targets=tests)))) == differing

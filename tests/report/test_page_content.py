@@ -15,7 +15,7 @@ import pytest
 from page_tables import read
 
 from fedshift.evaluation.predictions import SitePredictions, as_parquet
-from fedshift.evaluation.records import RoundRecord, SiteMetrics
+from fedshift.evaluation.records import RoundRecord, RunResult, SiteMetrics
 from fedshift.evaluation.site_bytes import MOST_SITES, SiteBytes, site_bytes
 from fedshift.evaluation.site_metrics import Scored
 from fedshift.experiment.budgets import budgets
@@ -25,12 +25,12 @@ from fedshift.experiment.protocols.base import Split
 from fedshift.json_objects import write_object
 from fedshift.report.advice.words import DIFFERENCES, short_kind
 from fedshift.report.collect import Collected, collect
-from fedshift.report.details import Details
+from fedshift.report.details import Details, _sites
 from fedshift.report.html import render
 from fedshift.report.method_roles import role_of
 from fedshift.report.mistakes import predictions_of
 from fedshift.report.page import DARK, LIGHT, page
-from fedshift.report.plots import accuracy_at_targets
+from fedshift.report.plots import accuracy_at_targets, reliability
 from fedshift.report.report import report_of, verdict_of, whole_report
 from fedshift.report.rerun_file import experiment_file
 from fedshift.report.run_means import weights_by_layer
@@ -310,3 +310,24 @@ def test_many_differences_unfold_and_none_is_lost(number: int) -> None:
     assert first.items[-1] == lines[-1]  # says how they were corrected
     assert sorted([*first.items, *(line for part in more for line in part.items)]) == sorted(lines)
     assert [(part.folds, part.title) for part in more] == [(True, f"{number - 6} more differences")] * (number > 7)
+
+
+def test_shares_of_classes_are_shown_where_all_runs_have_the_same_classes() -> None:
+    def run(*classes: str) -> RunResult:
+        return RunResult.model_construct(
+            data={"training_samples": {"a": 10}},
+            classes=list(classes),
+            sites=[SiteMetrics.model_construct(site="a", support=[4, 6], samples=10)],
+        )
+
+    alike, other = _sites([run("cat", "dog"), run("cat", "dog")]), _sites([run("cat", "dog"), run("cat", "fox")])
+    assert alike is not None
+    assert other is not None
+    assert (alike.ranges["a"]["training"], alike.shares) == ((10, 10), {"a": [40.0, 60.0]})
+    assert (other.ranges, other.shares) == (alike.ranges, {})
+
+
+def test_a_reliability_line_has_scores_across_and_shares_upwards() -> None:
+    figure = reliability({"fedavg": [(20.0, 30.0, 5), (80.0, 60.0, 5)]})
+    assert figure.axes[0].get_lines()[-1].get_xydata().tolist() == [[20.0, 30.0], [80.0, 60.0]]
+    assert figure.axes[0].get_xlabel().startswith("score")
