@@ -15,10 +15,12 @@ from page_tables import read
 
 from fedshift.deploy.json_files import append_event
 from fedshift.errors import UserError
+from fedshift.evaluation.records import RoundRecord
 from fedshift.evaluation.site_bytes import write_site_bytes
 from fedshift.json_objects import write_object
-from fedshift.report.watch.deployments import SeenSite
-from fedshift.report.watch.live_page import experiments_in, watch_page
+from fedshift.report.sections.blocks import Listing
+from fedshift.report.watch.deployments import Deployed, SeenSite
+from fedshift.report.watch.live_page import Watched, WatchedRun, _blocks, experiments_in, watch_page
 from fedshift.report.watch.page_server import server
 
 Write = Callable[..., Path]
@@ -201,6 +203,17 @@ def test_a_lost_site_is_missing_until_it_answers_again(kit: Path) -> None:
     again = heard(kit, *events, happened("answered", 3))["north"]
     assert (again.trouble, again.since) == ("", None)
     assert "Lost" not in watch_page(kit)
+
+
+def test_a_site_that_is_there_again_is_still_missing_in_the_round_that_it_missed() -> None:
+    record = RoundRecord(
+        round=1, target_accuracy={}, seconds=1.0, mini_batches=1, extra={"missing": {"north": "late", "south": "gone"}}
+    )
+    run = WatchedRun(("fedavg", "east", "0"), None, [record], 8, "", 1.0)
+    sites = SeenSite("north", "answered fit, round 1", 1.0), SeenSite("south", "", None, "gone", 9.0, lost=True)
+    watched = Watched("exp", [run], 1, Deployed("running", "", "", sites, (), 1))
+    (missing,) = (block for block in _blocks(watched) if isinstance(block, Listing))
+    assert missing.items == ("north: late (fedavg / east / 0)",)
 
 
 def test_a_reply_that_is_refused_is_no_answer(kit: Path) -> None:
