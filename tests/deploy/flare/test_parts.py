@@ -21,6 +21,7 @@ from nvflare.fuel.utils import fobs
 from nvflare.private.fed.utils.fed_utils import fobs_initialize
 
 from fedshift.deploy.flare import engine, parts
+from fedshift.deploy.flare.drivers.unix_socket import UnixSocketDriver
 from fedshift.deploy.flare.parts import Parcel, Parcels, SiteParts
 from fedshift.deploy.remote import incoming
 from fedshift.deploy.remote.incoming import Arriving, Spool
@@ -236,3 +237,9 @@ def test_a_site_gives_up(parcels: tuple[Parcels, str, Arriving], monkeypatch: py
     threading.Timer(0.02, over.trigger, (True,)).start()
     with pytest.raises(FedshiftError, match="does not answer"):
         SiteParts(lambda request, seconds: None, ticket, 1000, over).fetch(10)
+
+
+def test_every_parent_has_a_socket_of_its_own(tmp_path: Path) -> None:
+    urls = {UnixSocketDriver.get_urls("unix", {"folder": str(tmp_path)}) for _ in range(20)}
+    assert len(urls) == 20
+    assert all(listening == dialled and listening.startswith(f"unix://0{tmp_path}/") for listening, dialled in urls)

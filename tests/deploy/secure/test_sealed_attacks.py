@@ -22,6 +22,7 @@ from fedshift.deploy.crypto.sealing import SealingKey, key_text
 from fedshift.deploy.remote.transport import Lost
 from fedshift.deploy.remote.wire import Message, body_of, seal, unseal
 from fedshift.deploy.secure.identity import signing
+from fedshift.deploy.secure.site_seals import _is_of
 from fedshift.federation.messages import Sealed
 from fedshift.federation.secure.closed import Box, Package, Passage
 from fedshift.weights import Weights
@@ -289,3 +290,13 @@ def test_copa_under_attack(attack: str, copa: Stopped) -> None:
     tried, message = ON_COPA[attack]
     answer = tried(copa)
     assert re.search(message, answer), answer
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e4])
+@pytest.mark.parametrize("wire", ["float32", "bf16"])
+def test_a_part_of_the_start_is_known_up_to_the_rounding_of_its_own_size(scale: float, wire: Any) -> None:
+    start = Weights({"head.weight": scale * torch.tensor([1.0, -0.7, 0.3]), "body.weight": torch.ones(2)})
+    part = Weights({"weight": start["head.weight"].bfloat16().float() if wire == "bf16" else start["head.weight"]})
+    other = Weights({"weight": start["head.weight"] + 0.1 * scale})
+    assert _is_of(start, part, wire)
+    assert not _is_of(start, other, wire)
