@@ -25,6 +25,7 @@ from loopback import (
     site_files,
     write_data,
 )
+from safetensors.torch import load_file
 
 from fedshift.deploy.coordinator import coordinate
 from fedshift.errors import FedshiftError, UserError
@@ -58,14 +59,16 @@ def test_same_bits_as_the_local_engine_with_the_unseen_set_at_the_coordinator(na
 
 def test_only_the_sites_that_are_drawn_are_asked_to_train(tmp_path: Path) -> None:
     options = options_of({"name": "scaffold"})
-    options["protocol"] |= {"sites_per_round": 2}
+    options["protocol"] |= {"sites_per_round": 2, "seeds": [2]}
     there, transport = deploy(tmp_path, options)
     here = simulate(tmp_path, options)
-    assert same(model(here, "scaffold", "west"), model(there, "scaffold", "west"))
-    records = [json.loads(line) for line in (there / "scaffold/west/seed-0/rounds.jsonl").read_text().splitlines()]
-    drawn = [site for record in records for site in record["extra"]["drawn"]]
-    assert sorted(site for site, call in transport.asked if call == "train") == sorted(drawn)
-    assert len(drawn) == 2 * 3
+    runs = [folder / "scaffold/west/seed-2" for folder in (here, there)]
+    assert same(*(load_file(run / "model.safetensors") for run in runs))
+    rounds = [[json.loads(line) for line in (run / "rounds.jsonl").read_text().splitlines()] for run in runs]
+    simulated, asked = ([site for record in records for site in record["extra"]["drawn"]] for records in rounds)
+    assert asked == simulated
+    assert sorted(site for site, call in transport.asked if call == "train") == sorted(asked)
+    assert len(asked) == 2 * 3
 
 
 @pytest.mark.parametrize(("name", "options"), [("kd3a", {}), ("shot", {}), ("fada", {"steps_per_round": 2})])
