@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
-from fedshift.evaluation.cautions import _rates
+from fedshift.evaluation.cautions import _one_class, _rates
 
 
 def told(**support: list[int]) -> list[str]:
@@ -21,3 +21,13 @@ def test_large_and_small_sites_of_one_rate_are_alike() -> None:
 def test_the_largest_gap_is_told() -> None:
     (text,) = told(north=[45, 5], south=[300, 700])
     assert "ill is 10.0 % of the samples at north and 70.0 % at south" in text
+
+
+def test_one_class_is_told_where_nothing_else_says_what_guessing_reaches() -> None:
+    def told_of(baseline: float | None) -> list[str]:
+        site = SimpleNamespace(site="north", support=[0, 30], samples=30, baseline=baseline)
+        return list(_one_class([cast(Any, SimpleNamespace(classes=("healthy", "ill"), targets=[site]))]))
+
+    (text,) = told_of(None)
+    assert text.endswith("tells classes apart: north (ill)")
+    assert told_of(4.0) == []

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from safetensors.torch import save
 from tiny import NORMED, domains, setting
 from torch import Tensor
 
@@ -265,3 +266,14 @@ def test_no_value_of_any_type_is_infinite(number: float, around: Callable[[float
     assert Anything(value=around(1.5)).value == around(1.5)
     with pytest.raises(ValidationError, match="value has a number that is not finite"):
         Anything(value=around(number))
+
+
+def test_a_mapping_by_site_holds_none() -> None:
+    def message(layout: dict[str, Any]) -> bytes:
+        return save({"w": torch.zeros(1)}, {"message": json.dumps({"content": layout, "header": {}})})
+
+    plain = {"by_site": {"a": {"float": 1.5}}}
+    assert decode(message({"loss": plain}))[0] == {"loss": {"a": 1.5}}
+    with pytest.raises(FedshiftError, match="damaged") as caught:
+        decode(message({"loss": {"by_site": {"a": plain}}}))
+    assert "inside another one" in str(caught.value.__cause__)

@@ -17,7 +17,7 @@ import list_methods
 from fedshift.errors import UserError
 from fedshift.methods.federated.copa import COPA
 from fedshift.methods.federated.fedavg import FedAvg
-from fedshift.methods.index import with_sealed
+from fedshift.methods.index import ENTRIES, with_sealed
 from fedshift.methods.method_tests import MethodTests
 from fedshift.methods.traits import Traits
 
@@ -75,3 +75,7 @@ def test_the_list_does_without_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stderr.strip().splitlines()[-1] == "False"
     assert "fedavg" in done.stdout
+
+
+def test_an_entry_cannot_be_changed() -> None:
+    assert len({hash(entry) for entry in ENTRIES.values()}) == len(ENTRIES), "lists have no hash"
