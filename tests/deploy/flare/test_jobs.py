@@ -14,15 +14,17 @@ import pytest
 
 pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install -e '.[deploy]'")
 
+from nvflare.apis.shareable import Shareable
 from test_kits import provision_project
 
 from fedshift.deploy.flare.deployment_folder import Deployment
 from fedshift.deploy.flare.engine import KIT, SITE, TASK, FlareSite, message_from, shareable_of
-from fedshift.deploy.flare.jobs import Attendance, RunningDeployment
+from fedshift.deploy.flare.jobs import Attendance, Deployments, RunningDeployment
 from fedshift.deploy.flare.kits import load_kit
 from fedshift.deploy.flare.provision import Provisioned
 from fedshift.deploy.flare.service import Service
 from fedshift.deploy.remote.requests import request_key
+from fedshift.deploy.remote.transport import Lost
 from fedshift.deploy.remote.wire import Message, body_of, seal
 from fedshift.json_objects import write_object
 
@@ -289,3 +291,32 @@ def test_what_flare_writes_of_a_message_is_plain_values() -> None:
     assert kinds == [b"nvflare.apis.shareable.Shareable", b"nvflare.fuel.utils.fobs.decomposer.DictDecomposer"]
     assert (written.count(b"__fobs_type__"), written.count(b"__fobs_dc__")) == (1, 1)
     assert message_from(fobs.loads(written)) == message
+
+
+@pytest.mark.parametrize("part", ["header", "body", "digest"])
+def test_a_message_without_one_of_its_parts_is_none(part: str) -> None:
+    written = shareable_of(Message("{}", b"body", "0" * 64))
+    assert message_from(written) == Message("{}", b"body", "0" * 64)
+    for other in (None, 7):
+        assert message_from(Shareable({**written, part: other})) == Lost("what it sent is no message")
+
+
+def test_a_deployment_that_ended_does_not_begin_again(kits: Provisioned, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, ended = {"want": "run"}, SimpleNamespace(wanted={"want": "run"}, ended=True)
+    stopped, waiting = (SimpleNamespace(wanted=wanted, ended=False) for wanted in ({"want": "abort"}, run))
+    jobs = object.__new__(Deployments)
+    jobs._kit, jobs._attendance = load_kit(kits.coordinator), Attendance()
+    begun: list[Any] = []
+    monkeypatch.setattr("fedshift.deploy.flare.jobs.RunningDeployment", lambda _, new, revoked: begun.append(new))
+    for folder in ([ended, stopped], [ended, stopped, waiting]):
+        monkeypatch.setattr(Deployment, "all", lambda _, folder=folder: folder)
+        jobs._next()
+    assert begun == [waiting]
+
+
+def test_a_deployment_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    deployment = Deployment(tmp_path, "old")
+    deployment.folder.mkdir(parents=True)
+    (deployment.folder / "experiment.json").write_text(json.dumps({"engine": {"quorum": 3}}))
+    assert deployment._section("engine") == {"quorum": 3}
+    assert deployment._section("notes") == {}

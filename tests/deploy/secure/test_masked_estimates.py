@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,10 +17,13 @@ from loopback import Loopback, deploy, events, forge, options_of, site_file
 from test_fourth_site import PROTOCOL, SEND, samples
 from test_secure_deployments import fingerprints
 
+from fedshift.deploy import estimate_sums
+from fedshift.deploy.crypto.keys import KeyCard
 from fedshift.deploy.privacy.ledger import LEDGER
 from fedshift.deploy.remote.policy import AuditLog
 from fedshift.deploy.remote.wire import body_of, seal, unseal
 from fedshift.deploy.secure.site_estimate_sums import SiteEstimateSums
+from fedshift.errors import FedshiftError
 from fedshift.evaluation.estimate.pooled import first_part
 from fedshift.evaluation.estimate.sums import sums_of
 from fedshift.functional.fixed_point import to_fixed
@@ -185,3 +189,23 @@ def test_a_part_of_a_sum_is_exact_in_counts() -> None:
     assert np.abs(back - part).max() <= 2.0**-33
     counts = part[3:404]
     assert np.array_equal(back[3:404], counts)
+
+
+@pytest.mark.parametrize("said", [2, 4])
+def test_a_sum_of_another_number_of_sites_than_answered_is_none(monkeypatch: pytest.MonkeyPatch, said: int) -> None:
+    class Unmasked:
+        answered = ("north", "south", "east")
+
+        def __init__(self, order: object) -> None:
+            pass
+
+        def unmask_total(self, shares: object) -> torch.Tensor:
+            return torch.tensor([said, 0, 0])
+
+    monkeypatch.setattr(estimate_sums, "SecureSum", Unmasked)
+    monkeypatch.setattr(estimate_sums, "order_to_mask", lambda request: None)
+    monkeypatch.setattr(estimate_sums._Sums, "_shares", lambda self, order, added: {})
+    asking = cast(Any, SimpleNamespace(colluders=lambda sites: 0, ask=lambda *asked: {}))
+    cards = {name: KeyCard(name, bytes(32), bytes(64)) for name in FOUR}
+    with pytest.raises(FedshiftError, match="did not cancel"):
+        estimate_sums._Sums(asking, "run", dict.fromkeys(FOUR, "run")).make(1, cards, 2)

@@ -7,7 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -32,7 +33,9 @@ from fedshift.deploy.remote.policy import AuditLog
 from fedshift.deploy.remote.requests import PROTOCOL, request_key
 from fedshift.deploy.remote.wire import body_of, seal, unseal
 from fedshift.deploy.secure.identity import Identity, signing
+from fedshift.deploy.secure.site_sums import Summing
 from fedshift.deploy.site_server import SiteProgram, open_site
+from fedshift.errors import Refused
 from fedshift.federation.messages import Content
 from fedshift.federation.secure.integer_sums import Weighing
 from fedshift.federation.site import Envelope
@@ -326,3 +329,13 @@ def test_a_site_without_a_kit_says_so(tmp_path: Path) -> None:
     answer, _, _ = unseal(program.handle(seal({**header, "key": request_key(header, body.sha256)}, body), "c"))
     assert "no usable key" in answer["message"]
     assert hashlib.sha256(body.data).hexdigest() == body.sha256
+
+
+@pytest.mark.parametrize(("worked", "one_set", "refused"), [(0.9, True, True), (0.4, False, True), (0.6, False, False)])
+def test_a_part_of_the_work_goes_into_no_sum(worked: float, one_set: bool, refused: bool) -> None:
+    site = SimpleNamespace(site="north", kept_upload=lambda order: None)
+    rosters = cast(Any, SimpleNamespace(one_set=one_set))
+    summing = Summing(cast(Any, site), cast(Any, None), cast(Any, None), (), "", rosters)
+    runner = cast(Any, SimpleNamespace(site=SimpleNamespace(worked=worked), method=None))
+    with pytest.raises(Refused if refused else AttributeError, match="a part of it only" if refused else None):
+        summing.contribution(cast(Any, None), "fit", runner, {})
