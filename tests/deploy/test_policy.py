@@ -218,3 +218,17 @@ def test_the_audit_log_is_a_chain(tmp_path: Path) -> None:
             AuditLog.check(log)
     log.write_text(text + '{"half a li')  # the machine stopped while it was written
     assert AuditLog.check(log) == (lines, last)
+
+
+@pytest.mark.parametrize(
+    ("train", "held_out", "what"),
+    [(9, 0, "training samples"), (50, 9, "held-out samples"), (50, 0, None), (10, 10, None)],
+)
+def test_counts_of_few_samples_do_not_leave(tmp_path: Path, train: int, held_out: int, what: str | None) -> None:
+    program = program_of(tmp_path, smallest_group=10)
+    if what is None:
+        program._check_counts({"0": (train, held_out)})
+    else:
+        with pytest.raises(Refused, match=f"the count of its {what}: 9 ") as caught:
+            program._check_counts({"0": (train, held_out)})
+        assert "9" not in (caught.value.public or "")

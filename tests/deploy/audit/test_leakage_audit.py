@@ -202,7 +202,8 @@ def test_an_epoch_of_one_step_is_a_gradient(tmp_path: Path) -> None:
     assert (whole.steps, whole.labels_right, audit_result.samples) == (1, 1, 1)
     assert fmean(whole.mse) < 1e-6
     assert fmean(pick(audit_result, "epoch", "l2").mse) < 1e-3
-    assert pick(audit(tmp_path, samples=4, batches=(3,), iterations=1), "epoch", "l2", 3).labels_right is not None
+    case = pick(audit(tmp_path, samples=4, batches=(3,), iterations=1), "epoch", "l2", 3)
+    assert case.labels_right == (Counter(case.labels) & Counter(case.inferred)).total() <= 3
 
 
 def test_equal_samples_in_a_batch(tmp_path: Path) -> None:

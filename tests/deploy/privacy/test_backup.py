@@ -19,6 +19,7 @@ from test_site_budget import program, site_with_budget
 from typer.testing import CliRunner
 
 from fedshift.cli.app import app
+from fedshift.deploy import site_backup
 from fedshift.deploy.privacy.ledger import LEDGER, SECRET, PrivacyLedger
 from fedshift.deploy.privacy.recovery import lost_records
 from fedshift.deploy.remote.policy import AuditLog
@@ -247,3 +248,23 @@ def test_a_site_without_a_budget_has_nothing_to_count(tmp_path: Path) -> None:
     done = restore(tmp_path / "b", tmp_path / "new" / "SITE.yaml")
     assert done.counted == ""
     assert len(AuditLog.check(done.config.audit_log)[0]) == 1
+
+
+@pytest.mark.parametrize(("most", "fits"), [(200, True), (100, False)])
+def test_all_files_of_a_backup_together_have_a_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, fits: bool
+) -> None:
+    head = json.dumps({"fedshift_backup": 1, "site": "north"}).encode()
+    backup = tmp_path / "north.backup"
+    with tarfile.open(backup, "w:gz") as archive:
+        for name, content in (("backup.json", head), ("SITE.yaml", b" " * 45), ("memory/a", b" " * 45)):
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+    backup.chmod(0o600)
+    monkeypatch.setattr(site_backup, "_MOST_BYTES", most)
+    if fits:
+        assert site_backup._unpack(backup)[1] == "north"
+    else:
+        with pytest.raises(UserError, match="damaged"):
+            site_backup._unpack(backup)
