@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from fedshift.deploy.chained_log import append_line, checked_lines, lines_of
+from fedshift.deploy.json_files import append_event, events_of
 from fedshift.errors import FedshiftError
 
 
@@ -95,3 +96,15 @@ def test_writers_do_not_break_the_chain(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert len(checked_lines(log)) == 150
+
+
+@pytest.mark.parametrize("since", [0, 1, 2])
+def test_a_damaged_event_is_told_by_its_line_in_the_file(tmp_path: Path, since: int) -> None:
+    path = tmp_path / "events.jsonl"
+    for number in range(4):
+        append_event(path, {"what": "round", "round": number})
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[:2], lines[2].replace("round", "rounds", 1), *lines[3:]]))
+    told = [event["message"] for event in events_of(path, since) if event["what"] == "warning"]
+    assert told == [f"{path}, line 3 is damaged, and not read"]
+    assert len(list(events_of(path, since))) == 4 - since

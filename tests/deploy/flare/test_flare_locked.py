@@ -6,11 +6,13 @@ What FLARE would refuse by itself proves nothing, so the same is sent to FLARE a
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import socket
 import sys
 import threading
 import uuid
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from fedshift.deploy.flare import lockdown
 from fedshift.deploy.flare.jobs import job_folder
 from fedshift.deploy.flare.kits import LAUNCHER_CLASS, SITE_CLASS
 from fedshift.errors import UserError
@@ -45,7 +48,7 @@ from nvflare.private.fed.client.client_req_processors import ClientRequestProces
 from nvflare.private.fed.utils.app_authz import AppAuthzService
 from nvflare.security.security import EmptyAuthorizer, FLAuthorizer
 
-from fedshift.deploy.flare import frames, lockdown
+from fedshift.deploy.flare import frames
 from fedshift.deploy.flare.drivers.shared_connection import SharedConnection
 from fedshift.deploy.flare.kit_checks import check_launcher
 from fedshift.deploy.flare.launcher import LockedJobLauncher
@@ -385,3 +388,12 @@ def test_a_connection_is_freed_by_the_thread_that_reads_from_it() -> None:
 
     assert descriptor_after_close(SocketConnection) == -1
     assert descriptor_after_close(SharedConnection) != -1
+
+
+@pytest.mark.parametrize(("size", "why"), [(1000, ""), (2 << 20, "the job's folder is larger than 1 MB")])
+def test_a_job_s_folder_is_as_large_as_it_unpacks(size: int, why: str) -> None:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("config/config_fed_client.json", b" " * size)
+    assert len(packed.getvalue()) < 10_000
+    assert lockdown._app_refusal(packed.getvalue(), {"job_id": "j"}, "j") == why

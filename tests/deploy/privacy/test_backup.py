@@ -255,13 +255,13 @@ def test_all_files_of_a_backup_together_have_a_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, fits: bool
 ) -> None:
     head = json.dumps({"fedshift_backup": 1, "site": "north"}).encode()
-    backup = tmp_path / "north.backup"
-    with tarfile.open(backup, "w:gz") as archive:
+    backup, held = tmp_path / "north.backup", io.BytesIO()
+    with tarfile.open(fileobj=held, mode="w:gz") as archive:
         for name, content in (("backup.json", head), ("SITE.yaml", b" " * 45), ("memory/a", b" " * 45)):
             entry = tarfile.TarInfo(name)
             entry.size = len(content)
             archive.addfile(entry, io.BytesIO(content))
-    backup.chmod(0o600)
+    write_private(backup, held.getvalue())
     monkeypatch.setattr(site_backup, "_MOST_BYTES", most)
     if fits:
         assert site_backup._unpack(backup)[1] == "north"
