@@ -88,3 +88,8 @@ def test_addresses(tmp_path: Path) -> None:
 def test_only_the_libraries_of_grpc_and_http_are_told_by_the_environment() -> None:
     assert list(proxy_variables("http://p:1", "tcp")) == ["FEDSHIFT_PROXY"]
     assert proxy_variables("http://p:1", "grpc")["grpc_proxy"] == "http://p:1"
+
+
+def test_a_proxy_that_says_nothing_is_not_waited_for_longer_than_is_said() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(OSError, match="the proxy 127.0.0.1"):
+        connect_to("far.example", 443, f"http://127.0.0.1:{silent.getsockname()[1]}", seconds=0.1)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ import yaml
 from calling import Cli as Command
 from PIL import Image
 
+from fedshift.data.domain import Domain
 from fedshift.deploy.cli.play import spread
+from fedshift.deploy.cli.site import _values
 from fedshift.deploy.flare import roles
 from fedshift.deploy.flare.deployment_folder import Deployment
 from fedshift.deploy.remote.policy import AuditLog
@@ -407,3 +410,10 @@ def test_try_spreads_data_so_that_each_site_has_its_own(tmp_path: Path) -> None:
             assert "groups" in arrays
     assert json.loads(deployed.model_dump_json())["data"]["unseen"]["sites"].keys() == {"D0"}
     assert deployed.engine.name == "flare"
+
+
+def test_columns_of_arrays_that_never_change_are_counted() -> None:
+    inputs = np.arange(12, dtype=np.float32).reshape(4, 3)
+    inputs[:, 1] = 5
+    data = SimpleNamespace(columns={}, domains={"a": Domain("a", inputs, np.zeros(4, dtype=np.int64))})
+    assert _values(cast(Any, data)) == "values: all are finite, 1 columns that never change"
