@@ -91,5 +91,5 @@ def test_only_the_libraries_of_grpc_and_http_are_told_by_the_environment() -> No
 
 
 def test_a_proxy_that_says_nothing_is_not_waited_for_longer_than_is_said() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(OSError, match="the proxy 127.0.0.1"):
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(OSError, match=r"the proxy 127\.0\.0\.1"):
         connect_to("far.example", 443, f"http://127.0.0.1:{silent.getsockname()[1]}", seconds=0.1)
