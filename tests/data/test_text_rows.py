@@ -10,7 +10,8 @@ import pytest
 
 from fedshift.data import registry
 from fedshift.data.inference import rows_to_predict, table_to_predict
-from fedshift.data.table_files import SiteFormat
+from fedshift.data.table_files import SiteFormat, TableFormat
+from fedshift.data.text_columns import TextEncoding
 
 
 def test_rows_are_named_and_read_as_written(tmp_path: Path) -> None:
@@ -33,3 +34,12 @@ def test_rows_are_named_and_read_as_written(tmp_path: Path) -> None:
         names, tokens = rows_to_predict(preprocessing, table)
         assert names == ["x1", "x2"]
         assert np.array_equal(tokens, [[1, -1, -1], [1, 2, -1]])
+
+
+def test_a_file_to_predict_is_written_as_those_that_trained(tmp_path: Path) -> None:
+    encoding = TextEncoding(column="note", length=4, tokenizer="")
+    path = tmp_path / "new.csv"
+    path.write_text("pid;note\n7;hello, you\n8;bye\n")
+    table = table_to_predict(path, encoding.preprocessing(TableFormat(separator=";"), "pid"))
+    assert table is not None
+    assert list(table.column("note")) == ["hello, you", "bye"]

@@ -9,17 +9,19 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from loopback import UNSEEN, Loopback, deploy, events, options_of, site_file, write_data
 
 from fedshift.deploy.remote import incoming
 from fedshift.deploy.remote.incoming import Grace, Held, Spool
+from fedshift.deploy.remote.remote_federation import RemoteFederation
 from fedshift.deploy.remote.transport import Lost, Sign
 from fedshift.deploy.remote.wire import Message
 from fedshift.errors import UserError
 from fedshift.experiment.config.experiment import parse
+from fedshift.weights import Weights
 
 FOUR = {"north": 41, "south": 17, "east": 26, "far": 22}
 
@@ -187,3 +189,17 @@ def test_a_spool_forgets_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
         again = spool.hold(Message("{}", b"x" * 60, ""))
         assert again == Held(Message("{}", b"x" * 60, "")), "there is room again"
     assert spool.hold(Message("{}", b"", "")) is None, "a late answer after the exchange is dropped"
+
+
+def test_who_does_not_measure_is_lost_as_who_does_not_train() -> None:
+    where = SimpleNamespace(
+        round=1,
+        grace=None,
+        quorum=2,
+        _lost={"c"},
+        _with_model=lambda *_: ({}, {}),
+        _arrivals=lambda *_: iter([("b", Lost("gone"))]),
+        _record=lambda *_: None,
+    )
+    assert RemoteFederation.measure(cast(Any, where), Weights({}), ["a", "b"], ["a", "b"]) == {}
+    assert where._lost == {"a", "b", "c"}

@@ -204,7 +204,7 @@ def test_a_sum_of_another_number_of_sites_than_answered_is_none(monkeypatch: pyt
 
     monkeypatch.setattr(estimate_sums, "SecureSum", Unmasked)
     monkeypatch.setattr(estimate_sums, "order_to_mask", lambda request: None)
-    monkeypatch.setattr(estimate_sums._Sums, "_shares", lambda self, order, added: {})
+    monkeypatch.setattr(estimate_sums, "second_exchange", lambda added, again: {})
     asking = cast(Any, SimpleNamespace(colluders=lambda sites: 0, ask=lambda *asked: {}))
     cards = {name: KeyCard(name, bytes(32), bytes(64)) for name in FOUR}
     with pytest.raises(FedshiftError, match="did not cancel"):

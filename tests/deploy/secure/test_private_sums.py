@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from federations import FOUR, deploy_secure, secure_options, simulate_secure, wr
 from test_secure_deployments import fingerprints
 
 from fedshift.deploy.privacy.ledger import LEDGER
+from fedshift.deploy.remote import secure_federation
 from fedshift.deploy.remote.transport import Lost
 from fedshift.deploy.remote.wire import Message
 from fedshift.errors import FedshiftError
@@ -145,3 +147,22 @@ def test_killed_between_the_exchanges_noise_is_paid_for_once(tmp_path: Path) -> 
     )
     assert deaths == 3
     assert all(paid_calls(transport, name) == ["fit", "fit"] for name in FOUR)
+
+
+def test_each_site_without_a_key_counts_for_the_quorum(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, int, int]] = []
+    where = SimpleNamespace(
+        _cards={},
+        _whole=False,
+        _without={},
+        run="r",
+        transport=None,
+        deadline=1.0,
+        _record=lambda *_: None,
+        _not_asked=lambda site: site,
+        go_on_without=lambda site, asked, lost: told.append((site, asked, lost)),
+    )
+    monkeypatch.setattr(secure_federation, "ask_plain", lambda *_: {})
+    with pytest.raises(FedshiftError, match="0 sites gave a key"):
+        secure_federation.SecureFederation._fetch_keys(cast(Any, where), ["a", "b", "c"])
+    assert told == [("a", 3, 1), ("b", 3, 2), ("c", 3, 3)]
