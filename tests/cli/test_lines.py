@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import io
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import pytest
+from rich.console import Console
+from rich.progress import Progress
+
+from fedshift.cli import show
+from fedshift.cli.run import Bars
+from fedshift.experiment.plan import Run
 from fedshift.experiment.runs.lines import EVERY, FIRST, Lines
+from fedshift.methods.federated.fedavg import FedAvg
 
 
 class Watched:
@@ -68,3 +77,17 @@ def test_each_finished_run_has_a_line_and_those_done_before_do_not_count() -> No
     watched.lines.elsewhere(1, ["process 7 on here"])
     assert watched.lines.left == 1
     assert "process 7 on here" in watched.said[2]
+
+
+def test_a_run_that_goes_on_has_its_bar_where_it_ended() -> None:
+    progress = Progress(console=Console(file=io.StringIO()))
+    Bars(progress).run(Run(FedAvg(), "a", 0), 100, 40)
+    assert [(task.completed, task.total) for task in progress.tasks if task.visible][-1] == (40, 100)
+
+
+def test_every_line_of_a_verdict_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(show, "paragraphs", lambda answer: [("Why", ("one", "two", "three")), ("More", ("four",))])
+    show.print_paragraphs(cast(Any, SimpleNamespace(question="Which?")))
+    assert capsys.readouterr().out.split() == ["Which?", "Why", "one", "two", "three", "More", "four"]

@@ -39,7 +39,7 @@ def test_rows_are_named_and_read_as_written(tmp_path: Path) -> None:
 def test_a_file_to_predict_is_written_as_those_that_trained(tmp_path: Path) -> None:
     encoding = TextEncoding(column="note", length=4, tokenizer="")
     path = tmp_path / "new.csv"
-    path.write_text("pid;note\n7;hello, you\n8;bye\n")
-    table = table_to_predict(path, encoding.preprocessing(TableFormat(separator=";"), "pid"))
+    path.write_text('7,"hello, you"\n8,bye\n')
+    table = table_to_predict(path, encoding.preprocessing(TableFormat(header="none", columns=("pid", "note")), "pid"))
     assert table is not None
     assert list(table.column("note")) == ["hello, you", "bye"]

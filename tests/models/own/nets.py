@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -139,17 +140,17 @@ class Strange(nn.Module):
     def forward(self, vectors: Tensor) -> Any:
         found = self.first(vectors)
         scores = self.last(found)
-        ends = {
-            "tuple": (scores, found),
-            "narrow": scores[:, :-1],
-            "classes": scores.argmax(1),
-            "nan": scores / 0,
-            "log_softmax": F.log_softmax(scores, 1),
-            "dropout": self.drop(scores),
-            "clipped": scores.clamp(min=-9),
-            "skip": scores + self.first(vectors).sum(1, keepdim=True),
+        ends: dict[str, Callable[[], Any]] = {  # only its own end runs: a layer that is called twice is no classifier
+            "tuple": lambda: (scores, found),
+            "narrow": lambda: scores[:, :-1],
+            "classes": lambda: scores.argmax(1),
+            "nan": lambda: scores / 0,
+            "log_softmax": lambda: F.log_softmax(scores, 1),
+            "dropout": lambda: self.drop(scores),
+            "clipped": lambda: scores.clamp(min=-9),
+            "skip": lambda: scores + self.first(vectors).sum(1, keepdim=True),
         }
-        return ends.get(self.kind, scores)
+        return ends.get(self.kind, lambda: scores)()
 
 
 def made_of(input_shape: tuple[int, ...], classes: int, width: int = 7) -> nn.Module:
