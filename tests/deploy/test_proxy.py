@@ -90,6 +90,14 @@ def test_only_the_libraries_of_grpc_and_http_are_told_by_the_environment() -> No
     assert proxy_variables("http://p:1", "grpc")["grpc_proxy"] == "http://p:1"
 
 
-def test_a_proxy_that_says_nothing_is_not_waited_for_longer_than_is_said() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(OSError, match=r"the proxy 127\.0\.0\.1"):
-        connect_to("far.example", 443, f"http://127.0.0.1:{silent.getsockname()[1]}", seconds=0.1)
+def test_a_proxy_is_waited_for_as_long_as_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, int, float | None]] = []
+
+    def connection(host: str, port: int, timeout: float | None = None) -> object:
+        asked.append((host, port, timeout))
+        raise OSError("nobody is there")
+
+    monkeypatch.setattr("fedshift.deploy.proxy.http.client.HTTPConnection", connection)
+    with pytest.raises(OSError, match="nobody is there"):
+        connect_to("far.example", 443, "http://proxy.example:3128", seconds=0.5)
+    assert asked == [("proxy.example", 3128, 0.5)]
