@@ -38,11 +38,11 @@ def limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def refused(path: Path, read: Callable[[Path], Any]) -> str:
     """The message for a file that declares too much, which is said at once and without memory."""
-    before, begun = psutil.Process().memory_info().rss, time.monotonic()
+    before, begun = psutil.Process().memory_info().rss, time.process_time()
     with pytest.raises(UserError, match=sizes.VARIABLE) as said:
         read(path)
     assert psutil.Process().memory_info().rss - before < 100 << 20
-    assert time.monotonic() - begun < 5
+    assert time.process_time() - begun < 5
     assert str(path) in str(said.value)
     assert "\n" not in str(said.value)
     return str(said.value)

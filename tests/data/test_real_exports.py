@@ -291,10 +291,10 @@ def test_an_excel_file_that_expands(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("FEDSHIFT_LARGEST_DATA", "0.05")
     path = with_sheet(tmp_path / "a.xlsx", b" " * (200 << 20))
     assert path.stat().st_size < 1 << 20
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(UserError, match=r"declares 200\.\d MiB of data"):
         read_table(path)
-    assert time.monotonic() - began < 2
+    assert time.process_time() - began < 2
 
 
 @pytest.mark.case("Excel files", "17 billion cells declared, of which two are there")
@@ -302,9 +302,9 @@ def test_an_excel_file_that_declares_many_cells(tmp_path: Path) -> None:
     rows = b'<row r="1"><c r="A1" t="inlineStr"><is><t>x</t></is></c></row>'
     rows += b'<row r="900000"><c r="A900000"><v>7</v></c></row>'
     path = with_sheet(tmp_path / "a.xlsx", SHEET % (b'<dimension ref="A1:XFD1048576"/>', rows))
-    began = time.monotonic()
+    began = time.process_time()
     assert cells(read_table(path)) == {"x": ["7"]}
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 @pytest.mark.parametrize(
@@ -320,10 +320,10 @@ def test_an_excel_file_that_declares_many_cells(tmp_path: Path) -> None:
 )
 def test_a_sheet_that_is_made_up(tmp_path: Path, rows: bytes) -> None:
     path = with_sheet(tmp_path / "a.xlsx", SHEET % (b"", b'<row r="1"><c r="A1"><v>1</v></c></row>' + rows))
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(UserError, match="is damaged or not an Excel file"):
         read_table(path)
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 @pytest.mark.case("Excel files", "entities that expand a billion times")
@@ -583,10 +583,10 @@ def test_many_columns_take_seconds(tmp_path: Path) -> None:
 
 @pytest.mark.case("tables of many columns", "a repeated name among 60,000")
 def test_a_repeated_name_among_many(tmp_path: Path) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(UserError, match="'gene7' appears more than once"):
         read(tmp_path, ",".join([*(f"gene{number}" for number in range(60_000)), "gene7"]) + "\n1\n")
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 @pytest.mark.case("tables of many columns", "a CSV file with more cells than fit")
