@@ -40,8 +40,8 @@ Where it fails
 * Where a sheared, scaled or shifted image belongs to another class, or images show no shapes, and where colour tells
   classes: ``augmentation: none``, in colour ``colour_augmentation: none``.
 * Momentum: on letters that no site draws alike it fell below FedAvg on the same images in 40 rounds, 64.7 to 70.7 (one
-  seed), and in 13 rounds it is 12.1 below pooled training on them. ``setting: ahead``, for images, is 4.6 below it,
-  with no site more than 1 below FedAvg; in 40 rounds one is 1.9 below FedAvg, the others above.
+  seed), and in 13 rounds it is 12.1 below pooled training on them. ``setting: ahead``, for images, is 6.1 below it
+  and at no site below FedAvg; in 40 rounds above it (one seed), and 0.1 below FedAvg at one site, elsewhere above.
 * Where pooled training on the same images is to be met: 1.2 points are missing on Rotated MNIST. With ``setting:
   four_exchanges``, for images, it is 0.2, and on the letters in 13 rounds 4.6, for four times the bytes; where pooled
   training falls far below FedAvg, as at one of the letters' sites, this does by 5.2.
@@ -89,7 +89,7 @@ class Recipe(FedAvg):
         "PACS images (p = 0.067), +5.46 on their features (p = 0.366), +5.01 on SURF (p = 0.820), +0.20 on "
         "heart disease (p = 1.000).",
         settings={
-            "ahead": {"server": {"optimizer": "momentum", "beta": 0.8, "rate": 1.0, "nesterov": True}},
+            "ahead": {"server": {"optimizer": "momentum", "beta": 0.7, "rate": 1.0, "nesterov": True}},
             "four_exchanges": {
                 "server": {"optimizer": "momentum", "beta": 0.85, "rate": 1.0, "nesterov": True},
                 "exchanges_per_epoch": 4,
