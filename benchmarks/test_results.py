@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import re
-import shlex
 from pathlib import Path
 
 import pytest
-import yaml
 
+import belongs
 import chart
 import claims
 import peers
 import summarise
 from fedshift.evaluation.stored import SETTINGS, is_finished, read_stored, run_folders
-from fedshift.experiment.config.experiment import parse
-from fedshift.experiment.config.experiment_file import override_field
 from fedshift.experiment.runs.run_identity import comparable
 from fedshift.files import plain_yaml
 from fedshift.methods.index import ENTRIES
@@ -42,15 +39,10 @@ def test_benchmarks_can_be_made_again(page: Path) -> None:
 
 
 def test_commands_parse_as_they_stand_and_their_results_are_committed() -> None:
-    script = COMMANDS.replace("\\\n", " ")
-    runs = re.findall(r"^fedshift run (?:'[^']*'|[^'\n])*", script, flags=re.M)
-    assert len(runs) > 80
-    for command in runs:
-        words = shlex.split(command, comments=True)[2:]
-        options = yaml.safe_load((ROOT / words[0]).read_text(encoding="utf-8"))
-        for override in words[1 : words.index("--runs")]:
-            override_field(options, override)
-        assert (RESULTS / parse(options, ROOT).name).is_dir(), command
+    described = list(belongs.commands())
+    assert len(described) > 80
+    for command, experiment in described:
+        assert (RESULTS / experiment.name).is_dir(), command
 
 
 def test_tables_are_those_that_the_results_give() -> None:
