@@ -38,6 +38,7 @@ python benchmarks/choice.py runs
 # estimate.md
 python benchmarks/estimate.py 0 1
 python benchmarks/alarm.py
+python benchmarks/labels.py
 
 # pacs.md
 fedshift run benchmarks/experiments/pacs_features.yaml --runs benchmarks/results
