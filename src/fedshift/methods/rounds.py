@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from fedshift.errors import FedshiftError
 from fedshift.federation.federation import Federation
+from fedshift.federation.secure.closed import is_closed
 from fedshift.methods.base import Method, State
 from fedshift.methods.composition.options import preparation_of
 from fedshift.methods.server import after_round
@@ -33,10 +34,11 @@ def play_round(method: Method, federation: Federation, state: State) -> State:
     new = method.round(federation, begun)
     if not isinstance(new, State) or new.round != federation.round:
         raise FedshiftError(f"{method.name}: round() must return state.advance(...)")
-    # Replies were checked as they came: what is not finite now is the server's own.
-    new.weights.check_finite(
-        f"{method.name}, round {new.round}", f"the replies were finite, look at {method.name}'s round"
-    )
+    # Replies were checked as they came: what is not finite now is the server's own. It cannot read sealed models.
+    if not is_closed(new.weights):
+        new.weights.check_finite(
+            f"{method.name}, round {new.round}", f"the replies were finite, look at {method.name}'s round"
+        )
     if optimizer is None:
         return new
     weights, moments = after_round(optimizer, state.weights, new.weights, state.server, method.personal(new.weights))
