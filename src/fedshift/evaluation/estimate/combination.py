@@ -58,9 +58,6 @@ PRIOR = 3
 """As many left-out sites that number counts for."""
 MOVED_COUNT = 2.0
 """Cases of moved class frequencies count for so many of changed samples."""
-NARROWER = 0.87
-"""By this errors are taken for smaller in the end: Student's t and what they are before any site is looked at are both
-on the safe side, and together covered 93 % where 90 % are promised. The same for all data: benchmarks/estimate.md."""
 _MOST_SQUARE = 9.0
 """One left-out site's squared error, in such errors, counts for no more."""
 FEWEST_SITES, FEWEST_SAMPLES, FEW_EVENTS = 2, 10, 10
@@ -598,9 +595,7 @@ class Cases:
             factor = self.corrected_factor
         middle = logit(centre)
         noise = 1 / (samples * centre + 0.5) + 1 / (samples * (1 - centre) + 0.5)
-        half = stdtrit(PRIOR + self.sites, (1 + LEVEL) / 2) * math.sqrt(
-            (NARROWER * factor * reading.error) ** 2 + noise
-        )
+        half = stdtrit(PRIOR + self.sites, (1 + LEVEL) / 2) * math.sqrt((factor * reading.error) ** 2 + noise)
         return centre, min(centre, _share(middle - half)), max(centre, _share(middle + half))
 
 
