@@ -379,9 +379,11 @@ def test_class_attributes_that_the_page_names_exist() -> None:
         assert hasattr(Method, name) or hasattr(Method.traits, name), name
 
 
-MOST_IN_ALL = 38_400
+MOST_IN_ALL = 37_250
 """Of `cat README.md docs/*.md benchmarks/*.md | wc -w`."""
-MOST_OF_A_PAGE = 2_600
+MOST_TO_READ = 28_300
+"""Of these, words that have a letter and are outside of code blocks: the aim was 30,000."""
+MOST_OF_A_PAGE = 2_500
 
 
 def words(page: Path) -> int:
@@ -389,8 +391,14 @@ def words(page: Path) -> int:
     return len(page.read_text(encoding="utf-8").split())
 
 
+def words_to_read(page: Path) -> int:
+    prose = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    return sum(any(map(str.isalpha, word)) for word in prose.split())
+
+
 def test_all_pages_together_are_short() -> None:
     assert sum(map(words, [*PAGES, *RESULTS])) <= MOST_IN_ALL
+    assert sum(map(words_to_read, [*PAGES, *RESULTS])) <= MOST_TO_READ
 
 
 @pytest.mark.parametrize("page", [*PAGES, *RESULTS], ids=lambda page: f"{page.parent.name}-{page.name}")
