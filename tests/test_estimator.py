@@ -205,3 +205,13 @@ def test_no_value_of_a_column_of_text_is_shown_or_kept() -> None:
     with pytest.raises(ValueError, match="y has 40 different values in 40 samples") as caught:
         FederatedClassifier().fit(np.zeros((40, 2)), np.array(names))
     assert "Doe" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int64])
+def test_counts_are_numbers_whatever_their_type(kind: Any, samples: tuple[np.ndarray, np.ndarray]) -> None:
+    _, y = samples
+    x = np.random.default_rng(0).integers(0, 9, (len(y), 4))
+    here, there = (
+        FederatedClassifier(rounds=1, batch_size=8).fit(x.astype(each), y, sites=SITES) for each in (kind, np.float64)
+    )
+    assert np.array_equal(here.predict_proba(x.astype(kind)), there.predict_proba(x.astype(np.float64)))

@@ -14,7 +14,7 @@ from safetensors.numpy import save
 
 from fedshift.digests import BLANK, ENTRY, fill_digest
 from fedshift.errors import UserError
-from fedshift.files import ScratchFolder, hold_lock, write_bytes
+from fedshift.files import ScratchFolder, below, hold_lock, write_bytes
 
 SERVICE = 65534
 """A user of its own."""
@@ -87,3 +87,14 @@ def test_equal_models_are_equal_files() -> None:
     """The library that writes them puts the entries of the metadata in another order each time."""
     made = {fill_digest(save({"w": np.ones(3)}, {"fedshift": '{"é": 1}', ENTRY: BLANK})) for _ in range(30)}
     assert len(made) == 1
+
+
+def test_a_link_within_a_folder_is_followed_and_one_that_leads_out_is_not(tmp_path: Path) -> None:
+    root, outside = tmp_path / "runs", tmp_path / "outside"
+    (root / "inside").mkdir(parents=True)
+    outside.mkdir()
+    (root / "near").symlink_to(root / "inside")
+    (root / "away").symlink_to(outside)
+    assert below(root, "near", "a").resolve() == (root / "inside" / "a").resolve()
+    with pytest.raises(UserError, match=r"away/a leads out of .*runs by a link"):
+        below(root, "away", "a")

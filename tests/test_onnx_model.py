@@ -274,3 +274,11 @@ def test_it_runs_with_what_the_container_installs(exported: tuple[fedshift.Model
         ask(port, "/predict", {"rows": rows})[1],
         ask(port, "/estimate", {"rows": rows})[1],
     ]
+
+
+def test_rows_may_lack_columns_in_any_order(exported: tuple[fedshift.Model, Path]) -> None:
+    """A row's columns are its own: the first one says nothing of the others."""
+    model, rows = OnnxModel.load(exported[1]), without_labels(patients(9, 5))
+    del rows[0]["sex"]
+    forwards, backwards = (model.predict(order)["predictions"] for order in (rows, rows[::-1]))
+    assert [one["probabilities"] for one in forwards] == [one["probabilities"] for one in backwards[::-1]]

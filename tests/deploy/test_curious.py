@@ -32,6 +32,7 @@ from fedshift.weights import Weights
 
 WIDTH = 8
 WIDE = {"name": "mlp", "hidden": [1500]}
+WIDE_INPUT = 4096
 ALL_AT_ONCE = {"batch_size": 100_000, "lr": 1.0, "momentum": 0.0}
 
 
@@ -278,3 +279,15 @@ def test_the_defaults_limit_a_day() -> None:
     assert rule.measurements_per_day is not None
     assert (rule.models, rule.splits) == ("first", 5)
     assert 0 < rule.exposure_limit(10) <= 0.8
+
+
+def test_a_wide_layer_is_read_as_a_linear_one() -> None:
+    """A unit's weights moved by a sample times what its bias moved by; a wide layer keeps them transposed."""
+    network = models.build(models.parse({"name": "mlp", "hidden": [3]}), (WIDE_INPUT,), 3, 0)
+    before = weights_of(network)
+    sample, moved = torch.linspace(-1, 1, WIDE_INPUT), torch.tensor([0.5, -1.0, 2.0])
+    name = next(name for name, tensor in before.items() if tuple(tensor.shape) == (WIDE_INPUT, 3))
+    after = {**before, name: before[name] - sample[:, None] * moved}
+    bias = name.replace("weight", "bias")
+    shown = read_off(network, before, Weights({**after, bias: before[bias] - moved}), "traps")
+    torch.testing.assert_close(shown, sample.expand(3, -1), rtol=1e-4, atol=1e-5)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fedshift.data.site_data import batches_per_epoch, epoch_batches
+from fedshift.errors import UserError
 from fedshift.experiment.budgets import budgets, rounds_needed, site_budget
 from fedshift.experiment.plan import POOL
 from fedshift.experiment.protocols.base import Split
@@ -95,3 +97,12 @@ def test_rounds_until_all_have_used_their_budget() -> None:
     assert rounds_needed(csac, training, split, {"a": 6, "b": 2}) == 0
     # A pool trains on ceil(9 / 4) = 3 in a round, so it needs 3 rounds and not 4.
     assert rounds_needed(DeepAll(), training, split, {"a": 6, "b": 3}) == 3
+
+
+def test_whole_rounds_or_none_at_all() -> None:
+    """CSAC's acquisition takes 10 mini-batches and a round 4: who has no more than the former needs no round."""
+    split = Split({"a": np.arange(40)}, {}, {"t": np.zeros(0, np.int64)})
+    csac, training = CSAC(acquisition_steps=10, calibration_steps=4), Training(rounds=3, batch_size=20)
+    assert [rounds_needed(csac, training, split, {"a": number}, whole=True) for number in (10, 14, 17)] == [0, 1, 1]
+    with pytest.raises(UserError, match="less than one of csac"):
+        rounds_needed(csac, training, split, {"a": 13}, whole=True)

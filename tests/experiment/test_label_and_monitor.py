@@ -114,6 +114,23 @@ def test_a_longer_list_keeps_the_labels(run: Path, new: Path, tmp_path: Path, ca
         label(run, new, **{**LABEL, "number": 5, "labels": short}, out=tmp_path / "other.csv")
 
 
+def test_a_longer_list_is_drawn_in_the_groups_of_the_shorter(run: Path, tmp_path: Path) -> None:
+    """Also of patients so much alike that groups are not worth while, and the default would draw without them."""
+    alike = patients(50).assign(age=lambda table: 60 + table["age"] / 100, pressure=120.0)
+    new, short, long = (tmp_path / f"{name}.csv" for name in ("new", "short", "long"))
+    alike.drop(columns="outcome").to_csv(new, index=False)
+    trained = load_model(run)
+    before = samples_to_label(trained, new, 60, strata=True)
+    assert before.drawn.stratified
+    assert not samples_to_label(trained, new, 90).drawn.stratified
+    before.write(short)
+    filled(short, alike)
+    label(run, new, **{**LABEL, "number": 90, "labels": short}, out=long)
+    after, labels = list_to_label(trained, new, long)
+    assert (after.drawn.stratified, after.drawn.sizes, len(after.rows)) == (True, before.drawn.sizes, 90)
+    assert set(labels) == set(before.rows) < set(after.rows)
+
+
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [

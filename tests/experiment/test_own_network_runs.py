@@ -109,6 +109,16 @@ def test_an_object_trains_as_its_file_does(tmp_path: Path) -> None:
     assert first.read_bytes() == second.read_bytes()
 
 
+def test_results_have_the_model_of_an_own_network(tmp_path: Path) -> None:
+    """They know the file of the experiment that was run, so nobody has to name it again."""
+    data = sites(tmp_path / "data")
+    results = fedshift.run(own(tmp_path, data, training={"rounds": 1, "batch_size": 8, "lr": 0.05}), tmp_path / "runs")
+    (run,) = (tmp_path / "runs").glob("**/seed-0")
+    there = load_model(run, own_network=f"{tmp_path}/own.py:Net")
+    x = features(4)["x"]
+    assert np.array_equal(results.model().predict_proba(x), there.scores(x))
+
+
 def test_check_says_what_it_found(tmp_path: Path) -> None:
     found = fedshift.check(own(tmp_path, sites(tmp_path / "data")))
     assert found.model == "own.py:Net"

@@ -189,6 +189,7 @@ def test_time_to_measure_is_in_the_estimate(tmp_path: Path) -> None:
     [
         ({"common_tests": ["T"]}, "no domain is called 'T'"),
         ({"common_tests": ["a"], "drop": ["a"]}, "protocol.drop"),
+        ({"drop": ["T"]}, "protocol.drop: no domain is called 'T'"),
         ({"common_tests": ["a", "b", "c", "t"]}, "no site is left to train"),
         ({"targets": ["a"]}, "targets"),
     ],

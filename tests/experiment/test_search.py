@@ -9,11 +9,12 @@ import yaml
 from small import experiment, features, save
 from typer.testing import CliRunner
 
+from fedshift.cli import search
 from fedshift.cli.app import app
 from fedshift.errors import UserError
-from fedshift.evaluation.records import RunResult
+from fedshift.evaluation.records import RunResult, SelectedRound
 from fedshift.evaluation.stored import run_folders
-from fedshift.experiment.config.experiment import load, parse
+from fedshift.experiment.config.experiment import Experiment, load, parse
 from fedshift.experiment.features import build_data
 from fedshift.experiment.plan import Plan
 from fedshift.experiment.search import going_on, kept_out, on_rung, rank, rungs
@@ -106,6 +107,32 @@ def test_the_best_is_said_to_be_better_only_if_it_is(metric: str, score: float, 
 
     results = (result("fedavg", 80.0), result("fedprox", score))
     assert outcome([Climbed(rungs(2, 2)[-1], two, results, two.methods)]).startswith(said)
+
+
+def test_the_best_of_the_last_rung_is_chosen(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever led on the first rung, with a part of the budget, and all who went on from there are not."""
+    scores = {"fedavg": (80, 80), "useless": (10, 0), "diverges": (20, 0), "fedprox": (90, 85), "often": (85, 95)}
+
+    def train(folder: Path, errors: object, stop: object, part: Experiment) -> tuple[RunResult, ...]:
+        rung = int(part.name[-1]) - 1
+        names = [method.display for method in part.methods]
+        assert names == (["fedavg", "fedprox", "often"] if rung else list(scores))
+        return tuple(
+            RunResult.model_construct(
+                method=name,
+                target="a",
+                seed=0,
+                selected={"last": SelectedRound.model_construct(accuracy=scores[name][rung])},
+                metric="accuracy",
+            )
+            for name in names
+        )
+
+    monkeypatch.setattr(search, "_run_part", train)
+    monkeypatch.setattr(search, "_show_budget", lambda *_: None)
+    search.search_file(file, [], tmp_path, [], 2, False)
+    chosen = load(tmp_path / "tiny-search" / "chosen.yaml")
+    assert [method.display for method in chosen.methods] == ["fedavg", "often"]
 
 
 @pytest.mark.slow

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from fedshift.data.domain import Domain
 from fedshift.data.tasks.objective import Objective, objective_of
 from fedshift.errors import UserError
 from fedshift.evaluation.tasks.survival import concordance
+from fedshift.experiment.fits.tasks import method_fits
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.methods import registry
 from fedshift.methods.base import Method, State
@@ -207,3 +209,12 @@ def test_a_part_that_needs_classes_is_refused(name: str, options: dict[str, Any]
 def test_every_method_that_needs_classes_says_why() -> None:
     needing = {name for name, entry in ENTRIES.items() if entry.tasks == ("classification",)}
     assert needing == {name for name, entry in ENTRIES.items() if entry.needs_classes}
+
+
+def test_only_methods_for_the_task_are_named() -> None:
+    about = cast(Any, SimpleNamespace(data=SimpleNamespace(task="regression", name="prices")))
+    with pytest.raises(UserError, match="kd3a is a method for classification") as error:
+        next(method_fits(about, registry.parse({"name": "kd3a"})))
+    named = str(error.value).rpartition("choose ")[2].split(", ")
+    assert "fedavg" in named
+    assert all("regression" in registry.method_class(name).traits.tasks for name in named)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -300,3 +301,22 @@ def test_of_a_large_site_every_third_sample_is_watched(monkeypatch: pytest.Monke
 def test_a_few_samples_that_stand_alone_are_no_layer() -> None:
     """The sum of shares is divided by ten at least: three that stand alone are 0.3."""
     assert exposure(torch.tensor([1.0, 1.0, 1.0, 0.0])) == pytest.approx(0.3)
+
+
+def test_places_of_a_filter_do_not_cancel() -> None:
+    """What a sample adds at two places of an image counts by its size, whatever the signs."""
+    layer = nn.Conv2d(1, 2, 1)
+    slopes = torch.full((20, 2, 2, 2), 0.01)
+    slopes[0] = 5.0
+    turned = slopes.clone()
+    turned[0, :, 0] *= -1
+
+    def shown(slopes: Tensor) -> float:
+        rows = SimpleNamespace(samples=20, seen=None, read=[], watch=lambda: None)
+        site = SimpleNamespace(data=rows, unlabelled=None, held_out=None, network=layer, samples=20)
+        with ExposureWatch(cast(Any, site)) as watch:
+            (layer(torch.ones(20, 1, 2, 2)) * slopes).sum().backward()
+        return watch.score()
+
+    assert shown(turned) == pytest.approx(shown(slopes))
+    assert shown(turned) > 1.5 * shown(torch.full_like(slopes, 0.01))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import ValidationError
 
 from fedshift.experiment.config.engine_section import LocalEngine
 
@@ -17,3 +18,9 @@ def test_threads_as_written_else_as_the_environment_says_else_shared_out(monkeyp
     for strange in ("", "0", "4,2", "many"):
         monkeypatch.setenv("OMP_NUM_THREADS", strange)
         assert LocalEngine().thread_count() == 8
+
+
+@pytest.mark.parametrize("kinds", [("wieghts",), ("weights", "wieghts"), ("weights", "statistics", "wieghts")])
+def test_every_kind_that_is_refused_is_known(kinds: tuple[str, ...]) -> None:
+    with pytest.raises(ValidationError, match="unknown kind 'wieghts'; did you mean 'weights'"):
+        LocalEngine(refuse=kinds)

@@ -122,6 +122,7 @@ ADAPT = {"kind": "adapt_to_one"}
         ({"name": "fedavg"}, {"drawn": 0}, "sites_per_round"),
         ({"name": "deepall"}, {}, "DeepAll|deepall"),
         ({"name": "kd3a"}, {"protocol": ADAPT}, "kd3a"),
+        ({"name": "oracle"}, {"protocol": ADAPT}, "oracle trains in one place"),
         ({"name": "fedavg", "robust": {"rule": "trust", "trusted": "b"}}, {}, "'b'"),
         (
             {"name": "fedavg", "robust": {"rule": "krum", "faulty": 1}},

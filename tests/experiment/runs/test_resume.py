@@ -8,7 +8,8 @@ import re
 import shutil
 import signal
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -36,6 +37,7 @@ from fedshift.errors import UserError
 from fedshift.evaluation.records import RoundRecord
 from fedshift.experiment.plan import Run
 from fedshift.experiment.runs.context import Reporter
+from fedshift.experiment.runs.run_log import RunLog
 from fedshift.federation.message_files import read_message
 
 FEDAVG = {"name": "fedavg"}
@@ -442,3 +444,20 @@ def test_it_waits_for_another_process_or_takes_its_run_over(
     assert cli("run", file, "--runs", runs).code == 0
     assert (part / "result.json").exists()
     assert not list(part.glob(".claim*"))
+
+
+def test_a_refusal_stands_in_its_round_alone() -> None:
+    warned: list[str] = []
+    refused = {"a": ["a refuses numbers"]}
+    log = RunLog(
+        cast(Any, SimpleNamespace(reporter=SimpleNamespace(warn=warned.append))),
+        cast(Any, SimpleNamespace(run=SimpleNamespace(method=SimpleNamespace(display="kd3a")))),
+        cast(Any, None),
+        cast(Any, SimpleNamespace(refused=refused)),
+        usage=None,
+    )
+    rounds: list[dict[str, Any]] = [{}, {}]
+    for report in rounds:
+        log._report_refused(report)
+    assert rounds == [{"refused": {"a": ["a refuses numbers"]}}, {}]
+    assert warned == ["kd3a continues without it: a refuses numbers"]

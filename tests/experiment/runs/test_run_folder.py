@@ -406,3 +406,12 @@ def test_a_lost_folder_is_noticed_before_a_file_takes_its_name(tmp_path: Path, m
     assert len(calls) == 1
     assert (runs / PART / "checkpoint.safetensors").read_bytes() == checkpoint
     assert not list((runs / PART).glob(".*.part"))
+
+
+def test_who_asks_whether_a_folder_is_held_does_not_hold_it(tmp_path: Path) -> None:
+    first, second = (RunFolder(tmp_path / "run", {}) for _ in range(2))
+    assert not first.is_held()
+    assert second.acquire()
+    assert first.is_held()
+    second.release()
+    assert not first.is_held()

@@ -21,6 +21,8 @@ SETTINGS: dict[str, Any] = {
     "versions": {"torch": "1"},
 }
 
+WRITTEN: list[dict[str, Any]] = [{}, {"smoothing": 0.1}, {"smoothing": 0.2}]
+
 
 def changed(section: str, **fields: Any) -> dict[str, Any]:
     return {**SETTINGS, section: {**SETTINGS[section], **fields}}
@@ -122,3 +124,12 @@ def test_an_option_of_several_kinds_gets_its_later_fields(
 def test_an_option_that_cannot_be_read_is_compared_as_it_is() -> None:
     unknown = {"optimizer": "of a later version"}
     assert comparable({"method": {"name": "fedavg", "server": unknown}})["method"]["server"] == unknown
+
+
+def test_plug_ins_in_a_list_have_their_defaults() -> None:
+    """A list of options is compared by what each of them is, not by what was written of it."""
+    settings = [comparable(changed("method", local=[{"name": "label_smoothing", **more}])) for more in WRITTEN]
+    assert first_difference(settings[0], settings[1]) is None
+    found = first_difference(settings[0], settings[2])
+    assert found is not None
+    assert found[0] == "method.local"

@@ -16,14 +16,15 @@ from safetensors import SafetensorError
 from tiny import CNN, NORMED, domains, federation, run, start_of, step_on, vectors
 
 from fedshift.data.domain import Domain, SparseRows
-from fedshift.errors import FedshiftError, UserError
+from fedshift.errors import FedshiftError, TrainingDiverged, UserError
 from fedshift.federation.federation import Federation
 from fedshift.federation.local import content_files
+from fedshift.federation.local.commands import Done, SaveCommand
 from fedshift.federation.local.content_files import LARGE, ContentFiles, take
 from fedshift.federation.local.in_process import LocalFederation
-from fedshift.federation.local.pool import BUFFERED_ANSWERS, WorkerPool
-from fedshift.federation.local.worker import read_domain
-from fedshift.federation.messages import PerSite, encode_file
+from fedshift.federation.local.pool import BUFFERED_ANSWERS, WorkerPool, answer_of
+from fedshift.federation.local.worker import Worker, read_domain
+from fedshift.federation.messages import PerSite, encode, encode_file
 from fedshift.methods import registry
 from fedshift.methods.base import Method, State
 from fedshift.methods.rounds import start_run
@@ -272,6 +273,18 @@ def test_errors_of_a_call_keep_their_class(own: Any, pools: dict[int, WorkerPool
     assert where.ask(own.note, to=["one"]).only().text == "one 1"  # the worker serves on
     with pytest.raises(UserError, match=r"refuses .*numbers"):
         federation(own, pool=pools[2], refuse=["numbers"])
+
+
+@pytest.mark.parametrize("kind", [UserError, TrainingDiverged, FedshiftError])
+def test_an_error_of_a_worker_keeps_its_class(kind: type[FedshiftError], monkeypatch: pytest.MonkeyPatch) -> None:
+    def save(self: Worker, command: SaveCommand, content: dict[str, Any]) -> None:
+        raise kind(f"cannot save {command.site}")
+
+    monkeypatch.setattr(Worker, "save", save)
+    answer = Worker().answer(encode({}, SaveCommand(site="large", folder="there", version=1).plain()))
+    with pytest.raises(FedshiftError, match=r"^cannot save large$") as error:
+        answer_of(Done, answer)
+    assert type(error.value) is kind
 
 
 @pytest.mark.slow
