@@ -15,7 +15,6 @@ import fedshift
 from fedshift.cli.estimate import estimate
 from fedshift.errors import UserError
 from fedshift.evaluation.predictions import PREDICTIONS
-from fedshift.experiment import estimate as estimate_module
 from fedshift.experiment.config.experiment import parse
 
 SITES = ("north", "south", "east", "west")
@@ -318,16 +317,3 @@ def test_labels_that_mean_the_opposite_are_found_by_labels_alone(results: fedshi
     told = {row: other[rows[row]["outcome"]] for row in chosen.rows}
     measured = chosen.measure(told).accuracy
     assert measured.high < found.low
-
-
-def test_an_estimate_is_of_the_threshold_that_the_run_chose(
-    results: fedshift.api.Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stop(*_: object, threshold: float, **__: object) -> None:
-        raise UserError(f"{threshold:g}")
-
-    monkeypatch.setattr(estimate_module, "threshold_of", {run_of(results, "north"): 0.37}.__getitem__)
-    monkeypatch.setattr(estimate_module, "estimate_accuracy", stop)
-    monkeypatch.setattr(estimate_module, "_cases", lambda *_: ({}, ()))
-    with pytest.raises(UserError, match=r"^0\.37$"):
-        results.estimate(written(tmp_path / "new.csv", hospital(9), ("age", "pressure")), target="north", seed=0)

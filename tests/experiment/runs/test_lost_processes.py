@@ -60,7 +60,8 @@ def test_a_lost_process_is_started_again_for_what_is_left(
         yield cluster
 
     monkeypatch.setattr(ray_runs, "join_cluster", join)
-    monkeypatch.setattr(ray_runs, "check_room", lambda *_: None)
+    room = Mock()
+    monkeypatch.setattr(ray_runs, "check_room", room)
     whole = parse(experiment(sites(tmp_path / "data"), engine={"name": "ray", "parallel_runs": 1, "threads": 1}))
     folder = Mock(path=tmp_path, **{"result.return_value": None, "is_held.return_value": False})
     mine = cast(ray_runs.Runs, [(SimpleNamespace(run=None), folder)])
@@ -74,3 +75,4 @@ def test_a_lost_process_is_started_again_for_what_is_left(
         with pytest.raises(FedshiftError, match="lost twice"):
             spread()
     assert cluster.started == (1 if finishes else 2)
+    assert room.call_count == cluster.started, "a cluster that shrank needs no room for what is done"
