@@ -85,6 +85,8 @@ python benchmarks/secure_sums.py
 # recipe.md
 fedshift run benchmarks/experiments/recipe_rotated_mnist.yaml methods='[{name: recipe}]' --runs benchmarks/results
 fedshift run benchmarks/experiments/recipe_rotated_mnist.yaml protocol.targets='[M0, M75]' protocol.seeds=0 --runs benchmarks/results
+fedshift run benchmarks/experiments/recipe_rotated_mnist.yaml protocol.seeds=0 --runs benchmarks/results \
+  methods='[{label: ahead-0.7, name: recipe, weighting: samples, server: {optimizer: momentum, beta: 0.7, nesterov: true}}]'
 fedshift run benchmarks/experiments/recipe_rotated_mnist_deepall.yaml --runs benchmarks/results
 fedshift run benchmarks/experiments/recipe_rotated_mnist_paper.yaml --runs benchmarks/results
 fedshift run benchmarks/experiments/recipe_letters.yaml --runs benchmarks/results
