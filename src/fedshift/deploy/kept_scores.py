@@ -57,7 +57,7 @@ def keep_scores(memory: Path, run: str, kept: KeptScores) -> None:
         apart = answers.apart
         parts |= {
             f"{number}.scores": answers.scores,
-            f"{number}.labels": answers.labels.copy(),  # all alike, and a file's tensors share no memory
+            f"{number}.labels": answers.labels,
             f"{number}.nearby": answers.nearby,
             f"{number}.apart": np.array([] if apart is None else [apart.spread, apart.moved]),
         }
@@ -103,4 +103,4 @@ def asked_reading(memory: Path, run: str) -> str | None:
 def _tensor(scores: NDArray[Any]) -> Any:
     import torch
 
-    return torch.from_numpy(np.ascontiguousarray(scores))
+    return torch.tensor(np.ascontiguousarray(scores))  # a copy: a file's tensors share no memory

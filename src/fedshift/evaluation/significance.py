@@ -187,7 +187,12 @@ def compare(
 
 
 def share_sites(results: Iterable[RunResult]) -> bool:
-    """Whether targets have sites in common, as pairs of sites do: they are no clusters, and none is a new draw."""
+    """Whether targets have sites in common, as pairs of sites do: they are no clusters, and none is a new draw.
+
+    Example:
+        >>> share_sites([])
+        False
+    """
     targets_of: dict[str, set[str]] = {}
     for result in results:
         if result.labelled:

@@ -138,6 +138,12 @@ def read_result(path: Path) -> RunResult:
 
     Raises:
         UserError: it cannot be read, or is not a run's result.
+
+    Example:
+        >>> read_result(Path("nowhere/result.json"))
+        Traceback (most recent call last):
+            ...
+        fedshift.errors.UserError: cannot read nowhere/result.json: there is no such file
     """
     file = read_stored(path)
     if file is None:
@@ -150,6 +156,10 @@ def read_order(path: Path) -> Order:
 
     Raises:
         UserError: it cannot be read, or is not an order of methods and targets.
+
+    Example:
+        >>> read_order(Path("nowhere/order.json")).methods
+        []
     """
     file = read_stored(path)
     if file is None:
@@ -164,6 +174,10 @@ def read_rounds(path: Path) -> list[RoundRecord]:
 
     Raises:
         UserError: the file cannot be read, another line is not a round's record, or a round is there twice.
+
+    Example:
+        >>> read_rounds(Path("nowhere/rounds.jsonl"))
+        []
     """
     file = read_stored(path)
     if file is None:

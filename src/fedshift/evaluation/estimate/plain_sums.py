@@ -224,16 +224,15 @@ class GivenPooled(_Part):
 def given_whole(whole: Whole) -> GivenWhole:
     """The first sum as a message holds it.
 
-        Raises:
-            FedshiftError: its numbers do not fit each other, so masks were not those of one sum, or a site lied.
+    Raises:
+        FedshiftError: its numbers do not fit each other, so masks were not those of one sum, or a site lied.
 
-        Example:
-            >>> from fedshift.evaluation.estimate.input_sums import MOST_VALUES, Moments
-    from fedshift.evaluation.estimate.pooled import first_part, whole_of
-            >>> from fedshift.evaluation.estimate.sums import sums_of
-            >>> whole = whole_of(3 * first_part(sums_of([[0.9, 0.1]], [0])), sites=3, classes=2)
-            >>> given_whole(whole).whole.sums.samples
-            3
+    Example:
+        >>> from fedshift.evaluation.estimate.pooled import first_part, whole_of
+        >>> from fedshift.evaluation.estimate.sums import sums_of
+        >>> whole = whole_of(3 * first_part(sums_of([[0.9, 0.1]], [0])), sites=3, classes=2)
+        >>> given_whole(whole).whole.sums.samples
+        3
     """
     scores = None if whole.by_score is None else whole.by_score.tolist()
     plain = {
@@ -250,16 +249,15 @@ def given_whole(whole: Whole) -> GivenWhole:
 def given_pooled(pooled: Pooled) -> GivenPooled:
     """All three sums as a message holds them.
 
-        Raises:
-            FedshiftError: as `given_whole`.
+    Raises:
+        FedshiftError: as `given_whole`.
 
-        Example:
-            >>> from fedshift.evaluation.estimate.input_sums import MOST_VALUES, Moments
-    from fedshift.evaluation.estimate.pooled import first_part, whole_of
-            >>> from fedshift.evaluation.estimate.sums import sums_of
-            >>> whole = whole_of(3 * first_part(sums_of([[0.9, 0.1]], [0])), sites=3, classes=2)
-            >>> given_pooled(Pooled(whole, 0.1, 0.0, 2.0, np.zeros(3))).pooled.squares
-            2.0
+    Example:
+        >>> from fedshift.evaluation.estimate.pooled import first_part, whole_of
+        >>> from fedshift.evaluation.estimate.sums import sums_of
+        >>> whole = whole_of(3 * first_part(sums_of([[0.9, 0.1]], [0])), sites=3, classes=2)
+        >>> given_pooled(Pooled(whole, 0.1, 0.0, 2.0, np.zeros(3))).pooled.squares
+        2.0
     """
     plain = {
         "whole": given_whole(pooled.whole).model_dump(mode="json"),
