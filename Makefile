@@ -3,14 +3,12 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# The demo needs none of the extras; once they are there, it takes that environment.
+# The demo needs none of the extras; once they are there, it takes that environment. uv, where it is, chooses the torch of
+# this machine, which without an NVIDIA card is a tenth of the size.
 PLAIN := $(VENV)/.plain
 EXTRAS := report,deploy,tables,networks,medical,privacy,export,search,cluster,ray,volumes,databases,monitoring
 DOCS := $(VENV)-docs
 FLARE_NEXT := $(VENV)-flare
-# PyTorch's own index has wheels of a tenth of the size for machines without an NVIDIA card; not every network reaches it.
-CPU_WHEELS := https://download.pytorch.org/whl/cpu
-FOR_CPU = $$(! command -v nvidia-smi >/dev/null && curl -sfIm 5 $(CPU_WHEELS)/torch/ >/dev/null && echo --extra-index-url $(CPU_WHEELS))
 # Three for two cores: tests that wait for processes to start leave one idle.
 FEDSHIFT_WORKERS ?= 3
 MUTATION_JOBS ?= 2
@@ -24,7 +22,8 @@ $(READY): pyproject.toml constraints.txt
 
 $(PLAIN): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(FOR_CPU) -e ".[report]"
+	uv pip install --quiet --python $(BIN)/python --torch-backend auto -c constraints.txt -e ".[report]" 2>/dev/null || \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[report]"
 	touch $(PLAIN)
 
 demo: $(if $(wildcard $(READY)),$(READY),$(PLAIN))  ## compare four methods on rotated digits; ends with a table and runs/demo/report.html
