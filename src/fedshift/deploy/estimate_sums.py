@@ -138,7 +138,7 @@ class _Sums:
     name: str
     scores: Mapping[str, str]
 
-    def make(self, step: int, cards: Mapping[str, KeyCard], length: int, **told: Any) -> tuple[Numbers, list[str]]:
+    def make(self, step: int, cards: Mapping[str, KeyCard], length: int, **fields: Any) -> tuple[Numbers, list[str]]:
         """A sum of so many numbers (n,), and the sites that it is of.
 
         Raises:
@@ -150,7 +150,7 @@ class _Sums:
             scores={site: self.scores[site] for site in cards},
             cards={site: key_entry(card) for site, card in sorted(cards.items())},
             threshold=threshold(len(cards), self.asking.colluders(list(cards))),
-            **told,
+            **fields,
         )
         order = order_to_mask(request)
         added = SecureSum(order)

@@ -50,10 +50,10 @@ class KeptScores:
         return sums_of(self.scores, self.labels, self.threshold)
 
 
-def keep_scores(memory: Path, run: str, kept: KeptScores) -> None:
+def keep_scores(memory: Path, run: str, case: KeptScores) -> None:
     """Keep the scores of a run's last model beside the memory of the run. No reading was made of them."""
-    parts = {"scores": kept.scores, "labels": kept.labels, "threshold": np.array([kept.threshold])}
-    for number, answers in enumerate(kept.looked_at):
+    parts = {"scores": case.scores, "labels": case.labels, "threshold": np.array([case.threshold])}
+    for number, answers in enumerate(case.looked_at):
         apart = answers.apart
         parts |= {
             f"{number}.scores": answers.scores,

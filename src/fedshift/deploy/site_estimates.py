@@ -148,13 +148,13 @@ class SiteEstimates:
             Refused: readings may not leave, or there was another one.
         """
         self.check_gives(masked=False)
-        kept = self.kept_for(asked.request.run, "reading", asked.key)
+        case = self.kept_for(asked.request.run, "reading", asked.key)
         others, looked = asked.request.sums, None
-        check_classes(others, kept.scores.shape[1])
-        reading = GivenReading.model_validate(plain_reading(read(others.sums, kept.scores)))
+        check_classes(others, case.scores.shape[1])
+        reading = GivenReading.model_validate(plain_reading(read(others.sums, case.scores)))
         asked.entry["sent"] = {"reading": {"kind": CONFIDENCES}}
-        if kept.looked_at and (apart := kept.looked_at[0].apart) is not None:
-            cases = list(looks(others.sums, kept.left_out, asked.request.number % 2**32))
+        if case.looked_at and (apart := case.looked_at[0].apart) is not None:
+            cases = list(looks(others.sums, case.left_out, asked.request.number % 2**32))
             looked = GivenLooks.model_validate(plain_looks(cases, apart))
             asked.entry["sent"]["looked"] = {"kind": CONFIDENCES}
         return answer_of(asked.key, ReadingAnswer(reading=reading, looked=looked))
@@ -190,7 +190,7 @@ class SiteEstimates:
             check_classes(pooled.whole.sums, len(classes))
         shift = _shift(holding, answers[0].rows, asked.request.preprocessing)
         threshold = threshold_of(asked.request.threshold)
-        given: dict[str, Any] = {
+        known_here: dict[str, Any] = {
             "unlike": shift.refusal,
             "unusual": shift.warning,
             "threshold": threshold,
@@ -198,12 +198,12 @@ class SiteEstimates:
         }
         scores = answers[0].known.scores
         if pooled is None:
-            given |= compare_inputs(self._received / run / MODEL, asked.request.inputs, holding, answers[0].rows)
-            estimate = estimate_from_sums(known, scores, **given)
+            known_here |= compare_inputs(self._received / run / MODEL, asked.request.inputs, holding, answers[0].rows)
+            estimate = estimate_from_sums(known, scores, **known_here)
         else:
-            estimate = estimate_from_pooled(pooled.pooled, scores, **given)
+            estimate = estimate_from_pooled(pooled.pooled, scores, **known_here)
         if estimate.sites:
-            how = BY_SUMS if estimate.looked_at else _of_scores(asked.request)
+            how = BY_SUMS if estimate.looked_at else _why_scores_alone(asked.request)
             estimate = replace(estimate, reasons=(*estimate.reasons, how))
         write_bytes(
             self._received / run / ESTIMATE, f"{json_text(estimate.plain(), indent=2)}\n".encode(), private=True
@@ -234,12 +234,12 @@ def in_words(estimate: Estimate) -> str:
     return f"accuracy here, estimated: {estimate.estimate:.1f} % ({ends}){warning}"
 
 
-def _of_scores(request: EstimateRequest) -> str:
+def _why_scores_alone(request: EstimateRequest) -> str:
     """Why an estimate reads scores alone, in words."""
-    kept = [f"'{name}'"[:100] for name, site in request.known.items() if site.looked is None]
-    if not kept or len(kept) == len(request.known):
+    without_sums = [f"'{name}'"[:100] for name, site in request.known.items() if site.looked is None]
+    if not without_sums or len(without_sums) == len(request.known):
         return NOT_LOOKED_AT
-    return f"{NOT_LOOKED_AT}, since no sums of inputs come from {', '.join(kept[:5])}"
+    return f"{NOT_LOOKED_AT}, since no sums of inputs come from {', '.join(without_sums[:5])}"
 
 
 def _shift(holding: Holding, rows: NDArray[np.int64], trained: Preprocessing) -> InputShift:

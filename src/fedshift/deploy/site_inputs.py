@@ -74,33 +74,33 @@ class SiteInputs:
         if self._policy.secure == "required":
             raise KindRefused(f"site '{self._site}' sends no sums of its inputs alone (rule policy.secure: required)")
 
-    def look(self, kept: KeptScores, model: Scores, domain: Domain, rows: Rows, there: GivenInputs) -> KeptScores:
+    def look(self, case: KeptScores, model: Scores, domain: Domain, rows: Rows, there: GivenInputs) -> KeptScores:
         """The same scores, with what the model says of some of the samples under changes.
 
         Args:
-            kept: of the samples.
+            case: the scores of the samples.
             model: gives the scores of inputs.
             domain: has the inputs, as they are stored.
             rows: which of them were scored.
             there: sums of the inputs of the sites that trained.
 
         Returns:
-            ``kept`` itself if sums of inputs may not leave here, or the samples cannot be changed or compared.
+            ``case`` itself if sums of inputs may not leave here, or the samples cannot be changed or compared.
         """
         if MOMENTS not in self._policy.send or self._budget is not None:
-            return kept
+            return case
         some = spread(len(rows))
-        samples, scores, labels = _as_array(domain, rows[some]), kept.scores[some], kept.labels[some]
+        samples, scores, labels = _as_array(domain, rows[some]), case.scores[some], case.labels[some]
         if domain.scale is not None or samples is None or not _fit(there, samples):
-            return kept
+            return case
         if not np.allclose(model(samples), scores, atol=_SAME):  # of a frozen network, or one that adapts
-            return kept
+            return case
         moments = there.moments
         usual = moments.usual(samples.shape[1:])
         answers = answers_under_changes(model, samples, scores, labels, usual, moments)
         if not all(np.isfinite(item.scores).all() and np.isfinite(item.nearby).all() for item in answers):
-            return kept
-        return replace(kept, looked_at=answers)
+            return case
+        return replace(case, looked_at=answers)
 
 
 def compare_inputs(model: Path, inputs: GivenInputs | None, holding: Holding, rows: Rows) -> dict[str, Any]:

@@ -539,14 +539,14 @@ class SiteProgram:
         if request.whole is not None and request.whole.sums and objective.task == "classification":
             self.estimates.check_gives(masked=request.whole.kept)
             scores = score(answering(network, view, new_site), view, objective, groups)
-            kept = KeptScores(scores.scores, scores.labels, threshold_of(request.whole.threshold))
+            case = KeptScores(scores.scores, scores.labels, threshold_of(request.whole.threshold))
             if request.whole.inputs is not None:
                 domain = self._domain(self._setting(request.setting, method), request.part)
                 model = partial(self._scores_of, network, new_site, view.preprocessing)
-                kept = self.inputs.look(kept, model, domain, held_out, request.whole.inputs)
-            kept = self.rules.with_noise(asked, kept, groups, view.device)
+                case = self.inputs.look(case, model, domain, held_out, request.whole.inputs)
+            case = self.rules.with_noise(asked, case, groups, view.device)
             classes = request.setting.classes
-            sums = self.estimates.sums(request.run, kept, classes, asked.entry, masked=request.whole.kept)
+            sums = self.estimates.sums(request.run, case, classes, asked.entry, masked=request.whole.kept)
             measures = measures.model_copy(update={"sums": sums})
         return answer_of(asked.key, MeasureAnswer(measures=measures))
 

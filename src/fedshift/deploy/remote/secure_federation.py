@@ -192,11 +192,11 @@ class SecureFederation(RemoteFederation):
             FedshiftError: too few sites did.
         """
         reasons: list[str] = []
-        told = second_exchange(masked, partial(self._second, reasons), round=self.round)
+        shares = second_exchange(masked, partial(self._second, reasons), round=self.round)
         total = Total()
         total.sites, total.layout = masked.answered, layout
         try:
-            total.numbers = masked.unmask_total(told)
+            total.numbers = masked.unmask_total(shares)
             return total.mean()
         except FedshiftError as error:
             more = "".join(f"; {reason}" for reason in reasons)
@@ -219,7 +219,7 @@ class SecureFederation(RemoteFederation):
             keys[site], asks = stamp(request, body)
             outgoing.append((site, asks))
             self.ledger.record(order.exchange, do, site, "down", body.content)
-        told: dict[str, Any] = {}
+        answers: dict[str, Any] = {}
         # Once enough sites answered, wait a little for others: what some sent may be wrong.
         seconds = self.patience if self.grace is None else self.grace
         grace, missing = Grace(seconds, order.threshold, len(content), ()), set(content)
@@ -238,13 +238,13 @@ class SecureFederation(RemoteFederation):
                 result = open_answer(Done, message, keys[site], tensors)
                 if isinstance(result.answer, SiteError):
                     raise FedshiftError(result.answer.message[:2000])
-                told[site] = read(site, result.content)
+                answers[site] = read(site, result.content)
                 self.ledger.record(order.exchange, do, site, "up", result.content)
             except FedshiftError as error:
                 self._record(do, site, "lost" if isinstance(message, Lost) else "refused", str(error))
                 reasons.append(f"site '{site}': {error}")
-            grace.note_answer(usable=site in told)
-        return told
+            grace.note_answer(usable=site in answers)
+        return answers
 
     # Keys -------------------------------------------------------------------------------------------------------------
 
