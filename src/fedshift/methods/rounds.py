@@ -35,14 +35,13 @@ def play_round(method: Method, federation: Federation, state: State) -> State:
     if not isinstance(new, State) or new.round != federation.round:
         raise FedshiftError(f"{method.name}: round() must return state.advance(...)")
     # Replies were checked as they came: what is not finite now is the server's own. It cannot read sealed models.
-    if not is_closed(new.weights):
-        new.weights.check_finite(
-            f"{method.name}, round {new.round}", f"the replies were finite, look at {method.name}'s round"
-        )
+    who, remedy = f"{method.name}, round {new.round}", f"the replies were finite, look at {method.name}'s round"
     if optimizer is None:
+        if not is_closed(new.weights):
+            new.weights.check_finite(who, remedy)
         return new
     weights, moments = after_round(optimizer, state.weights, new.weights, state.server, method.personal(new.weights))
-    weights.check_finite(f"{method.name}, round {new.round}", "lower the rate of the server's optimiser")
+    weights.check_finite(who, f"{remedy}, or lower the rate of the server's optimiser")
     return replace(new, weights=weights, server=moments)
 
 
