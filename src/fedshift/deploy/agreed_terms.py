@@ -85,11 +85,9 @@ class AskedTerms(_Model):
 
     Attributes:
         number: of the request, which no other of this site has.
-        lacks: the terms.
         coordinator: who asked, by the name in its certificate.
         run: the run or the experiment that it was asked for.
         when: seconds since 1970, of the last time.
-        times: how often.
         refused: whether a person refused it.
         approvals: of people, where more than one must agree.
     """
@@ -163,9 +161,6 @@ class AgreedTerms:
 
         Args:
             agree: agree to the network and the training options if they are the first. To splits it does at once.
-            network: that is trained or measured.
-            splits: of the site's data.
-            training: what bounds the training, of `asked_bounds`.
             announced: what bounds the training of all methods of the experiment, where they train differently: agreed
                 to in place of ``training`` as the first, since the others follow.
         """
@@ -187,11 +182,7 @@ class AgreedTerms:
                 self._write(terms.model_copy(update={"agreed": terms.agreed.with_terms(first)}))
 
     def _sort_terms(self, agreed: Terms, asked: Terms) -> tuple[Terms, Terms]:
-        """Of what is asked, the terms that the site agrees to as the first ones, and those that a person must look at.
-
-        Raises:
-            Refused: the site's file rules some out.
-        """
+        """Of what is asked, what the site agrees to as the first, and what a person must look at."""
         policy, missing = self._policy, asked.without(agreed)
         models = missing.models if policy.models == "first" else ()
         if not isinstance(policy.models, str) and any(model not in policy.models for model in asked.models):
@@ -212,11 +203,7 @@ class AgreedTerms:
         return first, Terms(models=models, splits=splits, training=training).without(first)
 
     def _beyond(self, asked: TrainingBounds, agreed: Terms) -> bool:
-        """Whether training options are beyond all that was agreed to.
-
-        Raises:
-            Refused: they are beyond the bounds of the site's file.
-        """
+        """Whether training options are beyond all that was agreed to."""
         rule = self._policy.training
         if isinstance(rule, TrainingBounds):
             if beyond := asked.beyond(rule):
@@ -247,11 +234,7 @@ class AgreedTerms:
         return "a person" if self._policy.approvals == 1 else f"{self._policy.approvals} people"
 
     def check_peers(self, fingerprints: Mapping[str, str]) -> None:
-        """Raise Refused unless each site signs with the certificate that this site has on record for it.
-
-        Args:
-            fingerprints: site → SHA-256 of the certificate that it signs with.
-        """
+        """Raise Refused unless each site signs with the certificate that this site has on record for it."""
         with hold_lock(self._lock):
             self._check_peers(fingerprints)
 
@@ -316,7 +299,6 @@ class AgreedTerms:
         """Agree to requests as they were shown to a person. What was asked since waits for the next time.
 
         Args:
-            shown: the requests.
             by: the person, of `approver`. Where several must agree, their approval is noted until there are enough.
 
         Returns:
@@ -381,11 +363,7 @@ class AgreedTerms:
             self._write(terms.model_copy(update={"asked": (*waiting, *refused[:_MOST_REFUSED])}))
 
     def _read(self) -> _File:
-        """The file.
-
-        Raises:
-            Damaged: it holds something else than what was written.
-        """
+        """The file."""
         content = read_object(self._file, _REMEDY, older=True)
         try:
             if content and content.keys() <= _OlderFile.model_fields.keys():
@@ -417,9 +395,6 @@ def asked_bounds(
     """What a request asks for, as the bounds that would just allow it.
 
     Args:
-        training: the training options of the request.
-        methods: that train, with their options, which may change the training.
-        round_number: of the request.
         mini_batches: that the site may still train on in this run; None: the request does not say.
     """
     epochs = [number for method in methods for number in _epochs(method.model_dump(mode="json"))]

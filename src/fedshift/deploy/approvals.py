@@ -65,11 +65,7 @@ def digest_of_terms(site: str, terms: BaseModel) -> str:
 
 
 def public_key(text: str) -> str:
-    """The key in a line of OpenSSH's, without its comment.
-
-    Raises:
-        ValueError: the line holds no such key.
-    """
+    """The key in a line of OpenSSH's, without its comment; ValueError if the line holds none."""
     kind, _, rest = text.strip().partition(" ")
     try:
         whole = base64.b64decode(rest.split(" ")[0], validate=True)
@@ -84,13 +80,6 @@ def approver(
     approvals: int, approvers: Mapping[str, str], name: str, key: Path | None, ask: Callable[[], str]
 ) -> Approver | None:
     """The person who approves, by the rules of a site.
-
-    Args:
-        approvals: how many people must agree.
-        approvers: who may, with their public keys; none: anybody.
-        name: what the person is called; empty if nobody said.
-        key: the file of the person's private key.
-        ask: asks for the passphrase of the key.
 
     Returns:
         The person; None if the rules ask for no name and none was given.

@@ -45,10 +45,7 @@ def append_line(
 
     Args:
         path: the log; readable by its user only. Its folder exists.
-        entry: plain values.
         known: bytes that the log had when this process last looked.
-        flush: wait until the line is on the disk.
-        remedy: what to do about a log that is shorter, for the message.
 
     Returns:
         The line, and the log's size afterwards.
@@ -76,15 +73,7 @@ def append_line(
 
 
 def checked_lines(path: Path, remedy: str = f"{_REMEDY} in its place") -> list[str]:
-    """The whole lines of a log; none if it does not exist.
-
-    Args:
-        path: the log.
-        remedy: what to do about a log that was changed, for the message.
-
-    Raises:
-        FedshiftError: the chain is broken. The message names the first line that does not fit.
-    """
+    """The whole lines of a log, none without a file; FedshiftError names the first that breaks the chain."""
     (lines, rest), last = _split(path), START
     for number, line in enumerate(lines, 1):
         try:

@@ -64,11 +64,7 @@ EXPERIMENT, PROGRESS = "experiment.json", "progress.jsonl"
 
 
 def check_deployable(experiment: Experiment) -> FlareEngine:
-    """Check that an experiment can be deployed, and return its engine.
-
-    Raises:
-        UserError: it cannot be deployed.
-    """
+    """The engine of an experiment that can be deployed; UserError for any other."""
     if not isinstance(experiment.engine, FlareEngine):
         raise UserError("engine.name: write engine: {name: flare} in an experiment that is deployed")
     if not isinstance(experiment.data, AtSites):
@@ -100,8 +96,6 @@ def check_members(experiment: Experiment, sites: Sequence[str], revoked: Collect
     """Check that the sites that an experiment names are there, before anything starts.
 
     Args:
-        experiment: that is deployed.
-        sites: of the project.
         revoked: the sites that the coordinator refuses, with those that have left the project.
 
     Raises:
@@ -131,8 +125,6 @@ def coordinate(folder: Path, transport: Transport, sites: Sequence[str]) -> None
     """Run what is not finished of the deployment in ``folder``.
 
     Args:
-        folder: the deployment's.
-        transport: carries the messages to sites.
         sites: those of the project that are not revoked.
 
     Raises:
@@ -404,11 +396,7 @@ class _AtSites:
         self._kept = {"kept": True} if plan.experiment.engine.sums_only else {}
 
     def measure(self, network: Network, weights: Weights) -> dict[str, Any]:
-        """As `Evaluator.measure`.
-
-        Raises:
-            FedshiftError: the target's own site does not answer.
-        """
+        """As `Evaluator.measure`."""
         result = self._ask(weights, list(dict.fromkeys([*self._sources, *self._targets])))
         record = self._record(result)
         return record if self._here is None else {**self._here.measure(network, weights), **record}
@@ -437,11 +425,7 @@ class _AtSites:
         return Final(record, (*_metrics(result, self._targets, "target"), *held_out))
 
     def _ask(self, weights: Weights, sites: Sequence[str], **whole: Any) -> dict[str, Any]:
-        """What sites report of a model.
-
-        Raises:
-            FedshiftError: no target that is asked answers.
-        """
+        """What sites report of a model."""
         targets = [site for site in self._targets if site in sites]
         measure = self._federation.measure(weights, sites, targets, **whole) if sites else {}
         if targets and not any(site in measure for site in targets):

@@ -132,7 +132,6 @@ def check_budgets(plan: DeployedPlan, *, begun: bool) -> None:
     """Check that every site with a budget can pay for the whole experiment, and may measure models if asked to.
 
     Args:
-        plan: the plan.
         begun: whether the experiment was begun before. What it cost so far is then part of what the sites have
             spent, so only the sites can decide.
 

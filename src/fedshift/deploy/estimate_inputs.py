@@ -24,14 +24,6 @@ def summed_inputs(
 ) -> GivenInputs | None:
     """Sums of the inputs of some sites, in the encoding of a run.
 
-    Args:
-        plan: of the experiment.
-        planned: the run.
-        sites: the sites.
-        transport: carries the messages.
-        deadline: seconds to wait for an answer.
-        log: is told of sites that do not answer.
-
     Returns:
         None where some site keeps them, has samples of which there are none, or does not answer; and with
         ``engine.aggregation: secure``, since no site sends its own alone then.

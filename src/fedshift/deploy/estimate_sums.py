@@ -32,14 +32,7 @@ _TENSORS = 3
 
 
 class EstimateSums:
-    """Masked sums for the estimates of an experiment: three for each method and seed.
-
-    Args:
-        plan: of the experiment, whose runs are over.
-        transport: carries the messages.
-        deadline: seconds to wait for an answer.
-        log: is told of sites that do not answer.
-    """
+    """Masked sums for the estimates of an experiment: three for each method and seed."""
 
     def __init__(self, plan: DeployedPlan, transport: Transport, deadline: float, log: EventLog) -> None:
         self._plan, self._transport, self._deadline, self._log = plan, transport, deadline, log
@@ -106,13 +99,7 @@ class EstimateSums:
     def ask(
         self, requests: Mapping[str, tuple[Any, Mapping[str, Content]]], tensors: int, read: Callable[[str, Any], T]
     ) -> dict[str, T]:
-        """What sites answer, by site; the log is told of those whose answer is none.
-
-        Args:
-            requests: what each is asked, with its content.
-            tensors: most tensors of an answer.
-            read: takes a site and the content of its answer.
-        """
+        """What sites answer, by site; the log is told of those whose answer is none."""
         result: dict[str, T] = {}
         answers = ask_for_content(self._transport, requests, self._deadline, tensors)
         for site in requests:
@@ -139,11 +126,7 @@ class _Sums:
     scores: Mapping[str, str]
 
     def make(self, step: int, cards: Mapping[str, KeyCard], length: int, **fields: Any) -> tuple[Numbers, list[str]]:
-        """A sum of so many numbers (n,), and the sites that it is of.
-
-        Raises:
-            FedshiftError: too few sites answered, or masks did not cancel.
-        """
+        """A sum of so many numbers (n,), and the sites that it is of."""
         request = MaskRequest(
             run=self.name,
             step=step,

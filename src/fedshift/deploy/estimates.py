@@ -58,15 +58,7 @@ def keep_sums(file: Path, sums: Mapping[str, GivenSums | None]) -> None:
 
 
 def hand_over(plan: DeployedPlan, transport: Transport, folder: Path, deadline: float, log: EventLog) -> None:
-    """Let sites without labels estimate what to expect of the models that they got. What failed is tried again later.
-
-    Args:
-        plan: of the experiment, whose runs are over.
-        transport: carries the messages.
-        folder: the deployment's.
-        deadline: seconds to wait for an answer.
-        log: is told of sites that do not answer.
-    """
+    """Let sites without labels estimate what to expect of their models. What failed is tried again later."""
     over = set(read_estimated(folder))
     names = [run_at_sites(plan.experiment.name, run.run) for run in plan.runs]
     waiting = [(run, name) for run, name in zip(plan.runs, names, strict=True) if run.split.predicted]
@@ -133,11 +125,7 @@ class _Estimated(Frozen):
 
 
 def kept_sums(file: Path) -> dict[str, GivenSums]:
-    """What `keep_sums` kept, by site; empty if there is nothing.
-
-    Raises:
-        Damaged: the file is.
-    """
+    """What `keep_sums` kept, by site; empty if there is nothing."""
     sums = read_stored(_KeptSums, file, _REMEDY, older=True)
     return {} if sums is None else sums.root
 
@@ -148,11 +136,7 @@ def note_estimated(folder: Path, runs: Collection[str]) -> None:
 
 
 def read_estimated(folder: Path) -> tuple[str, ...]:
-    """The runs that were noted.
-
-    Raises:
-        Damaged: the file is.
-    """
+    """The runs that were noted."""
     noted = read_stored(_Estimated, folder / OVER, _REMEDY, older=True)
     return () if noted is None else noted.runs
 

@@ -44,11 +44,7 @@ def features_for(
     """What the sites' images become, and the features of the coordinator's images.
 
     Args:
-        options: the experiment's network.
         shape: of a stored image, on which the sites agree.
-        preprocessing: theirs.
-        unseen: the images that the coordinator has; None without.
-        device: where the backbone runs here.
 
     Raises:
         UserError: the samples are not images, or the backbone cannot read them.
@@ -66,9 +62,7 @@ def features_here(holding: Holding, setting: Setting, device: str) -> Domain:
     """A site's samples as a request's network reads them: features, where its backbone is frozen.
 
     Args:
-        holding: the site's data.
         setting: the request's; its network names no file but weights of this site.
-        device: the site's.
 
     Raises:
         Refused: the site has other weights than the coordinator, or the request fits no images of the site.
@@ -103,7 +97,6 @@ def check_text_towers(site: str, network: NetworkOptions, theirs: Mapping[str, A
     """Raise Refused if a text tower of this site is another one than the coordinator's.
 
     Args:
-        site: this site.
         network: the request's; it names no file but weights of this site.
         theirs: what `text_towers` gave at the coordinator.
     """

@@ -43,7 +43,6 @@ class Agreed:
         data: one domain per site, without samples, then the coordinator's own.
         unseen: the set that the coordinator has (data.unseen); None without one.
         given: the statistics of each site for a common encoding, if the data need one.
-        cards: what each site said of itself.
         id: the column that names a row in the tables of all sites that name one; predictions give it back.
     """
 
@@ -154,11 +153,7 @@ def _in_sums(experiment: Experiment, sites: Sequence[str]) -> tuple[str, ...]:
 def _card(
     site: str, answer: Heard[HelloAnswer] | Lost, before: Card | None, experiment: Experiment, log: EventLog
 ) -> Card:
-    """The card of a site: the one it sent now or, if it did not answer, the one it sent when the run began.
-
-    Raises:
-        UserError: it refuses, its card is impossible, or its data changed.
-    """
+    """The card of a site: the one it sent now or, if it did not answer, the one it sent when the run began."""
     if isinstance(answer, Lost):
         log.event({"what": "hello", "site": site, "is": "lost", "reason": answer.reason})
         if answer.error or before is None:
@@ -192,7 +187,6 @@ def clock_difference(site_time: float, asked: float, arrived: float) -> float:
     """Seconds by which a site's clock is ahead of this machine's, at least; 0 when it fits, negative when it is behind.
 
     Args:
-        site_time: the site's time when it answered.
         asked: when it was asked, by the clock here.
         arrived: when its answer arrived, by the clock here.
     """
@@ -363,11 +357,7 @@ def _encoding_without(agreed: Agreed, left_out: Collection[str], target: str) ->
 def _unseen_set(
     experiment: Experiment, shape: tuple[int, ...], classes: tuple[str, ...], preprocessing: Preprocessing
 ) -> DataSet | None:
-    """The coordinator's own unseen set.
-
-    Raises:
-        UserError: it does not fit what the sites hold.
-    """
+    """The coordinator's own unseen set."""
     assert isinstance(experiment.data, AtSites)
     if experiment.data.unseen is None:
         return None

@@ -48,10 +48,7 @@ class RoleMetrics:
     """What Prometheus is told of a role: a collector of `prometheus_client`.
 
     Attributes:
-        role: site or coordinator.
-        health: tells how the role is.
         logs: the logs that there are now: a site's audit log, or the coordinator's deployments'.
-        folder: whose disk is looked at.
     """
 
     role: str
@@ -152,7 +149,6 @@ def monitor_server(port: int, metrics: RoleMetrics) -> WSGIServer:
 
     Args:
         port: on 127.0.0.1; 0: any.
-        metrics: of the role.
 
     Raises:
         UserError: the port is taken, or prometheus-client is not installed.

@@ -23,17 +23,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def read_stored(kind: type[M], path: Path, remedy: str = REMEDY, *, older: bool = False) -> M | None:
-    """The document in a file; None if there is no file.
-
-    Args:
-        kind: of the document.
-        path: the file, which `write_object` wrote.
-        remedy: what to do about a damaged file, for the message.
-        older: as in `read_object`.
-
-    Raises:
-        Damaged: it holds something else than was written.
-    """
+    """The document that `write_object` wrote to a file; None if there is no file."""
     content = read_object(path, remedy, older=older)
     if not content and not path.exists():
         return None

@@ -66,11 +66,7 @@ def keep_scores(memory: Path, run: str, case: KeptScores) -> None:
 
 
 def kept_scores(memory: Path, run: str) -> KeptScores | None:
-    """The scores that were kept; None if there are none.
-
-    Raises:
-        UserError: the file is damaged.
-    """
+    """The scores that were kept; None if there are none."""
     try:
         result = load(read_private(memory / f"{run}{SCORES}", _REMEDY))
         parts = {name: tensor.numpy() for name, tensor in result.items()}
@@ -91,11 +87,7 @@ def note_reading(memory: Path, run: str, key: str) -> None:
 
 
 def asked_reading(memory: Path, run: str) -> str | None:
-    """The key that was noted; None if there is none.
-
-    Raises:
-        Damaged: the file is.
-    """
+    """The key that was noted; None if there is none."""
     result = read_object(memory / f"{run}{READING}", _REMEDY, older=True)
     return None if not result else str(result["key"])
 

@@ -65,16 +65,10 @@ class _Head(Frozen):
 
 
 def export_log(log: Path, kit: Kit, what: str, out: Path) -> int:
-    """Write a signed copy of a log.
+    """Write a signed copy of a log; return how many lines it has.
 
     Args:
-        log: the log.
-        kit: the kit of the role that wrote it.
         what: what the log is called in the export, such as ``audit`` or a deployment's name.
-        out: the file to write.
-
-    Returns:
-        How many lines it has.
 
     Raises:
         UserError: there is no log, or the kit's key cannot be used.
@@ -110,7 +104,6 @@ def read_export(file: Path, authority: Path) -> Export:
     """Read an export and check who signed it.
 
     Args:
-        file: what `export_log` wrote.
         authority: the certificate of the project's authority (``rootCA.pem`` of any of its kits).
 
     Raises:
@@ -154,8 +147,6 @@ def first_difference(digests: Sequence[str], lines: Sequence[str], *, longer: bo
     """The first line that is not as it was signed, in words; None if there is none.
 
     Args:
-        digests: of the lines as they were signed.
-        lines: the lines now.
         longer: whether lines may have been added at the end.
     """
     now = [digest_of(line) for line in lines]
@@ -174,8 +165,6 @@ def verify_export(file: Path, authority: Path, log: Path | None = None) -> Expor
     """Check an export, and whether the log that it was made of still begins with its lines.
 
     Args:
-        file: the export.
-        authority: the certificate of the project's authority.
         log: the log as it is now; None to check the export alone.
 
     Raises:

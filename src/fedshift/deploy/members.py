@@ -14,11 +14,7 @@ REMEDY = "delete it, and the sites send their cards again"
 
 
 def read_cards(folder: Path) -> dict[str, Any]:
-    """The content of the file, by site; empty if there is none. `site_cards.cards_of` parses it.
-
-    Raises:
-        Damaged: the file is.
-    """
+    """The content of the file, by site; empty if there is none. `site_cards.cards_of` parses it."""
     return read_object(folder / CARDS, REMEDY, older=True)
 
 
@@ -26,8 +22,6 @@ def members(folder: Path, sites: Sequence[str], drop: Collection[str]) -> list[s
     """The sites of an experiment: those that it began with, since other sites would make it another experiment.
 
     Args:
-        folder: the deployment's.
         sites: those of the project that are not revoked; an experiment that has not begun is for them.
-        drop: ``protocol.drop``.
     """
     return [site for site in read_cards(folder) or sites if site not in drop]

@@ -41,7 +41,6 @@ def proxy_for(host: str, setting: str | None) -> str | None:
     """The proxy on the way to a host; None: there is none.
 
     Args:
-        host: the coordinator's.
         setting: of the site's file: an address, `ENVIRONMENT` or None.
 
     Raises:

@@ -44,11 +44,7 @@ class RoleFile(BaseModel):
 
 
 def role_file(file: Path) -> RoleFile:
-    """Read what the service needs of a role's own file; the defaults if there is none.
-
-    Raises:
-        UserError: the file cannot be read, or there is a mistake in this part of it.
-    """
+    """Read what the service needs of a role's own file; the defaults if there is none."""
     try:
         options: Any = yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

@@ -149,8 +149,6 @@ class Forwarder:
     """Sends what is added to some logs to a sink.
 
     Attributes:
-        name: the role's name, which goes with each line.
-        sink: where to.
         logs: the logs that there are now, by name.
         position_file: the file that remembers how far each log was sent.
         say: is told when the sink fails, and when it works again.

@@ -39,7 +39,6 @@ class Restored:
     """What came of a restore.
 
     Attributes:
-        config: of the site.
         written: files that were put back.
         kept: files that were there and stay.
         counted: what counts as spent, in words; empty if nothing had to.
@@ -52,14 +51,7 @@ class Restored:
 
 
 def back_up(config: SiteConfig, out: Path) -> int:
-    """Write a site's backup, encrypted if a key is set. Its service does not run meanwhile.
-
-    Args:
-        config: of the site.
-        out: the file, which only its user reads.
-
-    Returns:
-        How many files it holds.
+    """Write a site's backup, encrypted if a key is set, while its service does not run; return how many files it holds.
 
     Raises:
         UserError: the site's records are not whole, or the backup cannot be written.
@@ -85,8 +77,6 @@ def restore(backup: Path, path: Path, newest: Path | None = None) -> Restored:
     """Put a site back. What is there and is not older stays.
 
     Args:
-        backup: the file that `back_up` wrote.
-        path: the SITE.yaml to write, or that is there.
         newest: the newest copy of the audit log, where the site's own is lost: of a file sink, or a signed export.
 
     Raises:
@@ -128,11 +118,7 @@ def _records(memory: Path) -> list[Path]:
 
 
 def _unpack(backup: Path) -> tuple[dict[str, bytes], str]:
-    """The files of a backup, by name, and whose it is.
-
-    Raises:
-        UserError: it is none, or cannot be read.
-    """
+    """The files of a backup, by name, and whose it is."""
     files: dict[str, bytes] = {}
     try:
         with tarfile.open(fileobj=io.BytesIO(read_private(backup)), mode="r:gz") as archive:
@@ -160,11 +146,7 @@ def _is_plain(entry: tarfile.TarInfo) -> bool:
 
 
 def _is_older(file: Path, data: bytes) -> bool:
-    """Whether a log that is there lacks lines at its end that the backup has.
-
-    Raises:
-        FedshiftError: neither goes on from the other.
-    """
+    """Whether a log that is there lacks lines at its end that the backup has."""
     if not file.exists():
         return False
     here, there = lines_of(file), data.decode(errors="replace").split("\n")[:-1]
@@ -178,12 +160,7 @@ def _is_older(file: Path, data: bytes) -> bool:
 
 
 def _checked_copy(newest: Path, backup: bytes) -> bytes:
-    """The audit log in the newest copy of it, whose chain is whole and which goes on from the backup's.
-
-    Raises:
-        UserError: it cannot be read, is no copy, or is older than the backup.
-        FedshiftError: its chain is broken.
-    """
+    """The audit log in the newest copy of it, whose chain is whole and which goes on from the backup's."""
     try:
         lines = list(_copied_lines(newest.read_text(encoding="utf-8")))
     except OSError as error:
@@ -203,11 +180,7 @@ def _checked_copy(newest: Path, backup: bytes) -> bytes:
 
 
 def _copied_lines(text: str) -> Iterator[str]:
-    """The lines of a log, of a copy that a sink made of it, or of a signed export.
-
-    Raises:
-        ValueError: a line is missing, like `KeyError` and `TypeError`.
-    """
+    """The lines of a log, of a copy that a sink made of it, or of a signed export."""
     last = 0
     for line in text.splitlines():
         result = json.loads(line)

@@ -210,14 +210,7 @@ class HelloAnswer(Frozen):
 
 
 def card_of(holding: Holding, rows: Mapping[str, Sequence[int]], policy: Policy, device: str) -> dict[str, Any]:
-    """Make a site's card, as plain values: the coordinator checks them.
-
-    Args:
-        holding: the site's data.
-        rows: the numbers of training and held-out samples, by seed.
-        policy: of the site.
-        device: the site's device.
-    """
+    """Make a site's card, as plain values: the coordinator checks them."""
     data, domain = holding.data, holding.domain
     if (data.preprocessing.objective or {}).get("task") in ("regression", "multi_label"):
         import_extra("sklearn", extra="report", what="a site that measures quantities or several labels")
@@ -276,11 +269,7 @@ def write_cards(folder: Path, cards: Mapping[str, Card]) -> None:
 
 
 def cards_of(folder: Path) -> dict[str, Card]:
-    """The cards of a deployment's sites; empty if none were written.
-
-    Raises:
-        Damaged: the file is, or a card is impossible.
-    """
+    """The cards of a deployment's sites; empty if none were written."""
     try:
         return parse_json(_Cards, json.dumps(read_cards(folder)), "cards").root
     except Damaged:

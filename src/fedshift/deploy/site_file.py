@@ -96,11 +96,7 @@ class SiteConfig:
 
 
 def load_site(path: Path) -> SiteConfig:
-    """Read a SITE.yaml.
-
-    Raises:
-        UserError: the file is missing, or there is a mistake in it.
-    """
+    """Read a SITE.yaml; UserError if there is a mistake in it."""
     try:
         options = edited_yaml(path.read_text(encoding="utf-8"), path)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -138,11 +134,7 @@ class Holding:
     part: str | None = None
 
     def encode(self, preprocessing: Preprocessing, shape: Sequence[int]) -> Domain:
-        """The domain in an encoding that all sites share, where there is one.
-
-        Raises:
-            UserError: its samples have another shape than ``shape``.
-        """
+        """The domain in an encoding that all sites share, if there is one; UserError if it is not of ``shape``."""
         domain = self.domain
         if self.given is not None:
             data = self.source.encode(preprocessing, self.data.classes)
@@ -154,11 +146,7 @@ class Holding:
 
 
 def read_holding(config: SiteConfig) -> Holding:
-    """Read the site's data as training uses them.
-
-    Raises:
-        UserError: the data cannot be used.
-    """
+    """Read the site's data as training uses them; UserError if they cannot be used."""
     source = data_source(config.file.data, config.path.parent)
     if config.file.classes is not None and "classes" in type(source).model_fields:
         source = source.model_copy(update={"classes": config.file.classes})
@@ -192,11 +180,7 @@ def read_holding(config: SiteConfig) -> Holding:
 
 
 def _without_labels(config: SiteConfig, source: SiteLabels) -> SiteLabels:
-    """The data of a site that has no labels, or few.
-
-    Raises:
-        UserError: nobody says which classes there are, or which part of the file this site holds.
-    """
+    """The data of a site that has no labels, or few."""
     if config.file.classes is None:
         raise UserError(
             f"{config.path}: classes: list all classes of the federation in order: a site without labels cannot know "
@@ -227,7 +211,6 @@ def file_stamp(options: Mapping[str, Any], folder: Path) -> str:
     Args:
         options: the ``data`` section of SITE.yaml; names, sizes and times of the files below ``root``, ``sites``,
             ``file`` and ``query`` count. Of databases only a file of SQLite counts.
-        folder: the folder that relative paths start from.
     """
     digest = hashlib.sha256()
     for path in _files_of([options.get(name) for name in ("root", "sites", "file", "query")], folder):

@@ -33,11 +33,7 @@ _SAME = 1e-3
 
 
 class SiteInputs:
-    """What one labelled site gives of its inputs.
-
-    Args:
-        config: the site's.
-    """
+    """What one labelled site gives of its inputs."""
 
     def __init__(self, config: SiteConfig) -> None:
         self._site, self._policy, self._budget = config.file.site, config.file.policy, config.file.privacy
@@ -78,10 +74,6 @@ class SiteInputs:
         """The same scores, with what the model says of some of the samples under changes.
 
         Args:
-            case: the scores of the samples.
-            model: gives the scores of inputs.
-            domain: has the inputs, as they are stored.
-            rows: which of them were scored.
             there: sums of the inputs of the sites that trained.
 
         Returns:
@@ -105,12 +97,6 @@ class SiteInputs:
 
 def compare_inputs(model: Path, inputs: GivenInputs | None, holding: Holding, rows: Rows) -> dict[str, Any]:
     """What a model says near samples here, and how far these are from sums of others' inputs.
-
-    Args:
-        model: its file.
-        inputs: the sums; None: they are not known.
-        holding: has the samples.
-        rows: of them.
 
     Returns:
         Arguments of `estimate_from_sums`; none where nothing can be compared.
@@ -140,11 +126,7 @@ def _as_array(domain: Domain, rows: Rows) -> NDArray[Any] | None:
 
 
 def _in_encoding(holding: Holding, preprocessing: Preprocessing, rows: Rows) -> NDArray[Any] | None:
-    """Some samples in an encoding of all sites, as `_as_array`.
-
-    Raises:
-        FedshiftError: the encoding is of other data.
-    """
+    """Some samples in an encoding of all sites, as `_as_array`."""
     shape = tuple(holding.domain.inputs.shape[1:])
     if holding.given is not None and preprocessing.shape is not None:
         shape = preprocessing.shape

@@ -31,12 +31,6 @@ def measure_at_site(
     """What a site reports, and what its audit log says of it.
 
     Args:
-        network: the model.
-        view: the measured samples.
-        classes: how many classes there are.
-        objective: what the run learns.
-        policy: the site's policy, which may hold back classes of few samples, and all metrics but the accuracy.
-        groups: which of the samples belong together; None if all are apart.
         asked: the coordinator's request for all metrics; None after rounds before the last.
 
     Raises:

@@ -109,9 +109,6 @@ class Call:
     """A request for a call, and what the checks before it find out.
 
     Attributes:
-        asked: the request.
-        method: of the run.
-        folder: the memory of the run.
         samples: of the site, once its runner is known.
         sealing: the request to seal the reply, if it is one.
     """
@@ -132,7 +129,6 @@ class SiteProgram:
     """Answers a coordinator's requests at one site, for as long as a job lives.
 
     Args:
-        config: the site's.
         in_service: whether what is printed goes to the log of the site's service, where its people read refusals.
     """
 
@@ -175,12 +171,7 @@ class SiteProgram:
         self._measurer: tuple[tuple[str, str], Network, SiteData] | None = None
 
     def handle(self, message: Message, coordinator: str) -> Message:
-        """Answer a request. An error is an answer, too.
-
-        Args:
-            message: the request.
-            coordinator: who sent it, for the audit log.
-        """
+        """Answer a request. An error is an answer, too."""
         entry: dict[str, Any] = {"coordinator": coordinator}
         try:
             header, content, _ = unseal(message)
@@ -230,11 +221,7 @@ class SiteProgram:
 
     @staticmethod
     def _check_all(*checks: Callable[[], object]) -> None:
-        """Make all checks, so that one answer names all that the site refuses.
-
-        Raises:
-            Refused: of one check as it says; of several in one line.
-        """
+        """Make all checks, so that one answer names all that the site refuses."""
         refusals: list[Refused] = []
         for check in checks:
             try:
@@ -318,12 +305,7 @@ class SiteProgram:
         return self.rules.rows(self.holding.domain, split)
 
     def _method(self, recipe: MethodRecipe) -> Method:
-        """The method that a request names.
-
-        Raises:
-            Refused: it is not installed here, or may not run.
-            UserError: its options are wrong.
-        """
+        """The method that a request names."""
         name = recipe.name
         self._permit(name)
         kind = methods.method_class(name)
@@ -496,11 +478,7 @@ class SiteProgram:
         return runner
 
     def _setting(self, recipe: SettingRecipe, method: Method) -> Setting:
-        """The setting of a request, on this site's device.
-
-        Raises:
-            UserError: it cannot be parsed.
-        """
+        """The setting of a request, on this site's device."""
         changes = {"method": MethodRecipe.model_validate(method.calls.recipe()), "device": self.device}
         try:
             setting = setting_from(recipe.model_copy(update=changes), partial(self.policy.permit_network, self.name))

@@ -34,10 +34,6 @@ class _SpentBefore(BaseModel):
 def noted_spending(file: Path, budgets: Mapping[str, GivenPrivacy | None]) -> tuple[list[str], list[str]]:
     """Note what sites have spent, and compare it with what they told before.
 
-    Args:
-        file: where it is noted.
-        budgets: of the sites, as their cards say.
-
     Returns:
         Warnings: the file is damaged, or a site had a budget and has none now. And a fault for each site that told of
         more before: an older ledger was put in place of its newest one, and what it spent would be spent again.

@@ -45,12 +45,7 @@ class Attacker:
     """Attacks at one size of mini-batch: on what a site sends, or on the sum of what several send.
 
     Args:
-        sites: one site, or all sites of a sum.
-        data: the data set.
         size: samples in a mini-batch of a site.
-        iterations: evaluations of the gradient in each attempt.
-        starts: attempts from different noise.
-        watcher: reports progress.
     """
 
     def __init__(

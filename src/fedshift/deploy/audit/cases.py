@@ -25,8 +25,6 @@ class Case:
     of all training samples for an epoch. Pixels are in [0, 1], features as the network reads them.
 
     Attributes:
-        exchange: what the sites sent.
-        attack: how it was attacked.
         sites: how many sites are in the sum; 1 for what a single site sent.
         batch: samples in a mini-batch of a site.
         steps: optimiser steps behind what was sent, of all sites together; 0 for gradients.
@@ -38,10 +36,8 @@ class Case:
         guess_mse: what the sites' mean sample scores in place of every reconstruction; likewise the other ``guess_…``.
         labels: labels of the originals, in the order of the reconstructions.
         inferred: labels that the attacker inferred.
-        labels_by: how the attacker inferred them.
         labels_right: how many labels of the batch are right; None if more samples were behind what was sent than the
             attacker reconstructs.
-        seconds: duration of the attack.
         repeats: how many times the sites sent something else, and it was attacked.
         bounds: of the mean SSIM or correlation, 95 % bounds over the repeats (Student's t); None without repeats.
         originals: the originals, of the first repeat.

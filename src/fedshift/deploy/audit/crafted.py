@@ -83,12 +83,7 @@ def crafted_cases(
     other layers than fully connected ones, only the wide network is tried.
 
     Args:
-        view: the site's training samples.
         others: samples of other sites, from which the attacker takes thresholds.
-        data: the data set.
-        network_options: the experiment's network.
-        policy: the site's.
-        seed: what the directions are drawn from.
     """
     wide = Mlp(hidden=(min(_WIDEST, max(64, 8 * view.samples)),))
     rows = torch.linspace(0, others.samples - 1, min(others.samples, _KNOWN)).long()
@@ -142,9 +137,6 @@ def craft(network: Network, known: Tensor, expected: int, layout: Layout, genera
         network: a chain of fully connected layers with ReLU, such as `mlp` without BatchNorm.
         known: (n, …), samples like those of the site, from which the attacker takes thresholds: public ones, or noise
             of the mean and deviation that a site told.
-        expected: samples of the site that are behind the update.
-        layout: how the first layer is crafted.
-        generator: draws the directions.
 
     Raises:
         UserError: the network is built otherwise.
@@ -202,11 +194,7 @@ def samples_read(candidates: Tensor, originals: Tensor) -> int:
 
 
 def fully_connected(network: Network) -> list[nn.Linear | WideLinear]:
-    """The layers of a network that is a chain of fully connected layers with ReLU.
-
-    Raises:
-        UserError: it has other layers, or only one.
-    """
+    """The layers of a chain of two or more fully connected ones with ReLU; UserError for another network."""
     result: list[nn.Linear | WideLinear] = []
     for module in network.modules():
         if next(module.children(), None) is not None or isinstance(module, nn.Flatten | nn.ReLU | nn.Dropout):

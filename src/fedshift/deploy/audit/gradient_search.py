@@ -91,13 +91,7 @@ class Attempt:
     """One search, which starts from noise. It keeps the samples, logits and distance of its best evaluation.
 
     Args:
-        attacked: what the attacker knows.
-        attack: the distance to lower.
-        sent: what the site sent.
         labels: labels of the samples; None to search for them, too.
-        draws: the generator of the noise.
-        iterations: how often the gradient may be evaluated.
-        watcher: reports progress.
     """
 
     def __init__(

@@ -105,7 +105,6 @@ def audit_leakage(
     A network that begins with a fully connected layer is also inverted analytically, at mini-batches of 1.
 
     Args:
-        experiment: the experiment.
         site: name of a source; None means the first one.
         batches: sizes of the site's mini-batches.
         attack: ``l2`` (Zhu et al.), ``cosine`` (Geiping et al.) or ``both``.
@@ -114,7 +113,6 @@ def audit_leakage(
         repeats: how many times sites send other mini-batches, and epochs in another order, with other noise.
         model: folder of a run whose weights are attacked; None means the initial weights.
         policy: the site's, under which a coordinator sends crafted networks; None means the default one.
-        watcher: reports progress.
 
     Raises:
         UserError: the site or attack is unknown, the site or network cannot make a mini-batch of that size, or the

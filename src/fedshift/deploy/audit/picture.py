@@ -20,9 +20,6 @@ def picture(cases: Sequence[Case]) -> bytes:
     """A PNG with a row for each size and attack, a column for each exchange and number of sites in the sum.
 
     Each place shows 8 originals above their reconstructions.
-
-    Args:
-        cases: cases of images, not of vectors.
     """
     from matplotlib.figure import Figure
 

@@ -37,16 +37,7 @@ def audit_file(
     runs: Path = Path("runs"),
     **options: Any,
 ) -> None:
-    """Attack a site of an experiment, with a progress bar. Print the table; write the record and the picture.
-
-    Args:
-        path: the experiment file.
-        overrides: fields to set, as ``key.path=value``.
-        out: the folder to write to; by default ``audit`` in the experiment's folder of runs.
-        site_file: a SITE.yaml whose policy holds for crafted networks; None means the default policy.
-        runs: the folder that holds a folder for each experiment.
-        options: those of `audit_leakage`.
-    """
+    """Attack a site of an experiment, with a progress bar. Print the table; write the record and the picture."""
     errors = safe_console(stderr=True)
     try:
         if site_file is not None:

@@ -49,11 +49,7 @@ def deploy(what: str, rest: Sequence[str], kit: Path, runs: Path, detach: bool) 
 
 
 def follow(kit: Path, experiment: Experiment, runs: Path, *, detach: bool = False) -> Path:
-    """Deploy an experiment and watch it until it ends.
-
-    Returns:
-        The folder of its results.
-    """
+    """Deploy an experiment and watch it until it ends; return the folder of its results."""
     check_deployable(experiment)
     check_place(experiment, runs / experiment.name)
     result = roles.load_kit(kit, "coordinator")
@@ -91,13 +87,7 @@ def _check_running(kit: Path) -> None:
 
 
 def _watch(deployment: Deployment, runs: Path, seen: int) -> Path:
-    """Show events until the deployment ends, then copy its results. Ctrl-C stops the watching, not the deployment.
-
-    Args:
-        deployment: what to watch.
-        runs: where its results go.
-        seen: events from before it was asked for, which are not shown.
-    """
+    """Show events until the deployment ends, then copy its results. Ctrl-C stops the watching, not the deployment."""
     console = safe_console(stderr=True)
     request = deployment.wanted.get("request", 0)
     shown = ""

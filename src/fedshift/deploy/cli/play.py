@@ -37,11 +37,7 @@ def try_project(path: Path | None, overrides: Sequence[str], runs: Path, port: i
 
 
 def play(experiment: Experiment, folder: Path, runs: Path, port: int | None) -> Path:
-    """Provision, start, deploy and stop a federation for an experiment whose data are on this machine.
-
-    Returns:
-        The folder of the results.
-    """
+    """Play a whole federation for an experiment with data here; return the folder of the results."""
     from fedshift.deploy.cli.deploy import follow
     from fedshift.experiment.runs.run_folder import check_place
 
@@ -67,11 +63,7 @@ def play(experiment: Experiment, folder: Path, runs: Path, port: int | None) -> 
 
 
 def spread(experiment: Experiment, folder: Path) -> tuple[Experiment, dict[str, dict[str, object]]]:
-    """Write each site's data below ``folder``.
-
-    Returns:
-        The experiment to deploy, and the content of each site's SITE.yaml.
-    """
+    """Write each site's data below ``folder``; return the experiment to deploy and each SITE.yaml's content."""
     data = experiment.protocol.taking_part(experiment.data.build())
     targets = experiment.protocol.targets_of(data)
     at_coordinator = targets if experiment.protocol.unseen and len(targets) == 1 else ()

@@ -213,12 +213,7 @@ def agree_site(
     """Show one refused request after another, and agree to each or refuse it.
 
     Args:
-        path: the SITE.yaml.
-        yes: agree without a question.
-        refuse: refuse without a question.
         only: numbers of requests; none: all that wait. A request that was refused can be chosen, too.
-        name: who agrees, where several people must.
-        key: the file of that person's private key, where the site's file lists public ones.
 
     Raises:
         UserError: both are chosen, or no request has such a number, or the person's name or key is missing.

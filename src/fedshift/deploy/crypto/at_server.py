@@ -19,11 +19,7 @@ _TRIES = 2000
 
 
 class SecureSum:
-    """One sum. Uploads are added as they come; only their sealed shares and commitments are kept.
-
-    Args:
-        order: what the sum is of.
-    """
+    """One sum. Uploads are added as they come; only their sealed shares and commitments are kept."""
 
     def __init__(self, order: Order) -> None:
         self.order = order

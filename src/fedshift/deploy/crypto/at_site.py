@@ -61,14 +61,8 @@ class SecureSite:
     """The protocol at one site, for one run.
 
     Args:
-        site: its name.
-        run: the run's name.
-        folder: where it keeps its key and what it did, until the run ends.
-        sign: makes a signature that the site's certificate verifies.
-        verify: checks the signature on the card of a site.
         smallest_sum: the fewest sites whose sum it helps to unmask.
         colluders: how many sites may work with a server that lies, without a sum of too few being unmasked.
-        certificate: of the key that ``sign`` uses.
     """
 
     def __init__(
@@ -116,7 +110,6 @@ class SecureSite:
 
         Args:
             order: what the sum is of; ``content`` is the digest of what this site itself was sent.
-            numbers: its contribution, int64 (n,).
             whole: whether this site helps to unmask only the sum of the whole roster.
 
         Raises:
@@ -152,10 +145,6 @@ class SecureSite:
     def confirm(self, order: Order, answered: Sequence[str]) -> dict[str, bytes]:
         """The second exchange begins: confirm who answered, for one set of sites only.
 
-        Args:
-            order: as in `mask`.
-            answered: the sites whose contributions are in the sum.
-
         Returns:
             For each other of these sites a code that only it can check.
 
@@ -173,8 +162,6 @@ class SecureSite:
         """The second exchange ends: tell the shares that unmask the sum.
 
         Args:
-            order: as in `mask`.
-            answered: as in `confirm`.
             sealed: what each of these sites sealed for this one.
             confirmed: the codes by which they confirm to this one who answered.
 

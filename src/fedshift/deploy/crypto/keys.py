@@ -83,8 +83,6 @@ class Order:
     """What a sum is of: equal at all sites, or masks do not cancel.
 
     Attributes:
-        run: the run's name.
-        exchange: number of the exchange.
         call: the call whose replies are summed.
         content: SHA-256 of the content that was sent, in hexadecimal; each site computes it from what it got.
         cards: the key cards of the roster, by name in order.
@@ -156,11 +154,7 @@ class PrivateKey(RunKey):
         return nonce + ChaCha20Poly1305(key).encrypt(nonce, plain, order.binding)
 
     def open(self, order: Order, site: str, sender: KeyCard, sealed: bytes) -> bytes:
-        """Decrypt what ``sender`` sealed for ``site``.
-
-        Raises:
-            Refused: it was not sealed by that site for this one and for this sum.
-        """
+        """Decrypt what ``sender`` sealed for ``site``; Refused if it did not, or for another sum."""
         key = self._derive(order, sender, ["shares", sender.site, site])
         try:
             return ChaCha20Poly1305(key).decrypt(sealed[:_NONCE], sealed[_NONCE:], order.binding)
@@ -171,11 +165,7 @@ class PrivateKey(RunKey):
         """The code by which ``sender`` confirms to ``receiver`` who answered. Only these two can compute it.
 
         Args:
-            order: of the sum.
-            sender: who confirms.
-            receiver: to whom.
             other: the card of the one of the two that is not this site.
-            answered: the sites in the sum, by name.
         """
         key = self._derive(order, other, ["confirm", sender, receiver])
         return hmac.digest(key, json.dumps(list(answered)).encode(), hashlib.sha256)
@@ -190,11 +180,7 @@ class PrivateKey(RunKey):
 
 
 def same_keys(known: Mapping[str, str], cards: Sequence[KeyCard]) -> dict[str, str]:
-    """The keys that a site has seen in a run, those of ``cards`` included.
-
-    Raises:
-        Refused: a card has another key than before.
-    """
+    """The keys that a site has seen in a run, with those of ``cards``; Refused if one is another than before."""
     result = dict(known)
     for card in cards:
         if result.setdefault(card.site, card.public.hex()) != card.public.hex():

@@ -36,11 +36,7 @@ class SealingKey(RunKey):
     """The key of a run that others seal models with for one site."""
 
     def open(self, box: Box, reader: str) -> bytes:
-        """Decrypt what is in a box.
-
-        Raises:
-            Refused: it was not sealed with this key, was changed, or was sealed for another passage.
-        """
+        """Decrypt what is in a box; Refused if it was changed, or sealed with another key or for another passage."""
         way = box.passage
         try:
             public, wrapped = box.keys.get(reader, (b"", b""))
@@ -65,9 +61,6 @@ def seal_for(
     """Encrypt models with a key that is used once, and that key for each reader.
 
     Args:
-        keys: reader → its public key.
-        plain: the models as bytes.
-        passage: of the models.
         models: the models by site, whose looks are told in clear.
 
     Returns:

@@ -36,8 +36,6 @@ class Authority:
         """The authority in a folder, or None if there is none yet.
 
         Args:
-            folder: the authority's folder.
-            project: the project's name.
             ask: asks for the passphrase, if the key is encrypted or was written by an earlier fedshift.
 
         Raises:

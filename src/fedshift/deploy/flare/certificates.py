@@ -26,7 +26,6 @@ def write_issued(kit: Path, issued: Mapping[str, str]) -> None:
     ``issued`` any more, of a site that has left the project, stays listed as revoked.
 
     Args:
-        kit: the coordinator's kit.
         issued: name → SHA-256 of its certificate.
     """
     with hold_lock(kit / _LOCK):
@@ -50,19 +49,7 @@ def revoked_sites(kit: Kit) -> frozenset[str]:
 
 
 def set_revoked(kit: Kit, site: str, revoked: bool) -> bool:
-    """Refuse a site's certificate from now on, or accept it again.
-
-    Args:
-        kit: the coordinator's kit.
-        site: the site's name.
-        revoked: whether to refuse it.
-
-    Returns:
-        Whether this changed anything.
-
-    Raises:
-        UserError: there is no such site.
-    """
+    """Refuse a site's certificate from now on, or accept it again; return whether this changed anything."""
     check_list(kit)
     with hold_lock(kit.folder / _LOCK):
         result = _read_list(kit.folder)

@@ -41,11 +41,7 @@ class Deployment:
 
     @classmethod
     def find(cls, kit: Path, name: str | None) -> Deployment:
-        """The deployment of that name, or the only one if ``name`` is None.
-
-        Raises:
-            UserError: there is no such deployment, or there are several.
-        """
+        """The deployment of that name, or the only one if ``name`` is None; UserError without exactly one."""
         known = {deployment.name: deployment for deployment in cls.all(kit)}
         if name is None and len(known) == 1:
             return next(iter(known.values()))

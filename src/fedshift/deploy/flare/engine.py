@@ -121,9 +121,6 @@ class FlareTransport:
     """Carries messages as FLARE tasks: one task per site, which the site's process fetches.
 
     Args:
-        controller: sends the tasks.
-        fl_ctx: FLARE's context.
-        abort_signal: triggered when FLARE ends the job.
         new_job_requested: says why the run should continue in a new job; None if it should not.
         largest: MiB of the largest message that is sent or accepted.
         revoked: names the sites that the coordinator refuses now.
@@ -191,10 +188,7 @@ class FlareTransport:
         """The sites that are given up, and why.
 
         Args:
-            tasks: of all sites.
             limits: of each site that is waited for, the seconds in which it has to fetch its task; None: it has.
-            passed: seconds since the tasks were sent.
-            deadline: seconds that a site has to answer.
         """
         revoked = self._revoked()
         for site, until_fetched in limits.items():

@@ -65,11 +65,7 @@ class ProjectSite(FlareSite):
         self.largest_message = largest_message
 
     def open(self, fl_ctx: FLContext) -> SiteProgram:
-        """Make the program of the site's SITE.yaml.
-
-        Raises:
-            UserError: it is the file of another site, or has a mistake.
-        """
+        """Make the program of the site's SITE.yaml; UserError for the file of another site."""
         name = str(fl_ctx.get_identity_name())
         path = site_file(name, Path(fl_ctx.get_workspace().get_site_config_dir()))
         program = open_site(path, in_service=True)
@@ -85,7 +81,6 @@ def site_file(site: str, settings: Path) -> Path:
     """Where a site's SITE.yaml is. The people of the site say so, not the job.
 
     Args:
-        site: its name in FLARE's project.
         settings: the folder of its own FLARE settings, ``local``.
 
     Returns:

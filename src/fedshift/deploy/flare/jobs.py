@@ -303,14 +303,7 @@ class RunningDeployment:
         return False
 
     def _end_job(self, status: str) -> bool:
-        """A job ended before its deployment: continue in a new job, or give up.
-
-        Args:
-            status: how a job died; empty for a job that ended as asked.
-
-        Returns:
-            Whether the deployment has ended.
-        """
+        """A job ended before its deployment: continue in a new job, or give up; return whether it has ended."""
         deployment = self.deployment
         deployment.record({"what": "job", "is": "died" if status else "again", "job": self._job, "status": status})
         rounds = self._count_rounds()
@@ -370,12 +363,7 @@ def job_folder(deployment: str, fewest: int, folder: Path) -> Path:
     """Write the FLARE job of a deployment: names and settings, no code.
 
     Args:
-        deployment: the deployment's name.
         fewest: sites that must be connected for FLARE to start the job.
-        folder: where to write it; replaced if it exists.
-
-    Returns:
-        ``folder``.
     """
     shutil.rmtree(folder, ignore_errors=True)
     config = folder / "app" / "config"

@@ -22,10 +22,6 @@ yet), and this side's codes X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HA
 def check_certificates(kit: Kit, now: datetime.datetime | None = None) -> datetime.datetime:
     """Check the kit's certificates; return when they expire.
 
-    Args:
-        kit: the kit.
-        now: the time to check for; None means the present time.
-
     Raises:
         UserError: a certificate is missing, expired, not valid yet, for another name, or of another authority.
     """

@@ -78,11 +78,7 @@ def check_installed() -> None:
 
 
 def load_project(path: Path) -> Project:
-    """Read a project file.
-
-    Raises:
-        UserError: the file is missing, or there is a mistake in it.
-    """
+    """Read a project file; UserError if there is a mistake in it."""
     try:
         options = edited_yaml(path.read_text(encoding="utf-8"), path)
         if not isinstance(options, dict):
@@ -119,15 +115,7 @@ class Kit:
 
 
 def load_kit(folder: Path, role: str | None = None) -> Kit:
-    """Read the kit in ``folder``.
-
-    Args:
-        folder: the kit's folder.
-        role: the role that the kit must be for; None means any.
-
-    Raises:
-        UserError: there is no kit, or it is for another role.
-    """
+    """Read the kit in ``folder``; UserError if there is none, or one of another role."""
     try:
         file = _KitFile.model_validate_json((folder / "kit.json").read_bytes())
         kit = Kit(folder.resolve(), file.role, file.name, file.project)

@@ -17,22 +17,14 @@ class LockedJobLauncher(ClientProcessJobLauncher):  # type: ignore[misc]
     """FLARE's launcher of processes, whose command starts `lockdown`. FLARE refuses a second launcher beside it."""
 
     def launch_job(self, job_meta: dict[str, Any], fl_ctx: FLContext) -> Any:
-        """Start a job's process. FLARE calls this.
-
-        Raises:
-            RuntimeError: the job brings code, which FLARE would put on the process's path.
-        """
+        """Start a job's process, unless the job brings code. FLARE calls this."""
         workspace = fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT)
         if Path(workspace.get_app_custom_dir(job_meta.get(JobConstants.JOB_ID))).exists():
             raise RuntimeError("the job brings code of its own, so it is not started")
         return super().launch_job(job_meta, fl_ctx)
 
     def get_command(self, job_meta: dict[str, Any], fl_ctx: FLContext) -> str:
-        """The command line of a job's process. FLARE calls this.
-
-        Raises:
-            RuntimeError: FLARE would start another module than the one that is known.
-        """
+        """The command line of a job's process; RuntimeError if FLARE would start another. FLARE calls this."""
         line = str(super().get_command(job_meta, fl_ctx))
         start = f"{sys.executable} -m {JOB} "
         if not line.startswith(start):

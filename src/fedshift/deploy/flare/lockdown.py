@@ -167,17 +167,7 @@ def _guard(dispatch: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def _refusal(topic: Any, body: Any, meta: Any, origin: str, client: str, *, command: Any, job: Any) -> str:
-    """Why a request to the client is refused; empty if it is not.
-
-    Args:
-        topic: the request's topic.
-        body: its body.
-        meta: the job's description.
-        origin: the sender's name in FLARE's network.
-        client: this client's name there.
-        command: the command that the request names.
-        job: the id of the job.
-    """
+    """Why a request to the client is refused; empty if it is not."""
     if not isinstance(topic, str) or topic not in TOPICS:
         return f"{str(topic)[:80]!r} is not needed for a job"
     if command != TOPICS[topic]:

@@ -44,11 +44,7 @@ _AGAIN_SECONDS = 0.5
 
 
 def room_of(sites: int) -> int:
-    """Bytes of a message that travels as a whole when so many sites are asked; those of a part have no more.
-
-    Raises:
-        FedshiftError: the environment's setting is no number of MiB.
-    """
+    """Bytes of a message that travels as a whole when so many sites are asked; those of a part have no more."""
     given = os.environ.get(IN_FLIGHT_MIB)
     if given is None:
         return IN_FLIGHT // max(1, sites)
@@ -150,9 +146,6 @@ class SiteParts:
 
     Args:
         send: sends a request to the coordinator and waits for so many seconds; None if no answer came.
-        ticket: of the parcel.
-        part: bytes of a part.
-        stop: triggered when FLARE ends the job.
     """
 
     def __init__(
@@ -179,11 +172,7 @@ class SiteParts:
                 raise FedshiftError("the coordinator did not take a part of the answer")
 
     def _ask(self, **what: Any) -> Shareable:
-        """Send a request until it is answered.
-
-        Raises:
-            FedshiftError: it is refused, or not answered for too long.
-        """
+        """Send a request until it is answered."""
         deadline = time.monotonic() + _GIVE_UP_SECONDS
         while True:
             request = Shareable()

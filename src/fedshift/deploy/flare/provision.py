@@ -92,9 +92,6 @@ class Provisioned:
     """Where the kits lie.
 
     Attributes:
-        folder: of all kits.
-        coordinator: its kit.
-        sites: the kit of each site.
         new: those that were made now; others were there.
         changed: of the others, sites whose kit.json is another one now, and in what: "port 8002 → 9001".
     """
@@ -113,9 +110,6 @@ def provision(project: Project, out: Path, ask: Ask, *, renew: bool = False) -> 
     another server or contact the coordinator gets new certificates.
 
     Args:
-        project: the project.
-        out: the folder to put them in.
-        ask: asks for the passphrase of the authority's key, where the key is needed.
         renew: make all kits anew, with a new authority. Then every kit must be handed out again.
 
     Raises:
@@ -153,18 +147,7 @@ def provision(project: Project, out: Path, ask: Ask, *, renew: bool = False) -> 
 
 
 def reissue(project: Project, out: Path, site: str, ask: Ask) -> Provisioned:
-    """Make one site's kit anew, with a new key of the same authority. Its SITE.yaml stays.
-
-    Args:
-        project: the project.
-        out: the folder of the kits.
-        site: the site's name.
-        ask: asks for the passphrase of the authority's key.
-
-    Raises:
-        UserError: the project has no such site or was not provisioned, or its scheme cannot tell two certificates of
-            one site apart.
-    """
+    """Make one site's kit anew, with a new key of the same authority. Its SITE.yaml stays."""
     check_installed()
     folder = out / project.name
     if site not in project.sites:
@@ -187,13 +170,7 @@ def _make(project: Project, folder: Path, names: Sequence[str], authority: Autho
     """Have FLARE make the kits of some roles, and put them where they belong.
 
     Args:
-        project: the project.
-        folder: the project's folder of kits.
-        names: "coordinator" or names of sites.
         authority: None: make one.
-
-    Returns:
-        The authority, which knows the new certificates.
     """
     from cryptography.hazmat.primitives.serialization import Encoding
     from nvflare.lighter.constants import CtxKey
@@ -251,8 +228,6 @@ def finish(project: Project, folder: Path, issued: Mapping[str, str], new: tuple
     """Write into the kits what the project is, and into the coordinator's whose certificates there are; describe all.
 
     Args:
-        project: the project.
-        folder: its kits, which only their owner reads from then on.
         issued: name → SHA-256 of its certificate. A site that is not named has no kit yet.
         new: names of the kits that were made now.
     """
@@ -393,8 +368,6 @@ def remove(path: Path, out: Path, site: str) -> Provisioned:
 
     Args:
         path: the project's file, of which all other lines stay.
-        out: the folder of the kits.
-        site: the site's name.
 
     Raises:
         UserError: there is no such site, it is the only one, there are no kits, or the file is written so that only a
@@ -423,9 +396,7 @@ def without_site(path: Path, rest: Project, site: str) -> str:
     """The text of a project's file without a site in its list, and with all else, comments too.
 
     Args:
-        path: the file.
         rest: what the new text has to mean.
-        site: the site's name.
 
     Raises:
         UserError: the list is written in a way that this does not know.

@@ -78,11 +78,7 @@ class FedshiftRecipe(Recipe):  # type: ignore[misc]
         super().add_client_file(file_path, clients)
 
     def process_env(self, env: ExecEnv) -> None:
-        """Let FLARE's simulator build our classes. FLARE calls this before a job is sent.
-
-        Raises:
-            UserError: FLARE's `PocEnv` would make sites that refuse them.
-        """
+        """Let FLARE's simulator build our classes; UserError for its `PocEnv`. FLARE calls this first."""
         if isinstance(env, SimEnv):
             _allow(Path(env.workspace_root) / self.name / "local" / "resources.json")
         if isinstance(env, PocEnv) and not self._with_code:

@@ -91,8 +91,6 @@ class Status:
 
     Attributes:
         state: stopped, starting, connected, retrying, restarting or failed.
-        message: what happened and what to do.
-        pid: the service's process; None if none runs.
         begun: when it was started, in seconds since 1970; None if none runs.
         sites: at the coordinator, the sites that are registered.
     """
@@ -134,13 +132,8 @@ def start(kit: Kit, site_file: Path | None = None, *, foreground: bool = False, 
     """Start the service of a kit and wait until it is connected or reports a problem.
 
     Args:
-        kit: the kit.
-        site_file: the SITE.yaml, at a site.
         foreground: run the service in this process until it is told to stop.
         wait: seconds to wait.
-
-    Returns:
-        The service's status after the wait.
 
     Raises:
         UserError: the service runs already, or cannot start.
@@ -174,11 +167,7 @@ def start(kit: Kit, site_file: Path | None = None, *, foreground: bool = False, 
 
 
 def stop(kit: Kit) -> bool:
-    """Stop the service of a kit; return whether it ran.
-
-    Raises:
-        FedshiftError: the service does not end, or runs in a container.
-    """
+    """Stop the service of a kit; return whether it ran. FedshiftError if it does not end."""
     pid = holder(kit)
     if pid is None:
         return False

@@ -79,11 +79,7 @@ class Service:
             raise UserError(f"https_proxy in the environment {error}") from None
 
     def run(self) -> None:
-        """Run until told to stop.
-
-        Raises:
-            UserError: another service of the kit runs, or the kit cannot be used.
-        """
+        """Run until told to stop; UserError if another service of the kit runs, or the kit cannot be used."""
         with only_service(self.kit):
             try:
                 self._run()
@@ -286,13 +282,7 @@ class Service:
     # Status -----------------------------------------------------------------------------------------------------------
 
     def say(self, state: str, message: str, level: int = logging.INFO) -> None:
-        """Write the status to ``service.json``, and the message to the log, unless nothing has changed.
-
-        Args:
-            state: see `roles.Status`.
-            message: what happened and what to do; empty if the state says all.
-            level: how severe it is, as `logging` has it.
-        """
+        """Write the status to ``service.json``, and the message to the log, unless nothing has changed."""
         self._state = state
         whole = {
             "pid": os.getpid(),

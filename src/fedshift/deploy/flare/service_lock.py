@@ -25,11 +25,7 @@ _SECONDS = 2.0
 
 @contextmanager
 def only_service(kit: Kit) -> Iterator[None]:
-    """Let no other service of the kit run inside the block. Processes that this one starts do not keep the lock.
-
-    Raises:
-        UserError: another one runs.
-    """
+    """Let no other service of the kit run inside the block, nor what this process starts keep the lock."""
     with opened_lock(kit.folder / LOCK) as file:
         deadline = time.monotonic() + _SECONDS
         while not _take(file):

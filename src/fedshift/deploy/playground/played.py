@@ -44,11 +44,7 @@ class Played:
     project: Path
 
     def deploy(self, name: str, method: str) -> tuple[Deployment, dict[str, Any]]:
-        """Deploy a small experiment, as `fedshift deploy` does, and wait for its end; the deployment and its state.
-
-        Raises:
-            FedshiftError: it does not end.
-        """
+        """Deploy a small experiment, as `fedshift deploy` does; the deployment and its state once it has ended."""
         deployment = Deployment(self.coordinator, name)
         experiment = parse(
             {

@@ -119,7 +119,6 @@ def leaving(holding: Holding, policy: Policy) -> Iterator[str]:
 
     Args:
         holding: as `of_many_rows` gives it.
-        policy: the site's.
     """
     given = holding.given
     if rare := _rare_classes(holding, policy):
@@ -150,12 +149,7 @@ def _of(given: Mapping[str, Any]) -> str:
 
 
 def few_samples(domain: Domain, policy: Policy) -> str | None:
-    """In which experiments a site of so few samples takes part, in words; None if that needs no word.
-
-    Args:
-        domain: the site's samples.
-        policy: the site's.
-    """
+    """In which experiments a site of so few samples takes part, in words; None if that needs no word."""
     samples, least, rule = len(domain), policy.smallest_group, f"(rule policy.smallest_group: {policy.smallest_group})"
     if domain.unlabelled:
         known = len(domain.known)

@@ -65,8 +65,6 @@ class PrivacyLedger:
     steps that it had not done before are. Any other exchange has different noise.
 
     Args:
-        memory: of the site.
-        site: its name.
         budget: None counts without a limit.
         log: the site's audit log, with which the ledger is compared; None: it is not.
     """
@@ -94,19 +92,11 @@ class PrivacyLedger:
         return _mark(self.secret(), **of)
 
     def lines(self) -> int:
-        """How many lines the ledger has.
-
-        Raises:
-            Refused: it was changed, or is not whole.
-        """
+        """How many lines the ledger has; Refused if it is not whole."""
         return len(self._lines())
 
     def noisy_steps(self) -> list[NoisySteps]:
-        """All steps that were ever answered for.
-
-        Raises:
-            Refused: the ledger was changed, or is not whole.
-        """
+        """All steps that were ever answered for; Refused if the ledger is not whole."""
         return together(line.noisy for line in self._lines() if line.steps)
 
     def check(self, mark: str, steps: NoisySteps) -> None:
@@ -119,8 +109,6 @@ class PrivacyLedger:
         """Write down what an exchange cost, as far as it does not stand there already.
 
         Args:
-            mark: of the exchange.
-            steps: its noisy steps.
             what: for people who read the file.
 
         Returns:
@@ -161,7 +149,6 @@ class PrivacyLedger:
         Exchanges of which no cost is known count as much as the dearest one; if none is known, more than any budget.
 
         Args:
-            answers: lines of the audit log, as far as they can be read.
             counted: lines that the ledger had by other evidence.
 
         Returns:
@@ -190,7 +177,6 @@ class PrivacyLedger:
         """Count what may have been answered since a backup, of which the ledger in its place does not know.
 
         Args:
-            answers: lines of the audit log. What they tell is counted as far as it is not yet.
             everything: whether nobody knows more: then more than any budget counts; else one exchange more, as dear as
                 the dearest one, which may have left without its line.
 
@@ -242,11 +228,7 @@ class PrivacyLedger:
             )
 
     def _lines(self) -> list[LedgerLine]:
-        """All lines, once they were compared with what else knows of them.
-
-        Raises:
-            Refused: they were changed, or some are missing here or in the audit log.
-        """
+        """All lines, once they were compared with what else knows of them."""
         lines = self._read()
         counted = max(self._known, self._log.ledger if self._log is not None else 0)
         if len(lines) < counted:

@@ -38,7 +38,6 @@ def with_noise(holding: Holding, budget: PrivacyBudget, stream: SecretStream) ->
 
     Args:
         holding: the site's data, for which nothing is `lacking`.
-        budget: the site's.
         stream: the noise. It has to be the same each time that the same data are looked at.
     """
     assert holding.given is not None  # a table

@@ -103,15 +103,7 @@ class SiteRules:
             )
 
     def pay_statistics(self, holding: Holding, entry: dict[str, Any]) -> None:
-        """Count the statistics of a table before a card tells them.
-
-        Args:
-            holding: the data as they are shown.
-            entry: of the audit log.
-
-        Raises:
-            Refused: the budget is too small.
-        """
+        """Count the statistics of a table before a card tells them; Refused if the budget is too small."""
         if self.budget is not None and holding.given is not None and holding.given["numeric"]:
             cost = NoisySteps(float(self.budget.statistics_noise or 0), 1.0, 1)
             entry["ledger"] = self.ledger.pay(self._statistics_mark(holding), cost, call="statistics")
@@ -150,11 +142,6 @@ class SiteRules:
     @contextmanager
     def train_and_pay(self, call: Asked[CallRequest], method: Method, site: Site) -> Iterator[None]:
         """Let a call train inside the block with noise that only this site knows, and count it, even if it fails.
-
-        Args:
-            call: the request. Its entry of the audit log says what it cost.
-            method: its method.
-            site: the site of the run, with its memory loaded.
 
         Raises:
             Refused: the request trains without noise, or the budget is too small.
@@ -215,9 +202,7 @@ class SiteRules:
         Then one sample could change the whole accuracy, and the noise is for one vote.
 
         Args:
-            method: of the request.
             network: what the method measures, with weights that no request chose.
-            input_shape: of a sample.
         """
         if self.budget is None:
             return
@@ -244,12 +229,7 @@ class SiteRules:
         sample has. The network is then not adapted to them, so that no sample changes the prediction of another.
 
         Args:
-            asked: the request. Its entry of the audit log says what is sent and what it cost.
-            network: the model, in evaluation mode.
-            view: the measured samples.
-            objective: what the run learns.
             groups: which of them belong together; None if all are apart.
-            new_site: as of `answering`.
         """
         request, entry = asked.request, asked.entry
         classes = request.setting.classes
@@ -285,10 +265,7 @@ class SiteRules:
         """What may be told of a model's scores: with a budget, samples that have noisy counts of them.
 
         Args:
-            asked: the request. Its entry of the audit log says what it cost.
-            kept: the scores.
             groups: which of the samples belong together and have one vote; None if all are apart.
-            device: on which they were computed.
 
         Raises:
             Refused: the budget is too small.

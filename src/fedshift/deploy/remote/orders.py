@@ -52,11 +52,7 @@ def sum_asked(
 
 
 def order_in(request: CallRequest, body_sha256: str) -> tuple[Order, Weighing]:
-    """The order in a request to mask, and how contributions are weighted.
-
-    Raises:
-        Refused: it has none, or one that cannot be.
-    """
+    """The order in a request to mask, and how contributions are weighted; Refused if there is none that can be."""
     whole = request.sum
     if whole is None:
         raise Refused("a request to mask does not say what the sum is of")
@@ -74,11 +70,7 @@ def order_in(request: CallRequest, body_sha256: str) -> tuple[Order, Weighing]:
 
 
 def order_to_mask(request: MaskRequest) -> Order:
-    """The order in a request for a part of a sum over left-out sites.
-
-    Raises:
-        Refused: it has none that can be.
-    """
+    """The order in a request for a part of a sum over left-out sites; Refused if there is none that can be."""
     cards = tuple(KeyCard(site, *entry) for site, entry in sorted(request.cards.items()))
     if not threshold(len(cards)) <= request.threshold <= len(cards) or set(request.scores) != set(request.cards):
         raise Refused("a request to mask does not say what the sum is of")
@@ -114,11 +106,7 @@ def upload_content(upload: Upload, order: Order) -> Masked:
 
 
 def upload_of(content: Mapping[str, Content], order: Order, length: int) -> tuple[Upload, Masked]:
-    """The upload in a reply, of so many integers, and the content itself.
-
-    Raises:
-        FedshiftError: it is none of this roster.
-    """
+    """The upload in a reply, of so many integers, and the content itself; FedshiftError for another roster's."""
     sites = len(order.roster)
     sizes = {"sealed": (sites, _WIRE_BYTES + SHARE_BYTES * sites), "commitments": (sites, 32)}
     result = content.get("sum")
@@ -137,11 +125,7 @@ def confirmed_content(codes: Mapping[str, bytes]) -> dict[str, Content]:
 
 
 def confirmed_of(content: Mapping[str, Content], site: str, answered: Sequence[str]) -> dict[str, bytes]:
-    """The inverse of `confirmed_content`, for the answer of ``site``.
-
-    Raises:
-        FedshiftError: it is none for these sites.
-    """
+    """The inverse of `confirmed_content`, for the answer of ``site``; FedshiftError if of other sites."""
     by_site = _by_site(content.get("codes"))
     if set(by_site) != set(answered) - {site} or any(len(code) != _CODE_BYTES for code in by_site.values()):
         raise FedshiftError("it does not confirm who answered")
@@ -171,11 +155,7 @@ def revealed_content(revealed: Revealed, order: Order, answered: Sequence[str]) 
 
 
 def revealed_of(content: Mapping[str, Content], order: Order, answered: Sequence[str]) -> Revealed:
-    """The inverse of `revealed_content`.
-
-    Raises:
-        FedshiftError: it is none for these sites.
-    """
+    """The inverse of `revealed_content`; FedshiftError if of other sites."""
     result, pairs = content.get("shares"), _pairs(order, answered)
     if not isinstance(result, Masked) or set(result) != {"own", "pairs"}:
         raise FedshiftError("it holds no shares")
@@ -195,11 +175,6 @@ def second_exchange(masked: SecureSum, ask: AskAgain, **round_now: int) -> dict[
     """What the sites of a sum reveal, by site, after they confirmed to each other who answered.
 
     Nothing if too few confirm: the sites would refuse. Whoever gave no code is not waited for again.
-
-    Args:
-        masked: the sum, to which sites sent their parts.
-        ask: asks them.
-        round_now: ``round``, if the sum is of a round.
     """
     order, answered = masked.order, masked.answered
 

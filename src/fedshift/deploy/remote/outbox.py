@@ -80,11 +80,7 @@ class Outbox:
         return files
 
     def load(self, folder: Path, files: Mapping[str, str]) -> None:
-        """Restore what `save` wrote.
-
-        Raises:
-            FedshiftError: a file holds something else.
-        """
+        """Restore what `save` wrote; FedshiftError if a file holds something else."""
         self._residuals = {}
         for name in files.values():
             content, header = read_message(folder / name)

@@ -366,11 +366,7 @@ class AuditLog:
             self._count(line)
 
     def append(self, **entry: Any) -> None:
-        """Add a line and flush it to the disk.
-
-        Raises:
-            UserError: the line cannot be written. Then nothing may leave the site.
-        """
+        """Add a line and flush it to the disk; UserError if it cannot be written: then nothing may leave."""
         try:
             whole = {"time": time.time(), **entry}
             line, self._size = append_line(self.path, whole, known=self._size, flush=True, remedy=RECOVER)
@@ -490,11 +486,7 @@ def end_file(log: Path) -> Path:
 
 
 def _end_of(log: Path) -> _End | None:
-    """Where a log ended; None if nobody wrote that down: an earlier fedshift wrote the log, or it is a copy alone.
-
-    Raises:
-        Damaged: what was written down is.
-    """
+    """Where a log ended; None if nobody wrote that down: an earlier fedshift wrote the log, or it is a copy alone."""
     end = read_object(end_file(log), RECOVER, older=True)
     return _End.model_validate(end) if end else None
 

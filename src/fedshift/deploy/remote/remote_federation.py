@@ -79,17 +79,9 @@ class RemoteFederation(Federation):
     Every request repeats ``recipe`` and the site's entry of ``parts``: a restarted site needs no memory of the run.
 
     Args:
-        method: the method of the run.
-        transport: carries the messages.
-        run: the run's name, which sites use for its folder.
-        recipe: the setting as plain values.
-        parts: role, split and fingerprint of each site, by site.
         deadline: seconds that an exchange waits for answers.
-        wire: how weights travel.
         patience: seconds in which a site that was lost before must fetch its request.
         grace: seconds that sites are waited for once a quorum has answered; None: until the deadline.
-        on_event: called with each event.
-        options: the other arguments of `Federation`.
     """
 
     checks_replies: ClassVar[bool] = True
@@ -232,11 +224,7 @@ class RemoteFederation(Federation):
     def _read_reply(
         self, kind: type[Reply], call: str, request: Request, message: Message | Lost, key: str
     ) -> Taken | Lost:
-        """The answer in a message, or why it cannot be used.
-
-        Raises:
-            FedshiftError: the site's own error, where it ends the run.
-        """
+        """The answer in a message, or why it cannot be used."""
         if isinstance(message, Lost):
             return message
         site = request.site
@@ -322,8 +310,6 @@ class RemoteFederation(Federation):
         """Have sites measure a model on their own held-out samples; its bytes are counted as kind ``accuracy``.
 
         Args:
-            weights: the model.
-            sites: names of the sites.
             needed: sites to wait for until the deadline, even if there is a grace.
             whole: asks for all metrics (the fields of `requests.Whole`); without them, for the accuracy.
 
@@ -352,16 +338,7 @@ class RemoteFederation(Federation):
         return {site: result[site] for site in sites if site in result}
 
     def hand_out(self, weights: Weights, sites: Sequence[str], metadata: Mapping[str, Any]) -> None:
-        """Send a run's last model to sites without labels, which keep it and its predictions, and send nothing.
-
-        Args:
-            weights: the model.
-            sites: names of the sites.
-            metadata: what a file of the model says of it.
-
-        Raises:
-            FedshiftError: a site refuses it, or does not answer.
-        """
+        """Send a run's last model to sites without labels, which keep it; FedshiftError if one does not take it."""
         asks = partial(PredictRequest, round=self.round, metadata=dict(metadata))
         outgoing, keys = self._with_model(asks, weights, sites)
         missing: dict[str, str] = dict.fromkeys(sites, "it did not answer in time")
@@ -401,11 +378,7 @@ class RemoteFederation(Federation):
         return outgoing, keys
 
     def _take_measures(self, site: str, message: Message, key: str, reports: dict[str, Measures]) -> None:
-        """Add what a site measured to ``reports``, or record why it is refused.
-
-        Raises:
-            FedshiftError: the site's own error, where it ends the run.
-        """
+        """Add what a site measured to ``reports``, or record why it is refused."""
         try:
             answer = open_answer(MeasureAnswer, message, key).answer
             if isinstance(answer, SiteError):

@@ -51,7 +51,6 @@ class CallAnswer(Frozen):
 
         Args:
             left: mini-batches that the site had left.
-            remembers: the entries of its memory that the method declares.
 
         Raises:
             FedshiftError: it is impossible.
@@ -81,11 +80,7 @@ class Measures(Frozen):
 
 
 class MeasureAnswer(Frozen):
-    """What a site answers that is asked to measure a model.
-
-    Attributes:
-        measures: its report.
-    """
+    """What a site answers that is asked to measure a model."""
 
     measures: Measures
 
@@ -138,15 +133,7 @@ def report_bytes(report: Measures) -> Measured:
 
 
 def check_measures(report: Measures, recipe: SettingRecipe) -> None:
-    """Check a site's report of a measurement.
-
-    Args:
-        report: what the site sent.
-        recipe: the run's setting, of which the classes and the task count.
-
-    Raises:
-        FedshiftError: its numbers are impossible, or of another task.
-    """
+    """Raise FedshiftError if the numbers of a site's report are impossible, or of another task."""
     measuring = measuring_of(objective_of(Preprocessing.model_validate(recipe.preprocessing)))
     most = ENTRIES[measuring.metric].high or math.inf
     pairs = [pair for pair in report.classes if pair]

@@ -50,22 +50,14 @@ _MOST_SUMMED = 1000
 
 
 def plain_name(name: str) -> str:
-    """Check a name from a message that becomes part of a path.
-
-    Raises:
-        FedshiftError: the name could lead out of the folder.
-    """
+    """A name from a message that becomes part of a path; FedshiftError if it could lead out of the folder."""
     if not re.fullmatch(r"[\w=+-][\w.=+-]{0,200}", name):
         raise FedshiftError("a message names a file that is not a plain name")
     return name
 
 
 def run_name(name: str) -> str:
-    """Check the name of a run, whose folder in a site's memory lies beside files of that memory.
-
-    Raises:
-        FedshiftError: the name could lead out of the memory, or is that of such a file.
-    """
+    """The name of a run, whose folder lies beside files of a site's memory; FedshiftError if it is not safe there."""
     if Path(plain_name(name)).suffix in _SUFFIXES:
         raise FedshiftError(f"a run may not have a name that ends with {', '.join(_SUFFIXES)}")
     return name
@@ -328,8 +320,6 @@ class ReadingRequest(Request):
     """Asks what estimators say of the kept scores, from the sums of the other sites.
 
     Attributes:
-        run: whose scores they are.
-        sums: of the others.
         number: of the site among all, which decides how its samples are drawn again.
     """
 
@@ -353,7 +343,6 @@ class MaskRequest(Request):
         run: the name of the sums, which is that of no run.
         step: which of the three sums of `fedshift.evaluation.estimate.pooled`.
         scores: of each site of the roster the run whose scores it keeps.
-        cards: their keys.
         threshold: how many of them must tell shares.
         whole: the first sum, once it is known.
         unexplained: the mean of the second, once it is known.
@@ -379,8 +368,6 @@ class EstimateRequest(Request):
     """Tells a site without labels what is known of others: of each, or of all together.
 
     Attributes:
-        run: its name.
-        known: by site.
         preprocessing: of the sites that trained, with which its samples compare.
         threshold: that their scores chose.
         pooled: of all together, in place of ``known``.
@@ -490,18 +477,7 @@ READING: tuple[Callable[[str, Mapping[str, Any], str], None], ...] = (
 def asked_in(
     site: str, message: Message, header: Mapping[str, Any], content: Mapping[str, Content], entry: dict[str, Any]
 ) -> Asked[Request]:
-    """The request in a message.
-
-    Args:
-        site: that is asked.
-        message: the message.
-        header: its header, read as JSON.
-        content: its content.
-        entry: of the audit log.
-
-    Raises:
-        FedshiftError: it is none; one line that says what does not fit.
-    """
+    """The request in a message; FedshiftError, of one line, if it is none."""
     body = hashlib.sha256(message.body).hexdigest()
     for check in READING:
         check(site, header, body)

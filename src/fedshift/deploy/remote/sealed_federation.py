@@ -24,11 +24,7 @@ from fedshift.weights import Weights
 
 
 class SealedFederation(RemoteFederation):
-    """Sites behind a `Transport`. What only some sites may read is sealed with keys of theirs.
-
-    Args:
-        arguments: as for `RemoteFederation`.
-    """
+    """Sites behind a `Transport`. What only some sites may read is sealed with keys of theirs."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -71,11 +67,7 @@ class SealedFederation(RemoteFederation):
     def measure(
         self, weights: Weights, sites: Sequence[str], needed: Collection[str], **whole: Any
     ) -> dict[str, Measures]:
-        """As `RemoteFederation.measure`, by the sites that can open the model.
-
-        Raises:
-            FedshiftError: a site that is needed refuses what it is given.
-        """
+        """As `RemoteFederation.measure`, by the sites that can open the model."""
         boxes = {tensor.origin[0] for tensor in weights.values() if isinstance(tensor, ClosedTensor)}
         able = [site for site in sites if all(site in box.passage.readers for box in boxes)]
         self._refusals.clear()
@@ -100,11 +92,7 @@ class SealedFederation(RemoteFederation):
         return {**super()._common(site), "routing": "sealed", "at": self.progress.exchange, **more}
 
     def _with_keys(self, readers: Sequence[str]) -> list[str]:
-        """Those of the readers that gave a key, which is asked for once a run.
-
-        Raises:
-            FedshiftError: one gives none, and the run cannot go on without it.
-        """
+        """Those of the readers that gave a key, which is asked for once a run."""
         asked = [site for site in readers if site not in self._cards]
         seconds = self.patience if self._lost.issuperset(asked) else self.deadline
         request = KeyRequest(do="sealing_key", run=self.run)

@@ -72,7 +72,6 @@ class SecureFederation(RemoteFederation):
 
     Args:
         memory: the folder of the run's memory, where the keys and the sums under way are written down.
-        arguments: as for `RemoteFederation`.
         whole: whether the sites unmask only sums of all that have a key.
         colluders: how many of them may work with a server that lies; decides how many have to answer.
     """
@@ -186,11 +185,7 @@ class SecureFederation(RemoteFederation):
     # The second exchange: who answered, and shares --------------------------------------------------------------------
 
     def _unmask(self, call: str, masked: SecureSum, layout: Layout) -> Mean:
-        """The mean of a sum, once enough of its sites told their shares.
-
-        Raises:
-            FedshiftError: too few sites did.
-        """
+        """The mean of a sum, once enough of its sites told their shares."""
         reasons: list[str] = []
         shares = second_exchange(masked, partial(self._second, reasons), round=self.round)
         total = Total()
@@ -249,11 +244,7 @@ class SecureFederation(RemoteFederation):
     # Keys -------------------------------------------------------------------------------------------------------------
 
     def _fetch_keys(self, sites: Sequence[str]) -> None:
-        """Ask for the key of each site, once a run.
-
-        Raises:
-            FedshiftError: a site gives none, and the run cannot go on without it.
-        """
+        """Ask for the key of each site, once a run."""
         if self._cards:
             return
         cards, without = {}, {}

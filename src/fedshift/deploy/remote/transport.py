@@ -100,18 +100,7 @@ class Opened(Generic[A]):
 def open_answer(
     kind: type[A], message: Message, key: str, most_tensors: int = 0, largest_header: int = LARGEST_HEADER
 ) -> Opened[A]:
-    """Open the answer to the request ``key``, which may be an error.
-
-    Args:
-        kind: what an answer says.
-        message: the answer.
-        key: of the request.
-        most_tensors: an answer with more tensors is refused before they are read.
-        largest_header: an answer whose header has more characters is refused before it is read.
-
-    Raises:
-        FedshiftError: the message cannot be read, or answers another request.
-    """
+    """Open the answer to the request ``key``, which may be an error; FedshiftError if it is no answer to it."""
     header, content, crossed = unseal(message, most_tensors, largest_header)
     if "error" in header:
         return Opened(parse_json(SiteError, message.header, "its answer"), content, crossed)
@@ -156,12 +145,6 @@ def ask_plain(
 ) -> dict[str, Heard[A] | Lost]:
     """Ask sites for plain values, outside a federation.
 
-    Args:
-        transport: carries the messages.
-        requests: what each site is asked, by site.
-        deadline: seconds to wait.
-        kind: what an answer says.
-
     Returns:
         Each site's answer, by site; a site whose answer says something else is lost, with the error `ReplyRefused`.
 
@@ -193,14 +176,7 @@ def ask_for_content(
     deadline: float,
     most_tensors: int,
 ) -> dict[str, dict[str, Content] | Lost]:
-    """As `ask_plain`, with content in requests and answers.
-
-    Args:
-        transport: carries the messages.
-        requests: what each site is asked, and the content that it gets, by site.
-        deadline: seconds to wait.
-        most_tensors: of an answer.
-    """
+    """As `ask_plain`, with content in requests and answers."""
     outgoing = {site: stamp(request, body_of(content)) for site, (request, content) in requests.items()}
     return {
         site: answer if isinstance(answer, Lost) else _content(site, answer, outgoing.get(site, ("",))[0], most_tensors)

@@ -86,16 +86,7 @@ def reseal(message: Message, body: Body) -> Message:
 def unseal(
     message: Message, most_tensors: int = MOST_TENSORS, largest_header: int = LARGEST_CARD
 ) -> tuple[dict[str, Any], dict[str, Content], dict[str, Content]]:
-    """Read a message: header, content, and the content as it crossed the network.
-
-    Args:
-        message: the message.
-        most_tensors: a message with more tensors is refused before they are read.
-        largest_header: a message whose header has more characters is refused before it is read.
-
-    Raises:
-        FedshiftError: `seal` did not write this message.
-    """
+    """Read a message: header, content, and the content as it crossed; FedshiftError if `seal` did not write it."""
     if not (isinstance(message.header, str) and isinstance(message.body, bytes) and isinstance(message.digest, str)):
         raise FedshiftError("a message is not a header of text, a body of bytes and a digest")
     if len(message.header) > largest_header:
@@ -213,7 +204,6 @@ def _round(flat: Tensor, wire: Wire, residual: Tensor | None) -> tuple[dict[str,
 
     Args:
         flat: float32 (n,); overwritten.
-        wire: ``bf16`` or ``int8``.
         residual: bfloat16 (n,).
 
     Returns:
@@ -251,11 +241,7 @@ def _to_int8(flat: Tensor) -> dict[str, Tensor]:
 
 
 def _flat_of(sent: Mapping[str, Tensor], length: int) -> Tensor:
-    """The numbers that a receiver reads from a rounded array, float32 (length,).
-
-    Raises:
-        FedshiftError: the array, or its scales, are not of this length.
-    """
+    """The numbers that a receiver reads from a rounded array, float32 (length,)."""
     array, kind = (sent["bf16"], torch.bfloat16) if "bf16" in sent else (sent["int8"], torch.int8)
     fits = array.dtype == kind and array.shape == (length,)
     if kind == torch.int8:  # scales of another number would be repeated for every block, or for one

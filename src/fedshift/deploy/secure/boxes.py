@@ -54,14 +54,7 @@ class _Newest(RootModel[dict[str, tuple[tuple[float, int], ...]]]):
 
 
 class Boxes:
-    """The boxes of one run at one site.
-
-    Args:
-        name: of the site.
-        folder: has the key of the run.
-        terms: the certificates of other sites.
-        sums: has the identity of the site's kit.
-    """
+    """The boxes of one run at one site."""
 
     def __init__(self, name: str, folder: Path, terms: AgreedTerms, sums: SiteSums) -> None:
         self.name, self.folder = name, folder
@@ -103,11 +96,7 @@ class Boxes:
     # Who sealed it, and when ------------------------------------------------------------------------------------------
 
     def only(self, value: Any, sender: str, most: int) -> Box:
-        """The box of a single model in a request.
-
-        Raises:
-            Refused: it is no such box.
-        """
+        """The box of a single model in a request; Refused if it is no such box."""
         try:
             package = Package.read(value, most)
             if len(package.boxes) != 1 or package.places != [(0, "", "")]:
@@ -135,7 +124,6 @@ class Boxes:
 
         Args:
             exchanges: in which each site sealed its model; under no name, the newest of the trained model.
-            position: exchange of the request.
         """
         noted = self._notes()
         for sender, exchange in exchanges.items():
@@ -203,9 +191,6 @@ class Boxes:
         """The models in a box by site, after all checks that the server makes of those that it can read.
 
         Args:
-            box: after `check_way`.
-            method: of the run.
-            check: of its replies.
             sent: content of the request. What was trained from a model of the same name begins there, too.
         """
         models = self.plain(box, check.most_tensors({}) * max(1, len(box.models)))

@@ -23,11 +23,7 @@ class Identity:
 
     @staticmethod
     def of_kit(kit: Path, site: str) -> Identity:
-        """The identity in a site's kit.
-
-        Raises:
-            UserError: the kit has no usable key.
-        """
+        """The identity in a site's kit; UserError if it has no usable key."""
         try:
             from cryptography import x509
             from cryptography.hazmat.primitives import serialization
@@ -58,11 +54,7 @@ class Identity:
         """Check who signed a text.
 
         Args:
-            site: who should have signed.
             certificate: DER, as it came with the signature.
-            text: what was signed.
-            signature: of it.
-            what: what a message calls the text.
 
         Returns:
             The certificate's fingerprint. The caller compares it with the one on record, since the authority could

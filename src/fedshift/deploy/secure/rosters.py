@@ -36,9 +36,6 @@ class Rosters:
     """The record of one site: a line for each set of sites that differs from the one before it.
 
     Args:
-        memory: of the site.
-        site: its name.
-        policy: rule ``roster`` says which sets are allowed.
         log: the site's audit log, whose lines say how long the record was when they were written; None: not compared.
     """
 
@@ -53,11 +50,7 @@ class Rosters:
         return self._rule != "any"
 
     def recorded_sets(self) -> list[list[str]]:
-        """The sets, oldest first.
-
-        Raises:
-            Refused: the record was changed, or is shorter than the audit log says.
-        """
+        """The sets, oldest first; Refused if the record was changed, or is shorter than the audit log says."""
         try:
             known = [list(_Line.model_validate_json(line).roster) for line in checked_lines(self._file)]
         except (FedshiftError, ValidationError) as error:
@@ -71,20 +64,12 @@ class Rosters:
         return known
 
     def sets(self) -> list[list[str]]:
-        """The sets of sites of all sums, oldest first, with that of an earlier version if no other is known.
-
-        Raises:
-            Refused: as in `recorded_sets`.
-        """
+        """The sets of sites of all sums, oldest first, with that of an earlier version if no other is known."""
         older = self._log.older_roster if self._log is not None else []
         return self.recorded_sets() or ([older] if older else [])
 
     def check(self, roster: Sequence[str]) -> int:
-        """Check that the site may mask for these sites; return how many sets it has recorded.
-
-        Raises:
-            Refused: the rule allows another set only.
-        """
+        """How many sets are recorded; Refused if the site may not mask for these sites."""
         known = self.recorded_sets()
         allowed = self._allowed_set(known) or list(roster)
         if self.one_set and allowed != list(roster):
@@ -97,11 +82,7 @@ class Rosters:
         return len(known)
 
     def check_present(self, sites: Collection[str]) -> None:
-        """Check that no site of the set is absent from an experiment of these sites, which no sum could then be of.
-
-        Raises:
-            Refused: one is.
-        """
+        """Raise Refused if a site of the one set is absent from an experiment of these sites."""
         allowed = self._allowed_set(self.recorded_sets()) if self.one_set else []
         absent = [site for site in allowed if site not in sites]
         if absent:
@@ -121,11 +102,7 @@ class Rosters:
         return known[-1] if known else older
 
     def note(self, roster: Sequence[str], run: str) -> int:
-        """As `check`, and write the set down before anything masked leaves. Again it changes nothing.
-
-        Raises:
-            Refused: as in `check`, or it cannot be written.
-        """
+        """As `check`, and write the set down before anything masked leaves. Again it changes nothing."""
         with hold_lock(self._lock):
             number = self.check(roster)
             if number and self.recorded_sets()[-1] == list(roster):

@@ -30,12 +30,7 @@ from fedshift.functional.fixed_point import to_fixed
 
 
 class SiteEstimateSums:
-    """The part of a site's program that masks what it says for estimates elsewhere.
-
-    Args:
-        sums: its part in secure sums.
-        estimates: its part in estimates, which keeps scores.
-    """
+    """The part of a site's program that masks what it says for estimates elsewhere."""
 
     def __init__(self, sums: SiteSums, estimates: SiteEstimates) -> None:
         self._sums, self._estimates = sums, estimates
@@ -72,12 +67,7 @@ class SiteEstimateSums:
 
 
 def _part(name: str, request: MaskRequest, kept: KeptScores) -> Numbers:
-    """A site's part of the sum that is asked for.
-
-    Raises:
-        FedshiftError: what it is told lacks a sum before it.
-        Refused: this site's numbers are not in the first sum.
-    """
+    """A site's part of the sum that is asked for."""
     mine = kept.sums
     if request.step == 1:
         return first_part(mine)

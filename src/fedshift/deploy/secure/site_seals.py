@@ -87,13 +87,7 @@ KEPT = ".models"
 
 
 class SiteSeals:
-    """The part of a site's program that knows of sealed models.
-
-    Args:
-        config: the site's file.
-        terms: what the site has agreed to, such as the certificates of other sites.
-        sums: has the identity of the site's kit.
-    """
+    """The part of a site's program that knows of sealed models."""
 
     def __init__(self, config: SiteConfig, terms: AgreedTerms, sums: SiteSums) -> None:
         self.name = config.file.site
@@ -279,11 +273,7 @@ class Sealing:
     def seal_reply(
         self, reply: Reply, request: CallRequest, runner: SiteRunner, sent: Mapping[str, Content]
     ) -> dict[str, Content]:
-        """A reply with its models sealed, after the check that the server makes of replies that it can read.
-
-        Raises:
-            FedshiftError: the reply is not what the call promises.
-        """
+        """A reply with its models sealed, after the check that the server makes of replies that it can read."""
         call, result = request.call, reply_content(reply)
         try:
             _check_of(runner, request).check(call, self._name, type(reply), result, sent)

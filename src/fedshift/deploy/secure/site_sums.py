@@ -44,13 +44,7 @@ FOLDER = "sums"
 
 
 class SiteSums:
-    """The part of a site's program that knows of secure sums.
-
-    Args:
-        config: the site's file.
-        terms: what the site has agreed to, such as the certificates of other sites.
-        log: the site's audit log, with which the record of earlier sums is compared.
-    """
+    """The part of a site's program that knows of secure sums."""
 
     def __init__(self, config: SiteConfig, terms: AgreedTerms, log: AuditLog | None = None) -> None:
         self.name, self.policy = config.file.site, config.file.policy
@@ -59,11 +53,7 @@ class SiteSums:
 
     @cached_property
     def identity(self) -> Identity:
-        """The certificate and key of the site's kit.
-
-        Raises:
-            UserError: there is none.
-        """
+        """The certificate and key of the site's kit."""
         return Identity.of_kit(self._config.kit, self.name)
 
     def site(self, run: str, verified: Collection[str] = ()) -> SecureSite:
@@ -92,8 +82,6 @@ class SiteSums:
         """The sum that a request to run a call asks for; None if it asks for the reply itself.
 
         Args:
-            asked: the request.
-            method: of the run.
             noise: whether the site trains with noise, which holds whatever sums the coordinator gets.
 
         Raises:
@@ -117,7 +105,6 @@ class SiteSums:
         """The protocol at this site for a sum.
 
         Args:
-            order: what the sum is of.
             noise: whether what this site adds has noise of its own.
 
         Raises:
@@ -139,9 +126,6 @@ class SiteSums:
         """Check what the others of the roster are asked for, which is the same for all or the masks do not cancel.
 
         A site that is asked to do no work contributes what it was sent, which the coordinator knows.
-
-        Raises:
-            Refused: too few of them train while this site does, or they are asked for another round.
         """
         envelope, asked = request.envelope, request.sum.envelopes if request.sum is not None else {}
         working = [site for site, item in asked.items() if item.mini_batches_left > 0 and item.progress < 1]
@@ -191,10 +175,6 @@ class Summing:
     """One request to a site that asks for a masked contribution.
 
     Args:
-        site: the protocol at this site.
-        order: what the sum is of.
-        weighing: how contributions are weighted.
-        input_shape: of a sample.
         question: a digest of what is asked.
         rosters: the record of the sites of earlier sums; None where noise hides what their differences show.
 
@@ -259,11 +239,7 @@ class Summing:
             )
 
     def mask(self, entry: dict[str, Any]) -> dict[str, Content]:
-        """What leaves in place of the contribution. It is on the disk before this returns, and its roster as well.
-
-        Args:
-            entry: of the audit log, which says of whom the sum is.
-        """
+        """What leaves in place of the contribution. It is on the disk before this returns, and its roster as well."""
         assert self._numbers is not None  # made by `contribution`
         entry["roster"], whole = list(self.order.roster), False
         if self._rosters is not None:

@@ -75,11 +75,7 @@ _log = logging.getLogger("fedshift.listener")
 
 
 class Peer:
-    """What the connections of one certificate may take together: threads, frames and bytes, frames in a second.
-
-    Args:
-        name: who it is, for the log.
-    """
+    """What the connections of one certificate may take together: threads, frames and bytes, frames in a second."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -155,11 +151,7 @@ class Peer:
 
 
 class GuardedConnection(SharedConnection):
-    """A connection that bounds what its peer can take: memory, threads, and the time of those who send to it.
-
-    Attributes:
-        peer: what all connections of its certificate share.
-    """
+    """A connection that bounds what its peer can take: memory, threads, and the time of those who send to it."""
 
     def __init__(self, sock: Any, connector: ConnectorInfo, peer: Peer) -> None:
         super().__init__(sock, connector, secure=True)

@@ -24,9 +24,6 @@ class SharedConnection(SocketConnection):  # type: ignore[misc]
     Any thread may end a connection: a listener for a newer one, FLARE after a send that took too long. If that closed
     the socket while another thread still reads from it, the system would give the same descriptor to what is opened
     next, and the reader would take bytes from there. So ``close`` only ends the conversation.
-
-    Attributes:
-        peer_name: who is at the other end, for the log.
     """
 
     peer_name = "the coordinator"
