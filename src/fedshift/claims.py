@@ -39,17 +39,11 @@ class ClaimLost(FedshiftError):
 
 
 class Machine(NamedTuple):
-    """Where this process runs: numbers of processes mean the same in the same place.
+    """Where this process runs: numbers of processes mean the same in the same place."""
 
-    Attributes:
-        host: the machine's name.
-        boot: of its present boot, if the system tells.
-        space: the namespace of process numbers (containers have their own), if the system tells.
-    """
-
-    host: str
-    boot: str
-    space: str
+    host: str  # the machine's name
+    boot: str  # of its present boot, if the system tells
+    space: str  # the namespace of process numbers (containers have their own), if the system tells
 
 
 def machine() -> Machine:

@@ -35,19 +35,12 @@ def find(path: str) -> Any:
 
 
 class Source(NamedTuple):
-    """A user's file as it was read.
+    """A user's file as it was read."""
 
-    Attributes:
-        path: the file.
-        text: its content.
-        beside: the files beside it that it imports: path → content.
-        sha256: the checksum of all of them.
-    """
-
-    path: Path
-    text: bytes
-    beside: dict[str, bytes]
-    sha256: str
+    path: Path  # the file
+    text: bytes  # its content
+    beside: dict[str, bytes]  # the files beside it that it imports: path → content
+    sha256: str  # the checksum of all of them
 
 
 def read_source(path: str) -> Source:

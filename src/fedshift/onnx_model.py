@@ -55,30 +55,20 @@ def write_left_out(model: Path, sums: dict[str, Any] | None) -> None:
 class OnnxModel:
     """An exported model, ready to predict.
 
-    Attributes:
-        session: of ONNX Runtime.
-        metadata: what the run wrote about the model.
-        classes: their names, in the order of the outputs.
-        preprocessing: of the samples that it reads: with a frozen backbone that of its images.
-        task: what it predicts.
-        images: what is known of its training images.
-        left_out: sums of the sites that were left out; none are known if it is empty.
-        threshold: of two classes, the score from which the second one is called.
-
     Example:
         >>> OnnxModel.load("no-folder")
         Traceback (most recent call last):
         fedshift.errors.UserError: no-folder/model.onnx: there is no such file: fedshift export RUN --to onnx writes it
     """
 
-    session: Any
-    metadata: dict[str, Any]
-    classes: tuple[str, ...]
-    preprocessing: Preprocessing
-    task: str
-    images: ImageStatistics | None
-    left_out: dict[str, KnownSite]
-    threshold: float
+    session: Any  # of ONNX Runtime
+    metadata: dict[str, Any]  # what the run wrote about the model
+    classes: tuple[str, ...]  # their names, in the order of the outputs
+    preprocessing: Preprocessing  # of the samples that it reads: with a frozen backbone that of its images
+    task: str  # what it predicts
+    images: ImageStatistics | None  # what is known of its training images
+    left_out: dict[str, KnownSite]  # sums of the sites that were left out; none are known if it is empty
+    threshold: float  # of two classes, the score from which the second one is called
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

@@ -37,17 +37,11 @@ _FILE = "trusted.json"
 
 
 class Code(NamedTuple):
-    """Code that is about to be imported.
+    """Code that is about to be imported."""
 
-    Attributes:
-        what: what it is for, such as ``model 'net.py:Net'``.
-        path: the file, or the folder of a package.
-        sha256: the checksum of the file and of the files beside it that it imports, or of the package's files.
-    """
-
-    what: str
-    path: Path
-    sha256: str
+    what: str  # what it is for, such as ``model 'net.py:Net'``
+    path: Path  # the file, or the folder of a package
+    sha256: str  # the checksum of the file and of the files beside it that it imports, or of the package's files
 
     @property
     def shown(self) -> str:

@@ -46,19 +46,12 @@ _PYTHON = 'sh -c \'trap "" TERM HUP USR1 USR2; exec "$0" "$@"\' {}'
 
 
 class Jobs(NamedTuple):
-    """What `submit` asks SLURM for.
+    """What `submit` asks SLURM for."""
 
-    Attributes:
-        partition: its name.
-        number: of jobs in the array.
-        minutes: that each may take before it goes back into the queue.
-        settings: further options of ``sbatch``, as ``name=value``.
-    """
-
-    partition: str
-    number: int
-    minutes: int
-    settings: Sequence[str] = ()
+    partition: str  # its name
+    number: int  # of jobs in the array
+    minutes: int  # that each may take before it goes back into the queue
+    settings: Sequence[str] = ()  # further options of ``sbatch``, as ``name=value``
 
 
 def submit(path: Path, overrides: Sequence[str], runs: Path, options: Sequence[str], jobs: Jobs) -> str:

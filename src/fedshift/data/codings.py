@@ -52,17 +52,11 @@ _CODES = frozenset(
 
 @dataclass(frozen=True)
 class Column:
-    """The values that a numeric column has at one site.
+    """The values that a numeric column has at one site."""
 
-    Attributes:
-        values: the numbers, in order.
-        rows: how many rows have each.
-        missing: how many rows have none.
-    """
-
-    values: npt.NDArray[np.float64]
-    rows: npt.NDArray[np.int64]
-    missing: int = 0
+    values: npt.NDArray[np.float64]  # the numbers, in order
+    rows: npt.NDArray[np.int64]  # how many rows have each
+    missing: int = 0  # how many rows have none
 
     @classmethod
     def of(cls, cells: Mapping[str, int]) -> Column:
@@ -103,15 +97,10 @@ class Column:
 
 @dataclass(frozen=True)
 class Categories:
-    """The categories that a column has at one site.
+    """The categories that a column has at one site."""
 
-    Attributes:
-        names: each category, and how many rows have it.
-        missing: how many rows have none.
-    """
-
-    names: Mapping[str, int]
-    missing: int = 0
+    names: Mapping[str, int]  # each category, and how many rows have it
+    missing: int = 0  # how many rows have none
 
     @classmethod
     def of(cls, cells: Mapping[str, int]) -> Categories:

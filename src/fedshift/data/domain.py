@@ -30,19 +30,12 @@ WITHOUT_MASKS: tuple[Task, ...] = tuple(task for task in ALL_TASKS if task != "s
 
 @dataclass(frozen=True)
 class SparseRows:
-    """Rows of mostly zeros in compressed form (CSR), for bags of words.
+    """Rows of mostly zeros in compressed form (CSR), for bags of words."""
 
-    Attributes:
-        data: values that are not zero, row after row (nonzeros,).
-        indices: the column of each value (nonzeros,).
-        indptr: where each row begins in ``data`` (n + 1,).
-        width: number of columns.
-    """
-
-    data: npt.NDArray[np.float32]
-    indices: npt.NDArray[np.int64]
-    indptr: npt.NDArray[np.int64]
-    width: int
+    data: npt.NDArray[np.float32]  # values that are not zero, row after row (nonzeros,)
+    indices: npt.NDArray[np.int64]  # the column of each value (nonzeros,)
+    indptr: npt.NDArray[np.int64]  # where each row begins in ``data`` (n + 1,)
+    width: int  # number of columns
 
     def __len__(self) -> int:
         return len(self.indptr) - 1
@@ -73,41 +66,34 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True)
 class Domain:
-    """The samples of one domain, decoded, in memory or memory-mapped.
+    """The samples of one domain, decoded, in memory or memory-mapped."""
 
-    Attributes:
-        name: name of the domain.
-        inputs: uint8 images (n, channels, height, width), uint8 or float32 volumes (n, channels, depth, height, width),
-            float32 features (n, d), int64 tokens (n, length) with `NO_TOKEN` where there is none, or `SparseRows`.
-        labels: int64 (n,), class numbers in the order of the data set's ``classes``; all 0 if there are masks. For
-            regression float32 (n,), in the label's own unit; for time to event float32 (n, 2): the time until the event
-            or the end of observation, and 1 where the event happened; for multi-label float32 (n, labels) of 0 and 1.
-        groups: int64 (n,) or None. Rows with the same number, in *any* domain, show the same base sample (Rotated
-            MNIST). A split must keep such rows on one side.
-        train_rows: training rows of the data set's own split, if it has one.
-        test_rows: test rows of that split.
-        fixed_split: whether their owner fixed the test rows: they hold under every protocol, and no statistics of the
-            data, such as an encoding's, are made of them.
-        masks: for segmentation, uint8 (n, structures, height, width), of volumes with a depth, of 0 and 1, one mask per
-            entry of ``classes``, which then names structures. Masks may overlap.
-        ids: names of the samples in the order of the rows (n), such as patients' numbers, if the data have any. They
-            are for people who read predictions; no method sees them, and they need not differ.
-        unlabelled: whether some or all samples have no label, which is written as `UNKNOWN`. It is then no source.
-        only_source: whether it is a source alone, and no target.
-        scale: of its own training rows, where data are standardised per site (see `fedshift.data.site_scale`).
-    """
-
-    name: str
+    name: str  # name of the domain
+    # uint8 images (n, channels, height, width), uint8 or float32 volumes (n, channels, depth, height, width), float32
+    # features (n, d), int64 tokens (n, length) with `NO_TOKEN` where there is none, or `SparseRows`
     inputs: Inputs
+    # int64 (n,), class numbers in the order of the data set's ``classes``; all 0 if there are masks. For regression
+    # float32 (n,), in the label's own unit; for time to event float32 (n, 2): the time until the event or the end of
+    # observation, and 1 where the event happened; for multi-label float32 (n, labels) of 0 and 1
     labels: Labels
+    # int64 (n,) or None. Rows with the same number, in *any* domain, show the same base sample (Rotated MNIST). A split
+    # must keep such rows on one side
     groups: npt.NDArray[np.int64] | None = None
-    train_rows: Rows | None = None
-    test_rows: Rows | None = None
+    train_rows: Rows | None = None  # training rows of the data set's own split, if it has one
+    test_rows: Rows | None = None  # test rows of that split
+    # for segmentation, uint8 (n, structures, height, width), of volumes with a depth, of 0 and 1, one mask per entry of
+    # ``classes``, which then names structures. Masks may overlap
     masks: npt.NDArray[np.uint8] | None = None
+    # names of the samples in the order of the rows (n), such as patients' numbers, if the data have any. They are for
+    # people who read predictions; no method sees them, and they need not differ
     ids: tuple[str, ...] | None = None
+    # whether their owner fixed the test rows: they hold under every protocol, and no statistics of the data, such as an
+    # encoding's, are made of them
     fixed_split: bool = False
+    # whether some or all samples have no label, which is written as `UNKNOWN`. It is then no source
     unlabelled: bool = False
-    only_source: bool = False
+    only_source: bool = False  # whether it is a source alone, and no target
+    # of its own training rows, where data are standardised per site (see `fedshift.data.site_scale`)
     scale: Scale | None = None
 
     def __len__(self) -> int:
@@ -163,39 +149,30 @@ class Preprocessing(BaseModel):
 
     Images: ``value / 255``, then ``(value - mean) / std`` per channel. Features: as stored, or ``(value - mean) / std``
     per column if mean and std are given. Tokens: as stored.
-
-    Attributes:
-        kind: what the stored inputs are.
-        channels: channels of images.
-        size: height and width of square images.
-        mean: per channel or column, of values in [0, 1] for images.
-        std: per channel or column.
-        shape: shape of one stored sample, (channels, height, width) or (d,), which `check_dataset` sets.
-        table: the encoding of a table (see `fedshift.data.tables`).
-        backbone: which frozen network made features from images, and how (see `fedshift.experiment.features`).
-        text: how text becomes tokens (see `fedshift.data.text_columns`).
-        window: centre and width of the values of medical and other deep images that become black to white; None: as
-            each file says.
-        patch: depth, height and width of the parts of volumes that a network reads: drawn at random to train, side by
-            side to predict; None: whole samples.
-        objective: what is learned, if labels are no classes (see `fedshift.data.tasks.objective`).
-        standardise: per_site: each site's inputs are in its own scale, which `at` gives mean and std.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: Literal["image", "features", "table", "tokens"]
-    channels: int | None = None
-    size: int | None = None
-    mean: tuple[float, ...] | None = None
-    std: tuple[float, ...] | None = None
+    kind: Literal["image", "features", "table", "tokens"]  # what the stored inputs are
+    channels: int | None = None  # channels of images
+    size: int | None = None  # height and width of square images
+    mean: tuple[float, ...] | None = None  # per channel or column, of values in [0, 1] for images
+    std: tuple[float, ...] | None = None  # per channel or column
+    # shape of one stored sample, (channels, height, width) or (d,), which `check_dataset` sets
     shape: tuple[int, ...] | None = None
-    table: dict[str, object] | None = None
+    table: dict[str, object] | None = None  # the encoding of a table (see `fedshift.data.tables`)
+    # which frozen network made features from images, and how (see `fedshift.experiment.features`)
     backbone: dict[str, object] | None = None
+    # what is learned, if labels are no classes (see `fedshift.data.tasks.objective`)
     objective: dict[str, object] | None = None
+    # centre and width of the values of medical and other deep images that become black to white; None: as each file
+    # says
     window: tuple[float, float] | None = None
-    text: dict[str, object] | None = None
+    text: dict[str, object] | None = None  # how text becomes tokens (see `fedshift.data.text_columns`)
+    # depth, height and width of the parts of volumes that a network reads: drawn at random to train, side by side to
+    # predict; None: whole samples
     patch: tuple[int, int, int] | None = None
+    # per_site: each site's inputs are in its own scale, which `at` gives mean and std
     standardise: Literal["per_site"] | None = None
 
     def at(self, scale: Scale) -> Preprocessing:

@@ -11,17 +11,11 @@ from fedshift.data.tables import CategoricalColumn, TableEncoding, TableStatisti
 
 @dataclass(frozen=True)
 class Few:
-    """A column of which a part is in few rows.
+    """A column of which a part is in few rows."""
 
-    Attributes:
-        column: its name.
-        part: what of it.
-        rows: how many rows each of these parts has: one number, or one for each category.
-    """
-
-    column: str
-    part: Literal["categories", "missing cells", "values"]
-    rows: tuple[int, ...]
+    column: str  # its name
+    part: Literal["categories", "missing cells", "values"]  # what of it
+    rows: tuple[int, ...]  # how many rows each of these parts has: one number, or one for each category
 
 
 def few_rows(statistics: TableStatistics, given: Mapping[str, Any], samples: int, least: int) -> tuple[Few, ...]:

@@ -64,17 +64,11 @@ Grey = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class ImageFile:
-    """One image.
+    """One image."""
 
-    Attributes:
-        name: its name in messages.
-        stamp: a text that changes with its content.
-        open: opens its bytes.
-    """
-
-    name: str
-    stamp: str
-    open: Callable[[], IO[bytes]]
+    name: str  # its name in messages
+    stamp: str  # a text that changes with its content
+    open: Callable[[], IO[bytes]]  # opens its bytes
 
 
 class NotYetReadable(UserError):
@@ -82,19 +76,12 @@ class NotYetReadable(UserError):
 
 
 class Deep(NamedTuple):
-    """What an image of more than 8 bits held before it got 8.
+    """What an image of more than 8 bits held before it got 8."""
 
-    Attributes:
-        low: its smallest finite value.
-        high: its largest finite value.
-        white: the value that its format has for white.
-        colour: whether it is in colour, to which no window applies.
-    """
-
-    low: float
-    high: float
-    white: float
-    colour: bool = False
+    low: float  # its smallest finite value
+    high: float  # its largest finite value
+    white: float  # the value that its format has for white
+    colour: bool = False  # whether it is in colour, to which no window applies
 
 
 _NOT_WHOLE = (OSError, ValueError, EOFError, TypeError, KeyError, AttributeError)
@@ -102,17 +89,11 @@ _NOT_WHOLE = (OSError, ValueError, EOFError, TypeError, KeyError, AttributeError
 
 
 class Decoded(NamedTuple):
-    """Images as one array, and what of them the array does not show.
+    """Images as one array, and what of them the array does not show."""
 
-    Attributes:
-        pixels: uint8 (n, channels, height, width), read-only and memory-mapped; in memory if the cache is encrypted.
-        deep: of those with more than 8 bits that no window scales, by their number.
-        paged: the numbers of those whose file has further pages or frames, which were not read.
-    """
-
-    pixels: Grey
-    deep: dict[int, Deep]
-    paged: tuple[int, ...]
+    pixels: Grey  # uint8 (n, channels, height, width), read-only and memory-mapped; in memory if the cache is encrypted
+    deep: dict[int, Deep]  # of those with more than 8 bits that no window scales, by their number
+    paged: tuple[int, ...]  # the numbers of those whose file has further pages or frames, which were not read
 
 
 class _Image(NamedTuple):
@@ -263,17 +244,11 @@ def _decode(file: ImageFile, channels: int, height: int, width: int, mask: bool,
 
 
 class _Form(NamedTuple):
-    """How an image of more than 8 bits is stored.
+    """How an image of more than 8 bits is stored."""
 
-    Attributes:
-        white: the value that means white, if the format says it.
-        turned: whether 0 means white.
-        upper: whether only the upper 8 of 16 bits are read, as of colours.
-    """
-
-    white: float | None
-    turned: bool = False
-    upper: bool = False
+    white: float | None  # the value that means white, if the format says it
+    turned: bool = False  # whether 0 means white
+    upper: bool = False  # whether only the upper 8 of 16 bits are read, as of colours
 
 
 def _form(image: Image.Image) -> _Form | None:

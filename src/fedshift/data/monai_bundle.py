@@ -29,17 +29,11 @@ _LOADING = ("LoadImage", "EnsureChannelFirst", "AsChannelFirst", "AddChannel")
 
 
 class Bundle(NamedTuple):
-    """A bundle that a person trusts.
+    """A bundle that a person trusts."""
 
-    Attributes:
-        folder: where it is.
-        sha256: the checksum of its configs and scripts.
-        what: what it is for, for messages.
-    """
-
-    folder: Path
-    sha256: str
-    what: str
+    folder: Path  # where it is
+    sha256: str  # the checksum of its configs and scripts
+    what: str  # what it is for, for messages
 
 
 def trusted_bundle(what: str, folder: Path) -> Bundle:

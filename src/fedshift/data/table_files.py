@@ -162,19 +162,12 @@ def merge_formats(form: TableFormat, other: TableFormat) -> TableFormat:
 
 @dataclass(frozen=True)
 class Columns:
-    """A table as text.
+    """A table as text."""
 
-    Attributes:
-        path: the file, for messages.
-        cells: column name → its cells.
-        lines: the number of each row in the file, for messages.
-        unit: what these numbers count.
-    """
-
-    path: str
-    cells: Mapping[str, Sequence[str]]
-    lines: Sequence[int]
-    unit: Literal["line", "row"] = "line"
+    path: str  # the file, for messages
+    cells: Mapping[str, Sequence[str]]  # column name → its cells
+    lines: Sequence[int]  # the number of each row in the file, for messages
+    unit: Literal["line", "row"] = "line"  # what these numbers count
 
     def __len__(self) -> int:
         return len(self.lines)

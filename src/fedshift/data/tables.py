@@ -44,59 +44,38 @@ from fedshift.functional.noisy_moments import Ranges, within
 
 
 class NumericColumn(BaseModel):
-    """A numeric column.
-
-    Attributes:
-        name: its name in the files.
-        mean: mean over the sites.
-        std: standard deviation over the sites.
-        can_be_missing: whether there is a 0/1 column for missing values.
-        missing_values: numbers that mean "missing".
-        fill: the number that a missing value is read as; None: the mean.
-    """
+    """A numeric column."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str
-    mean: FiniteFloat
-    std: FiniteFloat = Field(gt=0)
-    can_be_missing: bool
-    missing_values: tuple[float, ...] = ()
-    fill: FiniteFloat | None = None
+    name: str  # its name in the files
+    mean: FiniteFloat  # mean over the sites
+    std: FiniteFloat = Field(gt=0)  # standard deviation over the sites
+    can_be_missing: bool  # whether there is a 0/1 column for missing values
+    missing_values: tuple[float, ...] = ()  # numbers that mean "missing"
+    fill: FiniteFloat | None = None  # the number that a missing value is read as; None: the mean
 
 
 class CategoricalColumn(BaseModel):
-    """A categorical column.
-
-    Attributes:
-        name: its name in the files.
-        categories: the known ones, in the order of the encoded columns.
-        fill: the category that a missing value is read as; None: none of them.
-    """
+    """A categorical column."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str
-    categories: tuple[str, ...]
-    fill: str | None = None
+    name: str  # its name in the files
+    categories: tuple[str, ...]  # the known ones, in the order of the encoded columns
+    fill: str | None = None  # the category that a missing value is read as; None: none of them
 
 
 class TableEncoding(BaseModel):
-    """How rows become features. It is the same at every site.
-
-    Attributes:
-        numeric: the numeric columns.
-        categorical: the categorical columns.
-        form: how the files are written that the model was trained on; None: with a header and decimal points.
-        id: the column that names each row; None: there is none.
-    """
+    """How rows become features. It is the same at every site."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    numeric: tuple[NumericColumn, ...]
-    categorical: tuple[CategoricalColumn, ...]
+    numeric: tuple[NumericColumn, ...]  # the numeric columns
+    categorical: tuple[CategoricalColumn, ...]  # the categorical columns
+    # how the files are written that the model was trained on; None: with a header and decimal points
     form: TableFormat | None = None
-    id: str | None = None
+    id: str | None = None  # the column that names each row; None: there is none
 
     @property
     def is_agreed(self) -> bool:
@@ -183,23 +162,14 @@ def numbers(table: Columns, name: str, missing_values: Sequence[float] = ()) -> 
 
 @dataclass(frozen=True)
 class TableStatistics:
-    """What one site sends about its table: sums and sets, no rows.
+    """What one site sends about its table: sums and sets, no rows."""
 
-    Attributes:
-        count: number of values of each numeric column.
-        total: their sum.
-        squares: the sum of their squares.
-        any_missing: whether any value of the column is missing.
-        categories: the set of values of each categorical column.
-        rows: how many rows have each of these values; it stays at the site.
-    """
-
-    count: npt.NDArray[np.int64]
-    total: npt.NDArray[np.float64]
-    squares: npt.NDArray[np.float64]
-    any_missing: npt.NDArray[np.bool_]
-    categories: tuple[frozenset[str], ...]
-    rows: tuple[Mapping[str, int], ...] = ()
+    count: npt.NDArray[np.int64]  # number of values of each numeric column
+    total: npt.NDArray[np.float64]  # their sum
+    squares: npt.NDArray[np.float64]  # the sum of their squares
+    any_missing: npt.NDArray[np.bool_]  # whether any value of the column is missing
+    categories: tuple[frozenset[str], ...]  # the set of values of each categorical column
+    rows: tuple[Mapping[str, int], ...] = ()  # how many rows have each of these values; it stays at the site
 
 
 def site_statistics(

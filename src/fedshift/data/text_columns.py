@@ -31,18 +31,13 @@ _LARGEST = 64 << 20
 
 
 class TextEncoding(BaseModel):
-    """How the texts of a column become tokens.
-
-    Attributes:
-        column: the column.
-        length: tokens of a text; longer ones are cut, shorter ones end with `NO_TOKEN`.
-        tokenizer: the description of the tokenizer: base64 of the compressed JSON of the library `tokenizers`.
-    """
+    """How the texts of a column become tokens."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    column: Annotated[str, StringConstraints(min_length=1, max_length=500)]
-    length: int = Field(ge=1, le=LONGEST)
+    column: Annotated[str, StringConstraints(min_length=1, max_length=500)]  # the column
+    length: int = Field(ge=1, le=LONGEST)  # tokens of a text; longer ones are cut, shorter ones end with `NO_TOKEN`
+    # the description of the tokenizer: base64 of the compressed JSON of the library `tokenizers`
     tokenizer: Annotated[str, StringConstraints(max_length=_LARGEST)]
 
     def preprocessing(self, form: TableFormat | None = None, id: str | None = None) -> Preprocessing:

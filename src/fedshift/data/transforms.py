@@ -24,44 +24,29 @@ AugmentationPolicy = Literal["rand_augment", "trivial_augment", "augmix"]
 
 
 class Augmentation(BaseModel):
-    """Random changes of training images. The defaults change nothing.
-
-    Attributes:
-        crop_scale: bounds of the share of the image's area that a resized crop keeps; None: no crop.
-        crop_ratio: bounds of the crop's width / height.
-        flip: probability of a horizontal flip.
-        brightness: s; a factor is drawn from [1 - s, 1 + s].
-        contrast: the same.
-        saturation: the same.
-        hue: h; a shift is drawn from [-h, h], in turns of the colour circle.
-        greyscale: probability that colour is removed.
-        flip_vertical: probability of a vertical flip.
-        shear: h; each axis is sheared by a factor from [-h, h]. Sheared along both axes, an image also turns a little.
-        scale: s; each axis is scaled by a factor from [1 - s, 1 + s].
-        shift: t; the image moves by [-t, t] of its width and height.
-        rotate: largest angle of a rotation, in degrees.
-        cut_out: side of a square that is replaced by the image's mean colour, as a share of the shorter side. Masks
-            stay whole.
-        policy: rand_augment, trivial_augment or augmix, torchvision's with the published settings: one image after the
-            other, before the other changes. The first two rotate images by up to 30 and 135 degrees. None: none.
-    """
+    """Random changes of training images. The defaults change nothing."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    # bounds of the share of the image's area that a resized crop keeps; None: no crop
     crop_scale: tuple[float, float] | None = None
-    crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    flip: Probability = 0.0
-    brightness: Strength = 0.0
-    contrast: Strength = 0.0
-    saturation: Strength = 0.0
-    hue: Annotated[float, Field(ge=0, le=0.5)] = 0.0
-    greyscale: Probability = 0.0
-    flip_vertical: Probability = 0.0
+    crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)  # bounds of the crop's width / height
+    flip: Probability = 0.0  # probability of a horizontal flip
+    brightness: Strength = 0.0  # s; a factor is drawn from [1 - s, 1 + s]
+    contrast: Strength = 0.0  # the same
+    saturation: Strength = 0.0  # likewise
+    hue: Annotated[float, Field(ge=0, le=0.5)] = 0.0  # h; a shift is drawn from [-h, h], in turns of the colour circle
+    greyscale: Probability = 0.0  # probability that colour is removed
+    flip_vertical: Probability = 0.0  # probability of a vertical flip
+    # h; each axis is sheared by a factor from [-h, h]. Sheared along both axes, an image also turns a little
     shear: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    scale: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    shift: Annotated[float, Field(ge=0, le=1)] = 0.0
-    rotate: Annotated[float, Field(ge=0, le=180)] = 0.0
+    scale: Annotated[float, Field(ge=0, lt=1)] = 0.0  # s; each axis is scaled by a factor from [1 - s, 1 + s]
+    shift: Annotated[float, Field(ge=0, le=1)] = 0.0  # t; the image moves by [-t, t] of its width and height
+    rotate: Annotated[float, Field(ge=0, le=180)] = 0.0  # largest angle of a rotation, in degrees
+    # side of a square that is replaced by the image's mean colour, as a share of the shorter side. Masks stay whole
     cut_out: Annotated[float, Field(ge=0, le=1)] = 0.0
+    # rand_augment, trivial_augment or augmix, torchvision's with the published settings: one image after the other,
+    # before the other changes. The first two rotate images by up to 30 and 135 degrees. None: none
     policy: AugmentationPolicy | None = None
 
     @model_validator(mode="after")

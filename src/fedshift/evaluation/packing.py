@@ -37,17 +37,11 @@ _PACKED = (packs.ROUNDS, packs.RUNS)
 
 @dataclass(frozen=True)
 class Change:
-    """What packing or unpacking did to an experiment.
+    """What packing or unpacking did to an experiment."""
 
-    Attributes:
-        experiment: its folder.
-        moved: number of runs moved into or out of the packed files.
-        left: number of unfinished runs.
-    """
-
-    experiment: Path
-    moved: int
-    left: int
+    experiment: Path  # its folder
+    moved: int  # number of runs moved into or out of the packed files
+    left: int  # number of unfinished runs
 
 
 def experiments_below(folder: Path) -> list[Path]:

@@ -53,19 +53,13 @@ _LEAST, _MOST = 1e-37, 1e38
 
 @dataclass(frozen=True)
 class PackedRun:
-    """The content of one finished run's folder.
+    """The content of one finished run's folder."""
 
-    Attributes:
-        result: the content of `result.json`.
-        identity: the settings in `experiment.yaml`.
-        rounds: the lines of `rounds.jsonl`; None if there is no such file, or if they were not read.
-        count: how many rounds are packed; None if the run has no `rounds.jsonl`, or was not packed.
-    """
-
-    result: Mapping[str, Any]
-    identity: Mapping[str, Any]
+    result: Mapping[str, Any]  # the content of `result.json`
+    identity: Mapping[str, Any]  # the settings in `experiment.yaml`
+    # the lines of `rounds.jsonl`; None if there is no such file, or if they were not read
     rounds: bytes | None = field(default=None, repr=False)
-    count: int | None = None
+    count: int | None = None  # how many rounds are packed; None if the run has no `rounds.jsonl`, or was not packed
 
     @property
     def name(self) -> str:
@@ -143,17 +137,11 @@ def decode(data: bytes, folder: str = "") -> tuple[dict[str, PackedRun], dict[st
 
 @dataclass(frozen=True)
 class PackedRounds:
-    """What `rounds.parquet` holds, by run.
+    """What `rounds.parquet` holds, by run."""
 
-    Attributes:
-        file: the file, for messages.
-        table: its rows.
-        rows: name of a run → number of its first row, and how many it has.
-    """
-
-    file: str
-    table: Any = field(repr=False)
-    rows: Mapping[str, tuple[int, int]]
+    file: str  # the file, for messages
+    table: Any = field(repr=False)  # its rows
+    rows: Mapping[str, tuple[int, int]]  # name of a run → number of its first row, and how many it has
 
     def lines(self, run: PackedRun) -> bytes | None:
         """The content of a run's `rounds.jsonl`; None if it has none.

@@ -21,21 +21,13 @@ UNLABELLED = "unlabelled"
 
 @dataclass(frozen=True)
 class SitePredictions:
-    """What a model says of the samples of one site.
+    """What a model says of the samples of one site."""
 
-    Attributes:
-        site: name of the site.
-        part: "target", "held_out" or `UNLABELLED`.
-        rows: each sample's row at its site (n,).
-        ids: each sample's name (n); None if the data have no names.
-        scored: labels, predictions and scores.
-    """
-
-    site: str
-    part: str
-    rows: NDArray[np.int64]
-    ids: Sequence[str] | None
-    scored: Scored
+    site: str  # name of the site
+    part: str  # "target", "held_out" or `UNLABELLED`
+    rows: NDArray[np.int64]  # each sample's row at its site (n,)
+    ids: Sequence[str] | None  # each sample's name (n); None if the data have no names
+    scored: Scored  # labels, predictions and scores
 
 
 def as_parquet(sites: Sequence[SitePredictions], classes: Sequence[str], about: Mapping[str, Any]) -> bytes:

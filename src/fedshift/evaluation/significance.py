@@ -35,21 +35,13 @@ from fedshift.evaluation.summary import Value, mean_and_standard_error
 
 @dataclass(frozen=True)
 class TTest:
-    """The result of a two-sided t-test.
+    """The result of a two-sided t-test."""
 
-    Attributes:
-        n: number of repeats.
-        mean: mean difference.
-        standard_error: of the mean; None for one repeat.
-        p: two-sided, by Student's distribution; None for one repeat, and where all differences are equal.
-        freedom: degrees of freedom; None where there is no test.
-    """
-
-    n: int
-    mean: float
-    standard_error: float | None
-    p: float | None
-    freedom: float | None = None
+    n: int  # number of repeats
+    mean: float  # mean difference
+    standard_error: float | None  # of the mean; None for one repeat
+    p: float | None  # two-sided, by Student's distribution; None for one repeat, and where all differences are equal
+    freedom: float | None = None  # degrees of freedom; None where there is no test
 
     @property
     def t(self) -> float | None:
@@ -59,19 +51,14 @@ class TTest:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One method minus another.
+    """One method minus another."""
 
-    Attributes:
-        clustered: the test of this module, by which methods are claimed to differ; its n is the number of targets.
-            None for one target, for pairs of sites, and where fewer than two seeds have every common target.
-        seeds: test over seeds of the mean over targets, for these targets only; None where no seed has every common
-            target.
-        targets: test over seeds at each target that both methods have.
-    """
-
+    # the test of this module, by which methods are claimed to differ; its n is the number of targets. None for one
+    # target, for pairs of sites, and where fewer than two seeds have every common target
     clustered: TTest | None
+    # test over seeds of the mean over targets, for these targets only; None where no seed has every common target
     seeds: TTest | None
-    targets: Mapping[str, TTest]
+    targets: Mapping[str, TTest]  # test over seeds at each target that both methods have
 
     @property
     def test(self) -> TTest | None:

@@ -25,18 +25,12 @@ BINS = 10
 
 @dataclass(frozen=True)
 class Scored:
-    """The samples of one site and what a model says of them.
+    """The samples of one site and what a model says of them."""
 
-    Attributes:
-        labels: class numbers (n,), or what else the task's labels are.
-        predicted: class numbers (n,), or values in the label's unit.
-        scores: probabilities (n, classes), or values (n, 1).
-        groups: (n,) or None. Samples with the same number, such as those of one patient, are drawn together.
-    """
-
-    labels: NDArray[Any]
-    predicted: NDArray[Any]
-    scores: NDArray[np.float32]
+    labels: NDArray[Any]  # class numbers (n,), or what else the task's labels are
+    predicted: NDArray[Any]  # class numbers (n,), or values in the label's unit
+    scores: NDArray[np.float32]  # probabilities (n, classes), or values (n, 1)
+    # (n,) or None. Samples with the same number, such as those of one patient, are drawn together
     groups: NDArray[np.int64] | None = None
 
 

@@ -48,17 +48,11 @@ class Order(BaseModel):
 
 @dataclass(frozen=True)
 class Stored:
-    """The content of a run's file, and where it comes from.
+    """The content of a run's file, and where it comes from."""
 
-    Attributes:
-        data: the content.
-        file: the file on disk, which may be a packed one.
-        run: the run in a packed file; else None.
-    """
-
-    data: bytes
-    file: Path
-    run: str | None = None
+    data: bytes  # the content
+    file: Path  # the file on disk, which may be a packed one
+    run: str | None = None  # the run in a packed file; else None
 
     def where(self, line: int | None = None) -> str:
         """How a message names the file, or a line of it (from 1)."""
@@ -68,17 +62,11 @@ class Stored:
 
 @dataclass(frozen=True)
 class Pack:
-    """An experiment's packed files.
+    """An experiment's packed files."""
 
-    Attributes:
-        folder: the experiment's folder.
-        runs: the runs by name, without their rounds.
-        order: the planned order.
-    """
-
-    folder: Path
-    runs: Mapping[str, PackedRun]
-    order: Mapping[str, Any]
+    folder: Path  # the experiment's folder
+    runs: Mapping[str, PackedRun]  # the runs by name, without their rounds
+    order: Mapping[str, Any]  # the planned order
 
     def lines(self, name: str) -> bytes | None:
         """The content of a run's `rounds.jsonl`; None if it has none.

@@ -17,24 +17,15 @@ Numbers = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Outcomes:
-    """What the metrics of a site's samples are sums of.
+    """What the metrics of a site's samples are sums of."""
 
-    Attributes:
-        labels: class numbers (n,).
-        predicted: class numbers (n,).
-        right: whether the prediction is right (n,).
-        scores: probabilities (n, classes).
-        positive: whether the score reaches the threshold (n,); None without one.
-        confidence: the score that calibration looks at (n,): of the positive class, else of the predicted one.
-        outcome: what it should foretell (n,): whether the sample is positive, else whether the prediction is right.
-    """
-
-    labels: NDArray[np.int64]
-    predicted: NDArray[np.int64]
-    right: NDArray[np.bool_]
-    scores: NDArray[np.float32]
-    positive: NDArray[np.bool_] | None
-    confidence: Numbers
+    labels: NDArray[np.int64]  # class numbers (n,)
+    predicted: NDArray[np.int64]  # likewise
+    right: NDArray[np.bool_]  # whether the prediction is right (n,)
+    scores: NDArray[np.float32]  # probabilities (n, classes)
+    positive: NDArray[np.bool_] | None  # whether the score reaches the threshold (n,); None without one
+    confidence: Numbers  # the score that calibration looks at (n,): of the positive class, else of the predicted one
+    # what it should foretell (n,): whether the sample is positive, else whether the prediction is right
     outcome: NDArray[np.bool_]
 
     @classmethod

@@ -54,57 +54,33 @@ _MEASURED, _MEASURED_SITES = 64, 4
 
 @dataclass(frozen=True)
 class DomainCheck:
-    """Numbers of samples of one domain in the first split.
+    """Numbers of samples of one domain in the first split."""
 
-    Attributes:
-        name: the domain.
-        samples: all.
-        train: those it trains on as a source.
-        held_out: those held out as a source.
-        measured_as_target: those it is measured on as a target.
-        missing: classes without a sample.
-        fixed_split: whether the data fix its test samples.
-    """
-
-    name: str
-    samples: int
-    train: int
-    held_out: int
-    measured_as_target: int
-    missing: tuple[str, ...]
-    fixed_split: bool = False
+    name: str  # the domain
+    samples: int  # all
+    train: int  # those it trains on as a source
+    held_out: int  # those held out as a source
+    measured_as_target: int  # those it is measured on as a target
+    missing: tuple[str, ...]  # classes without a sample
+    fixed_split: bool = False  # whether the data fix its test samples
     without_label: int = 0
 
 
 @dataclass(frozen=True)
 class MethodCheck:
-    """What one method will need.
+    """What one method will need."""
 
-    Attributes:
-        label: the method's label in the experiment.
-        runs: number of its runs (targets × seeds).
-        rounds: rounds of its longest run.
-        mini_batches_per_site: mean over the sources, in its longest run.
-        mini_batches_per_round: mean over the sources, in one round of that run.
-        hours: time of all its runs for training and measuring; starting and saving are not included.
-        bytes_up: bytes that leave the sites in all its runs; None where they are not known.
-        bytes_down: bytes that reach the sites in all its runs; None where they are not known.
-        shares: kinds of content that leave a site.
-        reads: what the server reads of the sites' models: sums, norms or models; with sealed ones in words.
-        steps: of the optimiser of a pooled method, in its longest run; None for others.
-    """
-
-    label: str
-    runs: int
-    rounds: int
-    mini_batches_per_site: int
-    mini_batches_per_round: float
-    hours: float
-    bytes_up: int | None
-    bytes_down: int | None
-    shares: tuple[str, ...]
-    reads: str
-    steps: float | None = None
+    label: str  # the method's label in the experiment
+    runs: int  # number of its runs (targets × seeds)
+    rounds: int  # rounds of its longest run
+    mini_batches_per_site: int  # mean over the sources, in its longest run
+    mini_batches_per_round: float  # mean over the sources, in one round of that run
+    hours: float  # time of all its runs for training and measuring; starting and saving are not included
+    bytes_up: int | None  # bytes that leave the sites in all its runs; None where they are not known
+    bytes_down: int | None  # bytes that reach the sites in all its runs; None where they are not known
+    shares: tuple[str, ...]  # kinds of content that leave a site
+    reads: str  # what the server reads of the sites' models: sums, norms or models; with sealed ones in words
+    steps: float | None = None  # of the optimiser of a pooled method, in its longest run; None for others
 
 
 @dataclass(frozen=True)
@@ -143,19 +119,12 @@ class Check:
 
 @dataclass(frozen=True)
 class Progress:
-    """What of an experiment ran already.
+    """What of an experiment ran already."""
 
-    Attributes:
-        finished: number of its runs that have a result.
-        planned: number of its runs.
-        others: number of runs in the same folder that are none of its own, such as those of other seeds.
-        refused: why a run in the folder is not the planned one; None if all are.
-    """
-
-    finished: int
-    planned: int
-    others: int = 0
-    refused: str | None = None
+    finished: int  # number of its runs that have a result
+    planned: int  # number of its runs
+    others: int = 0  # number of runs in the same folder that are none of its own, such as those of other seeds
+    refused: str | None = None  # why a run in the folder is not the planned one; None if all are
 
 
 def progress_of(plan: Plan, folder: Path) -> Progress:

@@ -224,17 +224,11 @@ def _page(federation: LocalFederation) -> Traffic:
 
 @dataclass(frozen=True)
 class Spent:
-    """What an experiment costs a site.
+    """What an experiment costs a site."""
 
-    Attributes:
-        run: ε of its most expensive run.
-        together: ε of all runs, for someone who sees the models of all.
-        delta: δ of both.
-    """
-
-    run: float
-    together: float
-    delta: float
+    run: float  # ε of its most expensive run
+    together: float  # ε of all runs, for someone who sees the models of all
+    delta: float  # δ of both
 
 
 def spent_by_experiment(plan: Plan) -> dict[str, Spent]:

@@ -19,19 +19,12 @@ from fedshift.methods.symbols import symbols_of
 
 @dataclass(frozen=True)
 class Drawn:
-    """A method with drawn settings.
+    """A method with drawn settings."""
 
-    Attributes:
-        of: the label of the method of the file.
-        number: of the draw, from 0.
-        values: field → its value; empty for the method as the file has it.
-        method: with a label of its own.
-    """
-
-    of: str
-    number: int
-    values: Mapping[str, Any]
-    method: Method
+    of: str  # the label of the method of the file
+    number: int  # of the draw, from 0
+    values: Mapping[str, Any]  # field → its value; empty for the method as the file has it
+    method: Method  # with a label of its own
 
 
 def drawn_methods(experiment: Experiment) -> tuple[Drawn, ...]:

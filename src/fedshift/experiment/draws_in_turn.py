@@ -29,17 +29,11 @@ Train = Callable[[Experiment], Sequence[RunResult]]
 
 @dataclass(frozen=True)
 class Trials:
-    """What was tried for a target.
+    """What was tried for a target."""
 
-    Attributes:
-        draws: of all methods.
-        runs: of `with_draws`.
-        inner: of `without_target`; empty where no rule needs it.
-    """
-
-    draws: tuple[Drawn, ...]
-    runs: Results
-    inner: Results
+    draws: tuple[Drawn, ...]  # of all methods
+    runs: Results  # of `with_draws`
+    inner: Results  # of `without_target`; empty where no rule needs it
 
 
 def learned_by(search: Search) -> Choosing:

@@ -40,17 +40,12 @@ _TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Exported:
-    """A file that was written.
+    """A file that was written."""
 
-    Attributes:
-        file: the file.
-        difference: the largest difference between its probabilities and the model's, on the samples that were tried.
-        pushed: the address of the commit on Hugging Face's hub; None: it was not pushed.
-    """
-
-    file: Path
+    file: Path  # the file
+    # the largest difference between its probabilities and the model's, on the samples that were tried
     difference: float
-    pushed: str | None = None
+    pushed: str | None = None  # the address of the commit on Hugging Face's hub; None: it was not pushed
 
 
 class _Whole(nn.Module):

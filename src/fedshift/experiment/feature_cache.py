@@ -55,19 +55,12 @@ class Watcher:
 
 @dataclass(frozen=True)
 class SiteFeatures:
-    """The features of one site.
+    """The features of one site."""
 
-    Attributes:
-        features: (n, d), float16, as in the cache.
-        path: the cache file.
-        computed: how many of the n were computed now.
-        seconds: how long that took; 0 if none was.
-    """
-
-    features: Half
-    path: Path
-    computed: int
-    seconds: float
+    features: Half  # (n, d), float16, as in the cache
+    path: Path  # the cache file
+    computed: int  # how many of the n were computed now
+    seconds: float  # how long that took; 0 if none was
 
 
 def site_features(domain: Domain, extractor: Extractor, device: str, watcher: Watcher) -> SiteFeatures:

@@ -37,23 +37,14 @@ _HEAD = ("sample", "row", "draw", "label")
 
 @dataclass(frozen=True)
 class FromLabels:
-    """What labels of some samples say of a model on all of them, in percent.
+    """What labels of some samples say of a model on all of them, in percent."""
 
-    Attributes:
-        labels: how many there are.
-        samples: of how many samples.
-        accuracy: with its interval of 90 %.
-        auroc: likewise; None unless there are two classes, each with a label.
-        needed: labels for an interval of ``width`` points around the accuracy, those of before among them.
-        width: in points.
-    """
-
-    labels: int
-    samples: int
-    accuracy: Interval
-    auroc: Interval | None
-    needed: int
-    width: float
+    labels: int  # how many there are
+    samples: int  # of how many samples
+    accuracy: Interval  # with its interval of 90 %
+    auroc: Interval | None  # likewise; None unless there are two classes, each with a label
+    needed: int  # labels for an interval of ``width`` points around the accuracy, those of before among them
+    width: float  # in points
 
     def plain(self) -> dict[str, Any]:
         """The same as JSON has it."""
@@ -74,19 +65,12 @@ class FromLabels:
 
 @dataclass(frozen=True)
 class ToLabel:
-    """Samples to have labelled, drawn from those of a site.
+    """Samples to have labelled, drawn from those of a site."""
 
-    Attributes:
-        names: of all samples of the site.
-        scores: what the model says of them (n, classes).
-        classes: names of the classes.
-        drawn: the samples to label.
-    """
-
-    names: tuple[str, ...]
-    scores: NDArray[np.float32]
-    classes: tuple[str, ...]
-    drawn: Drawn
+    names: tuple[str, ...]  # of all samples of the site
+    scores: NDArray[np.float32]  # what the model says of them (n, classes)
+    classes: tuple[str, ...]  # names of the classes
+    drawn: Drawn  # the samples to label
 
     @property
     def rows(self) -> list[int]:

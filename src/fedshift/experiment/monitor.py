@@ -33,37 +33,24 @@ _MOST_COLUMNS = 100
 
 
 class Month(BaseModel):
-    """A line of the log. It holds sums over at least `FEWEST` samples, names of columns and no value of a sample.
-
-    Attributes:
-        month: its name in the log.
-        model: which model it is of.
-        samples: how many there were.
-        estimate, low, high: of the accuracy, in percent; None where there is none.
-        harmful: whether the model may do much worse than where it was measured.
-        unlike: columns, or "images", that look too unlike the training data.
-        unusual: those that look unlike it at all.
-        answers: samples by predicted class and confidence; empty of too few samples.
-        columns: mean and deviation of each numeric column.
-        drift: what differs from the first months, with its p.
-        reference: whether later months are compared with it.
-    """
+    """A line of the log. It holds sums over at least `FEWEST` samples, names of columns and no value of a sample."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    month: str
-    model: str
-    samples: int = Field(ge=0)
-    estimate: float | None = None
-    low: float | None = None
-    high: float | None = None
-    harmful: bool = False
-    unlike: tuple[str, ...] = ()
-    unusual: tuple[str, ...] = ()
-    answers: tuple[int, ...] = ()
+    month: str  # its name in the log
+    model: str  # which model it is of
+    samples: int = Field(ge=0)  # how many there were
+    estimate: float | None = None  # of the accuracy, in percent; None where there is none
+    low: float | None = None  # likewise
+    high: float | None = None  # likewise
+    harmful: bool = False  # whether the model may do much worse than where it was measured
+    unlike: tuple[str, ...] = ()  # columns, or "images", that look too unlike the training data
+    unusual: tuple[str, ...] = ()  # those that look unlike it at all
+    answers: tuple[int, ...] = ()  # samples by predicted class and confidence; empty of too few samples
+    # mean and deviation of each numeric column
     columns: dict[str, tuple[int, float, float]] = Field(default_factory=dict)
-    drift: dict[str, float] = Field(default_factory=dict)
-    reference: bool = False
+    drift: dict[str, float] = Field(default_factory=dict)  # what differs from the first months, with its p
+    reference: bool = False  # whether later months are compared with it
 
     @property
     def alarm(self) -> bool:

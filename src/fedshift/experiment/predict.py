@@ -68,19 +68,12 @@ _PARTS, _SMALL = 4, 10_000_000
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction for one sample.
+    """The prediction for one sample."""
 
-    Attributes:
-        name: the sample's name.
-        predicted: the class, the names of the labels that it has, or the value in the label's unit.
-        probabilities: one per class, in the order of the classes; none for regression.
-        label: the class that the data say; None if they say none.
-    """
-
-    name: str
-    predicted: str | float
-    probabilities: tuple[float, ...]
-    label: str | None = None
+    name: str  # the sample's name
+    predicted: str | float  # the class, the names of the labels that it has, or the value in the label's unit
+    probabilities: tuple[float, ...]  # one per class, in the order of the classes; none for regression
+    label: str | None = None  # the class that the data say; None if they say none
 
 
 Warn = Callable[[str], None]
@@ -108,23 +101,14 @@ def check_scores(scores: npt.NDArray[np.float32], names: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class ToPredict:
-    """Samples to predict, as the network's preprocessing reads them.
+    """Samples to predict, as the network's preprocessing reads them."""
 
-    Attributes:
-        names: of the samples.
-        inputs: the samples.
-        shift: how they differ from the training data.
-        source: the table, or what they were read from.
-        left_out: a warning of pages and frames that are not among them; None: there are none.
-        scale: says that they are read in a scale of their own; None: they are not.
-    """
-
-    names: Sequence[str]
-    inputs: Stored
-    shift: InputShift
-    source: Any
-    left_out: str | None = None
-    scale: str | None = None
+    names: Sequence[str]  # of the samples
+    inputs: Stored  # the samples
+    shift: InputShift  # how they differ from the training data
+    source: Any  # the table, or what they were read from
+    left_out: str | None = None  # a warning of pages and frames that are not among them; None: there are none
+    scale: str | None = None  # says that they are read in a scale of their own; None: they are not
 
     def check(self, accept_shift: bool, warn: Warn = warn_in_python) -> None:
         """Refuse samples that are too unlike the training data, unless they are accepted; warn of unusual ones.

@@ -24,17 +24,11 @@ from fedshift.methods.base import Method
 
 @dataclass(frozen=True)
 class Rung:
-    """One rung of the search.
+    """One rung of the search."""
 
-    Attributes:
-        number: counted from 1.
-        methods: how many take part.
-        share: of the whole budget.
-    """
-
-    number: int
-    methods: int
-    share: float
+    number: int  # counted from 1
+    methods: int  # how many take part
+    share: float  # of the whole budget
 
 
 def rungs(methods: int, factor: int) -> tuple[Rung, ...]:

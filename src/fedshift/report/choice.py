@@ -23,22 +23,15 @@ _CONSTANT = "the most frequent class"
 
 @dataclass(frozen=True)
 class Choice:
-    """The method whose model answers at a target, decided without its labels.
+    """The method whose model answers at a target, decided without its labels."""
 
-    Attributes:
-        target: the target.
-        method: whose model answers.
-        common: the method of the common model, which used nothing of the target.
-        gains: adapting method → its gains over the common model at the other targets, in points.
-        why: in words.
-        constant: the class that should be answered for every sample, where no model is worth more; None: a model is.
-    """
-
-    target: str
-    method: str
-    common: str
+    target: str  # the target
+    method: str  # whose model answers
+    common: str  # the method of the common model, which used nothing of the target
+    # adapting method → its gains over the common model at the other targets, in points
     gains: Mapping[str, Sequence[float]]
-    why: str
+    why: str  # in words
+    # the class that should be answered for every sample, where no model is worth more; None: a model is
     constant: str | None = None
 
     def plain(self) -> dict[str, Any]:

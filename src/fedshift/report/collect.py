@@ -45,24 +45,15 @@ class FinishedRun:
 
 @dataclass(frozen=True)
 class Collected:
-    """The finished runs below a folder.
+    """The finished runs below a folder."""
 
-    Attributes:
-        name: the experiment's name.
-        runs: the finished runs, in the order of the experiment.
-        order: methods, targets and seeds that have results: the planned ones in their order, then the others.
-        unfinished: number of planned runs without a result.
-        planned: number of planned runs.
-        reasons: why runs stopped that are unfinished, one line for each that failed.
-        unmeasured: finished runs whose target has no labels. They are not among ``runs``, nor in the order.
-    """
-
-    name: str
-    runs: tuple[FinishedRun, ...]
-    order: Order
-    unfinished: int
-    planned: int
-    reasons: tuple[str, ...] = ()
+    name: str  # the experiment's name
+    runs: tuple[FinishedRun, ...]  # the finished runs, in the order of the experiment
+    order: Order  # methods, targets and seeds that have results: the planned ones in their order, then the others
+    unfinished: int  # number of planned runs without a result
+    planned: int  # number of planned runs
+    reasons: tuple[str, ...] = ()  # why runs stopped that are unfinished, one line for each that failed
+    # finished runs whose target has no labels. They are not among ``runs``, nor in the order
     unmeasured: tuple[FinishedRun, ...] = ()
 
     @property

@@ -36,29 +36,18 @@ _ONE_CHANNEL = ("rotated_digits", "rotated_mnist", "rotated_mnist_ghifary")
 
 @dataclass(frozen=True)
 class Conditions:
-    """What a row used.
+    """What a row used."""
 
-    Attributes:
-        name: the method's name, which several rows may share.
-        role: whether samples stay at their sites.
-        uses: what it used beyond the sources' samples as they are.
-        images: how training images were changed, each way as JSON; empty: as they are.
-        momentum: whether the server has momentum.
-        exchanges: mean number of rounds.
-        sent: mean bytes in a run, of all sites, both ways.
-        steps: of the optimiser of a pooled row, mean over its runs; None for others and where a record does not say it.
-        private: whether all runs spent a budget of differential privacy.
-    """
-
-    name: str
-    role: Role
-    uses: frozenset[Use]
-    images: frozenset[str]
-    momentum: bool
-    exchanges: float
-    sent: float
+    name: str  # the method's name, which several rows may share
+    role: Role  # whether samples stay at their sites
+    uses: frozenset[Use]  # what it used beyond the sources' samples as they are
+    images: frozenset[str]  # how training images were changed, each way as JSON; empty: as they are
+    momentum: bool  # whether the server has momentum
+    exchanges: float  # mean number of rounds
+    sent: float  # mean bytes in a run, of all sites, both ways
+    # of the optimiser of a pooled row, mean over its runs; None for others and where a record does not say it
     steps: float | None = None
-    private: bool = False
+    private: bool = False  # whether all runs spent a budget of differential privacy
 
     def unlike(self, other: Conditions) -> tuple[str, ...]:
         """What ``other`` did without that this row used, and the reverse; empty: of one role they are alike."""

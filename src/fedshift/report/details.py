@@ -52,75 +52,49 @@ _UNITS = {"dice": "structure", "label_accuracy": "label"}
 
 @dataclass(frozen=True)
 class SiteSamples:
-    """What the sites have.
+    """What the sites have."""
 
-    Attributes:
-        number: of sites; of very many only those with the fewest samples are below.
-        ranges: site → part → the fewest and the most samples of a run.
-        shares: site → share of each class in percent, where records say it; empty for many classes.
-        classes: their names.
-    """
-
-    number: int
-    ranges: Mapping[str, Mapping[str, tuple[int, int]]]
+    number: int  # of sites; of very many only those with the fewest samples are below
+    ranges: Mapping[str, Mapping[str, tuple[int, int]]]  # site → part → the fewest and the most samples of a run
+    # site → share of each class in percent, where records say it; empty for many classes
     shares: Mapping[str, Sequence[float]]
-    classes: Sequence[str]
+    classes: Sequence[str]  # their names
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """All metrics of the last round.
+    """All metrics of the last round."""
 
-    Attributes:
-        metric: what the rounds are measured by.
-        means: (method, target) → metric → mean over seeds.
-        baselines: target → what a model without inputs would reach.
-        counts: target → its samples of each class in words.
-        rates: target → the share of each label in words.
-        reliability: method → mean score, share that came true and samples of each bin of scores.
-    """
-
-    metric: Metric
-    means: Mapping[tuple[str, str], Mapping[SiteMetric, float]]
-    baselines: Mapping[str, float]
-    counts: Mapping[str, tuple[tuple[str, int | None], ...]]
-    rates: Mapping[str, tuple[tuple[str, float], ...]]
+    metric: Metric  # what the rounds are measured by
+    means: Mapping[tuple[str, str], Mapping[SiteMetric, float]]  # (method, target) → metric → mean over seeds
+    baselines: Mapping[str, float]  # target → what a model without inputs would reach
+    counts: Mapping[str, tuple[tuple[str, int | None], ...]]  # target → its samples of each class in words
+    rates: Mapping[str, tuple[tuple[str, float], ...]]  # target → the share of each label in words
+    # method → mean score, share that came true and samples of each bin of scores
     reliability: Mapping[str, Sequence[tuple[float, float, int]]]
 
 
 @dataclass(frozen=True)
 class ByClass:
-    """Accuracy by class at each method's worst target.
+    """Accuracy by class at each method's worst target."""
 
-    Attributes:
-        lines: method, its worst target, class number → mean accuracy; empty where runs have no common classes.
-        classes: their names.
-        hardest: the numbers of those that are shown.
-    """
-
+    # method, its worst target, class number → mean accuracy; empty where runs have no common classes
     lines: tuple[tuple[str, str, Mapping[int, float]], ...]
-    classes: Sequence[str]
-    hardest: Sequence[int]
+    classes: Sequence[str]  # their names
+    hardest: Sequence[int]  # the numbers of those that are shown
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Means over the runs of a method.
+    """Means over the runs of a method."""
 
-    Attributes:
-        rounds, mini_batches, seconds: of a run.
-        milliseconds: of a mini-batch.
-        up, down: kind of content → bytes, all sites together.
-        sites: what left each site.
-    """
-
-    rounds: float
-    mini_batches: float
-    seconds: float
-    milliseconds: float
-    up: Mapping[str, float]
-    down: Mapping[str, float]
-    sites: Sequence[SiteBytesRow]
+    rounds: float  # of a run
+    mini_batches: float  # likewise
+    seconds: float  # likewise
+    milliseconds: float  # of a mini-batch
+    up: Mapping[str, float]  # kind of content → bytes, all sites together
+    down: Mapping[str, float]  # likewise
+    sites: Sequence[SiteBytesRow]  # what left each site
 
 
 @dataclass(frozen=True)
@@ -144,43 +118,26 @@ class Settings:
 
 @dataclass(frozen=True)
 class Details:
-    """What the page has beside tables and verdict.
+    """What the page has beside tables and verdict."""
 
-    Attributes:
-        facts: what the experiment is of.
-        unit: what the page calls a class: "class", for segmentation "structure", for several labels "label".
-        over_rounds: what is measured after each round.
-        kinds: method → kinds of content that left the sites.
-        sites: what the sites have; None where records do not say.
-        gains: method → site → what it gains over training alone, where both sides are measured.
-        metrics: all metrics of the last round; None where there are none.
-        predictions: what stored predictions show; None for tasks that are no classification.
-        placed: where models place samples.
-        samples_shown: whether samples themselves are shown.
-        curves: label of the axis → method → the main metric over rounds, mean over targets.
-        at_targets: the first targets → method → the same there.
-        weights: of methods that change them.
-        costs: method → what a run of it costs.
-        classes: accuracy by class; None where there are no classes.
-        settings: how the runs were made.
-    """
-
-    facts: tuple[tuple[str, str], ...]
-    unit: str
-    kinds: Mapping[str, Sequence[str]]
-    sites: SiteSamples | None
+    facts: tuple[tuple[str, str], ...]  # what the experiment is of
+    unit: str  # what the page calls a class: "class", for segmentation "structure", for several labels "label"
+    kinds: Mapping[str, Sequence[str]]  # method → kinds of content that left the sites
+    sites: SiteSamples | None  # what the sites have; None where records do not say
+    # method → site → what it gains over training alone, where both sides are measured
     gains: Mapping[str, Mapping[str, float]]
-    metrics: Metrics | None
-    predictions: Predictions | None
-    placed: Sequence[Placed]
-    samples_shown: bool
-    over_rounds: Measure
+    metrics: Metrics | None  # all metrics of the last round; None where there are none
+    predictions: Predictions | None  # what stored predictions show; None for tasks that are no classification
+    placed: Sequence[Placed]  # where models place samples
+    samples_shown: bool  # whether samples themselves are shown
+    over_rounds: Measure  # what is measured after each round
+    # label of the axis → method → the main metric over rounds, mean over targets
     curves: Mapping[str, Mapping[str, Curve]]
-    at_targets: Mapping[str, Mapping[str, Curve]]
-    weights: tuple[Weights, ...]
-    costs: Mapping[str, Cost]
-    classes: ByClass | None
-    settings: Settings
+    at_targets: Mapping[str, Mapping[str, Curve]]  # the first targets → method → the same there
+    weights: tuple[Weights, ...]  # of methods that change them
+    costs: Mapping[str, Cost]  # method → what a run of it costs
+    classes: ByClass | None  # accuracy by class; None where there are no classes
+    settings: Settings  # how the runs were made
 
 
 def details_of(collected: Collected, table: Table, method: str | None, samples: ShownSamples | None) -> Details:

@@ -15,20 +15,13 @@ LEVEL = 0.05
 
 @dataclass(frozen=True)
 class Difference:
-    """One method minus another.
+    """One method minus another."""
 
-    Attributes:
-        name: "first − second".
-        comparison: the tests of the average and of each target.
-        corrected: p with targets as clusters, after Holm's correction over all differences of the table.
-        here: p over seeds, of these targets only, likewise.
-        marked: targets whose p is below `LEVEL` after Holm's correction over the targets of this difference.
-    """
-
-    name: str
-    comparison: Comparison
-    corrected: float | None
-    here: float | None
+    name: str  # "first − second"
+    comparison: Comparison  # the tests of the average and of each target
+    corrected: float | None  # p with targets as clusters, after Holm's correction over all differences of the table
+    here: float | None  # p over seeds, of these targets only, likewise
+    # targets whose p is below `LEVEL` after Holm's correction over the targets of this difference
     marked: frozenset[str]
 
 

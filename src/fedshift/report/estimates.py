@@ -19,21 +19,15 @@ Interval = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Unmeasured:
-    """What to expect at the targets without labels.
+    """What to expect at the targets without labels."""
 
-    Attributes:
-        sentences: a sentence for each target, and warnings.
-        for_a_board: a paragraph for each, for people who decide and do not train models.
-        means: target, method, samples, mean over seeds or None, and the usual accuracy of measured targets or None.
-        further: target, method, name of a measure, and its estimate of the first seed.
-        reasons: in what samples are unlike the sources'.
-    """
-
-    sentences: tuple[str, ...]
-    for_a_board: tuple[str, ...]
+    sentences: tuple[str, ...]  # a sentence for each target, and warnings
+    for_a_board: tuple[str, ...]  # a paragraph for each, for people who decide and do not train models
+    # target, method, samples, mean over seeds or None, and the usual accuracy of measured targets or None
     means: tuple[tuple[str, str, int, Interval | None, float | None], ...]
+    # target, method, name of a measure, and its estimate of the first seed
     further: tuple[tuple[str, str, str, Interval], ...]
-    reasons: tuple[str, ...]
+    reasons: tuple[str, ...]  # in what samples are unlike the sources'
 
 
 def unmeasured_of(collected: Collected, by_site: Estimates) -> Unmeasured:

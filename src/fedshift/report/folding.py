@@ -27,13 +27,6 @@ class Folded:
 
     A number is never cut, and stands whole in one line. Blocks of columns repeat the names of the rows.
 
-    Attributes:
-        head: the columns' headings.
-        rows: the cells; rich reads no markup in plain strings.
-        names: how many columns at the left name the rows.
-        words: further columns that hold words: they begin at the left and fold.
-        ruled: whether a line is below the headings.
-
     Example:
         >>> from rich.console import Console
         >>> from io import StringIO
@@ -44,11 +37,11 @@ class Folded:
         [['method', 'east'], ['fedavg', '70.00', '±1.00'], ['method', 'west'], ['fedavg', '80.00', '±1.00']]
     """
 
-    head: Sequence[str | Text]
-    rows: Sequence[Sequence[str | Text]]
-    names: int = 1
-    words: Collection[int] = ()
-    ruled: bool = False
+    head: Sequence[str | Text]  # the columns' headings
+    rows: Sequence[Sequence[str | Text]]  # the cells; rich reads no markup in plain strings
+    names: int = 1  # how many columns at the left name the rows
+    words: Collection[int] = ()  # further columns that hold words: they begin at the left and fold
+    ruled: bool = False  # whether a line is below the headings
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if not console.is_terminal:

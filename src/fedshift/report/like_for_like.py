@@ -15,16 +15,12 @@ from fedshift.evaluation.summary import AVERAGE, Row, Value, rows
 
 @dataclass(frozen=True)
 class Comparable:
-    """What methods are ranked by.
+    """What methods are ranked by."""
 
-    Attributes:
-        means: method → its average over all targets and the seeds that all these methods have. If there is no such
-            seed: over its own.
-        seeds: method → the seeds at which it was measured at every target.
-    """
-
+    # method → its average over all targets and the seeds that all these methods have. If there is no such seed: over
+    # its own
     means: Mapping[str, Row]
-    seeds: Mapping[str, frozenset[int]]
+    seeds: Mapping[str, frozenset[int]]  # method → the seeds at which it was measured at every target
 
     @property
     def common(self) -> list[int]:

@@ -26,48 +26,30 @@ _POINTS = 60
 
 @dataclass(frozen=True)
 class Mistake:
-    """A sample that was wrong.
+    """A sample that was wrong."""
 
-    Attributes:
-        name: its id, or its row if the data have no ids.
-        site: its site.
-        label, predicted: names of classes; of the seed that was surest.
-        score: of the wrong class, mean over seeds (0 where a seed was right).
-        wrong, seeds: the number of seeds that were wrong, and of all.
-        picture: a PNG of it; None if it is not shown, or is no image.
-        words: its columns, where it is shown and a row of a table.
-    """
-
-    name: str
-    site: str
-    label: str
-    predicted: str
-    score: float
-    wrong: int
-    seeds: int
-    picture: bytes | None = None
-    words: str = ""
+    name: str  # its id, or its row if the data have no ids
+    site: str  # its site
+    label: str  # names of classes; of the seed that was surest
+    predicted: str  # likewise
+    score: float  # of the wrong class, mean over seeds (0 where a seed was right)
+    wrong: int  # seeds that were wrong
+    seeds: int  # of all
+    picture: bytes | None = None  # a PNG of it; None if it is not shown, or is no image
+    words: str = ""  # its columns, where it is shown and a row of a table
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """What the predictions of all runs show.
+    """What the predictions of all runs show."""
 
-    Attributes:
-        classes: the names of the classes.
-        confusion: method → counts (true class, predicted class) of all targets and seeds; of at most 20 classes.
-        roc: target → method → ROC curve of the samples of all seeds.
-        method: the method whose mistakes are listed.
-        mistakes: the worst ones.
-        shown: whether samples themselves are shown.
-    """
-
-    classes: Sequence[str]
+    classes: Sequence[str]  # the names of the classes
+    # method → counts (true class, predicted class) of all targets and seeds; of at most 20 classes
     confusion: Mapping[str, NDArray[Any]]
-    roc: Mapping[str, Mapping[str, Curve]]
-    method: str | None
-    mistakes: tuple[Mistake, ...]
-    shown: bool
+    roc: Mapping[str, Mapping[str, Curve]]  # target → method → ROC curve of the samples of all seeds
+    method: str | None  # the method whose mistakes are listed
+    mistakes: tuple[Mistake, ...]  # the worst ones
+    shown: bool  # whether samples themselves are shown
 
 
 @dataclass(frozen=True)

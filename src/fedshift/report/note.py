@@ -36,14 +36,8 @@ Kind = Literal[
 
 @dataclass(frozen=True)
 class Note:
-    """A sentence below a table, with what it is about.
+    """A sentence below a table, with what it is about."""
 
-    Attributes:
-        kind: what it is about.
-        text: the sentence.
-        parts: what it is made of, for a page that says the same in fewer words.
-    """
-
-    kind: Kind
-    text: str
-    parts: tuple[str, ...] = ()
+    kind: Kind  # what it is about
+    text: str  # the sentence
+    parts: tuple[str, ...] = ()  # what it is made of, for a page that says the same in fewer words

@@ -45,29 +45,20 @@ HARMONIC_MEANS = {
 
 
 class PairRow(Row):
-    """A row of the table: one method at one pair of sites, or (target "average") the mean over the pairs.
+    """A row of the table: one method at one pair of sites, or (target "average") the mean over the pairs."""
 
-    Attributes:
-        labelled: the labelled sites, joined by "+".
-        unlabelled: the unlabelled sites, joined by "+".
-        accuracy_source: mean accuracy at the labelled sites, in percent.
-        accuracy_target: mean accuracy at the unlabelled sites, in percent.
-        harmonic_mean: mean over splits of the harmonic means, then over pairs for the average. `mean`,
-            `standard_error` and `seeds` belong to it.
-        harmonic_mean_of_averages: harmonic mean of this row's accuracy_source and accuracy_target.
-        gain: percentage points over the best model that a site can train alone, by site; for the average, by
-            "labelled" and "unlabelled".
-        proxy_a_distance: mean over the labelled and unlabelled sites.
-    """
-
-    labelled: str
-    unlabelled: str
-    accuracy_source: float
-    accuracy_target: float
+    labelled: str  # the labelled sites, joined by "+"
+    unlabelled: str  # the unlabelled sites, joined by "+"
+    accuracy_source: float  # mean accuracy at the labelled sites, in percent
+    accuracy_target: float  # mean accuracy at the unlabelled sites, in percent
+    # mean over splits of the harmonic means, then over pairs for the average. `mean`, `standard_error` and `seeds`
+    # belong to it
     harmonic_mean: float
-    harmonic_mean_of_averages: float
+    harmonic_mean_of_averages: float  # harmonic mean of this row's accuracy_source and accuracy_target
+    # percentage points over the best model that a site can train alone, by site; for the average, by "labelled" and
+    # "unlabelled"
     gain: dict[str, float] = Field(default_factory=dict)
-    proxy_a_distance: float | None = None
+    proxy_a_distance: float | None = None  # mean over the labelled and unlabelled sites
 
 
 def rows_of(results: Sequence[RunResult], table_rows: Iterable[Row], select: Selection) -> Iterable[PairRow]:

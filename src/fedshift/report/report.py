@@ -20,30 +20,20 @@ from fedshift.report.table import Table, table_of
 
 @dataclass(frozen=True)
 class Report:
-    """What the finished runs of an experiment say.
+    """What the finished runs of an experiment say."""
 
-    Attributes:
-        name: the experiment's name.
-        table: methods by targets, with further tables below it; of very many targets the worst few. Its rows have all.
-        targets: the number of targets.
-        used: what each method used.
-        unmeasured: what to expect at targets without labels.
-        choices: whose model should answer at these, in words.
-        verdict: what the last rounds say; None where the table is of other rounds or of another metric.
-        warnings: what the page warns of.
-        others: the tables of the other selection rules; None where no source kept a held-out part.
-        details: what the page has beside; None for what shows tables and verdict alone, and where nothing was measured.
-    """
-
-    name: str
+    name: str  # the experiment's name
+    # methods by targets, with further tables below it; of very many targets the worst few. Its rows have all
     table: Table
-    targets: int
-    used: Mapping[str, Conditions]
-    unmeasured: Unmeasured
-    choices: tuple[str, ...]
-    verdict: Verdict | None
-    warnings: tuple[str, ...] = ()
+    targets: int  # the number of targets
+    used: Mapping[str, Conditions]  # what each method used
+    unmeasured: Unmeasured  # what to expect at targets without labels
+    choices: tuple[str, ...]  # whose model should answer at these, in words
+    verdict: Verdict | None  # what the last rounds say; None where the table is of other rounds or of another metric
+    warnings: tuple[str, ...] = ()  # what the page warns of
+    # the tables of the other selection rules; None where no source kept a held-out part
     others: Mapping[Selection, Table | None] = field(default_factory=dict)
+    # what the page has beside; None for what shows tables and verdict alone, and where nothing was measured
     details: Details | None = None
 
     @property

@@ -32,19 +32,12 @@ _LARGEST = 128
 
 @dataclass(frozen=True)
 class Placed:
-    """Where a model places samples.
+    """Where a model places samples."""
 
-    Attributes:
-        run: the run whose model it is.
-        points: their features in two dimensions (n, 2).
-        classes: the name of each sample's class (n).
-        sites: the name of each sample's site (n).
-    """
-
-    run: FinishedRun
-    points: NDArray[np.float32]
-    classes: list[str]
-    sites: list[str]
+    run: FinishedRun  # the run whose model it is
+    points: NDArray[np.float32]  # their features in two dimensions (n, 2)
+    classes: list[str]  # the name of each sample's class (n)
+    sites: list[str]  # the name of each sample's site (n)
 
 
 class ShownSamples:

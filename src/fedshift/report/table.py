@@ -43,19 +43,12 @@ _MOST_EXCEPTIONS = 6
 
 @dataclass(frozen=True)
 class Cell:
-    """One entry of a table.
+    """One entry of a table."""
 
-    Attributes:
-        row: the numbers.
-        best: whether its mean is the best of its column or not shown to be worse, while another one there is.
-        partial: whether it is an average over fewer targets than the table has.
-        unit: as in `Measure`.
-    """
-
-    row: Row
-    best: bool
-    partial: bool
-    unit: str = "%"
+    row: Row  # the numbers
+    best: bool  # whether its mean is the best of its column or not shown to be worse, while another one there is
+    partial: bool  # whether it is an average over fewer targets than the table has
+    unit: str = "%"  # as in `Measure`
 
     @property
     def mean(self) -> str:
@@ -88,33 +81,20 @@ class IntervalCell(Cell):
 
 @dataclass(frozen=True)
 class Table:
-    """Methods × targets.
+    """Methods × targets."""
 
-    Attributes:
-        select: the selection rule whose round is shown.
-        measure: what the numbers are.
-        methods: the lines, in order.
-        columns: the targets in order, then the average.
-        cells: method → column → cell; None where nothing was measured.
-        rows: the numbers as a list.
-        notes: the sentences below the table.
-        more: further tables that are shown below it, each with a title.
-        badges: method → what its row used that not all rows did, such as "pooled".
-        tests: every two methods compared, which decides what is marked as best.
-        ranked: the averages over the seeds that all methods have.
-    """
-
-    select: Selection
-    measure: Measure
-    methods: tuple[str, ...]
-    columns: tuple[str, ...]
-    cells: dict[str, dict[str, Cell | None]]
-    rows: tuple[Row, ...]
-    notes: tuple[Note, ...]
-    more: tuple[Table, ...] = ()
+    select: Selection  # the selection rule whose round is shown
+    measure: Measure  # what the numbers are
+    methods: tuple[str, ...]  # the lines, in order
+    columns: tuple[str, ...]  # the targets in order, then the average
+    cells: dict[str, dict[str, Cell | None]]  # method → column → cell; None where nothing was measured
+    rows: tuple[Row, ...]  # the numbers as a list
+    notes: tuple[Note, ...]  # the sentences below the table
+    more: tuple[Table, ...] = ()  # further tables that are shown below it, each with a title
+    # method → what its row used that not all rows did, such as "pooled"
     badges: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    tests: tuple[Difference, ...] = ()
-    ranked: Comparable = NOTHING
+    tests: tuple[Difference, ...] = ()  # every two methods compared, which decides what is marked as best
+    ranked: Comparable = NOTHING  # the averages over the seeds that all methods have
 
     @property
     def sentences(self) -> tuple[str, ...]:

@@ -24,27 +24,16 @@ STRUCTURES = ("cup", "disc")
 
 @dataclass(frozen=True)
 class Camera:
-    """How a site renders a scene, for pixels in [0, 1].
+    """How a site renders a scene, for pixels in [0, 1]."""
 
-    Attributes:
-        gain: factor per colour channel.
-        offset: added to all pixels.
-        contrast: factor of the distance from the image's mean.
-        gamma: exponent.
-        vignette: share of light lost in the corners.
-        tilt: change of light from one side to the other.
-        blur: standard deviation, in 64ths of the image's side.
-        noise: standard deviation.
-    """
-
-    gain: tuple[float, float, float]
-    offset: float
-    contrast: float
-    gamma: float
-    vignette: float
-    tilt: float
-    blur: float
-    noise: float
+    gain: tuple[float, float, float]  # factor per colour channel
+    offset: float  # added to all pixels
+    contrast: float  # factor of the distance from the image's mean
+    gamma: float  # exponent
+    vignette: float  # share of light lost in the corners
+    tilt: float  # change of light from one side to the other
+    blur: float  # standard deviation, in 64ths of the image's side
+    noise: float  # standard deviation
 
 
 CAMERAS = {

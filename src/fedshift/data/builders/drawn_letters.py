@@ -31,29 +31,17 @@ _FINER = 4
 
 @dataclass(frozen=True)
 class Hand:
-    """How a site draws letters, in pixels of values in [0, 1].
+    """How a site draws letters, in pixels of values in [0, 1]."""
 
-    Attributes:
-        typefaces: files among matplotlib's.
-        ink: bounds, per colour channel, between which each letter's colour is drawn.
-        paper: the same of the background.
-        background: what the paper shows.
-        lean: largest rotation, in degrees.
-        outline: only the outline is drawn, so wide, as a share of the image's side; 0: the letter is filled.
-        blur: standard deviation, in 32nds of the image's side.
-        noise: standard deviation.
-        missing: share of the letter's area that is rubbed out.
-    """
-
-    typefaces: tuple[str, ...]
-    ink: Colours
-    paper: Colours
-    background: Literal["plain", "clouds", "slope", "grid", "stripes", "specks"]
-    lean: float = 5.0
-    outline: float = 0.0
-    blur: float = 0.3
-    noise: float = 0.02
-    missing: float = 0.0
+    typefaces: tuple[str, ...]  # files among matplotlib's
+    ink: Colours  # bounds, per colour channel, between which each letter's colour is drawn
+    paper: Colours  # the same of the background
+    background: Literal["plain", "clouds", "slope", "grid", "stripes", "specks"]  # what the paper shows
+    lean: float = 5.0  # largest rotation, in degrees
+    outline: float = 0.0  # only the outline is drawn, so wide, as a share of the image's side; 0: the letter is filled
+    blur: float = 0.3  # standard deviation, in 32nds of the image's side
+    noise: float = 0.02  # standard deviation
+    missing: float = 0.0  # share of the letter's area that is rubbed out
 
 
 _BLACK: Colours = ((0.0, 0.0, 0.0), (0.15, 0.15, 0.15))

@@ -312,19 +312,12 @@ def _patients_at_two_sites(patients: Mapping[str, Sequence[str | None]]) -> Iter
 
 @dataclass
 class LeftOut:
-    """Files below a root that are not read, but for hidden ones and those that operating systems make.
+    """Files below a root that are not read, but for hidden ones and those that operating systems make."""
 
-    Attributes:
-        outside: images that do not lie in a folder of images.
-        other_kinds: other files that do.
-        deeper: files in folders below one of images.
-        without_pixels: DICOM files that hold no image.
-    """
-
-    outside: list[Path] = field(default_factory=list)
-    other_kinds: list[Path] = field(default_factory=list)
-    deeper: list[Path] = field(default_factory=list)
-    without_pixels: list[Path] = field(default_factory=list)
+    outside: list[Path] = field(default_factory=list)  # images that do not lie in a folder of images
+    other_kinds: list[Path] = field(default_factory=list)  # other files that do
+    deeper: list[Path] = field(default_factory=list)  # files in folders below one of images
+    without_pixels: list[Path] = field(default_factory=list)  # DICOM files that hold no image
 
     def note_misplaced(self, folder: Path) -> None:
         """Note the images that lie directly in a folder of folders."""

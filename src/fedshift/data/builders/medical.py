@@ -48,17 +48,11 @@ _PHOTOMETRIC = ("MONOCHROME1", "MONOCHROME2", "PALETTE COLOR", "RGB", "YBR_FULL"
 
 @dataclass(frozen=True)
 class Slice:
-    """One slice of a file.
+    """One slice of a file."""
 
-    Attributes:
-        image: the slice as an image of 8 bits.
-        patient: slices of one patient have the same text; for NIfTI the volume stands for the patient.
-        colour: whether it has three channels.
-    """
-
-    image: ImageFile
-    patient: str
-    colour: bool
+    image: ImageFile  # the slice as an image of 8 bits
+    patient: str  # slices of one patient have the same text; for NIfTI the volume stands for the patient
+    colour: bool  # whether it has three channels
 
 
 class _Header(NamedTuple):

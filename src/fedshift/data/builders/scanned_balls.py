@@ -22,21 +22,13 @@ STRUCTURES = ("lesion", "organ")
 
 @dataclass(frozen=True)
 class Scanner:
-    """How a site renders a scene, for values in [0, 1].
+    """How a site renders a scene, for values in [0, 1]."""
 
-    Attributes:
-        gain: factor.
-        offset: added.
-        field: change of brightness from one end of an axis to the other.
-        axis: that axis.
-        noise: standard deviation.
-    """
-
-    gain: float
-    offset: float
-    field: float
-    axis: int
-    noise: float
+    gain: float  # factor
+    offset: float  # added
+    field: float  # change of brightness from one end of an axis to the other
+    axis: int  # that axis
+    noise: float  # standard deviation
 
 
 SCANNERS = {

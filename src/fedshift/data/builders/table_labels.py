@@ -27,17 +27,11 @@ _COMPARED: dict[str, Callable[[float, float], bool]] = {
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition on a column: rows that meet it are positive.
+    """A condition on a column: rows that meet it are positive."""
 
-    Attributes:
-        column: the column.
-        sign: one of >, >=, <, <=, =, == and !=.
-        value: what its cells are compared with.
-    """
-
-    column: str
-    sign: str
-    value: str
+    column: str  # the column
+    sign: str  # one of >, >=, <, <=, =, == and !=
+    value: str  # what its cells are compared with
 
     @classmethod
     def parse(cls, text: str) -> Condition:
@@ -128,19 +122,13 @@ def _class_of(
 
 
 class Labelling(BaseModel):
-    """How the training tables said the class of a row. Saved with a model, so that predictions keep labels.
-
-    Attributes:
-        column: the column that holds the label.
-        positive: a condition that makes the classes negative and positive.
-        labels: label → class.
-    """
+    """How the training tables said the class of a row. Saved with a model, so that predictions keep labels."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    column: str
-    positive: str | None = None
-    labels: dict[str, str] | None = None
+    column: str  # the column that holds the label
+    positive: str | None = None  # a condition that makes the classes negative and positive
+    labels: dict[str, str] | None = None  # label → class
 
     @field_validator("positive")
     @classmethod

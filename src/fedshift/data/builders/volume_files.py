@@ -30,32 +30,20 @@ _LPS = np.diag([-1.0, -1.0, 1.0, 1.0])
 
 @dataclass(frozen=True)
 class Series:
-    """What a volume is read from.
+    """What a volume is read from."""
 
-    Attributes:
-        name: for messages.
-        files: one NIfTI file, or the DICOM files of a series.
-        patient: volumes of one patient have the same text.
-    """
-
-    name: str
-    files: tuple[Path, ...]
-    patient: str
+    name: str  # for messages
+    files: tuple[Path, ...]  # one NIfTI file, or the DICOM files of a series
+    patient: str  # volumes of one patient have the same text
 
 
 @dataclass(frozen=True)
 class Volume:
-    """A volume.
+    """A volume."""
 
-    Attributes:
-        values: (z, y, x), in the units of the file; NaN where nothing was measured.
-        spacing: millimetres between voxels along z, y and x.
-        affine: (4, 4), from the indices z, y, x to the patient's coordinates in millimetres.
-    """
-
-    values: Floats
-    spacing: tuple[float, float, float]
-    affine: Vector
+    values: Floats  # (z, y, x), in the units of the file; NaN where nothing was measured
+    spacing: tuple[float, float, float]  # millimetres between voxels along z, y and x
+    affine: Vector  # (4, 4), from the indices z, y, x to the patient's coordinates in millimetres
 
 
 def series_of(name: str, files: Sequence[Path], patient: Patient = "id") -> list[Series]:

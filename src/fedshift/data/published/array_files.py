@@ -23,20 +23,14 @@ _SIDE = 32
 
 
 class Npz(BaseModel):
-    """An npz file for each domain, with arrays ``train_images``, ``train_labels``, ``val_images`` and so on.
-
-    Attributes:
-        files: domain → its file.
-        parts: the prefix of arrays → the part.
-        labels: ``many`` where a sample has several.
-    """
+    """An npz file for each domain, with arrays ``train_images``, ``train_labels``, ``val_images`` and so on."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["npz"]
-    files: dict[str, str]
-    parts: dict[str, Literal["train", "test"]]
-    labels: Literal["one", "many"] = "one"
+    files: dict[str, str]  # domain → its file
+    parts: dict[str, Literal["train", "test"]]  # the prefix of arrays → the part
+    labels: Literal["one", "many"] = "one"  # ``many`` where a sample has several
 
     def in_words(self) -> str:
         """How the folder looks."""
@@ -111,23 +105,15 @@ def _batch(path: Path, labels: str) -> tuple[Values, Values]:
 
 
 class MatFile(BaseModel):
-    """Where a domain's arrays are: entry names, or an entry and places in its cell, as ``dataset/0/1``.
-
-    Attributes:
-        files: part → its files; one file may hold both parts.
-        images: part → the entry.
-        labels: part → the entry.
-        last: whether the images are numbered along the last axis, as SVHN's.
-        unit: whether pixels are from 0 to 1.
-    """
+    """Where a domain's arrays are: entry names, or an entry and places in its cell, as ``dataset/0/1``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    files: dict[Literal["train", "test"], tuple[str, ...]]
-    images: dict[Literal["train", "test"], str]
-    labels: dict[Literal["train", "test"], str]
-    last: bool = False
-    unit: bool = False
+    files: dict[Literal["train", "test"], tuple[str, ...]]  # part → its files; one file may hold both parts
+    images: dict[Literal["train", "test"], str]  # part → the entry
+    labels: dict[Literal["train", "test"], str]  # likewise
+    last: bool = False  # whether the images are numbered along the last axis, as SVHN's
+    unit: bool = False  # whether pixels are from 0 to 1
 
 
 class Mat(BaseModel):

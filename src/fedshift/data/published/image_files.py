@@ -25,18 +25,13 @@ class _Image(NamedTuple):
 
 
 class Folders(BaseModel):
-    """``folder/<domain>/<class>/<image>``.
-
-    Attributes:
-        path: of a class's folder, with ``{domain}`` and ``{class}``.
-        also: other names of the folder of a domain or class.
-    """
+    """``folder/<domain>/<class>/<image>``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["folders"]
-    path: str = "{domain}/{class}"
-    also: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    path: str = "{domain}/{class}"  # of a class's folder, with ``{domain}`` and ``{class}``
+    also: dict[str, tuple[str, ...]] = Field(default_factory=dict)  # other names of the folder of a domain or class
 
     def in_words(self) -> str:
         """How the folder looks."""
@@ -72,15 +67,12 @@ class Folders(BaseModel):
 
 
 class Lists(BaseModel):
-    """Text files with a line ``path label`` for each image, as ``clipart_train.txt``.
-
-    Attributes:
-        files: part → where its list may be, with ``{domain}``; part ``all`` has no split.
-    """
+    """Text files with a line ``path label`` for each image, as ``clipart_train.txt``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["lists"]
+    # part → where its list may be, with ``{domain}``; part ``all`` has no split
     files: dict[Literal["train", "test", "all"], tuple[str, ...]]
 
     def in_words(self) -> str:
@@ -137,28 +129,18 @@ def _entry(listing: Path, number: int, line: str) -> tuple[str, int]:
 
 
 class Table(BaseModel):
-    """A CSV with a row for each image, such as the ``metadata.csv`` of WILDS.
-
-    Attributes:
-        files: where the CSV may be.
-        image: path of an image, with columns in braces; the first path that is there is taken.
-        domain: the column of domains.
-        domains: what stands in that column → the name of the domain.
-        label: the column of class numbers.
-        split: the column of the official split.
-        parts: what stands in that column → its part.
-    """
+    """A CSV with a row for each image, such as the ``metadata.csv`` of WILDS."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["table"]
-    files: tuple[str, ...]
-    image: tuple[str, ...]
-    domain: str
-    domains: dict[str, str]
-    label: str
-    split: str
-    parts: dict[str, Literal["train", "test"]]
+    files: tuple[str, ...]  # where the CSV may be
+    image: tuple[str, ...]  # path of an image, with columns in braces; the first path that is there is taken
+    domain: str  # the column of domains
+    domains: dict[str, str]  # what stands in that column → the name of the domain
+    label: str  # the column of class numbers
+    split: str  # the column of the official split
+    parts: dict[str, Literal["train", "test"]]  # what stands in that column → its part
 
     def in_words(self) -> str:
         """How the folder looks."""

@@ -20,21 +20,14 @@ _FOLDER = Path(__file__).with_name("manifests")
 
 
 class Counts(BaseModel):
-    """What its source says of a domain; nothing is compared where it says nothing.
-
-    Attributes:
-        all: samples.
-        train: those of the official training part.
-        test: those of the official test part.
-        classes: samples of each class, in the order of the classes.
-    """
+    """What its source says of a domain; nothing is compared where it says nothing."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    all: PositiveInt | None = None
-    train: PositiveInt | None = None
-    test: PositiveInt | None = None
-    classes: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+    all: PositiveInt | None = None  # samples
+    train: PositiveInt | None = None  # those of the official training part
+    test: PositiveInt | None = None  # those of the official test part
+    classes: tuple[Annotated[int, Field(ge=0)], ...] | None = None  # samples of each class, in the order of the classes
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
@@ -46,45 +39,26 @@ class Counts(BaseModel):
 
 
 class PublishedSet(BaseModel):
-    """A published data set.
-
-    Attributes:
-        title: its name in words.
-        source: who published it.
-        licence: its terms.
-        get: what to fetch.
-        counts_from: where the counts stand.
-        folders: usual names of its folder below ``FEDSHIFT_DATA``, besides its own name.
-        task: what is predicted.
-        classes: in the order of their numbers; structures of masks; for times to an event their column.
-        domains: name → counts.
-        total: samples of all domains, where only that is known.
-        unverified: why its counts are not sure; then another number is a warning and no error.
-        channels: of images.
-        size: height and width; images of files are brought to it, those of arrays have it.
-        layout: how its files lie; None if fedshift cannot read it.
-        instead: what to do where it cannot.
-        notes: what else to know.
-    """
+    """A published data set."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    title: str
-    source: str
-    licence: str
-    get: str
-    counts_from: str
-    folders: tuple[str, ...] = ()
-    task: Task = "classification"
-    classes: tuple[str, ...]
-    domains: dict[str, Counts]
-    total: PositiveInt | None = None
-    unverified: str = ""
-    channels: Literal[1, 3] = 3
-    size: PositiveInt = 224
-    layout: Layout | None = None
-    instead: str = ""
-    notes: str = ""
+    title: str  # its name in words
+    source: str  # who published it
+    licence: str  # its terms
+    get: str  # what to fetch
+    counts_from: str  # where the counts stand
+    folders: tuple[str, ...] = ()  # usual names of its folder below ``FEDSHIFT_DATA``, besides its own name
+    task: Task = "classification"  # what is predicted
+    classes: tuple[str, ...]  # in the order of their numbers; structures of masks; for times to an event their column
+    domains: dict[str, Counts]  # name → counts
+    total: PositiveInt | None = None  # samples of all domains, where only that is known
+    unverified: str = ""  # why its counts are not sure; then another number is a warning and no error
+    channels: Literal[1, 3] = 3  # of images
+    size: PositiveInt = 224  # height and width; images of files are brought to it, those of arrays have it
+    layout: Layout | None = None  # how its files lie; None if fedshift cannot read it
+    instead: str = ""  # what to do where it cannot
+    notes: str = ""  # what else to know
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

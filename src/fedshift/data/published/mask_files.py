@@ -21,20 +21,14 @@ _ABOVE_0 = (0.5, 1.0)
 
 
 class Levels(BaseModel):
-    """Images and, under the same names, masks whose grey levels say the structure.
-
-    Attributes:
-        images: the folder of a domain's images, with ``{part}``, by domain.
-        masks: that of its masks.
-        levels: structure → the largest grey level that belongs to it.
-    """
+    """Images and, under the same names, masks whose grey levels say the structure."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["levels"]
-    images: dict[str, str]
-    masks: dict[str, str]
-    levels: dict[str, int]
+    images: dict[str, str]  # the folder of a domain's images, with ``{part}``, by domain
+    masks: dict[str, str]  # that of its masks
+    levels: dict[str, int]  # structure → the largest grey level that belongs to it
 
     def in_words(self) -> str:
         """How the folder looks."""
@@ -90,18 +84,13 @@ def _up_to(mask: Path, level: int) -> ImageFile:
 
 
 class Volumes(BaseModel):
-    """Volumes in NIfTI, one folder for each domain, and beside each its segmentation. Slices are the samples.
-
-    Attributes:
-        folders: domain → its folder.
-        endings: what a segmentation's name has in place of the volume's ending.
-    """
+    """Volumes in NIfTI, one folder for each domain, and beside each its segmentation. Slices are the samples."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["volumes"]
-    folders: dict[str, str]
-    endings: tuple[str, ...]
+    folders: dict[str, str]  # domain → its folder
+    endings: tuple[str, ...]  # what a segmentation's name has in place of the volume's ending
 
     def in_words(self) -> str:
         """How the folder looks."""

@@ -14,26 +14,17 @@ from fedshift.errors import UserError
 
 
 class Rows(BaseModel):
-    """FLamby's files of TCGA-BRCA.
-
-    Attributes:
-        table: the features, the event and the time of each row.
-        split: key, part and domain of each row.
-        key: the column of both that names a row.
-        side: the column of the split such as ``train_0``: part and number of the domain.
-        time: the column of times.
-        event: the column of events.
-    """
+    """FLamby's files of TCGA-BRCA."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["rows"]
-    table: str
-    split: tuple[str, ...]
-    key: str
-    side: str
-    time: str
-    event: str
+    table: str  # the features, the event and the time of each row
+    split: tuple[str, ...]  # key, part and domain of each row
+    key: str  # the column of both that names a row
+    side: str  # the column of the split such as ``train_0``: part and number of the domain
+    time: str  # the column of times
+    event: str  # the column of events
 
     def in_words(self) -> str:
         """How the folder looks."""

@@ -19,19 +19,14 @@ Part = Literal["train", "test", ""]
 
 @dataclass(frozen=True)
 class Samples:
-    """The samples of one domain, in the order of its files.
+    """The samples of one domain, in the order of its files."""
 
-    Attributes:
-        inputs: image files, uint8 images (n, channels, height, width) or float32 features (n, d).
-        labels: int64 (n,) class numbers; float32 (n, labels) of 0 and 1, or (n, 2) times and events; 0 beside masks.
-        parts: the part of each sample (n).
-        masks: of image files, for each structure the file of each sample's mask.
-    """
-
+    # image files, uint8 images (n, channels, height, width) or float32 features (n, d)
     inputs: Sequence[ImageFile] | npt.NDArray[np.uint8] | npt.NDArray[np.float32]
+    # int64 (n,) class numbers; float32 (n, labels) of 0 and 1, or (n, 2) times and events; 0 beside masks
     labels: npt.NDArray[np.int64] | npt.NDArray[np.float32]
-    parts: tuple[Part, ...]
-    masks: tuple[tuple[ImageFile, ...], ...] = ()
+    parts: tuple[Part, ...]  # the part of each sample (n)
+    masks: tuple[tuple[ImageFile, ...], ...] = ()  # of image files, for each structure the file of each sample's mask
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -39,23 +34,14 @@ class Samples:
 
 @dataclass(frozen=True)
 class Location:
-    """Where a data set is read from.
+    """Where a data set is read from."""
 
-    Attributes:
-        folder: its folder.
-        domains: the names of all, in the order of their numbers.
-        chosen: those that are read.
-        classes: their names, in order.
-        incomplete: whether a domain or a file may be missing.
-        how: what to fetch, and how the folder must look, for messages.
-    """
-
-    folder: Path
-    domains: tuple[str, ...]
-    chosen: tuple[str, ...]
-    classes: tuple[str, ...]
-    incomplete: bool
-    how: str
+    folder: Path  # its folder
+    domains: tuple[str, ...]  # the names of all, in the order of their numbers
+    chosen: tuple[str, ...]  # those that are read
+    classes: tuple[str, ...]  # their names, in order
+    incomplete: bool  # whether a domain or a file may be missing
+    how: str  # what to fetch, and how the folder must look, for messages
 
     def inside(self, name: str, named_in: Path) -> Path:
         """A file that a list names; it must be below the folder.

@@ -24,17 +24,12 @@ from fedshift.functional.survival import MeanOver, partial_likelihood
 
 
 class Objective(BaseModel, ABC):
-    """Base of the objectives.
-
-    Attributes:
-        task: what is learned.
-        by_sample: whether the loss of a mini-batch is the mean of a loss of each sample.
-    """
+    """Base of the objectives."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    task: Task
-    by_sample: ClassVar[bool] = True
+    task: Task  # what is learned
+    by_sample: ClassVar[bool] = True  # whether the loss of a mini-batch is the mean of a loss of each sample
     has_probabilities: ClassVar[bool] = False
 
     @abstractmethod
@@ -115,20 +110,14 @@ class Classes(Objective):
 
 
 class Regression(Objective):
-    """A quantity. Networks say it standardised: in deviations from the mean of the sources.
-
-    Attributes:
-        loss_name: the loss of the standardised label.
-        huber_delta: from this error on Huber's loss is linear.
-        mean: of the label at the sites that may be used.
-        std: its deviation there.
-    """
+    """A quantity. Networks say it standardised: in deviations from the mean of the sources."""
 
     task: Literal["regression"] = "regression"
+    # the loss of the standardised label
     loss_name: Literal["squared", "absolute", "huber"] = Field("squared", alias="loss")
-    huber_delta: PositiveFloat = 1.0
-    mean: FiniteFloat = 0.0
-    std: float = Field(1.0, gt=0, allow_inf_nan=False)
+    huber_delta: PositiveFloat = 1.0  # from this error on Huber's loss is linear
+    mean: FiniteFloat = 0.0  # of the label at the sites that may be used
+    std: float = Field(1.0, gt=0, allow_inf_nan=False)  # its deviation there
 
     def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
         predicted, true = outputs[:, 0], ((labels - self.mean) / self.std).to(outputs.dtype)
@@ -152,13 +141,10 @@ class TimeToEvent(Objective):
     """Who has an event sooner, by Cox's partial likelihood. Networks say the logarithm of a relative hazard.
 
     A sample is compared with those of its own mini-batch that were observed as long.
-
-    Attributes:
-        mean_over: of what the loss of a mini-batch is the mean.
     """
 
     task: Literal["time_to_event"] = "time_to_event"
-    mean_over: MeanOver = "events"
+    mean_over: MeanOver = "events"  # of what the loss of a mini-batch is the mean
     by_sample: ClassVar[bool] = False
 
     def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:

@@ -25,31 +25,20 @@ Pair = tuple[Predicted, NDArray[Any]]
 
 @dataclass(frozen=True)
 class MetricOptions:
-    """How the metrics of a site are computed.
+    """How the metrics of a site are computed."""
 
-    Attributes:
-        threshold: score of the positive class from which a sample is positive.
-        resamples: bootstrap samples of the intervals; 0: no intervals.
-        smallest_group: the fewest samples that a number may be made of.
-    """
-
-    threshold: float | None = None
-    resamples: int = 0
-    smallest_group: int = 0
+    threshold: float | None = None  # score of the positive class from which a sample is positive
+    resamples: int = 0  # bootstrap samples of the intervals; 0: no intervals
+    smallest_group: int = 0  # the fewest samples that a number may be made of
 
 
 class Measuring(ABC):
-    """Base: how a task is measured.
+    """Base: how a task is measured."""
 
-    Attributes:
-        metric: what is measured after every round, and what methods are compared by.
-        counts_classes: whether labels are classes, so that right predictions of each can be counted.
-        tells_support: whether a site says how many samples have each class or label.
-    """
-
-    metric: ClassVar[Metric]
+    metric: ClassVar[Metric]  # what is measured after every round, and what methods are compared by
+    # whether labels are classes, so that right predictions of each can be counted
     counts_classes: ClassVar[bool] = False
-    tells_support: ClassVar[bool] = False
+    tells_support: ClassVar[bool] = False  # whether a site says how many samples have each class or label
 
     @property
     def metrics(self) -> tuple[SiteMetric, ...]:

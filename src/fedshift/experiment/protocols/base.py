@@ -55,22 +55,16 @@ class Split:
 
 
 class ProtocolSection(Section):
-    """Base of the protocols: the fields that all have, and the questions that the rest of fedshift asks them.
+    """Base of the protocols: the fields that all have, and the questions that the rest of fedshift asks them."""
 
-    Attributes:
-        question: what an experiment under the protocol asks, in words.
-        next_target: what the next site is one of that its answer holds for, in words.
-        unseen: whether a target takes no part in training.
-        by_site: whether one run measures each site by itself, with the site's own model where a method keeps one there.
-        both_sides: whether methods are compared at sources and targets alike, by the harmonic mean of the two.
-        extent: fields that say which runs an experiment has. They are not settings of a single run.
-    """
-
-    question: ClassVar[str]
-    next_target: ClassVar[str] = "site"
-    unseen: ClassVar[bool] = False
+    question: ClassVar[str]  # what an experiment under the protocol asks, in words
+    next_target: ClassVar[str] = "site"  # what the next site is one of that its answer holds for, in words
+    unseen: ClassVar[bool] = False  # whether a target takes no part in training
+    # whether methods are compared at sources and targets alike, by the harmonic mean of the two
     both_sides: ClassVar[bool] = False
+    # whether one run measures each site by itself, with the site's own model where a method keeps one there
     by_site: ClassVar[bool] = False
+    # fields that say which runs an experiment has. They are not settings of a single run
     extent: ClassVar[tuple[str, ...]]
 
     kind: str = Field(description="the protocol")

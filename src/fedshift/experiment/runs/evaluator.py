@@ -38,17 +38,11 @@ _MASKS = 16
 
 @dataclass(frozen=True)
 class Final:
-    """What is measured once, with a run's last model.
+    """What is measured once, with a run's last model."""
 
-    Attributes:
-        record: the fields of a `RoundRecord`.
-        sites: further metrics at each target, then at each source; none for segmentation.
-        predictions: what they were computed from.
-    """
-
-    record: dict[str, Any]
-    sites: tuple[SiteMetrics, ...] = ()
-    predictions: tuple[SitePredictions, ...] = ()
+    record: dict[str, Any]  # the fields of a `RoundRecord`
+    sites: tuple[SiteMetrics, ...] = ()  # further metrics at each target, then at each source; none for segmentation
+    predictions: tuple[SitePredictions, ...] = ()  # what they were computed from
 
 
 class Evaluator:

@@ -25,21 +25,13 @@ from fedshift.weights import Weights
 
 @dataclass(frozen=True)
 class TrainedEverywhere:
-    """What `train_everywhere` made.
+    """What `train_everywhere` made."""
 
-    Attributes:
-        weights: the model.
-        metadata: what a model file says about it.
-        bytes_up: bytes that left the sites, per kind.
-        rounds: the rounds that it took.
-        warnings: what is unusual about the data and the method's options on them.
-    """
-
-    weights: Weights
-    metadata: dict[str, Any]
-    bytes_up: dict[str, int]
-    rounds: int
-    warnings: tuple[str, ...]
+    weights: Weights  # the model
+    metadata: dict[str, Any]  # what a model file says about it
+    bytes_up: dict[str, int]  # bytes that left the sites, per kind
+    rounds: int  # the rounds that it took
+    warnings: tuple[str, ...]  # what is unusual about the data and the method's options on them
 
 
 class _EverySite(Plan):

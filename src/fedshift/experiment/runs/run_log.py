@@ -33,12 +33,7 @@ from fedshift.methods.screening import Screening
 
 @dataclass
 class RunLog:
-    """The records of one run in this process.
-
-    Attributes:
-        screening: the rule of robust aggregation at work in the run, which says what it did in each round.
-        usage: what this process needed for the run; None if another one began it.
-    """
+    """The records of one run in this process."""
 
     context: Context
     planned: PlannedRun
@@ -46,8 +41,10 @@ class RunLog:
     federation: Federation
     records: list[RoundRecord] = field(default_factory=list)
     seconds: float = 0.0
+    # the rule of robust aggregation at work in the run, which says what it did in each round
     screening: Screening | None = None
     clock: float = field(default_factory=time.perf_counter)
+    # what this process needed for the run; None if another one began it
     usage: Usage | None = field(default_factory=Usage)
 
     @property

@@ -19,22 +19,14 @@ ByTarget = Mapping[str, Row]
 
 @dataclass(frozen=True)
 class Expected:
-    """What a model that is trained likewise reaches at one more site, in percent.
+    """What a model that is trained likewise reaches at one more site, in percent."""
 
-    Attributes:
-        mean: the method's average over the targets, without those of few samples.
-        low, high: 95 % prediction interval for one more site; None where the targets cannot give one.
-        sites: number of targets behind it.
-        few: the targets that it leaves out, since too few samples tell there whether a model is right.
-        average: the average over all targets, as the table has it.
-    """
-
-    mean: float
-    low: float | None
-    high: float | None
-    sites: int
-    few: tuple[str, ...]
-    average: float
+    mean: float  # the method's average over the targets, without those of few samples
+    low: float | None  # 95 % prediction interval for one more site; None where the targets cannot give one
+    high: float | None  # likewise
+    sites: int  # number of targets behind it
+    few: tuple[str, ...]  # the targets that it leaves out, since too few samples tell there whether a model is right
+    average: float  # the average over all targets, as the table has it
 
 
 def next_site(method: str, able: Sequence[str], table: Table, few: Collection[str] = ()) -> Expected:

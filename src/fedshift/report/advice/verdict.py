@@ -51,31 +51,19 @@ HELD_OUT = (
 
 @dataclass(frozen=True)
 class Against:
-    """The chosen method compared with another row of the table, or with the most frequent class.
+    """The chosen method compared with another row of the table, or with the most frequent class."""
 
-    Attributes:
-        name: the other.
-        role: what the other is.
-        gain: how many percentage points the chosen method is better on average; negative where it is worse.
-        seeds: number of seeds that both have at every common target.
-        p: over seeds, at these targets only, after Holm's correction; None where there is no test.
-        better_at: number of targets at which the chosen method is better.
-        sites: number of targets that both have.
-        p_sites: with targets as clusters, for sites that were not measured, likewise.
-        unlike: what the other used and the chosen method did not, and the reverse; empty: they are alike.
-        unit: of the measure; with "" the gain is in the label's unit.
-    """
-
-    name: str
-    role: Role
-    gain: float
-    seeds: int
-    p: float | None
-    better_at: int
-    sites: int
-    p_sites: float | None
+    name: str  # the other
+    role: Role  # what the other is
+    gain: float  # how many percentage points the chosen method is better on average; negative where it is worse
+    seeds: int  # number of seeds that both have at every common target
+    p: float | None  # over seeds, at these targets only, after Holm's correction; None where there is no test
+    better_at: int  # number of targets at which the chosen method is better
+    sites: int  # number of targets that both have
+    p_sites: float | None  # with targets as clusters, for sites that were not measured, likewise
+    # what the other used and the chosen method did not, and the reverse; empty: they are alike
     unlike: tuple[str, ...] = ()
-    unit: str = "%"
+    unit: str = "%"  # of the measure; with "" the gain is in the label's unit
 
     @property
     def shown(self) -> bool:
@@ -100,17 +88,11 @@ class Against:
 
 @dataclass(frozen=True)
 class SiteGain:
-    """What a site gains by taking part.
+    """What a site gains by taking part."""
 
-    Attributes:
-        site: the site.
-        gain: how much better the chosen method is there than the model that the site trains alone; negative: worse.
-        p: over seeds, of this site, after Holm's correction over the sites; None where there is no test.
-    """
-
-    site: str
-    gain: float
-    p: float | None
+    site: str  # the site
+    gain: float  # how much better the chosen method is there than the model that the site trains alone; negative: worse
+    p: float | None  # over seeds, of this site, after Holm's correction over the sites; None where there is no test
 
     @property
     def shown(self) -> bool:
@@ -128,51 +110,33 @@ class Unknown:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What finished runs say.
+    """What finished runs say."""
 
-    Attributes:
-        question: the question that the experiment asks; "" if it is of no known protocol.
-        measure: what methods are compared by.
-        method: the method with the best average among those that keep samples at their sites, unless another one is
-            shown to be better; None if no method was measured at every target. If all methods pool the samples, one of
-            those.
-        role: whether `method` is federated or pooled.
-        used: what `method` used beyond the sources' samples as they are, in words.
-        setting: the setting of `method`.
-        expected: what it reaches at the next site, or at the sites that trained.
-        measured_new: whether what it is measured by did not train with labels; else nothing is known of a new site.
-        guess: what always naming the most frequent class is right for at the least, in percent, where sites do not say
-            how many samples each class has; None where it is compared, or makes no sense.
-        against: it compared with every other row, in the order of the table.
-        left: mean bytes that left all sites in a run of it, by kind of content.
-        guarantee: its differential privacy; None without any.
-        unknown: what is left open.
-        differences: all comparisons that were tested.
-        next_target: what the next site is one of, in words.
-        pays: what each site gains over training alone, where each is measured by itself and sites trained alone, too.
-        without_labels: target without labels → method → its estimated accuracy there, of each seed.
-        choices: whose model should answer there, where some methods adapted and others did not.
-        at_unlabelled: both in words.
-    """
-
-    question: str
-    measure: Measure
+    question: str  # the question that the experiment asks; "" if it is of no known protocol
+    measure: Measure  # what methods are compared by
+    # the method with the best average among those that keep samples at their sites, unless another one is shown to be
+    # better; None if no method was measured at every target. If all methods pool the samples, one of those
     method: str | None
-    role: Role
-    used: tuple[str, ...]
-    setting: str
-    expected: Expected | None
-    against: tuple[Against, ...]
-    left: Mapping[str, float]
-    guarantee: str | None
-    unknown: tuple[Unknown, ...]
-    differences: tuple[Difference, ...]
+    role: Role  # whether `method` is federated or pooled
+    used: tuple[str, ...]  # what `method` used beyond the sources' samples as they are, in words
+    setting: str  # the setting of `method`
+    expected: Expected | None  # what it reaches at the next site, or at the sites that trained
+    against: tuple[Against, ...]  # it compared with every other row, in the order of the table
+    left: Mapping[str, float]  # mean bytes that left all sites in a run of it, by kind of content
+    guarantee: str | None  # its differential privacy; None without any
+    unknown: tuple[Unknown, ...]  # what is left open
+    differences: tuple[Difference, ...]  # all comparisons that were tested
+    # whether what it is measured by did not train with labels; else nothing is known of a new site
     measured_new: bool = True
+    # what always naming the most frequent class is right for at the least, in percent, where sites do not say how many
+    # samples each class has; None where it is compared, or makes no sense
     guess: float | None = None
-    next_target: str = "site"
+    next_target: str = "site"  # what the next site is one of, in words
+    # target without labels → method → its estimated accuracy there, of each seed
     without_labels: Estimates = field(default_factory=dict)
-    choices: tuple[Choice, ...] = ()
-    at_unlabelled: tuple[str, ...] = ()
+    choices: tuple[Choice, ...] = ()  # whose model should answer there, where some methods adapted and others did not
+    at_unlabelled: tuple[str, ...] = ()  # both in words
+    # what each site gains over training alone, where each is measured by itself and sites trained alone, too
     pays: tuple[SiteGain, ...] = ()
 
     @property

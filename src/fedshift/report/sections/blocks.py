@@ -14,27 +14,16 @@ from fedshift.text import csv_text
 
 @dataclass(frozen=True)
 class Entry:
-    """A cell of a grid.
+    """A cell of a grid."""
 
-    Attributes:
-        text: what it shows.
-        error: what follows in small letters.
-        title: shown when a pointer rests on it.
-        best: whether it is bold.
-        value: the exact number, by which its column is sorted.
-        mark: a badge behind the text.
-        miss: 0 to 70: how strongly it is coloured as wrong.
-        picture: a PNG in base64, for which the title stands where it is not seen.
-    """
-
-    text: str
-    error: str = ""
-    title: str = ""
-    best: bool = False
-    value: float | None = None
-    mark: str = ""
-    miss: int | None = None
-    picture: str = ""
+    text: str  # what it shows
+    error: str = ""  # what follows in small letters
+    title: str = ""  # shown when a pointer rests on it
+    best: bool = False  # whether it is bold
+    value: float | None = None  # the exact number, by which its column is sorted
+    mark: str = ""  # a badge behind the text
+    miss: int | None = None  # 0 to 70: how strongly it is coloured as wrong
+    picture: str = ""  # a PNG in base64, for which the title stands where it is not seen
 
 
 @dataclass(frozen=True)
@@ -51,24 +40,15 @@ class Grid:
 
 @dataclass(frozen=True)
 class Figure:
-    """A drawing, with the numbers behind it.
-
-    Attributes:
-        name: name of the files for SVG and CSV, without an ending.
-        svg: the drawing.
-        description: the text for readers who do not see it.
-        caption: what it shows.
-        csv: its numbers.
-        title: a heading above it.
-    """
+    """A drawing, with the numbers behind it."""
 
     kind: ClassVar[str] = "figure"
-    name: str
-    svg: str
-    description: str
-    caption: str
-    csv: str
-    title: str = ""
+    name: str  # name of the files for SVG and CSV, without an ending
+    svg: str  # the drawing
+    description: str  # the text for readers who do not see it
+    caption: str  # what it shows
+    csv: str  # its numbers
+    title: str = ""  # a heading above it
 
 
 @dataclass(frozen=True)

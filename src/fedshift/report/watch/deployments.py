@@ -10,45 +10,28 @@ from fedshift.deploy_door import deploy_room
 
 @dataclass(frozen=True)
 class SeenSite:
-    """What a site was last heard of.
+    """What a site was last heard of."""
 
-    Attributes:
-        name: the site.
-        last: the last event, such as "answered fit, round 3".
-        age: seconds since then; None if there was none.
-        trouble: why the others go on without its replies, such as "lost since round 2 (fit): no answer"; "" if they do
-            not. It stands until the site answers again, also while it is asked anew.
-        since: seconds since the first loss or refusal of those; None without.
-        lost: whether it does not answer at all; else it answers, and its replies are refused.
-    """
-
-    name: str
-    last: str
-    age: float | None
+    name: str  # the site
+    last: str  # the last event, such as "answered fit, round 3"
+    age: float | None  # seconds since then; None if there was none
+    # why the others go on without its replies, such as "lost since round 2 (fit): no answer"; "" if they do not. It
+    # stands until the site answers again, also while it is asked anew
     trouble: str = ""
-    since: float | None = None
-    lost: bool = False
+    since: float | None = None  # seconds since the first loss or refusal of those; None without
+    lost: bool = False  # whether it does not answer at all; else it answers, and its replies are refused
 
 
 @dataclass(frozen=True)
 class Deployed:
-    """A deployment at its coordinator.
+    """A deployment at its coordinator."""
 
-    Attributes:
-        state: waiting, running, finished, failed or aborted.
-        message: what it waits for, or why it failed; "" if nothing was said.
-        stopped: why nothing goes on, if the coordinator's service does not run; "" if it does or need not.
-        sites: the sites of the project, until the deployment has ended.
-        warnings: what it warned of, the last first.
-        runs: number of its runs; 0 until all sites have answered.
-    """
-
-    state: str
-    message: str
-    stopped: str
-    sites: tuple[SeenSite, ...]
-    warnings: tuple[str, ...]
-    runs: int
+    state: str  # waiting, running, finished, failed or aborted
+    message: str  # what it waits for, or why it failed; "" if nothing was said
+    stopped: str  # why nothing goes on, if the coordinator's service does not run; "" if it does or need not
+    sites: tuple[SeenSite, ...]  # the sites of the project, until the deployment has ended
+    warnings: tuple[str, ...]  # what it warned of, the last first
+    runs: int  # number of its runs; 0 until all sites have answered
 
 
 def deployments_in(root: Path) -> list[Path]:

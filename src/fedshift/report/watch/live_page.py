@@ -54,25 +54,15 @@ _MOST_WARNINGS = 12
 
 @dataclass(frozen=True)
 class WatchedRun:
-    """A run that was begun.
+    """A run that was begun."""
 
-    Attributes:
-        names: method, target and seed.
-        result: its result, once it is finished.
-        rounds: what it measured so far; empty when it is finished.
-        planned_rounds: rounds that it will have at the pace of its work so far; 0 if its settings cannot be read.
-        failure: why it stopped; "" if it did not fail.
-        age: seconds since its last round was written; None before the first.
-        by_site: what each site sent and received so far; None if that is not known.
-    """
-
-    names: tuple[str, str, str]
-    result: RunResult | None
-    rounds: Sequence[RoundRecord]
-    planned_rounds: int
-    failure: str
-    age: float | None
-    by_site: SiteBytes | None = None
+    names: tuple[str, str, str]  # method, target and seed
+    result: RunResult | None  # its result, once it is finished
+    rounds: Sequence[RoundRecord]  # what it measured so far; empty when it is finished
+    planned_rounds: int  # rounds that it will have at the pace of its work so far; 0 if its settings cannot be read
+    failure: str  # why it stopped; "" if it did not fail
+    age: float | None  # seconds since its last round was written; None before the first
+    by_site: SiteBytes | None = None  # what each site sent and received so far; None if that is not known
 
     @property
     def missing(self) -> dict[str, str]:
@@ -90,21 +80,13 @@ class WatchedRun:
 
 @dataclass(frozen=True)
 class Watched:
-    """An experiment, local or deployed.
+    """An experiment, local or deployed."""
 
-    Attributes:
-        name: its name.
-        runs: the runs that were begun.
-        planned: number of planned runs.
-        deployment: what its coordinator says of it; None for a local experiment.
-        faults: files that cannot be read.
-    """
-
-    name: str
-    runs: Sequence[WatchedRun]
-    planned: int
-    deployment: Deployed | None = None
-    faults: Sequence[str] = ()
+    name: str  # its name
+    runs: Sequence[WatchedRun]  # the runs that were begun
+    planned: int  # number of planned runs
+    deployment: Deployed | None = None  # what its coordinator says of it; None for a local experiment
+    faults: Sequence[str] = ()  # files that cannot be read
 
     @property
     def finished(self) -> bool:
