@@ -262,10 +262,6 @@ class Claim:
 def hold_claim(path: Path, seconds: float = 0.5) -> Iterator[Claim]:
     """Wait until no other process makes the file ``path``, and keep others from making it.
 
-    Args:
-        path: the file that is made.
-        seconds: between two looks.
-
     Example:
         >>> import tempfile
         >>> with hold_claim(Path(tempfile.mkdtemp()) / "features.part") as claim:

@@ -54,10 +54,6 @@ class ClassRegistry(Generic[T]):
     def name_in(self, options: Mapping[str, object], field: str) -> str:
         """The name in a section of an experiment file.
 
-        Args:
-            options: the section.
-            field: Path of its name in the file, for the message.
-
         Raises:
             UserError: there is no name, or it is not a string.
         """

@@ -46,11 +46,6 @@ def with_digest(data: bytes) -> bytes:
 def without_digest(data: bytes, path: Path, remedy: str = REMEDY) -> bytes:
     """The content that `with_digest` was given.
 
-    Args:
-        data: what the file holds.
-        path: the file, for the message.
-        remedy: what to do about a damaged file, for the message.
-
     Raises:
         Damaged: it holds something else than what was written.
 
@@ -91,7 +86,6 @@ def check_filled(path: Path, remedy: str = REMEDY) -> None:
 
     Args:
         path: the file, which `fill_digest` made.
-        remedy: what to do about a damaged file, for the message.
 
     Raises:
         Damaged: it holds something else than what was written, or cannot be read.

@@ -31,7 +31,6 @@ def write_private(path: Path, data: bytes, *, flush: bool = True, before: Callab
 
     Args:
         path: the file. Its folder is made if necessary.
-        data: the content.
         flush: wait until it is on the disk.
         before: as in `write_bytes`.
 
@@ -47,8 +46,6 @@ def read_private(path: Path, remedy: str = REMEDY, *, older: int | None = None) 
     """Read what `write_private` wrote.
 
     Args:
-        path: the file.
-        remedy: what to do about a damaged file, for the message.
         older: bytes of the content. A file that holds no more was written by an earlier version, without a digest.
 
     Raises:
@@ -136,7 +133,6 @@ def encrypt(data: bytes, key: bytes, name: str) -> bytes:
     """Encrypt with AES-256-GCM, in pieces, under a key of its own that is derived from ``key`` and a random salt.
 
     Args:
-        data: the content.
         key: 32 bytes.
         name: the file's name, so that no other file can take its place.
 

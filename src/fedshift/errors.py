@@ -55,7 +55,6 @@ def seconds_from(variable: str, default: float, *, zero: bool = False) -> float:
     """The seconds in a variable of the environment.
 
     Args:
-        variable: its name.
         default: where it is not set, or empty.
         zero: whether it may be 0.
 

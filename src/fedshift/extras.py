@@ -18,7 +18,6 @@ def import_extra(module: str, *, extra: str, what: str) -> Any:
     Args:
         module: the module, such as ``pandas``.
         extra: the extra of fedshift that installs it.
-        what: what needs it, for the message.
 
     Raises:
         UserError: the package is not installed. The message names the extra.
@@ -37,9 +36,6 @@ def import_extra(module: str, *, extra: str, what: str) -> Any:
 
 def reports_installed(what: str) -> None:
     """Whether there is all that runs are recorded and shown with, before hours are spent on them.
-
-    Args:
-        what: what needs it, for the message.
 
     Raises:
         UserError: a package of the extra ``report`` is not installed.

@@ -27,7 +27,6 @@ def write_bytes(
 
     Args:
         path: the file. Its folder is made if necessary.
-        data: the content.
         private: only the user may read it, whatever the umask.
         flush: wait until it is on the disk.
         before: is called last before the file takes its name, and raises an error if it may not.
@@ -92,7 +91,6 @@ def below(root: Path, *names: str) -> Path:
     """The path of these names below a folder, for names that come from a file and may be anybody's.
 
     Args:
-        root: the folder.
         names: of folders, and last of a folder or file.
 
     Raises:
@@ -283,10 +281,6 @@ def plain_yaml(text: str | bytes) -> Any:
 
 def edited_yaml(text: str, where: object) -> Any:
     """Read YAML that a person wrote, as `plain_yaml` does, but refuse a key that occurs twice: one would be lost.
-
-    Args:
-        text: the YAML.
-        where: the file, for the message.
 
     Raises:
         UserError: a key occurs twice in one mapping.

@@ -45,8 +45,6 @@ def read_object(path: Path, remedy: str = REMEDY, *, older: bool = False) -> dic
     """What `write_object` wrote; empty if the file does not exist.
 
     Args:
-        path: the file.
-        remedy: what to do about a damaged file, for the message.
         older: whether an object without a digest is read, as earlier versions wrote it. A damaged name of a digest does
             not pass for none.
 

@@ -41,7 +41,6 @@ def write_left_out(model: Path, sums: dict[str, Any] | None) -> None:
     """Write what an estimate needs beside a model, or remove what another model left there.
 
     Args:
-        model: the ONNX file.
         sums: see `fedshift.experiment.estimate.left_out_sums`.
     """
     file = model.with_name(LEFT_OUT)
@@ -146,11 +145,7 @@ class OnnxModel:
         return replace(outputs, reasons=(*outputs.reasons, NOT_LOOKED_AT)) if self.left_out else outputs
 
     def _read(self, rows: Sequence[Any]) -> tuple[list[str], npt.NDArray[Any], InputShift]:
-        """Names of samples, the samples as they are stored, and how they differ from the training data.
-
-        Raises:
-            UserError: they are not what the model reads.
-        """
+        """Names of samples, the samples as they are stored, and how they differ from the training data."""
         if self.preprocessing.kind == "table":
             table = _table(rows, self.preprocessing)
             names, inputs = encode_rows(self.preprocessing, table)
@@ -162,11 +157,7 @@ class OnnxModel:
         return names, samples, feature_shift(samples, self.preprocessing)
 
     def _scores(self, inputs: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-        """The outputs of samples as they are stored (n, outputs).
-
-        Raises:
-            UserError: ONNX Runtime refuses them, such as tokens that the model does not know.
-        """
+        """The outputs of samples as they are stored (n, outputs)."""
         samples = inputs if inputs.dtype == np.int64 else inputs.astype(np.float32)
         parts = [samples[begin : begin + _BATCH] for begin in range(0, len(samples), _BATCH)]
         try:

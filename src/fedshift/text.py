@@ -91,7 +91,6 @@ def in_unit(value: float, like: float | None = None) -> str:
     """A number in the unit of a label: at least two decimals, and three digits that count.
 
     Args:
-        value: the number.
         like: a number that stands beside it, whose decimals it gets; None: its own.
 
     Example:
@@ -149,8 +148,6 @@ def pipes(head: Sequence[str], rows: Iterable[Sequence[str]], rule: str = "---:"
     """A Markdown table of cells that are escaped already.
 
     Args:
-        head: the columns' headings.
-        rows: the cells.
         rule: what stands below every heading but the first; ``---:`` sets numbers to the right.
 
     Example:

@@ -143,11 +143,7 @@ def _is_remembered(code: Code) -> bool:
 
 
 def _read_known() -> dict[str, list[str]]:
-    """What this user trusts: path → checksums.
-
-    Raises:
-        UserError: the list is damaged.
-    """
+    """What this user trusts: path → checksums."""
     file = trust_file()
     try:
         result = json.loads(file.read_text(encoding="utf-8"))
@@ -166,7 +162,6 @@ def own_module(what: str, name: str, folder: Path | None) -> ModuleType:
     """A user's own module, if somebody trusts it.
 
     Args:
-        what: what it is imported for, for the message.
         name: ``file.py`` or ``package.module``.
         folder: where a relative ``file.py`` is looked up first. The working directory is next.
 
@@ -208,7 +203,6 @@ def check_package(what: str, name: str) -> bool:
     """Whether a module is of an installed package that requires fedshift, and may be imported unasked.
 
     Args:
-        what: what it is imported for, for the message.
         name: ``package.module``.
 
     Returns:

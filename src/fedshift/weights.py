@@ -90,7 +90,6 @@ class NamedTensors(Mapping[str, Tensor]):
         """Check that names, shapes and types are those of ``reference``.
 
         Args:
-            reference: the tensors that are expected.
             who: what a message calls the owner of these tensors.
 
         Raises:
@@ -116,7 +115,6 @@ class NamedTensors(Mapping[str, Tensor]):
 
         Args:
             who: what a message calls the owner of these tensors.
-            remedy: what the message says to do.
 
         Raises:
             TrainingDiverged: a tensor does; the message names it.

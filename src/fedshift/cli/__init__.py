@@ -45,12 +45,7 @@ def _command() -> Callable[..., Any]:
 
 
 def exit_code(name: str, command: Callable[[], Callable[..., Any]]) -> int:
-    """Run the command line ``name`` and return its exit code. A user's mistake is printed as one line.
-
-    Args:
-        name: what messages call it.
-        command: makes typer's command.
-    """
+    """Run the command line ``name`` and return its exit code. A user's mistake is printed as one line."""
     import typer
 
     from fedshift.errors import OUT_OF_MEMORY, FedshiftError, is_out_of_memory

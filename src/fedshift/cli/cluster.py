@@ -62,7 +62,6 @@ def submit(path: Path, overrides: Sequence[str], runs: Path, options: Sequence[s
         overrides: fields to set, as ``key.path=value``.
         runs: the folder that holds a folder for each experiment; all nodes must have it under this path.
         options: further options of ``fedshift run`` for each job.
-        jobs: what to ask for.
 
     Returns:
         What to tell the user: the job's number, and where to look.
@@ -199,11 +198,7 @@ def _copy(experiment: Experiment, folder: Path) -> Path:
 
 
 def _settings(given: Sequence[str]) -> dict[str, Any]:
-    """The options of ``sbatch`` by name; one without a value is True.
-
-    Raises:
-        UserError: one has no name.
-    """
+    """The options of ``sbatch`` by name; one without a value is True."""
     settings: dict[str, Any] = {}
     for text in given:
         name, is_set, value = text.removeprefix("--").partition("=")

@@ -86,11 +86,7 @@ Train = Callable[[Experiment, Path, Reporter], object]
 
 
 def _run(experiment: Experiment, runs: Path, errors: Console, train: Train, samples: bool) -> int:
-    """Train, then show what is finished.
-
-    Returns:
-        The number of runs that other processes are still training.
-    """
+    """Train, then show what is finished."""
     reporter, stop = reporter_at(errors)
     folder, diverged = runs / experiment.name, None
     try:

@@ -25,9 +25,6 @@ def show(folder: Path, format: str, select: str, metric: str = "", only: int = 0
 
     Args:
         folder: an experiment's folder, or one that holds it.
-        format: terminal, or a format of files.
-        select: the rule that chooses a round.
-        metric: another metric than the experiment's headline.
         only: the number of one part of the table, from 1; 0: all.
         says: in the terminal, the verdict below the table.
 

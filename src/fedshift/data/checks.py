@@ -28,9 +28,6 @@ _MOST_LINES = 20
 def check_dataset(dataset: DataSet) -> DataSet:
     """Check a data set. Every builder ends with this call.
 
-    Args:
-        dataset: what a builder made.
-
     Returns:
         The same data set, with warnings added and the input shape written into its preprocessing.
 
@@ -230,10 +227,6 @@ def _check_labels(where: str, domain: Domain, dataset: DataSet) -> None:
 def check_finite(where: str, features: npt.NDArray[np.generic]) -> None:
     """Check that float features (n, d) are finite.
 
-    Args:
-        where: where they come from, for the message.
-        features: the features.
-
     Raises:
         UserError: some value is NaN or infinite; names the first row and column.
     """
@@ -311,7 +304,6 @@ def agreed_classes(classes: Mapping[str, Collection[str]], *, what: str, allow_m
 
     Args:
         classes: site → names of the classes it has.
-        what: what the names are, for the message.
         allow_missing: accept two sites that each have a class that the other lacks.
 
     Returns:

@@ -226,7 +226,6 @@ def category_warnings(column: str, sites: Mapping[str, Mapping[str, int | None]]
     """Warnings about categories of a column that other sites spell otherwise, or do not have.
 
     Args:
-        column: its name.
         sites: site → category → the number of rows that have it; None where that is not known.
     """
     sites = {site: named for site, named in sites.items() if named}

@@ -93,11 +93,8 @@ def read_query(
     """The rows that a query gives, as a table.
 
     Args:
-        held: the database.
         query: a file with one statement, a SELECT.
-        where: what messages call the table.
         form: how numbers are written in values that are text.
-        numeric: the columns of numbers.
 
     Raises:
         UserError: the file or the database cannot be read, the statement writes or is wrong, or it gives no row.

@@ -293,7 +293,6 @@ class DataSource(BaseModel):
         """The data in the agreed encoding.
 
         Args:
-            preprocessing: the encoding.
             classes: the federation's classes, in its order.
 
         Raises:

@@ -24,7 +24,6 @@ def few_rows(statistics: TableStatistics, given: Mapping[str, Any], samples: int
     Args:
         statistics: of one site's table, with the rows of each category.
         given: the statistics as they are sent (`fedshift.data.agreement.table_given`).
-        samples: rows of the table.
         least: the fewest rows that a part may have.
     """
     parts: list[tuple[str, Literal["categories", "missing cells", "values"], Sequence[int]]] = []
@@ -45,11 +44,9 @@ def without_few(
     its mean: mean and deviation stay, and neither the number of these cells nor that there are any is told.
 
     Args:
-        given: the statistics as they are sent.
         statistics: the same, with the rows of each category.
         few: of `few_rows`.
         least: the fewest rows of what is told.
-        samples: rows of the table.
     """
     told = {**given, **{name: list(given[name]) for name in ("count", "total", "squares", "any_missing")}}
     missing = {item.column for item in few if item.part == "missing cells"}

@@ -26,7 +26,6 @@ def load_hdf5(
     file that somebody sent must not make this machine open others.
 
     Args:
-        path: the file.
         required: names of data sets that must be there; None: all that are there.
         optional: names of data sets that are read if they are there.
 

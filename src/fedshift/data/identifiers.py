@@ -51,11 +51,6 @@ def check_categories(tables: Mapping[str, Columns], columns: Iterable[str], labe
     """Raise UserError for a column of categories or of classes that names rows, at one site or over all of them.
 
     The message has the numbers of values and rows, and no value.
-
-    Args:
-        tables: the table of each site.
-        columns: columns of categories.
-        labels: columns of classes.
     """
     for names, named, advice in (
         (columns, names_rows, "name it under id, drop it, list it under numeric if it counts something"),
@@ -78,10 +73,7 @@ def check_classes(where: str, what: str, rows: Mapping[str, int], advice: str, f
     """Raise UserError if names of classes name rows.
 
     Args:
-        where: the file or site.
-        what: the column or array.
         rows: value → how many rows have it.
-        advice: what to do.
         field: where values are listed that may be told.
     """
     if names_single_rows(rows):

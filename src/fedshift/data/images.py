@@ -197,10 +197,7 @@ def decode(
     format has for white: 65535 for 16 bits, 4095 for a TIFF of 12.
 
     Args:
-        file: the image.
         channels: 1 or 3.
-        height: in pixels.
-        width: in pixels.
         mask: whether it is a mask: everything that is not black is 1, with a threshold of one half after scaling.
         window: centre and width of the values of grey images with more than 8 bits that become black to white.
 
@@ -252,11 +249,7 @@ class _Form(NamedTuple):
 
 
 def _form(image: Image.Image) -> _Form | None:
-    """How an image is stored that was opened but not read; None if it has 8 bits.
-
-    Raises:
-        ValueError: Pillow would misread its values.
-    """
+    """How an image is stored that was opened but not read; None if it has 8 bits."""
     tags = getattr(image, "tag_v2", {})
     bits = next(iter(tags.get(_BITS_PER_SAMPLE, ())), 16)
     if image.mode != "F" and not image.mode.startswith("I"):
@@ -410,11 +403,7 @@ def decode_all(
     name is written over. A damaged file is made again, with a warning. Where a key is set the file is encrypted.
 
     Args:
-        files: the images.
         channels: 1 or 3.
-        height: in pixels.
-        width: in pixels.
-        label: beginning of the cache file's name.
         mask: whether they are masks, see `decode`.
         window: see `decode`.
 
@@ -470,11 +459,7 @@ def _load_encrypted(target: Path, shape: tuple[int, ...], images: Iterable[_Imag
 
 
 def _parse_cache(content: bytes, shape: tuple[int, ...]) -> Decoded:
-    """What `_write` wrote.
-
-    Raises:
-        ValueError: it is of another shape.
-    """
+    """What `_write` wrote."""
     stream = BytesIO(content)
     array = np.load(stream, allow_pickle=False)
     if array.shape != shape or array.dtype != np.uint8:

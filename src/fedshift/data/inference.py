@@ -32,7 +32,6 @@ def load_for_prediction(path: Path, preprocessing: Preprocessing) -> tuple[list[
     Args:
         path: an image, a folder of images (searched recursively), an ``.npz`` with ``x`` as in data set `arrays`, or a
             table (CSV or Parquet) for a model of tables.
-        preprocessing: the preprocessing saved with the model.
 
     Returns:
         Names of the samples, and their inputs for `fedshift.data.transforms.to_network`.
@@ -72,7 +71,6 @@ def samples_in_memory(samples: Any, preprocessing: Preprocessing) -> tuple[list[
     Args:
         samples: a data frame, or anything that numpy makes an array of: (n, d) numbers, or images as in data set
             `arrays`. A model of tables reads a data frame with the columns of its table.
-        preprocessing: the preprocessing saved with the model.
 
     Raises:
         UserError: the samples are not what the model reads.
@@ -108,7 +106,6 @@ def table_to_predict(
 
     Args:
         samples: as for `load_for_prediction` or `samples_in_memory`.
-        preprocessing: the preprocessing saved with the model.
         site_format: how the table is written, where it differs from those of the training; None: as these.
 
     Raises:
@@ -145,8 +142,6 @@ def known_labels(
 
     Args:
         samples: what `load_for_prediction` or `samples_in_memory` read, of a table what `table_to_predict` gives.
-        names: what they call the samples.
-        classes: names of the classes.
         by: how the training tables said the class of a row.
 
     Returns:
@@ -245,11 +240,7 @@ def _arrays(path: Path, preprocessing: Preprocessing) -> tuple[list[str], Stored
 
 
 def _check_shape(where: str, inputs: Stored, preprocessing: Preprocessing) -> None:
-    """Check that samples have the shape that the model reads.
-
-    Raises:
-        UserError: they do not.
-    """
+    """Check that samples have the shape that the model reads."""
     if (preprocessing.kind == "tokens") != (inputs.dtype == np.int64):
         wanted = "tokens, integers" if preprocessing.kind == "tokens" else "numbers, and integers are tokens"
         raise UserError(f"{where}: samples are {inputs.dtype}, but the model reads {wanted}: convert them")

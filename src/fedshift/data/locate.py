@@ -81,7 +81,6 @@ def require(what: str, candidates: Sequence[str], how_to_get: str) -> Path:
     """Like `find`, for data that must be there.
 
     Args:
-        what: name of the data set.
         candidates: paths below ``FEDSHIFT_DATA``.
         how_to_get: a sentence that says how to get the data.
 
@@ -107,7 +106,6 @@ def load_npz(
     """Read arrays of an ``.npz`` file.
 
     Args:
-        path: the file.
         required: names of arrays that must be there; None: all that are there.
         optional: names of arrays that are read if they are there.
 
@@ -148,7 +146,6 @@ def fetch(what: str, manifest: Manifest) -> list[Path]:
     """Download a data set's files to ``FEDSHIFT_DATA``. Files that are there stay as they are.
 
     Args:
-        what: name of the data set.
         manifest: says what is where, and the checksum of each file.
 
     Returns:

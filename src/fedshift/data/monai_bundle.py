@@ -41,7 +41,6 @@ def trusted_bundle(what: str, folder: Path) -> Bundle:
 
     Args:
         what: what it is for, such as ``model 'bundle:spleen'``.
-        folder: the bundle's.
 
     Raises:
         UserError: it is no bundle, or nobody trusts it.
@@ -76,7 +75,6 @@ def parser_of(bundle: Bundle, configs: Sequence[str], wanted: Sequence[str]) -> 
     """MONAI's parser of the first config that has one of some entries, and which one; within it, scripts are imported.
 
     Args:
-        bundle: whose.
         configs: names of configs without their endings, in the order of trying.
         wanted: ids of entries, in the order of trying.
 
@@ -142,12 +140,10 @@ def transform_volume(
     """A volume and its masks behind a bundle's transforms, which know them as ``image`` and ``label``.
 
     Args:
-        bundle: whose.
         transforms: as `transforms_of` gives them.
         values: (z, y, x).
         affine: (4, 4), from the indices z, y, x to millimetres in DICOM's coordinates.
         masks: each of the volume's shape, 0 and 1.
-        name: the volume's, for messages.
 
     Returns:
         The volume, then the masks, (z, y, x) as MONAI's axes x, y, z are read backwards.

@@ -129,8 +129,6 @@ def by_class_shares(labels: npt.NDArray[Any], sites: int, alpha: float, generato
 
     Args:
         labels: class numbers (n,).
-        sites: their number.
-        alpha: α.
         generator: draws the shares and the order of the samples.
     """
     parts: list[list[Rows]] = [[] for _ in range(sites)]
@@ -150,8 +148,6 @@ def mixed_counts(sizes: Sequence[int] | Counts, sites: int, mix: float) -> Count
     with the fewest samples.
 
     Args:
-        sizes: n_d, samples of each domain.
-        sites: C.
         mix: λ, in [0, 1].
 
     Returns:

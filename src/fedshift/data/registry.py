@@ -56,7 +56,6 @@ def parse(options: Mapping[str, object], folder: Path | None = None) -> DataSour
     """The builder that the ``data:`` section of an experiment file describes.
 
     Args:
-        options: the section.
         folder: where a user's own file is looked up first.
 
     Raises:

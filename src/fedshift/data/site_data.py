@@ -129,7 +129,6 @@ class SiteData:
         """The same mini-batches' rows, while threads read the samples of the next ones.
 
         Args:
-            orders: the rows of each mini-batch.
             threads: 0: nothing is read ahead, nor where all samples are kept on the device.
         """
         if not threads or (self._cacheable and self.deterministic):
@@ -225,12 +224,7 @@ class SiteData:
 
 
 def _scales_of(domains: Sequence[Domain], preprocessing: Preprocessing) -> tuple[Preprocessing, list[_Scale]]:
-    """The preprocessing of these domains' samples, and the scale of each where a pool has several scales.
-
-    Raises:
-        UserError: images of several scales are pooled.
-        FedshiftError: a domain has no scale that it should have.
-    """
+    """The preprocessing of these domains' samples, and the scale of each where a pool has several scales."""
     if preprocessing.standardise is None:
         return preprocessing, []
     scales = [domain.scale for domain in domains if domain.scale is not None]
@@ -273,9 +267,7 @@ def epoch_batches(
     a single sample gets a batch that holds it twice.
 
     Args:
-        samples: how many rows there are.
         batch_size: rows in a batch.
-        generator: draws the order, on the CPU.
         chances: (samples,). If given, as many rows are drawn, each one independently with chances in this proportion.
     """
     if samples == 1:

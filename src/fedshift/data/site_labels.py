@@ -47,7 +47,6 @@ class SiteLabels(DataSource):
         """The data of a site without labels, where the sites with labels are elsewhere.
 
         Args:
-            classes: of all.
             part: of ``few_train``, which of its two parts gives its sums here; None: there is one.
         """
         alone = self.model_copy()

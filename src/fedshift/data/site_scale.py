@@ -31,7 +31,6 @@ def scale_of(values: Dense, preprocessing: Preprocessing) -> Scale:
 
     Args:
         values: stored samples of one site (n, …).
-        preprocessing: theirs.
 
     Returns:
         Mean and population standard deviation per channel or column.

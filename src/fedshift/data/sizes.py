@@ -67,7 +67,6 @@ def check_size(path: object, size: int) -> None:
     """Refuse a file that declares more data than one may have.
 
     Args:
-        path: the file, for the message.
         size: bytes that its data take in memory.
 
     Raises:
@@ -129,8 +128,6 @@ def check_arrays(path: object, archive: ZipFile, names: Iterable[str]) -> None:
     """Refuse an ``.npz`` file whose arrays declare more numbers than fit, as `check_size` does.
 
     Args:
-        path: the file, for the message.
-        archive: the file, open.
         names: of the arrays that are to be read.
 
     Raises:
@@ -162,10 +159,6 @@ def check_deflated(path: Path, start: int) -> None:
     """Refuse a file whose deflated rest expands to more than fits, as `check_size` does.
 
     It is expanded, and not kept, only if so many bytes could take too much.
-
-    Args:
-        path: the file.
-        start: where the deflated bytes begin.
 
     Raises:
         UserError: it expands to too much.

@@ -23,10 +23,6 @@ TRAIN, TEST = "train", "test"
 def fixed_split(cells: Sequence[str], locate: Callable[[int], str]) -> tuple[Rows, Rows]:
     """The training and the test rows of a split that the data themselves have.
 
-    Args:
-        cells: train or test, for each row.
-        locate: where a row stands, for messages.
-
     Raises:
         UserError: a cell says neither, or no row is on one of the sides. It shows no cell.
     """
@@ -71,8 +67,6 @@ def stratified_split(
 
     Args:
         labels: (n,).
-        fraction: share that is held out.
-        seed: seed of the draw.
         groups: group number of each row (n,), or None.
 
     Returns:
@@ -141,7 +135,6 @@ def part_rows(domain: Domain, fraction: float, seed: int, split: Literal["random
     nothing, as with few samples per class, it draws rows whatever their class.
 
     Args:
-        domain: the domain.
         fraction: share that is held out (random split).
         seed: seed of the draw (random split).
         split: draw rows at random, or take the data set's own split.
@@ -175,9 +168,6 @@ def cut(domain: Domain, sites: int, by: Literal["chance", "labels"], skew: float
     classes as its concentration, and takes what is left where a class runs out.
 
     Args:
-        domain: the domain.
-        sites: their number.
-        by: how rows are dealt out.
         skew: the smaller, the more the sites' classes differ.
 
     Raises:
@@ -209,7 +199,6 @@ def by_site_shares(labels: npt.NDArray[Any], sites: int, alpha: float, generator
 
     Args:
         labels: class numbers (n,).
-        sites: their number.
         alpha: α: the smaller, the more the sites differ.
         generator: draws the shares and the order of the samples.
 

@@ -176,7 +176,6 @@ class Columns:
         """The cells of one column.
 
         Args:
-            name: of the column.
             shared: whether it is an input, whose name all sites have; a label or an ID may be called otherwise here.
 
         Raises:
@@ -288,8 +287,6 @@ def read_table(path: Path, form: TableFormat = PLAIN, numeric: Collection[str] =
     most frequent one in the first line, outside of quotes.
 
     Args:
-        path: the file.
-        form: how the file is written.
         numeric: the columns, by their new names, whose cells are numbers, in which thousands may be grouped.
 
     Raises:
@@ -377,11 +374,7 @@ def _has_formulas(archive: zipfile.ZipFile, part: str) -> bool:
 
 
 def _sheet(path: Path, form: TableFormat, book: Any) -> Any:
-    """The sheet that is read.
-
-    Raises:
-        UserError: it is not there, or there are several and none is named.
-    """
+    """The sheet that is read."""
     names = book.sheetnames
     if form.sheet is not None and form.sheet not in names:
         raise UserError(
@@ -432,11 +425,7 @@ def _check_formulas(path: Path, form: TableFormat, book: Any, rows: Mapping[int,
 
 
 def _names(path: Path, rows: list[tuple[int, list[str]]], form: TableFormat) -> tuple[list[str], str]:
-    """The names of the columns, and where they were counted; takes a line of names off ``rows``.
-
-    Raises:
-        UserError: a name occurs twice, or no row is left.
-    """
+    """The names of the columns, and where they were counted; takes a line of names off ``rows``."""
     if form.header == "none":
         width = len(rows[0][1]) if rows else 0
         names = list(form.columns) or [str(number) for number in range(1, width + 1)]
@@ -519,11 +508,7 @@ def _text(path: Path, form: TableFormat) -> str:
 
 
 def _with_points(table: Columns, form: TableFormat, numeric: Collection[str]) -> Columns:
-    """A table of text whose numbers are written with a decimal point and without groups.
-
-    Raises:
-        UserError: a number could be read in two ways.
-    """
+    """A table of text whose numbers are written with a decimal point and without groups."""
     if form.decimal == "." and form.thousands is None:
         return table
     wanted = {old for old, new in form.rename.items() if new in numeric} | (set(numeric) - set(form.rename.values()))
@@ -624,11 +609,7 @@ def _read_partitioned(path: Path, form: TableFormat, numeric: Collection[str]) -
 
 
 def _open_partitions(path: Path, texts: Collection[str]) -> Any:
-    """The Parquet files below a folder, not read yet.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The Parquet files below a folder, not read yet."""
     dataset = import_extra("pyarrow.dataset", extra="tables", what=f"{path.name}, a folder of Parquet,")
     form = dataset.ParquetFileFormat(read_options=dataset.ParquetReadOptions(dictionary_columns=texts))
     partitions = dataset.dataset(str(path.resolve()), format=form, partitioning="hive")
@@ -674,7 +655,6 @@ def from_columns(
     """A table of Python values, such as the columns of a data frame. Its columns keep their names.
 
     Args:
-        where: where it comes from, for messages.
         columns: name → values.
         form: how numbers are written in values that are text.
         numeric: as for `read_table`.
@@ -726,7 +706,6 @@ def split_by_site(table: Columns, name: str) -> Iterator[tuple[str, Columns]]:
     """The sites of one table, in the order of their first rows.
 
     Args:
-        table: all sites.
         name: the column that holds the name of each row's site.
 
     Raises:

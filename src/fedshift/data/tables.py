@@ -96,8 +96,6 @@ class TableEncoding(BaseModel):
         Args:
             codes: numeric column → numbers that mean "missing".
             fills: column → what a missing value is read as.
-            form: how files are written.
-            id: the column that names each row.
 
         Raises:
             UserError: a missing category is to be read as none of the categories.
@@ -131,11 +129,6 @@ class TableEncoding(BaseModel):
 
 def numbers(table: Columns, name: str, missing_values: Sequence[float] = ()) -> npt.NDArray[np.float64]:
     """A numeric column.
-
-    Args:
-        table: the file.
-        name: the column.
-        missing_values: numbers that mean "missing".
 
     Returns:
         Its values (n,), NaN where missing.
@@ -178,8 +171,6 @@ def site_statistics(
     """The statistics of one site's table.
 
     Args:
-        table: the file.
-        numeric, categorical: names of columns.
         ranges: numeric column → least and largest value; sums are then of values within them, scaled to [-1, 1].
 
     Raises:
@@ -205,11 +196,6 @@ def agreed_encoding(
     statistics: Sequence[TableStatistics], numeric: Sequence[str], categorical: Sequence[str]
 ) -> TableEncoding:
     """The encoding that follows from the statistics of all sites.
-
-    Args:
-        statistics: one entry per site.
-        numeric: names of numeric columns.
-        categorical: names of categorical columns.
 
     Raises:
         UserError: a column has no value anywhere, or its numbers are too large to be squared.
@@ -242,8 +228,6 @@ def moments(
     """Mean and population standard deviation of columns.
 
     Args:
-        count: number of values.
-        total: their sum, per column.
         squares: the sum of their squares, per column.
 
     Returns:
@@ -258,10 +242,6 @@ def moments(
 
 def encode(table: Columns, encoding: TableEncoding) -> npt.NDArray[np.float32]:
     """The rows of a table as features.
-
-    Args:
-        table: the file.
-        encoding: the encoding.
 
     Returns:
         float32 (n, encoding.width).
@@ -292,7 +272,6 @@ def encode_rows(preprocessing: Preprocessing, rows: Path | Columns) -> tuple[lis
     """Names and features of the rows of a table for prediction. The table needs no label column.
 
     Args:
-        preprocessing: the preprocessing saved with the model.
         rows: a CSV file, or the table itself.
 
     Returns:
@@ -330,7 +309,6 @@ def rows_of(
 
     Args:
         source: a file, or what reads the rows in a format.
-        encoding: the encoding saved with the model.
         site_format: how the rows are written, where they differ from the training data; None: as these.
 
     Raises:

@@ -73,8 +73,6 @@ def text_encoding(column: str, length: int, path: Path) -> TextEncoding:
     """The encoding of a column by a tokenizer on this machine.
 
     Args:
-        column: the column.
-        length: most tokens of a text.
         path: a ``tokenizer.json``, or a folder that holds one, or a tokenizer of transformers.
 
     Raises:
@@ -103,7 +101,6 @@ def tokens_of(texts: Sequence[str], tokenizer: str, length: int) -> npt.NDArray[
     """The tokens of texts (n, length), `NO_TOKEN` after the end of each.
 
     Args:
-        texts: the texts.
         tokenizer: as in `TextEncoding`.
         length: most tokens of a text, special ones included.
     """

@@ -162,8 +162,6 @@ def augment(images: Tensor, augmentation: Augmentation, generator: torch.Generat
 
     Args:
         images: (n, c, h, w) with values in [0, 1].
-        augmentation: what is changed.
-        generator: draws all parameters, on the CPU.
 
     Returns:
         Images of the same shape with values in [0, 1].
@@ -210,8 +208,6 @@ def training_inputs(
         images: as `to_unit` gives them.
         masks: of the images or volumes; None: there are none.
         preprocessing: how they are normalised, and the size of the parts of volumes.
-        augmentation: of images.
-        generator: draws all parameters, on the CPU.
     """
     if images.dim() == 4:
         images, masks = augment_with_masks(images, masks, augmentation, generator)
@@ -230,7 +226,6 @@ def random_parts(
         volumes: (n, c, d, h, w).
         masks: (n, structures, d, h, w); None: there are none.
         size: of the parts, at most that of the volumes.
-        generator: draws the places, on the CPU.
     """
     free = torch.tensor(volumes.shape[2:]) - torch.tensor(size)
     first = (torch.rand(len(volumes), 3, generator=generator) * (free + 1)).long().minimum(free)
@@ -251,7 +246,6 @@ def with_policy(images: Tensor, policy: AugmentationPolicy, generator: torch.Gen
 
     Args:
         images: (n, c, h, w) with values in [0, 1], grey or colour.
-        policy: its name.
         generator: draws the seed of all images; torch's own generator is restored.
     """
     from torchvision import transforms
@@ -366,9 +360,6 @@ def strong_view(
 
     Args:
         inputs: images (n, c, h, w) as a network reads them, or vectors, which do not change.
-        augmentation: what is changed.
-        preprocessing: how the images were normalised.
-        generator: draws all parameters, on the CPU.
 
     Returns:
         Inputs of the same shape.

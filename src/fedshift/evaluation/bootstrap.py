@@ -36,8 +36,6 @@ def intervals(
     from, so the percentiles say nothing of it.
 
     Args:
-        outcomes: the samples.
-        metrics: what to compute.
         groups: (n,) or None. Samples of one group are drawn together.
         resamples: how many; fewer if the site is large.
 
@@ -83,7 +81,6 @@ def resampled_metrics(
 
     Args:
         weighted_metrics: the metrics (b,) of samples with the weights (b, n).
-        n: samples.
         groups: (n,) or None. Samples of one group are drawn together.
         resamples: how many; fewer if the site is large.
         width: numbers per sample that are added up for a metric.
@@ -121,8 +118,6 @@ def weighted_metrics(outcomes: Outcomes, metrics: Sequence[str], weights: Number
     """The metrics of weighted samples of classes, in percent.
 
     Args:
-        outcomes: the samples.
-        metrics: what to compute.
         weights: a weight per sample, (b, n).
 
     Returns:

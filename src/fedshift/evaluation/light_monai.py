@@ -19,9 +19,6 @@ _APPS = "monai.apps"
 def metrics(what: str) -> Any:
     """``monai.metrics``. Only fedshift's own programs are spared the rest: in a user's process MONAI is imported whole.
 
-    Args:
-        what: what needs it, for the message.
-
     Raises:
         UserError: MONAI is not installed.
 

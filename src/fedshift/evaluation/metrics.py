@@ -44,7 +44,6 @@ def confusion_matrix(predictions: Integers, labels: Integers, classes: int) -> N
     Args:
         predictions: class numbers in 0 … classes−1, shape (n,).
         labels: class numbers in 0 … classes−1, shape (n,).
-        classes: number of classes.
 
     Returns:
         Counts, shape (classes, classes); they sum to n.
@@ -70,7 +69,6 @@ def per_class_accuracy(predictions: Integers, labels: Integers, classes: int) ->
     Args:
         predictions: class numbers in 0 … classes−1, shape (n,).
         labels: class numbers in 0 … classes−1, shape (n,).
-        classes: number of classes.
 
     Raises:
         ValueError: as in `confusion_matrix`.
@@ -111,7 +109,6 @@ def counts_by_class(
     Args:
         predictions: class numbers, shape (n,).
         labels: class numbers, shape (n,).
-        classes: number of classes.
         smallest_group: the fewest samples of a class that may be counted.
 
     Returns:

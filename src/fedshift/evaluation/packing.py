@@ -75,9 +75,6 @@ def pack(experiment: Path) -> Change:
     models (`model.safetensors`) stay in their folders. A folder is removed only after the packed files are written and
     checked. So an interrupted call can be repeated.
 
-    Args:
-        experiment: the experiment's folder.
-
     Raises:
         UserError: a file is damaged, or a run is already packed with other results. Nothing is changed then.
 
@@ -119,9 +116,6 @@ def pack(experiment: Path) -> Change:
 
 def unpack(experiment: Path) -> Change:
     """Write every packed run into a folder of its own, and remove the packed files.
-
-    Args:
-        experiment: the experiment's folder.
 
     Raises:
         UserError: a packed file is damaged, or a packed run is finished in its folder with other results. Nothing is

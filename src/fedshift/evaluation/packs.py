@@ -76,7 +76,6 @@ def encode(runs: Iterable[PackedRun], order: Mapping[str, Any]) -> dict[str, byt
     """The two files by name. The same runs give the same bytes, whatever their order.
 
     Args:
-        runs: the finished runs, with their rounds.
         order: the order of the plan: names of methods, targets and so on.
 
     Raises:
@@ -104,10 +103,6 @@ def encode(runs: Iterable[PackedRun], order: Mapping[str, Any]) -> dict[str, byt
 
 def decode(data: bytes, folder: str = "") -> tuple[dict[str, PackedRun], dict[str, Any]]:
     """Read `runs.parquet`.
-
-    Args:
-        data: its content.
-        folder: its folder, for messages.
 
     Returns:
         The runs by name, without rounds; the planned order.
@@ -163,10 +158,6 @@ class PackedRounds:
 
 def decode_rounds(data: bytes, folder: str = "") -> PackedRounds:
     """Read `rounds.parquet`.
-
-    Args:
-        data: its content.
-        folder: its folder, for messages.
 
     Raises:
         UserError: the file is malformed.
@@ -376,11 +367,7 @@ def _kind(values: Sequence[Any], *, exact: bool) -> Any:
 
 
 def _read(data: bytes, file: str) -> tuple[Any, dict[str, Any]]:
-    """The table in a Parquet file of ours, and what is noted of it.
-
-    Raises:
-        UserError: it cannot be read, is not ours, or has far more cells than results have.
-    """
+    """The table in a Parquet file of ours, and what is noted of it."""
     arrow, parquet = (
         import_extra(name, extra="report", what=f"reading {file}") for name in ("pyarrow", "pyarrow.parquet")
     )
@@ -402,11 +389,7 @@ def _read(data: bytes, file: str) -> tuple[Any, dict[str, Any]]:
 
 
 def _rows(table: Any) -> Iterator[dict[str, Any]]:
-    """Each row as paths and values.
-
-    Raises:
-        ValueError: a cell is not what its column says.
-    """
+    """Each row as paths and values."""
     columns = [_values(table.schema.field(name), table.column(name)) for name in table.column_names]
     for cells in zip(*columns, strict=True):
         yield {name: cell for name, cell in zip(table.column_names, cells, strict=True) if cell is not _ABSENT}
@@ -425,12 +408,7 @@ def _values(column: Any, cells: Any) -> list[Any]:
 
 
 def _run(row: Mapping[str, Any]) -> PackedRun:
-    """A run from its row.
-
-    Raises:
-        ValueError: the row is not one of a run.
-        KeyError: it lacks a field that each run has.
-    """
+    """A run from its row."""
     values = dict(row)
     identity, count = values.pop(_SETTINGS), values.pop(_COUNT, None)
     if not all(isinstance(values.get(name), str) and names_a_folder(values[name]) for name in ("method", "target")):

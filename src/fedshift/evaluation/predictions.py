@@ -40,8 +40,6 @@ def as_parquet(sites: Sequence[SitePredictions], classes: Sequence[str], about: 
     ``label_<name>`` and ``predicted_<name>``, 0 or 1, for each.
 
     Args:
-        sites: the samples.
-        classes: names of the classes.
         about: what is noted in the file's metadata, under ``fedshift``, as JSON.
 
     Example:

@@ -94,7 +94,6 @@ def selected_rounds(
 
     Args:
         rounds: the records of a run, in order.
-        less_is_better: whether they hold errors.
         measured: whether the target has labels; if not, no round is chosen.
 
     Raises:

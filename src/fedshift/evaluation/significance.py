@@ -138,7 +138,6 @@ def compare(
 
     Args:
         first: results of one method, each (target, seed) once.
-        second: results of the other.
         select: the selection rule whose round is taken.
         value: what is compared. A result for which it is None does not count.
 

@@ -54,9 +54,6 @@ def site_metrics(
     outcome is whether it is right.
 
     Args:
-        site: name of the site.
-        part: what its samples are.
-        scored: the samples.
         threshold: score of the positive class from which a sample is positive. At a held-out part it is chosen here.
         resamples: bootstrap samples of the intervals; 0: no intervals.
         smallest_group: the fewest samples that a number may be made of.

@@ -202,9 +202,7 @@ def write_sums(
     """Write the digests of a finished run's files.
 
     Args:
-        folder: the run's.
         data: name → content of files that are about to be written.
-        names: of files that may be there.
         before: as in `write_bytes`.
 
     Example:
@@ -225,7 +223,6 @@ def check_sum(path: Path, data: bytes | None = None) -> None:
     """Compare a file with its digest, if there is one beside it; runs and packed files of an older version have none.
 
     Args:
-        path: the file.
         data: its content; None: it is read.
 
     Raises:

@@ -83,7 +83,6 @@ def rows(
         results: finished runs; a (method, target, seed) may occur once.
         select: the selection rule whose round is taken.
         methods: their order. Methods that are not named follow in the order of first appearance.
-        targets: their order, likewise.
         value: what is tabulated. A result for which it is None does not count.
 
     Raises:

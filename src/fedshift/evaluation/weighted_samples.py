@@ -222,8 +222,6 @@ def _ranking_areas(outcomes: Outcomes, number: int, by_sample: Numbers) -> tuple
     all sums but the last are exact in any order.
 
     Args:
-        outcomes: the samples.
-        number: the class.
         by_sample: a row of weights for each sample, (n, b).
     """
     scores = outcomes.scores[:, number]

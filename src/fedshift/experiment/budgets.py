@@ -26,12 +26,6 @@ def budgets(method: Method, methods: Sequence[Method], training: Training, split
     Mini-batches at an unlabelled target count like any other. With `training.steps` it is what so many steps take, of
     each site or of the pooled model. A method that trains otherwise has the budget of an
     experiment in which all do.
-
-    Args:
-        method: the method of the run.
-        methods: all methods of the experiment.
-        training: how the run's sites train.
-        split: the rows of the run.
     """
 
     def needs(candidate: Method, exchanges: int) -> dict[str, int]:
@@ -78,9 +72,6 @@ def rounds_needed(
     It is 0 if the budget is used before the first round.
 
     Args:
-        method: of the run.
-        training: how the run's sites train.
-        split: the rows of the run.
         budget: of `budgets`.
         whole: only those rounds for which every site has enough left, as sums need: in the last round, of which each
             site trains on what is left, some would do a larger part than others.

@@ -29,8 +29,6 @@ def looked_at(trained: TrainedModel, data: DataSet, site: str, rows: NDArray[np.
 
     Args:
         trained: the model that left the site out.
-        data: holds the site.
-        site: its name.
         rows: each sample's row at its site (n,).
         known: the model's scores of these, and labels.
 
@@ -60,12 +58,8 @@ def answers_under_changes(
     """What a model says of samples as they are, first, and under each change.
 
     Args:
-        model: gives scores.
-        inputs: the samples.
-        scores: what it says of them.
         labels: class numbers (n,).
         usual: what is usual at the sites that trained.
-        there: what samples are compared with.
     """
     answers = [Answers(scores, labels, nearby_answers(model, inputs, usual), there.apart(inputs))]
     for number, (_, changed) in enumerate(changes(inputs, usual), 1):

@@ -150,7 +150,6 @@ def check(experiment: Experiment, runs: Path | None = None) -> Check:
     """Read the data, build the network, check that every method fits, and time a few mini-batches. Nothing is saved.
 
     Args:
-        experiment: what to check.
         runs: the folder that holds the experiment's folder, to say what ran already; None: nothing did.
 
     Raises:
@@ -298,11 +297,7 @@ def _needs(plan: Plan, clock: _Clock, warnings: list[str]) -> dict[str, list[_Ne
 
 
 def _dry_run(planned: PlannedRun, network: Network, warnings: list[str]) -> DryRun | None:
-    """The dry run of a planned run; None, with a warning, if it fails for lack of samples or training.
-
-    Raises:
-        UserError: the method cannot work as it is set up.
-    """
+    """The dry run of a planned run; None, with a warning, if it fails for lack of samples or training."""
     try:
         return dry_run_of(planned, network)
     except UserError:

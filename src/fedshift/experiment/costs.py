@@ -76,11 +76,7 @@ def dry_run(
     """Start a method and run two rounds in this process, on a few samples of each site.
 
     Args:
-        method: of the run.
-        sites: of the run.
-        setting: of the run.
         network: what sites train; every site gets this one.
-        samples: of each domain at a site.
         budget: mini-batches that each site may train on; None: no training.
         options: further arguments of `Federation`.
     """

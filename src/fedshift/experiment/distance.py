@@ -109,10 +109,8 @@ def proxy_distances(data: DataSet, split: Split, setting: Setting, engine: Engin
     """The proxy A-distance of each pair of a labelled and an unlabelled site.
 
     Args:
-        data: the data of all sites.
         split: which sites have labels, and the rows that each trains on.
         setting: the setting of a run on these data. The classifier uses its seed and its device.
-        engine: the kinds that sites refuse.
 
     Returns:
         "labelled-unlabelled" → distance, without sites that refuse weights or numbers.

@@ -95,8 +95,6 @@ def with_values(
     """A draw of a method.
 
     Args:
-        method: as the file has it.
-        number: of the draw.
         values: field → its value.
         spaces: of `spaces_of`.
 

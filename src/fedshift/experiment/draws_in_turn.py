@@ -52,9 +52,6 @@ def drawn_in_turn(experiment: Experiment, out: Sequence[str], target: str, train
     """Draw, train and draw again.
 
     Args:
-        experiment: with the search section.
-        out: domains that nothing reads.
-        target: the target.
         train: runs what is not finished of an experiment; the results of all its runs.
 
     Raises:
@@ -109,8 +106,6 @@ def propose(
     Args:
         spaces: field → its space.
         earlier: values by field and what they were worth; None: training diverged.
-        purpose: gives the sampler's seed.
-        less_is_better: whether a smaller worth is better.
 
     Raises:
         UserError: Optuna is not installed.

@@ -71,9 +71,7 @@ def export(trained: TrainedModel, to: str, folder: Path) -> Exported:
     The file answers sample by sample with the trained network. It does not adapt to a new site.
 
     Args:
-        trained: the model.
         to: ``onnx``, ``torchscript`` or ``safetensors``.
-        folder: the folder to write to.
 
     Raises:
         UserError: there is no such format, a package is missing, the network cannot be written in this format, or the

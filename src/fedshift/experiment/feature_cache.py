@@ -66,12 +66,6 @@ class SiteFeatures:
 def site_features(domain: Domain, extractor: Extractor, device: str, watcher: Watcher) -> SiteFeatures:
     """The features of one site's images, from the cache; or computed now and written to the cache.
 
-    Args:
-        domain: the site's images.
-        extractor: the backbone.
-        device: where it runs.
-        watcher: receives the progress.
-
     Raises:
         UserError: the cache file belongs to another backbone or cannot be written, or the features do not fit into
             float16.
@@ -189,11 +183,7 @@ def _unpack(path: Path) -> tuple[dict[str, str], Half]:
 
 
 def _read(path: Path, header: Mapping[str, str], watcher: Watcher) -> Half | None:
-    """The features in a file; None if there is no file or it is damaged.
-
-    Raises:
-        UserError: the file has features of another backbone.
-    """
+    """The features in a file; None if there is no file or it is damaged."""
     if not path.exists():
         return None
     try:

@@ -25,9 +25,7 @@ def build_data(experiment: Experiment, source: DataSource | None = None, watcher
     """The experiment's data as methods train on them: features if the network's backbone is frozen.
 
     Args:
-        experiment: the experiment.
         source: builds the data in another encoding; by default the experiment's own.
-        watcher: receives the progress.
 
     Raises:
         UserError: the backbone is frozen, but the data are not images or features cannot be computed.
@@ -45,12 +43,7 @@ def build_data(experiment: Experiment, source: DataSource | None = None, watcher
 
 
 def features_preprocessing(extractor: Extractor, images: Preprocessing) -> Preprocessing:
-    """What a model file and a deployment say of features.
-
-    Args:
-        extractor: the backbone.
-        images: how the backbone's images are stored.
-    """
+    """What a model file and a deployment say of features."""
     record = {
         "model": extractor.options.record(),
         "weights": extractor.fingerprint,

@@ -19,7 +19,6 @@ def check_adapted(trained: TrainedModel, folder: Path | None, *, accept: bool) -
     """Refuse a model that was adapted to a site without labels whose samples are too unlike, unless that is accepted.
 
     Args:
-        trained: the model.
         folder: of its run, or what a deployed site received; None: nothing is known, and nothing refused.
         accept: whether it is wanted all the same.
 

@@ -35,7 +35,6 @@ def push(repository: str, folder: Path, files: Sequence[str]) -> str:
 
     Args:
         repository: ``OWNER/NAME``.
-        folder: with the files.
         files: their names; whatever else lies in the folder stays.
 
     Returns:

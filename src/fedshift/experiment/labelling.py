@@ -144,12 +144,9 @@ def samples_to_label(
     """Draw samples of a site to have labelled.
 
     Args:
-        trained: the model.
         data: the samples, as for `TrainedModel.read`. Labels that they say are not read.
-        number: how many to label.
         seed: of the draw; with one seed a longer list holds a shorter one.
         strata, most: as for `draw`.
-        written: how a table is written.
 
     Raises:
         UserError: the data do not fit the model, or it gives no probabilities of classes.

@@ -37,7 +37,6 @@ def model_card(trained: TrainedModel, result: RunResult | None) -> str:
     """The card of a trained model.
 
     Args:
-        trained: the model.
         result: the result of its run; None if it is not known, which leaves out measures and traffic.
 
     Raises:

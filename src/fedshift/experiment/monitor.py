@@ -76,14 +76,11 @@ def monitor(
     the first ones.
 
     Args:
-        trained: the model.
         folder: of its run; None: there is none, and no estimate.
         data: the samples, as for `TrainedModel.read`. Labels that they say are not read.
         log: the file, which is made where there is none.
         month: its name in the log; by default its number.
         alarms: share of months that may be called a drift though nothing changed.
-        baseline: number of first months.
-        written: how a table is written.
 
     Raises:
         UserError: the data do not fit the model, the log is damaged or of another model, or has the month already.

@@ -138,7 +138,6 @@ class TrainedModel:
         training data.
 
         Args:
-            data: the samples.
             written: how a table is written, where it differs from those of the training; None: as these.
 
         Raises:
@@ -182,7 +181,6 @@ class TrainedModel:
         A network that adapts to a new site takes the samples for those of one such site.
 
         Args:
-            data: the samples.
             accept_shift: whether to predict data that do not look like the training data at all.
             warn: is told in what they look unusual.
             written: as for `read`.
@@ -308,7 +306,6 @@ class TrainedModel:
 
         Args:
             data: an image, a folder of images or an .npz.
-            folder: the folder to write to.
             accept_shift, warn: as for `predict`.
 
         Returns:
@@ -413,12 +410,7 @@ class _Unfit(Exception):
 def _fitting(
     method: Method, options: NetworkOptions, metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 ) -> Network:
-    """The network that predicts, which holds tensors of the ``shapes`` in a file; its weights are arbitrary.
-
-    Raises:
-        ValueError: the file does not hold the tensors of the network, or one of ours is much larger than the file.
-        _Unfit: the same of a network that does not come with fedshift.
-    """
+    """The network that predicts, which holds tensors of the ``shapes`` in a file; its weights are arbitrary."""
     largest = _PARTS * sum(map(math.prod, shapes.values())) + _SMALL
     if not any(":" in network.name for network in options.networks()):
         with torch.device("meta"):  # takes no memory, whatever the file says
@@ -440,10 +432,7 @@ def from_weights(
     """The trained model of weights that were never in a file.
 
     Args:
-        weights: the model.
         metadata: what its file would say about it.
-        method: the method that trained it.
-        options: of its network.
     """
     _, network = _networks(method, options, metadata)
     network.load_state_dict(dict(weights))

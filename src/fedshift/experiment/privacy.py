@@ -19,9 +19,6 @@ def site_privacy(training: Training, site: str, samples: int, steps: int, *, gro
 
     Args:
         training: the experiment's; private.
-        site: its name.
-        samples: on which it trains.
-        steps: mini-batches of the run.
         grouped: whether the samples of a group, such as a patient, are protected together.
 
     Raises:
@@ -57,7 +54,6 @@ def draws_of(privacy: Mapping[str, SitePrivacy], identity: Mapping[str, Any]) ->
 
     Args:
         privacy: what the run costs each site; empty unless it is private.
-        identity: of the run.
     """
     if not privacy:
         return {}

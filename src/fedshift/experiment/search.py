@@ -77,8 +77,6 @@ def on_rung(
     """The experiment of one rung.
 
     Args:
-        experiment: the one whose methods are searched.
-        rung: the rung.
         methods: those that take part in it.
         out: the domains that the search never reads.
         budget: mini-batches of each site with all of the budget.

@@ -84,8 +84,6 @@ def check_rules(experiment: Experiment, rules: Sequence[Choosing], data: DataSet
 
     Args:
         experiment: of `with_draws`.
-        rules: that choose.
-        data: the domains that take part.
 
     Raises:
         UserError: no samples are held out, or there are too few sources to leave one out.
@@ -115,11 +113,8 @@ def choices(
     """What a rule chooses. Draws whose training diverged cannot be chosen.
 
     Args:
-        rule: the rule.
-        draws: of all methods.
         runs: of `with_draws`.
         inner: target → the runs of `without_target`; empty for other rules.
-        targets: of the table.
     """
     seeds = sorted({seed for _, _, seed in runs})
     result = []
@@ -179,9 +174,6 @@ def with_choices(experiment: Experiment, chosen: Sequence[Chosen], target: str, 
     They are those of the first rule that reads nothing of the target; of several seeds, the most frequent draw.
 
     Args:
-        experiment: with the search section.
-        chosen: by all rules.
-        target: the target.
         alone: whether there is no other target, so that the name needs none.
 
     Returns:

@@ -30,7 +30,6 @@ def try_method(planned: PlannedRun, network: Network) -> None:
     """Run the start and two rounds of a method on made-up samples, with a few mini-batches at each site.
 
     Args:
-        planned: a run of the method.
         network: like that of the run's sites. It is not changed.
 
     Raises:
@@ -95,9 +94,6 @@ def try_training(network: Network, options: NetworkOptions, training: Training, 
     """Take one step with made-up samples in [0, 1]. The network does not change.
 
     Args:
-        network: what a run starts from.
-        options: of this network.
-        training: says how the step is taken.
         input_shape: shape of one sample.
 
     Raises:

@@ -45,8 +45,6 @@ def choice_at(collected: Collected, target: str, estimates: Estimates | None = N
     """Decide which model answers at a target, from what the others measured.
 
     Args:
-        collected: the runs.
-        target: the target.
         estimates: at targets without labels; None: they are made if the choice needs them.
 
     Raises:

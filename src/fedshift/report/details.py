@@ -146,7 +146,6 @@ def details_of(collected: Collected, table: Table, method: str | None, samples: 
     Args:
         collected: the runs, of which some are measured.
         table: of the last rounds, with all targets.
-        method: whose mistakes are join_names.
         samples: the samples, if the page shows them.
 
     Raises:

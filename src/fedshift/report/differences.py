@@ -34,10 +34,8 @@ def differences(
     """Compare pairs of methods.
 
     Args:
-        results: finished runs.
         pairs: (first, second) names of methods, for the difference first − second.
         select: the selection rule whose round is taken.
-        value: what is compared.
 
     Returns:
         A difference for each pair that shares a target and a seed, in the order of ``pairs``.

@@ -53,11 +53,7 @@ def comparable(
     """The averages of the methods that were measured at every target.
 
     Args:
-        results: finished runs.
-        targets: all that count.
-        value: what methods are compared by.
         select: the selection rule whose round is taken.
-        methods: their order.
     """
     at: dict[str, dict[str, set[int]]] = {name: {} for name in methods}
     for result in results:
@@ -82,7 +78,6 @@ def unlike_seeds(comparable: Comparable, repeat: str) -> str:
     """Which methods have which seeds, as a sentence without its end; "" if all have the same.
 
     Args:
-        comparable: the averages of methods.
         repeat: what a seed is: "seed" or "split".
     """
     if comparable.alike:

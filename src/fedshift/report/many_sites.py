@@ -81,7 +81,6 @@ def missing_cells_of(column: str, sites: Mapping[str, tuple[int, int]]) -> str:
     """How many cells of a column are missing at each site; of many sites those with the largest shares.
 
     Args:
-        column: its name.
         sites: site → its missing cells and its rows.
     """
     some = {site: counts for site, counts in sites.items() if counts[0]}

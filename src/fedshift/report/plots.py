@@ -41,7 +41,6 @@ def accuracy_over_rounds(curves: Mapping[str, Mapping[str, Curve]], measure: Mea
 
     Args:
         curves: label of the horizontal axis → method → curve, in percent.
-        measure: what the vertical axis shows.
     """
     figure, panels = new_figure(9.6, 3.6, len(curves))
     for axes, (label, lines) in zip(panels, curves.items(), strict=True):
@@ -58,7 +57,6 @@ def accuracy_at_targets(curves: Mapping[str, Mapping[str, Curve]], measure: Meas
 
     Args:
         curves: target → method → curve, in percent.
-        measure: what the vertical axis shows.
     """
     columns = min(_COLUMNS, len(curves))
     figure, panels = _named_panels(curves, ("round", measure.axis), 2.2, columns, 100 if measure.unit else np.inf)
@@ -120,7 +118,6 @@ def accuracy_per_target(table: Table, names: Mapping[str, str] | None = None) ->
     dash, the most frequent class a grey line. A thin line behind a point is the interval over the target's samples.
 
     Args:
-        table: the numbers.
         names: what the legend calls a method, where that is not its name.
     """
     figure, [axes] = new_figure(9.6, 3.6)
@@ -271,7 +268,6 @@ def svg(figure: Figure, description: str) -> str:
     Its colours become the page's variables (--ink, --grid, --paper, --s0 … --s7), for light and dark screens.
 
     Args:
-        figure: the figure.
         description: the text for readers who do not see it. No two figures of a page may share it.
     """
     import matplotlib

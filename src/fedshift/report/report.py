@@ -46,7 +46,6 @@ def report_of(collected: Collected, select: Selection = "last", metric: str = ""
     """Compute what tables and verdict of finished runs show.
 
     Args:
-        collected: the runs.
         select: the selection rule whose round is taken.
         metric: what the table reports, such as auroc; "": the experiment's headline.
 
@@ -61,7 +60,6 @@ def whole_report(collected: Collected, samples: ShownSamples | None = None) -> R
     """Compute what the page shows, too.
 
     Args:
-        collected: the runs.
         samples: the samples, if the page shows them.
 
     Raises:

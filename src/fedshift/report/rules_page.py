@@ -13,14 +13,7 @@ from fedshift.experiment.search_rules import RULES, Chosen, rule_rows
 
 
 def rules_page(experiment: Experiment, chosen: Sequence[Chosen], targets: Sequence[str], metric: Metric) -> str:
-    """The page, in Markdown.
-
-    Args:
-        experiment: with the search section.
-        chosen: of all rules.
-        targets: the columns.
-        metric: what the runs were measured by.
-    """
+    """The page, in Markdown."""
     search = experiment.search
     assert search is not None
 

@@ -130,9 +130,6 @@ def pooled_reliability(runs: Sequence[RunResult]) -> list[tuple[float, float, in
 def weights_over_rounds(runs: Sequence[Sequence[RoundRecord]]) -> dict[str, Curve]:
     """Curves of the sites' weights at one target.
 
-    Args:
-        runs: the rounds of each seed.
-
     Returns:
         Site → (rounds, mean over seeds, standard deviation over seeds), for the rounds that all seeds report. Empty if
         the method does not report one number per site.

@@ -28,7 +28,6 @@ def search_page(climbed: Sequence[Climbed], out: Sequence[str], budget: int) -> 
     """The page, in Markdown. p is corrected for all differences on it (Holm).
 
     Args:
-        climbed: the rungs.
         out: the domains that the search did not read.
         budget: mini-batches of each site with all of the budget.
     """

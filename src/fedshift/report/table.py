@@ -125,10 +125,8 @@ def table(
     """Arrange ``results`` as methods × targets, and mark in each column the best where others are shown to be worse.
 
     Args:
-        results: finished runs.
         select: the selection rule whose round is taken.
         methods: order of the methods. Methods that are not named follow in the order of first appearance.
-        targets: order of the targets, likewise.
         progress: how many runs are unfinished, for a note.
         measure: what the table reports. By default that of `headline`.
 
@@ -204,8 +202,6 @@ def table_of(
     """The table of all collected runs, with further tables below it.
 
     Args:
-        collected: the runs.
-        used: what each method used.
         estimates: the accuracies to expect at targets without labels.
         chosen: whose model answers at targets without labels.
         select: the selection rule whose round is taken.

@@ -340,8 +340,6 @@ def readable_inputs(where: str, x: Array, mask: Array | None = None) -> Dense:
     """Array ``x`` of a file, checked.
 
     Args:
-        where: the file, for messages.
-        x: the array.
         mask: of tokens (n, length), 0 where there is none; None: all are tokens.
 
     Returns:

@@ -86,9 +86,7 @@ def draw(
     """Draw one image.
 
     Args:
-        camera: how it is rendered.
         size: height and width in pixels.
-        generator: source of all random numbers.
 
     Returns:
         The image (3, size, size) with values 0 to 255, and its masks (2, size, size) of 0 and 1.

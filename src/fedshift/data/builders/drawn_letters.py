@@ -138,10 +138,7 @@ def draw(hand: Hand, letter: str, size: int, generator: np.random.Generator) -> 
     """Draw one image.
 
     Args:
-        hand: how it is drawn.
-        letter: what is drawn.
         size: height and width in pixels.
-        generator: source of all random numbers.
 
     Returns:
         The image (3, size, size) with values 0 to 255.

@@ -226,11 +226,7 @@ ImageTree = dict[str, dict[str, list[_Image]]]
 
 
 def _read_listing(listing: Path, root: Path, images: ImageTree) -> set[Path]:
-    """The images that a file names, one a line.
-
-    Raises:
-        UserError: the file cannot be read, or a line names no image below ``root``.
-    """
+    """The images that a file names, one a line."""
     try:
         lines = listing.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -363,7 +359,6 @@ def image_warnings(made: Decoded, files: Mapping[str, Sequence[ImageFile]]) -> I
 
     Args:
         made: the images of all sites, in the order of ``files``.
-        files: the files of each site.
     """
     flat = [file.name for of_site in files.values() for file in of_site]
     begin = 0
@@ -402,7 +397,6 @@ def site_folders(root: Path, layout: str) -> list[Path]:
 
     Args:
         root: the option ``data.root``.
-        layout: what is expected there, for the message.
 
     Raises:
         UserError: there is no such folder, or it holds no folders.

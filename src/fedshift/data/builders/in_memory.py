@@ -63,9 +63,6 @@ class InMemory:
     def arrays(self, where: str) -> tuple[Array, Array]:
         """Inputs and labels as arrays, with a row for each sample.
 
-        Args:
-            where: the site, for messages.
-
         Raises:
             UserError: samples differ in shape, have no labels, or cannot be read.
         """
@@ -185,11 +182,7 @@ def as_list(values: Any) -> list[Any]:
 
 
 def _array(what: str, values: Any) -> Array:
-    """Values of other libraries as one array: a tensor, a column, a list of images or of arrays.
-
-    Raises:
-        UserError: they differ in shape, are masked, or are no numbers and no text.
-    """
+    """Values of other libraries as one array: a tensor, a column, a list of images or of arrays."""
     try:
         if hasattr(values, "detach"):
             values = values.detach().cpu()

@@ -94,11 +94,7 @@ class MaskFolder(DataSource):
         return check_dataset(DataSet(self.name, domains, structures, preprocessing, self.manifest(), tuple(warnings)))
 
     def _in_colour(self, images: dict[str, list[ImageFile]]) -> bool:
-        """Whether images are read in colour.
-
-        Raises:
-            UserError: ``colour`` is unset and sites differ.
-        """
+        """Whether images are read in colour."""
         if self.colour is not None:
             return self.colour
         stored = {site: has_colour(files) for site, files in images.items()}
@@ -142,11 +138,7 @@ def _of_site(site: Path, left_out: LeftOut, hint: str) -> tuple[Files, dict[str,
 
 
 def _images(folder: Path, left_out: LeftOut) -> Files:
-    """Image files by name without ending, sorted.
-
-    Raises:
-        UserError: two files have the same name.
-    """
+    """Image files by name without ending, sorted."""
     images: Files = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if not is_image(path.name) or not path.is_file():

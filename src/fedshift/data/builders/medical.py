@@ -97,8 +97,6 @@ def slices_of(path: Path, which: Which = "all", window: Window | None = None, pa
     of the body above.
 
     Args:
-        path: the file.
-        which: all slices, or the middle one.
         window: centre and width, in the file's units (for CT Hounsfield units).
         patient: what stands for the patient in DICOM files: the patient's ID, the study, the series or the file.
 
@@ -190,9 +188,6 @@ def _volume(path: Path) -> tuple[Any, tuple[int, ...], Values]:
     """A NIfTI file whose values are not read yet, its three sizes as stored, and how its axes are turned.
 
     Trailing axes of length one are dropped, and a single plane is a volume of one slice.
-
-    Raises:
-        UserError: it is damaged, holds several volumes, a plane that is not axial, or complex numbers.
     """
     nibabel = import_extra("nibabel", extra="medical", what=f"{path.name}, a NIfTI file,")
     try:
@@ -254,11 +249,7 @@ def _nifti(path: Path, window: Window | None) -> Grey:
 
 
 def _dicom_header(path: Path, patient: Patient) -> _Header | None:
-    """What a DICOM file says before its pixels; None if it holds none.
-
-    Raises:
-        UserError: the file is damaged, or of a kind that is not read.
-    """
+    """What a DICOM file says before its pixels; None if it holds none."""
     pydicom = import_extra("pydicom", extra="medical", what=f"{path.name}, a DICOM file,")
     try:
         _check_deflated(path)
@@ -541,11 +532,7 @@ def _table_view(item: Any, whole: Any) -> Callable[[Values], Grey]:
 
 
 def _table(descriptor: Any, data: Any, whole: Any) -> Values:
-    """The entries of a lookup table, as numbers or as bytes of one or two an entry.
-
-    Raises:
-        ValueError: there are fewer than the descriptor says.
-    """
+    """The entries of a lookup table, as numbers or as bytes of one or two an entry."""
     entries = int(descriptor[0]) or 1 << 16
     order = "<" if whole.original_encoding[1] is not False else ">"
     if not isinstance(data, bytes):

@@ -557,11 +557,7 @@ class Table(TableFormat, TaskFields):
         return fewer
 
     def _whole_tables(self) -> dict[str, Columns]:
-        """The table of each site with all its rows, and with empty cells where a number means "missing".
-
-        Raises:
-            UserError: a file cannot be read or lacks a column.
-        """
+        """The table of each site with all its rows, and with empty cells where a number means "missing"."""
         if self.file is not None:
             whole = self._read(self.file, "", self._form).rename_columns(self.rename)
             tables = dict(split_by_site(whole, str(self.site_column)))

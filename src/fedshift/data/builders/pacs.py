@@ -142,7 +142,6 @@ def official_rows(name: str, paths: Sequence[str]) -> tuple[Rows | None, Rows | 
     """The official split of a domain.
 
     Args:
-        name: the domain.
         paths: domain/class/file of each row. Endings are ignored: sketches are .png in one copy and .jpg in another.
 
     Returns:

@@ -35,7 +35,6 @@ def turned_clockwise(images: Pixels, angle: float) -> Pixels:
 
     Args:
         images: (n, h, w).
-        angle: in degrees.
     """
     if angle == 0:
         return images
@@ -87,9 +86,6 @@ def base_images(images: Pixels, labels: Labels, per_class: int, seed: int, what:
     Args:
         images: (n, h, w).
         labels: (n,).
-        per_class: how many of each class.
-        seed: seed of the draw.
-        what: name of the images, for the message.
 
     Returns:
         Images and labels.

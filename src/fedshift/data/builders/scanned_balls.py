@@ -84,11 +84,6 @@ def draw(
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
     """Draw one volume.
 
-    Args:
-        scanner: how it is rendered.
-        size: voxels along each axis.
-        generator: source of all random numbers.
-
     Returns:
         The volume (1, size, size, size) with values 0 to 255, and its masks (2, size, size, size) of 0 and 1.
     """

@@ -73,8 +73,6 @@ def classes_of(
     """The class of each row.
 
     Args:
-        table: the rows.
-        column: the column that holds the label.
         condition: makes the classes negative and positive; None: the labels are the classes.
         mapping: label → class; None: the labels are the classes.
 

@@ -171,11 +171,7 @@ def _check_alike(series: Series, first: _SlicePosition, other: _SlicePosition) -
 
 
 def _step(series: Series, places: Sequence[_SlicePosition], normal: Vector) -> Vector:
-    """From one slice to the next, in millimetres.
-
-    Raises:
-        UserError: two slices lie at one position, some are missing, or they are shifted against one another.
-    """
+    """From one slice to the next, in millimetres."""
     if len(places) < 2:
         raise UserError(f"{series.name}: a series of one slice is no volume: remove it, or use data set image_folder")
     heights = np.array([float(index.corner @ normal) for index in places])

@@ -146,11 +146,7 @@ class VolumeFolder(DataSource):
         return sorted({item.label for item in items}), items
 
     def _with_masks(self, site: Path, left_out: LeftOut) -> tuple[list[str], list[_Item]]:
-        """The structures of a site, and its volumes with a mask of each.
-
-        Raises:
-            UserError: a volume lacks a mask, or a mask its volume.
-        """
+        """The structures of a site, and its volumes with a mask of each."""
         volumes = _volumes_in(site / _IMAGES, left_out, self.patient)
         structures = {folder.name: _volumes_in(folder, left_out, self.patient) for folder in folders(site / _MASKS)}
         if not volumes or not structures:
@@ -255,11 +251,7 @@ class _Item:
 
 
 def _mask(volume: Volume, item: _Item, structure: str) -> Voxels:
-    """The mask of a structure, 0 and 1.
-
-    Raises:
-        UserError: it has another size or place than its volume.
-    """
+    """The mask of a structure, 0 and 1."""
     series = dict(item.masks)[structure]
     mask = read_volume(series)
     if mask.values.shape != volume.values.shape or not np.allclose(mask.affine, volume.affine, atol=1e-2):
@@ -334,11 +326,7 @@ def crop_to_centre(voxels: Voxels, size: Sequence[int]) -> Voxels:
 
 
 def _check_digest(written: bytes) -> bytes:
-    """What stands behind its digest.
-
-    Raises:
-        ValueError: it is damaged.
-    """
+    """What stands behind its digest."""
     digest, voxels = written[:32], written[32:]
     if hashlib.sha256(voxels).digest() != digest:
         raise ValueError("damaged")

@@ -148,11 +148,6 @@ class Published(DataSource):
 def compare_counts(about: PublishedSet, samples: Mapping[str, Samples], location: Location) -> Iterator[str]:
     """Warnings about what an incomplete copy lacks.
 
-    Args:
-        about: says what there should be.
-        samples: what there is.
-        location: where, and whether less is allowed.
-
     Raises:
         UserError: there is another number than published: more, or less where this is not allowed. Or nothing is left.
     """

@@ -38,7 +38,6 @@ class Objective(BaseModel, ABC):
 
         Args:
             outputs: what the network says, (n, outputs) or for masks (n, structures, h, w).
-            labels: the labels of the batch.
         """
 
     def smoothed_loss(self, outputs: Tensor, labels: Tensor, smoothing: float) -> Tensor:

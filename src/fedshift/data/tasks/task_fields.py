@@ -124,7 +124,6 @@ def sites_for_statistics(chosen: tuple[str, ...] | None, sites: Mapping[str, obj
 
     Args:
         chosen: names of sites; None: all.
-        sites: all sites.
 
     Raises:
         UserError: no site is chosen, or one does not exist; names the nearest one.
@@ -159,10 +158,6 @@ def _describe(values: npt.NDArray[Any]) -> str:
 def quantities(where: str, values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
     """Labels of a regression, checked.
 
-    Args:
-        where: where they come from, for messages.
-        values: an array of any kind.
-
     Returns:
         float32 (n,).
 
@@ -181,10 +176,6 @@ def quantities(where: str, values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
 
 def times(where: str, values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
     """Labels of time to event, checked.
-
-    Args:
-        where: where they come from, for messages.
-        values: an array of any kind.
 
     Returns:
         float32 (n, 2): times, and events as 0 or 1.
@@ -210,10 +201,6 @@ def times(where: str, values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
 
 def flags(where: str, values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
     """Labels of multi-label classification, checked.
-
-    Args:
-        where: where they come from, for messages.
-        values: an array of any kind.
 
     Returns:
         float32 (n, labels) of 0 and 1. A single label may be (n,): it is a network of one logit.

@@ -39,9 +39,6 @@ def label_metrics(
     not, and then keeps back what looks at labels one by one, too.
 
     Args:
-        site: name of the site.
-        part: what its samples are.
-        scored: the samples.
         resamples: bootstrap samples of the intervals; 0: no intervals.
         smallest_group: the fewest samples that a number may be made of.
 

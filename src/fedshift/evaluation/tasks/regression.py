@@ -36,10 +36,6 @@ def regression_metrics(site: str, part: Part, scored: Scored, mean: float, resam
     all equal has none.
 
     Args:
-        site: name of the site.
-        part: what its samples are.
-        scored: the samples.
-        mean: of the label at the sources.
         resamples: bootstrap samples of the intervals; 0: no intervals.
 
     Example:

@@ -57,9 +57,6 @@ def survival_metrics(site: str, part: Part, scored: Scored, resamples: int = 0) 
     """Concordance, beside 50 % by chance; none at a site where no pair can be compared.
 
     Args:
-        site: name of the site.
-        part: what its samples are.
-        scored: the samples.
         resamples: bootstrap samples of the interval; 0: no interval.
 
     Example:

@@ -24,7 +24,6 @@ def data_source(value: Any, folder: Path) -> DataSource:
     """The data source of a ``data:`` section.
 
     Args:
-        value: the section.
         folder: relative paths are relative to this folder.
 
     Raises:
@@ -61,7 +60,6 @@ def own_file_record(import_path: str, kind: type) -> dict[str, str]:
 
     Args:
         import_path: the import path of the class; another class than one in a ``.py`` file is named by it alone.
-        kind: the class.
     """
     file, _, name = import_path.rpartition(":")
     if not file.endswith(".py"):

@@ -16,9 +16,7 @@ def describe(error: ValidationError, prefix: str, model: type[BaseModel]) -> str
     """The message for the first fault of an error.
 
     Args:
-        error: pydantic's error.
         prefix: the path of the section in the experiment file.
-        model: the class of the section.
     """
     faults = error.errors()
     fault = faults[0]
@@ -50,9 +48,7 @@ def check_booleans(fields: Mapping[str, Any], prefix: str, model: type[BaseModel
     """Refuse true and false where a field takes neither. Python counts them as 1 and 0, so ``rounds: yes`` would be 1.
 
     Args:
-        fields: of the section.
         prefix: the path of the section in the experiment file.
-        model: the class of the section.
 
     Raises:
         UserError: a field is true or false, or a list with one of them.

@@ -102,7 +102,6 @@ def parse(options: Mapping[str, Any], folder: Path | None = None) -> Experiment:
     """The experiment of a mapping with the fields of `Experiment`.
 
     Args:
-        options: the fields.
         folder: relative paths are relative to this folder; by default the working directory.
 
     Raises:
@@ -288,7 +287,6 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:
     """The experiment in a YAML file.
 
     Args:
-        path: the file.
         overrides: fields to set, as ``key.path=value``.
 
     Raises:

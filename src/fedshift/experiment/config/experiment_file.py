@@ -20,10 +20,6 @@ NAME = re.compile(r"(?!\.)[\w.-]+")
 def with_name(value: Any, path: str) -> dict[str, Any]:
     """A section that is a mapping with a name, or a name alone.
 
-    Args:
-        value: the section.
-        path: its place in the file, for messages.
-
     Raises:
         UserError: it is neither.
     """
@@ -38,7 +34,6 @@ def read(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The content of an experiment file, with overrides.
 
     Args:
-        path: the file.
         overrides: fields to set, as ``key.path=value``.
 
     Raises:
@@ -83,7 +78,6 @@ def override_field(options: dict[str, Any], override: str) -> None:
     """Set a field of raw options in place.
 
     Args:
-        options: the content of an experiment file.
         override: ``key.path=value``. The value is YAML. The key of a list entry is its number, or its label or name.
 
     Raises:
@@ -108,11 +102,7 @@ def override_field(options: dict[str, Any], override: str) -> None:
 
 
 def _below(section: Any, key: str, where: str, path: str) -> Any:
-    """What ``key`` names in a mapping or a list, written out where it is short for a mapping or not there yet.
-
-    Raises:
-        UserError: it is neither a mapping nor a list, or is no entry of the list.
-    """
+    """What ``key`` names in a mapping or a list, written out where it is short for a mapping or not there yet."""
     if isinstance(section, list):
         index = _index(section, key, where)
         section[index] = with_name(section[index], where)

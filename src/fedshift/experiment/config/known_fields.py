@@ -35,9 +35,6 @@ def experiment_fields() -> tuple[str, ...]:
 def check_known(options: Mapping[str, Any]) -> None:
     """Check the names of fields, and nothing else.
 
-    Args:
-        options: the content of an experiment file.
-
     Raises:
         UserError: there is no field of that name. The message has its path and the nearest name.
     """

@@ -21,10 +21,6 @@ def fits(about: About, method: Method) -> Iterator[str]:
 def check_routed(method: Method, adapters: bool = False) -> tuple[str, ...]:
     """Check that a method's server leaves models unread, and that nothing else reads them.
 
-    Args:
-        method: of the run.
-        adapters: whether only adapters are trained.
-
     Returns:
         Warnings.
 

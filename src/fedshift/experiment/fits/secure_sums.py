@@ -24,9 +24,7 @@ def check_sums(method: Method, sources: int, unlabelled: int = 0) -> tuple[str, 
     """Check that secure aggregation can hide what a method's sites send.
 
     Args:
-        method: of the run.
         sources: the fewest labelled sites of a round.
-        unlabelled: the fewest sites without labels.
 
     Returns:
         Warnings.

@@ -27,10 +27,7 @@ def trains_side_by_side(engine: Engine, method: Method, setting: Setting, networ
     """Whether the sites of a run train side by side: where the file says so or, with ``auto``, where it is faster.
 
     Args:
-        engine: of the experiment.
-        method: of the run.
         setting: what its sites have in common.
-        network: what they train.
     """
     if engine.sites != "auto":
         return engine.sites == "side_by_side"

@@ -220,7 +220,6 @@ class DeployedProtocol(ProtocolSection):
         """The targets of a deployment.
 
         Args:
-            sites: those that take part.
             at_coordinator: domains whose samples lie at the coordinator.
 
         Raises:

@@ -163,21 +163,13 @@ class OneTarget(DeployedProtocol):
         check_known("drop", self.drop, data)
 
     def _whole(self, domains: Mapping[str, Domain]) -> tuple[str, ...]:
-        """The domains that are not pooled: the target, and what lacks labels.
-
-        Raises:
-            UserError: there is not exactly one target.
-        """
+        """The domains that are not pooled: the target, and what lacks labels."""
         if len(self.named_targets) != 1:
             raise UserError("protocol.pool: name one target, such as protocol.targets: [M0]; only sources are pooled")
         return tuple(name for name, domain in domains.items() if name in self.named_targets or domain.unlabelled)
 
     def _cut(self, domains: Mapping[str, Domain]) -> dict[str, Domain]:
-        """The domains, the sources cut into sites; the target stays whole.
-
-        Raises:
-            UserError: there is not exactly one target, so that a source of one run would be the target of another.
-        """
+        """The domains, the sources cut into sites; the target stays whole."""
         if len(self.named_targets) != 1:
             raise UserError(
                 "protocol.sites_each: name one target, such as protocol.targets: [M0]; only sources are cut"

@@ -149,11 +149,7 @@ def _pair_name(labelled: Sequence[str], unlabelled: Sequence[str]) -> str:
 
 
 def _pair(pair: object) -> Roles:
-    """(labelled, unlabelled) site names.
-
-    Raises:
-        ValueError: it is not a pair, a side is empty, or a site occurs twice.
-    """
+    """(labelled, unlabelled) site names."""
     sides = list(pair) if isinstance(pair, Sequence) and not isinstance(pair, str) else []
     if len(sides) != 2:
         raise ValueError("a pair is [labelled, unlabelled], such as [a, b] or [[a, b], c]")

@@ -99,7 +99,6 @@ class Evaluator:
 
         Args:
             network: the network that ``weights`` belong to. It is changed.
-            weights: the model.
 
         Returns:
             The fields of a `RoundRecord`.
@@ -127,7 +126,6 @@ class Evaluator:
 
         Args:
             network: the network that ``weights`` belong to. It is changed.
-            weights: the model.
             threshold: score from which a sample of a target is positive, if no source here chooses one.
         """
         if self._segments:
@@ -265,11 +263,7 @@ def score(network: Network, view: SiteData, objective: Objective, groups: NDArra
 
 
 def _outputs(network: Network, inputs: Tensor) -> Tensor:
-    """What a network says of each sample.
-
-    Raises:
-        UserError: a user's own network says nothing of some.
-    """
+    """What a network says of each sample."""
     outputs: Tensor = network(inputs)
     if len(outputs) != len(inputs):
         raise UserError(f"model: the network returns {len(outputs)} rows of scores for {len(inputs)} samples")

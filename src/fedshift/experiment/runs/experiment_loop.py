@@ -44,9 +44,7 @@ def run_experiment(
     If the training of a run diverges, the other runs continue.
 
     Args:
-        experiment: what to run.
         runs: the folder that holds a folder for each experiment.
-        reporter: receives the progress.
         callbacks: are called after each round and each run.
         helper: whether this is one of the further processes of ``engine.parallel_runs``. These take runs that no other
             process holds.
@@ -108,14 +106,7 @@ def run_experiment(
 
 
 def _check_plan(plan: Plan, folder: Path, reporter: Reporter) -> list[RunFolder]:
-    """Check that the parts of an experiment fit, and tell the warnings.
-
-    Returns:
-        The folder of every run.
-
-    Raises:
-        UserError: they do not fit.
-    """
+    """Check that the parts of an experiment fit, and tell the warnings."""
     for warning in (*plan.data.warnings, *plan.site_differences, *check_fit(plan)):
         reporter.warn(warning)
     folders = [run_folder(planned, folder) for planned in plan.runs]
@@ -126,11 +117,7 @@ def _check_plan(plan: Plan, folder: Path, reporter: Reporter) -> list[RunFolder]
 
 
 def _count_unfinished(folders: Sequence[RunFolder]) -> int:
-    """The number of runs without a result.
-
-    Raises:
-        UserError: a folder belongs to another experiment.
-    """
+    """The number of runs without a result."""
     unfinished = 0
     for folder in folders:
         folder.check_identity()
@@ -164,11 +151,7 @@ def _take_over(
     *,
     wait: bool,
 ) -> list[TrainingDiverged]:
-    """Carry out the runs that are held by processes that turn out to be gone, or with ``wait`` until none is left.
-
-    Returns:
-        The errors of the runs that diverged.
-    """
+    """Carry out the runs that are held by processes that turn out to be gone, or with ``wait`` until none is left."""
     diverged: list[TrainingDiverged] = []
     for _, folder in runs:
         folder.doubt_holder()
@@ -189,11 +172,7 @@ def _carry_out_all(
     runs: Sequence[tuple[PlannedRun, RunFolder]],
     elsewhere: dict[RunFolder, PlannedRun],
 ) -> list[TrainingDiverged]:
-    """Carry out the unfinished runs that no other process holds, and take them out of ``elsewhere``.
-
-    Returns:
-        The errors of the runs that diverged.
-    """
+    """Carry out the unfinished runs that no other process holds, and take them out of ``elsewhere``."""
     reporter, diverged = context.reporter, []
     for planned, folder in runs:
         if folder.result() is None and not folder.acquire():

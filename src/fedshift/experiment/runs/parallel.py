@@ -43,9 +43,7 @@ def parallel_workers(
     At the end of the block this process waits for them. If the block raises an error, they are stopped.
 
     Args:
-        experiment: the experiment.
         runs: the folder that holds a folder for each experiment.
-        number: how many processes.
         diverged: receives the errors of runs that diverged in one of them.
         stop: is called while this process waits for them, and raises an error to stop. After `Stopped` they finish
             their rounds.

@@ -38,13 +38,7 @@ def in_cluster(engine: Engine) -> bool:
 
 
 def pool_in_cluster(engine: Engine, folder: Path, device: str) -> Callable[[], Pool] | None:
-    """What starts the processes of the sites of a run in a cluster; None where they are on this machine.
-
-    Args:
-        engine: of the experiment.
-        folder: the experiment's, which all nodes see.
-        device: on which this process measures.
-    """
+    """What starts the processes of the sites of a run in a cluster; None where they are on this machine."""
     if not isinstance(engine, RayEngine):
         return None
 
@@ -203,11 +197,7 @@ _ERRORS: Mapping[str, type[FedshiftError]] = {
 def _run_those_free(
     run: Run, options: str, runs: str, folder: str, variables: Mapping[str, str], threads: int, shard: tuple[int, int]
 ) -> dict[str, str] | None:
-    """In a process of the cluster: carry out the runs that no other process holds, until none is left.
-
-    Returns:
-        Why it failed; None if it did not.
-    """
+    """In a process of the cluster: carry out the runs that no other process holds, until none is left."""
     settle_in(variables, threads)
     os.chdir(folder)
     try:

@@ -87,10 +87,8 @@ def train_and_evaluate(
 
     Args:
         context: what all runs of the experiment share.
-        planned: the run.
         folder: the run's folder. The run resumes from its checkpoint if there is one.
         federation: the run's sites, on this machine or on others.
-        evaluator: measures a model after a round.
         network: what sites train, with the weights that the run starts from.
 
     Raises:

@@ -313,7 +313,6 @@ class RunFolder:
         """Write all that a resumed run needs to one file, then delete files of the site memory that it no longer names.
 
         Args:
-            state: the state after the round.
             memory: site → entry → file of its memory.
             header: exchange number, budgets, bytes, seconds and environment.
         """
@@ -370,7 +369,6 @@ class RunFolder:
         """Read the rounds up to ``last_round``, and remove later ones from the file, because they will be run again.
 
         Args:
-            last_round: of the checkpoint.
             digest: SHA-256 of the lines up to that round, as the checkpoint has it; None: of an older version.
 
         Raises:
@@ -441,7 +439,6 @@ def model_file(weights: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> by
     One with sealed parts is a message with its digest instead (`digests.with_digest`), and has these as they are.
 
     Args:
-        weights: the model.
         metadata: all that prediction needs, stored as JSON.
     """
     from safetensors.torch import save

@@ -40,9 +40,7 @@ def next_site(method: str, able: Sequence[str], table: Table, few: Collection[st
     good. The interval also covers the average that the choice reaches at targets which had no part in it.
 
     Args:
-        method: the method that was chosen.
         able: the methods among which it was chosen.
-        table: their numbers.
         few: targets whose numbers rest on so few samples that the average leaves them out, unless all do.
     """
     targets = [target for target in table.columns[:-1] if target not in few] or list(table.columns[:-1])

@@ -212,9 +212,6 @@ def verdict(
     """What the finished runs of an experiment say.
 
     Args:
-        collected: the runs.
-        table: the table of their last rounds.
-        used: what each method used.
         estimates: the accuracies to expect at targets without labels.
         chosen_at: whose model answers at targets without labels.
     """

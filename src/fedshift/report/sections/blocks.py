@@ -126,12 +126,8 @@ def figure(
     """A drawing as a block.
 
     Args:
-        name: name of its files.
-        drawing: the matplotlib figure.
         description: the text for readers who do not see it. No two figures of a page may share it.
-        caption: the text below it.
         rows: its numbers, first the names of the columns.
-        title: a heading above it.
     """
     cells = (
         (f"{cell:.6g}" if isinstance(cell, float) else "" if cell is None else str(cell) for cell in row)

@@ -19,8 +19,6 @@ def sites_sent(caption: str, first: str, groups: Mapping[str, Sequence[SiteBytes
     """A grid with a row for each site, or for those of equal numbers; None if nothing is known.
 
     Args:
-        caption: its caption.
-        first: heading of its first column.
         groups: the sites, by the name of the row: a method, or a single run.
         what: the first sentence of the note below.
     """

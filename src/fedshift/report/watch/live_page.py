@@ -157,13 +157,7 @@ def _run(folder: Path) -> WatchedRun:
 
 
 def _planned_rounds(settings: Mapping[str, Any], records: Sequence[RoundRecord], target: str) -> int:
-    """Rounds of a run. A method that trains less in a round than others has more than its settings say.
-
-    Args:
-        settings: the run's settings, in which `training.mini_batches` is the budget of every site that trains.
-        records: the rounds so far. What was trained before the first is in all of them.
-        target: the target, which may train as well; the records count its work as that of the sources.
-    """
+    """Rounds of a run. A method that trains less in a round than others has more than its settings say."""
     training, protocol = settings.get("training"), settings.get("protocol")
     training = training if isinstance(training, Mapping) else {}
     rounds, budget = training.get("rounds"), training.get("mini_batches")
